@@ -1,0 +1,1 @@
+"""Baton serves large language models with prefill and decode in separate processes."""
