@@ -1,0 +1,79 @@
+"""Every error Baton raises for the world's faults; `assert` is for our own.
+
+The router maps these to HTTP in one place (`router/errors.py`); a node maps them to one `Failed` message.
+"""
+
+from __future__ import annotations
+
+
+class BatonError(Exception):
+    """Base of all errors. `rid` and `node` say whose life the error belongs to, where known."""
+
+    code = "internal_error"
+
+    def __init__(self, message: str, *, rid: str | None = None, node: str | None = None) -> None:
+        super().__init__(message)
+        self.rid = rid
+        self.node = node
+
+
+class ConfigError(BatonError):
+    """A flag or a configuration field has a value that cannot work. Names the value and the fix."""
+
+    code = "config_error"
+
+
+class ModelError(BatonError):
+    """A model directory is missing, truncated, or of a kind that Baton does not serve."""
+
+    code = "model_error"
+
+
+class RequestError(BatonError):
+    """The client's request cannot be served as it is; `param` names the field at fault."""
+
+    code = "invalid_request_error"
+
+    def __init__(self, message: str, *, param: str | None = None, rid: str | None = None) -> None:
+        super().__init__(message, rid=rid)
+        self.param = param
+
+
+class Overloaded(BatonError):
+    """A bounded queue is full. `retry_after_s` is an honest guess of when it will not be."""
+
+    code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(BatonError):
+    """No node can take the request: none has joined, or all of a role are gone or draining."""
+
+    code = "unavailable"
+
+
+class OutOfPages(BatonError):
+    """A pool cannot give the pages asked for, now (retry when others finish) or ever."""
+
+    code = "out_of_pages"
+
+
+class ProtocolError(BatonError):
+    """A frame is not a message of this protocol, or arrives where it has no business."""
+
+    code = "protocol_error"
+
+
+class Refused(BatonError):
+    """Two processes cannot work together; the message names both sides' values."""
+
+    code = "refused"
+
+
+class TransferError(BatonError):
+    """KV pages did not arrive whole: wrong checksum or generation, a revoked ticket, or a peer gone."""
+
+    code = "transfer_error"

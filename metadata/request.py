@@ -1,0 +1,111 @@
+"""What a request is on the wire: ids, sampling parameters, the identity of a unit of work. Imports no torch."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+import xxhash
+from msgspec import Meta, Struct
+
+MAX_CONTEXT = 1 << 20  # tokens
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+
+Name = Annotated[str, Meta(min_length=1, max_length=128)]
+Text = Annotated[str, Meta(max_length=4096)]
+Digest = Annotated[str, Meta(max_length=64)]
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Ids = Annotated[bytes, Meta(max_length=4 * MAX_CONTEXT)]  # int32 little-endian
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Seconds = Annotated[float, Meta(ge=0)]
+
+FinishReason = Literal["stop", "length"]
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Token ids, indices or counts as little-endian int32 bytes. Raises OverflowError outside int32."""
+    column = array("i", ids)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column.tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """The inverse of `pack_ids`. Raises ValueError when the length is no multiple of 4."""
+    column = array("i")
+    column.frombytes(data)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column.tolist()
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The sampling seed (0..2**63-1) of one choice: choice 0 has the request's own, choice c has hash(seed, c)."""
+    if choice == 0:
+        return seed
+    return xxhash.xxh3_64_intdigest(f"{seed}:{choice}".encode()) >> 1
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all messages."""
+
+
+class Unit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The identity of a unit of work: one choice of one request, in one attempt."""
+
+    rid: Name
+    choice: Annotated[int, Meta(ge=0, lt=MAX_CHOICES)]
+    attempt: Index
+
+    def __str__(self) -> str:
+        return f"{self.rid}/{self.choice}.{self.attempt}"
+
+
+class SamplingParams(Message, frozen=True):
+    """How tokens are chosen and when a choice ends. Validated by the router; a node may trust the bounds."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT)]
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_CONTEXT)] = 0
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    top_k: Index = 0  # 0: off
+    top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-100, le=100)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-100, le=100)] = 0.0
+    logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=4096)] = {}
+    stop_ids: Annotated[tuple[TokenId, ...], Meta(max_length=256)] = ()  # eos ids included unless ignored
+    num_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None  # None: none; 0: the sampled token's
+    seed: Count = 0  # the request's; a choice samples with choice_seed(seed, choice)
+
+
+class GenerationRequest(Message, frozen=True):
+    """What nodes need to know of a request. `received_ids` are output tokens an earlier attempt already produced."""
+
+    prompt_ids: Ids
+    params: SamplingParams
+    received_ids: Ids = b""
+    salt: Digest = ""  # prefix caches match only within one salt
+    prompt_logprobs: bool = False  # log-probabilities of the prompt's own tokens (echo with logprobs)
+
+
+class TokenLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Log-probability of a token under the unprocessed distribution, and the most likely tokens' own."""
+
+    logprob: float
+    top_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOP_LOGPROBS)] = ()
+    top_logprobs: Annotated[tuple[float, ...], Meta(max_length=MAX_TOP_LOGPROBS)] = ()
+
+
+class Ended(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Why a choice ended, with its totals."""
+
+    reason: FinishReason
+    stop_id: TokenId | None
+    num_prompt: Count
+    num_generated: Count
+    num_cached: Count  # prompt tokens that prefill found in its prefix cache
