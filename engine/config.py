@@ -1,0 +1,29 @@
+"""Configuration of model execution, shared by both kinds of node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..metadata.config import NodeConfig, setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig(NodeConfig):
+    """What a node loads and how much of it. `None` means: the program decides from the model and the machine."""
+
+    model: str | None = setting(None, "Hugging Face checkpoint directory (default: the demo model)", metavar="DIR")
+    model_name: str | None = setting(None, "name that requests call the model by (default: the directory's name)")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "where the model runs; auto: cuda where there is one")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "computation type; auto: float32 on CPU, the checkpoint's own on cuda"
+    )
+    page_size: int = setting(16, "tokens a KV page")
+    num_pages: int | None = setting(None, "KV pages of the pool (default: from free memory, at least four contexts)")
+    max_running: int = setting(64, "requests computed at the same time")
+    chunk_tokens: int = setting(512, "prompt tokens computed in one step")
+    context_len: int | None = setting(None, "longest prompt plus output (default: the model's own)")
+    prefix_cache: bool = setting(True, "keep finished requests' pages for prompts that begin alike")
+    threads: int | None = setting(
+        None, "CPU threads of this node's computation (default: all cores over the nodes here)"
+    )

@@ -1,0 +1,40 @@
+"""Configuration that every process shares. Flags and TOML keys are made from these fields (deploy/flags.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def setting(default: Any, text: str, **more: Any) -> Any:
+    """A configuration field with its help text. `more` may hold `metavar`."""
+    metadata: Mapping[str, Any] = {"help": text, **more}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessConfig:
+    """Logs and keys: what a router and a node both have."""
+
+    keys: str | None = setting(
+        None,
+        "file with the cluster's CURVE key pair (see `baton keys`); required on other than loopback",
+        metavar="FILE",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least severe level logged")
+    log_json: bool = setting(False, "log one JSON object a line instead of text")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig(ProcessConfig):
+    """How a node meets the others."""
+
+    router: str = setting("tcp://127.0.0.1:5700", "the router's address for nodes", metavar="tcp://HOST:PORT")
+    node_id: str | None = setting(None, "name of this node, unique in the cluster (default: role-host-pid)")
+    bind_host: str = setting("127.0.0.1", "address on which a prefill node serves pages; others must reach it")
+    transport: Literal["auto", "local", "zmq"] = setting(
+        "auto", "how pages travel: local (shared memory, one host), zmq (anywhere), auto (local where possible)"
+    )
+    checksums: bool = setting(True, "check every page after its transfer")
+    drain_timeout_s: float = setting(30.0, "seconds that SIGTERM leaves running requests to finish")

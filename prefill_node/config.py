@@ -1,0 +1,12 @@
+"""Configuration of a prefill node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..engine.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillConfig(EngineConfig):
+    """Nothing of its own yet beyond what both kinds of node have."""
