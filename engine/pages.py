@@ -1,0 +1,113 @@
+"""The books of a KV pool: which page is whose. The KV tensors lie elsewhere and share these page numbers.
+
+free --allocate--> request | ticket --insert--> cache --evict--> free
+                      '-----------release-----------------------^
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from enum import IntEnum
+
+from ..metadata.errors import OutOfPages
+from ..metadata.node_info import PoolLedger
+
+
+class Owner(IntEnum):
+    """The one kind of owner that a page has at any time. FREE is zero: `PagePool` searches its books for it."""
+
+    FREE = 0
+    PADDING = 1
+    REQUEST = 2
+    TICKET = 3
+    CACHE = 4
+
+
+_HOLDERS = (Owner.REQUEST, Owner.TICKET)  # who may allocate, hand over and release pages
+
+
+class PagePool:
+    """Pages 0 .. num_pages - 1 of `page_size` tokens each; page 0 is padding and never allocated.
+
+    Host memory only, one thread. Whoever allocates a page releases it, or hands it to the prefix cache, which then
+    frees it by itself. Freeing a page that work in flight still names is the caller's error, which nobody can see here.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        assert num_pages >= 1 and page_size >= 1, (num_pages, page_size)
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._owners = bytearray(num_pages)  # [num_pages], an Owner each
+        self._owners[0] = Owner.PADDING
+        self._generations = array("q", [0]) * num_pages  # [num_pages] int64
+        self._num_free = num_pages - 1
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    @property
+    def num_usable(self) -> int:
+        """All pages but the padding: what one request alone could ever get."""
+        return self.num_pages - 1
+
+    def owner(self, page: int) -> Owner:
+        return Owner(self._owners[page])
+
+    def generation(self, page: int) -> int:
+        """How often `page` was allocated so far: tells a page's present content from an earlier one."""
+        return self._generations[page]
+
+    def allocate(self, n: int, owner: Owner) -> list[int]:
+        """Take `n` pages for a request or ticket: ascending, and one run where there is a run of `n`.
+
+        Raises `OutOfPages`, taking nothing, when fewer are free. `PrefixCache.allocate` also uses evictable pages.
+        """
+        assert n >= 0 and owner in _HOLDERS, (n, owner)
+        if n > self._num_free:
+            raise OutOfPages(f"{n} pages were asked for and {self._num_free} of {self.num_usable} are free")
+        pages = self._find_free(n)
+        for page in pages:
+            self._owners[page] = owner
+            self._generations[page] += 1
+        self._num_free -= n
+        return pages
+
+    def release(self, pages: Iterable[int], owner: Owner | None = None) -> None:
+        """Free pages that a request or ticket holds. Only the prefix cache frees its own, by `owner=Owner.CACHE`."""
+        for page in pages:
+            self._assert_held(page, _HOLDERS if owner is None else (owner,))
+            self._owners[page] = Owner.FREE
+            self._num_free += 1
+
+    def transfer(self, pages: Iterable[int], to: Owner) -> None:
+        """Hand pages of a request or ticket to a request, a ticket or the cache. Their generation stays."""
+        assert to in (*_HOLDERS, Owner.CACHE), to
+        for page in pages:
+            self._assert_held(page, _HOLDERS)
+            self._owners[page] = to
+
+    def ledger(self, cache_referenced: int = 0) -> PoolLedger:
+        """The owners' counts, counted afresh. `PrefixCache.ledger` fills in `cache_referenced`."""
+        free, padding, request, ticket, cache = (self._owners.count(owner) for owner in Owner)
+        assert free == self._num_free, (free, self._num_free)
+        assert free + padding + request + ticket + cache == self.num_pages, bytes(self._owners)
+        return PoolLedger(
+            free=free, padding=padding, request=request, ticket=ticket, cache=cache, cache_referenced=cache_referenced
+        )
+
+    def _find_free(self, n: int) -> list[int]:
+        start = self._owners.find(bytes(n))  # n times Owner.FREE
+        if start >= 0:
+            return list(range(start, start + n))
+        pages: list[int] = []
+        page = 0
+        for _ in range(n):
+            page = self._owners.find(Owner.FREE, page + 1)
+            pages.append(page)
+        return pages
+
+    def _assert_held(self, page: int, owners: tuple[Owner, ...]) -> None:
+        assert 0 < page < self.num_pages, f"page {page} of a pool of {self.num_pages}"
+        assert self._owners[page] in owners, f"page {page} is owned by {self.owner(page)!r}, not by one of {owners}"

@@ -1,0 +1,211 @@
+"""The prefix cache: a radix tree over whole KV pages, shared by all requests of a node.
+
+A node of the tree is one page. Its edge is keyed by the page's tokens and the next `lookahead` tokens, since a shifted
+drafter's KV at position i depends on tokens up to i + lookahead; the first edge is keyed by the salt as well, so
+tenants share nothing. A `Lease` holds one reference on every page from the root to its last page:
+
+    lease = cache.acquire(prompt, salt, limit)               # what is cached already, pinned
+    table = lease.pages + cache.allocate(n, Owner.REQUEST)   # evicts when free pages do not suffice
+    cache.insert(tokens, table[:num_computed // page_size], salt, lease)   # any time, again and again
+    cache.release(lease, table)                              # and everything of the request is given back
+
+A page without references can be evicted. `_idle` lists those, longest idle first and, as releases run from the last
+page towards the root, every page before its parent: so the first entry is always a leaf, and evicting takes O(1).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ..metadata.errors import OutOfPages
+from ..metadata.node_info import PoolLedger
+from .pages import Owner, PagePool
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    page: int
+    key: bytes
+    parent: _Node | None
+    children: dict[bytes, _Node] = field(default_factory=dict)
+    num_references: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """References on the cached pages that cover a sequence from its start. Made and ended by `PrefixCache` only."""
+
+    salt: str
+    pages: list[int]  # read-only to others; page i covers tokens i * page_size ..
+    node: _Node | None  # of the last page (the root when there is none); None once released
+
+    def private(self, block_table: Sequence[int]) -> list[int]:
+        """The pages of `block_table` that belong to its owner, not to the cache: those that lease page i is not."""
+        assert self.node is not None, "the lease was released"
+        covered = [own for own, cached in zip(block_table, self.pages, strict=False) if own != cached]
+        return covered + list(block_table[len(self.pages) :])
+
+
+class PrefixCache:
+    """Owns the pages of `pool` that outlive their request. With `enabled=False` it finds and keeps nothing."""
+
+    def __init__(self, pool: PagePool, lookahead: int = 0, enabled: bool = True) -> None:
+        assert lookahead >= 0, lookahead
+        self.pool = pool
+        self.lookahead = lookahead
+        self.enabled = enabled
+        self._root = _Node(page=0, key=b"", parent=None)
+        self._idle: OrderedDict[_Node, None] = OrderedDict()
+        self._num_pages = 0
+
+    @property
+    def num_pages(self) -> int:
+        return self._num_pages
+
+    @property
+    def num_evictable(self) -> int:
+        return len(self._idle)
+
+    @property
+    def num_referenced(self) -> int:
+        return self._num_pages - len(self._idle)
+
+    @property
+    def available(self) -> int:
+        """Pages that `allocate` can give: free ones and cached ones without references."""
+        return self.pool.num_free + len(self._idle)
+
+    def ledger(self) -> PoolLedger:
+        ledger = self.pool.ledger(cache_referenced=self.num_referenced)
+        assert ledger.cache == self._num_pages, (ledger, self._num_pages)
+        return ledger
+
+    def allocate(self, n: int, owner: Owner) -> list[int]:
+        """`PagePool.allocate`, evicting first what is missing. Raises `OutOfPages` and then evicts nothing."""
+        if n > self.available:
+            raise OutOfPages(
+                f"{n} pages were asked for; of {self.pool.num_usable}, {self.pool.num_free} are free"
+                f" and {self.num_evictable} are cached without a reference"
+            )
+        self.evict(max(0, n - self.pool.num_free))
+        return self.pool.allocate(n, owner)
+
+    def match(self, token_ids: Sequence[int], salt: str = "", limit_pages: int | None = None) -> int:
+        """How many pages `acquire` would find now. Pins nothing and does not count as a use."""
+        return sum(1 for _ in self._walk(token_ids, salt, limit_pages))
+
+    def acquire(self, token_ids: Sequence[int], salt: str = "", limit_pages: int | None = None) -> Lease:
+        """Find the longest cached prefix and pin it, until `release`.
+
+        At most `limit_pages`: callers pass (prompt_len - 1) // page_size, so that the last prompt position is computed
+        and yields logits. A page whose next `lookahead` tokens are not in `token_ids` is not matched.
+        """
+        lease = Lease(salt, [], self._root)
+        for node in self._walk(token_ids, salt, limit_pages):
+            self._extend(lease, node)
+        return lease
+
+    def insert(
+        self, token_ids: Sequence[int], pages: Sequence[int], salt: str = "", lease: Lease | None = None
+    ) -> Lease:
+        """Hand computed pages of a sequence over to the cache; they stay valid, pinned and where they are.
+
+        `pages` covers `token_ids` from the start and holds only pages computed in every slot and written no more;
+        `token_ids` may run on. Taken are those beyond `lease` whose next `lookahead` tokens are known. Returns `lease`
+        extended in place (or a new one), which the caller releases.
+
+        Where the cache already holds an equal page, its own is leased and the one given stays with its owner. So
+        afterwards pages[i] is the cache's where lease.pages[i] == pages[i], and any other page is still the caller's
+        to free, once: `lease.private(table)` lists them. A request may go on with its own copies until it ends, or put
+        lease.pages into its block table and free the private ones when no work in flight names them.
+        """
+        lease = lease or Lease(salt, [], self._root)
+        assert lease.node is not None and lease.salt == salt, (lease.salt, salt, lease.node)
+        start, stop = len(lease.pages), min(len(pages), self._num_keyed(len(token_ids)))
+        if not self.enabled or start >= stop:
+            return lease
+        if start:
+            covered = next(self._keys(token_ids, salt, start - 1, start))
+            assert lease.node.key == covered, f"other tokens than those of the leased page {lease.node.page}"
+        for page, key in zip(pages[start:stop], self._keys(token_ids, salt, start, stop), strict=True):
+            node = lease.node.children.get(key) or self._adopt(page, key, lease.node)
+            self._extend(lease, node)
+        return lease
+
+    def share(self, lease: Lease) -> Lease:
+        """A second lease on the same pages, released by itself: for the choices of one prompt."""
+        shared = Lease(lease.salt, [], self._root)
+        for node in reversed(list(self._path(lease))):
+            self._extend(shared, node)
+        return shared
+
+    def release(self, lease: Lease, block_table: Sequence[int] = ()) -> None:
+        """End a lease, once, and free the pages of `block_table` that are its owner's. No work may still name them."""
+        self.pool.release(lease.private(block_table))
+        for node in self._path(lease):
+            node.num_references -= 1
+            if node.num_references == 0:
+                self._idle[node] = None
+        lease.node = None
+
+    def evict(self, n: int) -> int:
+        """Free up to `n` pages without references, those first that were released longest ago. Returns how many."""
+        n = min(n, len(self._idle))
+        for _ in range(n):
+            node, _ = self._idle.popitem(last=False)
+            assert not node.children and node.num_references == 0 and node.parent is not None, node.page
+            del node.parent.children[node.key]
+            self.pool.release((node.page,), Owner.CACHE)
+        self._num_pages -= n
+        return n
+
+    def flush(self) -> int:
+        """Free every page without references; returns how many."""
+        return self.evict(len(self._idle))
+
+    def _num_keyed(self, num_tokens: int) -> int:
+        return max(0, num_tokens - self.lookahead) // self.pool.page_size
+
+    def _keys(self, token_ids: Sequence[int], salt: str, start: int, stop: int) -> Iterator[bytes]:
+        """The keys of pages start .. stop - 1. Token parts are of one length, so a salt before one is unambiguous."""
+        page_size = self.pool.page_size
+        tokens = array("i", token_ids[start * page_size : stop * page_size + self.lookahead])
+        data, step = tokens.tobytes(), page_size * tokens.itemsize
+        width = step + self.lookahead * tokens.itemsize
+        for page in range(stop - start):
+            key = data[page * step : page * step + width]
+            yield key if page or start else salt.encode() + key
+
+    def _walk(self, token_ids: Sequence[int], salt: str, limit_pages: int | None) -> Iterator[_Node]:
+        num_keyed = self._num_keyed(len(token_ids))
+        stop = num_keyed if limit_pages is None else min(num_keyed, limit_pages)
+        node = self._root
+        for key in self._keys(token_ids, salt, 0, stop):
+            child = node.children.get(key)
+            if child is None:
+                return
+            yield (node := child)
+
+    def _path(self, lease: Lease) -> Iterator[_Node]:
+        """The leased nodes, last page first."""
+        assert lease.node is not None, "the lease was released"
+        node = lease.node
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+    def _adopt(self, page: int, key: bytes, parent: _Node) -> _Node:
+        self.pool.transfer((page,), Owner.CACHE)
+        node = parent.children[key] = _Node(page, key, parent)
+        self._num_pages += 1
+        return node
+
+    def _extend(self, lease: Lease, node: _Node) -> None:
+        if node.num_references == 0:
+            self._idle.pop(node, None)  # a page just adopted was never idle
+        node.num_references += 1
+        lease.pages.append(node.page)
+        lease.node = node
