@@ -15,7 +15,7 @@ Three steps keep that true bit for bit on every device:
       -log1p(-u) = -log(v)                  otherwise
       -log(x)    = Q(1 - m) - k * ln 2      where x = m * 2^k, m in [0.5, 1), read from x's bits
 
-  with one function Q(f) = -log1p(-f) on [0, 0.5]. No r gives an infinity, and small tails keep their relative precision.
+  with one function Q(f) = -log1p(-f) on [0, 0.5]. No r gives an infinity; small tails stay precise.
 - Q(f) = f * P(f), P by Horner with separate multiplications and additions in float32. A kernel beside this reference
   must switch off fusion into FMA, and may use nothing but IEEE additions and multiplications and integer operations.
 
@@ -111,7 +111,9 @@ def gumbel_from_bits_ref(bits: Tensor) -> Tensor:
     v = _unit_interval(bits ^ upper)
     exponent, f = _split(v, upper)
     lower = f.view(torch.int32).bitwise_xor_(v.view(torch.int32)).bitwise_and_(upper)
-    f = lower.bitwise_xor_(v.view(torch.int32)).view(torch.float32)  # f where upper, else v (torch.where is slow on CPU)
+    f = lower.bitwise_xor_(v.view(torch.int32)).view(
+        torch.float32
+    )  # f where upper, else v (torch.where is slow on CPU)
     exponent, f = _split(_log1p_negated(f).sub_(exponent))
     return _log1p_negated(f).sub_(exponent)
 
