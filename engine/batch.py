@@ -1,0 +1,90 @@
+"""One forward's input: the tokens of several sequences laid end to end, and where their KV lives.
+
+Prefill chunks, decode steps and mixtures of both look alike: each sequence brings `query_len` new tokens on top of what
+its pages hold already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..kernels.attention import AttentionPlan
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """One sequence of a forward.
+
+    `position` is the absolute position of the first new token, which is also the number of tokens whose KV the pages
+    hold; `pages` must cover position + len(input_ids) tokens, more is fine. Logits are wanted for the last `num_logits`
+    of the new tokens."""
+
+    input_ids: Sequence[int]
+    position: int
+    pages: Sequence[int]
+    num_logits: int = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardBatch:
+    """Built once per forward and shared by all its layers."""
+
+    input_ids: torch.Tensor  # [num_tokens] int64
+    positions: torch.Tensor  # [num_tokens] int64
+    query_lens: tuple[int, ...]  # per sequence: new tokens
+    seq_lens: tuple[int, ...]  # per sequence: tokens with KV after this forward
+    block_table: torch.Tensor  # [num_seqs, max_pages] int64; short rows repeat page 0, the padding page
+    logit_rows: torch.Tensor  # [num_logits] int64, rows of the hidden states whose logits are wanted
+    page_size: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]
+
+    @classmethod
+    def build(cls, rows: Sequence[BatchRow], page_size: int, device: torch.device | str) -> ForwardBatch:
+        """Lay the rows end to end, in the order given."""
+        assert rows, "a forward needs at least one row"
+        query_lens = tuple(len(row.input_ids) for row in rows)
+        seq_lens = tuple(row.position + query_len for row, query_len in zip(rows, query_lens, strict=True))
+        num_pages = [-(-seq_len // page_size) for seq_len in seq_lens]
+        block_table = np.zeros((len(rows), max(num_pages)), dtype=np.int64)
+        ids: list[int] = []
+        positions: list[int] = []
+        logit_rows: list[int] = []
+        for i, row in enumerate(rows):
+            assert query_lens[i] > 0 and 0 <= row.num_logits <= query_lens[i], row
+            assert len(row.pages) >= num_pages[i], f"{len(row.pages)} pages for {seq_lens[i]} tokens of row {i}"
+            block_table[i, : num_pages[i]] = row.pages[: num_pages[i]]
+            ids.extend(row.input_ids)
+            positions.extend(range(row.position, seq_lens[i]))
+            logit_rows.extend(range(len(ids) - row.num_logits, len(ids)))
+        return cls(
+            input_ids=_int64(ids, device),
+            positions=_int64(positions, device),
+            query_lens=query_lens,
+            seq_lens=seq_lens,
+            block_table=torch.from_numpy(block_table).to(device),
+            logit_rows=_int64(logit_rows, device),
+            page_size=page_size,
+        )
+
+    def attention_plan(self, num_kv_heads: int, windows: Sequence[int | None], dtype: torch.dtype) -> AttentionPlan:
+        """Indices and masks of a model with these kv heads and per-layer windows."""
+        return AttentionPlan.build(
+            self.block_table,
+            self.query_lens,
+            self.seq_lens,
+            page_size=self.page_size,
+            num_kv_heads=num_kv_heads,
+            windows=frozenset(windows),
+            dtype=dtype,
+        )
+
+
+def _int64(values: list[int], device: torch.device | str) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)

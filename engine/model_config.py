@@ -1,0 +1,278 @@
+"""What a checkpoint's config.json says, checked: anything that Baton would compute wrongly is refused here by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from ..metadata.errors import ModelError
+from .rope import ROPE_TYPES, RopeConfig, RopeType, yarn_attention_factor
+
+CheckpointDtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Where the four families differ; all else they share."""
+
+    qkv_bias: bool | None  # None: config.json's attention_bias decides
+    qk_norm: bool
+    window: Literal["refused", "all_layers", "by_layer"]
+    needs: tuple[str, ...] = ()  # keys whose default differs between versions, so that it must not be guessed
+
+
+FAMILIES = {
+    "LlamaForCausalLM": _Family(qkv_bias=None, qk_norm=False, window="refused"),
+    "MistralForCausalLM": _Family(
+        qkv_bias=False, qk_norm=False, window="all_layers", needs=("num_key_value_heads", "sliding_window")
+    ),
+    "Qwen2ForCausalLM": _Family(qkv_bias=True, qk_norm=False, window="by_layer", needs=("num_key_value_heads",)),
+    "Qwen3ForCausalLM": _Family(
+        qkv_bias=None, qk_norm=True, window="by_layer", needs=("num_key_value_heads", "head_dim")
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One decoder-only model. Lengths are in tokens."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_len: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    qkv_bias: bool  # q, k and v projections have biases
+    attention_bias: bool  # the attention's output projection has one
+    mlp_bias: bool
+    qk_norm: bool  # q and k are normalised per head before rotation
+    sliding_window: tuple[int | None, ...]  # per layer: a query sees this many positions, itself included; None: all
+    checkpoint_dtype: CheckpointDtype
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads together (values are as wide)."""
+        return self.num_kv_heads * self.head_dim
+
+    @classmethod
+    def from_dir(cls, path: Path) -> ModelConfig:
+        """Read `path`/config.json (and generation_config.json if there).
+
+        Raises ModelError, naming the value and what to do, for a directory or file that is missing or damaged, and for
+        every architecture or feature that Baton does not compute."""
+        path = Path(path)
+        if not path.is_dir():
+            raise ModelError(f"model directory {path} does not exist; give one with config.json and *.safetensors")
+        raw = _RawConfig(path / "config.json")
+        family = _check_supported(raw)
+        num_heads = raw.integer("num_attention_heads")
+        hidden_size = raw.integer("hidden_size")
+        num_kv_heads = raw.integer("num_key_value_heads", num_heads)
+        head_dim = raw.integer("head_dim", hidden_size // num_heads)
+        if num_heads % num_kv_heads:
+            raise raw.error("num_key_value_heads", f"does not divide num_attention_heads ({num_heads})")
+        if head_dim % 2:
+            raise raw.error("head_dim", "is odd, and rotary embeddings turn pairs", value=head_dim)
+        attention_bias = raw.flag("attention_bias") if family.qkv_bias is None else False
+        rope = _rope(raw)
+        return cls(
+            architecture=raw.architecture,
+            vocab_size=raw.integer("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=raw.integer("intermediate_size"),
+            num_layers=raw.integer("num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            context_len=_context_len(raw, rope),
+            rms_norm_eps=raw.number("rms_norm_eps", 1e-6),
+            rope=rope,
+            tie_word_embeddings=raw.flag("tie_word_embeddings"),
+            qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+            attention_bias=attention_bias,
+            mlp_bias=raw.flag("mlp_bias") if raw.architecture == "LlamaForCausalLM" else False,
+            qk_norm=family.qk_norm,
+            sliding_window=_sliding_window(raw, family),
+            checkpoint_dtype=_checkpoint_dtype(raw),
+            eos_token_ids=_eos_token_ids(raw, path / "generation_config.json"),
+            bos_token_id=raw.integer("bos_token_id", minimum=0) if raw.get("bos_token_id") is not None else None,
+        )
+
+
+class _RawConfig:
+    """One JSON object on disk, read with typed getters whose errors name file, key and value."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ModelError(f"{path} does not exist; a model directory holds {path.name}") from None
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path} is not readable JSON ({error}); copy the checkpoint again") from None
+        if not isinstance(raw, dict):
+            raise ModelError(f"{path} holds a {type(raw).__name__}, not a JSON object; copy the checkpoint again")
+        self._raw = cast(dict[str, Any], raw)
+        architectures = self._raw.get("architectures")
+        self.architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+
+    def get(self, key: str) -> Any:
+        """The value, or None where it is null or absent."""
+        return self._raw.get(key)
+
+    def has(self, key: str) -> bool:
+        return key in self._raw
+
+    def error(self, key: str, what: str, *, value: Any = None) -> ModelError:
+        return ModelError(f"{self.path}: {key} = {self.get(key) if value is None else value!r} {what}")
+
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        value = default if self.get(key) is None else self.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise self.error(key, f"must be a whole number of at least {minimum}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        return _positive(self, key, default if self.get(key) is None else self.get(key))
+
+    def flag(self, key: str) -> bool:
+        value = False if self.get(key) is None else self.get(key)
+        if not isinstance(value, bool):
+            raise self.error(key, "must be true or false")
+        return value
+
+
+def _positive(raw: _RawConfig, key: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise raw.error(key, "must be a positive number", value=value)
+    return float(value)
+
+
+def _check_supported(raw: _RawConfig) -> _Family:
+    family = FAMILIES.get(raw.architecture) if isinstance(raw.architecture, str) else None
+    if family is None:
+        raise raw.error("architectures", f"is not served; Baton serves {', '.join(FAMILIES)}")
+    if raw.get("quantization_config") is not None:
+        raise raw.error("quantization_config", "is not served; use the checkpoint in bfloat16, float16 or float32")
+    if raw.get("hidden_act") not in (None, "silu"):
+        raise raw.error("hidden_act", "is not served; only silu is")
+    for key in ("num_experts", "num_local_experts"):
+        if raw.get(key):
+            raise raw.error(key, "is not served: mixtures of experts are not; use a dense checkpoint")
+    for key in family.needs:
+        if not raw.has(key):
+            raise ModelError(f"{raw.path}: {key} is missing, and its default is not certain; write it into the file")
+    return family
+
+
+def _rope(raw: _RawConfig) -> RopeConfig:
+    """Both spellings: `rope_parameters` (transformers 5), or `rope_scaling` with `rope_theta` beside it."""
+    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    fields = raw.get(key) or {}
+    if not isinstance(fields, dict) or any(isinstance(value, dict) for value in fields.values()):
+        raise raw.error(key, "is not served: one set of rotary parameters for all layers is")
+    partial = fields.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise raw.error("partial_rotary_factor", "is not served; only 1.0 is", value=partial)
+    rope_type = fields.get("rope_type", fields.get("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        raise raw.error(f"{key}.rope_type", f"is not served; one of {', '.join(ROPE_TYPES)} is", value=rope_type)
+
+    def number(name: str, default: float | None = None) -> float:
+        value = fields.get(name)
+        return _positive(raw, f"{key}.{name}", default if value is None else value)
+
+    theta = number("rope_theta", raw.number("rope_theta", 10_000.0))
+    if rope_type == "default":
+        return RopeConfig(theta=theta)
+    if rope_type == "linear":
+        return RopeConfig("linear", theta, number("factor"))
+    original = int(number("original_max_position_embeddings", raw.integer("max_position_embeddings")))
+    if rope_type == "llama3":
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        if high <= low:
+            raise raw.error(f"{key}.high_freq_factor", f"must be above low_freq_factor ({low})", value=high)
+        return RopeConfig(cast(RopeType, rope_type), theta, number("factor"), original, low, high)
+    factor = number("factor")
+    return RopeConfig(
+        "yarn",
+        theta,
+        factor,
+        original,
+        beta_fast=number("beta_fast", 32.0),
+        beta_slow=number("beta_slow", 1.0),
+        truncate=fields.get("truncate", True) is not False,
+        attention_factor=number(
+            "attention_factor", yarn_attention_factor(factor, fields.get("mscale"), fields.get("mscale_all_dim"))
+        ),
+    )
+
+
+def _context_len(raw: _RawConfig, rope: RopeConfig) -> int:
+    """max_position_embeddings, or what yarn stretches it to (some checkpoints state only the original length)."""
+    stated = raw.integer("max_position_embeddings")
+    return max(stated, int(rope.original_context_len * rope.factor)) if rope.rope_type == "yarn" else stated
+
+
+def _sliding_window(raw: _RawConfig, family: _Family) -> tuple[int | None, ...]:
+    num_layers = raw.integer("num_hidden_layers")
+    window = raw.integer("sliding_window") if raw.get("sliding_window") is not None else None
+    layer_types = raw.get("layer_types")
+    if family.window == "by_layer":
+        window = window if raw.flag("use_sliding_window") else None
+        first = raw.integer("max_window_layers", 28, minimum=0)
+        windows = tuple(window if layer >= first else None for layer in range(num_layers))
+        return windows if layer_types is None else _by_layer_types(raw, layer_types, window, num_layers)
+    if family.window == "refused" and window is not None:
+        raise raw.error("sliding_window", f"is not served for {raw.architecture}; set it to null if it is not meant")
+    windows = (window,) * num_layers
+    if layer_types is not None and _by_layer_types(raw, layer_types, window, num_layers) != windows:
+        raise raw.error("layer_types", f"is not served for {raw.architecture}: all layers must be alike")
+    return windows
+
+
+def _by_layer_types(raw: _RawConfig, layer_types: Any, window: int | None, num_layers: int) -> tuple[int | None, ...]:
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise raw.error("layer_types", f"must list {num_layers} layers")
+    if not set(layer_types) <= {"full_attention", "sliding_attention"}:
+        raise raw.error("layer_types", "is not served; full_attention and sliding_attention are")
+    if "sliding_attention" in layer_types and window is None:
+        raise raw.error("layer_types", "has sliding_attention but no sliding window is switched on")
+    return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
+
+
+def _checkpoint_dtype(raw: _RawConfig) -> CheckpointDtype:
+    key = "dtype" if raw.get("dtype") is not None else "torch_dtype"
+    dtype = raw.get(key) or "float32"
+    if dtype not in get_args(CheckpointDtype):
+        raise raw.error(key, f"is not served; one of {', '.join(get_args(CheckpointDtype))} is")
+    return dtype
+
+
+def _eos_token_ids(raw: _RawConfig, generation_config: Path) -> tuple[int, ...]:
+    """generation_config.json knows all ids that end a text (chat models have several); config.json is the fallback."""
+    source = raw
+    if generation_config.exists():
+        generation = _RawConfig(generation_config)
+        source = generation if generation.get("eos_token_id") is not None else raw
+    value = source.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0 for token_id in ids):
+        raise source.error("eos_token_id", "must be a token id or a list of them")
+    return tuple(ids)

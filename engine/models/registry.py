@@ -1,0 +1,34 @@
+"""Which class computes which architecture, and the one way to load a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ...metadata.errors import ModelError
+from ..model_config import ModelConfig
+from ..weights import Progress, load_weights
+from .llama import LlamaModel
+
+MODELS: dict[str, type[LlamaModel]] = {
+    "LlamaForCausalLM": LlamaModel,
+    "MistralForCausalLM": LlamaModel,
+    "Qwen2ForCausalLM": LlamaModel,
+    "Qwen3ForCausalLM": LlamaModel,
+}
+
+
+def load_model(
+    model_dir: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    progress: Progress | None = None,
+) -> LlamaModel:
+    """Load the checkpoint in `model_dir`, ready to run. `progress(bytes_done, bytes_total)` is called while it loads.
+    Raises ModelError as `load_weights` does, and for an architecture without a class here."""
+    model_class = MODELS.get(config.architecture)
+    if model_class is None:
+        raise ModelError(f"{config.architecture} is not served; Baton serves {', '.join(MODELS)}")
+    return model_class(config, load_weights(Path(model_dir), config, dtype, torch.device(device), progress))

@@ -1,0 +1,96 @@
+"""Rotary position embeddings: which frequencies a checkpoint uses, and their cosines and sines.
+
+A pair (i, i + head_dim / 2) of a head at position p is turned by the angle p * inv_freq[i]. The scaling variants change
+`inv_freq` (and yarn also scales the result): default and linear (RoFormer, arXiv:2104.09864), yarn (arXiv:2309.00071),
+llama3 (as published with Llama 3.1). All are static: they do not depend on the length of a sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Fields that a `rope_type` does not use keep their defaults, so equal embeddings compare equal."""
+
+    rope_type: RopeType = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0  # linear, llama3, yarn: how far the context was stretched
+    original_context_len: int = 0  # llama3, yarn: tokens of context before stretching
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 1.0  # llama3
+    beta_fast: float = 32.0  # yarn: rotations over the original context above which a frequency is left alone
+    beta_slow: float = 1.0  # yarn: rotations below which a frequency is divided by `factor`
+    truncate: bool = True  # yarn: round the borders between the two to whole dimensions
+    attention_factor: float = 1.0  # yarn: multiplies cosines and sines
+
+
+def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """The factor of yarn where config.json does not name one (section 3.4 of the paper)."""
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Radians per position of each pair: [head_dim / 2] float32 on the CPU."""
+    inv_freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    match rope.rope_type:
+        case "default":
+            return inv_freq
+        case "linear":
+            return inv_freq / rope.factor
+        case "llama3":
+            return _llama3(rope, inv_freq)
+        case "yarn":
+            return _yarn(rope, inv_freq, head_dim)
+
+
+class RotaryEmbedding:
+    """Cosines and sines for given positions; holds only the frequencies, so it costs no memory per context length."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
+        inv_freq = inverse_frequencies(rope, head_dim)
+        self._cos_freq = torch.cat((inv_freq, inv_freq)).to(device)  # [head_dim] float32
+        self._sin_freq = torch.cat((-inv_freq, inv_freq)).to(device)  # [head_dim] float32; sin(-a) = -sin(a)
+        self._scale = rope.attention_factor
+
+    def __call__(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """`positions` [num_tokens] int64 -> (cos, signed sin), each [num_tokens, 1, head_dim] of `dtype`, as
+        `kernels.rotary.apply_rotary_` takes them."""
+        angles = positions.to(torch.float32).view(-1, 1, 1)
+        cos, sin = (angles * self._cos_freq).cos_(), (angles * self._sin_freq).sin_()
+        if self._scale != 1.0:
+            cos, sin = cos.mul_(self._scale), sin.mul_(self._scale)
+        return cos.to(dtype), sin.to(dtype)
+
+
+def _llama3(rope: RopeConfig, inv_freq: torch.Tensor) -> torch.Tensor:
+    rotations = rope.original_context_len * inv_freq / (2 * math.pi)  # over the original context
+    kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    kept = kept.clamp(0.0, 1.0)
+    return kept * inv_freq + (1 - kept) * inv_freq / rope.factor
+
+
+def _yarn(rope: RopeConfig, inv_freq: torch.Tensor, head_dim: int) -> torch.Tensor:
+    def dimension_of(rotations: float) -> float:
+        return head_dim * math.log(rope.original_context_len / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    stretched = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
+    return stretched * inv_freq / rope.factor + (1 - stretched) * inv_freq

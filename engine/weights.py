@@ -1,0 +1,251 @@
+"""Checkpoint files to tensors: which names a model needs, in which shapes, and how they are fused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..metadata.errors import ModelError
+from .layers import PACK_LIMIT_BYTES, Linear
+from .model_config import ModelConfig
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor of the checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """One decoder layer; q, k, v and gate, up are fused by rows in that order."""
+
+    attention_norm: torch.Tensor  # [hidden_size]
+    qkv: Linear  # hidden_size -> q_size + 2 * kv_size
+    q_norm: torch.Tensor | None  # [head_dim]
+    k_norm: torch.Tensor | None  # [head_dim]
+    attention_out: Linear  # q_size -> hidden_size
+    mlp_norm: torch.Tensor  # [hidden_size]
+    gate_up: Linear  # hidden_size -> 2 * intermediate_size
+    down: Linear  # intermediate_size -> hidden_size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """A whole decoder. With tied embeddings `lm_head.weight` is `embedding`."""
+
+    embedding: torch.Tensor  # [vocab_size, hidden_size]
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor  # [hidden_size]
+    lm_head: Linear  # hidden_size -> vocab_size
+
+    def linears(self) -> Iterator[Linear]:
+        """Every linear layer once."""
+        for layer in self.layers:
+            yield from (layer.qkv, layer.attention_out, layer.gate_up, layer.down)
+        yield self.lm_head
+
+
+class Checkpoint:
+    """The *.safetensors files of a directory, opened (not read). Raises ModelError where they are missing or damaged."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.model_dir = Path(model_dir)
+        self._file_of: dict[str, safe_open] = {}
+        for path in _safetensors_files(self.model_dir):
+            try:
+                file = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path} is damaged or cut short ({error}); copy the checkpoint again") from None
+            self._file_of.update(dict.fromkeys(file.keys(), file))
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._file_of)
+
+    def check(self, specs: list[TensorSpec]) -> int:
+        """Every spec is there in its shape and a readable dtype. Returns their bytes in the files."""
+        missing = [spec.name for spec in specs if spec.name not in self._file_of]
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise ModelError(
+                f"{self.model_dir} lacks tensors that its config.json calls for: {', '.join(missing[:3])}{more}"
+            )
+        num_bytes = 0
+        for spec in specs:
+            tensor = self._file_of[spec.name].get_slice(spec.name)
+            shape = tuple(tensor.get_shape())
+            if shape != spec.shape:
+                raise ModelError(
+                    f"{self.model_dir}: {spec.name} has shape {list(shape)}, but config.json calls for {list(spec.shape)}"
+                )
+            if tensor.get_dtype() not in ("F32", "BF16", "F16"):
+                raise ModelError(
+                    f"{self.model_dir}: {spec.name} is {tensor.get_dtype()}; only F32, BF16, F16 are served"
+                )
+            num_bytes += torch.Size(shape).numel() * (4 if tensor.get_dtype() == "F32" else 2)
+        return num_bytes
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, mapped from the file: copy it before the file may change."""
+        return self._file_of[name].get_tensor(name)
+
+
+def tensor_specs(config: ModelConfig) -> list[TensorSpec]:
+    """Every tensor of a checkpoint of this configuration, by its Hugging Face name."""
+    hidden = config.hidden_size
+    specs = [
+        TensorSpec("model.embed_tokens.weight", (config.vocab_size, hidden)),
+        TensorSpec("model.norm.weight", (hidden,)),
+    ]
+    if not config.tie_word_embeddings:
+        specs.append(TensorSpec("lm_head.weight", (config.vocab_size, hidden)))
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        specs += [TensorSpec(f"{prefix}.{name}", shape) for name, shape in _layer_tensors(config)]
+    return specs
+
+
+def load_weights(
+    model_dir: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> Weights:
+    """Read, check, convert and fuse. `progress(bytes_done, bytes_total)` is called after each fused tensor.
+
+    Raises ModelError for files or tensors that are missing, damaged, or of a wrong shape or kind."""
+    checkpoint = Checkpoint(model_dir)
+    specs = tensor_specs(config)
+    total = checkpoint.check(specs)
+    _refuse_unknown(checkpoint, config, specs)
+    reader = _Reader(checkpoint, {spec.name: spec for spec in specs}, dtype, device, total, progress)
+    embedding = reader.fused("model.embed_tokens.weight")
+    weights = Weights(
+        embedding=embedding,
+        layers=tuple(_layer(reader, f"model.layers.{layer}", config) for layer in range(config.num_layers)),
+        norm=reader.fused("model.norm.weight"),
+        lm_head=Linear(embedding if config.tie_word_embeddings else reader.fused("lm_head.weight"), None),
+    )
+    if sum(linear.weight.nbytes for linear in weights.linears()) <= PACK_LIMIT_BYTES:
+        for linear in weights.linears():
+            linear.pack()
+    return weights
+
+
+@dataclass(slots=True)
+class _Reader:
+    checkpoint: Checkpoint
+    specs: dict[str, TensorSpec]
+    dtype: torch.dtype
+    device: torch.device
+    bytes_total: int
+    progress: Progress | None
+    bytes_done: int = 0
+
+    def fused(self, *names: str) -> torch.Tensor:
+        """The named tensors, one below the other, in memory of their own."""
+        shapes = [self.specs[name].shape for name in names]
+        rows = [shape[0] for shape in shapes]
+        out = torch.empty((sum(rows), *shapes[0][1:]), dtype=self.dtype, device=self.device)
+        for name, part in zip(names, out.split(rows), strict=True):
+            tensor = self.checkpoint.read(name)
+            part.copy_(tensor)
+            self.bytes_done += tensor.nbytes
+        if self.progress is not None:
+            self.progress(self.bytes_done, self.bytes_total)
+        return out
+
+    def linear(self, prefix: str, *parts: str, bias: bool) -> Linear:
+        weight = self.fused(*(f"{prefix}.{part}.weight" for part in parts))
+        return Linear(weight, self.fused(*(f"{prefix}.{part}.bias" for part in parts)) if bias else None)
+
+
+def _layer(reader: _Reader, prefix: str, config: ModelConfig) -> LayerWeights:
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    return LayerWeights(
+        attention_norm=reader.fused(f"{prefix}.input_layernorm.weight"),
+        qkv=reader.linear(attention, "q_proj", "k_proj", "v_proj", bias=config.qkv_bias),
+        q_norm=reader.fused(f"{attention}.q_norm.weight") if config.qk_norm else None,
+        k_norm=reader.fused(f"{attention}.k_norm.weight") if config.qk_norm else None,
+        attention_out=reader.linear(attention, "o_proj", bias=config.attention_bias),
+        mlp_norm=reader.fused(f"{prefix}.post_attention_layernorm.weight"),
+        gate_up=reader.linear(mlp, "gate_proj", "up_proj", bias=config.mlp_bias),
+        down=reader.linear(mlp, "down_proj", bias=config.mlp_bias),
+    )
+
+
+def _layer_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name within the layer, shape) of one layer's tensors."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    yield "input_layernorm.weight", (hidden,)
+    yield "post_attention_layernorm.weight", (hidden,)
+    linears = (
+        ("self_attn.q_proj", config.q_size, hidden, config.qkv_bias),
+        ("self_attn.k_proj", config.kv_size, hidden, config.qkv_bias),
+        ("self_attn.v_proj", config.kv_size, hidden, config.qkv_bias),
+        ("self_attn.o_proj", hidden, config.q_size, config.attention_bias),
+        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+        ("mlp.up_proj", inner, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, inner, config.mlp_bias),
+    )
+    for name, out_size, in_size, has_bias in linears:
+        yield f"{name}.weight", (out_size, in_size)
+        if has_bias:
+            yield f"{name}.bias", (out_size,)
+    if config.qk_norm:
+        yield "self_attn.q_norm.weight", (config.head_dim,)
+        yield "self_attn.k_norm.weight", (config.head_dim,)
+
+
+def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, specs: list[TensorSpec]) -> None:
+    """A tensor inside our layers that we would not use means that our output would be wrong."""
+    layers = tuple(f"model.layers.{layer}." for layer in range(config.num_layers))
+    unknown = checkpoint.names - {spec.name for spec in specs}
+    unknown = {name for name in unknown if name.startswith(layers) and not name.endswith("rotary_emb.inv_freq")}
+    if unknown:
+        raise ModelError(
+            f"{checkpoint.model_dir} has tensors that {config.architecture} does not use: {', '.join(sorted(unknown)[:3])}; "
+            "is config.json of another model?"
+        )
+
+
+def _safetensors_files(model_dir: Path) -> list[Path]:
+    if not model_dir.is_dir():
+        raise ModelError(
+            f"model directory {model_dir} does not exist; give a directory with config.json and *.safetensors"
+        )
+    index = model_dir / "model.safetensors.index.json"
+    if not index.exists():
+        files = sorted(model_dir.glob("*.safetensors"))
+        if not files:
+            pickled = ", ".join(path.name for path in sorted(model_dir.glob("*.bin"))[:3])
+            why = (
+                f"{pickled} are pickles, which Baton never loads; convert them"
+                if pickled
+                else "copy the checkpoint again"
+            )
+            raise ModelError(f"{model_dir} has no *.safetensors files; {why}")
+        single = model_dir / "model.safetensors"
+        return [single] if single in files else files
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is not a readable index ({error!r}); copy the checkpoint again") from None
+    if not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise ModelError(f"{index} names files outside its directory; copy the checkpoint again")
+    missing = sorted(name for name in names if not (model_dir / name).exists())
+    if missing:
+        raise ModelError(f"{model_dir} lacks {', '.join(missing)}, which {index.name} names; copy the checkpoint again")
+    return [model_dir / name for name in sorted(names)]

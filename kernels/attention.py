@@ -1,0 +1,234 @@
+"""Causal attention over paged KV, for prefill chunks, decode steps and mixtures of them.
+
+For a query at position p of a sequence, head h, and that sequence's keys K and values V of kv head h // group_size:
+
+    out = sum_j softmax_j(q . K_j / sqrt(head_dim)) V_j,    j <= p  and, with a window w,  j > p - w
+
+A layer's pages are one tensor `kv_layer` [num_pages, 2 (K|V), num_kv_heads, page_size, head_dim]; position j of a sequence
+lies in slot j % page_size of page `block_table[seq, j // page_size]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+# Sequences with the same few new tokens are attended together; longer ones (prefill chunks) one by one.
+_GROUPED_QUERY_LEN = 16
+
+
+def paged_attention_ref(
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    block_table: torch.Tensor,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    window: int | None,
+) -> torch.Tensor:
+    """The specification, in float32 (rounded to q's dtype at the end), one sequence at a time.
+
+    `q` [num_tokens, num_heads, head_dim], sequences end to end; `block_table` [num_seqs, max_pages] int64; returns the
+    shape of q. The KV of the new tokens must be stored already. Slots at and beyond a sequence's length are not read."""
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads = kv_layer.shape[2]
+    outputs: list[torch.Tensor] = []
+    for seq, q_seq in enumerate(q.float().split(list(query_lens))):
+        pages = kv_layer[block_table[seq]].float()  # [max_pages, 2, num_kv_heads, page_size, head_dim]
+        k, v = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[
+            :, :, : seq_lens[seq]
+        ]  # each [num_kv_heads, seq_len, head_dim]
+        grouped = q_seq.view(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        scores = torch.einsum("tkgd,kjd->kgtj", grouped, k) * head_dim**-0.5
+        scores += _mask(query_lens[seq], seq_lens[seq], window, seq_lens[seq], q.device)
+        outputs.append(torch.einsum("kgtj,kjd->tkgd", scores.softmax(-1), v).reshape(-1, num_heads, head_dim))
+    return torch.cat(outputs).to(q.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """Sequences with equally many new tokens, which one call attends."""
+
+    tokens: slice | torch.Tensor  # rows of q: a slice where they lie together, else [num_seqs * query_len] int64
+    num_seqs: int
+    query_len: int
+    kv_len: int  # of the longest sequence
+    gather: torch.Tensor  # [2 * num_seqs * num_kv_heads * num_pages] int64, blocks in order K|V, seq, head, page
+    masks: dict[int | None, torch.Tensor | None]  # per window, [num_seqs, 1, query_len, kv_len] additive; None: no mask
+    is_causal: bool  # the plain triangle; masks are not used
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionPlan:
+    """What all layers of one forward share: where new KV is stored, which blocks are gathered, and the masks."""
+
+    store: torch.Tensor  # [num_tokens * 2 * num_kv_heads] int64, slot rows in order token, K|V, head
+    fresh_pages: torch.Tensor | None  # [n] int64, pages that this forward begins and does not fill
+    groups: tuple[_Group, ...]
+
+    @classmethod
+    def build(
+        cls,
+        block_table: torch.Tensor,
+        query_lens: tuple[int, ...],
+        seq_lens: tuple[int, ...],
+        *,
+        page_size: int,
+        num_kv_heads: int,
+        windows: frozenset[int | None],
+        dtype: torch.dtype,
+    ) -> AttentionPlan:
+        """`block_table` [num_seqs, max_pages] int64; lengths per sequence (the length after this forward)."""
+        device = block_table.device
+        members: dict[tuple[int, int], list[int]] = {}
+        for seq, query_len in enumerate(query_lens):
+            members.setdefault((query_len, 0 if query_len <= _GROUPED_QUERY_LEN else seq), []).append(seq)
+        starts = [0, *torch.tensor(query_lens).cumsum(0).tolist()]
+        groups: list[_Group] = []
+        for (query_len, _), seqs in members.items():
+            lens = [seq_lens[seq] for seq in seqs]
+            pages = block_table if len(seqs) == len(seq_lens) else block_table[seqs]
+            is_causal = query_len > 1 and set(lens) == {query_len} and windows == {None}
+            groups.append(
+                _Group(
+                    tokens=_rows(seqs, starts, query_len, device),
+                    num_seqs=len(seqs),
+                    query_len=query_len,
+                    kv_len=max(lens),
+                    gather=_gather_index(pages, lens, page_size, num_kv_heads),
+                    masks={} if is_causal else {w: _group_mask(query_len, lens, w, device, dtype) for w in windows},
+                    is_causal=is_causal,
+                )
+            )
+        return cls(
+            store=_store_index(block_table, query_lens, seq_lens, page_size, num_kv_heads),
+            fresh_pages=_fresh_pages(block_table, query_lens, seq_lens, page_size),
+            groups=tuple(groups),
+        )
+
+
+def store_kv(kv_new: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan) -> None:
+    """Write the new tokens' keys and values: `kv_new` [num_tokens, 2 * num_kv_heads, head_dim], keys first."""
+    head_dim = kv_layer.shape[-1]
+    assert kv_new.shape[0] * kv_new.shape[1] == plan.store.shape[0], (kv_new.shape, plan.store.shape)
+    kv_layer.view(-1, head_dim).index_copy_(0, plan.store, kv_new.reshape(-1, head_dim))
+
+
+def clear_fresh_pages(kv: torch.Tensor, plan: AttentionPlan) -> None:
+    """Zero the pages that this forward begins: slots beyond a sequence's length are gathered and masked, and what an
+    earlier owner left there must be finite for that (0 * NaN is NaN). `kv` is the whole pool, layers first."""
+    if plan.fresh_pages is not None:
+        kv.index_fill_(1, plan.fresh_pages, 0.0)
+
+
+def paged_attention(q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, window: int | None) -> torch.Tensor:
+    """`paged_attention_ref` by few torch operations: [num_tokens, num_heads, head_dim] -> the same shape."""
+    num_pages, _, num_kv_heads, page_size, head_dim = kv_layer.shape
+    assert q.shape[1] % num_kv_heads == 0 and q.shape[2] == head_dim, (q.shape, kv_layer.shape)
+    blocks = kv_layer.view(num_pages * 2 * num_kv_heads, page_size * head_dim)
+    if len(plan.groups) == 1:
+        return _attend(q, blocks, plan.groups[0], num_kv_heads, window)
+    out = torch.empty_like(q)
+    for group in plan.groups:
+        out[group.tokens] = _attend(q[group.tokens], blocks, group, num_kv_heads, window)
+    return out
+
+
+def _attend(
+    q: torch.Tensor, blocks: torch.Tensor, group: _Group, num_kv_heads: int, window: int | None
+) -> torch.Tensor:
+    num_tokens, num_heads, head_dim = q.shape
+    num_seqs, query_len = group.num_seqs, group.query_len
+    group_size = num_heads // num_kv_heads
+    gathered = blocks.index_select(0, group.gather).view(2, num_seqs, num_kv_heads, -1, head_dim)
+    k, v = gathered[:, :, :, : group.kv_len].unbind(0)  # each [num_seqs, num_kv_heads, kv_len, head_dim]
+    mask = None if group.is_causal else group.masks[window]
+    if query_len == 1:  # the query heads of a kv head are rows of one small matrix
+        out = F.scaled_dot_product_attention(q.view(num_seqs, num_kv_heads, group_size, head_dim), k, v, attn_mask=mask)
+        return out.reshape(num_tokens, num_heads, head_dim)
+    # [num_seqs * num_kv_heads, group_size, ...]: a kv head is broadcast over its query heads, not copied
+    q = q.view(num_seqs, query_len, num_kv_heads, group_size, head_dim).permute(0, 2, 3, 1, 4)
+    k, v = (x.flatten(0, 1).unsqueeze(1).expand(-1, group_size, -1, -1) for x in (k, v))
+    if mask is not None and num_seqs > 1:
+        mask = mask.repeat_interleave(num_kv_heads, 0)
+    out = F.scaled_dot_product_attention(q.flatten(0, 1), k, v, attn_mask=mask, is_causal=group.is_causal)
+    out = out.view(num_seqs, num_kv_heads, group_size, query_len, head_dim).permute(0, 3, 1, 2, 4)
+    return out.reshape(num_tokens, num_heads, head_dim)
+
+
+def _mask(query_len: int, seq_len: int, window: int | None, kv_len: int, device: torch.device) -> torch.Tensor:
+    """[query_len, kv_len] float32: 0 where a query sees a key, -inf elsewhere."""
+    position = torch.arange(seq_len - query_len, seq_len, device=device).unsqueeze(1)
+    key = torch.arange(kv_len, device=device)
+    hidden = key > position if window is None else (key > position) | (key <= position - window)
+    return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
+
+
+def _group_mask(
+    query_len: int, lens: list[int], window: int | None, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor | None:
+    kv_len = max(lens)
+    if query_len == 1 and min(lens) == kv_len and (window is None or window >= kv_len):
+        return None
+    masks = [_mask(query_len, seq_len, window, kv_len, device) for seq_len in lens]
+    return torch.stack(masks).unsqueeze(1).to(dtype)
+
+
+def _rows(seqs: list[int], starts: list[int], query_len: int, device: torch.device) -> slice | torch.Tensor:
+    if seqs == list(range(seqs[0], seqs[-1] + 1)):
+        return slice(starts[seqs[0]], starts[seqs[-1]] + query_len)
+    first = torch.tensor([starts[seq] for seq in seqs], device=device).unsqueeze(1)
+    return (first + torch.arange(query_len, device=device)).flatten()
+
+
+def _gather_index(pages: torch.Tensor, lens: list[int], page_size: int, num_kv_heads: int) -> torch.Tensor:
+    """Blocks of a layer seen as [num_pages * 2 * num_kv_heads, page_size * head_dim]. Where a sequence has fewer pages
+    than the longest, its own first page stands in: finite, and masked."""
+    device = pages.device
+    counts = [-(-seq_len // page_size) for seq_len in lens]
+    pages = pages[:, : max(counts)]
+    if min(counts) < max(counts):
+        beyond = torch.arange(pages.shape[1], device=device) >= torch.tensor(counts, device=device).unsqueeze(1)
+        pages = torch.where(beyond, pages[:, :1], pages)
+    head = torch.arange(num_kv_heads, device=device).view(1, 1, num_kv_heads, 1)
+    kv = torch.arange(2, device=device).view(2, 1, 1, 1)
+    return ((pages.unsqueeze(1) * 2 + kv) * num_kv_heads + head).flatten()
+
+
+def _store_index(
+    block_table: torch.Tensor,
+    query_lens: tuple[int, ...],
+    seq_lens: tuple[int, ...],
+    page_size: int,
+    num_kv_heads: int,
+) -> torch.Tensor:
+    """Rows of a layer seen as [num_pages * 2 * num_kv_heads * page_size, head_dim]."""
+    device = block_table.device
+    if max(query_lens) == 1:
+        position = torch.tensor(seq_lens, device=device) - 1
+        page = block_table.gather(1, (position // page_size).unsqueeze(1)).squeeze(1)
+    else:
+        spans = zip(query_lens, seq_lens, strict=True)
+        position = torch.cat([torch.arange(end - length, end, device=device) for length, end in spans])
+        seq = torch.repeat_interleave(torch.tensor(query_lens, device=device))
+        page = block_table[seq, position // page_size]
+    kv_head = torch.arange(2 * num_kv_heads, device=device)
+    return (
+        (page.unsqueeze(1) * (2 * num_kv_heads) + kv_head) * page_size + (position % page_size).unsqueeze(1)
+    ).flatten()
+
+
+def _fresh_pages(
+    block_table: torch.Tensor, query_lens: tuple[int, ...], seq_lens: tuple[int, ...], page_size: int
+) -> torch.Tensor | None:
+    fresh = [
+        (seq, seq_len // page_size)
+        for seq, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True))
+        if 0 < seq_len % page_size <= query_len
+    ]
+    if not fresh:
+        return None
+    seqs, columns = zip(*fresh, strict=True)
+    return block_table[list(seqs), list(columns)]

@@ -1,0 +1,22 @@
+"""Root-mean-square normalisation: y = x / sqrt(mean(x^2) + eps) * weight, over the last dimension (arXiv:1910.07467)."""
+
+from __future__ import annotations
+
+import torch
+
+
+def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The specification. `x` [..., size], `weight` [size]; computed in float32, rounded to x's dtype before `weight`."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return wide.to(x.dtype) * weight
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The same in fewer passes for float32: [..., size] -> [..., size], a new tensor."""
+    assert x.shape[-1:] == weight.shape, (x.shape, weight.shape)
+    if x.dtype != torch.float32:
+        return rms_norm_ref(x, weight, eps)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # [..., 1]
+    scale = norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
+    return x.mul(scale).mul_(weight)
