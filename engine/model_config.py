@@ -130,7 +130,8 @@ class _RawConfig:
             raise ModelError(f"{path} holds a {type(raw).__name__}, not a JSON object; copy the checkpoint again")
         self._raw = cast(dict[str, Any], raw)
         architectures = self._raw.get("architectures")
-        self.architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+        first: Any = cast(list[Any], architectures)[0] if isinstance(architectures, list) and architectures else None
+        self.architecture = first if isinstance(first, str) else ""
 
     def get(self, key: str) -> Any:
         """The value, or None where it is null or absent."""
@@ -165,7 +166,7 @@ def _positive(raw: _RawConfig, key: str, value: Any) -> float:
 
 
 def _check_supported(raw: _RawConfig) -> _Family:
-    family = FAMILIES.get(raw.architecture) if isinstance(raw.architecture, str) else None
+    family = FAMILIES.get(raw.architecture)
     if family is None:
         raise raw.error("architectures", f"is not served; Baton serves {', '.join(FAMILIES)}")
     if raw.get("quantization_config") is not None:

@@ -56,7 +56,7 @@ class Weights:
 
 
 class Checkpoint:
-    """The *.safetensors files of a directory, opened (not read). Raises ModelError where they are missing or damaged."""
+    """The *.safetensors files of a directory, opened (not read). Raises ModelError if they are missing or damaged."""
 
     def __init__(self, model_dir: Path) -> None:
         self.model_dir = Path(model_dir)
@@ -87,7 +87,7 @@ class Checkpoint:
             shape = tuple(tensor.get_shape())
             if shape != spec.shape:
                 raise ModelError(
-                    f"{self.model_dir}: {spec.name} has shape {list(shape)}, but config.json calls for {list(spec.shape)}"
+                    f"{self.model_dir}: {spec.name} has shape {list(shape)}, config.json calls for {list(spec.shape)}"
                 )
             if tensor.get_dtype() not in ("F32", "BF16", "F16"):
                 raise ModelError(
@@ -216,16 +216,14 @@ def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, specs: list[Ten
     unknown = {name for name in unknown if name.startswith(layers) and not name.endswith("rotary_emb.inv_freq")}
     if unknown:
         raise ModelError(
-            f"{checkpoint.model_dir} has tensors that {config.architecture} does not use: {', '.join(sorted(unknown)[:3])}; "
-            "is config.json of another model?"
+            f"{checkpoint.model_dir} has tensors that {config.architecture} does not use "
+            f"({', '.join(sorted(unknown)[:3])}); is config.json that of another model?"
         )
 
 
 def _safetensors_files(model_dir: Path) -> list[Path]:
     if not model_dir.is_dir():
-        raise ModelError(
-            f"model directory {model_dir} does not exist; give a directory with config.json and *.safetensors"
-        )
+        raise ModelError(f"model directory {model_dir} does not exist; give one with config.json and *.safetensors")
     index = model_dir / "model.safetensors.index.json"
     if not index.exists():
         files = sorted(model_dir.glob("*.safetensors"))

@@ -4,8 +4,8 @@ For a query at position p of a sequence, head h, and that sequence's keys K and 
 
     out = sum_j softmax_j(q . K_j / sqrt(head_dim)) V_j,    j <= p  and, with a window w,  j > p - w
 
-A layer's pages are one tensor `kv_layer` [num_pages, 2 (K|V), num_kv_heads, page_size, head_dim]; position j of a sequence
-lies in slot j % page_size of page `block_table[seq, j // page_size]`.
+A layer's pages are one tensor `kv_layer` [num_pages, 2 (K|V), num_kv_heads, page_size, head_dim]; position j of a
+sequence lies in slot j % page_size of page `block_table[seq, j // page_size]`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def paged_attention_ref(
     """The specification, in float32 (rounded to q's dtype at the end), one sequence at a time.
 
     `q` [num_tokens, num_heads, head_dim], sequences end to end; `block_table` [num_seqs, max_pages] int64; returns the
-    shape of q. The KV of the new tokens must be stored already. Slots at and beyond a sequence's length are not read."""
+    shape of q. The KV of the new tokens must be stored already. Slots beyond a sequence's length have no influence."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = kv_layer.shape[2]
     outputs: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation: y = x / sqrt(mean(x^2) + eps) * weight, over the last dimension (arXiv:1910.07467)."""
+"""Root-mean-square normalisation over the last dimension (arXiv:1910.07467): y = x / sqrt(mean(x^2) + eps) * weight."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The specification. `x` [..., size], `weight` [size]; computed in float32, rounded to x's dtype before `weight`."""
+    """The specification. `x` [..., size], `weight` [size]; in float32, rounded to x's dtype before `weight`."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return wide.to(x.dtype) * weight

@@ -1,7 +1,9 @@
 """The pre-norm decoder of Llama, Mistral, Qwen2 and Qwen3; ModelConfig says where they differ.
 
 h = embedding[input_ids]
-for every layer:  h += attention_out(attention(rotary(qkv(norm(h)))));  h += down(silu(gate(n)) * up(n)), n = norm(h)
+for every layer:
+    h += attention_out(attention(rotary(qkv(norm(h)))))
+    h += down(silu(gate(norm(h))) * up(norm(h)))
 hidden = norm(h);  logits = lm_head(hidden)
 """
 
@@ -31,13 +33,15 @@ class LlamaModel:
 
     @property
     def handoff_hidden_size(self) -> int:
-        """Width of the state that prefill hands to a drafter: this family's is the hidden state after the final norm."""
+        """Width of the state that prefill hands to a drafter: for this family, the hidden state after the last norm."""
         return self.config.hidden_size
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
         """Store the new tokens' KV in their pages and return their hidden states after the final norm,
-        [num_tokens, hidden_size]. `kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim] of the model's dtype."""
+        [num_tokens, hidden_size].
+
+        `kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim], of the model's dtype."""
         config = self.config
         shape = (config.num_layers, 2, config.num_kv_heads, batch.page_size, config.head_dim)
         assert (kv.shape[0], *kv.shape[2:]) == shape and kv.dtype == self.dtype, (kv.shape, kv.dtype, shape)
