@@ -1,0 +1,126 @@
+"""The `baton` command. Everything heavy is imported by the subcommand that needs it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ..metadata.errors import BatonError, ConfigError
+from .child import die_with_parent
+from .config_file import print_tables, read_tables
+from .flags import Parser, Setting, add_flag, by_name, resolve
+from .story import EPILOG, SUMMARIES, TITLE
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command line; returns its exit status: 0, 1 (failed), 2 (wrong configuration), 130 (interrupted)."""
+    die_with_parent()
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return _run(argv)
+    except BatonError as error:
+        if _is_debug(argv):
+            raise
+        print(f"baton: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "numpy", "safetensors") or _is_debug(argv):
+            raise
+        print(f"baton: error: a node needs {error.name}: pip install 'baton-serve[node]'", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
+        return 1
+
+
+def _is_debug(argv: list[str]) -> bool:
+    words = " ".join(argv).replace("=", " ")
+    return "--log-level debug" in words
+
+
+def _run(argv: list[str]) -> int:
+    parser = Parser(
+        prog="baton", description=TITLE, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, summary in SUMMARIES.items():
+        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        if name in argv:  # the others' flags are not looked at, and their imports cost time
+            _add_command_flags(name, command)
+    args = parser.parse_all(argv)
+    if args.version:
+        print(f"baton {_version()}")
+        return 0
+    if args.command is None:
+        parser.print_help()
+        return 2
+    return _dispatch(args.command, args)
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("baton-serve")
+
+
+def _module(name: str) -> Any:
+    return import_module(f"..{name}", __package__)
+
+
+def _configs(*names: str) -> dict[str, type]:
+    """Configuration classes by TOML table, which is also the command's name."""
+    where = {
+        "up": ("deploy.plan", "UpConfig"),
+        "router": ("router.config", "RouterConfig"),
+        "prefill": ("prefill_node.config", "PrefillConfig"),
+        "decode": ("decode_node.config", "DecodeConfig"),
+        "chat": ("deploy.chat", "ChatConfig"),
+    }
+    return {name: getattr(_module(where[name][0]), where[name][1]) for name in names or where}
+
+
+def _add_command_flags(name: str, parser: argparse.ArgumentParser) -> None:
+    if name == "keys":
+        parser.add_argument("file", metavar="FILE", help="the file to write; must not exist")
+        return
+    parser.add_argument("--config", metavar="FILE", help=f"TOML file whose table [{name}] sets these options")
+    parser.add_argument("--print-config", action="store_true", help="print the configuration in force as TOML and exit")
+    for setting in _settings(name).values():
+        add_flag(parser, setting)
+
+
+def _dispatch(name: str, args: argparse.Namespace) -> int:
+    if name == "keys":
+        return _make_keys(args.file)
+    tables = read_tables(args.config, {table: _settings(table) for table in _CONFIGS}) if args.config else {}
+    if name == "up":
+        plan = _module("deploy.plan").make_plan(args, tables, os.environ)
+        return _print(plan.tables()) if args.print_config else _module("deploy.launcher").run(plan)
+    config = resolve(_config(name), args, tables.get(name, {}), os.environ)
+    if args.print_config:
+        return _print({name: config})
+    modules = {"router": "router.main", "prefill": "prefill_node.main", "decode": "decode_node.main"}
+    return _module(modules.get(name, "deploy.chat")).run(config)
+
+
+def _print(configs: Mapping[str, Any]) -> int:
+    print(print_tables(configs), end="")
+    return 0
+
+
+def _make_keys(file: str) -> int:
+    _module("metadata.curve").KeyPair.create(Path(file))
+    print(f"wrote {file}: give a copy to every process of the cluster, and to nobody else (--keys {file})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""What `baton up` will start: configurations, CPU threads, GPUs, ports, command lines. Starts nothing itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..decode_node.config import DecodeConfig
+from ..engine.config import EngineConfig
+from ..metadata.config import setting
+from ..metadata.errors import ConfigError
+from ..prefill_node.config import PrefillConfig
+from ..router.config import RouterConfig
+from .flags import ENVIRONMENT, resolve, to_argv
+
+DEMO = Path(__file__).parent / "demo"
+LOOPBACK = "127.0.0.1"
+
+# What `baton up` decides itself, so that it is no flag of it.
+DECIDED = frozenset({"router", "node_address", "node_id", "bind_host", "drain_timeout_s"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpConfig:
+    """What only the launcher needs; the rest it takes from the router's and the nodes' configurations."""
+
+    prefill: int = setting(1, "how many prefill nodes to start")
+    decode: int = setting(1, "how many decode nodes to start")
+    run_dir: str | None = setting(
+        None, "directory for the logs (default: a new one under ~/.cache/baton/runs)", metavar="DIR"
+    )
+    ready_timeout_s: float = setting(600.0, "seconds until a first request must have gone through")
+    stop_timeout_s: float = setting(5.0, "seconds that Ctrl-C leaves running requests to finish")
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "decode"):
+            if not 1 <= getattr(self, name) <= 64:
+                raise ConfigError(f"--{name} {getattr(self, name)}: must be 1 to 64")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The effective configuration of `baton up`, by TOML table."""
+
+    up: UpConfig
+    router: RouterConfig
+    prefill: PrefillConfig
+    decode: DecodeConfig
+
+    def tables(self) -> dict[str, Any]:
+        return {"up": self.up, "router": self.router, "prefill": self.prefill, "decode": self.decode}
+
+
+def make_plan(args: argparse.Namespace, tables: Mapping[str, Any], environ: Mapping[str, str]) -> Plan:
+    """A flag, and a key of the table [up], goes to every process that knows it; the other tables set each its own."""
+    everyone = tables.get("up", {})
+
+    def table(name: str) -> dict[str, Any]:
+        return {**everyone, **tables.get(name, {})}
+
+    return Plan(
+        up=resolve(UpConfig, args, everyone, environ),
+        router=resolve(RouterConfig, args, table("router"), environ),
+        prefill=resolve(PrefillConfig, args, table("prefill"), environ),
+        decode=resolve(DecodeConfig, args, table("decode"), environ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One process to start: its name (also its log's), role, command line and additions to the environment."""
+
+    name: str
+    role: str
+    argv: list[str]
+    environ: dict[str, str]
+
+
+def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:
+    """The router and the nodes, router first. `node_port` is where the nodes will meet the router, on loopback."""
+    address = f"tcp://{LOOPBACK}:{node_port}"
+    drain = plan.up.stop_timeout_s
+    router = replace(plan.router, port=http_port, node_address=address, drain_timeout_s=drain)
+    key = {ENVIRONMENT["api_key"]: router.api_key} if router.api_key else {}
+    made = [Command("router", "router", _argv("router", router), key)]
+    threads = split_threads(len(os.sched_getaffinity(0)), plan.up.prefill, plan.up.decode)
+    gpus = _gpus()
+    for role, count, config in (("prefill", plan.up.prefill, plan.prefill), ("decode", plan.up.decode, plan.decode)):
+        for index in range(count):
+            name = f"{role}-{index}"
+            num_threads = config.threads or threads[role]
+            node = replace(
+                config,
+                router=address,
+                node_id=name,
+                bind_host=LOOPBACK,
+                drain_timeout_s=drain,
+                model=str(Path(config.model or DEMO).resolve()),
+                threads=num_threads,
+            )
+            environ = {"OMP_NUM_THREADS": str(num_threads)}
+            if len(gpus) > 1 and config.device != "cpu":
+                environ["CUDA_VISIBLE_DEVICES"] = gpus[(len(made) - 1) % len(gpus)]
+            made.append(Command(name, role, _argv(role, node), environ))
+    return made
+
+
+def _argv(role: str, config: Any) -> list[str]:
+    # -P: a folder called torch/ where the user happens to stand must not be imported
+    return [sys.executable, "-P", "-m", "baton.deploy.cli", role, *to_argv(config)]
+
+
+def split_threads(num_cores: int, num_prefill: int, num_decode: int) -> dict[str, int]:
+    """CPU threads of each prefill and of each decode node. The router wants a core of its own from four cores on."""
+    cores = num_cores - 1 if num_cores >= 4 else num_cores
+    prefill = max(1, cores // (num_prefill + num_decode))
+    decode = max(1, (cores - prefill * num_prefill) // num_decode)
+    return {"prefill": prefill, "decode": decode}
+
+
+def _gpus() -> list[str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [gpu for gpu in visible.split(",") if gpu]
+    return [str(index) for index, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+
+
+def check_model(config: EngineConfig) -> None:
+    """What can be seen without loading: raises ConfigError when the directory cannot be a checkpoint."""
+    path = Path(config.model) if config.model else DEMO
+    if not path.is_dir():
+        raise ConfigError(f"--model {path}: no such directory")
+    for name in ("config.json", "tokenizer.json"):
+        if not (path / name).is_file():
+            raise ConfigError(f"--model {path}: not a Hugging Face checkpoint: it has no {name}")
+    try:
+        json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {path}: config.json cannot be read: {error}") from None
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"--model {path}: no *.safetensors file there (other weight formats are not read)")
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises ConfigError when nothing can listen at host:port."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except socket.gaierror as error:
+        raise ConfigError(f"--host {host}: {error.strerror}") from None
+    except OverflowError:
+        raise ConfigError(f"--port {port}: must be 0 to 65535") from None
+    except OSError as error:
+        raise ConfigError(f"port {port} on {host} is taken or not allowed ({error.strerror}): use --port") from None
+
+
+def free_port(host: str = LOOPBACK) -> int:
+    """A port on which nothing listens right now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
