@@ -1,0 +1,89 @@
+"""What both ends of a bus socket share: names, limits, and how a frame becomes a message or is dropped."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import TypeVar, cast
+
+import msgspec
+import zmq
+
+from .addresses import parse_address
+from .errors import ConfigError, ProtocolError
+from .logs import Throttle
+
+DRAIN_LIMIT = 256  # messages taken from a socket before others get their turn
+QUEUE_LEN = 8192  # messages queued for one peer, each way
+HANDSHAKE_MS = 1000
+ZMTP_BEAT_MS = 1000  # closes connections whose other end vanished without a word; says nothing of the process
+ZMTP_SILENCE_MS = 4000
+BEAT_SUFFIX = b":beat"  # ends the routing id of a node's heartbeat socket
+
+_MAX_ROUTING_ID = 255 - len(BEAT_SUFFIX)
+_MalformedFrame = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+_T = TypeVar("_T")
+
+
+def new_epoch() -> str:
+    """A fresh epoch: 16 hex digits, never twice the same."""
+    return secrets.token_hex(8)
+
+
+def routing_id(node_id: str, epoch: str) -> bytes:
+    """The routing id of a node's life, `node_id:epoch`. Raises ConfigError when it is longer than ZeroMQ allows."""
+    name = f"{node_id}:{epoch}".encode()
+    if len(name) > _MAX_ROUTING_ID:
+        raise ConfigError(f"node id {node_id!r} is too long: with its epoch over {_MAX_ROUTING_ID} bytes")
+    return name
+
+
+def decode_frame(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
+    """The message in one frame. Raises ProtocolError, and nothing else, whatever the bytes are."""
+    try:
+        return decoder.decode(frame)
+    except _MalformedFrame as error:
+        raise ProtocolError(f"{type(error).__name__}: {str(error)[:200]}") from None
+
+
+def configure_socket(socket: zmq.Socket[bytes], address: str, *, max_frame: int) -> None:
+    """Sets, before bind or connect, what every Baton socket needs: no linger, finite queues, bounded frames."""
+    socket.linger = 0
+    socket.sndhwm = QUEUE_LEN
+    socket.rcvhwm = QUEUE_LEN
+    socket.maxmsgsize = max_frame
+    socket.handshake_ivl = HANDSHAKE_MS
+    socket.set(zmq.HEARTBEAT_IVL, ZMTP_BEAT_MS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, ZMTP_SILENCE_MS)
+    socket.ipv6 = parse_address(address).needs_ipv6
+
+
+def bound_address(socket: zmq.Socket[bytes]) -> str:
+    """Where a socket listens, with the port that was chosen."""
+    return cast(bytes, socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+
+def file_descriptor(socket: zmq.Socket[bytes]) -> int:
+    """What an event loop watches. It is edge-triggered: readable means only that `has_input` may have changed."""
+    return cast(int, socket.get(zmq.FD))
+
+
+def has_input(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message waits. Processes libzmq's pending signals, so it re-arms the file descriptor."""
+    return bool(cast(int, socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+
+class DroppedFrames:
+    """Counts the frames that one socket refused, and logs them at most once a second."""
+
+    def __init__(self, logger: logging.Logger, where: str) -> None:
+        self.count = 0
+        self._logger = logger
+        self._where = where
+        self._throttle = Throttle()
+
+    def add(self, sender: bytes, reason: str) -> None:
+        """Counts one frame; `reason` says what is wrong with it."""
+        self.count += 1
+        if self._throttle.is_due():
+            self._logger.warning("%s dropped a frame of %.80r (%d so far): %s", self._where, sender, self.count, reason)

@@ -1,0 +1,105 @@
+"""A node's end of the bus: one DEALER socket, polled by the node's own loop together with its other sockets."""
+
+from __future__ import annotations
+
+import logging
+
+import zmq
+
+from .addresses import parse_address, require_keys
+from .bus import DRAIN_LIMIT, DroppedFrames, configure_socket, decode_frame, routing_id
+from .curve import KeyPair, secure_client
+from .errors import ProtocolError
+from .messages import HUB_FRAME_BYTES, ToNode, ToRouter, encode, to_node_decoder
+
+logger = logging.getLogger(__name__)
+
+_RECONNECT_MS = 50
+_RECONNECT_MAX_MS = 1000
+
+
+def connect_dealer(
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    identity: bytes,
+    keys: KeyPair | None,
+    *,
+    max_frame: int,
+    is_immediate: bool = False,
+) -> zmq.Socket[bytes]:
+    """A DEALER socket that connects to `address`, and again whenever the connection breaks. With `is_immediate` it
+    queues nothing while there is no connection. Raises ConfigError for an address off loopback without keys. The
+    caller closes the socket."""
+    require_keys(address, keys)
+    socket = context.socket(zmq.DEALER)
+    try:
+        configure_socket(socket, address, max_frame=max_frame)
+        socket.routing_id = identity
+        socket.reconnect_ivl = _RECONNECT_MS
+        socket.reconnect_ivl_max = _RECONNECT_MAX_MS
+        socket.immediate = is_immediate
+        if keys is not None:
+            secure_client(socket, keys)
+        socket.connect(str(parse_address(address)))
+    except BaseException:
+        socket.close()
+        raise
+    return socket
+
+
+class Link:
+    """Sends to and receives from the router; used by one thread. `socket` may be polled together with others.
+
+    It connects by itself, whether the router is there yet or not, and again after every break: what that means for
+    the node is session.py's part. Raises ConfigError for an address that is malformed or off loopback without keys.
+    """
+
+    def __init__(self, router_address: str, node_id: str, epoch: str, keys: KeyPair | None) -> None:
+        identity = routing_id(node_id, epoch)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self.socket = connect_dealer(self._context, router_address, identity, keys, max_frame=HUB_FRAME_BYTES)
+        except BaseException:
+            self._context.term()
+            raise
+        self.sent = 0
+        self.received = 0
+        self.unsent = 0  # messages that found the queue full
+        self._dropped = DroppedFrames(logger, "link")
+
+    @property
+    def dropped_frames(self) -> int:
+        """Malformed frames so far."""
+        return self._dropped.count
+
+    def receive(self, limit: int = DRAIN_LIMIT) -> list[ToNode]:
+        """The messages that have arrived, at most `limit`; never waits. Malformed ones are counted and left out."""
+        messages: list[ToNode] = []
+        for _ in range(limit):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            try:
+                if len(frames) != 1:
+                    raise ProtocolError("a message must be one frame")
+                messages.append(decode_frame(to_node_decoder, frames[0]))
+            except ProtocolError as error:
+                self._dropped.add(b"router", str(error))
+        self.received += len(messages)
+        return messages
+
+    def send(self, message: ToRouter) -> bool:
+        """Queues a message for the router; never waits. False, and counted in `unsent`, when the queue is full."""
+        try:
+            self.socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            self.unsent += 1
+            return False
+        self.sent += 1
+        return True
+
+    def close(self) -> None:
+        """Closes the connection; queued messages are lost. May be called twice."""
+        self.socket.close()
+        self._context.term()
