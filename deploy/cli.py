@@ -16,6 +16,14 @@ from .config_file import print_tables, read_tables
 from .flags import Parser, Setting, add_flag, by_name, resolve
 from .story import EPILOG, SUMMARIES, TITLE
 
+_CONFIGS = {  # command, which is also the name of its TOML table: where its configuration class is
+    "up": ("deploy.plan", "UpConfig"),
+    "router": ("router.config", "RouterConfig"),
+    "prefill": ("prefill_node.config", "PrefillConfig"),
+    "decode": ("decode_node.config", "DecodeConfig"),
+    "chat": ("deploy.chat", "ChatConfig"),
+}
+
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command line; returns its exit status: 0, 1 (failed), 2 (wrong configuration), 130 (interrupted)."""
@@ -75,16 +83,17 @@ def _module(name: str) -> Any:
     return import_module(f"..{name}", __package__)
 
 
-def _configs(*names: str) -> dict[str, type]:
-    """Configuration classes by TOML table, which is also the command's name."""
-    where = {
-        "up": ("deploy.plan", "UpConfig"),
-        "router": ("router.config", "RouterConfig"),
-        "prefill": ("prefill_node.config", "PrefillConfig"),
-        "decode": ("decode_node.config", "DecodeConfig"),
-        "chat": ("deploy.chat", "ChatConfig"),
-    }
-    return {name: getattr(_module(where[name][0]), where[name][1]) for name in names or where}
+def _config(command: str) -> type:
+    module, name = _CONFIGS[command]
+    return getattr(_module(module), name)
+
+
+def _settings(command: str) -> dict[str, Setting]:
+    """What the command's flags, and the keys of its TOML table, set. `up` has those of all that it starts."""
+    if command != "up":
+        return by_name(_config(command))
+    configs = (_config(name) for name in ("up", "router", "prefill", "decode"))
+    return by_name(*configs, skip=_module("deploy.plan").DECIDED)
 
 
 def _add_command_flags(name: str, parser: argparse.ArgumentParser) -> None:

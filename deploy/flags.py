@@ -104,13 +104,8 @@ class Parser(argparse.ArgumentParser):
         return args
 
 
-def add_flags(parser: argparse.ArgumentParser, *configs: type, skip: Iterable[str] = ()) -> None:
-    """A flag for every field of `configs`, one where several have the field. A flag not given sets no attribute."""
-    for setting in by_name(*configs, skip=skip).values():
-        _add_flag(parser, setting)
-
-
-def _add_flag(parser: argparse.ArgumentParser, setting: Setting) -> None:
+def add_flag(parser: argparse.ArgumentParser, setting: Setting) -> None:
+    """The setting's flag; when it is not given the parsed arguments have no such attribute."""
     text = setting.text.replace("%", "%%")
     if setting.default is not None and setting.kind is not bool:
         text += f" (default: {setting.default})"
