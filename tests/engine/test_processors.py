@@ -1,0 +1,115 @@
+import pytest
+import torch
+from baton.engine.processors import process_logits
+from baton.engine.sampling_state import SamplingState
+from baton.metadata.request import SamplingParams
+from transformers import RepetitionPenaltyLogitsProcessor
+
+VOCAB = 100
+INF = float("inf")
+
+
+def state(prompt: list[int], output: list[int], vocab_size: int = VOCAB, **params: object) -> SamplingState:
+    return SamplingState(SamplingParams(max_tokens=64, **params), prompt, output, vocab_size=vocab_size)  # type: ignore[arg-type]
+
+
+def processed(logits: torch.Tensor, *states: SamplingState) -> torch.Tensor:
+    result = logits.clone()
+    process_logits(result, states)
+    return result
+
+
+def test_repetition_penalty_is_hugging_faces() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, VOCAB, generator=generator) * 5
+    prompts = torch.randint(0, VOCAB, (4, 9), generator=generator)
+    outputs = torch.randint(0, VOCAB, (4, 7), generator=generator)
+    for penalty in (0.5, 1.0, 1.3, 2.0):
+        expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.cat([prompts, outputs], 1), logits.clone())
+        states = [
+            state(p, o, repetition_penalty=penalty) for p, o in zip(prompts.tolist(), outputs.tolist(), strict=True)
+        ]
+        torch.testing.assert_close(processed(logits, *states), expected, rtol=1e-6, atol=0)
+
+
+def test_presence_and_frequency_by_hand() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0, -4.0, 5.0]])
+    row = state([4, 4, 1], [0, 0, 0, 3], vocab_size=5, presence_penalty=0.5, frequency_penalty=0.25)
+    assert processed(logits, row).tolist() == [[1.0 - 0.5 - 0.75, 2.0, 3.0, -4.0 - 0.5 - 0.25, 5.0]]
+    negative = state([], [2], vocab_size=5, presence_penalty=-1.0)
+    assert processed(logits, negative).tolist() == [[1.0, 2.0, 4.0, -4.0, 5.0]]
+
+
+def test_bias_comes_before_repetition_penalty_and_that_before_the_others() -> None:
+    logits = torch.tensor([[1.0, -3.0, 0.0]])
+    row = state(
+        [1], [0], vocab_size=3, logit_bias={0: 2.0, 1: 4.0, 2: -100.0}, repetition_penalty=2.0, presence_penalty=1.0
+    )
+    assert processed(logits, row).tolist() == [[(1.0 + 2.0) / 2 - 1.0, (-3.0 + 4.0) / 2, -100.0]]
+
+
+@pytest.mark.parametrize(("num_generated", "is_banned"), [(0, True), (2, True), (3, False), (4, False)])
+def test_min_tokens_bans_the_stops_until_reached(num_generated: int, is_banned: bool) -> None:
+    row = state([1, 2], [5] * num_generated, min_tokens=3, stop_ids=(7, 9), logit_bias={7: 100.0})
+    result = processed(torch.zeros(1, VOCAB), row)[0]
+    assert (result[[7, 9]] == -INF).all().item() is is_banned
+    assert result[torch.arange(VOCAB) != 7].gt(-1).sum() == VOCAB - 1 - is_banned
+
+
+def test_ids_beyond_the_vocabulary_are_ignored() -> None:
+    row = state([], [], logit_bias={VOCAB: 5.0}, stop_ids=(VOCAB + 3,), min_tokens=2)
+    assert not row.needs_processing
+    assert processed(torch.zeros(1, VOCAB), row).count_nonzero() == 0
+
+
+def test_rows_keep_to_themselves() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(5, VOCAB, generator=generator) * 4
+    states = [
+        state([1, 2], [3, 3]),
+        state([1, 2], [3, 3], repetition_penalty=1.7),
+        state([1, 2], [3, 3], frequency_penalty=0.3, presence_penalty=-0.2),
+        state([1, 2], [3, 3], logit_bias={5: 3.0, 6: -3.0}),
+        state([1, 2], [3, 3], min_tokens=5, stop_ids=(0,)),
+    ]
+    together = processed(logits, *states)
+    assert torch.equal(together[0], logits[0])
+    for row in range(5):
+        assert torch.equal(processed(logits[row : row + 1], states[row])[0], together[row])
+        assert row == 0 or not torch.equal(together[row], logits[row])
+    back = processed(logits.flip(0), *reversed(states)).flip(0)
+    assert torch.equal(back, together)
+
+
+def test_masked_logits_stay_masked_and_nothing_becomes_nan() -> None:
+    logits = torch.full((1, VOCAB), -INF)
+    logits[0, 3] = 1.0
+    row = state(
+        [3, 4], [3, 5], repetition_penalty=1.5, presence_penalty=2.0, frequency_penalty=-2.0, logit_bias={6: 100.0}
+    )
+    result = processed(logits, row)
+    assert not result.isnan().any()
+    assert (result > -INF).nonzero().tolist() == [[0, 3]]
+
+
+def test_a_state_advanced_equals_one_rebuilt() -> None:
+    params: dict[str, object] = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "min_tokens": 9, "stop_ids": (1,)}
+    advanced = state([4, 5, 5], [], **params)
+    output = [9, 9, 5, 0, 9]
+    for i, token_id in enumerate(output):
+        assert advanced.position == 3 + i
+        advanced.append(token_id)
+    rebuilt = state([4, 5, 5], output, **params)
+    assert (advanced.position, advanced.num_generated, advanced.seed) == (8, 5, rebuilt.seed)
+    assert (rebuilt.position, rebuilt.num_generated) == (8, 5)
+    assert advanced.output_counts is not None and rebuilt.output_counts is not None
+    assert torch.equal(advanced.output_counts, rebuilt.output_counts)
+    assert advanced.prompt_mask is not None and rebuilt.prompt_mask is not None
+    assert torch.equal(advanced.prompt_mask, rebuilt.prompt_mask)
+
+
+def test_nothing_is_allocated_where_nothing_asks() -> None:
+    plain = state([1, 2, 3], [4], temperature=0.7, top_k=5, stop_ids=(2,))
+    assert plain.prompt_mask is plain.output_counts is plain.bias_ids is plain.stop_ids is None
+    assert not plain.needs_processing
+    assert state([1], [], presence_penalty=1.0).prompt_mask is None
