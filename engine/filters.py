@@ -11,6 +11,7 @@ order. So the weights exp(score) are computed by IEEE additions and multiplicati
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +31,6 @@ _EXP2_COEFFICIENTS = (
     0.0013400432653725147,
     0.00015469732170458883,
 )
-_NUM_CANDIDATES = 256  # top-p looks at so many tokens before it sorts the whole row
 
 
 def keep_likely(scores: Tensor, params: Sequence[SamplingParams]) -> None:
@@ -41,65 +41,58 @@ def keep_likely(scores: Tensor, params: Sequence[SamplingParams]) -> None:
         params: one a row.
     """
     assert scores.dtype == torch.float32 and scores.shape[0] == len(params), (scores.dtype, scores.shape, len(params))
-    rows = [row for row, p in enumerate(params) if p.min_p > 0 or p.top_k > 0 or p.top_p < 1]
+    rows = [row for row, p in enumerate(params) if p.min_p > 0 or _ranks(p)]
     if not rows:
         return
     whole = len(rows) == len(params)
     chosen = scores if whole else scores[rows]  # [num_filtered, vocab_size]
     asked = [params[row] for row in rows]
     threshold = _min_p_threshold(asked, scores.device)
-    threshold = _top_k_threshold(chosen, asked, threshold)
-    threshold = _top_p_threshold(chosen, asked, threshold)
-    chosen.masked_fill_(chosen < threshold[:, None], _NEGATIVE_INFINITY)
+    if any(_ranks(p) for p in asked):
+        threshold = _rank_threshold(chosen, asked, threshold)
+    chosen.masked_fill_(chosen < threshold, _NEGATIVE_INFINITY)
     if not whole:
         scores[rows] = chosen
 
 
+def _ranks(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1
+
+
 def _min_p_threshold(params: Sequence[SamplingParams], device: torch.device) -> Tensor:
-    """p / p_max >= min_p is score >= log(min_p); [num_rows] float32."""
-    logs = [math.log(p.min_p) if p.min_p > 0 else _NEGATIVE_INFINITY for p in params]
+    """p / p_max >= min_p is score >= log(min_p); [num_rows, 1] float32."""
+    logs = [[math.log(p.min_p) if p.min_p > 0 else _NEGATIVE_INFINITY] for p in params]
     return torch.tensor(logs, dtype=torch.float32, device=device)
 
 
-def _top_k_threshold(scores: Tensor, params: Sequence[SamplingParams], threshold: Tensor) -> Tensor:
-    """The larger of `threshold` and the k-th largest score of the row; [num_rows] float32."""
-    vocab_size = scores.shape[1]
-    ks = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
-    rows = [row for row, k in enumerate(ks) if k < vocab_size]
-    if not rows:
+def _rank_threshold(scores: Tensor, params: Sequence[SamplingParams], threshold: Tensor) -> Tensor:
+    """The largest of `threshold`, the k-th largest score, and the score of the last token of the smallest set, from the
+    likeliest on, that holds top_p of the weight those two leave; [num_rows, 1] float32."""
+    vocab_size, device = scores.shape[1], scores.device
+    ranked = _descending(scores)
+    ks = [[min(p.top_k or vocab_size, vocab_size) - 1] for p in params]
+    threshold = torch.maximum(threshold, ranked.gather(1, torch.tensor(ks, dtype=torch.int64, device=device)))
+    if all(p.top_p >= 1 for p in params):
         return threshold
-    last = torch.tensor([ks[row] - 1 for row in rows], dtype=torch.int64, device=scores.device)  # index of the k-th
-    largest = scores[rows].topk(max(ks[row] for row in rows)).values  # [num_asking, max k], descending
-    threshold = threshold.clone()
-    threshold[rows] = torch.maximum(threshold[rows], largest.gather(1, last[:, None]).squeeze(1))
-    return threshold
+    # The clamps matter to NaN logits alone, which must not cost the rows beside them.
+    last_left = (ranked >= threshold).sum(1, keepdim=True).sub_(1).clamp_(min=0)  # [num_rows, 1] index in ranked
+    held = _weights(ranked).cumsum(1)
+    share = torch.tensor([[p.top_p] for p in params], dtype=torch.float64, device=device)
+    needed = held.gather(1, last_left).to(torch.float64).mul_(share).ceil_().to(torch.int64)
+    last = (held < needed).sum(1, keepdim=True).clamp_(max=vocab_size - 1)
+    last = torch.where(share < 1, last, last_left)  # tokens without weight stay where top_p is off
+    return torch.maximum(threshold, ranked.gather(1, last))
 
 
-def _top_p_threshold(scores: Tensor, params: Sequence[SamplingParams], threshold: Tensor) -> Tensor:
-    """The larger of `threshold` and the score of the last token of the smallest set, from the likeliest on, that holds
-    top_p of the weight of the tokens at or above `threshold`; [num_rows] float32."""
-    rows = [row for row, p in enumerate(params) if p.top_p < 1]
-    if not rows:
-        return threshold
-    scores, lowest = scores[rows], threshold[rows, None]  # [num_asking, vocab_size], [num_asking, 1]
-    shares = torch.tensor([params[row].top_p for row in rows], dtype=torch.float64, device=scores.device)
-    total = _weights(scores, lowest).sum(1)
-    needed = (total.to(torch.float64) * shares).ceil_().to(torch.int64)[:, None]  # [num_asking, 1]
-    num_candidates = min(_NUM_CANDIDATES, scores.shape[1])
-    largest = scores.topk(num_candidates).values
-    held = _weights(largest, lowest).cumsum(1)
-    if num_candidates < scores.shape[1] and bool((held[:, -1:] < needed).any()):
-        largest = scores.sort(1, descending=True).values
-        held = _weights(largest, lowest).cumsum(1)
-    last = (held < needed).sum(1, keepdim=True)  # [num_asking, 1], index of the last token kept
-    last.clamp_(max=largest.shape[1] - 1)  # holds but for NaN logits, which must not cost the rows beside them
-    threshold = threshold.clone()
-    threshold[rows] = torch.maximum(lowest, largest.gather(1, last)).squeeze(1)
-    return threshold
+def _descending(scores: Tensor) -> Tensor:
+    """Each row sorted; on CPU by numpy, whose vectorised sort of values alone is 30 times faster than torch's."""
+    if scores.device.type == "cpu":
+        return torch.from_numpy(np.sort(scores.numpy(), axis=1)).flip(1)
+    return scores.sort(1, descending=True).values
 
 
-def _weights(scores: Tensor, lowest: Tensor) -> Tensor:
-    """exp(scores) in units of 2^-40, 0 below `lowest` [num_rows, 1]; int64, same shape as `scores` (each <= 0)."""
+def _weights(scores: Tensor) -> Tensor:
+    """exp(scores) in units of 2^-40 for scores <= 0; int64, same shape."""
     exponent = scores.clamp(min=_MIN_SCORE).mul_(_LOG2_E)
     whole = exponent.round()
     fraction = exponent.sub_(whole)
@@ -109,4 +102,4 @@ def _weights(scores: Tensor, lowest: Tensor) -> Tensor:
         power.add_(coefficient).mul_(fraction)
     power.add_(rest[0])
     scale = whole.to(torch.int32).add_(127 + _WEIGHT_BITS).bitwise_left_shift_(23).view(torch.float32)
-    return power.mul_(scale).to(torch.int64).mul_(scores >= lowest)
+    return power.mul_(scale).to(torch.int64)

@@ -24,6 +24,8 @@ rounded to float32 (its relative error is 5e-8; ``tests/kernels/test_noise.py`` 
 within 5e-7 * max(1, |noise|) of the float64 value for every r tried there.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -38,7 +40,8 @@ _LOG1P_COEFFICIENTS = (
     -1.6986658573150635,
     1.4425228834152222,
 )  # of P, lowest degree first, each exactly a float32
-_LN_2 = 0.6931471824645996  # ln 2 rounded to float32
+_LN_2 = 0.6931471824645996  # rounded to float32
+_LN_2_PER_EXPONENT = _LN_2 * 2.0**-23  # for k * 2^23, as an exponent lies in a float32's bits; exact
 
 # Multipliers of C. Wellons' "lowbias32" (public domain); the salts are digits of pi.
 _MULTIPLIER_1, _MULTIPLIER_2 = 0x7FEB352D, 0x846CA68B - (1 << 32)
@@ -88,34 +91,56 @@ def gumbel_noise_at_ref(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> 
     key_1, key_2 = _row_keys(seeds, positions)  # each [num_rows, 1] int32
     num_rows, num_ids = key_1.shape[0], token_ids.shape[-1]
     assert token_ids.ndim == 2 and token_ids.shape[0] in (1, num_rows), (token_ids.shape, num_rows)
-    ids = token_ids.to(torch.int32)  # [num_rows or 1, num_ids]
-    step = num_ids if seeds.is_cuda else max(1, _BLOCK_SIZE // max(1, num_rows))
-    if num_ids <= step:
-        return gumbel_from_bits_ref(_token_bits(key_1, key_2, ids))
     noise = torch.empty((num_rows, num_ids), dtype=torch.float32, device=seeds.device)
+    ids = token_ids.to(torch.int32)  # [num_rows or 1, num_ids]
+    step = num_ids if noise.is_cuda else max(1, _BLOCK_SIZE // max(1, num_rows))
+    scratch = torch.empty(5 * num_rows * min(step, num_ids), dtype=torch.int32, device=seeds.device)
     for start in range(0, num_ids, step):
-        block = slice(start, start + step)
-        noise[:, block] = gumbel_from_bits_ref(_token_bits(key_1, key_2, ids[:, block]))
+        block = ids[:, start : start + step]
+        shape = (5, num_rows, block.shape[1])
+        bits, *rest = scratch[: math.prod(shape)].view(shape).unbind()
+        torch.bitwise_xor(block, key_1, out=bits)
+        _mix(bits, rest[0], key_2)
+        _gumbel_from_bits(noise[:, start : start + step], bits, *rest)
     return noise
 
 
 def random_bits_ref(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """r as int32 bits, [num_rows, num_ids]; arguments as for ``gumbel_noise_at``."""
-    return _token_bits(*_row_keys(seeds, positions), token_ids.to(torch.int32))
+    key_1, key_2 = _row_keys(seeds, positions)
+    bits = token_ids.to(torch.int32) ^ key_1
+    return _mix(bits, torch.empty_like(bits), key_2)
 
 
 def gumbel_from_bits_ref(bits: Tensor) -> Tensor:
     """-log(-log1p(-u)) for u = (r + 0.5) * 2^-32, r given as int32 bits, any shape; float32, same shape."""
     assert bits.dtype == torch.int32, bits.dtype
-    upper = bits >> 31  # arithmetic: all ones where r >= 2^31, else 0
-    v = _unit_interval(bits ^ upper)
-    exponent, f = _split(v, upper)
-    lower = f.view(torch.int32).bitwise_xor_(v.view(torch.int32)).bitwise_and_(upper)
-    f = lower.bitwise_xor_(v.view(torch.int32)).view(
-        torch.float32
-    )  # f where upper, else v (torch.where is slow on CPU)
-    exponent, f = _split(_log1p_negated(f).sub_(exponent))
-    return _log1p_negated(f).sub_(exponent)
+    noise = torch.empty_like(bits, dtype=torch.float32)
+    _gumbel_from_bits(noise, bits.clone(), *torch.empty((4, *bits.shape), dtype=torch.int32, device=bits.device))
+    return noise
+
+
+def _gumbel_from_bits(noise: Tensor, s: Tensor, upper: Tensor, f: Tensor, x: Tensor, k: Tensor) -> None:
+    """Writes the noise of the bits ``s`` to ``noise``. All arguments but it are int32, of its shape, and scratch."""
+    f_value, x_value, k_value = (scratch.view(torch.float32) for scratch in (f, x, k))
+    torch.bitwise_right_shift(s, 31, out=upper)  # arithmetic: all ones where r >= 2^31, else 0
+    s ^= upper
+    # x = v = (s + 0.5) * 2^-32: both parts of s are exact floats, so only their sum rounds
+    torch.bitwise_and(s, 0xFF, out=f)
+    s ^= f
+    k_value.copy_(f)
+    x_value.copy_(s).add_(k_value.add_(0.5)).mul_(2.0**-32)
+    # x = -log1p(-u) = Q(v) below, Q(1 - m) - k ln 2 above. Bits select, as torch.where is slow on CPU.
+    _split(x, f, k)
+    k &= upper
+    f ^= x
+    f &= upper
+    f ^= x
+    _log1p_negated(f_value, out=x_value).sub_(s.view(torch.float32).copy_(k).mul_(_LN_2_PER_EXPONENT))
+    # noise = -log(x)
+    _split(x, f, k)
+    _log1p_negated(f_value, out=x_value)
+    torch.sub(x_value, s.view(torch.float32).copy_(k).mul_(_LN_2_PER_EXPONENT), out=noise)
 
 
 def _row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,28 +153,23 @@ def _row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     keys = torch.stack((low + high * _WEIGHT_1, high + low * _WEIGHT_2))  # [2, num_rows, 1], one to one
     keys[0] ^= _SALT_1
     keys[1] ^= _SALT_2
-    keys = _mix(keys)
+    scratch = torch.empty_like(keys)
+    _mix(keys, scratch)
     keys[0] ^= position
     keys[1] += position
-    key_1, key_2 = _mix(keys).unbind()
+    key_1, key_2 = _mix(keys, scratch).unbind()
     return key_1, key_2
 
 
-def _token_bits(key_1: Tensor, key_2: Tensor, ids: Tensor) -> Tensor:
-    """[num_rows, 1], [num_rows, 1], [num_rows or 1, num_ids], all int32 -> [num_rows, num_ids] int32."""
-    return _mix(ids ^ key_1, key_2)
-
-
-def _mix(x: Tensor, key: Tensor | None = None) -> Tensor:
+def _mix(x: Tensor, scratch: Tensor, key: Tensor | None = None) -> Tensor:
     """Bijective mixing of int32 in place; ``key`` is added half way, so that no two keys give shifted sequences."""
-    shifted = torch.empty_like(x)
-    _xor_shift(x, 16, shifted)
+    _xor_shift(x, 16, scratch)
     x *= _MULTIPLIER_1
-    _xor_shift(x, 15, shifted)
+    _xor_shift(x, 15, scratch)
     if key is not None:
         x += key
     x *= _MULTIPLIER_2
-    _xor_shift(x, 16, shifted)
+    _xor_shift(x, 16, scratch)
     return x
 
 
@@ -160,30 +180,18 @@ def _xor_shift(x: Tensor, shift: int, shifted: Tensor) -> None:
     x ^= shifted
 
 
-def _unit_interval(s: Tensor) -> Tensor:
-    """(s + 0.5) * 2^-32 for s int32 in 0 .. 2^31 - 1: both parts are exact floats, so only their sum rounds."""
-    low = s & 0xFF
-    s ^= low
-    return s.to(torch.float32).add_(low.to(torch.float32).add_(0.5)).mul_(2.0**-32)
+def _split(x: Tensor, f: Tensor, k: Tensor) -> None:
+    """From the bits of x = m * 2^k, m in [0.5, 1): the bits of 1 - m, which is exact, to f; k * 2^23 to k."""
+    torch.sub(x, _HALF_BITS, out=k)
+    k &= ~_MANTISSA_MASK
+    torch.sub(x, k, out=f)
+    f.view(torch.float32).neg_().add_(1.0)
 
 
-def _split(x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x > 0, normal -> (k * ln 2, 1 - m) float32 with x = m * 2^k and m in [0.5, 1), so that 1 - m is exact.
-
-    Where ``mask`` is 0 (it is all ones elsewhere) k is 0.
-    """
-    bits = x.view(torch.int32)
-    exponent = (bits - _HALF_BITS).bitwise_and_(~_MANTISSA_MASK)  # k * 2^23
-    mantissa = (bits - exponent).view(torch.float32)
-    if mask is not None:
-        exponent &= mask
-    return exponent.to(torch.float32).mul_(_LN_2 * 2.0**-23), mantissa.neg_().add_(1.0)
-
-
-def _log1p_negated(f: Tensor) -> Tensor:
+def _log1p_negated(f: Tensor, out: Tensor) -> Tensor:
     """Q(f) = -log1p(-f) for f in [0, 0.5], float32."""
     *rest, highest = _LOG1P_COEFFICIENTS
-    result = torch.mul(f, highest)
+    torch.mul(f, highest, out=out)
     for coefficient in reversed(rest[1:]):
-        result.add_(coefficient).mul_(f)
-    return result.add_(rest[0]).mul_(f)
+        out.add_(coefficient).mul_(f)
+    return out.add_(rest[0]).mul_(f)
