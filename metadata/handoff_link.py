@@ -1,0 +1,172 @@
+"""Decode's end of one data link: a DEALER to one life of one prefill node, its monitor, and the transport agreed on.
+
+A link is opened once and never mended: a lost connection, a refusal or a peer that is not who it was ends it, and the
+client opens another when it has something to claim.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from .bus import configure_socket, decode_frame
+from .curve import KeyPair, secure_client
+from .errors import ProtocolError, TransferError
+from .memory import PageMemory
+from .messages import DATA_FRAME_BYTES, LinkHello, LinkWelcome, Pages, ToDecode, ToPrefill, encode, to_decode_decoder
+from .node_info import Peer
+from .transports.base import Transport
+from .transports.local import LocalTransport
+from .transports.zmq import ZmqTransport
+
+logger = logging.getLogger(__name__)
+
+LINK_BEAT_MS = 200  # libzmq's own heartbeat: it notices a stopped host or process, not a hanging loop
+LINK_SILENCE_MS = 1000
+FRAME_SLACK_BYTES = 1 << 20
+_LOSSES = {
+    zmq.EVENT_DISCONNECTED: "the connection was closed",
+    zmq.EVENT_CLOSED: "it cannot be reached",
+    zmq.EVENT_CONNECT_RETRIED: "it cannot be reached",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the handshake failed",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the handshake failed (protocol)",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the handshake failed (keys)",
+}
+
+
+class Link:
+    """An open link. `lost` says why it is over, None while it lives; `transport` is None until the welcome."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        hello: LinkHello,
+        memory: Sequence[PageMemory],
+        keys: KeyPair | None,
+        clock: Callable[[], float],
+        context: zmq.Context[zmq.Socket[bytes]],
+    ) -> None:
+        """Connects and says hello. Raises TransferError for an address that is none."""
+        self.peer = peer
+        self.transport: Transport | None = None
+        self.lost: str | None = None
+        self.is_refused = False
+        self.num_pages = 0  # of the peer's pool
+        self.lease_s = 1.0  # the peer's, once it has welcomed us
+        self.last_heard = self.last_renewed = clock()
+        self._hello, self._memory, self._clock = hello, tuple(memory), clock
+        self.socket = context.socket(zmq.DEALER)
+        try:
+            self._connect(keys)
+        except (zmq.ZMQError, TransferError) as error:
+            self.socket.close(linger=0)
+            raise TransferError(f"cannot open a link to {peer.data_address!r}: {error}", node=peer.node_id) from error
+        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(sum(_LOSSES))
+        self.send(hello)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the peer owes an answer: a welcome, or pages."""
+        return self.transport is None or self.transport.is_waiting
+
+    def send(self, message: ToPrefill) -> None:
+        """Sends; a link that cannot take it is lost."""
+        if self.lost is not None:
+            return
+        try:
+            self.socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self.lose(f"it does not take messages any more ({error.strerror})")
+
+    def receive(self) -> tuple[ToDecode, memoryview | None] | None:
+        """The next message, with its data frame for Pages; None when there is none now.
+
+        Raises ProtocolError for what is no message of this protocol.
+        """
+        try:
+            frames: Any = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        self.last_heard = self._clock()
+        message = decode_frame(to_decode_decoder, frames[0].bytes if len(frames[0]) <= DATA_FRAME_BYTES else b"")
+        if len(frames) != (2 if isinstance(message, Pages) else 1):
+            raise ProtocolError(f"{type(message).__name__} with {len(frames)} frames")
+        return message, frames[1].buffer if len(frames) == 2 else None
+
+    def welcome(self, message: LinkWelcome) -> None:
+        """Takes the transport agreed on. Where shared memory cannot be mapped, says hello again without it."""
+        if (message.node_id, message.epoch) != (self.peer.node_id, self.peer.epoch):
+            self.lose(f"it is {message.node_id} of epoch {message.epoch}, not {self.peer.node_id} of {self.peer.epoch}")
+        elif self.transport is not None or message.transport not in self._hello.transports:
+            self.lose(f"it welcomed us with transport {message.transport!r}, out of turn or not among ours")
+        else:
+            self.lease_s, self.num_pages = message.lease_s, message.num_pages
+            self._start(message)
+
+    def check_connection(self) -> None:
+        """Notices a closed connection in milliseconds, and an unreachable address."""
+        while self.lost is None:
+            try:
+                event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.lose(_LOSSES[zmq.Event(event["event"])])
+
+    def lose(self, reason: str) -> None:
+        """The link is over. What was mapped is unmapped at once."""
+        if self.lost is None:
+            self.lost = f"prefill node {self.peer.node_id}: {reason}"
+            logger.info("data link lost: %s", self.lost)
+        if self.transport is not None:
+            self.transport.close()
+            self.transport = None
+
+    def close(self) -> None:
+        """Closes the sockets and unmaps."""
+        self.lose("closed")
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=0)
+
+    def _connect(self, keys: KeyPair | None) -> None:
+        page_bytes = sum(pool.num_layers * pool.page_layer_bytes for pool in self._memory)
+        max_frame = max(DATA_FRAME_BYTES, page_bytes) + FRAME_SLACK_BYTES
+        configure_socket(self.socket, self.peer.data_address, max_frame=max_frame)
+        self.socket.set(zmq.HEARTBEAT_IVL, LINK_BEAT_MS)
+        self.socket.set(zmq.HEARTBEAT_TIMEOUT, LINK_SILENCE_MS)
+        if keys is not None:
+            secure_client(self.socket, keys)
+        self.socket.connect(self.peer.data_address)
+
+    def _start(self, message: LinkWelcome) -> None:
+        if message.transport == ZmqTransport.name:
+            self.transport = ZmqTransport(self._memory, self.send)
+        else:
+            try:
+                self.transport = LocalTransport.map(self._memory, message)
+            except TransferError as error:
+                self._retry_without_local(str(error))
+                return
+        logger.info("linked to prefill node %s, pages travel by %s", self.peer.node_id, message.transport)
+
+    def _retry_without_local(self, reason: str) -> None:
+        others = tuple(name for name in self._hello.transports if name != LocalTransport.name)
+        if not others:
+            self.lose(reason)
+            return
+        logger.warning("prefill node %s: %s; pages will travel by %s", self.peer.node_id, reason, others[0])
+        hello = self._hello
+        self._hello = LinkHello(
+            node_id=hello.node_id,
+            epoch=hello.epoch,
+            layout=hello.layout,
+            target_fingerprint=hello.target_fingerprint,
+            draft_fingerprint=hello.draft_fingerprint,
+            transports=others,
+            host=hello.host,
+        )
+        self.send(self._hello)

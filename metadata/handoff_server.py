@@ -1,0 +1,368 @@
+"""Prefill's end of the data links: tickets are opened, pages offered, claims and pulls answered.
+
+No threads: the node's loop polls `socket` and calls `poll`, which drains it, ends leases and returns what happened.
+A loop that is busy computing delays nothing but answers: what has arrived meanwhile is drained before leases end.
+
+    open(unit) -> offer(unit, pages) ... -> finish(unit, row) -> TicketEnded(unit, "acked")
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import zmq
+
+from .addresses import host_identity, parse_address, require_keys
+from .bus import DroppedFrames, bound_address, configure_socket, decode_frame
+from .checksums import page_checksums, row_checksum
+from .curve import KeyPair, secure_server
+from .errors import ProtocolError
+from .memory import PageMemory
+from .messages import (
+    DATA_FRAME_BYTES,
+    Ack,
+    Claim,
+    Drop,
+    LinkHello,
+    LinkRefused,
+    LinkWelcome,
+    Offer,
+    Pages,
+    Pull,
+    Renew,
+    Revoke,
+    RevokeAck,
+    ToDecode,
+    ToPrefill,
+    UnknownClaim,
+    encode,
+    to_prefill_decoder,
+)
+from .node_info import HandoffSchema
+from .request import Unit, pack_ids, unpack_ids
+from .schema import blocks_per_page, differences, page_bytes, row_bytes
+from .tickets import Claimed, Holder, Refund, Ticket, TicketBook, TicketEnded
+from .transports.zmq import pack_pages
+
+logger = logging.getLogger(__name__)
+
+LINK_BEAT_MS = 200  # libzmq's own heartbeat: it notices a stopped host or process, not a hanging loop
+LINK_SILENCE_MS = 1000
+CONTROL_FRAME_BYTES = 8 << 20
+DRAIN_MESSAGES = 256
+DRAIN_BYTES = 64 << 20  # of pages copied out in one poll
+MAX_LINKS = 1024
+
+
+class _Link(msgspec.Struct, frozen=True):
+    node_id: str
+    epoch: str
+    transport: str
+
+
+class HandoffServer:
+    """Serves pages of `memory` (target pool, then draft) to any number of decode nodes.
+
+    `fingerprints` are the digests of target and draft weights. `bind_host` is a host name or address, or `ipc://PATH`.
+    """
+
+    def __init__(
+        self,
+        bind_host: str,
+        schema: HandoffSchema,
+        fingerprints: tuple[str, str | None],
+        memory: Sequence[PageMemory],
+        *,
+        node_id: str,
+        epoch: str,
+        keys: KeyPair | None = None,
+        transports: Sequence[str] = ("local", "zmq"),
+        lease_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
+        self.node_id, self.epoch = node_id, epoch
+        self._schema, self._fingerprints = schema, fingerprints
+        self._memory = tuple(memory)
+        self._transports = [name for name in transports if name != "local" or all(p.is_shared for p in self._memory)]
+        self._lease_s, self._clock = lease_s, clock
+        self._book = TicketBook(clock, lease_s)
+        self._links: dict[Holder, _Link] = {}
+        self._known: dict[int, tuple[int, bytes]] = {}  # checksums kept with the page: its generation, theirs
+        self._has_more = False
+        self.dropped = DroppedFrames(logger, "data link")
+        self.socket = _bind(bind_host, keys, context)
+        self.address = bound_address(self.socket)
+
+    # --- the node's side -------------------------------------------------------------------------------------------
+
+    def open(self, unit: Unit, num_pages: int) -> None:
+        """Opens the unit's ticket. From here on its pages are the ticket's, until TicketEnded: it comes for every
+        ticket, exactly once. A ticket that nobody claims within a lease ends too."""
+        ticket = self._book.open(unit, num_pages)
+        logger.debug("%s ticket opened, %d pages%s", unit, num_pages, ", claimed" if ticket.holder else "")
+
+    def offer(self, unit: Unit, indices: Sequence[int], pages: Sequence[int], generations: Sequence[int]) -> None:
+        """Offers computed pages that will not be written again while the ticket lives: their indices in the ticket,
+        numbers in the pool and allocation counts. Sent at once when claimed, else with the claim. Each index once.
+        A unit whose ticket has ended is ignored: its end is on the way in `poll`."""
+        ticket = self._book.get(unit)
+        if ticket is None:
+            return
+        ticket.offer(indices, pages, generations)
+        self._memory[0].generations[list(pages)] = generations
+        for index in indices:
+            if index >= ticket.have:
+                ticket.checksums[index] = self._checksums(ticket.pages[index], ticket.generations[index])
+        self._send_offer(ticket, indices)
+
+    def finish(self, unit: Unit, row: bytes) -> None:
+        """The final offer: the metadata row, by value. All pages were offered before."""
+        ticket = self._book.get(unit)
+        if ticket is None:
+            return
+        assert len(row) == row_bytes(self._schema), (unit, len(row), row_bytes(self._schema))
+        assert len(ticket.pages) == ticket.num_pages, (unit, len(ticket.pages), ticket.num_pages)
+        ticket.row = row
+        self._send_offer(ticket, ())
+
+    def revoke(self, unit: Unit, finished: bool, reason: str = "") -> None:
+        """Takes the ticket back: `finished` when the first token ended the request, else an error. TicketEnded follows
+        when decode reads it no more: with its acknowledgement, or its lease."""
+        ticket = self._book.revoke(unit, finished, reason)
+        if ticket is not None and ticket.holder is not None:
+            self._send(ticket.holder, Revoke(unit=unit, finished=finished, reason=reason))
+
+    def poll(self) -> list[TicketEnded | Claimed]:
+        """Drains the socket (bounded), ends leases, and returns what happened. The owner of a TicketEnded's pages
+        frees them now."""
+        self._has_more = not self._drain()
+        if not self._has_more:  # leases are judged only when every renewal that has arrived is counted
+            self._expire()
+        return self._book.take_events()
+
+    def wait_s(self) -> float | None:
+        """How long the loop may wait on `socket` before it must poll; None: for ever."""
+        deadline = self._book.next_deadline()
+        if self._has_more:
+            return 0.0
+        return None if deadline is None else max(0.0, deadline - self._clock())
+
+    def tickets(self) -> list[Unit]:
+        """Units of the tickets that have not ended."""
+        return self._book.units
+
+    def close_peer(self, epoch: str) -> None:
+        """A decode node's life is over: its tickets end now, its parked claims are forgotten, its links closed."""
+        for holder in [holder for holder, link in self._links.items() if link.epoch == epoch]:
+            self._forget_link(holder, f"decode node {self._links[holder].node_id} is gone")
+
+    def close(self) -> None:
+        """Closes the socket. Tickets are not told: this epoch is over."""
+        self.socket.close(linger=0)
+
+    # --- the links' side -------------------------------------------------------------------------------------------
+
+    def _drain(self) -> bool:
+        """True when nothing was left to read."""
+        num_bytes = 0
+        for _ in range(DRAIN_MESSAGES):
+            try:
+                holder, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            try:
+                if len(frames) != 1:
+                    raise ProtocolError(f"{len(frames)} frames instead of 1")
+                num_bytes += self._handle(holder, decode_frame(to_prefill_decoder, frames[0]))
+            except ProtocolError as error:
+                self.dropped.add(holder, str(error))
+            if num_bytes > DRAIN_BYTES:
+                break
+        return False
+
+    def _handle(self, holder: Holder, message: ToPrefill) -> int:
+        """Answers one message. Returns the bytes of pages copied out. Raises ProtocolError."""
+        if isinstance(message, LinkHello):
+            self._meet(holder, message)
+            return 0
+        if holder not in self._links:
+            self._send(holder, LinkRefused(reason="this link was closed; open a new one"))
+            raise ProtocolError(f"{type(message).__name__} before LinkHello")
+        match message:
+            case Claim(unit=unit, have=have):
+                self._claim(holder, unit, have)
+            case Pull():
+                return self._answer_pull(holder, message)
+            case Renew(units=units):
+                for unit in self._book.renew(units, holder):
+                    self._send(holder, Revoke(unit=unit, finished=False, reason="prefill has no such ticket any more"))
+            case Ack(unit=unit):
+                self._end_acked(holder, unit)
+            case Drop(unit=unit, reason=reason):
+                self._book.end(unit, holder, "dropped", reason)
+            case RevokeAck(unit=unit):
+                self._book.end(unit, holder, "revoked")
+        return 0
+
+    def _meet(self, holder: Holder, hello: LinkHello) -> None:
+        reason = self._refusal(hello)
+        if reason is not None:
+            logger.warning("refused decode node %s: %s", hello.node_id, reason)
+            self._links.pop(holder, None)
+            self._send(holder, LinkRefused(reason=reason))
+            return
+        transport = next(name for name in hello.transports if self._can_use(name, hello.host))
+        self._prune_links()
+        self._links[holder] = _Link(hello.node_id, hello.epoch, transport)
+        logger.info("decode node %s linked, pages travel by %s", hello.node_id, transport)
+        is_local = transport == "local"
+        self._send(
+            holder,
+            LinkWelcome(
+                node_id=self.node_id,
+                epoch=self.epoch,
+                transport=transport,
+                lease_s=self._lease_s,
+                num_pages=self._memory[0].num_pages,
+                pid=os.getpid() if is_local else 0,
+                fds=tuple(pool.fd for pool in self._memory if pool.fd is not None) if is_local else (),
+                sizes=tuple(pool.size for pool in self._memory) if is_local else (),
+            ),
+        )
+
+    def _refusal(self, hello: LinkHello) -> str | None:
+        """Why the two nodes cannot hand over, naming both values ("here" is this prefill node); None when they can."""
+        reasons = differences(self._schema, hello.layout)
+        theirs = (hello.target_fingerprint, hello.draft_fingerprint)
+        for name, here, there in zip(("target", "draft"), self._fingerprints, theirs, strict=True):
+            if here != there:
+                reasons.append(f"{name} weights: {here} here, {there} there")
+        if not any(self._can_use(name, hello.host) for name in hello.transports):
+            hosts = "same host" if hello.host == host_identity() else "another host"
+            reasons.append(
+                f"transports: {', '.join(self._transports)} here, {', '.join(hello.transports)} there ({hosts})"
+            )
+        return f"prefill node {self.node_id} and decode node {hello.node_id}: {'; '.join(reasons)}" if reasons else None
+
+    def _can_use(self, transport: str, host: str) -> bool:
+        return transport in self._transports and (transport != "local" or host == host_identity())
+
+    def _claim(self, holder: Holder, unit: Unit, have: int) -> None:
+        match self._book.claim(unit, holder, have):
+            case Refund(finished=finished, reason=reason):
+                self._send(holder, Revoke(unit=unit, finished=finished, reason=reason))
+            case Ticket() as ticket:
+                self._send_offer(ticket, sorted(ticket.pages))
+            case None:
+                logger.debug("%s claim parked", unit)
+
+    def _end_acked(self, holder: Holder, unit: Unit) -> None:
+        ticket = self._book.get(unit)
+        if ticket is not None and ticket.holder == holder and ticket.row is None:
+            raise ProtocolError(f"ack of {unit} before its final offer", rid=unit.rid)
+        self._book.end(unit, holder, "acked")
+
+    def _answer_pull(self, holder: Holder, pull: Pull) -> int:
+        ticket = self._book.get(pull.unit)
+        if ticket is None or ticket.holder != holder or ticket.is_revoked:
+            return 0  # it ended while the pull was on the way; the holder has been told
+        indices = _unpack(pull.indices)
+        num_bytes = len(indices) * page_bytes(self._schema)
+        if not indices or num_bytes > max(DATA_FRAME_BYTES, page_bytes(self._schema)):
+            raise ProtocolError(f"pull of {len(indices)} pages of {pull.unit}", rid=pull.unit.rid)
+        wrong = [index for index in indices if index not in ticket.pages or index < ticket.have]
+        if wrong:
+            raise ProtocolError(f"pull of {pull.unit} names pages {wrong[:4]} that were not offered", rid=pull.unit.rid)
+        pages = [ticket.pages[index] for index in indices]
+        frame = pack_pages(self._memory, pages)
+        generations = self._memory[0].generations[pages].astype("<i8").tobytes()
+        self._send(holder, Pages(unit=pull.unit, indices=pull.indices, generations=generations), frame)
+        return num_bytes
+
+    def _send_offer(self, ticket: Ticket, indices: Sequence[int]) -> None:
+        """Tells the holder of these pages, where there is one, and of the row, where it is there."""
+        if ticket.holder is None or ticket.is_revoked:
+            return
+        indices = [index for index in indices if index >= ticket.have]
+        if not indices and ticket.row is None:
+            return
+        for index in indices:
+            if index not in ticket.checksums:
+                ticket.checksums[index] = self._checksums(ticket.pages[index], ticket.generations[index])
+        offer = Offer(
+            unit=ticket.unit,
+            num_pages=ticket.num_pages,
+            indices=pack_ids(indices),
+            pages=pack_ids(ticket.pages[index] for index in indices),
+            generations=array("q", [ticket.generations[index] for index in indices]).tobytes(),
+            checksums=b"".join(ticket.checksums[index] for index in indices),
+            row=ticket.row,
+            row_checksum=0 if ticket.row is None else row_checksum(ticket.row),
+        )
+        self._send(ticket.holder, offer)
+
+    def _checksums(self, page: int, generation: int) -> bytes:
+        if not blocks_per_page(self._schema):
+            return b""
+        known = self._known.get(page)
+        if known is None or known[0] != generation:
+            known = self._known[page] = (generation, page_checksums(self._memory, page))
+        return known[1]
+
+    def _expire(self) -> None:
+        unknown, lapsed = self._book.expire()
+        for unit, holder in unknown:
+            self._send(holder, UnknownClaim(unit=unit))
+        for unit, holder in lapsed:
+            self._send(holder, Revoke(unit=unit, finished=False, reason=f"the lease of {self._lease_s:g} s ended"))
+
+    def _prune_links(self) -> None:
+        """Keeps the table of links bounded: the oldest without a ticket go."""
+        holding = {ticket.holder for unit in self._book.units if (ticket := self._book.get(unit))}
+        for holder in list(self._links)[: max(0, len(self._links) - MAX_LINKS)]:
+            if holder not in holding:
+                del self._links[holder]
+
+    def _forget_link(self, holder: Holder, reason: str) -> None:
+        self._links.pop(holder, None)
+        self._book.close(holder, reason)
+
+    def _send(self, holder: Holder, message: ToDecode, data: Any = None) -> None:
+        """Sends, or closes a link that cannot take it: the peer is gone, or has not read for thousands of messages."""
+        frames = [holder, encode(message)] if data is None else [holder, encode(message), data]
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            self._forget_link(holder, f"its link is closed ({error.strerror})")
+
+
+def _unpack(ids: bytes) -> list[int]:
+    try:
+        return unpack_ids(ids)
+    except ValueError as error:
+        raise ProtocolError(f"a column of {len(ids)} bytes is no int32 column") from error
+
+
+def _bind(bind_host: str, keys: KeyPair | None, context: zmq.Context[zmq.Socket[bytes]] | None) -> zmq.Socket[bytes]:
+    bracketed = f"[{bind_host}]" if ":" in bind_host else bind_host
+    address = bind_host if "://" in bind_host else f"tcp://{bracketed}:*"
+    require_keys(address, keys)
+    parse_address(address)
+    socket = (zmq.Context[zmq.Socket[bytes]].instance() if context is None else context).socket(zmq.ROUTER)
+    configure_socket(socket, address, max_frame=CONTROL_FRAME_BYTES)
+    socket.set(zmq.HEARTBEAT_IVL, LINK_BEAT_MS)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, LINK_SILENCE_MS)
+    socket.router_mandatory = True
+    if keys is not None:
+        secure_server(socket, keys)
+    socket.bind(address)
+    return socket

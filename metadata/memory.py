@@ -1,0 +1,146 @@
+"""A KV pool's host memory, and a peer's read-only view of it.
+
+The owner puts the pool in a memfd, maps it writable and only then seals it: F_SEAL_FUTURE_WRITE lets nobody else write
+it, SHRINK and GROW keep its size, so that a mapping can never fault. A peer of the same user opens
+/proc/PID/fd/FD and maps it read-only. Behind the pages lies one int64 a page: its generation, how often it had been
+allocated, which a reader compares after its copy.
+
+    | layer 0: page 0, page 1, ... | layer 1: ... | generations |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import stat
+
+import numpy as np
+
+from .errors import TransferError
+
+logger = logging.getLogger(__name__)
+
+F_SEAL_FUTURE_WRITE = 0x0010
+_OWNER_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE
+_ALIGNMENT = 64
+
+
+def memory_size(num_layers: int, num_pages: int, page_layer_bytes: int) -> int:
+    """Bytes of a pool's memory with its generations."""
+    return _generations_offset(num_layers, num_pages, page_layer_bytes) + 8 * num_pages
+
+
+class PageMemory:
+    """The pages of one pool in this process.
+
+    `pages` is uint8 [num_layers, num_pages, page_layer_bytes]; the engine's tensor is a view of it:
+    `torch.from_numpy(memory.pages).view(dtype).view(num_layers, num_pages, 2, num_kv_heads, page_size, head_dim)`.
+    `generations` is int64 [num_pages]; whoever allocates pages may count in it, `HandoffServer.offer` writes it too.
+    For a pool on a GPU this is a host mirror with the same page numbers: the engine copies a finished page into it
+    before `offer`, and out of it after `Arrived`.
+    """
+
+    def __init__(
+        self, num_layers: int, num_pages: int, page_layer_bytes: int, block_bytes: int, *, shared: bool = True
+    ) -> None:
+        assert page_layer_bytes % block_bytes == 0, (page_layer_bytes, block_bytes)
+        self.num_layers, self.num_pages = num_layers, num_pages
+        self.page_layer_bytes, self.block_bytes = page_layer_bytes, block_bytes
+        self.size = memory_size(num_layers, num_pages, page_layer_bytes)
+        self.fd: int | None = None
+        self._map = self._map_shared() if shared else mmap.mmap(-1, self.size)
+        with contextlib.suppress(OSError):  # advice: a kernel without huge pages may refuse it
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.pages, self.generations = _views(self._map, num_layers, num_pages, page_layer_bytes)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a peer on this host can map it. False where memfd or seals are missing: pages then travel by zmq."""
+        return self.fd is not None
+
+    def close(self) -> None:
+        """Gives the memory back as soon as no view of it is left."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+        del self.pages, self.generations
+        with contextlib.suppress(BufferError):  # the engine's tensors still look at it: it goes with them
+            self._map.close()
+
+    def _map_shared(self) -> mmap.mmap:
+        fd = -1
+        try:
+            fd = os.memfd_create("baton-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(fd, self.size)
+            mapped = mmap.mmap(fd, self.size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _OWNER_SEALS)
+        except (OSError, AttributeError) as error:
+            if fd >= 0:
+                os.close(fd)
+            logger.warning("no shared memory (%s): pages will travel by zmq only", error)
+            return mmap.mmap(-1, self.size)
+        self.fd = fd
+        return mapped
+
+
+class PeerMemory:
+    """A peer's pool, mapped read-only. `pages` and `generations` as in PageMemory, not writable."""
+
+    def __init__(self, pid: int, fd: int, size: int, *, num_layers: int, num_pages: int, page_layer_bytes: int) -> None:
+        expected = memory_size(num_layers, num_pages, page_layer_bytes)
+        if size != expected:
+            raise TransferError(f"peer's pool has {size} bytes, {num_pages} pages of this layout have {expected}")
+        self.num_pages = num_pages
+        self._map = map_readonly(pid, fd, size)
+        self.pages, self.generations = _views(self._map, num_layers, num_pages, page_layer_bytes)
+
+    def close(self) -> None:
+        """Unmaps at once; any later use of the views is our bug and raises."""
+        del self.pages, self.generations
+        self._map.close()
+
+
+def map_readonly(pid: int, fd: int, size: int) -> mmap.mmap:
+    """Maps `size` bytes of the memfd that process `pid` holds as `fd`.
+
+    Raises TransferError unless it is a memfd of this user, of that size, sealed against writing and resizing.
+    """
+    path = f"/proc/{pid}/fd/{fd}"
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise TransferError(f"cannot open the peer's pool {path}: {error.strerror}") from error
+    try:
+        _check(opened, path, size)
+        return mmap.mmap(opened, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    except OSError as error:
+        raise TransferError(f"cannot map the peer's pool {path}: {error.strerror}") from error
+    finally:
+        os.close(opened)
+
+
+def _check(fd: int, path: str, size: int) -> None:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
+        raise TransferError(f"{path} is no pool of this user (uid {os.getuid()} here, {status.st_uid} there)")
+    if status.st_size != size:
+        raise TransferError(f"{path} has {status.st_size} bytes, the peer said {size}")
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise TransferError(f"{path} is no memfd: {error.strerror}") from error
+    if seals & _OWNER_SEALS != _OWNER_SEALS:
+        raise TransferError(f"{path} is not sealed: seals {seals:#x}, needed {_OWNER_SEALS:#x}")
+
+
+def _generations_offset(num_layers: int, num_pages: int, page_layer_bytes: int) -> int:
+    return -(-num_layers * num_pages * page_layer_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _views(mapped: mmap.mmap, num_layers: int, num_pages: int, page_layer_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+    offset = _generations_offset(num_layers, num_pages, page_layer_bytes)
+    pages = np.ndarray((num_layers, num_pages, page_layer_bytes), np.uint8, mapped)
+    return pages, np.ndarray((num_pages,), np.int64, mapped, offset)

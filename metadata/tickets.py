@@ -1,0 +1,212 @@
+"""The life of a ticket on the prefill side. Pure logic: no socket, no memory, an injected clock.
+
+    open --claim--> claimed --ack | drop--> ended
+     |                 |----- revoke ------> revoked --revoke-ack--> ended
+     |                 '----- lease end, closed epoch -----------> ended
+     '-- revoke, lease end (nobody reads yet) --> ended, remembered for one lease
+
+An open ticket owns its pages. They stay its own until `TicketEnded` is handed out, once per ticket, by
+`TicketBook.take_events`: whoever opened the ticket frees its pages (or leaves them to the prefix cache) on that event
+and at no other moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from .errors import ProtocolError
+from .request import Unit
+
+How = Literal["acked", "dropped", "revoked", "lease", "closed"]
+Holder = bytes  # the claiming link
+
+MAX_PARKED = 4096
+
+
+class Claimed(NamedTuple):
+    """A decode node holds the ticket now; it needs no page below `have`."""
+
+    unit: Unit
+    have: int
+
+
+class TicketEnded(NamedTuple):
+    """The ticket's pages are its opener's again. `reason` has words where the end is no success."""
+
+    unit: Unit
+    how: How
+    reason: str = ""
+
+
+class Refund(NamedTuple):
+    """What a late claim of a ticket that ended unclaimed is told."""
+
+    finished: bool
+    reason: str
+
+
+class Parked(NamedTuple):
+    """A claim that waits for its unit to become known."""
+
+    unit: Unit
+    holder: Holder
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One unit's pages on their way. `pages`, `generations`, `checksums` are by index in the ticket."""
+
+    unit: Unit
+    num_pages: int
+    lease_end: float
+    holder: Holder | None = None
+    have: int = 0
+    is_revoked: bool = False
+    row: bytes | None = None
+    pages: dict[int, int] = field(default_factory=dict[int, int])
+    generations: dict[int, int] = field(default_factory=dict[int, int])
+    checksums: dict[int, bytes] = field(default_factory=dict[int, bytes])
+
+    def offer(self, indices: Sequence[int], pages: Sequence[int], generations: Sequence[int]) -> None:
+        """Records offered pages; each index is offered once."""
+        assert len(indices) == len(pages) == len(generations), (self.unit, indices, pages, generations)
+        for index, page, generation in zip(indices, pages, generations, strict=True):
+            assert 0 <= index < self.num_pages and index not in self.pages, (self.unit, index, self.num_pages)
+            self.pages[index], self.generations[index] = page, generation
+
+
+class TicketBook:
+    """All tickets of a prefill node. Leases are `lease_s` on `clock` (monotonic seconds)."""
+
+    def __init__(self, clock: Callable[[], float], lease_s: float = 1.0) -> None:
+        self._clock = clock
+        self._lease_s = lease_s
+        self._tickets: dict[Unit, Ticket] = {}
+        self._parked: dict[Unit, tuple[Parked, int, float]] = {}  # claim, its have, when it is given up
+        self._refunds: dict[Unit, tuple[Refund, float]] = {}
+        self._events: list[Claimed | TicketEnded] = []
+
+    @property
+    def units(self) -> list[Unit]:
+        """Units of all tickets that have not ended."""
+        return list(self._tickets)
+
+    def get(self, unit: Unit) -> Ticket | None:
+        """The unit's ticket; None when it is unknown or has ended."""
+        return self._tickets.get(unit)
+
+    def open(self, unit: Unit, num_pages: int) -> Ticket:
+        """A new ticket, claimed at once where a claim that fits was parked (its holder learns of one that does not when
+        it renews)."""
+        assert unit not in self._tickets and num_pages > 0, (unit, num_pages)
+        self._refunds.pop(unit, None)
+        ticket = self._tickets[unit] = Ticket(unit, num_pages, self._clock() + self._lease_s)
+        parked = self._parked.pop(unit, None)
+        if parked is not None and parked[1] < num_pages:
+            self._take(ticket, parked[0].holder, parked[1])
+        return ticket
+
+    def claim(self, unit: Unit, holder: Holder, have: int) -> Ticket | Refund | None:
+        """The ticket, now `holder`'s; its Refund when it ended before; None: parked until the unit is known.
+
+        Raises ProtocolError when another link holds it, `have` is beyond it, or too many claims are parked.
+        """
+        ticket = self._tickets.get(unit)
+        if ticket is not None:
+            self._take(ticket, holder, have)
+            return ticket
+        if unit in self._refunds:
+            return self._refunds.pop(unit)[0]
+        if len(self._parked) >= MAX_PARKED or unit in self._parked:
+            raise ProtocolError(f"claim of {unit} cannot be parked", rid=unit.rid)
+        self._parked[unit] = (Parked(unit, holder), have, self._clock() + self._lease_s)
+        return None
+
+    def renew(self, units: Iterable[Unit], holder: Holder) -> list[Unit]:
+        """Prolongs the leases; returns the units of which `holder` has neither a ticket nor a parked claim."""
+        lease_end = self._clock() + self._lease_s
+        unknown: list[Unit] = []
+        for unit in units:
+            ticket, parked = self._tickets.get(unit), self._parked.get(unit)
+            if ticket is not None and ticket.holder == holder:
+                if not ticket.is_revoked:
+                    ticket.lease_end = lease_end
+            elif parked is None or parked[0].holder != holder:
+                unknown.append(unit)
+        return unknown
+
+    def revoke(self, unit: Unit, finished: bool, reason: str) -> Ticket | None:
+        """Takes the ticket back. Unclaimed: it ends now. Claimed: returned, and ends with the holder's revoke-ack or
+        its lease, which can no longer be renewed."""
+        ticket = self._tickets.get(unit)
+        if ticket is None:
+            return None
+        if ticket.holder is None:
+            self._end(ticket, "revoked", reason)
+            self._refunds[unit] = (Refund(finished, reason), self._clock() + self._lease_s)
+            return None
+        ticket.is_revoked = True
+        return ticket
+
+    def end(self, unit: Unit, holder: Holder, how: How, reason: str = "") -> bool:
+        """Ends the holder's ticket or parked claim. False when it has none of that unit."""
+        ticket, parked = self._tickets.get(unit), self._parked.get(unit)
+        if ticket is not None and ticket.holder == holder:
+            if ticket.is_revoked:
+                how = "revoked"  # the revoke crossed the ack or drop: the opener asked for this end
+            self._end(ticket, how, reason)
+            return True
+        if parked is not None and parked[0].holder == holder:
+            del self._parked[unit]
+            return True
+        return False
+
+    def close(self, holder: Holder, reason: str) -> None:
+        """The holder's epoch is over: all it claimed ends."""
+        for ticket in [ticket for ticket in self._tickets.values() if ticket.holder == holder]:
+            self._end(ticket, "closed", reason)
+        for unit in [unit for unit, (parked, _, _) in self._parked.items() if parked.holder == holder]:
+            del self._parked[unit]
+
+    def expire(self) -> tuple[list[Parked], list[Parked]]:
+        """Ends what has outlived its lease. Returns the claims given up as unknown, and the lapsed tickets' holders."""
+        now = self._clock()
+        unknown = [parked for parked, _, until in self._parked.values() if until <= now]
+        for parked in unknown:
+            del self._parked[parked.unit]
+        self._refunds = {unit: entry for unit, entry in self._refunds.items() if entry[1] > now}
+        lapsed: list[Parked] = []
+        for ticket in [ticket for ticket in self._tickets.values() if ticket.lease_end <= now]:
+            reason = f"lease of {self._lease_s:g} s ended"
+            if ticket.holder is None:
+                reason = f"nobody claimed it within {self._lease_s:g} s"
+                self._refunds[ticket.unit] = (Refund(False, reason), now + self._lease_s)
+            elif not ticket.is_revoked:
+                lapsed.append(Parked(ticket.unit, ticket.holder))
+            self._end(ticket, "lease", reason)
+        return unknown, lapsed
+
+    def next_deadline(self) -> float | None:
+        """When `expire` next has something to do, on the clock."""
+        deadlines = [ticket.lease_end for ticket in self._tickets.values()]
+        deadlines += [until for _, _, until in self._parked.values()]
+        return min(deadlines, default=None)
+
+    def take_events(self) -> list[Claimed | TicketEnded]:
+        """What happened since the last call, each event once."""
+        events, self._events = self._events, []
+        return events
+
+    def _take(self, ticket: Ticket, holder: Holder, have: int) -> None:
+        if ticket.holder is not None:
+            raise ProtocolError(f"{ticket.unit} is claimed already", rid=ticket.unit.rid)
+        if have >= ticket.num_pages:
+            raise ProtocolError(f"claim of {ticket.unit} has {have} pages of {ticket.num_pages}", rid=ticket.unit.rid)
+        ticket.holder, ticket.have, ticket.lease_end = holder, have, self._clock() + self._lease_s
+        self._events.append(Claimed(ticket.unit, have))
+
+    def _end(self, ticket: Ticket, how: How, reason: str) -> None:
+        del self._tickets[ticket.unit]
+        self._events.append(TicketEnded(ticket.unit, how, reason))

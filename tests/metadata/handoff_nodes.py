@@ -1,0 +1,122 @@
+"""What the handoff tests build their two nodes from: a schema, pools of random bytes, and a prefill node that can run
+in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import zmq
+from baton.metadata.handoff_client import HandoffClient
+from baton.metadata.handoff_server import HandoffServer
+from baton.metadata.memory import PageMemory
+from baton.metadata.node_info import HandoffSchema, Peer, PoolLayout
+from baton.metadata.request import Unit
+from baton.metadata.schema import block_bytes, make_schema, page_layer_bytes, pools, row_bytes
+
+TARGET = PoolLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32")
+DRAFT = PoolLayout(num_layers=1, num_kv_heads=4, head_dim=16, dtype="bfloat16")
+SCHEMA = make_schema(TARGET, None, 4)
+DRAFT_SCHEMA = make_schema(TARGET, DRAFT, 4, "standalone", draft_topk=1)
+FINGERPRINTS = ("f" * 16, None)
+PREFILL_EPOCH = "e0" * 8
+
+
+def unit(rid: str = "r", choice: int = 0, attempt: int = 0) -> Unit:
+    return Unit(rid, choice, attempt)
+
+
+def make_memory(schema: HandoffSchema, num_pages: int, seed: int | None = None) -> list[PageMemory]:
+    """One pool a layout of the schema, filled with random bytes where there is a seed, else with zeros."""
+    rng = np.random.default_rng(seed)
+    memory: list[PageMemory] = []
+    for layout in pools(schema):
+        plb = page_layer_bytes(layout, schema.page_size)
+        pool = PageMemory(layout.num_layers, num_pages, plb, block_bytes(layout, schema.page_size))
+        if seed is not None:
+            pool.pages[:] = rng.integers(0, 256, pool.pages.shape, np.uint8)
+        memory.append(pool)
+    return memory
+
+
+def make_server(
+    schema: HandoffSchema = SCHEMA, num_pages: int = 32, seed: int = 1, epoch: str = PREFILL_EPOCH, **more: Any
+) -> tuple[HandoffServer, list[PageMemory]]:
+    memory = make_memory(schema, num_pages, seed)
+    more = {"bind_host": "127.0.0.1", "fingerprints": FINGERPRINTS, "node_id": "p0"} | more
+    return HandoffServer(schema=schema, memory=memory, epoch=epoch, **more), memory
+
+
+def make_client(
+    schema: HandoffSchema = SCHEMA, num_pages: int = 48, **more: Any
+) -> tuple[HandoffClient, list[PageMemory]]:
+    memory = make_memory(schema, num_pages)
+    more = {"node_id": "d0", "epoch": "d1" * 8, "fingerprints": FINGERPRINTS} | more
+    return HandoffClient(schema=schema, memory=memory, **more), memory
+
+
+def peer_of(server: HandoffServer) -> Peer:
+    return Peer(node_id=server.node_id, epoch=server.epoch, data_address=server.address)
+
+
+def make_row(schema: HandoffSchema, seed: int = 7) -> bytes:
+    return np.random.default_rng(seed).bytes(row_bytes(schema))
+
+
+def spin(nodes: Iterable[Any], until: Callable[[list[Any]], Any], timeout_s: float = 5.0) -> list[Any]:
+    """Polls the nodes in turn until `until(events so far)` is true; returns the events, in order."""
+    nodes, events = list(nodes), []
+    deadline = time.monotonic() + timeout_s
+    while True:
+        for node in nodes:
+            events += node.poll()
+        if until(events):
+            return events
+        assert time.monotonic() < deadline, f"nothing more within {timeout_s} s than {events}"
+        time.sleep(0.0005)
+
+
+def named(events: Iterable[Any], kind: type) -> list[Any]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+def pages_of(memory: list[PageMemory], numbers: Iterable[int]) -> list[np.ndarray]:
+    """Copies of the pages, [num_layers, len(numbers), page_layer_bytes] a pool."""
+    return [pool.pages[:, list(numbers)].copy() for pool in memory]
+
+
+def same_pages(here: list[PageMemory], ours: Iterable[int], there: list[PageMemory], theirs: Iterable[int]) -> bool:
+    pairs = zip(pages_of(here, ours), pages_of(there, theirs), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
+def run_prefill(
+    pipe: Connection, schema: HandoffSchema, seed: int, pages: list[int], pause_s: float, is_endless: bool, epoch: str
+) -> None:
+    """The body of a prefill process: one ticket a page list, a page offered every `pause_s`, as chunks would be.
+
+    `is_endless`: the last page is never offered. Sends its address, then its events; ends with a word from the pipe.
+    """
+    threading.current_thread().name = "prefill"
+    server, _ = make_server(schema, 4096 // 4, seed, epoch, node_id=f"p{os.getpid()}")
+    ticket = unit()
+    server.open(ticket, len(pages))
+    pipe.send((server.node_id, server.address))
+    at, next_offer = 0, time.monotonic()
+    poller = zmq.Poller()
+    poller.register(server.socket, zmq.POLLIN)
+    while not pipe.poll():
+        poller.poll(5)
+        for event in server.poll():
+            pipe.send(tuple(event))
+        if at < len(pages) - is_endless and time.monotonic() >= next_offer:
+            server.offer(ticket, [at], [pages[at]], [at + 1])
+            at, next_offer = at + 1, time.monotonic() + pause_s
+            if at == len(pages):
+                server.finish(ticket, make_row(schema))
+    server.close()
