@@ -1,0 +1,34 @@
+"""`baton decode`: load the model, meet the router, pull prompts' pages and generate."""
+
+from __future__ import annotations
+
+from ..engine.startup import load_engine, load_keys, node_id, serve, transports
+from ..metadata.bus import new_epoch
+from ..metadata.handoff_client import HandoffClient
+from ..metadata.logs import setup_logging
+from ..metadata.membership import Membership
+from .config import DecodeConfig
+from .node import DecodeNode
+
+
+def run(config: DecodeConfig) -> int:
+    """Runs until SIGTERM or SIGINT; returns the exit status. Raises ConfigError and ModelError before it serves."""
+    name = node_id(config, "decode")
+    setup_logging(config, name)
+    keys = load_keys(config)
+    epoch = new_epoch()
+    engine = load_engine(config)
+    handoff = HandoffClient(
+        name,
+        epoch,
+        engine.schema,
+        (engine.fingerprint, None),
+        [engine.memory],
+        keys=keys,
+        transports=transports(config),
+    )
+
+    def make_node(membership: Membership) -> DecodeNode:
+        return DecodeNode(engine, membership, handoff, config.max_running, config.chunk_tokens)
+
+    return serve(config, name, "decode", engine, keys, epoch, "", make_node)

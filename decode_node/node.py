@@ -1,0 +1,278 @@
+"""The decode node: reserves pages, pulls the prompt's KV, generates.
+
+The life of a unit here, and who moves it on:
+
+    Reserve message --> reserved --pages arrived, checked--> running --last token--> ended (pages to the prefix cache)
+             |             |                                 |    ^
+           refused    revoked, failed,                    preempt resume
+        (Room follows)  cancelled                            v    |
+                                                           preempted
+
+Reserve messages fill `reserved`, the handoff client empties it; the scheduler moves the rest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import torch
+import zmq
+
+from ..engine.engine import Engine
+from ..engine.sampling_state import SamplingState
+from ..engine.stopping import ended
+from ..metadata.buffers import MetadataBuffers
+from ..metadata.handoff_client import Arrived, HandoffClient, Revoked, TransferFailed
+from ..metadata.membership import IDLE_WAIT_S, Membership, RouterGone
+from ..metadata.messages import Admitted, Cancel, Cancelled, Failed, Resend, Reserve, Reserved, Room
+from ..metadata.node_info import Load, NodeStats, PoolLedger
+from ..metadata.request import TokenLogprobs, Unit, unpack_ids
+from ..metadata.session import Work
+from .outbox import Outbox
+from .scheduler import DecodeScheduler, Plan
+from .sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+STEP_LIMIT_S = 60.0  # of one round; a longer one means that the node is stuck
+
+
+class DecodeNode:
+    """One thread runs `step` for ever; everything here belongs to it."""
+
+    def __init__(self, engine: Engine, membership: Membership, handoff: HandoffClient, max_running: int, chunk: int):
+        self.engine = engine
+        self.membership = membership
+        self.handoff = handoff
+        self.scheduler = DecodeScheduler(engine.cache, max_running, chunk)
+        self.outbox = Outbox()
+        self._orders = itertools.count()
+        self._refused_at: int | None = None  # the scheduler's count of releases when a reservation was refused
+        self._num_steps = self._num_generated = self._num_recomputed = 0
+        self._num_moved_pages = self._num_moved_bytes = 0
+        self._transfer_seconds = 0.0
+
+    def step(self) -> bool:
+        """Receive, admit, compute, send. Returns whether there is more to compute at once."""
+        for message in self.membership.receive():
+            self._handle(message)
+        admitted = [sequence for event in self.handoff.poll() if (sequence := self._arrive(event)) is not None]
+        self._send(admitted)
+        plan = self.scheduler.plan()
+        if plan.rows:
+            self.membership.enter("decode", STEP_LIMIT_S)
+            self._process(plan, self.engine.forward(plan.rows))
+        for sequence in plan.failed:
+            self._fail(sequence.unit, "out_of_pages", "the pool cannot hold this request alone", is_retryable=False)
+        self._offer_room()
+        return bool(self.scheduler.running)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is held for anybody."""
+        return not any(True for _ in self.scheduler)
+
+    def load(self) -> Load:
+        scheduler = self.scheduler
+        return Load(
+            free_pages=self.engine.cache.available,
+            running=len(scheduler.running) + len(scheduler.reserved),
+            waiting=len(scheduler.preempted),
+        )
+
+    def stats(self) -> NodeStats:
+        return NodeStats(
+            steps=self._num_steps,
+            computed_tokens=self._num_recomputed,
+            generated_tokens=self._num_generated,
+            preemptions=self.scheduler.num_preemptions,
+            pages_moved=self._num_moved_pages,
+            bytes_moved=self._num_moved_bytes,
+            checksum_failures=self.handoff.num_checksum_failures,
+            dropped_frames=self.membership.dropped_frames,
+            transfer_seconds=self._transfer_seconds,
+        )
+
+    def units(self) -> tuple[Unit, ...]:
+        """Units of all requests held here."""
+        return tuple(sequence.unit for sequence in self.scheduler)
+
+    def tickets(self) -> tuple[Unit, ...]:
+        return tuple(self.scheduler.reserved)
+
+    def ledger(self) -> PoolLedger:
+        return self.engine.cache.ledger()
+
+    def flush(self) -> None:
+        self.engine.cache.flush()
+
+    def wait_s(self) -> float:
+        wait_s = self.handoff.wait_s()
+        return IDLE_WAIT_S if wait_s is None else wait_s
+
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        return self.handoff.sockets()
+
+    def close(self) -> None:
+        self.handoff.close()
+
+    # --- messages ---
+
+    def _handle(self, message: Work | RouterGone) -> None:
+        match message:
+            case Reserve():
+                self._reserve(message)
+            case Cancel(rid=rid, attempt=attempt, choices=choices):
+                for sequence in self.scheduler.find(rid, attempt, choices):
+                    self._drop(sequence, message.reason or "cancelled")
+                self.membership.send(Cancelled(rid=rid, attempt=attempt))
+            case Resend(unit=unit, first=first):
+                self._resend(unit, first)
+            case RouterGone():
+                for sequence in self.scheduler:
+                    self._drop(sequence, message.reason)
+            case _:
+                logger.warning("dropped a %s: no business of a decode node", type(message).__name__)
+
+    def _reserve(self, message: Reserve) -> None:
+        """Grant choices in order while they fit, and claim those granted."""
+        granted: list[Sequence] = []
+        for choice in message.choices:
+            sequence = self._sequence(message, choice)
+            if not self.scheduler.reserve(sequence):
+                self._refused_at = self.scheduler.num_releases
+                break
+            granted.append(sequence)
+        self.membership.send(
+            Reserved(
+                rid=message.rid,
+                attempt=message.attempt,
+                granted=tuple(sequence.unit.choice for sequence in granted),
+                load=self.load(),
+            )
+        )
+        for sequence in granted:
+            assert sequence.lease is not None
+            num_prompt_pages = -(-len(sequence.token_ids) // self.engine.pool.page_size)
+            self.handoff.claim(
+                sequence.unit, message.prefill, len(sequence.lease.pages), sequence.pages[:num_prompt_pages]
+            )
+
+    def _sequence(self, message: Reserve, choice: int) -> Sequence:
+        request = message.request
+        prompt_ids, received_ids = unpack_ids(request.prompt_ids), unpack_ids(request.received_ids)
+        sampling = SamplingState(
+            request.params,
+            prompt_ids,
+            received_ids,
+            vocab_size=self.engine.model_config.vocab_size,
+            choice=choice,
+            device=self.engine.device,
+        )
+        return Sequence(
+            unit=Unit(message.rid, choice, message.attempt),
+            order=next(self._orders),
+            request=request,
+            prompt_len=len(prompt_ids),
+            token_ids=prompt_ids + received_ids,
+            sampling=sampling,
+            pages=[],
+            lease=None,
+            num_sent=len(received_ids),
+        )
+
+    def _resend(self, unit: Unit, first: int) -> None:
+        sequence = next((each for each in self.scheduler if each.unit == unit), None) or self.outbox.find_ended(unit)
+        if sequence is None:
+            self._fail(unit, "unavailable", "the node does not know this request any more", is_retryable=True)
+        else:
+            self.membership.send(self.outbox.again(sequence, first))
+
+    def _drop(self, sequence: Sequence, reason: str) -> None:
+        if sequence.unit in self.scheduler.reserved:
+            self.handoff.drop(sequence.unit, reason)
+        self.scheduler.finish(sequence)
+
+    def _fail(self, unit: Unit, code: str, message: str, *, is_retryable: bool) -> None:
+        logger.warning("%s: %s", code, message, extra={"rid": unit.rid})
+        self.membership.send(Failed(unit=unit, code=code, message=message[:4096], retryable=is_retryable))
+
+    # --- arrivals ---
+
+    def _arrive(self, event: Arrived | TransferFailed | Revoked) -> Sequence | None:
+        """The sequence that runs from now on, if one does."""
+        sequence = self.scheduler.reserved.get(event.unit)
+        if sequence is None:
+            return None
+        match event:
+            case Arrived():
+                return self._admit(sequence, event)
+            case TransferFailed(unit=unit, reason=reason, is_refused=is_refused):
+                self.scheduler.finish(sequence)
+                self._fail(unit, "transfer_error", reason, is_retryable=not is_refused)
+            case Revoked(unit=unit, finished=finished, reason=reason):
+                self.scheduler.finish(sequence)
+                if not finished:  # else the first token was the last: the router has it from prefill
+                    self._fail(unit, "transfer_error", reason, is_retryable=True)
+        return None
+
+    def _admit(self, sequence: Sequence, event: Arrived) -> Sequence:
+        assert sequence.lease is not None
+        have = len(sequence.lease.pages)
+        num_prompt_pages = -(-len(sequence.token_ids) // self.engine.pool.page_size)
+        self.engine.adopt(sequence.pages[have:num_prompt_pages])
+        self.scheduler.admit(event.unit)
+        token, logprobs, sequence.num_cached = MetadataBuffers(self.engine.schema, event.row).sampled(0)
+        sequence.append(token, logprobs)
+        self._num_moved_pages += event.num_pages
+        self._num_moved_bytes += event.num_bytes
+        self._transfer_seconds += event.transfer_s
+        logger.info("admitted, %d pages pulled", event.num_pages, extra={"rid": event.unit.rid})
+        self.membership.send(
+            Admitted(
+                unit=event.unit,
+                transfer_s=event.transfer_s,
+                num_pages=event.num_pages,
+                num_bytes=event.num_bytes,
+                have_pages=have,
+            )
+        )
+        return sequence
+
+    # --- rounds ---
+
+    def _process(self, plan: Plan, logits: torch.Tensor) -> None:
+        """Sample, record, end, send."""
+        self._num_steps += 1
+        sampled: list[Sequence] = []
+        for sequence, row in zip(plan.sequences, plan.rows, strict=True):
+            sequence.num_computed += len(row.input_ids)
+            self._num_recomputed += len(row.input_ids) - row.num_logits
+            if row.num_logits:
+                sampled.append(sequence)
+        if not sampled:
+            return
+        ids, logprobs = self.engine.sample(logits, [sequence.sampling for sequence in sampled])
+        self._num_generated += len(ids)
+        for sequence, token, entry in zip(sampled, ids, logprobs, strict=True):
+            self._append(sequence, token, entry)
+        self._send(sampled)
+
+    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
+        sequence.append(token, logprobs)
+        sequence.ended = ended(sequence.sampling, token, self.engine.context_len, sequence.num_cached)
+        if sequence.ended is not None:
+            logger.info("ended: %s", sequence.ended.reason, extra={"rid": sequence.unit.rid})
+            self.scheduler.finish(sequence)
+
+    def _send(self, sequences: list[Sequence]) -> None:
+        for tokens in self.outbox.unsent(sequences):
+            self.membership.send(tokens)
+
+    def _offer_room(self) -> None:
+        """After a refusal, tell the router when something has come free."""
+        has_released = self._refused_at is not None and self.scheduler.num_releases > self._refused_at
+        if has_released and not self.scheduler.preempted:
+            self._refused_at = None
+            self.membership.send(Room(load=self.load()))

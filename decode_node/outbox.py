@@ -1,0 +1,72 @@
+"""Generated tokens on their way to the router: one message a step, and again on request."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+
+from ..metadata.messages import MAX_BATCH, Tokens
+from ..metadata.request import Ended, TokenLogprobs, Unit, pack_ids
+from .sequence import Sequence
+
+_KEPT = 1024  # ended sequences
+
+
+class Outbox:
+    """Builds `Tokens` messages and remembers ended sequences for a while, in case a message was lost."""
+
+    def __init__(self) -> None:
+        self._ended: OrderedDict[Unit, Sequence] = OrderedDict()
+
+    def unsent(self, sequences: Seq[Sequence]) -> list[Tokens]:
+        """All tokens of `sequences` not sent yet, as columns, and counts them as sent."""
+        messages: list[Tokens] = []
+        for start in range(0, len(sequences), MAX_BATCH):
+            batch = [sequence for sequence in sequences[start : start + MAX_BATCH] if _has_news(sequence)]
+            if batch:
+                messages.append(_tokens(batch, [sequence.num_sent for sequence in batch]))
+            for sequence in batch:
+                sequence.num_sent = sequence.num_generated
+                if sequence.ended is not None:
+                    self._keep(sequence)
+        return messages
+
+    def again(self, sequence: Sequence, first: int) -> Tokens:
+        """The sequence's tokens from index `first` on."""
+        return _tokens([sequence], [min(first, sequence.num_generated)])
+
+    def find_ended(self, unit: Unit) -> Sequence | None:
+        """A sequence that ended lately."""
+        return self._ended.get(unit)
+
+    def _keep(self, sequence: Sequence) -> None:
+        self._ended[sequence.unit] = sequence
+        while len(self._ended) > _KEPT:
+            self._ended.popitem(last=False)
+
+
+def _has_news(sequence: Sequence) -> bool:
+    return sequence.num_sent < sequence.num_generated
+
+
+def _tokens(sequences: Seq[Sequence], firsts: Seq[int]) -> Tokens:
+    ids: list[int] = []
+    counts: list[int] = []
+    logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
+    ends: dict[int, Ended] = {}
+    for i, (sequence, first) in enumerate(zip(sequences, firsts, strict=True)):
+        new_ids = sequence.token_ids[sequence.prompt_len + first :]
+        ids += new_ids
+        counts.append(len(new_ids))
+        if sequence.logprobs:
+            logprobs[i] = tuple(sequence.logprobs[index] for index in range(first, first + len(new_ids)))
+        if sequence.ended is not None:
+            ends[i] = sequence.ended
+    return Tokens(
+        units=tuple(sequence.unit for sequence in sequences),
+        firsts=pack_ids(firsts),
+        counts=pack_ids(counts),
+        ids=pack_ids(ids),
+        logprobs=logprobs,
+        ended=ends,
+    )

@@ -1,0 +1,187 @@
+"""The engine of a node: a model, its KV pool, the pool's books and the sampler. It knows nothing of messages or roles."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+from ..metadata.errors import ConfigError
+from ..metadata.memory import PageMemory
+from ..metadata.node_info import HandoffSchema, ModelCard, PoolLayout
+from ..metadata.request import SamplingParams, TokenLogprobs
+from ..metadata.schema import block_bytes, make_schema, page_bytes, page_layer_bytes
+from .batch import BatchRow, ForwardBatch
+from .config import EngineConfig
+from .model_card import read_card
+from .model_config import ModelConfig
+from .models.registry import load_model
+from .pages import Owner, PagePool
+from .prefix_cache import PrefixCache
+from .sampling import sample
+from .sampling_state import SamplingBatch, SamplingState
+from .weights import fingerprint
+
+logger = logging.getLogger(__name__)
+
+MIN_LEASE_S = 1.0
+LEASE_STEPS = 8  # a decode node that recomputes a chunk renews no lease meanwhile
+_DEFAULT_POOL_TOKENS = 65_536
+_MEMORY_SHARE = 0.25  # of what is free, for a pool of the default size
+_WARM_UP = SamplingParams(max_tokens=1, temperature=1.0, seed=1)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Engine:
+    """Computes rows of a batch over the paged pool and samples. One thread; `kv` is on `device`.
+
+    Raises ModelError when the checkpoint cannot be served and ConfigError when the settings cannot work with it.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
+        self.model_dir = resolve_model(config.model)
+        self.model_config = ModelConfig.from_dir(self.model_dir)
+        self.device = _choose_device(config.device)
+        self.dtype_name = _choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
+        self.schema = _schema(self.model_config, self.dtype_name, config)
+        self.context_len = _context_len(config, self.model_config)
+        num_pages = config.num_pages or _default_num_pages(self.context_len, self.schema, self.device)
+        self.context_len = min(self.context_len, (num_pages - 1) * config.page_size)
+        _check_sizes(config, num_pages)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+
+        dtype = _DTYPES[self.dtype_name]
+        self.model = load_model(self.model_dir, self.model_config, dtype, self.device, progress)
+        self.fingerprint = fingerprint(self.model_dir)
+        self.card: ModelCard = read_card(
+            self.model_dir, self.model_config, config.model_name or self.model_dir.resolve().name, self.context_len
+        )
+        self.lease_s = MIN_LEASE_S
+        self.pool = PagePool(num_pages, config.page_size)
+        self.cache = PrefixCache(self.pool, self.schema.key_lookahead, enabled=config.prefix_cache)
+        self.memory = _allocate_memory(self.schema.target, num_pages, config.page_size)
+        mirror = torch.from_numpy(self.memory.pages).view(dtype)
+        self._mirror = mirror.view(_kv_shape(self.schema.target, num_pages, config.page_size))
+        self.kv = self._mirror if self.device.type == "cpu" else torch.zeros_like(self._mirror, device=self.device)
+
+    def warm_up(self, chunk_tokens: int) -> None:
+        """Run a chunk and a decode step, so that the first request pays for no first call; sets `lease_s` by the chunk."""
+        num_pages = min(-(-chunk_tokens // self.pool.page_size), self.pool.num_free)
+        pages = self.pool.allocate(num_pages, Owner.REQUEST)
+        num_tokens = min(chunk_tokens, num_pages * self.pool.page_size, self.context_len)
+        states = [SamplingState(_WARM_UP, [0], vocab_size=self.model_config.vocab_size, device=self.device)]
+        for num_new in (num_tokens, num_tokens, 1):
+            started = time.monotonic()
+            self.sample(self.forward([BatchRow([0] * num_new, 0, pages)]), states)
+            self.lease_s = (
+                max(self.lease_s, LEASE_STEPS * (time.monotonic() - started)) if num_new > 1 else self.lease_s
+            )
+        self.pool.release(pages)
+
+    def forward(self, rows: Sequence[BatchRow]) -> torch.Tensor:
+        """Store the rows' KV; return their logits, [sum of num_logits, vocab_size] float32, rows in order."""
+        batch = ForwardBatch.build(rows, self.pool.page_size, self.device)
+        hidden = self.model.forward(batch, self.kv)
+        if batch.logit_rows.shape[0] != hidden.shape[0]:
+            hidden = hidden.index_select(0, batch.logit_rows)
+        return self.model.logits(hidden)
+
+    def sample(
+        self, logits: torch.Tensor, states: Sequence[SamplingState]
+    ) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """One token for each row of `logits` [num_rows, vocab_size], and its log-probabilities where asked for."""
+        with torch.inference_mode():
+            result = sample(logits, SamplingBatch.of(states, self.device))
+            logprobs = result.logprobs.to_rows(len(states)) if result.logprobs else [None] * len(states)
+            return result.token_ids.tolist(), logprobs
+
+    def publish(self, pages: Sequence[int]) -> None:
+        """Before pages are offered: their bytes lie in `memory`. Nothing to do on CPU, where the pool is the memory."""
+        if self.kv is not self._mirror and pages:
+            index = torch.tensor(pages, dtype=torch.int64)
+            self._mirror[:, index] = self.kv.index_select(1, index.to(self.device)).cpu()
+
+    def adopt(self, pages: Sequence[int]) -> None:
+        """After pages have arrived in `memory`: they lie in `kv`."""
+        if self.kv is not self._mirror and pages:
+            index = torch.tensor(pages, dtype=torch.int64)
+            self.kv.index_copy_(1, index.to(self.device), self._mirror[:, index].to(self.device))
+
+
+def resolve_model(model: str | None) -> Path:
+    """The checkpoint directory; None is the demo model that ships with Baton."""
+    if model is None:
+        return Path(__file__).parent.parent / "deploy" / "demo"
+    return Path(model).expanduser()
+
+
+def _choose_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda was asked for, but torch sees no CUDA device; use --device cpu or auto")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def _choose_dtype(name: str, device: torch.device, checkpoint_dtype: str) -> str:
+    if name != "auto":
+        return name
+    return "float32" if device.type == "cpu" else checkpoint_dtype
+
+
+def _schema(model: ModelConfig, dtype: str, config: EngineConfig) -> HandoffSchema:
+    layout = PoolLayout(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=dtype,  # type: ignore[arg-type]  # one of the Literal's values by _choose_dtype
+    )
+    if not 1 <= config.page_size <= 4096:
+        raise ConfigError(f"page_size {config.page_size} is out of range: use 1 to 4096 tokens")
+    return make_schema(layout, page_size=config.page_size, checksums=config.checksums)
+
+
+def _context_len(config: EngineConfig, model: ModelConfig) -> int:
+    if config.context_len is None:
+        return model.context_len
+    if not 1 <= config.context_len <= model.context_len:
+        raise ConfigError(f"context_len {config.context_len} is out of range: the model takes 1 to {model.context_len}")
+    return config.context_len
+
+
+def _check_sizes(config: EngineConfig, num_pages: int) -> None:
+    if num_pages < 3:
+        raise ConfigError(f"num_pages {num_pages} is too small: use 3 or more (one of them is padding)")
+    if config.chunk_tokens < 1 or config.max_running < 1:
+        raise ConfigError(f"chunk_tokens {config.chunk_tokens} and max_running {config.max_running} must be at least 1")
+
+
+def _default_num_pages(context_len: int, schema: HandoffSchema, device: torch.device) -> int:
+    """Four contexts or 65,536 tokens, but no more than a quarter of the free memory (of the GPU's and the host's)."""
+    wanted = max(4 * context_len, _DEFAULT_POOL_TOKENS) // schema.page_size + 1
+    free = psutil.virtual_memory().available
+    if device.type == "cuda":
+        free = min(free, torch.cuda.mem_get_info(device)[0])
+    num_pages = max(3, min(wanted, int(free * _MEMORY_SHARE) // page_bytes(schema)))
+    if num_pages * schema.page_size < context_len:
+        logger.warning("memory for %d tokens only: longer requests will be refused", num_pages * schema.page_size)
+    return num_pages
+
+
+def _kv_shape(layout: PoolLayout, num_pages: int, page_size: int) -> tuple[int, ...]:
+    return (layout.num_layers, num_pages, 2, layout.num_kv_heads, page_size, layout.head_dim)
+
+
+def _allocate_memory(layout: PoolLayout, num_pages: int, page_size: int) -> PageMemory:
+    return PageMemory(layout.num_layers, num_pages, page_layer_bytes(layout, page_size), block_bytes(layout, page_size))
+
+
+def default_node_id(role: str) -> str:
+    """role-host-pid: unique where host names are."""
+    return f"{role}-{os.uname().nodename[:40]}-{os.getpid()}"

@@ -1,0 +1,123 @@
+"""How a node comes up and lives: load, warm up, meet the router, loop, leave. Shared by both kinds of node."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from ..metadata.curve import KeyPair
+from ..metadata.errors import Refused
+from ..metadata.membership import Member, Membership
+from ..metadata.messages import PROTOCOL_MAX, PROTOCOL_MIN, Hello
+from ..metadata.node_info import Capacity, Role
+from .config import EngineConfig
+from .engine import Engine, default_node_id
+from .model_card import read_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class Node(Member, Protocol):
+    """A node that `serve` can run."""
+
+    def step(self) -> bool:
+        """Receive, compute, send. Returns whether there is more to compute at once."""
+        ...
+
+    def close(self) -> None:
+        """Close what the node opened."""
+        ...
+
+
+class LoadProgress:
+    """Logs how far the model has loaded, at most once a second, and the last line always."""
+
+    def __init__(self) -> None:
+        self._said_at = time.monotonic()
+
+    def __call__(self, num_done: int, num_total: int) -> None:
+        now = time.monotonic()
+        if num_done == num_total or now - self._said_at >= 1.0:
+            self._said_at = now
+            logger.info("loading weights: %d of %d MiB", num_done >> 20, num_total >> 20)
+
+
+def load_engine(config: EngineConfig) -> Engine:
+    """Load the model and run it once. Raises ModelError and ConfigError."""
+    started = time.monotonic()
+    engine = Engine(config, LoadProgress())
+    engine.warm_up(config.chunk_tokens)
+    logger.info(
+        "%s ready on %s in %s: %d pages of %d tokens, %.1f s",
+        engine.card.name,
+        engine.device.type,
+        engine.dtype_name,
+        engine.pool.num_usable,
+        engine.pool.page_size,
+        time.monotonic() - started,
+    )
+    return engine
+
+
+def serve(
+    config: EngineConfig,
+    name: str,
+    role: Role,
+    engine: Engine,
+    keys: KeyPair | None,
+    epoch: str,
+    data_address: str,
+    make_node: Callable[[Membership], Node],
+) -> int:
+    """Meet the router and run the node until it is asked to leave. Returns the exit status."""
+    hello = Hello(
+        role=role,
+        node_id=name,
+        epoch=epoch,
+        protocol_min=PROTOCOL_MIN,
+        protocol_max=PROTOCOL_MAX,
+        layout=engine.schema,
+        target_fingerprint=engine.fingerprint,
+        draft_fingerprint=None,
+        model=engine.card,
+        capacity=Capacity(
+            num_pages=engine.pool.num_usable, page_size=engine.pool.page_size, max_running=config.max_running
+        ),
+        data_address=data_address,
+    )
+    membership = Membership(
+        hello, config.router, lambda: read_tokenizer(engine.model_dir), keys, config.drain_timeout_s
+    )
+    node = membership.member = make_node(membership)
+    membership.install_signals()
+    membership.start()
+    try:
+        while not membership.is_over:
+            is_busy = node.step()
+            membership.report()
+            if not is_busy:
+                membership.wait()
+    except Refused as error:
+        logger.error("%s", error)
+        return 1
+    finally:
+        membership.close()
+        node.close()
+    return 0
+
+
+def node_id(config: EngineConfig, role: Role) -> str:
+    """The configured id, or role-host-pid."""
+    return config.node_id or default_node_id(role)
+
+
+def load_keys(config: EngineConfig) -> KeyPair | None:
+    """The cluster's key pair, when one is configured. Raises ConfigError when the file is no such thing."""
+    return KeyPair.load(config.keys) if config.keys else None
+
+
+def transports(config: EngineConfig) -> tuple[str, ...]:
+    """The transports that the node may use, best first."""
+    return ("local", "zmq") if config.transport == "auto" else (config.transport,)

@@ -1,0 +1,21 @@
+"""When a node ends a choice: on ids, max_tokens and context. Strings are the router's business, which alone has text."""
+
+from __future__ import annotations
+
+from ..metadata.request import Ended
+from .sampling_state import SamplingState
+
+
+def ended(state: SamplingState, token_id: int, context_len: int, num_cached: int) -> Ended | None:
+    """Whether `token_id`, just appended to `state`, is the last. `num_cached` goes into the totals."""
+    params = state.params
+    is_stop = token_id in params.stop_ids
+    if not is_stop and state.num_generated < params.max_tokens and state.position < context_len:
+        return None
+    return Ended(
+        reason="stop" if is_stop else "length",
+        stop_id=token_id if is_stop else None,
+        num_prompt=state.prompt_len,
+        num_generated=state.num_generated,
+        num_cached=num_cached,
+    )

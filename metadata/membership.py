@@ -1,0 +1,204 @@
+"""A node's place in the cluster: its link to the router, its heartbeat, its leaving. Both kinds of node have one.
+
+while not membership.is_over:
+    is_busy = node.step()             # drains membership.receive()
+    membership.report()
+    if not is_busy: membership.wait() # until a message, a signal or a deadline
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import zmq
+
+from .curve import KeyPair
+from .errors import Refused
+from .link import Link
+from .liveness import Pulse
+from .messages import Drain, Flush, Hello, Inspect, Leaving, LedgerReport, TokenizerFile, ToRouter
+from .node_info import Load, NodeStats, PoolLedger
+from .request import Unit
+from .session import Joined, RouterChanged, RouterLost, RouterRefused, RouterSession, Work
+
+logger = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 0.5
+IDLE_LIMIT_S = 10.0
+_LINGER_MS = 500  # what the last words of a leaving node may take
+
+
+@dataclass(frozen=True, slots=True)
+class RouterGone:
+    """The router that asked for the node's work is gone, or is another one: everything of it must be freed."""
+
+    reason: str
+
+
+class Member(Protocol):
+    """What the membership needs of its node."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is held for anybody."""
+        ...
+
+    def load(self) -> Load: ...
+
+    def stats(self) -> NodeStats: ...
+
+    def ledger(self) -> PoolLedger: ...
+
+    def flush(self) -> None:
+        """Empty the prefix cache of what nobody uses."""
+        ...
+
+    def units(self) -> tuple[Unit, ...]: ...
+
+    def tickets(self) -> tuple[Unit, ...]: ...
+
+    def wait_s(self) -> float:
+        """How long the node may sleep at most, seconds."""
+        ...
+
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """What wakes the node besides the router's messages."""
+        ...
+
+
+class Membership:
+    """Belongs to the node's thread. `member` is given once the node exists."""
+
+    member: Member
+
+    def __init__(
+        self,
+        hello: Hello,
+        router_address: str,
+        tokenizer: Callable[[], TokenizerFile],
+        keys: KeyPair | None,
+        drain_timeout_s: float,
+    ) -> None:
+        self._link = Link(router_address, hello.node_id, hello.epoch, keys)
+        load = Load(free_pages=hello.capacity.num_pages, running=0, waiting=0)
+        self._pulse = Pulse(router_address, hello.node_id, hello.epoch, keys, load=load)
+        self._session = RouterSession(hello, self._link.send, tokenizer)
+        self._drain_timeout_s = drain_timeout_s
+        self._leaving_until: float | None = None
+        self._is_asked_to_leave = False
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+
+    def start(self) -> None:
+        """Says Hello and begins to beat."""
+        self._session.start()
+        self._pulse.start()
+
+    def install_signals(self) -> None:
+        """SIGTERM and SIGINT drain the node; the second one ends it at once. Main thread only."""
+        signal.set_wakeup_fd(self._wake_writer.fileno())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def receive(self) -> list[Work | RouterGone]:
+        """The router's work since the last call, in order. Raises Refused when the router wants no such node."""
+        work: list[Work | RouterGone] = []
+        for item in self._session.take(self._link.receive()):
+            match item:
+                case Joined() if self._leaving_until is not None:
+                    self.send(Leaving(done=False))
+                case Joined():
+                    pass
+                case RouterChanged(router_epoch=epoch):
+                    work.append(RouterGone(f"the router is another one now ({epoch})"))
+                case RouterLost(silence_s=silence_s):
+                    work.append(RouterGone(f"no word from the router for {silence_s:.1f} s"))
+                case RouterRefused(reason=reason):
+                    raise Refused(reason)
+                case Inspect(query=query):
+                    self._report_ledger(query)
+                case Flush(query=query):
+                    self.member.flush()
+                    self._report_ledger(query)
+                case Drain():
+                    self._is_asked_to_leave = True
+                case _:
+                    work.append(item)
+        return work
+
+    def send(self, message: ToRouter) -> None:
+        """Never waits. A message that finds the queue full is lost; the router asks again (Resend) or moves the unit."""
+        if not self._link.send(message):
+            logger.warning("the queue to the router is full: lost a %s", type(message).__name__)
+
+    def enter(self, phase: str, limit_s: float) -> None:
+        """The node begins something that should take `limit_s` at most."""
+        self._pulse.enter(phase, limit_s)
+
+    def report(self) -> None:
+        """The figures that the next beats carry."""
+        self._pulse.report(self.member.load(), self.member.stats())
+
+    def wait(self) -> None:
+        """Sleep until a message, a signal or the member's deadline."""
+        self.enter("idle", IDLE_LIMIT_S)
+        poller = zmq.Poller()
+        poller.register(self._wake_reader.fileno(), zmq.POLLIN)
+        for zmq_socket in (self._link.socket, *self.member.sockets()):
+            poller.register(zmq_socket, zmq.POLLIN)
+        poller.poll(max(0, int(1000 * min(IDLE_WAIT_S, self.member.wait_s()))))
+        with contextlib.suppress(BlockingIOError):
+            self._wake_reader.recv(64)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the node may go: it was asked to, and holds nothing any more or has run out of time."""
+        if self._is_asked_to_leave and self._leaving_until is None:
+            logger.info("leaving: taking nothing new, %s", "nothing held" if self.member.is_idle else "finishing")
+            self._leaving_until = time.monotonic() + self._drain_timeout_s
+            self.send(Leaving(done=False))
+        if self._leaving_until is None:
+            return False
+        return self.member.is_idle or time.monotonic() > self._leaving_until
+
+    @property
+    def dropped_frames(self) -> int:
+        return self._link.dropped_frames
+
+    def close(self) -> None:
+        """Last words, then closes everything."""
+        self.send(Leaving(done=True))
+        self._pulse.close()
+        self._link.socket.linger = _LINGER_MS
+        self._link.close()
+        signal.set_wakeup_fd(-1)
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        if self._is_asked_to_leave:
+            self._drain_timeout_s = 0.0
+            self._leaving_until = 0.0
+        self._is_asked_to_leave = True
+        logger.info("received %s", signal.Signals(number).name)
+
+    def _report_ledger(self, query: int) -> None:
+        member = self.member
+        self.send(
+            LedgerReport(
+                query=query,
+                pool=member.ledger(),
+                requests=member.units(),
+                tickets=member.tickets(),
+                load=member.load(),
+                stats=member.stats(),
+            )
+        )

@@ -1,0 +1,44 @@
+"""One prompt on a prefill node, for one or more choices, from its arrival to the end of its last ticket."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..engine.prefix_cache import Lease
+from ..engine.sampling_state import SamplingState
+from ..metadata.node_info import Peer
+from ..metadata.request import GenerationRequest, TokenLogprobs, Unit
+
+
+@dataclass(slots=True, eq=False)
+class PrefillJob:
+    """A prompt is computed once; each of its choices samples a first token and has a ticket of its own.
+
+    Tokens an earlier attempt already produced are part of what is computed: `token_ids` is prompt + received.
+    """
+
+    rid: str
+    attempt: int
+    choices: dict[Unit, SamplingState]
+    request: GenerationRequest
+    decode: Peer | None  # None: the first token is the last, nothing is handed over
+    prompt_len: int
+    token_ids: list[int]
+    arrived: float  # monotonic seconds
+    started: float = 0.0
+    computed: float = 0.0
+    pages: list[int] = field(default_factory=list)
+    lease: Lease | None = None
+    num_computed: int = 0
+    num_offered: int = 0  # pages offered so far
+    num_cached: int = 0
+    tickets: set[Unit] = field(default_factory=set)  # not ended yet
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def num_received(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def is_computed(self) -> bool:
+        return self.num_computed == len(self.token_ids)

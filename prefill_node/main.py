@@ -1,0 +1,43 @@
+"""`baton prefill`: load the model, serve its pages, meet the router, compute prompts."""
+
+from __future__ import annotations
+
+from ..engine.startup import load_engine, load_keys, node_id, serve, transports
+from ..metadata.bus import new_epoch
+from ..metadata.errors import ConfigError
+from ..metadata.handoff_server import HandoffServer
+from ..metadata.logs import setup_logging
+from ..metadata.membership import Membership
+from .config import PrefillConfig
+from .node import PrefillNode
+
+_WILDCARDS = ("0.0.0.0", "::", "*")
+
+
+def run(config: PrefillConfig) -> int:
+    """Runs until SIGTERM or SIGINT; returns the exit status. Raises ConfigError and ModelError before it serves."""
+    name = node_id(config, "prefill")
+    setup_logging(config, name)
+    if config.bind_host in _WILDCARDS:
+        raise ConfigError(
+            f"bind_host {config.bind_host} names no host: give the address at which decode nodes reach this one"
+        )
+    keys = load_keys(config)
+    epoch = new_epoch()
+    engine = load_engine(config)
+    handoff = HandoffServer(
+        config.bind_host,
+        engine.schema,
+        (engine.fingerprint, None),
+        [engine.memory],
+        node_id=name,
+        epoch=epoch,
+        keys=keys,
+        transports=transports(config),
+        lease_s=engine.lease_s,
+    )
+
+    def make_node(membership: Membership) -> PrefillNode:
+        return PrefillNode(engine, membership, handoff, config.max_running, config.chunk_tokens)
+
+    return serve(config, name, "prefill", engine, keys, epoch, handoff.address, make_node)

@@ -1,0 +1,288 @@
+"""The prefill node: computes prompts, samples first tokens, hands over pages.
+
+The life of a prompt here, and who moves it on:
+
+    Prefill message --submit--> waiting --start--> computing --last chunk--> handing --last ticket ended--> PrefillDone
+                       |                              |                         |
+                 tickets open,                 a full page is           first tokens go to the router, the last page
+                 decode may claim            offered as soon as it          and the row to decode; a first token
+                                                is computed               that ends the choice revokes its ticket
+
+Messages fill `waiting`; the scheduler starts jobs when the pool holds all of one; the handoff server ends tickets.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+import zmq
+
+from ..engine.batch import BatchRow
+from ..engine.engine import Engine
+from ..engine.logprobs import compute_logprobs
+from ..engine.sampling_state import SamplingState
+from ..engine.stopping import ended
+from ..metadata.buffers import MetadataBuffers
+from ..metadata.handoff_server import HandoffServer
+from ..metadata.membership import IDLE_WAIT_S, Membership, RouterGone
+from ..metadata.messages import Cancel, Cancelled, Failed, Prefill, PrefillDone, Resend
+from ..metadata.node_info import Load, NodeStats, PoolLedger
+from ..metadata.request import Ended, TokenLogprobs, Unit, unpack_ids
+from ..metadata.session import Work
+from ..metadata.tickets import TicketEnded
+from .job import PrefillJob
+from .outbox import FirstTokens
+from .scheduler import PrefillScheduler
+
+logger = logging.getLogger(__name__)
+
+STEP_LIMIT_S = 60.0  # of one chunk; a longer one means that the node is stuck
+
+
+class PrefillNode:
+    """One thread runs `step` for ever; everything here belongs to it."""
+
+    def __init__(self, engine: Engine, membership: Membership, handoff: HandoffServer, max_running: int, chunk: int):
+        self.engine = engine
+        self.membership = membership
+        self.handoff = handoff
+        self.scheduler = PrefillScheduler(engine.cache, max_running, chunk)
+        self.first_tokens = FirstTokens()
+        self._jobs: dict[Unit, PrefillJob] = {}  # of every open ticket
+        self._stats = {"prompt_tokens": 0, "computed_tokens": 0, "cached_tokens": 0, "generated_tokens": 0, "steps": 0}
+
+    def step(self) -> bool:
+        """Receive, schedule, compute, hand over. Returns whether there is more to compute at once."""
+        for message in self.membership.receive():
+            self._handle(message)
+        self._end_tickets()
+        for job in self.scheduler.start():
+            self._begin(job)
+        plan = self.scheduler.plan()
+        if plan:
+            self.membership.enter("prefill", STEP_LIMIT_S)
+            logits = self.engine.forward([row for _, row in plan])
+            self._process(plan, logits)
+        return bool(self.scheduler.computing)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is held for anybody."""
+        return not any(True for _ in self.scheduler)
+
+    def load(self) -> Load:
+        return Load(
+            free_pages=self.engine.cache.available,
+            running=len(self.scheduler.computing) + len(self.scheduler.handing),
+            waiting=len(self.scheduler.waiting),
+            tickets=len(self._jobs),
+            queued_tokens=self.scheduler.num_queued_tokens,
+        )
+
+    def stats(self) -> NodeStats:
+        return NodeStats(**self._stats, dropped_frames=self.membership.dropped_frames)
+
+    def units(self) -> tuple[Unit, ...]:
+        """Units of all requests held here."""
+        return tuple(unit for job in self.scheduler for unit in job.choices)
+
+    def tickets(self) -> tuple[Unit, ...]:
+        return tuple(self._jobs)
+
+    def ledger(self) -> PoolLedger:
+        return self.engine.cache.ledger()
+
+    def flush(self) -> None:
+        self.engine.cache.flush()
+
+    def wait_s(self) -> float:
+        wait_s = self.handoff.wait_s()
+        return IDLE_WAIT_S if wait_s is None else wait_s
+
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        return [self.handoff.socket]
+
+    def close(self) -> None:
+        self.handoff.close()
+
+    # --- messages ---
+
+    def _handle(self, message: Work | RouterGone) -> None:
+        match message:
+            case Prefill():
+                self._submit(message)
+            case Cancel(rid=rid, attempt=attempt, choices=choices):
+                self._cancel(rid, attempt, choices)
+                self.membership.send(Cancelled(rid=rid, attempt=attempt))
+            case Resend(unit=unit):
+                tokens = self.first_tokens.again(unit)
+                if tokens is not None:
+                    self.membership.send(tokens)
+            case RouterGone():
+                for job in list(self.scheduler):
+                    self._drop(job, set(job.choices), message.reason)
+            case _:
+                logger.warning("dropped a %s: no business of a prefill node", type(message).__name__)
+
+    def _submit(self, message: Prefill) -> None:
+        request, params = message.request, message.request.params
+        prompt_ids, received_ids = unpack_ids(request.prompt_ids), unpack_ids(request.received_ids)
+        choices = {
+            Unit(message.rid, choice, message.attempt): SamplingState(
+                params,
+                prompt_ids,
+                received_ids,
+                vocab_size=self.engine.model_config.vocab_size,
+                choice=choice,
+                device=self.engine.device,
+            )
+            for choice in message.choices
+        }
+        token_ids = prompt_ids + received_ids
+        job = PrefillJob(
+            message.rid,
+            message.attempt,
+            choices,
+            request,
+            message.decode,
+            len(prompt_ids),
+            token_ids,
+            time.monotonic(),
+        )
+        logger.info("prompt of %d tokens, %d choices", len(token_ids), len(choices), extra={"rid": job.rid})
+        num_pages = -(-len(token_ids) // self.engine.pool.page_size)
+        if not token_ids or num_pages > self.engine.pool.num_usable or max(token_ids) >= self.engine.card.vocab_size:
+            self._refuse(job, f"a prompt of {len(token_ids)} tokens cannot be computed here")
+            return
+        if job.decode is not None:
+            for unit in choices:
+                self.handoff.open(unit, num_pages)
+                self._jobs[unit] = job
+                job.tickets.add(unit)
+        self.scheduler.submit(job)
+
+    def _refuse(self, job: PrefillJob, reason: str) -> None:
+        for unit in job.choices:
+            self.membership.send(Failed(unit=unit, code="invalid_request_error", message=reason, retryable=False))
+
+    def _cancel(self, rid: str, attempt: int, choices: tuple[int, ...] | None) -> None:
+        for job in list(self.scheduler):
+            if job.rid == rid and job.attempt <= attempt:
+                self._drop(
+                    job, {unit for unit in job.choices if choices is None or unit.choice in choices}, "cancelled"
+                )
+
+    def _drop(self, job: PrefillJob, units: set[Unit], reason: str) -> None:
+        """Forget some of a job's choices; its pages are free when the last ticket has ended."""
+        for unit in units:
+            job.choices.pop(unit, None)
+            if unit in job.tickets:
+                self.handoff.revoke(unit, False, reason)
+        if not job.choices and not job.tickets:
+            self._finish(job)
+
+    # --- computing ---
+
+    def _begin(self, job: PrefillJob) -> None:
+        job.started = time.monotonic()
+        self._stats["prompt_tokens"] += len(job.token_ids)
+        self._stats["cached_tokens"] += job.num_cached
+        self._offer_pages(job)
+
+    def _process(self, plan: list[tuple[PrefillJob, BatchRow]], logits: torch.Tensor) -> None:
+        """What the forward brought: pages to offer, log-probabilities of the prompt, first tokens."""
+        self._stats["steps"] += 1
+        at = 0
+        for job, row in plan:
+            job_logits = logits[at : at + row.num_logits]
+            at += row.num_logits
+            job.num_computed += len(row.input_ids)
+            self._stats["computed_tokens"] += len(row.input_ids)
+            if job.request.prompt_logprobs:
+                self._score_prompt(job, row.position, job_logits)
+            if job.is_computed:
+                self._complete(job, job_logits[-1:])
+            else:
+                self._offer_pages(job)
+
+    def _score_prompt(self, job: PrefillJob, position: int, logits: torch.Tensor) -> None:
+        """Log-probabilities of the prompt's tokens position + 1 .. under the logits of position .. ."""
+        targets = job.token_ids[position + 1 : position + 1 + logits.shape[0]]
+        if targets:
+            num_logprobs = job.request.params.num_logprobs or 0
+            ids = torch.tensor(targets, dtype=torch.int64, device=logits.device)
+            scored = compute_logprobs(logits[: len(targets)], ids, [num_logprobs] * len(targets))
+            assert scored is not None
+            job.prompt_logprobs += [entry for entry in scored.to_rows(len(targets)) if entry is not None]
+
+    def _complete(self, job: PrefillJob, logits: torch.Tensor) -> None:
+        """The prompt is computed: sample each choice's first token, tell the router, hand the last page over."""
+        job.computed = time.monotonic()
+        self.scheduler.hand_over(job)
+        units, states = list(job.choices), list(job.choices.values())
+        if units:
+            ids, logprobs = self.engine.sample(logits.expand(len(units), -1), states)
+            self._stats["generated_tokens"] += len(ids)
+            ends = [self._append(state, token, job.num_cached) for state, token in zip(states, ids, strict=True)]
+            self.membership.send(self.first_tokens.make(job, units, ids, logprobs, ends))
+            self._offer_pages(job)
+            for unit, token, entry, end in zip(units, ids, logprobs, ends, strict=True):
+                if unit in job.tickets:
+                    if end is None:
+                        self.handoff.finish(unit, self._row(token, entry, job.num_cached))
+                    else:
+                        self.handoff.revoke(unit, True, end.reason)
+        if not job.tickets:
+            self._finish(job)
+
+    def _append(self, state: SamplingState, token: int, num_cached: int) -> Ended | None:
+        state.append(token)
+        return ended(state, token, self.engine.context_len, num_cached)
+
+    def _row(self, token: int, logprobs: TokenLogprobs | None, num_cached: int) -> bytes:
+        buffers = MetadataBuffers(self.engine.schema)
+        buffers.set_sampled(0, token, logprobs, num_cached)
+        return buffers.pack(0)
+
+    # --- handing over ---
+
+    def _offer_pages(self, job: PrefillJob) -> None:
+        """Offer every page that will not be written again: full ones, and the last when the prompt is computed."""
+        num_ready = len(job.pages) if job.is_computed else job.num_computed // self.engine.pool.page_size
+        if num_ready == job.num_offered or not job.tickets:
+            return
+        indices = list(range(job.num_offered, num_ready))
+        pages = [job.pages[index] for index in indices]
+        self.engine.publish(pages)
+        generations = [self.engine.pool.generation(page) for page in pages]
+        for unit in job.tickets:
+            self.handoff.offer(unit, indices, pages, generations)
+        job.num_offered = num_ready
+
+    def _end_tickets(self) -> None:
+        for event in self.handoff.poll():
+            if not isinstance(event, TicketEnded):
+                continue
+            job = self._jobs.pop(event.unit)
+            job.tickets.discard(event.unit)
+            if not job.is_computed:  # decode gave the choice up: nobody waits for its first token
+                job.choices.pop(event.unit, None)
+            if not job.tickets and (job.is_computed or not job.choices):
+                self._finish(job)
+
+    def _finish(self, job: PrefillJob) -> None:
+        self.scheduler.remove(job)
+        logger.info("prompt done", extra={"rid": job.rid})
+        self.membership.send(
+            PrefillDone(
+                rid=job.rid,
+                attempt=job.attempt,
+                queue_s=max(0.0, job.started - job.arrived),
+                compute_s=max(0.0, job.computed - job.started),
+                num_cached=job.num_cached,
+                load=self.load(),
+                prompt_logprobs=tuple(job.prompt_logprobs),
+            )
+        )
