@@ -1,4 +1,4 @@
-"""The engine of a node: a model, its KV pool, the pool's books and the sampler. It knows nothing of messages or roles."""
+"""The engine of a node: a model, its KV pool, the pool's books, the sampler. It knows nothing of messages or roles."""
 
 from __future__ import annotations
 
@@ -71,17 +71,17 @@ class Engine:
         self.kv = self._mirror if self.device.type == "cpu" else torch.zeros_like(self._mirror, device=self.device)
 
     def warm_up(self, chunk_tokens: int) -> None:
-        """Run a chunk and a decode step, so that the first request pays for no first call; sets `lease_s` by the chunk."""
+        """Run a chunk and a decode step, so that the first request pays for no first call. Sets `lease_s` by the chunk."""
         num_pages = min(-(-chunk_tokens // self.pool.page_size), self.pool.num_free)
         pages = self.pool.allocate(num_pages, Owner.REQUEST)
         num_tokens = min(chunk_tokens, num_pages * self.pool.page_size, self.context_len)
+        step_s = 0.0
         states = [SamplingState(_WARM_UP, [0], vocab_size=self.model_config.vocab_size, device=self.device)]
-        for num_new in (num_tokens, num_tokens, 1):
+        for num_new in (1, num_tokens, num_tokens):
             started = time.monotonic()
             self.sample(self.forward([BatchRow([0] * num_new, 0, pages)]), states)
-            self.lease_s = (
-                max(self.lease_s, LEASE_STEPS * (time.monotonic() - started)) if num_new > 1 else self.lease_s
-            )
+            step_s = time.monotonic() - started
+        self.lease_s = max(MIN_LEASE_S, LEASE_STEPS * step_s)
         self.pool.release(pages)
 
     def forward(self, rows: Sequence[BatchRow]) -> torch.Tensor:
@@ -98,8 +98,8 @@ class Engine:
         """One token for each row of `logits` [num_rows, vocab_size], and its log-probabilities where asked for."""
         with torch.inference_mode():
             result = sample(logits, SamplingBatch.of(states, self.device))
-            logprobs = result.logprobs.to_rows(len(states)) if result.logprobs else [None] * len(states)
-            return result.token_ids.tolist(), logprobs
+            nothing: list[TokenLogprobs | None] = [None] * len(states)
+            return result.token_ids.tolist(), result.logprobs.to_rows(len(states)) if result.logprobs else nothing
 
     def publish(self, pages: Sequence[int]) -> None:
         """Before pages are offered: their bytes lie in `memory`. Nothing to do on CPU, where the pool is the memory."""

@@ -44,9 +44,7 @@ def read_tokenizer(model_dir: Path) -> TokenizerFile:
 def _tokenizer_bytes(model_dir: Path) -> bytes:
     path = model_dir / "tokenizer.json"
     if not path.is_file():
-        raise ModelError(
-            f"{model_dir} has no tokenizer.json: save the tokenizer there with transformers' save_pretrained (fast tokenizer)"
-        )
+        raise ModelError(f"{model_dir} has no tokenizer.json: save the model's fast tokenizer there (save_pretrained)")
     return path.read_bytes()
 
 

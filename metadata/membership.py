@@ -135,7 +135,7 @@ class Membership:
         return work
 
     def send(self, message: ToRouter) -> None:
-        """Never waits. A message that finds the queue full is lost; the router asks again (Resend) or moves the unit."""
+        """Never waits. A message that finds the queue full is lost; the router asks again (Resend)."""
         if not self._link.send(message):
             logger.warning("the queue to the router is full: lost a %s", type(message).__name__)
 
