@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from pathlib import Path
 
+from .lifeline import PARENT
 from .plan import Command
 
-PARENT = "BATON_PARENT"  # a child reads here who must be alive for it to live
-
-_PR_SET_PDEATHSIG = 1
 _MAX_RESTARTS = 3
 _RESTART_WINDOW_S = 60.0
-
-
-def die_with_parent() -> None:
-    """In a child: be killed when the launcher dies, however it dies. Does nothing in a process started by hand."""
-    parent = os.environ.pop(PARENT, None)
-    if parent is None or not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(parent):  # it died before the line above
-        os._exit(1)
 
 
 class Child:
@@ -42,7 +28,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._restarts: deque[float] = deque()
         self._log_offset = 0
-        self._unfinished = ""
+        self._unfinished = b""
         self.restart_at: float | None = None  # monotonic time at which the next start is due
 
     def start(self) -> None:
@@ -58,6 +44,12 @@ class Child:
                 env=environ,
                 process_group=0,  # Ctrl-C on the terminal is the launcher's to handle
             )
+
+    @property
+    def pid(self) -> int:
+        """The process's id; it must have been started."""
+        assert self._process is not None, f"{self.name} was not started"
+        return self._process.pid
 
     @property
     def exit_status(self) -> int | None:
@@ -98,8 +90,8 @@ class Child:
             log.seek(self._log_offset)
             data = log.read()
         self._log_offset += len(data)
-        *lines, self._unfinished = (self._unfinished + data.decode("utf-8", "replace")).split("\n")
-        return [line for line in lines if line.strip()]
+        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+        return [line.decode("utf-8", "replace") for line in lines if line.strip()]
 
     def tail(self, num_lines: int = 15) -> list[str]:
         """The last lines of the log."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..metadata.errors import BatonError, ConfigError
-from .child import die_with_parent
 from .config_file import print_tables, read_tables
 from .flags import Parser, Setting, add_flag, by_name, resolve
+from .lifeline import die_with_parent
 from .story import EPILOG, SUMMARIES, TITLE
 
 _CONFIGS = {  # command, which is also the name of its TOML table: where its configuration class is
@@ -59,11 +59,16 @@ def _run(argv: list[str]) -> int:
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    parsers: dict[str | None, Parser] = {None: parser}
     for name, summary in SUMMARIES.items():
-        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        parsers[name] = command = commands.add_parser(
+            name, help=summary, description=summary[0].upper() + summary[1:] + "."
+        )
         if name in argv:  # the others' flags are not looked at, and their imports cost time
             _add_command_flags(name, command)
-    args = parser.parse_all(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parsers[args.command].refuse(unknown[0])
     if args.version:
         print(f"baton {_version()}")
         return 0

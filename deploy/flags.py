@@ -95,13 +95,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see `{self.prog} --help`)")
 
-    def parse_all(self, argv: list[str]) -> argparse.Namespace:
-        """As parse_args, but an unknown flag is answered with the nearest known one."""
-        args, unknown = self.parse_known_args(argv)
-        if unknown:
-            name = unknown[0].split("=")[0]
-            self.error(f"unknown argument {unknown[0]!r}{nearest(name, self._option_string_actions)}")
-        return args
+    def refuse(self, unknown: str) -> NoReturn:
+        """Says that this parser has no such argument, and which is most like it."""
+        self.error(f"unknown argument {unknown!r}{nearest(unknown.split('=')[0], self._option_string_actions)}")
 
 
 def add_flag(parser: argparse.ArgumentParser, setting: Setting) -> None:

@@ -1,0 +1,146 @@
+"""The command as a user runs it: a real process each time."""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from baton.deploy import cli
+from baton.deploy.story import SUMMARIES
+
+COMMAND = [sys.executable, "-P", "-m", "baton.deploy.cli"]
+
+
+def baton(*argv: str, timeout: float = 30, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *argv], capture_output=True, text=True, timeout=timeout, env={**os.environ, **environ}, check=False
+    )
+
+
+def test_version_and_help() -> None:
+    assert baton("--version").stdout.startswith("baton 0.")
+    text = baton("--help").stdout
+    for word in [*SUMMARIES, "baton up", "--router tcp://", "/debug/ledger", "--print-config"]:
+        assert word in text
+
+
+def test_the_installed_command_is_this_one() -> None:
+    installed = Path(sys.executable).with_name("baton")
+    assert subprocess.run([installed, "--version"], capture_output=True, check=True).stdout.startswith(b"baton 0.")
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_answers_in_under_0_3_s(flag: str) -> None:
+    def once() -> float:
+        start = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert baton(flag).returncode == 0
+        end = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime
+
+    assert min(once() for _ in range(5)) < 0.3  # CPU time: other work on the machine is not the command's
+
+
+@pytest.mark.parametrize("command", list(SUMMARIES))
+def test_each_command_has_help(command: str) -> None:
+    result = baton(command, "--help")
+    assert result.returncode == 0
+    assert f"baton {command}" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["decode", "--pge-size", "3"], ["--pge-size", "did you mean '--page-size'"]),
+        (["decode", "--page-size", "x"], ["--page-size", "'x'"]),
+        (["router", "--port", "99999"], ["99999"]),
+        (["router", "--config", "/no/such/file.toml"], ["/no/such/file.toml"]),
+        (["up", "--model", "/no/such/model"], ["--model /no/such/model", "no such directory"]),
+        (["up", "--prefill", "0"], ["--prefill 0"]),
+        (["upp"], ["upp"]),
+        (["chat", "--url", "ftp://x"], ["ftp://x"]),
+        (["keys", "/no/such/directory/cluster.key"], ["/no/such/directory/cluster.key"]),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_status_2(argv: list[str], words: list[str]) -> None:
+    result = baton(*argv)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("baton: error: ")
+    assert result.stderr.count("\n") == 1
+    for word in words:
+        assert word in result.stderr
+
+
+def test_debug_shows_where_an_error_comes_from() -> None:
+    result = baton("up", "--model", "/no/such/model", "--log-level", "debug")
+    assert result.returncode != 0
+    assert "Traceback" in result.stderr
+
+
+def test_no_command_prints_the_help() -> None:
+    result = baton()
+    assert result.returncode == 2
+    assert "commands:" in result.stdout
+
+
+def test_a_reader_that_leaves_early_is_no_traceback() -> None:
+    process = subprocess.run(
+        f"{sys.executable} -P -m baton.deploy.cli up --help | true", shell=True, capture_output=True
+    )
+    assert b"Traceback" not in process.stderr
+
+
+def test_keys_writes_a_private_file_once(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.key"
+    assert baton("keys", str(path)).returncode == 0
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    before = path.read_bytes()
+    again = baton("keys", str(path))
+    assert again.returncode == 2
+    assert "exists" in again.stderr
+    assert path.read_bytes() == before
+
+
+def test_print_config_reads_back_and_holds_no_secret(tmp_path: Path) -> None:
+    argv = ["up", "--print-config", "--prefill", "2", "--page-size", "8", "--no-checksums", "--max-body-bytes", "9999"]
+    first = baton(*argv, BATON_API_KEY="hunter2")
+    assert first.returncode == 0, first.stderr
+    assert "hunter2" not in first.stdout
+    for line in ["prefill = 2", "page_size = 8", "checksums = false", "max_body_bytes = 9999", "api_key is set"]:
+        assert line in first.stdout
+    path = tmp_path / "baton.toml"
+    path.write_text(first.stdout)
+    second = baton("up", "--print-config", "--config", str(path), BATON_API_KEY="hunter2")
+    assert second.stdout == first.stdout
+
+
+def test_one_file_sets_all_commands(tmp_path: Path) -> None:
+    path = tmp_path / "baton.toml"
+    path.write_text('[up]\npage_size = 8\nmodel = "m"\n[decode]\nmax_running = 3\n[router]\nport = 81\n')
+    up = baton("up", "--print-config", "--config", str(path), "--max-running", "5").stdout
+    assert up.count("page_size = 8") == 2
+    assert up.count('model = "m"') == 2
+    assert up.count("max_running = 5") == 2
+    assert "port = 81" in up
+    decode = baton("decode", "--print-config", "--config", str(path)).stdout
+    assert "max_running = 3" in decode
+    assert "page_size = 16" in decode, "[up] is for `baton up`"
+
+
+def test_the_router_command_imports_no_torch() -> None:
+    code = (
+        "import sys; from baton.deploy import cli; cli.main(['router', '--print-config']);"
+        "bad = {'torch', 'numpy', 'transformers', 'triton'} & set(sys.modules); assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True)
+
+
+def test_main_takes_arguments_and_returns_the_status(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("baton ")
+    assert cli.main(["up", "--no-such"]) == 2

@@ -1,0 +1,172 @@
+"""Flags and TOML keys from dataclasses: types, precedence, errors that name the nearest right name, round trip."""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from baton.decode_node.config import DecodeConfig
+from baton.deploy.config_file import print_tables, read_tables
+from baton.deploy.flags import Parser, add_flag, by_name, resolve, settings_of, to_argv
+from baton.deploy.plan import UpConfig
+from baton.metadata.config import setting
+from baton.metadata.errors import ConfigError
+from baton.prefill_node.config import PrefillConfig
+from baton.router.config import RouterConfig
+from hypothesis import given
+from hypothesis import strategies as st
+
+ALL = [UpConfig, RouterConfig, PrefillConfig, DecodeConfig]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Toy:
+    name: str | None = setting(None, "a name")
+    size: int = setting(16, "a size, 100 % of it")
+    rate: float = setting(0.5, "a rate")
+    mode: Literal["fast", "slow"] = setting("fast", "a mode")
+    is_on: bool = setting(True, "a switch")
+    api_key: str | None = setting(None, "a secret")
+
+
+def parse(*argv: str, table: dict[str, Any] | None = None, environ: dict[str, str] | None = None) -> Toy:
+    parser = Parser(prog="toy")
+    for item in settings_of(Toy):
+        add_flag(parser, item)
+    parser.format_help()  # a bare % in a help text would raise here
+    return resolve(Toy, _parse(parser, list(argv)), table or {}, environ or {})
+
+
+def _parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.refuse(unknown[0])
+    return args
+
+
+def test_defaults_come_from_the_class() -> None:
+    assert parse() == Toy()
+
+
+def test_every_type_as_a_flag() -> None:
+    assert parse("--name=x", "--size", "3", "--rate", "2", "--mode", "slow", "--no-is-on") == Toy(
+        name="x", size=3, rate=2.0, mode="slow", is_on=False
+    )
+
+
+def test_a_flag_wins_over_the_environment_over_the_file_over_the_default() -> None:
+    table, environ = {"api_key": "file", "size": 1}, {"BATON_API_KEY": "environment", "BATON_SIZE": "7"}
+    assert parse("--api-key", "flag", table=table, environ=environ).api_key == "flag"
+    assert parse(table=table, environ=environ).api_key == "environment"
+    assert parse(table=table).api_key == "file"
+    assert parse(table=table, environ=environ).size == 1, "only the listed variables count"
+    assert parse("--size", "16", table=table).size == 16, "a flag counts also when it repeats the default"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--szie", "3"], ["--szie", "did you mean '--size'"]),
+        (["--size", "many"], ["--size", "many"]),
+        (["--mode", "middling"], ["--mode", "fast", "slow"]),
+        (["--rate", "nan"], ["--rate", "nan", "a number"]),
+        (["--rate", "inf"], ["--rate"]),
+        (["--siz", "3"], ["--siz"]),  # no abbreviations: they break when a flag is added
+        (["extra"], ["extra"]),
+    ],
+)
+def test_a_wrong_flag_is_one_sentence(argv: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(*argv)
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[toy]\nszie = 3", ["szie", "3", "'size'"]),
+        ("[tyo]\nsize = 3", ["tyo", "'toy'"]),
+        ("size = 3", ["size", "[toy]"]),
+        ("toy = 3", ["toy", "[toy]"]),
+        ("[toy]\nsize = 3.5", ["[toy] size = 3.5", "whole number"]),
+        ("[toy]\nsize = true", ["size", "whole number"]),
+        ("[toy]\nsize = '3'", ["size = '3'", "whole number"]),
+        ("[toy]\nrate = nan", ["rate", "number"]),
+        ("[toy]\nis_on = 1", ["is_on", "true or false"]),
+        ("[toy]\nmode = 'x'", ["mode", "one of fast, slow"]),
+        ("[toy]\nname = 3", ["name", "text"]),
+        ("[toy\nname = 3", ["not a TOML file"]),
+    ],
+)
+def test_a_wrong_file_is_one_sentence_that_names_it(tmp_path: Path, text: str, words: list[str]) -> None:
+    path = tmp_path / "baton.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_tables(str(path), {"toy": by_name(Toy)})
+    assert str(path) in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_missing_or_binary_file_is_one_sentence(tmp_path: Path) -> None:
+    binary = tmp_path / "b.toml"
+    binary.write_bytes(b"\xff\xfe")
+    for path in (tmp_path / "none.toml", binary, tmp_path):
+        with pytest.raises(ConfigError, match=path.name):
+            read_tables(str(path), {"toy": by_name(Toy)})
+
+
+toys = st.builds(
+    Toy,
+    name=st.none() | st.text(st.characters(exclude_categories=["Cs"])),
+    size=st.integers(-(2**63), 2**63 - 1),
+    rate=st.floats(allow_nan=False, allow_infinity=False),
+    mode=st.sampled_from(["fast", "slow"]),
+    is_on=st.booleans(),
+)
+
+
+@given(toy=toys)
+def test_what_is_printed_reads_back(toy: Toy) -> None:
+    table = tomllib.loads(print_tables({"toy": toy}))["toy"]
+    known = by_name(Toy)
+    assert Toy(**{key: known[key].check(value) for key, value in table.items()}) == toy
+
+
+@given(toy=toys)
+def test_flags_carry_a_configuration_to_a_child(toy: Toy) -> None:
+    assert parse(*to_argv(toy)) == toy
+
+
+def test_a_secret_is_neither_printed_nor_on_a_command_line() -> None:
+    toy = Toy(api_key="hunter2")
+    assert "hunter2" not in print_tables({"toy": toy})
+    assert "api_key is set" in print_tables({"toy": toy})
+    assert "hunter2" not in " ".join(to_argv(toy))
+
+
+@pytest.mark.parametrize("config", ALL)
+def test_every_real_setting_has_a_help_text_and_survives_both_ways(config: type) -> None:
+    for item in settings_of(config):
+        assert item.text, f"{config.__name__}.{item.name} has no help text"
+    changed = {item.name: _other(item) for item in settings_of(config)}
+    value = replace(config(), **changed)
+    table = tomllib.loads(print_tables({"x": value}))["x"]
+    parser = Parser(prog="x")
+    for item in settings_of(config):
+        add_flag(parser, item)
+    secret = {"BATON_API_KEY": changed["api_key"]} if "api_key" in changed else {}
+    assert resolve(config, _parse(parser, []), table, secret) == value
+    assert resolve(config, _parse(parser, to_argv(value)), {}, secret) == value
+
+
+def _other(item: Any) -> Any:
+    if item.choices:
+        return item.choices[-1]
+    return {bool: not item.default, int: 7, float: 1.5, str: "tcp://127.0.0.1:1"}[item.kind]

@@ -1,0 +1,285 @@
+"""The launcher over small real child processes: start, progress, restart, stop, nothing left behind.
+
+With the real router and nodes it is tested in tests/integration/test_up.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from baton.decode_node.config import DecodeConfig
+from baton.deploy.child import Child
+from baton.deploy.client import Client
+from baton.deploy.launcher import Launcher
+from baton.deploy.plan import (
+    Command,
+    Plan,
+    UpConfig,
+    check_model,
+    check_port,
+    commands,
+    free_port,
+    split_threads,
+)
+from baton.deploy.rundir import make_run_dir
+from baton.deploy.terminal import Signals
+from baton.metadata.errors import ConfigError, Unavailable
+from baton.prefill_node.config import PrefillConfig
+from baton.router.config import RouterConfig
+
+# Answers as a router that is ready, from 0.3 s after its start.
+READY_SERVER = """
+import http.server, json, sys, time
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"data": [{"id": "toy"}]}).encode()
+        self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers()
+        self.wfile.write(body)
+time.sleep(0.3)
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+SLEEPER = "import time; print('loading', flush=True); time.sleep(600)"
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: None)\nwhile True: time.sleep(1)"
+
+
+def plan(**up: float) -> Plan:
+    return Plan(UpConfig(**up), RouterConfig(), PrefillConfig(), DecodeConfig())  # type: ignore[arg-type]
+
+
+def command(name: str, code: str, *argv: str) -> Command:
+    return Command(name, name.split("-")[0], [sys.executable, "-c", code, *argv], {})
+
+
+class Running:
+    """A launcher in this (the main) thread, with a script that acts on it from another."""
+
+    def __init__(self, run_dir: Path, codes: dict[str, str], **up: float) -> None:
+        port = free_port()
+        children = [Child(command(name, code, str(port)), run_dir) for name, code in codes.items()]
+        self.children = {child.name: child for child in children}
+        self._client = Client.local("127.0.0.1", port, None)
+        self._plan = plan(**{"stop_timeout_s": 1.0, "ready_timeout_s": 20.0, **up})
+        self._run_dir = run_dir
+
+    def run(self, script: threading.Thread | None = None) -> int:
+        with Signals() as signals:
+            launcher = Launcher(self._plan, list(self.children.values()), self._client, self._run_dir, signals)
+            if script is not None:
+                script.start()
+            try:
+                return launcher.run()
+            finally:
+                if script is not None:
+                    script.join()
+                assert not any(child.is_running for child in self.children.values())
+
+    def until_ready(self) -> None:
+        while not self._client.is_ready():
+            time.sleep(0.02)
+        time.sleep(0.4)  # and the launcher has seen it too
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ready_says_what_to_do_and_a_signal_stops_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    running = Running(tmp_path, {"router": READY_SERVER, "decode-0": SLEEPER})
+
+    def script() -> None:
+        running.until_ready()
+        interrupt()
+
+    assert running.run(threading.Thread(target=script)) == 0
+    out, err = capfd.readouterr()
+    assert "curl http://127.0.0.1:" in out
+    assert "toy" in out
+    assert str(tmp_path) in out
+    assert "decode-0: loading" in err
+
+
+def test_a_child_that_dies_at_start_is_quoted(tmp_path: Path) -> None:
+    code = "import sys; print('no such tensor', file=sys.stderr); sys.exit(3)"
+    with pytest.raises(Unavailable) as error:
+        Running(tmp_path, {"router": SLEEPER, "decode-0": code}).run()
+    for word in ["decode-0", "status 3", "no such tensor", str(tmp_path / "decode-0.log")]:
+        assert word in str(error.value)
+
+
+def test_never_ready_is_an_error_after_its_time(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match="not ready after"):
+        Running(tmp_path, {"router": SLEEPER}, ready_timeout_s=0.5).run()
+
+
+def test_a_child_that_dies_later_is_restarted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    running = Running(tmp_path, {"router": READY_SERVER, "decode-0": SLEEPER})
+    pids: list[int] = []
+
+    def script() -> None:
+        running.until_ready()
+        child = running.children["decode-0"]
+        pids.append(child.pid)
+        os.kill(child.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while (child.pid == pids[0] or not child.is_running) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        pids.append(child.pid)
+        interrupt()
+
+    assert running.run(threading.Thread(target=script)) == 0
+    assert pids[0] != pids[1]
+    assert "decode-0 was killed by signal 9" in capfd.readouterr().err
+
+
+def test_restarts_are_bounded(tmp_path: Path) -> None:
+    # the second process lives only as long as it takes to be ready once
+    code = f"import pathlib, time\nmark = pathlib.Path({str(tmp_path / 'mark')!r})\n"
+    code += "time.sleep(0 if mark.exists() else 1.5); mark.touch()"
+    with pytest.raises(Unavailable, match="too many restarts"):
+        Running(tmp_path, {"router": READY_SERVER, "decode-0": code}).run()
+
+
+def test_a_child_that_will_not_stop_is_killed_and_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    running = Running(tmp_path, {"router": READY_SERVER, "decode-0": STUBBORN}, stop_timeout_s=0.2)
+
+    def script() -> None:
+        running.until_ready()
+        interrupt()
+
+    assert running.run(threading.Thread(target=script)) == 1
+    assert "did not stop: decode-0" in capfd.readouterr().err
+
+
+def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
+    running = Running(tmp_path, {"router": READY_SERVER, "decode-0": STUBBORN}, stop_timeout_s=60.0)
+    times: list[float] = []
+
+    def script() -> None:
+        running.until_ready()
+        interrupt()
+        time.sleep(0.5)
+        times.append(time.monotonic())
+        interrupt()
+
+    assert running.run(threading.Thread(target=script)) == 1
+    assert time.monotonic() - times[0] < 2
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG is Linux's")
+def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    child = f"from baton.deploy.lifeline import die_with_parent; die_with_parent(); {SLEEPER}"
+    parent = textwrap.dedent(f"""
+        import pathlib, sys, time
+        from baton.deploy.child import Child
+        from baton.deploy.plan import Command
+        child = Child(Command("decode-0", "decode", [sys.executable, "-c", {child!r}], {{}}),
+                      pathlib.Path({str(tmp_path)!r}))
+        child.start()
+        while "loading" not in "".join(child.tail()): time.sleep(0.02)
+        print(child.pid, flush=True)
+        time.sleep(600)
+    """)
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        assert psutil.pid_exists(pid)
+        process.kill()
+    deadline = time.monotonic() + 5
+    while _is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _is_alive(pid)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # in a container nobody may reap orphans
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_the_log_is_read_line_by_line(tmp_path: Path) -> None:
+    child = Child(command("decode-0", ""), tmp_path)
+    child.log_path.write_bytes("one\ntwö".encode()[:-1])
+    assert child.new_lines() == ["one"]
+    with child.log_path.open("ab") as log:
+        log.write("ö".encode()[1:] + b"\n")
+    assert child.new_lines() == ["twö"]
+    assert child.new_lines() == []
+
+
+def test_the_commands_of_a_plan() -> None:
+    made = commands(
+        Plan(UpConfig(prefill=2, decode=1), RouterConfig(api_key="hunter2"), PrefillConfig(), DecodeConfig(threads=3)),
+        node_port=5701,
+        http_port=8001,
+    )
+    assert [item.name for item in made] == ["router", "prefill-0", "prefill-1", "decode-0"]
+    router, *nodes = made
+    assert "--port=8001" in router.argv
+    assert "--node-address=tcp://127.0.0.1:5701" in router.argv
+    assert router.environ["BATON_API_KEY"] == "hunter2"
+    for node in nodes:
+        assert "--router=tcp://127.0.0.1:5701" in node.argv
+        assert f"--node-id={node.name}" in node.argv
+        assert "BATON_API_KEY" not in node.environ
+    assert nodes[-1].environ["OMP_NUM_THREADS"] == "3"
+    assert not any("hunter2" in word for item in made for word in item.argv)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 4, 8, 64])
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 2), (1, 3), (4, 1)])
+def test_threads_are_divided(cores: int, prefill: int, decode: int) -> None:
+    threads = split_threads(cores, prefill, decode)
+    assert min(threads.values()) >= 1
+    assert threads["decode"] >= threads["prefill"]
+    total = threads["prefill"] * prefill + threads["decode"] * decode
+    assert total <= max(cores, prefill + decode)
+    assert cores < 4 or total < cores or cores <= prefill + decode, "the router has a core where there are enough"
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} .*taken.*--port"):
+            check_port("127.0.0.1", port)
+    check_port("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=r"--host no-such-host\.invalid"):
+        check_port("no-such-host.invalid", 80)
+
+
+def test_a_directory_that_is_no_model_is_named(tmp_path: Path) -> None:
+    config = PrefillConfig(model=str(tmp_path))
+    for name, content in [("config.json", "{}"), ("tokenizer.json", "{}"), ("model.safetensors", "")]:
+        with pytest.raises(ConfigError, match=name.replace("model", r"\*")):
+            check_model(config)
+        (tmp_path / name).write_text(content)
+    check_model(config)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+        check_model(config)
+
+
+def test_old_run_directories_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    runs = tmp_path / "baton" / "runs"
+    for index in range(15):
+        (runs / f"20200101-0000{index:02d}-1").mkdir(parents=True)
+    (runs / "20200101-000000-1" / "launcher.pid").write_text(str(os.getpid()))  # this one is in use
+    path = make_run_dir(None)
+    kept = sorted(item.name for item in runs.iterdir())
+    assert path.name in kept
+    assert "20200101-000000-1" in kept
+    assert len(kept) == 11
+    assert path.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(ConfigError, match="--run-dir"):
+        make_run_dir("/proc/no")
