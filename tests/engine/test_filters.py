@@ -95,6 +95,15 @@ def test_the_likeliest_always_stays_alone(fields: dict[str, object]) -> None:
     assert kept(scores, [params(**fields)] * 4).nonzero()[:, 1].tolist() == scores.argmax(1).tolist()
 
 
+def test_a_set_that_holds_exactly_top_p_is_enough() -> None:
+    scores = torch.tensor([[0.0, -1.0, -2.0]])
+    weights = filters._weights(scores)[0].double()
+    share = (weights[0] / weights.sum()).item()
+    assert math.ceil(share * weights.sum().item()) == weights[0].item()
+    assert kept(scores, [params(top_p=share)]).sum() == 1
+    assert kept(scores, [params(top_p=share + 1e-9)]).sum() == 2
+
+
 def test_a_row_without_top_p_keeps_its_tail_beside_one_with() -> None:
     scores = shifted(torch.linspace(0, -60, 200)[None].expand(2, -1))
     assert kept(scores, [params(top_k=150), params(top_p=0.5)]).sum(1).tolist() == [150, 3]

@@ -157,7 +157,7 @@ def test_consecutive_draws_are_independent() -> None:
 @pytest.mark.parametrize(
     "fields", [{}, {"top_k": 10**6}, {"top_p": 0.0}, {"top_p": 1e-12, "min_p": 1.0}, {"min_p": 1e-30}]
 )
-@pytest.mark.parametrize("scale", [0.0, 1.0, 1e4, 1e30])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e4, 1e34])
 def test_extremes_give_valid_tokens(temperature: float, fields: dict[str, object], scale: float) -> None:
     logits = random_logits(4, scale=scale)
     logits[1, :150] = -INF
@@ -220,3 +220,16 @@ def test_half_precision_logits_are_processed_in_float32() -> None:
     batch = SamplingBatch.of([state(seed=i, temperature=0.7, top_p=0.9, num_logprobs=1) for i in range(4)])
     assert torch.equal(perturbed_scores(logits, batch), perturbed_scores(logits.float(), batch))
     assert sample(logits, batch).token_ids.tolist() == sample(logits.float(), batch).token_ids.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_draws_the_same_tokens() -> None:
+    logits = random_logits(len(MIXED), seed=3)
+    for length in range(1, 40):
+        prompt = list(range(length))
+        on_cpu = SamplingBatch.of([state(prompt, [1, 2], **fields) for fields in MIXED])
+        params = [row.params for row in on_cpu.states]
+        on_cuda = [SamplingState(p, prompt, [1, 2], vocab_size=VOCAB, device="cuda") for p in params]
+        result = sample(logits.cuda(), SamplingBatch.of(on_cuda, "cuda"))
+        assert result.token_ids.tolist() == sample(logits, on_cpu).token_ids.tolist()
