@@ -22,7 +22,8 @@ import zmq
 from ..engine.engine import Engine
 from ..engine.sampling_state import SamplingState
 from ..engine.stopping import ended
-from ..metadata.buffers import MetadataBuffers
+from ..metadata.buffers import MetadataBuffers, Sampled
+from ..metadata.errors import ProtocolError
 from ..metadata.handoff_client import Arrived, HandoffClient, Revoked, TransferFailed
 from ..metadata.membership import IDLE_WAIT_S, Membership, RouterGone
 from ..metadata.messages import Admitted, Cancel, Cancelled, Failed, Resend, Reserve, Reserved, Room
@@ -48,6 +49,7 @@ class DecodeNode:
         self.scheduler = DecodeScheduler(engine.cache, max_running, chunk)
         self.outbox = Outbox()
         self._orders = itertools.count()
+        self._row_buffer = MetadataBuffers(engine.schema)
         self._refused_at: int | None = None  # the scheduler's count of releases when a reservation was refused
         self._num_steps = self._num_generated = self._num_recomputed = 0
         self._num_moved_pages = self._num_moved_bytes = 0
@@ -206,8 +208,16 @@ class DecodeNode:
         if sequence is None:
             return None
         match event:
-            case Arrived():
-                return self._admit(sequence, event)
+            case Arrived(unit=unit, row=row):
+                try:
+                    self._row_buffer.unpack(row)
+                    sampled = self._row_buffer.get_sampled()
+                except ProtocolError as error:
+                    self.scheduler.finish(sequence)
+                    self._fail(unit, error.code, str(error), is_retryable=False)
+                else:
+                    self._admit(sequence, event, sampled)
+                    return sequence
             case TransferFailed(unit=unit, reason=reason, is_refused=is_refused):
                 self.scheduler.finish(sequence)
                 self._fail(unit, "transfer_error", reason, is_retryable=not is_refused)
@@ -217,14 +227,14 @@ class DecodeNode:
                     self._fail(unit, "transfer_error", reason, is_retryable=True)
         return None
 
-    def _admit(self, sequence: Sequence, event: Arrived) -> Sequence:
+    def _admit(self, sequence: Sequence, event: Arrived, sampled: Sampled) -> None:
         assert sequence.lease is not None
         have = len(sequence.lease.pages)
         num_prompt_pages = -(-len(sequence.token_ids) // self.engine.pool.page_size)
         self.engine.adopt(sequence.pages[have:num_prompt_pages])
         self.scheduler.admit(event.unit)
-        token, logprobs, sequence.num_cached = MetadataBuffers(self.engine.schema, event.row).sampled(0)
-        sequence.append(token, logprobs)
+        sequence.num_cached = sampled.num_cached
+        sequence.append(sampled.first_token, sampled.logprobs)
         self._num_moved_pages += event.num_pages
         self._num_moved_bytes += event.num_bytes
         self._transfer_seconds += event.transfer_s
@@ -238,7 +248,6 @@ class DecodeNode:
                 have_pages=have,
             )
         )
-        return sequence
 
     # --- rounds ---
 

@@ -71,7 +71,7 @@ class Engine:
         self.kv = self._mirror if self.device.type == "cpu" else torch.zeros_like(self._mirror, device=self.device)
 
     def warm_up(self, chunk_tokens: int) -> None:
-        """Run a chunk and a decode step, so that the first request pays for no first call. Sets `lease_s` by the chunk."""
+        """Run a decode step and a chunk, so that no request pays for first calls. Sets `lease_s` by the chunk."""
         num_pages = min(-(-chunk_tokens // self.pool.page_size), self.pool.num_free)
         pages = self.pool.allocate(num_pages, Owner.REQUEST)
         num_tokens = min(chunk_tokens, num_pages * self.pool.page_size, self.context_len)

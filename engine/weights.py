@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..metadata.errors import ModelError
-from .layers import PACK_LIMIT_BYTES, Linear
+from .layers import Linear
 from .model_config import ModelConfig
 
 Progress = Callable[[int, int], None]
@@ -41,18 +41,12 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """A whole decoder. With tied embeddings `lm_head.weight` is `embedding`."""
+    """A whole decoder. With tied embeddings `lm_head` multiplies by `embedding`."""
 
     embedding: torch.Tensor  # [vocab_size, hidden_size]
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor  # [hidden_size]
     lm_head: Linear  # hidden_size -> vocab_size
-
-    def linears(self) -> Iterator[Linear]:
-        """Every linear layer once."""
-        for layer in self.layers:
-            yield from (layer.qkv, layer.attention_out, layer.gate_up, layer.down)
-        yield self.lm_head
 
 
 class Checkpoint:
@@ -132,16 +126,14 @@ def load_weights(
     _refuse_unknown(checkpoint, config, specs)
     reader = _Reader(checkpoint, {spec.name: spec for spec in specs}, dtype, device, total, progress)
     embedding = reader.fused("model.embed_tokens.weight")
-    weights = Weights(
+    lm_head = Linear(embedding if config.tie_word_embeddings else reader.fused("lm_head.weight"), None)
+    lm_head.pack()
+    return Weights(
         embedding=embedding,
         layers=tuple(_layer(reader, f"model.layers.{layer}", config) for layer in range(config.num_layers)),
         norm=reader.fused("model.norm.weight"),
-        lm_head=Linear(embedding if config.tie_word_embeddings else reader.fused("lm_head.weight"), None),
+        lm_head=lm_head,
     )
-    if sum(linear.weight.nbytes for linear in weights.linears()) <= PACK_LIMIT_BYTES:
-        for linear in weights.linears():
-            linear.pack()
-    return weights
 
 
 @dataclass(slots=True)
@@ -169,7 +161,9 @@ class _Reader:
 
     def linear(self, prefix: str, *parts: str, bias: bool) -> Linear:
         weight = self.fused(*(f"{prefix}.{part}.weight" for part in parts))
-        return Linear(weight, self.fused(*(f"{prefix}.{part}.bias" for part in parts)) if bias else None)
+        linear = Linear(weight, self.fused(*(f"{prefix}.{part}.bias" for part in parts)) if bias else None)
+        linear.pack()  # at once: a plain and a packed copy never exist of more than one layer
+        return linear
 
 
 def _layer(reader: _Reader, prefix: str, config: ModelConfig) -> LayerWeights:

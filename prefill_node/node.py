@@ -24,7 +24,7 @@ from ..engine.engine import Engine
 from ..engine.logprobs import compute_logprobs
 from ..engine.sampling_state import SamplingState
 from ..engine.stopping import ended
-from ..metadata.buffers import MetadataBuffers
+from ..metadata.buffers import MetadataBuffers, Sampled
 from ..metadata.handoff_server import HandoffServer
 from ..metadata.membership import IDLE_WAIT_S, Membership, RouterGone
 from ..metadata.messages import Cancel, Cancelled, Failed, Prefill, PrefillDone, Resend
@@ -50,6 +50,7 @@ class PrefillNode:
         self.handoff = handoff
         self.scheduler = PrefillScheduler(engine.cache, max_running, chunk)
         self.first_tokens = FirstTokens()
+        self._row_buffer = MetadataBuffers(engine.schema)
         self._jobs: dict[Unit, PrefillJob] = {}  # of every open ticket
         self._stats = {"prompt_tokens": 0, "computed_tokens": 0, "cached_tokens": 0, "generated_tokens": 0, "steps": 0}
 
@@ -242,9 +243,8 @@ class PrefillNode:
         return ended(state, token, self.engine.context_len, num_cached)
 
     def _row(self, token: int, logprobs: TokenLogprobs | None, num_cached: int) -> bytes:
-        buffers = MetadataBuffers(self.engine.schema)
-        buffers.set_sampled(0, token, logprobs, num_cached)
-        return buffers.pack(0)
+        self._row_buffer.set_sampled(Sampled(token, num_cached, logprobs))
+        return self._row_buffer.pack()
 
     # --- handing over ---
 
