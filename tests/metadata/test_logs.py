@@ -1,0 +1,104 @@
+"""What a log line looks like, in both forms."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+from baton.metadata.config import ProcessConfig
+from baton.metadata.logs import Throttle, setup_logging
+
+logger = logging.getLogger("baton.test")
+Lines = Callable[..., list[str]]
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
+    """`lines(do, **config)`: sets logging up, does it, and returns what stderr got."""
+    root, baton = logging.getLogger(), logging.getLogger("baton")
+    before = (list(root.handlers), root.level, baton.level)
+
+    def run(do: Callable[[], object], **config: object) -> list[str]:
+        stream = io.StringIO()
+        monkeypatch.setattr(sys, "stderr", stream)
+        setup_logging(ProcessConfig(**config), "decode-0")  # pyright: ignore[reportArgumentType]
+        do()
+        return stream.getvalue().splitlines()
+
+    yield run
+    root.handlers[:], root.level = before[0], before[1]
+    baton.setLevel(before[2])
+
+
+def test_text(lines: Lines) -> None:
+    (line,) = lines(lambda: logger.info("admitted in %d ms", 7, extra={"pages": 3, "rid": "abc"}))
+    assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} I decode-0 rid=abc admitted in 7 ms pages=3", line)
+
+
+def test_json(lines: Lines) -> None:
+    extra = {"rid": "abc", "pages": 3, "rate": float("nan"), "odd": {1}, "bad": "\ud800", "level": "mine"}
+    (line,) = lines(lambda: logger.warning("admitted\nnow", extra=extra), log_json=True)
+    entry = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", entry.pop("time"))
+    assert entry == {
+        "level": "warning",
+        "process": "decode-0",
+        "logger": "baton.test",
+        "message": "admitted\nnow",
+        "rid": "abc",
+        "pages": 3,
+        "rate": "nan",
+        "odd": "{1}",
+        "bad": "\ud800",
+    }
+
+
+@pytest.mark.parametrize("log_json", [False, True])
+def test_exceptions(lines: Lines, log_json: bool) -> None:
+    def fail() -> None:
+        try:
+            raise ValueError("a bug")
+        except ValueError:
+            logger.exception("failed", extra={"rid": "abc"})
+
+    got = lines(fail, log_json=log_json)
+    assert "ValueError: a bug" in "\n".join(got)
+    assert (len(got) == 1) == log_json
+
+
+def test_what_a_peer_wrote_cannot_look_like_our_line(lines: Lines) -> None:
+    (line,) = lines(lambda: logger.error("refused: %s", "x\n12:00:00.000 I router\x1b[2J", extra={"rid": "a\rb"}))
+    assert r"x\n12:00:00.000 I router\x1b[2J" in line
+    assert r"rid=a\rb" in line
+
+
+def test_levels(lines: Lines) -> None:
+    def speak() -> None:
+        logger.debug("one")
+        logger.info("two")
+        logging.getLogger("aiohttp").info("three")
+        logging.getLogger("aiohttp").warning("four")
+
+    assert [line.split()[-1] for line in lines(speak)] == ["two", "four"]
+    assert [line.split()[-1] for line in lines(speak, log_level="debug")] == ["one", "two", "four"]
+    assert [line.split()[-1] for line in lines(speak, log_level="error")] == ["four"]
+
+
+def test_a_second_setup_replaces_the_first(lines: Lines) -> None:
+    first = lines(lambda: logger.info("x"))
+    assert len(first) == len(lines(lambda: logger.info("x"), log_json=True)) == 1
+
+
+def test_throttle() -> None:
+    now = 0.0
+    throttle = Throttle(1.0, lambda: now)
+    assert [throttle.is_due(), throttle.is_due()] == [True, False]
+    now = 0.99
+    assert not throttle.is_due()
+    now = 1.0
+    assert [throttle.is_due(), throttle.is_due()] == [True, False]
