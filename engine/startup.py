@@ -72,24 +72,7 @@ def serve(
     make_node: Callable[[Membership], Node],
 ) -> int:
     """Meet the router and run the node until it is asked to leave. Returns the exit status."""
-    hello = Hello(
-        role=role,
-        node_id=name,
-        epoch=epoch,
-        protocol_min=PROTOCOL_MIN,
-        protocol_max=PROTOCOL_MAX,
-        layout=engine.schema,
-        target_fingerprint=engine.fingerprint,
-        draft_fingerprint=None,
-        model=engine.card,
-        capacity=Capacity(
-            num_pages=engine.pool.num_usable, page_size=engine.pool.page_size, max_running=config.max_running
-        ),
-        data_address=data_address,
-    )
-    membership = Membership(
-        hello, config.router, lambda: read_tokenizer(engine.model_dir), keys, config.drain_timeout_s
-    )
+    membership = make_membership(config, name, role, engine, keys, epoch, data_address)
     node = membership.member = make_node(membership)
     membership.install_signals()
     membership.start()
@@ -106,6 +89,34 @@ def serve(
         membership.close()
         node.close()
     return 0
+
+
+def make_membership(
+    config: EngineConfig,
+    name: str,
+    role: Role,
+    engine: Engine,
+    keys: KeyPair | None,
+    epoch: str,
+    data_address: str,
+) -> Membership:
+    """The node's Hello and its link to the router, not started yet."""
+    hello = Hello(
+        role=role,
+        node_id=name,
+        epoch=epoch,
+        protocol_min=PROTOCOL_MIN,
+        protocol_max=PROTOCOL_MAX,
+        layout=engine.schema,
+        target_fingerprint=engine.fingerprint,
+        draft_fingerprint=None,
+        model=engine.card,
+        capacity=Capacity(
+            num_pages=engine.pool.num_usable, page_size=engine.pool.page_size, max_running=config.max_running
+        ),
+        data_address=data_address,
+    )
+    return Membership(hello, config.router, lambda: read_tokenizer(engine.model_dir), keys, config.drain_timeout_s)
 
 
 def node_id(config: EngineConfig, role: Role) -> str:

@@ -1,0 +1,75 @@
+"""Small checkpoints in Hugging Face form with random weights, written by transformers itself."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+END = "<|end|>"
+
+
+def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **config: Any) -> Path:
+    """A random model of `family` (llama, mistral, qwen2, qwen3) with a byte-level tokenizer of 512 ids, float32.
+
+    `config` overrides fields of the transformers configuration. The weights are spread wide, so that the greedy
+    text varies and near-ties are rare. Returns `path`.
+    """
+    import torch
+    import transformers
+
+    class_name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    fields: dict[str, Any] = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        **({"sliding_window": None} if family == "mistral" else {}),
+        **config,
+    }
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{class_name}ForCausalLM")(getattr(transformers, f"{class_name}Config")(**fields))
+    path.mkdir(parents=True, exist_ok=True)
+    model.float().eval().save_pretrained(path)
+    (path / "tokenizer.json").write_text(_tokenizer())
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": END,
+        "chat_template": CHAT_TEMPLATE,
+        "model_max_length": fields["max_position_embeddings"],
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    return path
+
+
+@cache
+def _tokenizer() -> str:
+    """Byte-level BPE: one special token, all 256 bytes, and merges learnt from a few lines, 512 ids at most."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([Path(__file__).read_text(encoding="utf-8")], trainer)
+    return tokenizer.to_str()

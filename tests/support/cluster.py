@@ -1,0 +1,295 @@
+"""A cluster of real processes, started by the command line as a user would, for the multi-process tests.
+
+    with Cluster(directory, model) as cluster:        # or the fixture start_cluster, see tests/integration/conftest.py
+        cluster.start(prefill=1, decode=2, node_flags=["--num-pages", "64"])
+        cluster.post("/v1/completions", {...})
+
+Leaving the block checks the books (no request, no ticket, no referenced cache page; after a flush every page is
+free), stops all processes with SIGTERM, and checks that they exit with 0 in time and leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+READY_S = 60.0
+IDLE_S = 10.0  # how long the books may take to balance after the last answer
+EXIT_S = 5.0
+TAIL_LINES = 40
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 on which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@dataclass(slots=True)
+class Process:
+    """One started process and its log."""
+
+    name: str
+    popen: subprocess.Popen[bytes]
+    log_path: Path
+    is_expected_to_run: bool = True
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(encoding="utf-8", errors="replace")
+
+    def send_signal(self, number: int) -> None:
+        self.popen.send_signal(number)
+
+    def wait(self, timeout_s: float = EXIT_S) -> int:
+        """The exit status; the cluster will not expect the process to run any more."""
+        self.is_expected_to_run = False
+        return self.popen.wait(timeout_s)
+
+    def kill(self) -> None:
+        """SIGKILL, as a fault."""
+        self.popen.kill()
+        self.wait()
+
+
+class Cluster:
+    """A router and nodes of one model on loopback."""
+
+    def __init__(self, directory: Path, model: Path | None) -> None:
+        self.directory = directory
+        self.model = model
+        self.processes: dict[str, Process] = {}
+        self.http_port, self.node_port = free_port(), free_port()
+        self.api_key: str | None = None
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def node_address(self) -> str:
+        return f"tcp://127.0.0.1:{self.node_port}"
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return {name: process.pid for name, process in self.processes.items()}
+
+    # --- starting and stopping ---
+
+    def start(
+        self,
+        prefill: int = 1,
+        decode: int = 1,
+        *,
+        router_flags: list[str] | None = None,
+        node_flags: list[str] | None = None,
+        wait: bool = True,
+    ) -> Cluster:
+        """Starts a router and nodes, and waits until all have joined and a request went through."""
+        self.start_router(*(router_flags or []))
+        for role, count in (("prefill", prefill), ("decode", decode)):
+            for index in range(count):
+                self.start_node(role, f"{role}-{index}", *(node_flags or []))
+        if wait:
+            self.wait_ready(num_nodes=prefill + decode)
+        return self
+
+    def start_router(self, *flags: str) -> Process:
+        address = ["--port", str(self.http_port), "--node-address", self.node_address]
+        return self.start_process("router", "router", *address, *flags)
+
+    def start_node(self, role: str, name: str, *flags: str, model: Path | None = None) -> Process:
+        """`role` is prefill or decode. One CPU thread unless `flags` say otherwise."""
+        model = model or self.model
+        chosen = ["--model", str(model)] if model else []
+        meeting = ["--router", self.node_address, "--node-id", name, "--threads", "1"]
+        return self.start_process(name, role, *meeting, *chosen, *flags)
+
+    def start_process(self, name: str, *argv: str) -> Process:
+        """`baton *argv` in a process group of its own, its output in a log of its own."""
+        log_path = self.directory / f"{name}-{len(list(self.directory.glob(f'{name}-*.log')))}.log"
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        with log_path.open("wb") as log:
+            popen = subprocess.Popen(
+                [sys.executable, "-P", "-m", "baton.deploy.cli", *argv],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environ,
+                process_group=0,
+            )
+        self.processes[name] = Process(name, popen, log_path)
+        return self.processes[name]
+
+    def wait_ready(self, num_nodes: int = 0, timeout_s: float = READY_S) -> None:
+        """Until /ready says yes and `num_nodes` have joined. Fails at once when a process has died."""
+
+        def is_ready() -> bool:
+            for process in self.processes.values():
+                died = process.is_expected_to_run and process.popen.poll() is not None
+                assert not died, f"{process.name} exited with {process.popen.poll()}\n{process.log}"
+            try:
+                return self.get("/ready")[0] == 200 and len(self.nodes()) >= num_nodes
+            except OSError:
+                return False
+
+        wait_until(is_ready, "the cluster is ready", timeout_s)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.check_books()
+                self.stop()
+        except BaseException:
+            self.print_logs()
+            raise
+        finally:
+            if error is not None:
+                self.print_logs()
+            self._kill_all()
+
+    def stop(self) -> None:
+        """SIGTERM to nodes and router; every process exits with 0 within 5 s and none of their children is left."""
+        running = [process for process in self.processes.values() if process.popen.poll() is None]
+        family = [child for process in running for child in psutil.Process(process.pid).children(recursive=True)]
+        for process in self.processes.values():
+            dead = process.is_expected_to_run and process.popen.poll() is not None
+            assert not dead, f"{process.name} had exited with {process.popen.poll()} before it was asked to"
+        for process in sorted(running, key=lambda process: process.name == "router"):
+            process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + EXIT_S
+        for process in running:
+            status = process.wait(max(0.1, deadline - time.monotonic()))
+            assert status == 0, f"{process.name} exited with {status} after SIGTERM"
+        left = [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+        assert not left, f"left behind: {left}"
+
+    def _kill_all(self) -> None:
+        for process in self.processes.values():
+            if process.popen.poll() is None:
+                process.kill()
+
+    def print_logs(self) -> None:
+        """The ends of all logs, into the test's captured output."""
+        for path in sorted(self.directory.glob("*.log")):
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+            print(f"--- {path.name}", *lines, sep="\n", file=sys.stderr)
+
+    # --- talking to it ---
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        timeout_s: float = 60.0,
+        headers: dict[str, str] | None = None,
+    ) -> tuple[int, Any]:
+        """(status, body): JSON decoded when it is JSON, else text. `body` is sent as it is when it is bytes."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=timeout_s)
+        key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        try:
+            connection.request(method, path, data, {"Content-Type": "application/json", **key, **(headers or {})})
+            response = connection.getresponse()
+            text = response.read()
+        finally:
+            connection.close()
+        try:
+            return response.status, json.loads(text)
+        except ValueError:
+            return response.status, text.decode("utf-8", "replace")
+
+    def get(self, path: str, **more: Any) -> tuple[int, Any]:
+        return self.request("GET", path, **more)
+
+    def post(self, path: str, body: Any = None, **more: Any) -> tuple[int, Any]:
+        return self.request("POST", path, body, **more)
+
+    def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
+        """The answer of /v1/completions, which must be 200."""
+        status, answer = self.post("/v1/completions", {"model": self.model_name, "prompt": prompt, **fields})
+        assert status == 200, answer
+        return answer
+
+    @property
+    def model_name(self) -> str:
+        return self.get("/v1/models")[1]["data"][0]["id"]
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """What /debug/nodes lists."""
+        status, answer = self.get("/debug/nodes")
+        assert status == 200, answer
+        return answer["nodes"]
+
+    # --- the books ---
+
+    def ledger(self, *, flush: bool = False) -> dict[str, Any]:
+        """Every node's books, after emptying the prefix caches if `flush`."""
+        status, answer = self.post("/admin/flush") if flush else self.get("/debug/ledger")
+        assert status == 200, answer
+        return answer
+
+    def check_books(self, timeout_s: float = IDLE_S) -> None:
+        """No request, no ticket, no referenced cache page anywhere; after a flush every page is free (or padding)."""
+        router = self.processes.get("router")
+        if router is None or router.popen.poll() is not None:
+            return
+        wait_until(lambda: not _held(self.ledger()), lambda: f"idle books: {_held(self.ledger())}", timeout_s)
+        wait_until(
+            lambda: not _not_free(self.ledger(flush=True)),
+            lambda: f"an empty pool after a flush: {_not_free(self.ledger())}",
+            timeout_s,
+        )
+
+
+def _held(ledger: dict[str, Any]) -> list[str]:
+    """In words, who holds what an idle cluster holds not."""
+    held = [f"router: {ledger['requests']}"] if ledger.get("requests") else []
+    for node in ledger["nodes"]:
+        pool = node["pool"]
+        for what in ("requests", "tickets"):
+            held += [f"{node['node_id']}: {what} {node[what]}"] if node[what] else []
+        for owner in ("request", "ticket", "cache_referenced"):
+            held += [f"{node['node_id']}: {pool[owner]} pages of {owner}"] if pool[owner] else []
+    return held
+
+
+def _not_free(ledger: dict[str, Any]) -> list[str]:
+    return [
+        f"{node['node_id']}: {node['pool']}"
+        for node in ledger["nodes"]
+        if any(node["pool"][owner] for owner in ("request", "ticket", "cache"))
+    ]
+
+
+def wait_until(condition: Any, what: Any, timeout_s: float = 10.0) -> None:
+    """Polls `condition()` until it is true; fails with `what` (text, or a function that makes it) after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s:.0f} s: {what() if callable(what) else what}")
+        time.sleep(0.05)

@@ -1,0 +1,315 @@
+"""A prefill and a decode node in one thread with their real sockets, and the least router that can drive them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from baton.decode_node.config import DecodeConfig
+from baton.decode_node.node import DecodeNode
+from baton.engine.startup import load_engine, make_membership, transports
+from baton.metadata.bus import new_epoch
+from baton.metadata.handoff_client import HandoffClient
+from baton.metadata.handoff_server import HandoffServer
+from baton.metadata.membership import Membership
+from baton.metadata.messages import (
+    Admitted,
+    Beat,
+    Failed,
+    Hello,
+    Inspect,
+    LedgerReport,
+    Prefill,
+    PrefillDone,
+    Reserve,
+    Reserved,
+    Room,
+    RouterBeat,
+    Tokens,
+    Welcome,
+    encode,
+    to_router_decoder,
+)
+from baton.metadata.node_info import Peer
+from baton.metadata.request import (
+    Ended,
+    GenerationRequest,
+    SamplingParams,
+    TokenLogprobs,
+    Unit,
+    pack_ids,
+    unpack_ids,
+)
+from baton.prefill_node.config import PrefillConfig
+from baton.prefill_node.node import PrefillNode
+
+ROUTER_EPOCH = "test-router"
+
+
+@dataclass
+class Result:
+    """What the router has heard of one choice."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    ended: Ended | None = None
+    failed: Failed | None = None
+
+
+@dataclass
+class _Entry:
+    rid: str
+    request: GenerationRequest
+    choices: list[int]
+    attempt: int = 0
+
+
+class NodePair:
+    """`submit` requests, then `run` until all have ended. Reservations go to decode first come, first served."""
+
+    def __init__(self, model: Path, *, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None):
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        common: dict[str, Any] = {
+            "router": f"tcp://127.0.0.1:{port}",
+            "model": str(model),
+            "device": "cpu",
+            "threads": 1,
+        }
+        self.prefill = self._start_prefill(PrefillConfig(**common, **(prefill or {})))
+        self.decode = self._start_decode(DecodeConfig(**common, **(decode or {})))
+        self.results: dict[tuple[str, int], Result] = {}
+        self.admitted: list[Admitted] = []
+        self.done: dict[str, PrefillDone] = {}
+        self.ledgers: list[LedgerReport] = []
+        self._ids: dict[str, bytes] = {}
+        self._hellos: dict[str, Hello] = {}
+        self._waiting: list[_Entry] = []
+        self._reserving: _Entry | None = None
+        self._is_full = False
+        self._join()
+
+    def _start_prefill(self, config: PrefillConfig) -> PrefillNode:
+        engine, epoch = load_engine(config), new_epoch()
+        handoff = HandoffServer(
+            "127.0.0.1",
+            engine.schema,
+            (engine.fingerprint, None),
+            [engine.memory],
+            node_id="prefill-0",
+            epoch=epoch,
+            transports=transports(config),
+            lease_s=5.0,
+        )
+        membership = make_membership(config, "prefill-0", "prefill", engine, None, epoch, handoff.address)
+        return self._attach(
+            PrefillNode(engine, membership, handoff, config.max_running, config.chunk_tokens), membership
+        )
+
+    def _start_decode(self, config: DecodeConfig) -> DecodeNode:
+        engine, epoch = load_engine(config), new_epoch()
+        handoff = HandoffClient(
+            "decode-0", epoch, engine.schema, (engine.fingerprint, None), [engine.memory], transports=transports(config)
+        )
+        membership = make_membership(config, "decode-0", "decode", engine, None, epoch, "")
+        return self._attach(
+            DecodeNode(engine, membership, handoff, config.max_running, config.chunk_tokens), membership
+        )
+
+    @staticmethod
+    def _attach(node: Any, membership: Membership) -> Any:
+        membership.member = node
+        membership.start()
+        return node
+
+    def submit(
+        self,
+        rid: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        n: int = 1,
+        received: Sequence[int] = (),
+        **more: Any,
+    ) -> None:
+        """Queue a request; results come under (rid, choice)."""
+        request = GenerationRequest(
+            prompt_ids=pack_ids(prompt_ids), params=params, received_ids=pack_ids(received), **more
+        )
+        for choice in range(n):
+            self.results[rid, choice] = Result()
+        self._waiting.append(_Entry(rid, request, list(range(n))))
+
+    def run(self, timeout_s: float = 60.0) -> dict[tuple[str, int], Result]:
+        """Step both nodes until every choice has ended or failed and both nodes hold nothing."""
+        deadline = time.monotonic() + timeout_s
+        while not self.is_done:
+            self.step()
+            assert time.monotonic() < deadline, self.results
+        return self.results
+
+    @property
+    def is_done(self) -> bool:
+        pending = [r for r in self.results.values() if r.ended is None and r.failed is None]
+        return not pending and self.prefill.is_idle and self.decode.is_idle and not self._waiting
+
+    def step(self) -> None:
+        """One turn of everybody."""
+        self.prefill.step()
+        self._receive()
+        self.decode.step()
+        self._receive()
+        self._dispatch()
+
+    def send(self, node: str, message: Any) -> None:
+        self._socket.send_multipart([self._ids[node], encode(message)])
+
+    def check_books(self) -> None:
+        """Nothing is held for anybody, and every page can be freed."""
+        for node in (self.prefill, self.decode):
+            ledger = node.ledger()
+            assert not node.units() and not node.tickets(), (node.units(), node.tickets())
+            assert ledger.request == ledger.ticket == ledger.cache_referenced == 0, ledger
+            node.flush()
+            ledger = node.ledger()
+            assert ledger.free + ledger.padding == node.engine.pool.num_pages, ledger
+
+    def inspect(self, node: str) -> LedgerReport:
+        """The node's books as the router gets them."""
+        self.send(node, Inspect(router_epoch=ROUTER_EPOCH, query=len(self.ledgers)))
+        count = len(self.ledgers)
+        while len(self.ledgers) == count:
+            self.step()
+        return self.ledgers[-1]
+
+    def close(self) -> None:
+        for node in (self.prefill, self.decode):
+            node.membership.close()
+            node.close()
+        self._socket.close()
+        self._context.term()
+
+    def _join(self) -> None:
+        deadline = time.monotonic() + 10
+        while len(self._ids) < 2:
+            self._receive()
+            assert time.monotonic() < deadline
+        for name in self._ids:
+            self.send(name, Welcome(router_epoch=ROUTER_EPOCH, protocol=1, need_tokenizer=False))
+        time.sleep(0.05)
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                sender, body = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(sender, to_router_decoder.decode(body))
+
+    def _handle(self, sender: bytes, message: Any) -> None:
+        match message:
+            case Hello():
+                self._ids[message.role], self._hellos[message.role] = sender, message
+            case Beat():
+                for name in self._ids:
+                    self.send(name, RouterBeat(router_epoch=ROUTER_EPOCH))
+            case Reserved():
+                self._granted(message)
+            case Room():
+                self._is_full = False
+            case Tokens():
+                self._take(message)
+            case Failed():
+                self.results[message.unit.rid, message.unit.choice].failed = message
+            case Admitted():
+                self.admitted.append(message)
+            case PrefillDone():
+                self.done[message.rid] = message
+            case LedgerReport():
+                self.ledgers.append(message)
+
+    def _dispatch(self) -> None:
+        """The head of the queue asks decode; one that needs no decode node goes to prefill alone."""
+        if self._reserving is not None or self._is_full or not self._waiting:
+            return
+        entry = self._waiting[0]
+        if entry.request.params.max_tokens == 1:
+            self._waiting.pop(0)
+            self._send_prefill(entry, tuple(entry.choices), None)
+            return
+        hello = self._hellos["prefill"]
+        self._reserving = entry
+        self.send(
+            "decode",
+            Reserve(
+                router_epoch=ROUTER_EPOCH,
+                rid=entry.rid,
+                attempt=entry.attempt,
+                choices=tuple(entry.choices),
+                request=entry.request,
+                prefill=Peer(node_id=hello.node_id, epoch=hello.epoch, data_address=hello.data_address),
+            ),
+        )
+
+    def _granted(self, message: Reserved) -> None:
+        entry, self._reserving = self._reserving, None
+        assert entry is not None and entry.rid == message.rid
+        if message.granted:
+            hello = self._hellos["decode"]
+            self._send_prefill(entry, message.granted, Peer(node_id=hello.node_id, epoch=hello.epoch))
+        entry.choices = [choice for choice in entry.choices if choice not in message.granted]
+        entry.attempt += 1
+        if entry.choices:
+            self._is_full = True
+        else:
+            self._waiting.pop(0)
+
+    def _send_prefill(self, entry: _Entry, choices: tuple[int, ...], decode: Peer | None) -> None:
+        self.send(
+            "prefill",
+            Prefill(
+                router_epoch=ROUTER_EPOCH,
+                rid=entry.rid,
+                attempt=entry.attempt,
+                choices=choices,
+                request=entry.request,
+                decode=decode,
+            ),
+        )
+
+    def _take(self, message: Tokens) -> None:
+        firsts, counts, ids = unpack_ids(message.firsts), unpack_ids(message.counts), unpack_ids(message.ids)
+        at = 0
+        for i, unit in enumerate(message.units):
+            new, at = ids[at : at + counts[i]], at + counts[i]
+            self._merge(unit, firsts[i], new, list(message.logprobs.get(i, ())), message.ended.get(i))
+
+    def _merge(
+        self, unit: Unit, first: int, ids: list[int], logprobs: list[TokenLogprobs], ended: Ended | None
+    ) -> None:
+        result = self.results[unit.rid, unit.choice]
+        if not result.ids and first:
+            result.ids = [-1] * first  # received by an earlier attempt
+        assert first <= len(result.ids), (unit, first, result)
+        known = len(result.ids) - first
+        assert result.ids[first:] == ids[:known], (unit, first, ids, result.ids)
+        result.ids += ids[known:]
+        result.logprobs += logprobs[known:]
+        result.ended = ended or result.ended
+
+
+def params(max_tokens: int, **more: Any) -> SamplingParams:
+    """Greedy unless told otherwise."""
+    return SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **more})
+
+
+def replace(params: SamplingParams, **changes: Any) -> SamplingParams:
+    return msgspec.structs.replace(params, **changes)
