@@ -142,5 +142,7 @@ def _generations_offset(num_layers: int, num_pages: int, page_layer_bytes: int) 
 
 def _views(mapped: mmap.mmap, num_layers: int, num_pages: int, page_layer_bytes: int) -> tuple[np.ndarray, np.ndarray]:
     offset = _generations_offset(num_layers, num_pages, page_layer_bytes)
-    pages = np.ndarray((num_layers, num_pages, page_layer_bytes), np.uint8, mapped)
-    return pages, np.ndarray((num_pages,), np.int64, mapped, offset)
+    # frombuffer, unlike ndarray(buffer=), keeps the mapping from being closed under an array's feet (a segfault)
+    pages = np.frombuffer(mapped, np.uint8, num_layers * num_pages * page_layer_bytes)
+    generations = np.frombuffer(mapped, np.int64, num_pages, offset)
+    return pages.reshape(num_layers, num_pages, page_layer_bytes), generations

@@ -1,0 +1,190 @@
+"""The life of a ticket, on a clock of the test's own."""
+
+from __future__ import annotations
+
+import pytest
+from baton.metadata.errors import ProtocolError
+from baton.metadata.request import Unit
+from baton.metadata.tickets import MAX_PARKED, Claimed, Parked, Refund, Ticket, TicketBook, TicketEnded
+
+U, V = Unit("r", 0, 0), Unit("r", 1, 0)
+LINK, OTHER = b"link", b"other"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def book(clock) -> TicketBook:
+    return TicketBook(clock, lease_s=1.0)
+
+
+def claimed(book: TicketBook, unit: Unit = U, holder: bytes = LINK) -> Ticket:
+    book.open(unit, 4)
+    ticket = book.claim(unit, holder, 1)
+    assert isinstance(ticket, Ticket)
+    book.take_events()
+    return ticket
+
+
+def test_claim_then_ack(book):
+    book.open(U, 4)
+    assert book.take_events() == [] and book.units == [U]
+    ticket = book.claim(U, LINK, 2)
+    assert isinstance(ticket, Ticket) and (ticket.holder, ticket.have) == (LINK, 2)
+    assert book.end(U, LINK, "acked")
+    assert book.take_events() == [Claimed(U, 2), TicketEnded(U, "acked")]
+    assert book.take_events() == [] and book.units == [] and book.get(U) is None
+
+
+def test_the_end_is_told_once(book, clock):
+    claimed(book)
+    assert book.end(U, LINK, "dropped", "cancelled")
+    assert not book.end(U, LINK, "acked")
+    assert book.revoke(U, False, "late") is None
+    book.close(LINK, "gone")
+    clock.now += 5
+    assert book.expire() == ([], [])
+    assert book.take_events() == [TicketEnded(U, "dropped", "cancelled")]
+
+
+def test_only_the_holder_ends_or_renews_it(book, clock):
+    claimed(book)
+    assert not book.end(U, OTHER, "acked")
+    assert book.renew([U], OTHER) == [U]
+    with pytest.raises(ProtocolError, match="claimed already"):
+        book.claim(U, OTHER, 0)
+    assert book.take_events() == [] and book.units == [U]
+
+
+def test_a_lease_ends_unless_it_is_renewed(book, clock):
+    claimed(book)
+    for _ in range(5):
+        clock.now += 0.9
+        assert book.renew([U], LINK) == []
+        assert book.expire() == ([], [])
+    assert book.next_deadline() == pytest.approx(clock.now + 1.0)
+    clock.now += 1.0
+    assert book.expire() == ([], [Parked(U, LINK)])
+    (ended,) = book.take_events()
+    assert ended.how == "lease" and "1 s" in ended.reason
+    assert book.renew([U], LINK) == [U]
+
+
+def test_a_ticket_nobody_claims_ends_and_a_late_claim_is_told(book, clock):
+    book.open(U, 4)
+    clock.now += 1.0
+    assert book.expire() == ([], [])  # no holder to tell
+    assert [event.how for event in book.take_events()] == ["lease"]
+    refund = book.claim(U, LINK, 0)
+    assert isinstance(refund, Refund) and not refund.finished
+
+
+def test_an_early_claim_is_parked_and_met_by_open(book, clock):
+    assert book.claim(U, LINK, 3) is None
+    assert book.renew([U], LINK) == []
+    clock.now += 0.9
+    ticket = book.open(U, 4)
+    assert (ticket.holder, ticket.have) == (LINK, 3)
+    assert book.take_events() == [Claimed(U, 3)]
+
+
+def test_an_unknown_claim_is_given_up_after_a_second(book, clock):
+    assert book.claim(U, LINK, 0) is None
+    clock.now += 0.999
+    assert book.expire() == ([], [])
+    clock.now += 0.001
+    assert book.expire() == ([Parked(U, LINK)], [])
+    assert book.next_deadline() is None and book.take_events() == []
+
+
+def test_a_parked_claim_can_be_dropped(book, clock):
+    book.claim(U, LINK, 0)
+    assert book.end(U, LINK, "dropped")
+    assert book.open(U, 4).holder is None
+    assert book.take_events() == []
+
+
+def test_a_parked_claim_that_cannot_fit_is_not_taken(book):
+    book.claim(U, LINK, 4)
+    assert book.open(U, 4).holder is None
+    assert book.renew([U], LINK) == [U]
+
+
+def test_a_claim_of_the_last_page_is_refused(book):
+    book.open(U, 4)
+    with pytest.raises(ProtocolError, match="4 pages of 4"):
+        book.claim(U, LINK, 4)
+
+
+def test_parking_is_bounded(book):
+    for n in range(MAX_PARKED):
+        book.claim(Unit(f"r{n}", 0, 0), LINK, 0)
+    with pytest.raises(ProtocolError, match="parked"):
+        book.claim(U, LINK, 0)
+    with pytest.raises(ProtocolError, match="parked"):
+        book.claim(Unit("r0", 0, 0), OTHER, 0)
+
+
+def test_revoking_an_unclaimed_ticket_ends_it_and_answers_the_late_claim(book, clock):
+    book.open(U, 4)
+    assert book.revoke(U, True, "stop") is None
+    assert book.take_events() == [TicketEnded(U, "revoked", "stop")]
+    assert book.claim(U, LINK, 0) == Refund(True, "stop")
+    assert book.claim(U, LINK, 0) is None  # told once, then unknown like any other
+
+
+def test_a_refund_is_forgotten_after_a_lease(book, clock):
+    book.open(U, 4)
+    book.revoke(U, True, "stop")
+    clock.now += 1.0
+    book.expire()
+    assert book.claim(U, LINK, 0) is None
+
+
+@pytest.mark.parametrize("answer", ["revoked", "acked", "dropped"])
+def test_revoking_a_claimed_ticket_waits_for_its_holder(book, answer):
+    ticket = claimed(book)
+    assert book.revoke(U, True, "stop") is ticket
+    assert book.take_events() == [] and book.units == [U]
+    assert book.end(U, LINK, answer)
+    (ended,) = book.take_events()
+    assert ended.how == "revoked"
+
+
+def test_a_revoked_ticket_cannot_be_kept_alive(book, clock):
+    claimed(book)
+    book.revoke(U, False, "error")
+    clock.now += 0.9
+    assert book.renew([U], LINK) == []
+    clock.now += 0.1
+    book.expire()
+    assert [event.how for event in book.take_events()] == ["lease"]
+
+
+def test_a_closed_epoch_ends_its_own_tickets_only(book):
+    claimed(book, U, LINK)
+    claimed(book, V, OTHER)
+    book.claim(Unit("parked", 0, 0), LINK, 0)
+    book.close(LINK, "decode node d0 is gone")
+    assert book.take_events() == [TicketEnded(U, "closed", "decode node d0 is gone")]
+    assert book.units == [V] and book.open(Unit("parked", 0, 0), 1).holder is None
+
+
+def test_pages_are_offered_once_and_within_the_ticket(book):
+    ticket = book.open(U, 4)
+    ticket.offer([0, 3], [7, 9], [1, 2])
+    assert ticket.pages == {0: 7, 3: 9} and ticket.generations == {0: 1, 3: 2}
+    for index in (3, 4, -1):
+        with pytest.raises(AssertionError):
+            ticket.offer([index], [5], [1])
