@@ -20,7 +20,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -155,20 +154,19 @@ class Cluster:
     def __enter__(self) -> Cluster:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.kill_all()
+
+    def close(self) -> None:
+        """Checks the books, stops everything, checks how it stopped."""
         try:
-            if error is None:
-                self.check_books()
-                self.stop()
-        except BaseException:
-            self.print_logs()
-            raise
+            self.check_books()
+            self.stop()
         finally:
-            if error is not None:
-                self.print_logs()
-            self._kill_all()
+            self.kill_all()
 
     def stop(self) -> None:
         """SIGTERM to nodes and router; every process exits with 0 within 5 s and none of their children is left."""
@@ -186,16 +184,19 @@ class Cluster:
         left = [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
         assert not left, f"left behind: {left}"
 
-    def _kill_all(self) -> None:
+    def kill_all(self) -> None:
+        """Ends what still runs, at once and unchecked."""
         for process in self.processes.values():
             if process.popen.poll() is None:
                 process.kill()
 
-    def print_logs(self) -> None:
-        """The ends of all logs, into the test's captured output."""
+    def tails(self) -> str:
+        """The ends of all logs."""
+        parts = []
         for path in sorted(self.directory.glob("*.log")):
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
-            print(f"--- {path.name}", *lines, sep="\n", file=sys.stderr)
+            parts += [f"--- {path.name}", *lines]
+        return "\n".join(parts)
 
     # --- talking to it ---
 

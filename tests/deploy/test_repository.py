@@ -1,0 +1,165 @@
+"""The repository's own rules: where code may be, what may import what, what may not be called."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ["decode_node", "deploy", "engine", "kernels", "metadata", "prefill_node", "router"]
+CODE = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+MAX_LINES = 400
+
+MAY_IMPORT = {  # DESIGN: imports run downwards only
+    "deploy": set(FOLDERS),
+    "router": {"router", "metadata"},
+    "prefill_node": {"prefill_node", "engine", "metadata"},
+    "decode_node": {"decode_node", "engine", "metadata"},
+    "engine": {"engine", "kernels", "metadata"},
+    "metadata": {"metadata"},
+    "kernels": {"kernels"},
+}
+NO_TORCH = {"router"}  # and never by what it imports: test_the_router_imports_no_torch
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Every import as (line, absolute dotted name), those inside functions too."""
+    package = ["baton", *path.relative_to(ROOT).parent.parts]
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def test_the_packages_are_the_folders_with_code() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {"baton", *("baton." + ".".join(path.relative_to(ROOT).parent.parts) for path in CODE)}
+    assert sorted(listed) == listed
+    assert set(listed) == folders
+
+
+def test_every_package_but_kernels_has_an_init_that_exports_nothing() -> None:
+    for folder in {path.parent for path in CODE} - {ROOT / "kernels"}:
+        body = _tree(folder / "__init__.py").body
+        assert all(isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in body), folder
+    assert not (ROOT / "kernels" / "__init__.py").exists(), "it would shadow the package `kernels` (STYLE)"
+
+
+def test_the_root_holds_no_module() -> None:
+    assert [path.name for path in ROOT.glob("*.py")] == ["__init__.py"]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_imports_run_downwards(folder: str) -> None:
+    wrong = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for line, name in _imports(path):
+            parts = name.split(".")
+            if parts[0] == "baton" and len(parts) > 1 and parts[1] in FOLDERS and parts[1] not in MAY_IMPORT[folder]:
+                wrong.append(f"{_name(path)}:{line} imports {name}")
+            if parts[0] == "torch" and folder in NO_TORCH:
+                wrong.append(f"{_name(path)}:{line} imports {name}")
+    assert not wrong
+
+
+def test_code_imports_relatively() -> None:
+    wrong = []
+    for path in CODE:
+        for node in ast.walk(_tree(path)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            wrong += [
+                f"{_name(path)}:{node.lineno} {name}" for name in names if name.split(".")[0] in ("baton", *FOLDERS)
+            ]
+    assert not wrong
+
+
+def test_the_router_imports_no_torch() -> None:
+    """Every module of router/ and what it imports, in a fresh interpreter."""
+    modules = sorted("baton.router." + path.stem for path in (ROOT / "router").glob("*.py") if path.stem != "__init__")
+    code = (
+        f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
+        "bad = {'torch', 'numpy', 'transformers', 'triton', 'safetensors', 'baton.engine'} & set(sys.modules)\n"
+        "assert not bad, bad"
+    )
+    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+_FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
+_FORBIDDEN_CALLS = {"eval", "exec", "yaml.load", "yaml.unsafe_load", "os.system", "numpy.load", "np.load"}
+
+
+def test_nothing_can_be_unpickled_or_evaluated() -> None:
+    wrong = []
+    for path in CODE:
+        for line, name in _imports(path):
+            if name.split(".")[0] in _FORBIDDEN_MODULES:
+                wrong.append(f"{_name(path)}:{line} imports {name}")
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.Call) and (reason := _forbidden(node)):
+                wrong.append(f"{_name(path)}:{node.lineno} calls {reason}")
+    assert not wrong
+
+
+def _forbidden(call: ast.Call) -> str | None:
+    name = ast.unparse(call.func)
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    if name in _FORBIDDEN_CALLS or name.endswith((".recv_pyobj", ".send_pyobj")):
+        return name
+    if name == "torch.load" and given.get("weights_only") != "True":
+        return "torch.load without weights_only=True"
+    if given.get("shell") == "True":
+        return f"{name} with shell=True"
+    if given.get("trust_remote_code") == "True":
+        return f"{name} with trust_remote_code=True"
+    return None
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["eval(x)", "torch.load(f)", "torch.load(f, weights_only=False)", "run(x, shell=True)", "socket.recv_pyobj()"],
+)
+def test_the_scan_finds_what_it_looks_for(source: str) -> None:
+    call = ast.parse(source).body[0]
+    assert isinstance(call, ast.Expr)
+    assert isinstance(call.value, ast.Call)
+    assert _forbidden(call.value)
+
+
+def test_no_file_is_too_long_to_read_in_one_sitting() -> None:
+    lengths = {_name(path): len(path.read_text(encoding="utf-8").splitlines()) for path in CODE}
+    assert not {name: length for name, length in lengths.items() if length > MAX_LINES}
+
+
+def test_every_module_says_what_it_is() -> None:
+    assert not [_name(path) for path in CODE if path.name != "__init__.py" and not ast.get_docstring(_tree(path))]
+
+
+def test_every_pin_is_exact_and_portable() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert pins == sorted(pins, key=lambda pin: pin.split("==")[0].lower())
+    for pin in pins:
+        name, _, version = pin.partition("==")
+        assert name, pin
+        assert version, pin
+        assert "+" not in version, f"{pin}: a local version (such as +cpu) is not on the package index"

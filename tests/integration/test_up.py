@@ -1,0 +1,193 @@
+"""`baton up` as a user runs it: answers, clear errors, nothing left behind."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cluster import free_port, wait_until
+
+pytestmark = pytest.mark.integration
+
+BATON = [sys.executable, "-P", "-m", "baton.deploy.cli"]
+READY_S = 60
+
+
+@dataclass
+class Up:
+    """A running `baton up`."""
+
+    process: subprocess.Popen[str]
+    port: int
+    run_dir: Path
+    output: Path
+
+    @property
+    def said(self) -> str:
+        return self.output.read_text()
+
+    def wait_ready(self) -> None:
+        wait_until(lambda: "Baton is ready" in self.said or self.process.poll() is not None, lambda: self.said, READY_S)
+        assert self.process.poll() is None, self.said
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def request(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            data = None if body is None else json.dumps(body)
+            connection.request(method, path, data, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            return response.status, json.loads(response.read() or b"null")
+        finally:
+            connection.close()
+
+
+@contextmanager
+def up(tmp_path: Path, model: Path, *flags: str) -> Iterator[Up]:
+    port = free_port()
+    output = tmp_path / "up.log"
+    run_dir = tmp_path / "run"
+    argv = ["up", "--model", str(model), "--port", str(port), "--run-dir", str(run_dir), "--num-pages", "64", *flags]
+    with output.open("w") as log:
+        process = subprocess.Popen([*BATON, *argv], stdout=log, stderr=subprocess.STDOUT, text=True)
+    running = Up(process, port, run_dir, output)
+    family: list[psutil.Process] = []
+    try:
+        running.wait_ready()
+        family = running.family()
+        yield running
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        wait_until(lambda: not _alive(family), lambda: f"left behind: {_alive(family)}\n{running.said}", 10)
+
+
+def _alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    alive = []
+    for process in processes:
+        try:
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return alive
+
+
+def test_up_answers_and_ctrl_c_leaves_nothing(tmp_path: Path, model_dir: Path) -> None:
+    with up(tmp_path, model_dir) as running:
+        family = running.family()
+        assert len(family) == 3
+        said = running.said
+        assert f"http://127.0.0.1:{running.port}/v1" in said
+        assert str(running.run_dir) in said
+        assert {path.name for path in running.run_dir.glob("*.log")} == {"router.log", "prefill-0.log", "decode-0.log"}
+
+        # the line that it prints is one that works
+        curl = re.search(r"(?m)^ *curl .*\\\n.*$", said)
+        assert curl, said
+        pasted = subprocess.run(["bash", "-c", curl[0]], capture_output=True, text=True, timeout=60, check=True)
+        assert json.loads(pasted.stdout)["choices"][0]["finish_reason"] in ("stop", "length"), pasted
+
+        chat = [*BATON, "chat", "--url", f"http://127.0.0.1:{running.port}", "--max-tokens", "8"]
+        answered = subprocess.run(chat, input="hello\n", capture_output=True, text=True, timeout=60, check=False)
+        assert answered.returncode == 0, answered.stderr
+
+        start = time.monotonic()
+        running.process.send_signal(signal.SIGINT)
+        assert running.process.wait(20) == 0, running.said
+        assert time.monotonic() - start < 8
+        assert not _alive(family)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", running.port))
+
+
+def test_a_second_up_on_a_taken_port(tmp_path: Path, model_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        argv = [*BATON, "up", "--model", str(model_dir), "--port", str(port), "--run-dir", str(tmp_path / "run")]
+        result = subprocess.run(argv, capture_output=True, text=True, timeout=10, check=False)
+    assert result.returncode == 2
+    assert f"port {port}" in result.stderr
+    assert "--port" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists(), "nothing was started"
+
+
+def test_killing_up_leaves_nothing(tmp_path: Path, model_dir: Path) -> None:
+    with up(tmp_path, model_dir) as running:
+        running.process.kill()  # the context manager checks that the family is gone
+
+
+def test_a_node_that_dies_is_restarted_and_serves_again(tmp_path: Path, model_dir: Path) -> None:
+    body = {"prompt": "def main(", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    with up(tmp_path, model_dir) as running:
+        body["model"] = running.request("GET", "/v1/models")[1]["data"][0]["id"]
+        before = running.request("POST", "/v1/completions", body)[1]["choices"][0]["text"]
+        decode = next(child for child in running.family() if "decode" in child.cmdline())
+        decode.kill()
+        wait_until(lambda: "decode-0 was killed by signal 9" in running.said, lambda: running.said, 10)
+
+        def serves_again() -> bool:
+            status, answer = running.request("POST", "/v1/completions", body)
+            return status == 200 and answer["choices"][0]["text"] == before
+
+        wait_until(serves_again, lambda: running.said, READY_S)
+        running.process.terminate()
+        assert running.process.wait(20) == 0, running.said
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, ["config.json"]),
+        ({"config.json": "{", "tokenizer.json": "{}", "model.safetensors": ""}, ["config.json"]),
+        (
+            {"config.json": '{"architectures": ["Unknown"]}', "tokenizer.json": "{}", "model.safetensors": ""},
+            ["Unknown"],
+        ),
+    ],
+)
+def test_a_wrong_model_directory(tmp_path: Path, files: dict[str, str], words: list[str]) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for name, text in files.items():
+        (model / name).write_text(text)
+    argv = [*BATON, "up", "--model", str(model), "--port", str(free_port()), "--run-dir", str(tmp_path / "run")]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode in (1, 2)
+    assert "Traceback" not in result.stderr
+    for word in [str(model), *words]:
+        assert word in result.stderr
+
+
+def test_print_config_is_a_file_that_starts_the_same(tmp_path: Path, model_dir: Path) -> None:
+    argv = [*BATON, "up", "--print-config", "--model", str(model_dir), "--page-size", "8", "--transport", "zmq"]
+    printed = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    path = tmp_path / "baton.toml"
+    path.write_text(printed)
+    with up(tmp_path, model_dir, "--config", str(path)) as running:
+        commands = [child.cmdline() for child in running.family()]
+        nodes = [command for command in commands if "router" not in command]
+        assert len(nodes) == 2
+        for command in nodes:
+            assert {"--page-size=8", "--transport=zmq"} <= set(command)
+        os.kill(running.process.pid, signal.SIGTERM)
+        assert running.process.wait(20) == 0, running.said
