@@ -154,8 +154,7 @@ class Hub:
             try:
                 sender, body = self._receive()
             except zmq.Again:
-                self._is_drain_scheduled = False
-                self._recheck()
+                self._is_drain_scheduled = False  # this recv looked at everything that the sends may have swallowed
                 return
             self._take(sender, body)
         if not self._socket.closed:

@@ -142,6 +142,7 @@ def _bad_frames(sample: Any) -> Iterator[tuple[str, list[bytes]]]:
     yield "trailing bytes", [encode(DONE) + b"\0"]
     yield "deep arrays", [b"\x91" * 200_000]
     yield "deep unknown field", [b"\x82\xa4type\xa9cancelled\xa3new" + b"\x91" * 200_000 + b"\xc0"]
+    yield "deep field before the tag", [b"\x82\xa3new" + b"\x91" * 200_000 + b"\xc0\xa4type\xa9cancelled"]
     yield "bad utf-8", [b"\x83\xa4type\xa9cancelled\xa3rid\xa2\xff\xfe\xa7attempt\x00"]
     yield "a header bomb", [b"\xdd\xff\xff\xff\xff"]
     yield "another node's Hello", [encode(sample(Hello, node_id="node", epoch="1"))]

@@ -126,6 +126,14 @@ def test_a_new_epoch_frees_everything_and_says_hello(joined: Node, first: Any) -
     assert joined.hellos() == 0
 
 
+def test_a_router_that_changes_right_after_the_welcome_hears_hello_at_once(node: Node) -> None:
+    assert node.take(welcome()) == [Joined("a", 1)]
+    assert node.hellos() == 1
+    node.now += 0.1
+    assert node.take(HelloAgain(router_epoch="b")) == [RouterChanged("b")]
+    assert node.hellos() == 1
+
+
 def test_a_new_router_that_welcomes_at_once(joined: Node) -> None:
     assert joined.take(welcome("b")) == [RouterChanged("b"), Joined("b", 1)]
     assert joined.hellos() == 0
