@@ -22,7 +22,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def new_cluster(request: pytest.FixtureRequest, tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., Cluster]]:
-    """Makes clusters (of the tiny model, or of `model`) in which nothing runs yet; at the test's end each is checked."""
+    """Makes clusters (of the tiny model, or of `model`) in which nothing runs yet. The test's end checks each."""
     clusters: list[Cluster] = request.node.stash.setdefault(_CLUSTERS, [])
 
     def make(model: Path | None = model_dir) -> Cluster:
