@@ -22,7 +22,7 @@ from .addresses import host_identity
 from .bus import DroppedFrames
 from .checksums import first_difference, page_checksums, row_checksum
 from .curve import KeyPair
-from .errors import ConfigError, ProtocolError, TransferError
+from .errors import ProtocolError, TransferError
 from .handoff_link import Link
 from .inbound import Inbound
 from .memory import PageMemory
@@ -134,7 +134,7 @@ class HandoffClient:
         assert 0 <= have < len(pages), (unit, have, len(pages))
         try:
             link = self._link(peer)
-        except (TransferError, ConfigError) as error:
+        except TransferError as error:
             self._events.append(TransferFailed(unit, str(error)))
             return
         self._inbound[unit] = Inbound(unit, peer.epoch, have, tuple(pages))

@@ -15,7 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from .bus import configure_socket, decode_frame
 from .curve import KeyPair, secure_client
-from .errors import ProtocolError, TransferError
+from .errors import ConfigError, ProtocolError, TransferError
 from .memory import PageMemory
 from .messages import DATA_FRAME_BYTES, LinkHello, LinkWelcome, Pages, ToDecode, ToPrefill, encode, to_decode_decoder
 from .node_info import Peer
@@ -62,7 +62,7 @@ class Link:
         self.socket = context.socket(zmq.DEALER)
         try:
             self._connect(keys)
-        except (zmq.ZMQError, TransferError) as error:
+        except (zmq.ZMQError, ConfigError) as error:
             self.socket.close(linger=0)
             raise TransferError(f"cannot open a link to {peer.data_address!r}: {error}", node=peer.node_id) from error
         self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(sum(_LOSSES))

@@ -275,7 +275,11 @@ class HandoffServer:
             return 0  # it ended while the pull was on the way; the holder has been told
         indices = _unpack(pull.indices)
         num_bytes = len(indices) * page_bytes(self._schema)
-        if not indices or num_bytes > max(DATA_FRAME_BYTES, page_bytes(self._schema)):
+        if (
+            not indices
+            or len(set(indices)) < len(indices)
+            or num_bytes > max(DATA_FRAME_BYTES, page_bytes(self._schema))
+        ):
             raise ProtocolError(f"pull of {len(indices)} pages of {pull.unit}", rid=pull.unit.rid)
         wrong = [index for index in indices if index not in ticket.pages or index < ticket.have]
         if wrong:

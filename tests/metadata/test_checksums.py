@@ -7,7 +7,7 @@ import pytest
 import xxhash
 from baton.metadata.checksums import first_difference, page_checksums, row_checksum
 from baton.metadata.schema import block_bytes, blocks_per_page, pools
-from baton.tests.metadata.handoff_nodes import DRAFT_SCHEMA, SCHEMA, make_memory
+from handoff_nodes import DRAFT_SCHEMA, SCHEMA, make_memory
 
 
 @pytest.mark.parametrize("schema", [SCHEMA, DRAFT_SCHEMA], ids=["target", "target+draft"])
