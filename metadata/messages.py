@@ -191,10 +191,11 @@ class RouterMessage(Message, frozen=True):
 
 
 class Welcome(RouterMessage, frozen=True, tag="welcome"):
-    """Answer to Hello: the node is in."""
+    """Answer to Hello: the node is in. `notice`, if any, is a warning that the node logs: nobody to pair with yet."""
 
     protocol: Index
     need_tokenizer: bool
+    notice: Text = ""
 
 
 class Refusal(RouterMessage, frozen=True, tag="refusal"):

@@ -1,0 +1,352 @@
+"""The waiting queue of a group, and how its requests get their nodes.
+
+    submit -> waiting (ids only, no pages) -> Reserve at a decode node -> Reserved -> Prefill -> running
+
+First come, first served: a request that no node had room for blocks all behind it, so that large requests are not
+starved by small ones. As long as nobody was refused, up to WINDOW reservations are under way at once; a refused
+request can be overtaken only by those. A request that must move to other nodes goes to the front.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import Protocol
+
+from ..metadata.errors import BatonError, Overloaded, RequestError, Unavailable
+from ..metadata.messages import Prefill, Reserve, Reserved, ToNode
+from ..metadata.request import Unit
+from .generation import Attempt, Generation
+from .pairing import DecodeFigures, PrefillFigures, PrefixAffinity, choose_decode, choose_prefill, page_hashes
+from .registry import Group, Node
+
+logger = logging.getLogger(__name__)
+
+WINDOW = 16  # reservations under way at once
+ANSWER_S = 10.0  # a reservation without an answer for so long is taken back
+FULL_S = 2.0  # a node that said "full" is asked again after so long at the latest
+UNPAIRED_S = 10.0  # waiting requests outlive the last node of a role by so long
+QUEUED_PER_SLOT = 2  # prompts that a prefill node may hold for each of its running slots
+
+
+class PairFull(Unavailable):
+    """A pinned request found no room. Full is no failure of the pair."""
+
+
+class Life(Protocol):
+    """What admission asks of request_life.py."""
+
+    def send(self, node: Node, message: ToNode) -> bool:
+        """Sends to a node; False when it is gone or its queue is full."""
+        ...
+
+    def fail(self, generation: Generation, error: BatonError) -> None:
+        """Ends a generation with an error."""
+        ...
+
+    def move(self, generation: Generation, attempt: Attempt, reason: str) -> None:
+        """Ends an attempt and queues what is left of it anew."""
+        ...
+
+    def is_usable(self, prefill: Node, decode: Node | None) -> bool:
+        """Whether this pair may be given requests (its last canary did not fail)."""
+        ...
+
+
+class Entry:
+    """Choices of a generation that wait for a decode node. `pair` pins them (a canary's)."""
+
+    __slots__ = ("attempt", "choices", "generation", "hashes", "pages", "pair", "was_refused")
+
+    def __init__(self, generation: Generation, choices: tuple[int, ...], pair: tuple[Node, Node] | None = None) -> None:
+        self.generation = generation
+        self.choices = choices
+        self.pair = pair
+        self.attempt: Attempt | None = None  # the reservation under way
+        self.was_refused = False
+        page_size = generation.group.page_size
+        # one more token is generated and one is computed with it: the least that "two rounds" can mean
+        self.pages = -(-(len(self._computed()) + 2) // page_size)
+        self.hashes = page_hashes(generation.prompt_ids, page_size, generation.salt)
+
+    @property
+    def needs_decode(self) -> bool:
+        """False when one token is left: prefill gives it alone."""
+        return self.generation.choices[self.choices[0]].num_left > 1
+
+    def _computed(self) -> list[int]:
+        return self.generation.prompt_ids + self.generation.choices[self.choices[0]].received
+
+
+class Admission:
+    """Waiting requests of all groups, first come first served in each."""
+
+    def __init__(self, epoch: str, max_waiting: int, life: Life) -> None:
+        self.affinity = PrefixAffinity()
+        self._epoch = epoch
+        self._max_waiting = max_waiting
+        self._life = life
+        self._queues: dict[Group, deque[Entry]] = {}
+        self._asked: dict[tuple[str, int], Entry] = {}
+        self._unpaired_since: dict[Group, float] = {}
+        self._granted_at: deque[float] = deque(maxlen=64)
+
+    @property
+    def num_waiting(self) -> int:
+        """Entries that wait, over all groups."""
+        return sum(map(len, self._queues.values()))
+
+    def num_waiting_in(self, group: Group) -> int:
+        """Entries that wait in one group."""
+        return len(self._queues.get(group, ()))
+
+    def check_room(self, num_requests: int) -> None:
+        """Raises Overloaded, with a guess from recent throughput, when so many more may not wait."""
+        waiting = self.num_waiting
+        if waiting + num_requests <= self._max_waiting:
+            return
+        span = time.monotonic() - self._granted_at[0] if self._granted_at else 0.0
+        rate = len(self._granted_at) / span if span > 0 else 1.0
+        excess = waiting + num_requests - self._max_waiting
+        raise Overloaded(
+            f"{waiting} requests wait already; at most {self._max_waiting} may",
+            retry_after_s=min(60.0, max(1.0, excess / max(rate, 1e-3))),
+        )
+
+    def check_fits(self, group: Group, prompt_len: int, *, needs_decode: bool) -> None:
+        """Raises Unavailable without nodes, RequestError when no pool could ever hold the prompt and one token."""
+        for role in ("prefill", "decode"):
+            if role == "decode" and not needs_decode:
+                continue
+            if not group.live(role):
+                raise Unavailable(f"no {role} node serves model {group.key.model!r} now")
+            need = -(-(prompt_len + (role == "decode")) // group.page_size)
+            most = group.most_pages(role)
+            if need > most:
+                raise RequestError(
+                    f"the prompt has {prompt_len} tokens and needs {need} pages of {group.page_size} tokens; "
+                    f"the largest {role} pool has {most}",
+                    param="prompt",
+                )
+
+    def submit(self, entry: Entry, *, first: bool = False) -> None:
+        """Queues an entry, at the front when it was admitted before."""
+        queue = self._queues.setdefault(entry.generation.group, deque())
+        if first:
+            queue.appendleft(entry)
+        else:
+            queue.append(entry)
+        self.pump(entry.generation.group)
+
+    def ask_now(self, entry: Entry) -> bool:
+        """Asks for a pinned entry outside the queue; False when its nodes have no room. A refusal ends it."""
+        return self._place(entry)
+
+    def withdraw(self, generation: Generation) -> None:
+        """Forgets a generation that is over. What nodes hold of it is the caller's part."""
+        for attempt in generation.attempts.values():
+            self.take_back(generation, attempt)
+        queue = self._queues.get(generation.group)
+        if queue and any(entry.generation is generation for entry in queue):
+            kept = [entry for entry in queue if entry.generation is not generation]
+            queue.clear()
+            queue.extend(kept)
+
+    def take_back(self, generation: Generation, attempt: Attempt) -> Entry | None:
+        """No answer is awaited any more for this attempt. Returns its entry, None when none was awaited."""
+        entry = self._asked.pop((generation.rid, attempt.number), None)
+        if entry is None:
+            return None
+        entry.attempt = None
+        if attempt.decode is not None:
+            attempt.decode.pledged_pages -= entry.pages * len(attempt.choices)
+        return entry
+
+    def pump(self, group: Group) -> None:
+        """Gives nodes to those who wait, as far as there is room."""
+        queue = self._queues.get(group)
+        for entry in list(queue)[:WINDOW] if queue else ():
+            if entry.generation.is_over or not entry.choices:
+                continue
+            if entry.attempt is None and not self._place(entry):
+                return
+            if entry.was_refused:
+                return
+
+    def reserved(self, node: Node, message: Reserved, now: float) -> bool:
+        """Decode's answer. False when nobody awaits it: then what it granted must be cancelled."""
+        node.set_load(message.load)
+        entry = self._asked.get((message.rid, message.attempt))
+        if entry is None or entry.attempt is None or entry.attempt.decode is not node:
+            return False
+        generation, attempt = entry.generation, entry.attempt
+        asked = attempt.choices
+        self.take_back(generation, attempt)
+        granted = tuple(choice for choice in entry.choices if choice in asked and choice in message.granted)
+        if len(granted) < len(asked):
+            entry.was_refused = True
+            node.mark_full(now)
+            node.units.difference_update(Unit(generation.rid, choice, attempt.number) for choice in asked)
+        if granted:
+            attempt.choices = set(granted)
+            node.units.update(Unit(generation.rid, choice, attempt.number) for choice in granted)
+            self._dispatch(entry, attempt, now)
+        else:
+            del generation.attempts[attempt.number]
+            self._refused(entry, node)
+        self.pump(generation.group)
+        return True
+
+    def check(self, now: float) -> None:
+        """To be called a few times a second: overdue answers, nodes long full, groups long without nodes."""
+        for entry in list(self._asked.values()):
+            attempt = entry.attempt
+            if attempt is not None and now - attempt.sent_at > ANSWER_S:
+                self._life.move(entry.generation, attempt, "the decode node did not answer the reservation")
+        for group, queue in list(self._queues.items()):
+            for node in group.live("decode"):
+                if node.full_since is not None and now - node.full_since > FULL_S:
+                    node.full_since = None
+            if not queue or group.is_paired:
+                self._unpaired_since.pop(group, None)
+            elif now - self._unpaired_since.setdefault(group, now) > UNPAIRED_S:
+                for entry in list(queue):
+                    self._life.fail(
+                        entry.generation, Unavailable(f"all nodes of a role for model {group.key.model!r} are gone")
+                    )
+            self.pump(group)
+
+    def _place(self, entry: Entry) -> bool:
+        """Asks a decode node, or dispatches at once where none is needed. False when there is no room now."""
+        now = time.monotonic()
+        generation = entry.generation
+        decode = self._pick_decode(entry) if entry.needs_decode else None
+        if entry.needs_decode and decode is None:
+            return False
+        prefill = self._pick_prefill(entry, decode)
+        if prefill is None:
+            return False
+        choices = entry.choices
+        if decode is not None:
+            choices = choices[: decode.hello.capacity.max_running - len(decode.units)]
+        attempt = generation.begin_attempt(set(choices), prefill, decode, now)
+        if decode is None:
+            self._dispatch(entry, attempt, now)
+            return True
+        entry.attempt = attempt
+        self._asked[(generation.rid, attempt.number)] = entry
+        decode.pledged_pages += entry.pages * len(choices)
+        decode.units.update(Unit(generation.rid, choice, attempt.number) for choice in choices)
+        message = Reserve(
+            router_epoch=self._epoch,
+            rid=generation.rid,
+            attempt=attempt.number,
+            choices=choices,
+            request=generation.wire_request(choices[0]),
+            prefill=prefill.peer,
+        )
+        if not self._life.send(decode, message):
+            self.take_back(generation, attempt)
+            decode.units.difference_update(Unit(generation.rid, choice, attempt.number) for choice in choices)
+            del generation.attempts[attempt.number]
+            return False
+        return True
+
+    def _dispatch(self, entry: Entry, attempt: Attempt, now: float) -> None:
+        """Sends the prompt to prefill for the choices of `attempt`, and takes them off the entry."""
+        generation, prefill = entry.generation, attempt.prefill
+        self._strike(entry, attempt.choices)
+        for choice in attempt.choices:
+            generation.choices[choice].attempt = attempt
+        attempt.dispatched = True
+        attempt.sent_at = now
+        self._granted_at.append(now)
+        num_cached = self.affinity.num_matched(prefill.routing_id, entry.hashes) * generation.group.page_size
+        prefill.prefilling[(generation.rid, attempt.number)] = len(generation.prompt_ids) - num_cached
+        self.affinity.note(prefill.routing_id, entry.hashes)
+        choices = tuple(sorted(attempt.choices))
+        message = Prefill(
+            router_epoch=self._epoch,
+            rid=generation.rid,
+            attempt=attempt.number,
+            choices=choices,
+            request=generation.wire_request(choices[0]),
+            decode=attempt.decode.peer if attempt.decode is not None else None,
+        )
+        logger.info(
+            "%s dispatched: attempt %d, choices %s, prefill %s, decode %s, waited %.3f s",
+            generation.rid,
+            attempt.number,
+            ",".join(map(str, choices)),
+            prefill.node_id,
+            attempt.decode.node_id if attempt.decode is not None else "none",
+            now - generation.created_at,
+            extra={"rid": generation.rid},
+        )
+        if not self._life.send(prefill, message):
+            self._life.move(generation, attempt, f"prefill node {prefill.node_id} cannot be reached")
+
+    def _strike(self, entry: Entry, choices: set[int]) -> None:
+        """These choices wait no more."""
+        entry.choices = tuple(choice for choice in entry.choices if choice not in choices)
+        queue = self._queues.get(entry.generation.group)
+        if queue and not entry.choices and entry in queue:
+            queue.remove(entry)
+
+    def _refused(self, entry: Entry, node: Node) -> None:
+        """Full is no failure, unless the largest decode node is empty and still has no room."""
+        generation = entry.generation
+        if entry.pair is not None:
+            self._life.fail(generation, PairFull(f"decode node {node.node_id} is full"))
+            return
+        num_pages = node.hello.capacity.num_pages
+        is_empty = not node.units and node.load.running == 0 and node.load.free_pages >= num_pages
+        if is_empty and num_pages >= generation.group.most_pages("decode"):
+            self._life.fail(
+                generation,
+                RequestError(
+                    f"the prompt's {len(generation.prompt_ids)} tokens and the room to generate do not fit the empty "
+                    f"pool of decode node {node.node_id}: {num_pages} pages of {generation.group.page_size} tokens",
+                    param="prompt",
+                ),
+            )
+
+    def _pick_decode(self, entry: Entry) -> Node | None:
+        if entry.pair is not None:
+            nodes = [entry.pair[1]]
+        else:
+            prefills = entry.generation.group.live("prefill")
+            live = entry.generation.group.live("decode")
+            nodes = [node for node in live if any(self._life.is_usable(prefill, node) for prefill in prefills)]
+        figures = [
+            DecodeFigures(
+                node.load.free_pages - node.pledged_pages,
+                len(node.units),
+                node.hello.capacity.max_running,
+                node.full_since is not None,
+            )
+            for node in nodes
+        ]
+        place = choose_decode(figures, entry.pages)
+        return None if place is None else nodes[place]
+
+    def _pick_prefill(self, entry: Entry, decode: Node | None) -> Node | None:
+        generation = entry.generation
+        if entry.pair is not None:
+            nodes = [entry.pair[0]]
+        else:
+            live = generation.group.live("prefill")
+            nodes = [node for node in live if decode is None or self._life.is_usable(node, decode)]
+        page_size = generation.group.page_size
+        figures = [
+            PrefillFigures(
+                sum(node.prefilling.values()),
+                len(node.prefilling),
+                QUEUED_PER_SLOT * node.hello.capacity.max_running,
+                self.affinity.num_matched(node.routing_id, entry.hashes) * page_size,
+            )
+            for node in nodes
+        ]
+        place = choose_prefill(figures, len(generation.prompt_ids))
+        return None if place is None else nodes[place]

@@ -1,0 +1,147 @@
+"""The two ways to answer: all at once, or as a stream. Both listen to the generations of one HTTP request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from ..metadata.errors import BatonError, Unavailable
+from .api_types import StreamOptions, Usage
+from .forms import Form, usage_of
+from .generation import Choice, Delta, Generation
+from .sse import DONE, EventStream, error_event
+
+
+class WholeAnswer:
+    """Gathers everything; `finished` gives the body, or raises the error of whichever generation failed first."""
+
+    def __init__(self, form: Form) -> None:
+        self._form = form
+        self._generations: list[Generation] = []
+        self._parts: dict[Choice, list[Delta]] = {}
+        self._num_done = 0
+        self._future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_delta(self, choice: Choice, delta: Delta) -> None:
+        self._parts.setdefault(choice, []).append(delta)
+
+    def on_done(self, _generation: Generation) -> None:
+        self._num_done += 1
+        if self._num_done == len(self._generations) and not self._future.done():
+            self._future.set_result(None)
+
+    def on_error(self, _generation: Generation, error: BatonError) -> None:
+        if not self._future.done():
+            self._future.set_exception(error)
+
+    async def answer(self, generations: list[Generation], headers: dict[str, str]) -> web.StreamResponse:
+        """Waits for all generations, which have not been submitted before `start` is called with them."""
+        await self._future
+        outputs = [(choice, self._output(choice)) for generation in generations for choice in generation.choices]
+        body = self._form.whole(outputs, usage_of(generations))
+        return web.Response(body=body, content_type="application/json", headers=headers)
+
+    def start(self, generations: list[Generation], submit: Callable[[Generation], None]) -> None:
+        """Submits all generations. Raises what submit raises."""
+        self._generations = generations
+        for generation in generations:
+            submit(generation)
+
+    def _output(self, choice: Choice) -> Delta:
+        parts = self._parts[choice]
+        return Delta(
+            "".join(part.text for part in parts),
+            [token_id for part in parts for token_id in part.token_ids],
+            [entry for part in parts for entry in part.logprobs],
+            parts[-1].finish_reason,
+            parts[-1].stop_reason,
+        )
+
+
+class StreamedAnswer:
+    """Server-sent events. An error before the first event is an HTTP error, a later one ends the stream."""
+
+    def __init__(self, request: web.Request, form: Form, options: StreamOptions | None, max_unread_bytes: int) -> None:
+        self._form = form
+        self._with_usage = bool(options and options.include_usage)
+        self._is_continuous = self._with_usage and bool(options and options.continuous_usage_stats)
+        self._generations: list[Generation] = []
+        self._places: dict[Choice, int] = {}
+        self._held: list[tuple[Choice, Delta]] = []  # of prompts whose own log-probabilities have not come yet
+        self._num_done = 0
+        self._has_output = asyncio.Event()
+        self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._stream = EventStream(request, max_unread_bytes, self._overflow)
+
+    def start(self, generations: list[Generation], submit: Callable[[Generation], None]) -> None:
+        """Submits all generations. Raises what submit raises."""
+        self._generations = generations
+        choices = [choice for generation in generations for choice in generation.choices]
+        self._places = {choice: place for place, choice in enumerate(choices)}
+        for generation in generations:
+            submit(generation)
+
+    async def answer(self, generations: list[Generation], headers: dict[str, str]) -> web.StreamResponse:
+        """Streams until all generations have ended. Raises an error that came before any output."""
+        await self._has_output.wait()
+        if self._finished.done():
+            self._finished.result()
+        response = await self._stream.open(headers)
+        try:
+            await self._finished
+        except BatonError as error:
+            self._stream.push(error_event(error))
+        else:
+            if self._with_usage:
+                self._stream.push(self._form.usage_piece(usage_of(generations)))
+            self._stream.push(DONE)
+        await self._stream.close()
+        return response
+
+    def on_delta(self, choice: Choice, delta: Delta) -> None:
+        generation = choice.generation
+        if generation.wants_prompt_logprobs and generation.prompt_logprobs is None:
+            self._held.append((choice, delta))
+            return
+        if self._held:
+            self._release(generation)
+        self._emit(choice, delta)
+
+    def on_done(self, generation: Generation) -> None:
+        self._release(generation)
+        self._num_done += 1
+        if self._num_done == len(self._generations):
+            self._end(None)
+
+    def on_error(self, _generation: Generation, error: BatonError) -> None:
+        self._end(error)
+
+    def _release(self, generation: Generation) -> None:
+        ready = [item for item in self._held if item[0].generation is generation]
+        self._held = [item for item in self._held if item[0].generation is not generation]
+        for choice, delta in ready:
+            self._emit(choice, delta)
+
+    def _emit(self, choice: Choice, delta: Delta) -> None:
+        usage: Usage | UnsetType | None = None if self._with_usage else UNSET
+        if self._is_continuous:
+            usage = usage_of([choice.generation])
+        data = self._form.piece(self._places[choice], choice, delta, usage)
+        if data:
+            self._stream.push(data)
+            self._has_output.set()
+
+    def _end(self, error: BatonError | None) -> None:
+        if self._finished.done():
+            return
+        if error is None:
+            self._finished.set_result(None)
+        else:
+            self._finished.set_exception(error)
+        self._has_output.set()
+
+    def _overflow(self) -> None:
+        self._end(Unavailable("the client reads too slowly"))

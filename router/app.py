@@ -1,0 +1,234 @@
+"""The HTTP application: routes, the API key, and what all handlers share."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from ..metadata.errors import BatonError, RequestError, Unavailable
+from . import debug, generate, openapi
+from .api_types import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelInfo,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from .config import RouterConfig
+from .errors import HttpRefusal, NotFound, Unauthorized, from_malformed, from_validation, response_of
+from .metrics import CONTENT_TYPE, Metrics
+from .registry import Group
+from .request_life import RequestLife
+from .tokenizer import TextTokenizer
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_Handler = Callable[["Api", web.Request], Awaitable[web.StreamResponse]]
+_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+_OPEN_ROUTES = ("/health",)
+
+
+class Api:
+    """What handlers work with."""
+
+    def __init__(self, config: RouterConfig, life: RequestLife, metrics: Metrics) -> None:
+        self.config = config
+        self.life = life
+        self.metrics = metrics
+        self.is_draining = False
+        self.ledgers = debug.LedgerDesk(life)
+        key = config.required_key
+        self._key = key.encode() if key is not None else None
+
+    def application(self) -> web.Application:
+        """The aiohttp application with all routes."""
+        app = web.Application(client_max_size=self.config.max_body_bytes, middlewares=[self._middleware])
+        for method, path, handler in _ROUTES:
+            app.router.add_route(method, path, self._bound(handler))
+        return app
+
+    async def body(self, request: web.Request, decoder: msgspec.json.Decoder[_T]) -> _T:
+        """The request's body, decoded strictly. Raises RequestError that names the field at fault."""
+        if self.is_draining:
+            raise Unavailable("the router is shutting down")
+        data = await request.read()
+        try:
+            return decoder.decode(data)
+        except msgspec.ValidationError as error:
+            raise from_validation(error) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise from_malformed(data, error) from None
+
+    def group_of(self, model: str | None) -> tuple[Group, TextTokenizer]:
+        """The group with the shortest queue that serves a model; None means the only one served.
+
+        Raises NotFound for a model never seen, Unavailable when its nodes are not there.
+        """
+        registry = self.life.registry
+        if model is None:
+            served = list(registry.models())
+            if len(served) != 1:
+                names = ", ".join(group.key.model for group in served) or "none"
+                raise RequestError(f"model: must be named; served are: {names}", param="model")
+            model = served[0].key.model
+        groups = registry.groups_of(model)
+        if not groups:
+            if not registry.nodes:
+                raise Unavailable(registry.unready_reason())
+            names = ", ".join(sorted({group.key.model for group in registry.groups.values()}))
+            raise NotFound(f"model {model!r} is not served here; served are: {names}", param="model")
+        ready = [group for group in groups if group.is_paired]
+        if not ready:
+            raise Unavailable(f"model {model!r} cannot be served now: {registry.unready_reason()}")
+        group = min(ready, key=self.life.admission.num_waiting_in)
+        assert group.tokenizer is not None, "a paired group has its tokenizer"
+        return group, group.tokenizer
+
+    def response_headers(self, request: web.Request, response_id: str) -> dict[str, str]:
+        """The request id that the client gave, else the response's own."""
+        return {"x-request-id": _header_id(request) or response_id}
+
+    def _bound(self, handler: _Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def call(request: web.Request) -> web.StreamResponse:
+            return await handler(self, request)
+
+        return call
+
+    @web.middleware
+    async def _middleware(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        try:
+            self._authorize(request)
+            response = await handler(request)
+        except BatonError as error:
+            response = response_of(error)
+        except web.HTTPException as error:
+            response = response_of(_refusal(request, error))
+            if "Allow" in error.headers:
+                response.headers["Allow"] = error.headers["Allow"]
+        except (ConnectionError, TimeoutError):
+            raise
+        except Exception:
+            logger.exception("%s %s failed", request.method, request.path)
+            response = response_of(BatonError("internal error; the router's log has the details"))
+        self.metrics.count_http(response.status)
+        given = _header_id(request)
+        if not response.prepared and given is not None:
+            response.headers["x-request-id"] = given
+        return response
+
+    def _authorize(self, request: web.Request) -> None:
+        if self._key is None or request.path in _OPEN_ROUTES:
+            return
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(errors="replace"), self._key):
+            raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer KEY`")
+
+
+def _header_id(request: web.Request) -> str | None:
+    given = request.headers.get("x-request-id", "")
+    return given[:128] if given and given.isascii() and given.isprintable() else None
+
+
+def _refusal(request: web.Request, error: web.HTTPException) -> BatonError:
+    match error.status:
+        case 404:
+            return NotFound(f"there is no route {request.path}")
+        case 405:
+            return HttpRefusal(405, f"{request.path} does not take {request.method}")
+        case 413:
+            return HttpRefusal(413, "the body is larger than the router accepts")
+        case _:
+            return HttpRefusal(error.status, error.reason)
+
+
+async def _health(_api: Api, _request: web.Request) -> web.StreamResponse:
+    return web.json_response({"status": "ok"})
+
+
+async def _ready(api: Api, _request: web.Request) -> web.StreamResponse:
+    health = api.life.health
+    if health.is_ready and not api.is_draining:
+        return web.json_response({"status": "ready"})
+    raise Unavailable("the router is shutting down" if api.is_draining else health.reason)
+
+
+async def _metrics(api: Api, _request: web.Request) -> web.StreamResponse:
+    return web.Response(body=api.metrics.page(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def _openapi(_api: Api, _request: web.Request) -> web.StreamResponse:
+    return web.Response(body=msgspec.json.encode(openapi.document()), content_type="application/json")
+
+
+async def _models(api: Api, _request: web.Request) -> web.StreamResponse:
+    return _json(ModelList([_info(group) for group in api.life.registry.models()]))
+
+
+async def _model(api: Api, request: web.Request) -> web.StreamResponse:
+    name = request.match_info["model"]
+    for group in api.life.registry.models():
+        if group.key.model == name:
+            return _json(_info(group))
+    raise NotFound(f"model {name!r} is not served here", param="model")
+
+
+def _info(group: Group) -> ModelInfo:
+    return ModelInfo(id=group.key.model, created=group.created, max_model_len=group.context_len)
+
+
+async def _tokenize(api: Api, request: web.Request) -> web.StreamResponse:
+    body = await api.body(request, _tokenize_decoder)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("prompt: exactly one of prompt and messages must be given", param="prompt")
+    group, tokenizer = api.group_of(body.model)
+    if body.messages is not None:
+        with_prompt = body.add_generation_prompt is not False
+        text = generate.chat_text(group, body.messages, add_generation_prompt=with_prompt, options={})
+        add_special = bool(body.add_special_tokens)
+    else:
+        text, add_special = body.prompt or "", body.add_special_tokens is not False
+    ids = await tokenizer.encode(text, add_special_tokens=add_special)
+    strings = [tokenizer.token_text(token_id) for token_id in ids] if body.return_token_strs else None
+    return _json(TokenizeResponse(count=len(ids), max_model_len=group.context_len, tokens=ids, token_strs=strings))
+
+
+async def _detokenize(api: Api, request: web.Request) -> web.StreamResponse:
+    body = await api.body(request, _detokenize_decoder)
+    group, tokenizer = api.group_of(body.model)
+    worst = max(body.tokens, default=0)
+    if worst >= group.card.vocab_size:
+        raise RequestError(
+            f"tokens: token id {worst} is out of range; the vocabulary has {group.card.vocab_size}", param="tokens"
+        )
+    return _json(DetokenizeResponse(tokenizer.decode(body.tokens)))
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+_ROUTES: tuple[tuple[str, str, _Handler], ...] = (
+    ("POST", "/v1/completions", generate.completions),
+    ("POST", "/v1/chat/completions", generate.chat_completions),
+    ("GET", "/v1/models", _models),
+    ("GET", "/v1/models/{model:.+}", _model),
+    ("POST", "/tokenize", _tokenize),
+    ("POST", "/detokenize", _detokenize),
+    ("GET", "/health", _health),
+    ("GET", "/ready", _ready),
+    ("GET", "/metrics", _metrics),
+    ("GET", "/openapi.json", _openapi),
+    ("GET", "/debug/nodes", debug.nodes),
+    ("GET", "/debug/ledger", debug.ledger),
+    ("POST", "/admin/flush", debug.flush),
+)

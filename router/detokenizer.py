@@ -1,0 +1,100 @@
+"""Incremental detokenization: ids in, text out, multi-byte characters never split.
+
+The deltas of an output, one after the other, are the text that decoding all its ids at once gives. Two ways:
+
+    ByteLevelDetokenizer   vocabularies whose tokens are bytes (GPT-2, Llama 3, Qwen): a table and a UTF-8 decoder.
+                           Exact also for invalid UTF-8, holds back at most three bytes.
+    WindowDetokenizer      all others (sentencepiece and its kin): tokenizers' DecodeStream, seeded with the prompt's
+                           last tokens so that a leading space is kept. Holds back at most MAX_HELD tokens.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from tokenizers.decoders import DecodeStream
+
+from .tokenizer import TextTokenizer
+
+MAX_HELD = 24  # tokens held back for a character that never ends
+CONTEXT = 6  # tokens before a fragment that settle how it is decoded
+
+
+class Detokenizer(Protocol):
+    """Turns one choice's ids into text."""
+
+    def step(self, token_id: int) -> str:
+        """The text that this token completes; empty while a character is incomplete."""
+        ...
+
+    def flush(self) -> str:
+        """What is held back, incomplete characters as replacement characters. The output ends here."""
+        ...
+
+
+def make_detokenizer(tokenizer: TextTokenizer, prompt_ids: Sequence[int], *, skip_special: bool) -> Detokenizer:
+    """The detokenizer for an output that follows `prompt_ids`."""
+    if tokenizer.is_byte_level:
+        return ByteLevelDetokenizer(tokenizer, skip_special=skip_special)
+    return WindowDetokenizer(tokenizer, prompt_ids, skip_special=skip_special)
+
+
+class ByteLevelDetokenizer:
+    """For vocabularies whose tokens are bytes."""
+
+    __slots__ = ("_decoder", "_piece", "_skipped")
+
+    def __init__(self, tokenizer: TextTokenizer, *, skip_special: bool) -> None:
+        self._piece = tokenizer.piece
+        self._skipped = tokenizer.special_ids if skip_special else frozenset[int]()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def step(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        return self._decoder.decode(self._piece(token_id))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For any vocabulary, by DecodeStream."""
+
+    __slots__ = ("_context", "_held", "_skip_special", "_stream", "_tokenizer")
+
+    def __init__(self, tokenizer: TextTokenizer, prompt_ids: Sequence[int], *, skip_special: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._context = list(prompt_ids[-CONTEXT:])
+        self._held: list[int] = []
+        self._stream = DecodeStream(self._context, skip_special)
+
+    def step(self, token_id: int) -> str:
+        delta = self._stream.step(self._tokenizer.inner, token_id)
+        self._held.append(token_id)
+        if delta is not None:
+            self._settle()
+            return delta
+        if len(self._held) < MAX_HELD:
+            return ""
+        delta = self.flush()
+        self._stream = DecodeStream(self._context, self._skip_special)
+        return delta
+
+    def flush(self) -> str:
+        if not self._held:
+            return ""
+        before = self._decode(self._context)
+        delta = self._decode(self._context + self._held)[len(before) :]
+        self._settle()
+        return delta
+
+    def _settle(self) -> None:
+        self._context = (self._context + self._held)[-CONTEXT:]
+        self._held.clear()
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)

@@ -1,0 +1,131 @@
+"""The one place where errors become HTTP: a status and OpenAI's body {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from ..metadata.errors import BatonError, OutOfPages, Overloaded, RequestError, Unavailable
+
+
+class NotFound(RequestError):
+    """No such model, or no such route."""
+
+    code = "not_found"
+
+
+class Unauthorized(BatonError):
+    """The API key is missing or wrong."""
+
+    code = "invalid_api_key"
+
+
+class HttpRefusal(BatonError):
+    """The HTTP request itself is at fault: method, size or encoding of its body."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """What went wrong; `param` names the field of the request at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """Body of every response that is no success."""
+
+    error: ErrorDetail
+
+
+_PATH = re.compile(r"(?:`key` in )?`\$\.?([^`]*)`$")
+_UNKNOWN = re.compile(r"unknown field `([^`]*)`")
+_MISSING = re.compile(r"missing required field `([^`]*)`")
+
+
+def status_of(error: BatonError) -> int:
+    """The HTTP status of an error."""
+    match error:
+        case HttpRefusal():
+            return error.status
+        case NotFound():
+            return 404
+        case RequestError():
+            return 400
+        case Unauthorized():
+            return 401
+        case Overloaded():
+            return 429
+        case Unavailable() | OutOfPages():
+            return 503
+        case _:
+            return 500
+
+
+def body_of(error: BatonError) -> ErrorBody:
+    """The JSON body of an error."""
+    status = status_of(error)
+    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
+        status, "invalid_request_error" if status < 500 else "server_error"
+    )
+    param = error.param if isinstance(error, RequestError) else None
+    return ErrorBody(ErrorDetail(str(error), kind, param, error.code if status != 400 else None))
+
+
+def response_of(error: BatonError) -> web.Response:
+    """The whole HTTP response of an error, with Retry-After where the client may come again."""
+    headers: dict[str, str] = {}
+    if isinstance(error, Overloaded):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    elif isinstance(error, Unavailable):
+        headers["Retry-After"] = "1"
+    elif isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    data = msgspec.json.encode(body_of(error))
+    return web.Response(status=status_of(error), body=data, content_type="application/json", headers=headers)
+
+
+def from_validation(error: msgspec.ValidationError) -> RequestError:
+    """A field of the body is missing, unknown, of the wrong type or out of bounds: say which."""
+    text = str(error)
+    path = _PATH.search(text)
+    inner = path.group(1) if path else ""
+    named = _UNKNOWN.search(text) or _MISSING.search(text)
+    field = ".".join(part for part in (inner, named.group(1) if named else "") if part)
+    words = text[: path.start()].removesuffix(" - at ").strip() if path else text
+    return RequestError(f"{field}: {words}" if field else words, param=re.split(r"[.\[]", field)[0] or None)
+
+
+def from_malformed(body: bytes, error: Exception) -> RequestError:
+    """The body is no JSON. Python writes NaN and Infinity into JSON; then the field that holds it is named."""
+    if isinstance(error, UnicodeDecodeError):
+        return RequestError("the body is not valid UTF-8")
+    try:
+        fields: Any = json.loads(body) if len(body) < 1 << 20 else None
+    except (ValueError, RecursionError):
+        fields = None
+    if isinstance(fields, dict):
+        for name, value in fields.items():  # pyright: ignore[reportUnknownVariableType]
+            if _holds_non_finite(value):
+                return RequestError(f"{name}: NaN and Infinity are no JSON numbers", param=str(name))  # pyright: ignore[reportUnknownArgumentType]
+    return RequestError(f"the body is not valid JSON: {error}")
+
+
+def _holds_non_finite(value: Any) -> bool:
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    if isinstance(value, dict):
+        return any(_holds_non_finite(item) for item in value.values())  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, list):
+        return any(_holds_non_finite(item) for item in value)  # pyright: ignore[reportUnknownVariableType]
+    return False

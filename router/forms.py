@@ -1,0 +1,245 @@
+"""How generations look to a client: the bodies of /v1/completions and /v1/chat/completions, whole and in pieces.
+
+A piece that is only text, the common one, is a prepared prefix + encoded text + suffix.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ..metadata.request import TokenLogprobs
+from .api_types import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    Completion,
+    CompletionChoice,
+    LegacyLogprobs,
+    PromptTokensDetails,
+    Usage,
+)
+from .generation import Choice, Delta, Generation
+from .logprobs import chat_logprobs, legacy_logprobs
+from .sse import event
+from .tokenizer import TextTokenizer
+
+_encode = msgspec.json.Encoder().encode
+
+
+def usage_of(generations: Sequence[Generation]) -> Usage:
+    """Token counts of a whole response."""
+    num_prompt = sum(len(generation.prompt_ids) for generation in generations)
+    num_generated = sum(generation.num_generated for generation in generations)
+    num_cached = sum(generation.num_cached or 0 for generation in generations)
+    return Usage(
+        prompt_tokens=num_prompt,
+        completion_tokens=num_generated,
+        total_tokens=num_prompt + num_generated,
+        prompt_tokens_details=PromptTokensDetails(num_cached),
+    )
+
+
+class Form(Protocol):
+    """One route's way of writing answers."""
+
+    response_id: str
+
+    def piece(self, place: int, choice: Choice, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
+        """The events for what a choice adds; `place` is its index in the response. Empty when there is nothing."""
+        ...
+
+    def usage_piece(self, usage: Usage) -> bytes:
+        """The event with the usage, after all choices."""
+        ...
+
+    def whole(self, outputs: Sequence[tuple[Choice, Delta]], usage: Usage) -> bytes:
+        """The whole response, choices in order."""
+        ...
+
+
+class CompletionForm:
+    """/v1/completions. `prompt_texts` holds each generation's prompt where it is echoed."""
+
+    def __init__(
+        self,
+        response_id: str,
+        model: str,
+        tokenizer: TextTokenizer,
+        *,
+        num_logprobs: int | None,
+        with_ids: bool,
+        prompt_texts: dict[str, str] | None,
+    ) -> None:
+        self.response_id = response_id
+        self._model = model
+        self._created = int(time.time())
+        self._tokenizer = tokenizer
+        self._num_logprobs = num_logprobs
+        self._with_ids = with_ids
+        self._prompt_texts = prompt_texts
+        self._begun: dict[int, tuple[bytes, int]] = {}  # place -> prepared prefix, text offset of the next token
+
+    def piece(self, place: int, choice: Choice, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
+        begun = self._begun.get(place)
+        if begun is not None and delta.finish_reason is None and self._num_logprobs is None and not self._with_ids:
+            if not delta.text:
+                return b""
+            if not isinstance(usage, Usage):
+                tail = b'}],"usage":null}\n\n' if usage is None else b"}]}\n\n"
+                return begun[0] + _encode(delta.text) + b',"logprobs":null,"finish_reason":null' + tail
+        data, offset = self._choice(place, choice, delta, begun[1] if begun is not None else 0, begun is None)
+        if begun is None:
+            head = _encode(
+                {"id": self.response_id, "object": "text_completion", "created": self._created, "model": self._model}
+            )
+            prefix = b"data: " + head[:-1] + b',"choices":[{"index":%d,"text":' % place
+            self._begun[place] = (prefix, offset)
+        else:
+            self._begun[place] = (begun[0], offset)
+        return event(self._body([data], usage))
+
+    def usage_piece(self, usage: Usage) -> bytes:
+        return event(self._body([], usage))
+
+    def whole(self, outputs: Sequence[tuple[Choice, Delta]], usage: Usage) -> bytes:
+        choices = [self._choice(place, *output, 0, True)[0] for place, output in enumerate(outputs)]
+        return _encode(self._body(choices, usage))
+
+    def _body(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
+        return Completion(
+            id=self.response_id,
+            object="text_completion",
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=usage,
+        )
+
+    def _choice(
+        self, place: int, choice: Choice, delta: Delta, offset: int, is_first: bool
+    ) -> tuple[CompletionChoice, int]:
+        generation = choice.generation
+        text, ids = delta.text, delta.token_ids
+        entries: list[TokenLogprobs | None] = list(delta.logprobs)
+        if is_first and self._prompt_texts is not None:
+            text = self._prompt_texts[generation.rid] + text
+            if self._num_logprobs is not None:
+                ids = generation.prompt_ids + ids
+                entries = [None, *(generation.prompt_logprobs or ()), *entries]
+        logprobs: LegacyLogprobs | None = None
+        if self._num_logprobs is not None and len(entries) == len(ids):
+            logprobs, offset = legacy_logprobs(self._tokenizer, ids, entries, self._num_logprobs, offset)
+        data = CompletionChoice(
+            index=place,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            token_ids=delta.token_ids if self._with_ids else None,
+            prompt_token_ids=generation.prompt_ids if self._with_ids and is_first else None,
+        )
+        return data, offset
+
+
+class ChatForm:
+    """/v1/chat/completions."""
+
+    def __init__(
+        self, response_id: str, model: str, tokenizer: TextTokenizer, *, num_logprobs: int | None, with_ids: bool
+    ) -> None:
+        self.response_id = response_id
+        self._model = model
+        self._created = int(time.time())
+        self._tokenizer = tokenizer
+        self._num_logprobs = num_logprobs
+        self._with_ids = with_ids
+        self._prefixes: dict[int, bytes] = {}  # by place; there once the role was sent
+
+    def piece(self, place: int, choice: Choice, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
+        prefix = self._prefixes.get(place)
+        if prefix is None:
+            return self._opening(place, choice, usage) + self.piece(place, choice, delta, usage)
+        if delta.finish_reason is None and self._num_logprobs is None and not self._with_ids:
+            if not delta.text:
+                return b""
+            if not isinstance(usage, Usage):
+                tail = b'}],"usage":null}\n\n' if usage is None else b"}]}\n\n"
+                return prefix + _encode(delta.text) + b'},"logprobs":null,"finish_reason":null' + tail
+        piece = ChatChunkChoice(
+            index=place,
+            delta=ChatDelta(content=delta.text or None),
+            logprobs=self._logprobs(delta),
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            token_ids=delta.token_ids if self._with_ids else None,
+        )
+        return event(self._chunk([piece], usage))
+
+    def usage_piece(self, usage: Usage) -> bytes:
+        return event(self._chunk([], usage))
+
+    def whole(self, outputs: Sequence[tuple[Choice, Delta]], usage: Usage) -> bytes:
+        choices: list[ChatChoice] = []
+        for place, (_, delta) in enumerate(outputs):
+            assert delta.finish_reason is not None, f"choice {place} of {self.response_id} has not ended"
+            choices.append(
+                ChatChoice(
+                    index=place,
+                    message=AssistantMessage(content=delta.text),
+                    logprobs=self._logprobs(delta),
+                    finish_reason=delta.finish_reason,
+                    stop_reason=delta.stop_reason,
+                    token_ids=delta.token_ids if self._with_ids else None,
+                )
+            )
+        body = ChatCompletion(
+            id=self.response_id,
+            object="chat.completion",
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=usage,
+            prompt_token_ids=outputs[0][0].generation.prompt_ids if self._with_ids else None,
+        )
+        return _encode(body)
+
+    def _opening(self, place: int, choice: Choice, usage: Usage | UnsetType | None) -> bytes:
+        head = {
+            "id": self.response_id,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": self._model,
+        }
+        prefix = b"data: " + _encode(head)[:-1] + b',"choices":[{"index":%d,"delta":{"content":' % place
+        self._prefixes[place] = prefix
+        delta = ChatDelta(content="", role="assistant")
+        piece = ChatChunkChoice(index=place, delta=delta, logprobs=None, finish_reason=None)
+        prompt_ids = choice.generation.prompt_ids if self._with_ids else None
+        return event(self._chunk([piece], None if usage is not UNSET else UNSET, prompt_ids))
+
+    def _chunk(
+        self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None, prompt_ids: list[int] | None = None
+    ) -> ChatChunk:
+        return ChatChunk(
+            id=self.response_id,
+            object="chat.completion.chunk",
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=usage,
+            prompt_token_ids=prompt_ids,
+        )
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        if self._num_logprobs is None:
+            return None
+        return chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs, self._num_logprobs)

@@ -1,0 +1,112 @@
+"""The router process: hub for nodes and HTTP server for clients in one event loop, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+
+import uvloop
+from aiohttp import web
+
+from ..metadata.bus import new_epoch
+from ..metadata.curve import KeyPair
+from ..metadata.errors import ConfigError
+from ..metadata.hub import Hub
+from .app import Api
+from .config import RouterConfig
+from .metrics import Metrics
+from .request_life import RequestLife
+
+logger = logging.getLogger(__name__)
+
+
+class Router:
+    """A running router. `start`, then `stop`; both belong to one event loop."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.life = RequestLife(config, new_epoch(), self.metrics)
+        self.metrics.watch_nodes(self.life.registry.nodes.values, lambda: self.life.admission.num_waiting)
+        self.api = Api(config, self.life, self.metrics)
+        self._hub: Hub | None = None
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+        self.node_address = ""
+
+    async def start(self) -> None:
+        """Listens for nodes and clients. Raises ConfigError for an address that is taken or not allowed."""
+        config = self.config
+        keys = KeyPair.load(config.keys) if config.keys is not None else None
+        self._hub = Hub(config.node_address, self.life.epoch, keys, self.life.on_message, self.life.on_connection_lost)
+        self.node_address = self._hub.address
+        self.life.start(self._hub)
+        self._hub.start()
+        self._runner = web.AppRunner(
+            self.api.application(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+        )
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, config.host, config.port).start()
+        except OSError as error:
+            await self.stop()
+            raise ConfigError(f"cannot serve HTTP on {config.host}:{config.port}: {error.strerror}") from error
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        logger.info("serving HTTP on %s, nodes on %s", self.url, self.node_address)
+
+    async def drain(self) -> None:
+        """Takes nothing new, and waits for running requests as long as the configuration allows."""
+        self.api.is_draining = True
+        deadline = time.monotonic() + self.config.drain_timeout_s
+        while self._num_requests() and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        if self._num_requests():
+            logger.warning("%d requests did not finish in time", self._num_requests())
+
+    async def stop(self) -> None:
+        """Ends all requests and closes all sockets."""
+        self.life.close()
+        await asyncio.sleep(0)  # streams write their last event
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self._hub is not None:
+            self._hub.close()
+
+    def _num_requests(self) -> int:
+        return sum(not generation.is_canary for generation in self.life.generations.values())
+
+
+def run(config: RouterConfig) -> int:
+    """Runs a router until SIGTERM or SIGINT; a second signal ends it at once. Returns the exit status.
+
+    Raises ConfigError when it cannot start.
+    """
+    return uvloop.run(_main(config))
+
+
+async def _main(config: RouterConfig) -> int:
+    router = Router(config)
+    stop = asyncio.Event()
+    now = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            now.set()
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    await router.start()
+    await stop.wait()
+    logger.info("shutting down")
+    drain = asyncio.create_task(router.drain())
+    at_once = asyncio.create_task(now.wait())
+    await asyncio.wait((drain, at_once), return_when=asyncio.FIRST_COMPLETED)
+    for task in (drain, at_once):
+        task.cancel()
+    await router.stop()
+    return 0

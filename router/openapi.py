@@ -1,0 +1,96 @@
+"""The OpenAPI document, generated from the types that decode and encode the bodies."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+import msgspec
+
+from .api_types import (
+    ChatChunk,
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelInfo,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from .errors import ErrorBody
+
+
+class _Route(NamedTuple):
+    method: str
+    path: str
+    summary: str
+    request: type | None = None
+    response: type | None = None
+    piece: type | None = None  # of a stream
+
+
+_ROUTES = (
+    _Route("post", "/v1/completions", "Continue prompts", CompletionRequest, Completion, Completion),
+    _Route("post", "/v1/chat/completions", "Continue a conversation", ChatRequest, ChatCompletion, ChatChunk),
+    _Route("get", "/v1/models", "The models that are served", None, ModelList),
+    _Route("get", "/v1/models/{model}", "One model", None, ModelInfo),
+    _Route("post", "/tokenize", "Text to token ids", TokenizeRequest, TokenizeResponse),
+    _Route("post", "/detokenize", "Token ids to text", DetokenizeRequest, DetokenizeResponse),
+    _Route("get", "/health", "The router lives (needs no key)"),
+    _Route("get", "/ready", "A canary request has passed"),
+    _Route("get", "/metrics", "Figures for Prometheus"),
+    _Route("get", "/debug/nodes", "Nodes, pairs and their figures"),
+    _Route("get", "/debug/ledger", "The books of every node"),
+    _Route("post", "/admin/flush", "Empty the prefix caches"),
+)
+
+
+def package_version() -> str:
+    """The installed version of Baton."""
+    try:
+        return version("baton-serve")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def document() -> dict[str, Any]:
+    """The OpenAPI 3.1 document."""
+    named = {kind for route in _ROUTES for kind in (route.request, route.response, route.piece) if kind is not None}
+    types = sorted(named, key=lambda kind: kind.__name__)
+    schemas, components = msgspec.json.schema_components(
+        [*types, ErrorBody], ref_template="#/components/schemas/{name}"
+    )
+    by_type = dict(zip([*types, ErrorBody], schemas, strict=True))
+    paths: dict[str, Any] = {}
+    for route in _ROUTES:
+        paths.setdefault(route.path, {})[route.method] = _operation(route, by_type)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Baton", "version": package_version()},
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{"key": []}, {}],
+    }
+
+
+def _operation(route: _Route, by_type: dict[type, dict[str, Any]]) -> dict[str, Any]:
+    def content(kind: type) -> dict[str, Any]:
+        return {"application/json": {"schema": by_type[kind]}}
+
+    success: dict[str, Any] = {"description": "Success"}
+    if route.response is not None:
+        success["content"] = content(route.response)
+    if route.piece is not None:
+        success["content"]["text/event-stream"] = {"schema": by_type[route.piece]}
+    operation: dict[str, Any] = {
+        "summary": route.summary,
+        "responses": {"200": success, "default": {"description": "Error", "content": content(ErrorBody)}},
+    }
+    if route.request is not None:
+        operation["requestBody"] = {"required": True, "content": content(route.request)}
+    if "{model}" in route.path:
+        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return operation

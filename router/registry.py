@@ -1,0 +1,339 @@
+"""Who is there: nodes, and the groups in which they can be paired.
+
+A group is the nodes that can hand requests over to each other: equal handoff schema, weights, protocol, model name
+and tokenizer. Several groups can serve one model; a request never moves between groups.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from ..metadata import schema
+from ..metadata.bus import routing_id
+from ..metadata.errors import ProtocolError
+from ..metadata.liveness import Change, PeerLiveness
+from ..metadata.messages import (
+    PROTOCOL_MAX,
+    PROTOCOL_MIN,
+    Beat,
+    Hello,
+    HelloAgain,
+    Leaving,
+    Refusal,
+    TokenizerFile,
+    ToNode,
+    Welcome,
+)
+from ..metadata.node_info import Load, ModelCard, NodeStats, Peer, Role
+from ..metadata.request import Unit
+from .tokenizer import ChatTemplate, TextTokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class GroupKey(NamedTuple):
+    """What nodes must agree on to be paired."""
+
+    schema_digest: str
+    target: str
+    draft: str | None
+    protocol: int
+    model: str
+    tokenizer: str
+
+
+class Node:
+    """One life (epoch) of a prefill or decode node, as the router sees it."""
+
+    __slots__ = (
+        "beat",
+        "full_since",
+        "group",
+        "hello",
+        "is_draining",
+        "last_seen",
+        "load",
+        "pledged_pages",
+        "prefilling",
+        "refused_at_free",
+        "routing_id",
+        "unacked",
+        "units",
+    )
+
+    def __init__(self, hello: Hello, group: Group, now: float) -> None:
+        self.routing_id = routing_id(hello.node_id, hello.epoch)
+        self.hello = hello
+        self.group = group
+        self.load = Load(free_pages=hello.capacity.num_pages, running=0, waiting=0)
+        self.beat: Beat | None = None
+        self.last_seen = now
+        self.is_draining = False
+        # What the router has given it since, or is giving it now
+        self.prefilling: dict[tuple[str, int], int] = {}  # (rid, attempt) -> prompt tokens expected to be computed
+        self.units: set[Unit] = set()  # decode: reserved or running
+        self.pledged_pages = 0  # decode: reserved by requests whose answer is not here yet
+        self.full_since: float | None = None  # decode: it refused, and has not shown more room since
+        self.refused_at_free = 0
+        self.unacked: dict[tuple[str, int], tuple[float, int, ToNode]] = {}  # Cancels sent: (when, how often, message)
+
+    @property
+    def node_id(self) -> str:
+        return self.hello.node_id
+
+    @property
+    def role(self) -> Role:
+        return self.hello.role
+
+    @property
+    def peer(self) -> Peer:
+        """How its counterpart addresses it."""
+        return Peer(node_id=self.hello.node_id, epoch=self.hello.epoch, data_address=self.hello.data_address)
+
+    @property
+    def stats(self) -> NodeStats:
+        return self.beat.stats if self.beat is not None else NodeStats()
+
+    def set_load(self, load: Load) -> None:
+        """New figures from the node itself; they may lift "full"."""
+        self.load = load
+        if self.full_since is not None and (load.free_pages > self.refused_at_free or load.running == 0):
+            self.full_since = None
+
+    def mark_full(self, now: float) -> None:
+        """It refused a reservation: do not ask again before it shows more room, or a while has passed."""
+        self.full_since = now
+        self.refused_at_free = self.load.free_pages
+
+
+class Group:
+    """Nodes that can be paired with each other, and what serving their model takes."""
+
+    def __init__(self, key: GroupKey, hello: Hello) -> None:
+        self.key = key
+        self.card: ModelCard = hello.model
+        self.layout = hello.layout
+        self.nodes: dict[bytes, Node] = {}
+        self.tokenizer: TextTokenizer | None = None
+        self.template: ChatTemplate | None = ChatTemplate.of(hello.model)
+        self.created = int(time.time())
+
+    @property
+    def page_size(self) -> int:
+        return self.layout.page_size
+
+    def live(self, role: Role) -> list[Node]:
+        """Nodes of a role that take new work."""
+        return [node for node in self.nodes.values() if node.role == role and not node.is_draining]
+
+    @property
+    def is_paired(self) -> bool:
+        """There is a node of each role, and text can become ids."""
+        return self.tokenizer is not None and bool(self.live("prefill")) and bool(self.live("decode"))
+
+    @property
+    def context_len(self) -> int:
+        """Tokens of prompt plus output that every node of the group takes."""
+        return min((node.hello.model.context_len for node in self.nodes.values()), default=self.card.context_len)
+
+    def most_pages(self, role: Role) -> int:
+        """Pages of the largest pool of a role."""
+        return max((node.hello.capacity.num_pages for node in self.live(role)), default=0)
+
+
+class Registry:
+    """All nodes and groups. Talks to nodes through `send`; tells of joined and lost nodes through callbacks."""
+
+    def __init__(
+        self,
+        epoch: str,
+        send: Callable[[bytes, ToNode], bool],
+        on_joined: Callable[[Node], None],
+        on_lost: Callable[[Node, str], None],
+    ) -> None:
+        self.nodes: dict[bytes, Node] = {}
+        self.groups: dict[GroupKey, Group] = {}
+        self._tokenizers: dict[str, TextTokenizer] = {}
+        self._liveness: PeerLiveness[bytes] = PeerLiveness()
+        self._epoch = epoch
+        self._send = send
+        self._on_joined = on_joined
+        self._on_lost = on_lost
+
+    def greet_again(self, peer: bytes) -> None:
+        """Answers a peer that is not known."""
+        self._send(peer, HelloAgain(router_epoch=self._epoch))
+
+    def hello(self, peer: bytes, hello: Hello, now: float) -> None:
+        """A node introduces itself: it is let in, or refused with both sides' values."""
+        known = self.nodes.get(peer)
+        if known is not None:
+            self.lose(known, "it introduced itself anew")
+        reason = self._objection(hello, now)
+        if reason is not None:
+            logger.warning("node %s (%s) refused: %s", hello.node_id, hello.role, reason)
+            self._send(peer, Refusal(router_epoch=self._epoch, reason=reason[:4096]))
+            return
+        try:
+            node = self._admit(hello, now)
+        except ProtocolError as error:
+            self._send(peer, Refusal(router_epoch=self._epoch, reason=str(error)[:4096]))
+            return
+        need_tokenizer = node.group.tokenizer is None
+        notice = self._loneliness(node) or ""
+        logger.info(
+            "node %s (%s) joined: model %s, %d pages, %s",
+            node.node_id,
+            node.role,
+            hello.model.name,
+            hello.capacity.num_pages,
+            schema.describe(hello.layout),
+        )
+        if notice:
+            logger.warning("node %s: %s", node.node_id, notice)
+        protocol = min(PROTOCOL_MAX, hello.protocol_max)
+        self._send(
+            peer, Welcome(router_epoch=self._epoch, protocol=protocol, need_tokenizer=need_tokenizer, notice=notice)
+        )
+        self._on_joined(node)
+
+    def take_tokenizer(self, node: Node, file: TokenizerFile) -> None:
+        """A node sent its tokenizer. Raises ProtocolError when it is not the one it spoke of, or cannot be read."""
+        digest = node.group.key.tokenizer
+        if file.digest != digest:
+            raise ProtocolError(f"node {node.node_id} sent tokenizer {file.digest}, not {digest}", node=node.node_id)
+        if digest not in self._tokenizers:
+            self._tokenizers[digest] = TextTokenizer.from_compressed(file.data)
+        for group in self.groups.values():
+            if group.key.tokenizer == digest and group.tokenizer is None:
+                group.tokenizer = self._tokenizers[digest]
+
+    def beat(self, node: Node, beat: Beat, now: float) -> None:
+        """A heartbeat. A node that says it is stuck is given up; it comes back with a new Hello when it moves again."""
+        node.last_seen = now
+        node.beat = beat
+        node.set_load(beat.load)
+        self._apply(self._liveness.hear(node.routing_id, beat))
+
+    def leaving(self, node: Node, message: Leaving) -> None:
+        """A node drains, or goes."""
+        node.is_draining = True
+        logger.info("node %s (%s) %s %s", node.node_id, node.role, "left" if message.done else "drains", message.reason)
+        if message.done:
+            self.lose(node, "it left")
+
+    def lose(self, node: Node, reason: str) -> None:
+        """A node is gone; what it held is moved by whom `on_lost` tells."""
+        if self.nodes.pop(node.routing_id, None) is None:
+            return
+        del node.group.nodes[node.routing_id]
+        self._liveness.remove(node.routing_id)
+        node.is_draining = True
+        logger.warning("node %s (%s) is gone: %s", node.node_id, node.role, reason)
+        self._on_lost(node, reason)
+
+    def check(self) -> None:
+        """Gives up nodes that are silent. To be called several times a second."""
+        for change in self._liveness.check():
+            self._apply(change)
+
+    def groups_of(self, model: str) -> list[Group]:
+        """The groups that serve a model name, also those without nodes just now."""
+        return [group for group in self.groups.values() if group.key.model == model]
+
+    def models(self) -> Iterator[Group]:
+        """One group a model name that can serve now."""
+        names: set[str] = set()
+        for group in self.groups.values():
+            if group.is_paired and group.key.model not in names:
+                names.add(group.key.model)
+                yield group
+
+    def unready_reason(self) -> str:
+        """Why no request could be served, in words."""
+        if not self.nodes:
+            return "no node has joined"
+        lonely = [reason for node in self.nodes.values() if (reason := self._loneliness(node))]
+        if lonely:
+            return lonely[0]
+        if not any(group.tokenizer for group in self.groups.values() if group.nodes):
+            return "no tokenizer has arrived yet"
+        roles = {node.role for node in self.nodes.values()}
+        missing = [role for role in ("prefill", "decode") if role not in roles]
+        return f"no {missing[0]} node has joined" if missing else "no canary request has passed yet"
+
+    def _apply(self, change: Change[bytes] | None) -> None:
+        if change is not None and change.state != "alive" and change.peer in self.nodes:
+            self.lose(self.nodes[change.peer], f"{change.state}: {change.reason}")
+
+    def _admit(self, hello: Hello, now: float) -> Node:
+        key = _key_of(hello)
+        group = self.groups.get(key)
+        if group is None:
+            group = Group(key, hello)
+            self.groups[key] = group
+        group.tokenizer = group.tokenizer or self._tokenizers.get(key.tokenizer)
+        node = Node(hello, group, now)
+        self.nodes[node.routing_id] = node
+        group.nodes[node.routing_id] = node
+        self._liveness.add(node.routing_id)
+        return node
+
+    def _objection(self, hello: Hello, now: float) -> str | None:
+        """Why this node cannot be let in."""
+        if hello.protocol_max < PROTOCOL_MIN or hello.protocol_min > PROTOCOL_MAX:
+            return (
+                f"protocol versions {hello.protocol_min}..{hello.protocol_max} of the node, "
+                f"{PROTOCOL_MIN}..{PROTOCOL_MAX} of the router"
+            )
+        for node in list(self.nodes.values()):
+            if node.node_id == hello.node_id and node.hello.epoch != hello.epoch:
+                if now - node.last_seen < 1.0:
+                    return f"a node called {hello.node_id!r} is already here; give this one another --node-id"
+                self.lose(node, "another life of it has joined")
+        others = [node for node in self.nodes.values() if node.role != hello.role]
+        key = _key_of(hello)
+        rivals = [node for node in others if node.group.key.model == hello.model.name]
+        if not rivals or any(node.group.key == key for node in rivals):
+            return None
+        return "it can be paired with nobody: " + "; ".join(_distance(hello, node) for node in rivals[:3])
+
+    def _loneliness(self, node: Node) -> str | None:
+        """A node whose model no node of the other role serves waits, and is told so."""
+        others = [other for other in self.nodes.values() if other.role != node.role]
+        if not others or any(other.group is node.group for other in others):
+            return None
+        return (
+            f"it can be paired with nobody yet: {node.role} node {node.node_id} serves model "
+            f"{node.hello.model.name!r}, the {others[0].role} nodes here {_names(others)}"
+        )
+
+
+def _key_of(hello: Hello) -> GroupKey:
+    return GroupKey(
+        schema.digest(hello.layout),
+        hello.target_fingerprint,
+        hello.draft_fingerprint,
+        min(PROTOCOL_MAX, hello.protocol_max),
+        hello.model.name,
+        hello.model.tokenizer_digest,
+    )
+
+
+def _distance(hello: Hello, node: Node) -> str:
+    """What differs between a newcomer and a node, both values named."""
+    phrases = schema.differences(hello.layout, node.hello.layout)
+    pairs = (
+        ("weights", hello.target_fingerprint, node.hello.target_fingerprint),
+        ("draft weights", hello.draft_fingerprint, node.hello.draft_fingerprint),
+        ("tokenizer", hello.model.tokenizer_digest, node.hello.model.tokenizer_digest),
+    )
+    phrases += [f"{name}: {here} here, {there} there" for name, here, there in pairs if here != there]
+    return f"{node.role} node {node.node_id} of model {hello.model.name!r} differs in {', '.join(phrases)}"
+
+
+def _names(nodes: Iterable[Node]) -> str:
+    return ", ".join(sorted({repr(node.hello.model.name) for node in nodes}))

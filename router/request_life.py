@@ -1,0 +1,486 @@
+"""The life of a request, from its submission to exactly one end.
+
+    submit -> waiting -> Reserve -> Prefill -> first Tokens (prefill) -> Admitted -> Tokens (decode) ... -> end
+                 ^                                                                    |
+                 +-------- moved: a node failed or died, at most max_attempts ---------+
+
+An end is: every choice has finished (by a node, or here by a stop string), an error, or the client's leaving. At each
+of the latter, and when a stop string is found, both legs get Cancel, repeated until they answer Cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from ..metadata.errors import BatonError, OutOfPages, ProtocolError, RequestError, TransferError, Unavailable
+from ..metadata.hub import Hub
+from ..metadata.messages import (
+    Admitted,
+    Beat,
+    Cancel,
+    Cancelled,
+    Failed,
+    Hello,
+    Leaving,
+    LedgerReport,
+    PrefillDone,
+    Resend,
+    Reserved,
+    Room,
+    TokenizerFile,
+    Tokens,
+    ToNode,
+    ToRouter,
+)
+from ..metadata.request import TokenLogprobs, Unit, unpack_ids
+from .admission import Admission, Entry
+from .canary import PairHealth
+from .config import RouterConfig
+from .generation import Attempt, Choice, Delta, Generation
+from .metrics import Metrics
+from .registry import Node, Registry
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.05
+GAP_S = 0.25  # a gap in a choice's tokens is asked for after so long
+MAX_RESENDS = 3
+SILENCE_S = 10.0  # a running choice without tokens for so long is asked for what may have been lost
+ACK_S = 1.0  # Cancel is repeated when not acknowledged
+MAX_CANCELS = 4
+
+
+class RequestLife:
+    """All requests and the nodes they run on. Everything happens on the event loop."""
+
+    def __init__(self, config: RouterConfig, epoch: str, metrics: Metrics) -> None:
+        self.epoch = epoch
+        self.metrics = metrics
+        self.registry = Registry(epoch, self._send_raw, self._joined, self._lost)
+        self.admission = Admission(epoch, config.max_waiting, self)
+        self.health = PairHealth(self, config.canary_interval_s)
+        self.generations: dict[str, Generation] = {}
+        self.on_ledger: Callable[[Node, LedgerReport], None] | None = None
+        self._max_attempts = config.max_attempts
+        self._timeout_s = config.request_timeout_s
+        self._gaps: set[Choice] = set()
+        self._hub: Hub | None = None
+        self._ticker: asyncio.TimerHandle | None = None
+        self._slow_tick_at = 0.0
+
+    def start(self, hub: Hub) -> None:
+        """Serves from now on, in the running event loop."""
+        self._hub = hub
+        self._tick()
+
+    def close(self) -> None:
+        """Ends every request with an error and stops."""
+        for generation in list(self.generations.values()):
+            self.fail(generation, Unavailable("the router is shutting down"))
+        if self._ticker is not None:
+            self._ticker.cancel()
+
+    # --- what HTTP handlers call -----------------------------------------------------------------------------------
+
+    def submit(self, generation: Generation) -> None:
+        """Takes a request in; its listener hears of it from now on. Raises Overloaded, Unavailable, RequestError."""
+        needs_decode = generation.params.max_tokens > 1
+        self.admission.check_fits(generation.group, len(generation.prompt_ids), needs_decode=needs_decode)
+        self.generations[generation.rid] = generation
+        logger.info(
+            "%s received: %d prompt tokens, %d choices, at most %d tokens",
+            generation.rid,
+            len(generation.prompt_ids),
+            len(generation.choices),
+            generation.params.max_tokens,
+            extra={"rid": generation.rid},
+        )
+        self.admission.submit(Entry(generation, tuple(range(len(generation.choices)))))
+
+    def cancel(self, generation: Generation, reason: str) -> None:
+        """Ends a request without telling its listener. Nothing happens when it is over already."""
+        if generation.is_over:
+            return
+        self._end(generation, reason)
+        self.metrics.count_request(generation.group.key.model, "cancelled")
+        logger.info("%s cancelled: %s", generation.rid, reason, extra={"rid": generation.rid})
+
+    def submit_canary(self, generation: Generation, pair: tuple[Node, Node]) -> bool:
+        """Sends a request through one pair, outside the queue. False when the pair has no room now."""
+        self.generations[generation.rid] = generation
+        if self.admission.ask_now(Entry(generation, (0,), pair)):
+            return True
+        del self.generations[generation.rid]
+        generation.is_over = True
+        return False
+
+    # --- what the hub calls ----------------------------------------------------------------------------------------
+
+    def on_message(self, peer: bytes, message: ToRouter) -> None:
+        """Every message of every node."""
+        now = time.monotonic()
+        if isinstance(message, Hello):
+            self.registry.hello(peer, message, now)
+            return
+        node = self.registry.nodes.get(peer)
+        if node is None:
+            self.registry.greet_again(peer)
+            return
+        match message:
+            case Tokens():
+                self._tokens(node, message, now)
+            case Beat():
+                self.registry.beat(node, message, now)
+                self.admission.pump(node.group)
+            case Reserved():
+                if not self.admission.reserved(node, message, now) and message.granted:
+                    self._send_cancel(node, message.rid, message.attempt, None, "it is over")
+            case Room():
+                node.full_since = None
+                node.set_load(message.load)
+                self.admission.pump(node.group)
+            case PrefillDone():
+                self._prefill_done(node, message)
+            case Admitted():
+                self._admitted(node, message, now)
+            case Failed():
+                self._failed(node, message)
+            case Cancelled():
+                node.unacked.pop((message.rid, message.attempt), None)
+            case LedgerReport():
+                if self.on_ledger is not None:
+                    self.on_ledger(node, message)
+            case TokenizerFile():
+                self._tokenizer(node, message)
+            case Leaving():
+                self.registry.leaving(node, message)
+
+    def on_connection_lost(self, peer: bytes) -> None:
+        """A node's connection closed: it is dead, or comes back and introduces itself."""
+        node = self.registry.nodes.get(peer)
+        if node is not None:
+            self.registry.lose(node, "its connection closed")
+
+    # --- what admission calls --------------------------------------------------------------------------------------
+
+    def send(self, node: Node, message: ToNode) -> bool:
+        """Sends to a node; False when it is gone or its queue is full."""
+        return self._send_raw(node.routing_id, message)
+
+    def fail(self, generation: Generation, error: BatonError) -> None:
+        """Ends a request with one clear error."""
+        if generation.is_over:
+            return
+        error.rid = generation.rid
+        self._end(generation, "it failed")
+        if not generation.is_canary:
+            self.metrics.count_request(generation.group.key.model, "failed")
+        logger.warning("%s failed: %s", generation.rid, error, extra={"rid": generation.rid})
+        generation.listener.on_error(generation, error)
+
+    def move(self, generation: Generation, attempt: Attempt, reason: str, *, failed_at: Node | None = None) -> None:
+        """Ends an attempt whose nodes failed, and queues its choices anew, each from where it stands."""
+        if generation.is_over or attempt.number not in generation.attempts:
+            return
+        entry = self.admission.take_back(generation, attempt)
+        self._release(generation, attempt, attempt.choices)
+        del generation.attempts[attempt.number]
+        for node in attempt.nodes:
+            if node is not failed_at:
+                self._send_cancel(node, generation.rid, attempt.number, None, "it moves to other nodes")
+        self._count_failure(generation, reason)
+        if generation.is_over:
+            return
+        logger.info("%s moves: %s", generation.rid, reason, extra={"rid": generation.rid})
+        if entry is not None:  # it waits still
+            self.admission.pump(generation.group)
+        else:
+            self._requeue(generation, attempt.choices)
+
+    def is_usable(self, prefill: Node, decode: Node | None) -> bool:
+        """Whether this pair may be given requests (its last canary did not fail)."""
+        return decode is None or self.health.is_usable(prefill, decode)
+
+    # --- tokens ----------------------------------------------------------------------------------------------------
+
+    def _tokens(self, node: Node, message: Tokens, now: float) -> None:
+        ids = unpack_ids(message.ids)
+        place = 0
+        columns = zip(message.units, unpack_ids(message.firsts), unpack_ids(message.counts), strict=True)
+        for row, (unit, first, count) in enumerate(columns):
+            if count < 0 or first < 0 or place + count > len(ids):
+                raise ProtocolError(f"Tokens of {unit}: columns do not fit together", node=node.node_id)
+            choice = self._choice(unit)
+            if choice is not None:
+                logprobs = message.logprobs.get(row, ())
+                self._merge(node, choice, first, ids[place : place + count], logprobs, message, row, now)
+            place += count
+
+    def _merge(
+        self,
+        node: Node,
+        choice: Choice,
+        first: int,
+        ids: list[int],
+        logprobs: tuple[TokenLogprobs, ...],
+        message: Tokens,
+        row: int,
+        now: float,
+    ) -> None:
+        ended = message.ended.get(row)
+        had_gap = choice.gap_since is not None
+        delta = choice.merge(first, ids, logprobs, ended, now)
+        generation = choice.generation
+        if ended is not None and generation.num_cached is None:
+            generation.num_cached = ended.num_cached
+        if choice.gap_since is not None:
+            choice.ahead_from = node
+            self._gaps.add(choice)
+        elif had_gap:
+            self._gaps.discard(choice)
+        if delta is not None:
+            self._deliver(choice, delta, is_over_at_node=ended is not None, now=now)
+
+    def _deliver(self, choice: Choice, delta: Delta, *, is_over_at_node: bool, now: float) -> None:
+        generation = choice.generation
+        if not generation.is_canary:
+            self.metrics.tokens(generation, choice, len(delta.token_ids), now)
+        choice.seen_at = now
+        if generation.first_token_at is None:
+            generation.first_token_at = now
+        if delta.finish_reason is not None:
+            self._choice_over(choice, is_over_at_node=is_over_at_node)
+        generation.listener.on_delta(choice, delta)
+        if delta.finish_reason is not None and generation.is_complete:
+            self._done(generation)
+
+    def _choice_over(self, choice: Choice, *, is_over_at_node: bool) -> None:
+        """A choice has ended: by its node, or by a stop string that only the router sees."""
+        generation, attempt = choice.generation, choice.attempt
+        self._gaps.discard(choice)
+        if attempt is None:
+            return
+        if not is_over_at_node:
+            others = attempt.choices - {choice.index}
+            for node in attempt.nodes:
+                self._send_cancel(
+                    node, generation.rid, attempt.number, (choice.index,) if others else None, "a stop string was found"
+                )
+        if attempt.decode is not None:
+            attempt.decode.units.discard(choice.unit)
+        attempt.choices.discard(choice.index)
+        if not attempt.choices and attempt.prefill_done:
+            generation.attempts.pop(attempt.number, None)
+        self.admission.pump(generation.group)
+
+    def _choice(self, unit: Unit) -> Choice | None:
+        """The choice that a unit is the present attempt of; None for what is over or moved."""
+        generation = self.generations.get(unit.rid)
+        if generation is None or unit.choice >= len(generation.choices):
+            return None
+        choice = generation.choices[unit.choice]
+        if choice.attempt is None or choice.attempt.number != unit.attempt or choice.finish_reason is not None:
+            return None
+        return choice
+
+    # --- other messages of nodes -----------------------------------------------------------------------------------
+
+    def _prefill_done(self, node: Node, message: PrefillDone) -> None:
+        node.set_load(message.load)
+        node.prefilling.pop((message.rid, message.attempt), None)
+        self.metrics.prefill(node, message)
+        generation = self.generations.get(message.rid)
+        attempt = generation.attempts.get(message.attempt) if generation is not None else None
+        if generation is not None and attempt is not None and attempt.prefill is node:
+            attempt.prefill_done = True
+            if generation.num_cached is None:
+                generation.num_cached = message.num_cached
+            if generation.wants_prompt_logprobs and generation.prompt_logprobs is None:
+                generation.prompt_logprobs = message.prompt_logprobs
+            if not attempt.choices:
+                generation.attempts.pop(attempt.number, None)
+            if generation.is_complete:
+                self._done(generation)
+        self.admission.pump(node.group)
+
+    def _admitted(self, node: Node, message: Admitted, now: float) -> None:
+        self.metrics.transfer(node, message)
+        choice = self._choice(message.unit)
+        if choice is not None and choice.attempt is not None and choice.attempt.decode is node:
+            self.health.worked(choice.attempt.prefill, node, now)
+
+    def _failed(self, node: Node, message: Failed) -> None:
+        choice = self._choice(message.unit)
+        if choice is None or choice.attempt is None:
+            return
+        generation, attempt = choice.generation, choice.attempt
+        where = f"{node.role} node {node.node_id}: {message.message}"
+        if not message.retryable:
+            self.fail(generation, _error_of(message.code, where))
+            return
+        for other in attempt.nodes:
+            if other is not node:
+                self._send_cancel(other, generation.rid, attempt.number, (choice.index,), "it moves to other nodes")
+        self._release(generation, attempt, {choice.index})
+        attempt.choices.discard(choice.index)
+        if not attempt.choices:
+            attempt.prefill.prefilling.pop((generation.rid, attempt.number), None)
+            generation.attempts.pop(attempt.number, None)
+        self._count_failure(generation, where)
+        if not generation.is_over:
+            logger.info("%s moves: %s", generation.rid, where, extra={"rid": generation.rid})
+            self._requeue(generation, {choice.index})
+
+    def _tokenizer(self, node: Node, message: TokenizerFile) -> None:
+        try:
+            self.registry.take_tokenizer(node, message)
+        except ProtocolError as error:
+            logger.error("node %s: %s", node.node_id, error)
+            return
+        self.health.look(time.monotonic())
+
+    def _joined(self, node: Node) -> None:
+        self.health.look(time.monotonic())
+        self.admission.pump(node.group)
+
+    def _lost(self, node: Node, reason: str) -> None:
+        """Moves everything that a node held."""
+        self.admission.affinity.forget(node.routing_id)
+        self.health.forget(node)
+        for generation in list(self.generations.values()):
+            for attempt in list(generation.attempts.values()):
+                if node in attempt.nodes or (node is attempt.prefill and not attempt.dispatched):
+                    self.move(generation, attempt, f"{node.role} node {node.node_id}: {reason}", failed_at=node)
+
+    # --- ends and moves --------------------------------------------------------------------------------------------
+
+    def _done(self, generation: Generation) -> None:
+        if generation.is_over:
+            return
+        self._end(generation, "it is complete")
+        if not generation.is_canary:
+            self.metrics.done(generation, time.monotonic())
+        logger.info(
+            "%s done: %d tokens, %.3f s, %s",
+            generation.rid,
+            generation.num_generated,
+            time.monotonic() - generation.created_at,
+            ",".join(str(choice.finish_reason) for choice in generation.choices),
+            extra={"rid": generation.rid},
+        )
+        generation.listener.on_done(generation)
+
+    def _end(self, generation: Generation, reason: str) -> None:
+        """Frees everything, here and on the nodes."""
+        generation.is_over = True
+        self.generations.pop(generation.rid, None)
+        self.admission.withdraw(generation)
+        for attempt in generation.attempts.values():
+            self._release(generation, attempt, attempt.choices)
+            if attempt.choices:
+                for node in attempt.nodes:
+                    self._send_cancel(node, generation.rid, attempt.number, None, reason)
+        generation.attempts.clear()
+        self._gaps.difference_update(generation.choices)
+        self.admission.pump(generation.group)
+
+    def _release(self, generation: Generation, attempt: Attempt, choices: set[int]) -> None:
+        """The router counts these choices no more among what the attempt's nodes have."""
+        if attempt.decode is not None:
+            attempt.decode.units.difference_update(Unit(generation.rid, choice, attempt.number) for choice in choices)
+        if choices >= attempt.choices:
+            attempt.prefill.prefilling.pop((generation.rid, attempt.number), None)
+
+    def _count_failure(self, generation: Generation, reason: str) -> None:
+        generation.num_failures += 1
+        if generation.num_failures >= self._max_attempts or generation.is_canary:
+            self.fail(generation, Unavailable(f"given up after {generation.num_failures} attempts; the last: {reason}"))
+
+    def _requeue(self, generation: Generation, choices: set[int]) -> None:
+        """One entry a choice, because each goes on from its own tokens; the lowest ends up in front."""
+        for index in sorted(choices, reverse=True):
+            choice = generation.choices[index]
+            self._gaps.discard(choice)
+            choice.restart()
+            self.admission.submit(Entry(generation, (index,)), first=True)
+
+    # --- sending and timers ----------------------------------------------------------------------------------------
+
+    def _send_raw(self, peer: bytes, message: ToNode) -> bool:
+        assert self._hub is not None, "the hub has not been started"
+        return self._hub.send(peer, message)
+
+    def _send_cancel(self, node: Node, rid: str, attempt: int, choices: tuple[int, ...] | None, reason: str) -> None:
+        message = Cancel(router_epoch=self.epoch, rid=rid, attempt=attempt, choices=choices, reason=reason)
+        node.unacked[(rid, attempt)] = (time.monotonic(), 1, message)
+        self.send(node, message)
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        for choice in list(self._gaps):
+            if choice.gap_since is not None and now - choice.gap_since > GAP_S:
+                self._ask_again(choice, now)
+        if now - self._slow_tick_at < 5 * TICK_S:
+            return
+        self._slow_tick_at = now
+        self.registry.check()
+        self.admission.check(now)
+        self.health.look(now)
+        for node in self.registry.nodes.values():
+            self._repeat_cancels(node, now)
+        for generation in list(self.generations.values()):
+            self._check_times(generation, now)
+
+    def _ask_again(self, choice: Choice, now: float) -> None:
+        """A gap has lasted: ask for what is missing, and move the choice when that does not help."""
+        attempt, node = choice.attempt, choice.ahead_from
+        if attempt is None or node is None:
+            self._gaps.discard(choice)
+            return
+        if choice.num_resends >= MAX_RESENDS:
+            self.move(choice.generation, attempt, f"tokens of {choice.unit} were lost and not sent again")
+            return
+        choice.num_resends += 1
+        choice.gap_since = now
+        logger.warning("%s: token %d is missing; asking again", choice.unit, len(choice.received))
+        self.send(node, Resend(router_epoch=self.epoch, unit=choice.unit, first=len(choice.received)))
+
+    def _repeat_cancels(self, node: Node, now: float) -> None:
+        for key, (sent_at, times, message) in list(node.unacked.items()):
+            if now - sent_at < ACK_S:
+                continue
+            if times >= MAX_CANCELS:
+                logger.warning("%s: node %s did not acknowledge Cancel", key[0], node.node_id)
+                del node.unacked[key]
+                continue
+            node.unacked[key] = (now, times + 1, message)
+            self.send(node, message)
+
+    def _check_times(self, generation: Generation, now: float) -> None:
+        if now - generation.created_at > self._timeout_s:
+            self.fail(generation, Unavailable(f"the request took longer than {self._timeout_s:.0f} s"))
+            return
+        for choice in generation.choices:
+            attempt = choice.attempt
+            if attempt is None or attempt.decode is None or choice.finish_reason is not None:
+                continue
+            if choice.seen_at is not None and now - choice.seen_at > SILENCE_S:
+                choice.seen_at = now
+                unit = choice.unit
+                self.send(attempt.decode, Resend(router_epoch=self.epoch, unit=unit, first=len(choice.received)))
+
+
+def _error_of(code: str, message: str) -> BatonError:
+    match code:
+        case RequestError.code:
+            return RequestError(message)
+        case OutOfPages.code:
+            return OutOfPages(message)
+        case TransferError.code:
+            return TransferError(message)
+        case _:
+            return BatonError(message)
