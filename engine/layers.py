@@ -1,8 +1,8 @@
 """The linear layer, and the forms in which the CPU multiplies by its weights fastest.
 
-A decode step on a CPU mostly waits for weights from memory, so a smaller form is a faster one. Measured on one core with
-the demo model's 29 MB of float32 weights, all products of a step: plain 1.5 ms (1 row) and 2.8 ms (8 rows), oneDNN's
-blocked form 1.0 and 1.4, half precision 0.5 and 0.7. Whichever form is chosen replaces the plain weight.
+A decode step on a CPU mostly waits for weights from memory, so a smaller form is a faster one. Measured on one core
+with the demo model's 29 MB of float32 weights, all products of a step: plain 1.5 ms (1 row) and 2.8 ms (8 rows),
+oneDNN's blocked form 1.0 and 1.4, half precision 0.5 and 0.7. Whichever form is chosen replaces the plain weight.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Linear:
 
     def pack(self) -> None:
         """Replace a float32 weight on the CPU by a faster form: half precision where the weight came from 16 bits and
-        fits (products and sums stay float32), else blocked. Other weights, and torch builds without these, stay plain."""
+        fits (products and sums stay float32), else blocked. Other weights, and torch without these, stay plain."""
         if self.weight is None or self.weight.device.type != "cpu" or self.weight.dtype != torch.float32:
             return
         with torch.inference_mode(False):

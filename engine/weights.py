@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+import xxhash
 
 from ..metadata.errors import ModelError
+from .checkpoint import Checkpoint, TensorSpec, safetensors_files, tensor_digests
 from .layers import Linear
 from .model_config import ModelConfig
 
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """A tensor of the checkpoint."""
-
-    name: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,52 +40,6 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor  # [hidden_size]
     lm_head: Linear  # hidden_size -> vocab_size
-
-
-class Checkpoint:
-    """The *.safetensors files of a directory, opened (not read). Raises ModelError if they are missing or damaged."""
-
-    def __init__(self, model_dir: Path) -> None:
-        self.model_dir = Path(model_dir)
-        self._file_of: dict[str, safe_open] = {}
-        for path in _safetensors_files(self.model_dir):
-            try:
-                file = safe_open(path, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{path} is damaged or cut short ({error}); copy the checkpoint again") from None
-            self._file_of.update(dict.fromkeys(file.keys(), file))
-
-    @property
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self._file_of)
-
-    def check(self, specs: list[TensorSpec]) -> int:
-        """Every spec is there in its shape and a readable dtype. Returns their bytes in the files."""
-        missing = [spec.name for spec in specs if spec.name not in self._file_of]
-        if missing:
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise ModelError(
-                f"{self.model_dir} lacks tensors that its config.json calls for: {', '.join(missing[:3])}{more}"
-            )
-        num_bytes = 0
-        for spec in specs:
-            tensor = self._file_of[spec.name].get_slice(spec.name)
-            shape = tuple(tensor.get_shape())
-            if shape != spec.shape:
-                raise ModelError(
-                    f"{self.model_dir}: {spec.name} has shape {list(shape)}, config.json calls for {list(spec.shape)}"
-                )
-            if tensor.get_dtype() not in ("F32", "BF16", "F16"):
-                raise ModelError(
-                    f"{self.model_dir}: {spec.name} is {tensor.get_dtype()}; only F32, BF16, F16 are served"
-                )
-            num_bytes += torch.Size(shape).numel() * (4 if tensor.get_dtype() == "F32" else 2)
-        return num_bytes
-
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, mapped from the file: copy it before the file may change."""
-        return self._file_of[name].get_tensor(name)
 
 
 def tensor_specs(config: ModelConfig) -> list[TensorSpec]:
@@ -134,6 +81,17 @@ def load_weights(
         norm=reader.fused("model.norm.weight"),
         lm_head=lm_head,
     )
+
+
+def fingerprint(model_dir: Path) -> str:
+    """32 hexadecimal digits that are equal for equal models, on every host and however the files are split: XXH3-128
+    over the checked configuration and every tensor's name, dtype, shape and bytes. All bytes are read, at several GB/s
+    from the page cache, else as fast as the disk gives them. Raises ModelError as loading does."""
+    digest = xxhash.xxh3_128(json.dumps(asdict(ModelConfig.from_dir(model_dir)), sort_keys=True).encode())
+    tensors = {name: value for path in safetensors_files(model_dir) for name, value in tensor_digests(path).items()}
+    for name in sorted(tensors):
+        digest.update(tensors[name])
+    return digest.hexdigest()
 
 
 @dataclass(slots=True)
@@ -213,31 +171,3 @@ def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, specs: list[Ten
             f"{checkpoint.model_dir} has tensors that {config.architecture} does not use "
             f"({', '.join(sorted(unknown)[:3])}); is config.json that of another model?"
         )
-
-
-def _safetensors_files(model_dir: Path) -> list[Path]:
-    if not model_dir.is_dir():
-        raise ModelError(f"model directory {model_dir} does not exist; give one with config.json and *.safetensors")
-    index = model_dir / "model.safetensors.index.json"
-    if not index.exists():
-        files = sorted(model_dir.glob("*.safetensors"))
-        if not files:
-            pickled = ", ".join(path.name for path in sorted(model_dir.glob("*.bin"))[:3])
-            why = (
-                f"{pickled} are pickles, which Baton never loads; convert them"
-                if pickled
-                else "copy the checkpoint again"
-            )
-            raise ModelError(f"{model_dir} has no *.safetensors files; {why}")
-        single = model_dir / "model.safetensors"
-        return [single] if single in files else files
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is not a readable index ({error!r}); copy the checkpoint again") from None
-    if not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise ModelError(f"{index} names files outside its directory; copy the checkpoint again")
-    missing = sorted(name for name in names if not (model_dir / name).exists())
-    if missing:
-        raise ModelError(f"{model_dir} lacks {', '.join(missing)}, which {index.name} names; copy the checkpoint again")
-    return [model_dir / name for name in sorted(names)]

@@ -1,0 +1,122 @@
+"""The *.safetensors files of a model directory: found, checked, read and digested. Pickles are never opened."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from ..metadata.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor of the checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """The *.safetensors files of a directory, opened (not read). Raises ModelError if they are missing or damaged."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.model_dir = Path(model_dir)
+        self._file_of: dict[str, safe_open] = {}
+        for path in safetensors_files(self.model_dir):
+            try:
+                file = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path} is damaged or cut short ({error}); copy the checkpoint again") from None
+            self._file_of.update(dict.fromkeys(file.keys(), file))
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._file_of)
+
+    def check(self, specs: list[TensorSpec]) -> int:
+        """Every spec is there in its shape and a readable dtype. Returns their bytes in the files."""
+        missing = [spec.name for spec in specs if spec.name not in self._file_of]
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise ModelError(
+                f"{self.model_dir} lacks tensors that its config.json calls for: {', '.join(missing[:3])}{more}"
+            )
+        num_bytes = 0
+        for spec in specs:
+            tensor = self._file_of[spec.name].get_slice(spec.name)
+            shape = tuple(tensor.get_shape())
+            if shape != spec.shape:
+                raise ModelError(
+                    f"{self.model_dir}: {spec.name} has shape {list(shape)}, config.json calls for {list(spec.shape)}"
+                )
+            if tensor.get_dtype() not in ("F32", "BF16", "F16"):
+                raise ModelError(
+                    f"{self.model_dir}: {spec.name} is {tensor.get_dtype()}; only F32, BF16, F16 are served"
+                )
+            num_bytes += torch.Size(shape).numel() * (4 if tensor.get_dtype() == "F32" else 2)
+        return num_bytes
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, mapped from the file: copy it before the file may change."""
+        return self._file_of[name].get_tensor(name)
+
+
+def safetensors_files(model_dir: Path) -> list[Path]:
+    """The files that the index names, or model.safetensors, or all there are. Raises ModelError, also for pickles."""
+    if not model_dir.is_dir():
+        raise ModelError(f"model directory {model_dir} does not exist; give one with config.json and *.safetensors")
+    index = model_dir / "model.safetensors.index.json"
+    if not index.exists():
+        files = sorted(model_dir.glob("*.safetensors"))
+        if not files:
+            pickled = [path.name for path in sorted(model_dir.glob("*.bin"))]
+            fix = f"convert {pickled[0]}: pickles are never loaded" if pickled else "copy the checkpoint again"
+            raise ModelError(f"{model_dir} has no *.safetensors files; {fix}")
+        single = model_dir / "model.safetensors"
+        return [single] if single in files else files
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is not a readable index ({error!r}); copy the checkpoint again") from None
+    if not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise ModelError(f"{index} names files outside its directory; copy the checkpoint again")
+    missing = sorted(name for name in names if not (model_dir / name).exists())
+    if missing:
+        raise ModelError(f"{model_dir} lacks {', '.join(missing)}, which {index.name} names; copy the checkpoint again")
+    return [model_dir / name for name in sorted(names)]
+
+
+def tensor_digests(path: Path) -> dict[str, bytes]:
+    """Per tensor of a file, XXH3-128 of its name, dtype, shape and bytes. Raises ModelError for a damaged file.
+
+    Format: 8 bytes little-endian header length, a JSON header of {name: {dtype, shape, data_offsets}}, the data."""
+    try:
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+            memoryview(mapped) as view,
+        ):
+            start = 8 + int.from_bytes(view[:8], "little")
+            header: dict[str, Any] = json.loads(bytes(view[8:start]))
+            header.pop("__metadata__", None)
+            return {name: _tensor_digest(name, entry, view, start) for name, entry in header.items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path} is damaged or cut short ({error}); copy the checkpoint again") from None
+
+
+def _tensor_digest(name: str, entry: dict[str, Any], view: memoryview, start: int) -> bytes:
+    begin, end = (start + offset for offset in entry["data_offsets"])
+    if end > len(view):
+        raise ValueError(f"{name} ends at byte {end} of {len(view)}")
+    digest = xxhash.xxh3_128(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
+    with view[begin:end] as content:
+        digest.update(content)
+    return digest.digest()

@@ -1,0 +1,45 @@
+"""Fixtures that every folder of tests may use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint
+
+CheckpointFactory = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> CheckpointFactory:
+    """`checkpoint("llama", num_hidden_layers=2, ...)` -> directory of a small random checkpoint, written once.
+
+    As `make_checkpoint`, but biases and norm weights, which start as 0 and 1, are random too, so that one left out is
+    noticed; `dtype` ("bfloat16", "float16") rounds all tensors. The directory is shared: copy it to damage it."""
+    written: dict[str, Path] = {}
+
+    def get(family: str = "llama", dtype: str = "float32", **config: object) -> Path:
+        key = json.dumps([family, dtype, config], sort_keys=True)
+        if key not in written:
+            written[key] = make_checkpoint(tmp_path_factory.mktemp(family), family, **config)
+            _randomise_and_round(written[key], dtype)
+        return written[key]
+
+    return get
+
+
+def _randomise_and_round(model_dir: Path, dtype: str) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path = model_dir / "model.safetensors"
+    generator = torch.Generator().manual_seed(1)
+    tensors = load_file(path)
+    for name in sorted(tensors):
+        if name.endswith((".bias", "norm.weight")):
+            tensors[name] += 0.3 * torch.randn(tensors[name].shape, generator=generator)
+    save_file({name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}, path, {"format": "pt"})
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
