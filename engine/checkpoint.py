@@ -84,7 +84,7 @@ def safetensors_files(model_dir: Path) -> list[Path]:
         return [single] if single in files else files
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{index} is not a readable index ({error!r}); copy the checkpoint again") from None
     if not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise ModelError(f"{index} names files outside its directory; copy the checkpoint again")

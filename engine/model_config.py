@@ -124,7 +124,7 @@ class _RawConfig:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ModelError(f"{path} does not exist; a model directory holds {path.name}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"{path} is not readable JSON ({error}); copy the checkpoint again") from None
         if not isinstance(raw, dict):
             raise ModelError(f"{path} holds a {type(raw).__name__}, not a JSON object; copy the checkpoint again")
@@ -251,7 +251,7 @@ def _sliding_window(raw: _RawConfig, family: _Family) -> tuple[int | None, ...]:
 def _by_layer_types(raw: _RawConfig, layer_types: Any, window: int | None, num_layers: int) -> tuple[int | None, ...]:
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise raw.error("layer_types", f"must list {num_layers} layers")
-    if not set(layer_types) <= {"full_attention", "sliding_attention"}:
+    if any(layer_type not in ("full_attention", "sliding_attention") for layer_type in layer_types):
         raise raw.error("layer_types", "is not served; full_attention and sliding_attention are")
     if "sliding_attention" in layer_types and window is None:
         raise raw.error("layer_types", "has sliding_attention but no sliding window is switched on")

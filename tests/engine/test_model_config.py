@@ -1,0 +1,210 @@
+"""config.json as the four families write it, and every refusal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from baton.engine.model_config import ModelConfig
+from baton.engine.rope import RopeConfig
+from baton.metadata.errors import ModelError
+
+Checkpoint = Callable[..., Path]
+
+BASE: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+QWEN2 = BASE | {"architectures": ["Qwen2ForCausalLM"]}
+MISTRAL = BASE | {"architectures": ["MistralForCausalLM"], "sliding_window": None}
+
+
+def read(tmp_path: Path, config: dict[str, object], generation: dict[str, object] | None = None) -> ModelConfig:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    return ModelConfig.from_dir(tmp_path)
+
+
+def test_fields_and_defaults(tmp_path: Path) -> None:
+    assert read(tmp_path, BASE | {"torch_dtype": "bfloat16", "eos_token_id": 2, "bos_token_id": 1}) == ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        context_len=256,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(),
+        tie_word_embeddings=False,
+        qkv_bias=False,
+        attention_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        sliding_window=(None,) * 4,
+        checkpoint_dtype="bfloat16",
+        eos_token_ids=(2,),
+        bos_token_id=1,
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_what_transformers_writes(checkpoint: Checkpoint, family: str) -> None:
+    config = ModelConfig.from_dir(checkpoint(family))
+    assert config.architecture.lower().startswith(family)
+    assert (config.vocab_size, config.head_dim, config.num_kv_heads, config.context_len) == (512, 16, 2, 512)
+    assert config.qkv_bias == (family == "qwen2")
+    assert config.qk_norm == (family == "qwen3")
+    assert config.eos_token_ids == (0,)
+
+
+def test_eos_of_the_generation_config_wins(tmp_path: Path) -> None:
+    assert read(tmp_path, BASE | {"eos_token_id": 2}, {"eos_token_id": [5, 7]}).eos_token_ids == (5, 7)
+    assert read(tmp_path, BASE | {"eos_token_id": [2, 3]}, {"temperature": 1.0}).eos_token_ids == (2, 3)
+    assert read(tmp_path, BASE, {}).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}},
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+        ),
+    ],
+    ids=["theta", "linear", "yarn"],
+)
+def test_both_spellings_of_rope(tmp_path: Path, old: dict[str, object], new: dict[str, object]) -> None:
+    assert read(tmp_path, BASE | old | {"rope_parameters": None}) == read(tmp_path, BASE | new)
+
+
+def test_yarn_stretches_a_context_that_states_the_original(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    assert read(tmp_path, BASE | {"rope_scaling": scaling}).context_len == 1024
+    stretched = BASE | {"max_position_embeddings": 1024, "rope_scaling": scaling}
+    assert read(tmp_path, stretched).context_len == 1024
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (MISTRAL, (None,) * 4),
+        (MISTRAL | {"sliding_window": 9}, (9,) * 4),
+        (QWEN2 | {"sliding_window": 9, "max_window_layers": 1}, (None,) * 4),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3}, (None, None, None, 9)),
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 9}, (None,) * 4),
+        (
+            QWEN2
+            | {
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+            },
+            (9, None, None, 9),
+        ),
+    ],
+)
+def test_sliding_windows(tmp_path: Path, config: dict[str, object], windows: tuple[int | None, ...]) -> None:
+    assert read(tmp_path, config).sliding_window == windows
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, r"\['MixtralForCausalLM'\] is not served; Baton serves Llama"),
+        ({"architectures": None}, "architectures = None is not served"),
+        ({"architectures": []}, "is not served"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "is not served"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq.*use the checkpoint in bfloat16"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"num_experts": 8}, "num_experts = 8.*dense"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type = 'longrope' is not served; one of default, linear"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, "is not served"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor = None must be a positive number"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor = '2' must be a positive number"),
+        ({"rope_scaling": "linear"}, "rope_scaling = 'linear'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one set of rotary parameters"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 2,
+                    "low_freq_factor": 4,
+                    "high_freq_factor": 4,
+                }
+            },
+            "high_freq_factor = 4.0 must be above low_freq_factor",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"sliding_window": 9}, "sliding_window = 9 is not served for LlamaForCausalLM"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+        ({"layer_types": ["full_attention"]}, "must list 4 layers"),
+        ({"layer_types": [{}] * 4}, "layer_types"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads = 3 does not divide num_attention_heads"),
+        ({"head_dim": 15}, "head_dim = 15 is odd"),
+        ({"vocab_size": "512"}, "vocab_size = '512' must be a whole number"),
+        ({"vocab_size": None}, "vocab_size = None must be a whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0 must be a whole number of at least 1"),
+        ({"hidden_size": True}, "hidden_size = True"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps = -1 must be a positive number"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1 must be true or false"),
+        ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype = 'float8_e4m3fn' is not served; one of float32"),
+        ({"dtype": ["float32"]}, r"dtype = \['float32'\] is not served"),
+        ({"eos_token_id": "</s>"}, "eos_token_id = '</s>' must be a token id"),
+    ],
+    ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
+)
+def test_refusals_name_the_value(tmp_path: Path, change: dict[str, object], words: str) -> None:
+    with pytest.raises(ModelError, match=words) as error:
+        read(tmp_path, BASE | change)
+    assert str(tmp_path / "config.json") in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["num_key_value_heads", "sliding_window"])
+def test_a_default_that_is_not_certain_is_not_guessed(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ModelError, match=f"{key} is missing"):
+        read(tmp_path, {name: value for name, value in MISTRAL.items() if name != key})
+
+
+def test_a_switched_on_window_without_size(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no sliding window is switched on"):
+        read(tmp_path, QWEN2 | {"sliding_window": 9, "layer_types": ["sliding_attention"] * 4})
+
+
+def test_missing_and_damaged_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="nowhere does not exist"):
+        ModelConfig.from_dir(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"config.json does not exist"):
+        ModelConfig.from_dir(tmp_path)
+    for content in (b'{"architectures": ["Llama', b"\xff\xfe\x00", b"", b"[1, 2]", b"[" * 100_000):
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(ModelError, match=r"config.json"):
+            ModelConfig.from_dir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(BASE))
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"generation_config.json is not readable JSON"):
+        ModelConfig.from_dir(tmp_path)

@@ -1,0 +1,198 @@
+"""Loading: sharded and single files, fusing, progress, packing, the fingerprint, and every damaged directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from baton.engine.layers import Linear, fits_half
+from baton.engine.model_config import ModelConfig
+from baton.engine.weights import Weights, fingerprint, load_weights, tensor_specs
+from baton.metadata.errors import ModelError
+from safetensors.torch import load_file, save_file
+
+Checkpoint = Callable[..., Path]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def model_dir(checkpoint: Checkpoint, tmp_path: Path) -> Path:
+    """A private copy, to damage."""
+    return Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+
+
+def load(model_dir: Path, **options: object) -> Weights:
+    return load_weights(model_dir, ModelConfig.from_dir(model_dir), torch.float32, CPU, **options)
+
+
+def shard(model_dir: Path, num_shards: int) -> None:
+    tensors = load_file(model_dir / "model.safetensors")
+    (model_dir / "model.safetensors").unlink()
+    weight_map = {name: f"model-{i % num_shards}.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name in weight_map if weight_map[name] == file}, model_dir / file)
+    (model_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def replace(model_dir: Path, **changes: torch.Tensor | None) -> None:
+    path = model_dir / "model.safetensors"
+    tensors = load_file(path) | {name: tensor for name, tensor in changes.items() if tensor is not None}
+    save_file({name: tensor for name, tensor in tensors.items() if changes.get(name, tensor) is not None}, path)
+
+
+def test_specs_are_what_transformers_writes(checkpoint: Checkpoint) -> None:
+    for family, config in (("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen2", {}), ("qwen3", {})):
+        model_dir = checkpoint(family, **config)
+        written = {name: tuple(tensor.shape) for name, tensor in load_file(model_dir / "model.safetensors").items()}
+        assert {spec.name: spec.shape for spec in tensor_specs(ModelConfig.from_dir(model_dir))} == written
+
+
+def test_sharded_equals_single(model_dir: Path) -> None:
+    single = load(model_dir)
+    shard(model_dir, 3)
+    sharded = load(model_dir)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    for ours, theirs in zip(sharded.layers, single.layers, strict=True):
+        assert torch.equal(ours.qkv(x), theirs.qkv(x)) and torch.equal(ours.gate_up(x), theirs.gate_up(x))
+    assert torch.equal(sharded.lm_head(x), single.lm_head(x))
+
+
+def test_progress_reaches_the_total_and_the_file_may_go(model_dir: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    weights = load(model_dir, progress=lambda done, total: seen.append((done, total)))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    size = sum(tensor.nbytes for tensor in load_file(model_dir / "model.safetensors").values())
+    assert seen[-1] == (size, size)
+    expected = weights.embedding.clone()
+    (model_dir / "model.safetensors").write_bytes(b"")  # were anything still mapped, reading it would kill the process
+    assert torch.equal(weights.embedding, expected) and weights.norm.isfinite().all()
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 7, 33])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sixteen_bit", [True, False])
+def test_packed_linear_equals_plain(num_rows: int, bias: bool, sixteen_bit: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = 0.02 * torch.randn(48, 40, generator=generator)
+    weight = weight.bfloat16().float() if sixteen_bit else weight
+    plain = Linear(weight.clone(), torch.randn(48, generator=generator) if bias else None)
+    packed = Linear(weight, plain.bias)
+    packed.pack()
+    assert (packed.half is not None) == sixteen_bit
+    x = torch.randn(num_rows, 40, generator=generator)
+    torch.testing.assert_close(packed(x), plain(x), atol=1e-6, rtol=0)
+
+
+def test_fits_half() -> None:
+    weight = 0.02 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    assert fits_half(weight.half().float()) and fits_half(weight.bfloat16().float())
+    assert not fits_half(weight)
+    assert not fits_half(1e-4 * weight.bfloat16().float())  # below float16's normal numbers
+    assert not fits_half(torch.full((2, 2), 1e5))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_weights_stay_plain(checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    model_dir = checkpoint("llama")
+    weights = load_weights(model_dir, ModelConfig.from_dir(model_dir), dtype, CPU)
+    assert weights.lm_head.weight is not None and weights.lm_head.weight.dtype == weights.norm.dtype == dtype
+
+
+def test_tied_embeddings_are_stored_once(checkpoint: Checkpoint) -> None:
+    model_dir = checkpoint("llama", tie_word_embeddings=True)
+    weights = load_weights(model_dir, ModelConfig.from_dir(model_dir), torch.bfloat16, CPU)
+    assert weights.lm_head.weight is weights.embedding
+
+
+def test_fingerprint_is_of_the_content(model_dir: Path, checkpoint: Checkpoint) -> None:
+    original = fingerprint(model_dir)
+    assert len(original) == 32 and original == fingerprint(checkpoint("llama"))
+    shard(model_dir, 2)
+    assert fingerprint(model_dir) == original
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(config | {"transformers_version": "9.9"}))
+    assert fingerprint(model_dir) == original
+    (model_dir / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
+    assert fingerprint(model_dir) != original
+    assert fingerprint(checkpoint("llama", seed=1)) != original
+    assert fingerprint(checkpoint("llama", "bfloat16")) != original
+
+
+def test_fingerprint_sees_one_byte(model_dir: Path) -> None:
+    original = fingerprint(model_dir)
+    path = model_dir / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert fingerprint(model_dir) != original
+
+
+@pytest.mark.parametrize("size", [0, 4, 200, -1])
+@pytest.mark.parametrize("action", [load, fingerprint])
+def test_truncated_file(model_dir: Path, size: int, action: Callable[[Path], object]) -> None:
+    path = model_dir / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ModelError, match=r"model.safetensors is damaged or cut short"):
+        action(model_dir)
+
+
+def test_no_safetensors(model_dir: Path) -> None:
+    (model_dir / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"has no \*.safetensors files; copy"):
+        load(model_dir)
+    (model_dir / "pytest_model.bin").write_bytes(b"cos\nsystem\n")
+    with pytest.raises(ModelError, match=r"convert pytest_model.bin: pickles are never loaded"):
+        load(model_dir)
+
+
+def test_damaged_index(model_dir: Path) -> None:
+    shard(model_dir, 2)
+    index = model_dir / "model.safetensors.index.json"
+    good = index.read_text()
+    for bad in ("{", "[]", '{"weight_map": 3}', "{}"):
+        index.write_text(bad)
+        with pytest.raises(ModelError, match=r"index.json is not a readable index"):
+            load(model_dir)
+    index.write_text(good.replace("model-1", "../model-1"))
+    with pytest.raises(ModelError, match="outside its directory"):
+        load(model_dir)
+    index.write_text(good)
+    (model_dir / "model-1.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"lacks model-1.safetensors"):
+        load(model_dir)
+
+
+def test_missing_tensor(model_dir: Path) -> None:
+    replace(model_dir, **{"model.layers.1.mlp.up_proj.weight": None})
+    with pytest.raises(ModelError, match=r"lacks tensors .* model.layers.1.mlp.up_proj.weight$"):
+        load(model_dir)
+
+
+def test_wrong_shape(model_dir: Path) -> None:
+    replace(model_dir, **{"model.layers.0.self_attn.k_proj.weight": torch.zeros(16, 64)})
+    with pytest.raises(ModelError, match=r"k_proj.weight has shape \[16, 64\], config.json calls for \[32, 64\]"):
+        load(model_dir)
+
+
+def test_wrong_kind(model_dir: Path) -> None:
+    replace(model_dir, **{"model.norm.weight": torch.zeros(64, dtype=torch.int8)})
+    with pytest.raises(ModelError, match=r"model.norm.weight is I8; only F32"):
+        load(model_dir)
+
+
+def test_tensors_that_would_be_ignored(model_dir: Path) -> None:
+    replace(model_dir, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
+    load(model_dir)
+    replace(model_dir, **{"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)})
+    with pytest.raises(ModelError, match=r"does not use \(model.layers.0.self_attn.q_proj.bias\)"):
+        load(model_dir)
+
+
+def test_missing_directory(model_dir: Path) -> None:
+    config = ModelConfig.from_dir(model_dir)
+    with pytest.raises(ModelError, match="does not exist"):
+        load_weights(model_dir / "nowhere", config, torch.float32, CPU)

@@ -1,0 +1,115 @@
+"""The few-operations attention against its specification, and the specification against a plain softmax."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from baton.kernels.attention import (
+    AttentionPlan,
+    clear_fresh_pages,
+    paged_attention,
+    paged_attention_ref,
+    store_kv,
+)
+
+NUM_PAGES, HEAD_DIM = 64, 16
+SHAPES = {
+    "one decode": ((1,), (9,)),
+    "first token": ((1,), (1,)),
+    "ragged decode": ((1, 1, 1, 1), (3, 17, 8, 1)),
+    "even decode": ((1, 1, 1), (12, 12, 12)),
+    "fresh prompt": ((21,), (21,)),
+    "fresh prompts": ((5, 5), (5, 5)),
+    "chunk": ((7,), (30,)),
+    "uniform verify": ((4, 4, 4), (9, 22, 4)),
+    "long chunks": ((20, 20), (33, 20)),
+    "mixture": ((1, 6, 1, 19, 6, 2), (8, 6, 31, 25, 20, 2)),
+}
+
+
+def make_pool(query_lens, seq_lens, num_heads, num_kv_heads, page_size, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    max_pages = max(-(-seq_len // page_size) for seq_len in seq_lens)
+    ids = (torch.randperm(NUM_PAGES - 1, generator=generator) + 1).tolist()
+    table = torch.zeros(len(seq_lens), max_pages, dtype=torch.int64)
+    for seq, seq_len in enumerate(seq_lens):
+        for column in range(-(-seq_len // page_size)):
+            table[seq, column] = ids.pop()
+    kv = torch.full((1, NUM_PAGES, 2, num_kv_heads, page_size, HEAD_DIM), float("nan"), dtype=dtype)
+    for seq, seq_len in enumerate(seq_lens):  # what earlier forwards stored, page tails cleared by them
+        kept = table[seq, : -(-seq_len // page_size)]
+        kv[0, kept] = torch.randn(kv[0, kept].shape, generator=generator).to(dtype)
+    q = torch.randn(sum(query_lens), num_heads, HEAD_DIM, generator=generator).to(dtype)
+    return q, kv, table
+
+
+def plan_of(table, query_lens, seq_lens, page_size, num_kv_heads, window, dtype=torch.float32) -> AttentionPlan:
+    return AttentionPlan.build(
+        table,
+        query_lens,
+        seq_lens,
+        page_size=page_size,
+        num_kv_heads=num_kv_heads,
+        windows=frozenset({window, None}),
+        dtype=dtype,
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [None, 1, 6, 1000])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (3, 3), (6, 1)])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_equals_the_reference(
+    shape: str, window: int | None, num_heads: int, num_kv_heads: int, page_size: int
+) -> None:
+    query_lens, seq_lens = SHAPES[shape]
+    if page_size == 1 and sum(seq_lens) >= NUM_PAGES:
+        page_size = 2
+    q, kv, table = make_pool(query_lens, seq_lens, num_heads, num_kv_heads, page_size)
+    plan = plan_of(table, query_lens, seq_lens, page_size, num_kv_heads, window)
+    ours = paged_attention(q, kv[0], plan, window)
+    expected = paged_attention_ref(q, kv[0].nan_to_num(), table, query_lens, seq_lens, window)
+    torch.testing.assert_close(ours, expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=["bf16", "fp16"])
+def test_16_bits(dtype: torch.dtype, atol: float) -> None:
+    query_lens, seq_lens = SHAPES["mixture"]
+    q, kv, table = make_pool(query_lens, seq_lens, 4, 2, 4, dtype)
+    ours = paged_attention(q, kv[0], plan_of(table, query_lens, seq_lens, 4, 2, 6, dtype), 6)
+    expected = paged_attention_ref(q, kv[0].nan_to_num(), table, query_lens, seq_lens, 6)
+    assert ours.dtype == dtype
+    torch.testing.assert_close(ours, expected, atol=atol, rtol=0)
+
+
+def test_the_reference_is_the_formula() -> None:
+    """One query at a time, over keys looked up slot by slot."""
+    query_lens, seq_lens, window, page_size = (2, 1), (7, 5), 4, 4
+    q, kv, table = make_pool(query_lens, seq_lens, 4, 2, page_size)
+    out = paged_attention_ref(q, kv[0].nan_to_num(), table, query_lens, seq_lens, window)
+    queries = [(0, 5), (0, 6), (1, 4)]  # (sequence, position)
+    for row, (seq, position) in enumerate(queries):
+        for head in range(4):
+            slots = [(table[seq, j // page_size], j % page_size) for j in range(position - window + 1, position + 1)]
+            k = torch.stack([kv[0, page, 0, head // 2, slot] for page, slot in slots])
+            v = torch.stack([kv[0, page, 1, head // 2, slot] for page, slot in slots])
+            expected = (k @ q[row, head] / HEAD_DIM**0.5).softmax(0) @ v
+            torch.testing.assert_close(out[row, head], expected, atol=1e-6, rtol=0)
+
+
+def test_store_and_clear() -> None:
+    query_lens, seq_lens, page_size, num_kv_heads = (1, 6, 3), (9, 7, 8), 4, 2
+    _, _, table = make_pool(query_lens, seq_lens, 4, num_kv_heads, page_size)
+    kv = torch.full((3, NUM_PAGES, 2, num_kv_heads, page_size, HEAD_DIM), 5.0)
+    plan = plan_of(table, query_lens, seq_lens, page_size, num_kv_heads, None)
+    clear_fresh_pages(kv, plan)
+    new = torch.randn(10, 2 * num_kv_heads, HEAD_DIM)
+    store_kv(new, kv[1], plan)
+    expected = torch.full_like(kv, 5.0)
+    expected[:, table[0, 2]] = 0  # position 8 begins a page
+    expected[:, table[1, 1]] = 0  # positions 4 to 6 begin one; 1 to 3 go on with an older page
+    positions = [(0, 8), *((1, p) for p in range(1, 7)), *((2, p) for p in range(5, 8))]
+    for row, (seq, position) in enumerate(positions):
+        page, slot = table[seq, position // page_size], position % page_size
+        expected[1, page, :, :, slot] = new[row].view(2, num_kv_heads, HEAD_DIM)
+    assert torch.equal(kv, expected)
