@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.5
 IDLE_LIMIT_S = 10.0
+REPORT_INTERVAL_S = 0.1
 _LINGER_MS = 500  # what the last words of a leaving node may take
 
 
@@ -92,6 +93,7 @@ class Membership:
         self._session = RouterSession(hello, self._link.send, tokenizer)
         self._drain_timeout_s = drain_timeout_s
         self._leaving_until: float | None = None
+        self._reported_at = 0.0
         self._is_asked_to_leave = False
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -144,8 +146,11 @@ class Membership:
         self._pulse.enter(phase, limit_s)
 
     def report(self) -> None:
-        """The figures that the next beats carry."""
-        self._pulse.report(self.member.load(), self.member.stats())
+        """The figures that the next beats carry; called every step, it collects them often enough for every beat."""
+        now = time.monotonic()
+        if now - self._reported_at >= REPORT_INTERVAL_S:
+            self._reported_at = now
+            self._pulse.report(self.member.load(), self.member.stats())
 
     def wait(self) -> None:
         """Sleep until a message, a signal or the member's deadline."""

@@ -1,0 +1,245 @@
+"""Split equals whole: a prefill and a decode node together give transformers' tokens, and their books balance."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from baton.metadata.messages import Cancel, Resend, Welcome
+from baton.metadata.request import Unit
+from node_pair import ROUTER_EPOCH, NodePair, Result, params
+from ties import Reference
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+MakePair = Callable[..., NodePair]
+
+
+@pytest.fixture
+def make_pair() -> Iterator[MakePair]:
+    """A pair whose books are checked and sockets closed at the end of the test."""
+    pairs: list[NodePair] = []
+
+    def make(model: Path, **options: Any) -> NodePair:
+        pairs.append(NodePair(model, **options))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.check_books()
+        pair.close()
+
+
+def prompts(vocab_size: int, lens: tuple[int, ...], seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab_size) for _ in range(num)] for num in lens]
+
+
+def ids(results: dict[tuple[str, int], Result]) -> dict[tuple[str, int], list[int]]:
+    return {key: result.ids for key, result in results.items()}
+
+
+@pytest.mark.parametrize("transport", ["local", "zmq"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_output_equals_transformers(
+    family: str, transport: str, checkpoint: Callable[..., Path], make_pair: MakePair
+) -> None:
+    model = checkpoint(family)
+    reference = Reference(model)
+    pair = make_pair(
+        model,
+        prefill={"page_size": 4, "chunk_tokens": 6, "transport": transport},
+        decode={"page_size": 4, "chunk_tokens": 6, "transport": transport},
+    )
+    cases = prompts(pair.prefill.engine.card.vocab_size, (1, 3, 4, 5, 8, 9, 13, 24, 25))
+    for i, prompt in enumerate(cases):
+        pair.submit(f"r{i}", prompt, params(12))
+    results = pair.run()
+    for i, prompt in enumerate(cases):
+        reference.assert_greedy(prompt, results[f"r{i}", 0].ids, reference.generate(prompt, 12))
+    assert reference.num_ties <= 1, reference.num_ties
+
+    for i, prompt in enumerate(cases):  # again, now that both caches know the prompts
+        pair.submit(f"again{i}", prompt, params(12))
+    results = pair.run()
+    for i, prompt in enumerate(cases):
+        assert results[f"again{i}", 0].ids == results[f"r{i}", 0].ids
+    assert results["again8", 0].ended is not None and results["again8", 0].ended.num_cached == 24
+    assert any(admitted.have_pages for admitted in pair.admitted)
+
+
+def test_preemption_changes_no_token(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
+    model = checkpoint("llama")
+    settings = {"page_size": 4, "chunk_tokens": 8}
+    cases = prompts(50, (9, 14, 11, 7, 10, 13))
+    sampled = [params(20, temperature=1.0, seed=i, repetition_penalty=1.1, frequency_penalty=0.2) for i in range(6)]
+
+    def run(num_pages: int) -> tuple[NodePair, dict[tuple[str, int], list[int]]]:
+        pair = make_pair(model, prefill=settings, decode={**settings, "num_pages": num_pages})
+        for i, prompt in enumerate(cases):
+            pair.submit(f"greedy{i}", prompt, params(20))
+            pair.submit(f"seeded{i}", prompt, sampled[i])
+        return pair, ids(pair.run())
+
+    roomy, whole = run(400)
+    tight, preempted = run(20)
+    assert roomy.decode.stats().preemptions == 0
+    assert tight.decode.stats().preemptions > 3
+    assert preempted == whole
+
+
+def test_seeded_output_is_the_same_alone_and_in_a_batch(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
+    pair = make_pair(checkpoint("qwen3"), prefill={"page_size": 4}, decode={"page_size": 4})
+    cases = prompts(50, (5, 17, 9, 30))
+    settings = [params(16, temperature=1.0, top_p=0.9, seed=7 * i) for i in range(4)]
+    alone: dict[int, list[int]] = {}
+    for i, prompt in enumerate(cases):
+        pair.submit(f"alone{i}", prompt, settings[i])
+        alone[i] = pair.run()[f"alone{i}", 0].ids
+    for i, prompt in enumerate(cases):
+        pair.submit(f"batch{i}", prompt, settings[i])
+    results = pair.run()
+    assert {i: results[f"batch{i}", 0].ids for i in alone} == alone
+    assert len({tuple(tokens) for tokens in alone.values()}) == 4
+
+
+def test_choices_share_one_prefill(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
+    pair = make_pair(checkpoint("llama"), prefill={"page_size": 4}, decode={"page_size": 4})
+    prompt = prompts(50, (18,))[0]
+    pair.submit("r", prompt, params(8, temperature=1.5, seed=3), n=4)
+    results = pair.run()
+    assert pair.prefill.stats().computed_tokens == 18
+    assert len({tuple(results["r", choice].ids) for choice in range(4)}) == 4
+    pair.submit("one", prompt, params(8, temperature=1.5, seed=3))
+    assert pair.run()["one", 0].ids == results["r", 0].ids
+
+
+def test_a_request_of_one_token_needs_no_decode_node(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
+    pair = make_pair(checkpoint("llama"), prefill={"page_size": 4}, decode={"page_size": 4})
+    pair.submit("r", prompts(50, (6,))[0], params(1))
+    ended = pair.run()["r", 0].ended
+    assert ended is not None and ended.reason == "length" and ended.num_generated == 1
+    assert pair.decode.stats().steps == 0 and not pair.admitted
+
+
+def test_a_first_token_that_ends_the_request_revokes_the_ticket(
+    checkpoint: Callable[..., Path], make_pair: MakePair
+) -> None:
+    pair = make_pair(checkpoint("llama"), prefill={"page_size": 4}, decode={"page_size": 4})
+    prompt = prompts(50, (6,))[0]
+    pair.submit("free", prompt, params(4))
+    first = pair.run()["free", 0].ids[0]
+    num_admitted = len(pair.admitted)
+    pair.submit("r", prompt, params(4, stop_ids=(first,)))
+    result = pair.run()["r", 0]
+    assert result.ids == [first] and result.failed is None
+    assert result.ended is not None and (result.ended.reason, result.ended.stop_id) == ("stop", first)
+    assert len(pair.admitted) == num_admitted
+    pair.submit("min", prompt, params(4, stop_ids=(first,), min_tokens=3))
+    assert len(pair.run()["min", 0].ids) >= 3
+
+
+@pytest.mark.parametrize("num_steps", range(14))
+def test_cancel_frees_everything_in_every_phase(
+    num_steps: int, checkpoint: Callable[..., Path], make_pair: MakePair
+) -> None:
+    settings = {"page_size": 4, "chunk_tokens": 8, "transport": "zmq"}
+    pair = make_pair(checkpoint("llama"), prefill=settings, decode={**settings, "num_pages": 24})
+    for i, prompt in enumerate(prompts(50, (30, 21, 17))):
+        pair.submit(f"r{i}", prompt, params(24), n=2)
+    for _ in range(num_steps):
+        pair.step()
+    pair._waiting.clear()
+    for i in range(3):
+        for node in ("prefill", "decode"):
+            pair.send(node, Cancel(router_epoch=ROUTER_EPOCH, rid=f"r{i}", attempt=9, choices=None, reason="test"))
+        pair.results.pop((f"r{i}", 0)), pair.results.pop((f"r{i}", 1))
+    pair._take = pair._merge = lambda *_: None  # type: ignore[method-assign]  # late tokens of cancelled requests
+    pair.run(timeout_s=10)
+
+
+def test_pools_too_small_for_the_load_never_deadlock(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
+    settings = {"page_size": 4, "chunk_tokens": 8}
+    pair = make_pair(checkpoint("llama"), prefill={**settings, "num_pages": 14}, decode={**settings, "num_pages": 18})
+    cases = prompts(50, (40, 33, 5, 44, 20, 38, 9, 41))
+    for i, prompt in enumerate(cases):
+        pair.submit(f"r{i}", prompt, params(16, temperature=1.0, seed=i), n=1 + i % 4)
+    results = pair.run(timeout_s=60)
+    assert all(result.failed is None and len(result.ids) == 16 for result in results.values())
+
+
+def test_a_moved_request_goes_on_as_if_it_had_not_moved(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
+    pair = make_pair(checkpoint("llama"), prefill={"page_size": 4}, decode={"page_size": 4})
+    prompt = prompts(50, (11,))[0]
+    settings = params(16, temperature=1.0, seed=5, repetition_penalty=1.2, presence_penalty=0.3)
+    pair.submit("whole", prompt, settings)
+    whole = pair.run()["whole", 0].ids
+    for num_received in (1, 5, 14, 15):
+        received = whole[:num_received]
+        pair.submit(f"moved{num_received}", prompt, settings, received=received)
+        result = pair.run()[f"moved{num_received}", 0]
+        assert result.ids[num_received:] == whole[num_received:]
+        assert result.ended is not None and result.ended.num_generated == 16
+
+
+def test_logprobs_are_of_the_unprocessed_distribution(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
+    model = checkpoint("qwen2")
+    reference = Reference(model)
+    pair = make_pair(model, prefill={"page_size": 4, "chunk_tokens": 5}, decode={"page_size": 4})
+    prompt = prompts(50, (13,))[0]
+    pair.submit("r", prompt, params(5, temperature=0.7, seed=1, num_logprobs=3), prompt_logprobs=True)
+    result = pair.run()["r", 0]
+    assert len(result.logprobs) == 5
+    for i, entry in enumerate(result.logprobs):
+        expected = reference.logits([*prompt, *result.ids[:i]]).log_softmax(-1)
+        assert entry.logprob == pytest.approx(float(expected[result.ids[i]]), abs=1e-3)
+        assert list(entry.top_ids) == expected.topk(3).indices.tolist()
+    scored = pair.done["r"].prompt_logprobs
+    assert len(scored) == len(prompt) - 1
+    for i, entry in enumerate(scored):
+        expected = reference.logits(prompt[: i + 1]).log_softmax(-1)
+        assert entry.logprob == pytest.approx(float(expected[prompt[i + 1]]), abs=1e-3)
+
+
+def test_resend_gives_the_tokens_again(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
+    pair = make_pair(checkpoint("llama"), prefill={"page_size": 4}, decode={"page_size": 4})
+    pair.submit("r", prompts(50, (6,))[0], params(8))
+    before = list(pair.run()["r", 0].ids)
+    pair.results["r", 0] = Result(ids=before[:3])
+    pair.send("decode", Resend(router_epoch=ROUTER_EPOCH, unit=Unit("r", 0, 0), first=3))
+    assert pair.run()["r", 0].ids == before
+    pair.send("decode", Resend(router_epoch=ROUTER_EPOCH, unit=Unit("other", 0, 0), first=0))
+    pair.results["other", 0] = Result()
+    failed = pair.run()["other", 0].failed
+    assert failed is not None and failed.retryable
+
+
+def test_another_router_frees_all_that_the_first_asked_for(
+    checkpoint: Callable[..., Path], make_pair: MakePair
+) -> None:
+    settings = {"page_size": 4, "chunk_tokens": 4}
+    pair = make_pair(checkpoint("llama"), prefill=settings, decode=settings)
+    for i, prompt in enumerate(prompts(50, (30, 21, 17))):
+        pair.submit(f"r{i}", prompt, params(40))
+    for _ in range(6):
+        pair.step()
+    assert not pair.decode.is_idle and not pair.prefill.is_idle
+    for node in ("prefill", "decode"):
+        pair.send(node, Welcome(router_epoch="another", protocol=1, need_tokenizer=False))
+    pair._waiting.clear()
+    pair.results.clear()
+    pair._take = lambda *_: None  # type: ignore[method-assign]
+    pair.run(timeout_s=10)
+
+
+def test_the_ledger_is_reported(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
+    pair = make_pair(checkpoint("llama"), prefill={"page_size": 4}, decode={"page_size": 4, "num_pages": 50})
+    pair.submit("r", prompts(50, (16,))[0], params(60))
+    for _ in range(12):
+        pair.step()
+    report = pair.inspect("decode")
+    assert [unit.rid for unit in report.requests] == ["r"]
+    assert report.pool.request + report.pool.cache >= 5 and report.pool.cache_referenced == 4
+    pair.run()
