@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -262,32 +263,38 @@ class Cluster:
         wait_until(lambda: not _held(self.ledger()), lambda: f"idle books: {_held(self.ledger())}", timeout_s)
         wait_until(
             lambda: not _not_free(self.ledger(flush=True)),
-            lambda: f"an empty pool after a flush: {_not_free(self.ledger())}",
+            lambda: f"empty pools after a flush: {_not_free(self.ledger())}",
             timeout_s,
         )
+        for name, books in self.ledger(flush=True)["nodes"].items():
+            size = next(node["capacity"]["num_pages"] for node in self.nodes() if node["node_id"] == name)
+            assert books["pool"]["free"] == size, f"{name}: {books['pool']} of {size}"
 
 
 def _held(ledger: dict[str, Any]) -> list[str]:
     """In words, who holds what an idle cluster holds not."""
-    held = [f"router: {ledger['requests']}"] if ledger.get("requests") else []
-    for node in ledger["nodes"]:
-        pool = node["pool"]
-        for what in ("requests", "tickets"):
-            held += [f"{node['node_id']}: {what} {node[what]}"] if node[what] else []
-        for owner in ("request", "ticket", "cache_referenced"):
-            held += [f"{node['node_id']}: {pool[owner]} pages of {owner}"] if pool[owner] else []
+    held = [f"router: {what} {value}" for what, value in ledger["router"].items() if value]
+    for name, books in ledger["nodes"].items():
+        if books is None:
+            held.append(f"{name} did not answer")
+            continue
+        held += [f"{name}: {what} {books[what]}" for what in ("requests", "tickets") if books[what]]
+        owners = ("request", "ticket", "cache_referenced")
+        held += [f"{name}: {books['pool'][owner]} pages of {owner}" for owner in owners if books["pool"][owner]]
     return held
 
 
 def _not_free(ledger: dict[str, Any]) -> list[str]:
+    """In words, which pools hold pages of anybody."""
+    owners = ("request", "ticket", "cache")
     return [
-        f"{node['node_id']}: {node['pool']}"
-        for node in ledger["nodes"]
-        if any(node["pool"][owner] for owner in ("request", "ticket", "cache"))
+        f"{name}: {books and books['pool']}"
+        for name, books in ledger["nodes"].items()
+        if books is None or any(books["pool"][owner] for owner in owners)
     ]
 
 
-def wait_until(condition: Any, what: Any, timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], what: str | Callable[[], str], timeout_s: float = 10.0) -> None:
     """Polls `condition()` until it is true; fails with `what` (text, or a function that makes it) after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
