@@ -165,6 +165,8 @@ class RouterSession:
         if self._is_joined:
             self._abandon(todo, "the router welcomed this node afresh")
         logger.info("joined router %s, protocol %d", message.router_epoch, message.protocol)
+        if message.notice:
+            logger.warning("the router says: %s", message.notice)
         self._is_joined = True
         todo.append(Joined(message.router_epoch, message.protocol))
         if message.need_tokenizer:

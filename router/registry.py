@@ -206,7 +206,7 @@ class Registry:
         if file.digest != digest:
             raise ProtocolError(f"node {node.node_id} sent tokenizer {file.digest}, not {digest}", node=node.node_id)
         if digest not in self._tokenizers:
-            self._tokenizers[digest] = TextTokenizer.from_compressed(file.data)
+            self._tokenizers[digest] = TextTokenizer.from_compressed(file.data, digest)
         for group in self.groups.values():
             if group.key.tokenizer == digest and group.tokenizer is None:
                 group.tokenizer = self._tokenizers[digest]

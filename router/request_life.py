@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ..metadata.errors import BatonError, OutOfPages, ProtocolError, RequestError, TransferError, Unavailable
 from ..metadata.hub import Hub
@@ -137,7 +137,7 @@ class RequestLife:
                 self.admission.pump(node.group)
             case Reserved():
                 if not self.admission.reserved(node, message, now) and message.granted:
-                    self._send_cancel(node, message.rid, message.attempt, None, "it is over")
+                    self._send_cancel(node, message.rid, message.attempt, message.granted, "it is over")
             case Room():
                 node.full_since = None
                 node.set_load(message.load)
@@ -190,7 +190,7 @@ class RequestLife:
         del generation.attempts[attempt.number]
         for node in attempt.nodes:
             if node is not failed_at:
-                self._send_cancel(node, generation.rid, attempt.number, None, "it moves to other nodes")
+                self._send_cancel(node, generation.rid, attempt.number, attempt.choices, "it moves to other nodes")
         self._count_failure(generation, reason)
         if generation.is_over:
             return
@@ -264,11 +264,8 @@ class RequestLife:
         if attempt is None:
             return
         if not is_over_at_node:
-            others = attempt.choices - {choice.index}
             for node in attempt.nodes:
-                self._send_cancel(
-                    node, generation.rid, attempt.number, (choice.index,) if others else None, "a stop string was found"
-                )
+                self._send_cancel(node, generation.rid, attempt.number, (choice.index,), "a stop string was found")
         if attempt.decode is not None:
             attempt.decode.units.discard(choice.unit)
         attempt.choices.discard(choice.index)
@@ -323,7 +320,7 @@ class RequestLife:
             return
         for other in attempt.nodes:
             if other is not node:
-                self._send_cancel(other, generation.rid, attempt.number, (choice.index,), "it moves to other nodes")
+                self._send_cancel(other, generation.rid, attempt.number, (choice.index,), "it moves")
         self._release(generation, attempt, {choice.index})
         attempt.choices.discard(choice.index)
         if not attempt.choices:
@@ -382,7 +379,7 @@ class RequestLife:
             self._release(generation, attempt, attempt.choices)
             if attempt.choices:
                 for node in attempt.nodes:
-                    self._send_cancel(node, generation.rid, attempt.number, None, reason)
+                    self._send_cancel(node, generation.rid, attempt.number, attempt.choices, reason)
         generation.attempts.clear()
         self._gaps.difference_update(generation.choices)
         self.admission.pump(generation.group)
@@ -413,8 +410,10 @@ class RequestLife:
         assert self._hub is not None, "the hub has not been started"
         return self._hub.send(peer, message)
 
-    def _send_cancel(self, node: Node, rid: str, attempt: int, choices: tuple[int, ...] | None, reason: str) -> None:
-        message = Cancel(router_epoch=self.epoch, rid=rid, attempt=attempt, choices=choices, reason=reason)
+    def _send_cancel(self, node: Node, rid: str, attempt: int, choices: Iterable[int], reason: str) -> None:
+        """Choices are always named: other attempts of the same request may run on the same node."""
+        named = tuple(sorted(choices))
+        message = Cancel(router_epoch=self.epoch, rid=rid, attempt=attempt, choices=named, reason=reason)
         node.unacked[(rid, attempt)] = (time.monotonic(), 1, message)
         self.send(node, message)
 

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, cast
 
 import tokenizers
+import xxhash
 from jinja2 import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
@@ -42,8 +43,9 @@ class TextTokenizer:
         self._pieces: dict[int, bytes] = {}
 
     @classmethod
-    def from_compressed(cls, data: bytes) -> TextTokenizer:
-        """From the zlib-compressed file that a node sends. Raises ProtocolError when it is damaged or too large."""
+    def from_compressed(cls, data: bytes, digest: str) -> TextTokenizer:
+        """From the zlib-compressed file that a node sends, whose xxh3_128 is `digest`. Raises ProtocolError when it is
+        damaged or too large."""
         inflate = zlib.decompressobj()
         try:
             plain = inflate.decompress(data, MAX_TOKENIZER_BYTES)
@@ -51,6 +53,8 @@ class TextTokenizer:
             raise ProtocolError(f"the node's tokenizer file is damaged: {error}") from None
         if not inflate.eof:
             raise ProtocolError("the node's tokenizer file is cut off or larger than 256 MiB")
+        if xxhash.xxh3_128_hexdigest(plain) != digest:
+            raise ProtocolError("the node's tokenizer file is not the one that it spoke of")
         return cls(plain)
 
     @cached_property

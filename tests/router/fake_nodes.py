@@ -29,7 +29,10 @@ def make_tokenizer(kind: str = "byte") -> bytes:
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-    corpus = ["def main(args): return the quick brown fox jumps over lazy dogs", "héllo wörld naïve café — “quotes”"] * 20
+    corpus = [
+        "def main(args): return the quick brown fox jumps over lazy dogs",
+        "héllo wörld naïve café — “quotes”",
+    ] * 20
     if kind == "byte":
         tokenizer = tokenizers.Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -289,7 +292,9 @@ class FakeNode(threading.Thread):
         if first + count >= len(output):
             is_stop = output[-1] in request.params.stop_ids
             num_prompt = len(unpack_ids(request.prompt_ids))
-            ended[0] = Ended("stop" if is_stop else "length", output[-1] if is_stop else None, num_prompt, len(output), 3)
+            ended[0] = Ended(
+                "stop" if is_stop else "length", output[-1] if is_stop else None, num_prompt, len(output), 3
+            )
         logprobs = {0: tuple(map(_logprobs, ids))} if request.params.num_logprobs is not None else {}
         return m.Tokens((unit,), pack_ids([first]), pack_ids([len(ids)]), pack_ids(ids), logprobs=logprobs, ended=ended)
 
