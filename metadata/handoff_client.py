@@ -297,6 +297,8 @@ class HandoffClient:
             return  # given up while they were on the way
         for landed in link.transport.receive(pages, data):
             self._land(link, landed)
+            if pages.unit not in self._inbound:
+                return  # it failed: the pages are its owner's again
 
     def _land(self, link: Link, landed: Landed) -> None:
         """Checks a page where it lies now, in our own pool."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from ..errors import TransferError
@@ -48,15 +48,14 @@ class LocalTransport(Transport):
     def is_busy(self) -> bool:
         return bool(self._queue)
 
-    def step(self, max_bytes: int) -> list[Landed]:
-        landed: list[Landed] = []
-        while self._queue and max_bytes > 0:
+    def step(self, max_bytes: int) -> Iterator[Landed]:
+        num_moves = min(len(self._queue), -(-max_bytes // self.page_bytes))  # what is queued meanwhile waits its turn
+        while self._queue and num_moves > 0:
             move = self._queue.popleft()
             for pool, peer in zip(self.memory, self._peers, strict=True):
                 pool.pages[:, move.target] = peer.pages[:, move.source]
-            landed.append(Landed(move, int(self._peers[0].generations[move.source])))
-            max_bytes -= self.page_bytes
-        return landed
+            num_moves -= 1
+            yield Landed(move, int(self._peers[0].generations[move.source]))
 
     def close(self) -> None:
         super().close()

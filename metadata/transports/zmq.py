@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -36,7 +36,7 @@ class ZmqTransport(Transport):
     def is_waiting(self) -> bool:
         return bool(self._in_flight)
 
-    def step(self, max_bytes: int) -> list[Landed]:  # noqa: ARG002
+    def step(self, max_bytes: int) -> Iterator[Landed]:  # noqa: ARG002
         """Asks for as many of the queued pages as may be on the way."""
         while self.is_busy:
             moves = [self._queue.popleft()]
@@ -45,9 +45,9 @@ class ZmqTransport(Transport):
             pull = Pull(unit=moves[0].unit, indices=pack_ids([move.index for move in moves]))
             self._in_flight[pull.unit, pull.indices] = moves
             self._send(pull)
-        return []
+        return iter(())
 
-    def receive(self, message: Pages, data: memoryview) -> list[Landed]:
+    def receive(self, message: Pages, data: memoryview) -> Iterator[Landed]:
         moves = self._in_flight.pop((message.unit, message.indices), None)
         if moves is None:
             raise ProtocolError(f"pages of {message.unit} that were not asked for", rid=message.unit.rid)
@@ -59,8 +59,7 @@ class ZmqTransport(Transport):
                 rid=message.unit.rid,
             )
         generations: list[int] = np.frombuffer(message.generations, "<i8").tolist()
-        unpack_pages(self.memory, [move.target for move in moves], data)
-        return [Landed(move, generation) for move, generation in zip(moves, generations, strict=True)]
+        return self._unpack(moves, generations, np.frombuffer(data, np.uint8))
 
     def forget(self, unit: Unit) -> None:
         super().forget(unit)
@@ -69,6 +68,11 @@ class ZmqTransport(Transport):
     def close(self) -> None:
         super().close()
         self._in_flight.clear()
+
+    def _unpack(self, moves: list[Move], generations: list[int], frame: np.ndarray) -> Iterator[Landed]:
+        for number, move in enumerate(moves):
+            unpack_page(self.memory, move.target, frame[number * self.page_bytes : (number + 1) * self.page_bytes])
+            yield Landed(move, generations[number])
 
 
 def pack_pages(memory: Sequence[PageMemory], pages: Sequence[int]) -> np.ndarray:
@@ -84,12 +88,10 @@ def pack_pages(memory: Sequence[PageMemory], pages: Sequence[int]) -> np.ndarray
     return frame
 
 
-def unpack_pages(memory: Sequence[PageMemory], pages: Sequence[int], data: memoryview) -> None:
-    """The inverse of `pack_pages`, into these page numbers. `data` has exactly their bytes."""
-    frame = np.frombuffer(data, np.uint8)
+def unpack_page(memory: Sequence[PageMemory], page: int, data: np.ndarray) -> None:
+    """The inverse of `pack_pages` for one page, into this page number. `data` has exactly its bytes."""
     at = 0
-    for page in pages:
-        for pool in memory:
-            size = pool.num_layers * pool.page_layer_bytes
-            pool.pages[:, page] = frame[at : at + size].reshape(pool.num_layers, pool.page_layer_bytes)
-            at += size
+    for pool in memory:
+        size = pool.num_layers * pool.page_layer_bytes
+        pool.pages[:, page] = data[at : at + size].reshape(pool.num_layers, pool.page_layer_bytes)
+        at += size

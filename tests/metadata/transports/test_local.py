@@ -43,7 +43,7 @@ def test_pages_of_all_pools_land_with_their_generation(pools):
     source[0].generations[5] = 8
     transport.fetch([Move(unit(), 0, 5, 20, 8), Move(unit(), 1, 6, 21, 0)])
     assert transport.is_busy
-    landed = transport.step(1 << 30)
+    landed = list(transport.step(1 << 30))
     assert [(item.move.index, item.generation) for item in landed] == [(0, 8), (1, 0)]
     assert same_pages(target, [20, 21], source, [5, 6]) and not transport.is_busy
     assert int(sum(pool.pages.any(axis=(0, 2)).sum() for pool in target)) == 4
@@ -54,7 +54,7 @@ def test_a_step_copies_a_bounded_number_of_bytes(pools):
     source, target = pools
     transport = LocalTransport.map(target, welcome(source))
     transport.fetch([Move(unit(), i, i + 1, i + 1, 0) for i in range(5)])
-    assert [len(transport.step(2 * page_bytes(DRAFT_SCHEMA))) for _ in range(3)] == [2, 2, 1]
+    assert [len(list(transport.step(2 * page_bytes(DRAFT_SCHEMA)))) for _ in range(3)] == [2, 2, 1]
     transport.close()
 
 

@@ -11,7 +11,7 @@ from baton.metadata.messages import Pages, Pull
 from baton.metadata.request import unpack_ids
 from baton.metadata.schema import page_bytes
 from baton.metadata.transports.base import Landed, Move
-from baton.metadata.transports.zmq import MAX_IN_FLIGHT, ZmqTransport, pack_pages, unpack_pages
+from baton.metadata.transports.zmq import MAX_IN_FLIGHT, ZmqTransport, pack_pages, unpack_page
 from handoff_nodes import DRAFT_SCHEMA, make_memory, same_pages, unit
 
 PER_PULL = 3
@@ -30,7 +30,8 @@ class Wire:
         indices = unpack_ids(pull.indices)
         generations = np.full(len(indices), generation, "<i8").tobytes()
         pages = Pages(unit=pull.unit, indices=pull.indices, generations=generations)
-        return self.transport.receive(pages, memoryview(pack_pages(self.source, [i + 1 for i in indices])))
+        frame = pack_pages(self.source, [i + 1 for i in indices])
+        return list(self.transport.receive(pages, memoryview(frame)))
 
 
 @pytest.fixture
@@ -50,7 +51,8 @@ def moves(indices, rid: str = "r") -> list[Move]:
 def test_packed_pages_unpack_into_other_numbers(wire):
     frame = pack_pages(wire.source, [7, 3])
     assert frame.nbytes == 2 * page_bytes(DRAFT_SCHEMA)
-    unpack_pages(wire.target, [10, 11], memoryview(frame))
+    unpack_page(wire.target, 10, frame[: frame.nbytes // 2])
+    unpack_page(wire.target, 11, frame[frame.nbytes // 2 :])
     assert same_pages(wire.target, [10, 11], wire.source, [7, 3])
     assert int(sum(pool.pages.any(axis=(0, 2)).sum() for pool in wire.target)) == 4
 
@@ -101,7 +103,7 @@ def test_frames_of_a_wrong_length_write_nothing(wire, num_bytes, num_generations
     wire.transport.step(1)
     pages = Pages(unit=unit(), indices=wire.pulls[0].indices, generations=bytes(8 * num_generations))
     with pytest.raises(ProtocolError, match="take"):
-        wire.transport.receive(pages, memoryview(b"\xff" * num_bytes))
+        list(wire.transport.receive(pages, memoryview(b"\xff" * num_bytes)))
     assert not any(pool.pages.any() for pool in wire.target)
 
 

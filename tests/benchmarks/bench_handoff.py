@@ -1,0 +1,186 @@
+"""Handoff between two processes on one host against a plain memcpy of the same bytes.
+
+    python tests/benchmarks/bench_handoff.py [--rounds 9] [--mib 64]
+
+A cell is the time from `claim` to `Arrived`: all pages lie in decode's own pool, checked where digests are on, and the
+row has come; its ticket was complete before. What prefill pays to digest while offering is a row of its own. The cells
+of one round are measured one after the other, so that a disturbed machine disturbs all; a figure is the median of the
+rounds, a ratio the median of the ratios within rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import time
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+import zmq
+from baton.metadata.handoff_client import Arrived, HandoffClient
+from baton.metadata.handoff_server import HandoffServer
+from baton.metadata.memory import PageMemory
+from baton.metadata.node_info import HandoffSchema, Peer, PoolLayout
+from baton.metadata.request import Unit
+from baton.metadata.schema import block_bytes, make_schema, page_bytes, page_layer_bytes, row_bytes
+from baton.metadata.tickets import TicketEnded
+
+MODELS = {
+    "demo": PoolLayout(num_layers=8, num_kv_heads=4, head_dim=32, dtype="float32"),
+    "8B-like": PoolLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16"),
+}
+PAGE_SIZE = 16
+FINGERPRINTS = ("bench", None)
+
+
+class Cell(NamedTuple):
+    transport: str
+    has_digest: bool
+
+    def __str__(self) -> str:
+        return f"{self.transport}, digest {'on' if self.has_digest else 'off'}"
+
+
+CELLS = [Cell(transport, has_digest) for transport in ("local", "zmq") for has_digest in (True, False)]
+
+
+def make_memory(schema: HandoffSchema, num_pages: int) -> PageMemory:
+    layout = schema.target
+    memory = PageMemory(
+        layout.num_layers, num_pages + 1, page_layer_bytes(layout, PAGE_SIZE), block_bytes(layout, PAGE_SIZE)
+    )
+    memory.pages[:] = np.random.default_rng(0).integers(0, 256, memory.pages.shape[2], np.uint8)
+    return memory
+
+
+def serve(pipe: Connection, model: str, num_pages: int) -> None:
+    """The prefill process: one server with digests and one without, over the same memory."""
+    schemas = {has_digest: make_schema(MODELS[model], None, PAGE_SIZE, checksums=has_digest) for has_digest in (1, 0)}
+    memory = make_memory(schemas[1], num_pages)
+    servers = {
+        bool(has_digest): HandoffServer(
+            "127.0.0.1", schema, FINGERPRINTS, [memory], node_id=f"p{has_digest}", epoch=f"e{has_digest}"
+        )
+        for has_digest, schema in schemas.items()
+    }
+    pipe.send({key: Peer(node_id=s.node_id, epoch=s.epoch, data_address=s.address) for key, s in servers.items()})
+    pages = list(range(1, num_pages + 1))
+    while (order := pipe.recv()) is not None:
+        has_digest, unit, generation = order
+        server = servers[has_digest]
+        server.open(unit, num_pages)
+        start = time.perf_counter()
+        server.offer(unit, range(num_pages), pages, [generation] * num_pages)
+        server.finish(unit, bytes(row_bytes(schemas[1])))
+        pipe.send(time.perf_counter() - start)
+        poller = zmq.Poller()
+        poller.register(server.socket, zmq.POLLIN)
+        while not any(isinstance(event, TicketEnded) for event in server.poll()):
+            poller.poll(1000)
+    for server in servers.values():
+        server.close()
+    memory.close()
+
+
+def pull(client: HandoffClient, peer: Peer, unit: Unit, num_pages: int) -> float:
+    """Seconds from claim to arrival."""
+    start = time.perf_counter()
+    client.claim(unit, peer, 0, range(1, num_pages + 1))
+    while True:
+        poller = zmq.Poller()
+        for socket in client.sockets():
+            poller.register(socket, zmq.POLLIN)
+        for event in client.poll():
+            assert isinstance(event, Arrived), event
+            return time.perf_counter() - start
+        wait_s = client.wait_s()
+        poller.poll(None if wait_s is None else int(wait_s * 1000))
+
+
+def memcpy(target: np.ndarray, source: np.ndarray) -> float:
+    start = time.perf_counter()
+    np.copyto(target, source)
+    return time.perf_counter() - start
+
+
+def measure(model: str, mib: int, rounds: int) -> dict[str, Any]:
+    """Seconds of every round, by cell; the first round warms up and is not kept."""
+    schema = make_schema(MODELS[model], None, PAGE_SIZE)
+    num_pages = (mib << 20) // page_bytes(schema)
+    num_bytes = num_pages * page_bytes(schema)
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, model, num_pages), daemon=True)
+    process.start()
+    peers: dict[bool, Peer] = pipe.recv()
+    memory = make_memory(schema, num_pages)
+    clients = {
+        cell: HandoffClient(
+            "d", f"d{cell}", make_schema(MODELS[model], None, PAGE_SIZE, checksums=cell.has_digest),
+            FINGERPRINTS, [memory], transports=(cell.transport,),
+        )
+        for cell in CELLS
+    }  # fmt: skip
+    source, target = (np.full(num_bytes, value, np.uint8) for value in (1, 2))
+    seconds: dict[str, list[float]] = {}
+    for number in range(rounds + 1):
+        taken = {"memcpy": memcpy(target, source)}
+        for cell in CELLS:
+            unit = Unit(f"{cell}", 0, number)
+            pipe.send(
+                (cell.has_digest, unit, len(CELLS) * number + CELLS.index(cell))
+            )  # a fresh generation: digested anew
+            offer_s = pipe.recv()
+            if cell == CELLS[0]:
+                taken["prefill digests"] = offer_s
+            taken[str(cell)] = pull(clients[cell], peers[cell.has_digest], unit, num_pages)
+        if number:
+            for name, value in taken.items():
+                seconds.setdefault(name, []).append(value)
+    pipe.send(None)
+    for client in clients.values():
+        client.close()
+    memory.close()
+    process.join(10)
+    return {"model": model, "page_bytes": page_bytes(schema), "num_pages": num_pages, "bytes": num_bytes} | {
+        "seconds": seconds
+    }
+
+
+def report(result: dict[str, Any]) -> dict[str, Any]:
+    """Prints a table; returns the figures."""
+    num_bytes, memcpys = result["bytes"], result["seconds"]["memcpy"]
+    print(
+        f"\n{result['model']}: {result['num_pages']} pages of {result['page_bytes'] >> 10} KiB, {num_bytes >> 20} MiB"
+    )
+    print(f"{'':22}{'GB/s':>8}{'ms per MB':>11}{'of memcpy':>11}{'min..max GB/s':>17}")
+    figures: dict[str, Any] = {}
+    for name, seconds in result["seconds"].items():
+        median = statistics.median(seconds)
+        ratio = statistics.median(m / s for m, s in zip(memcpys, seconds, strict=True))
+        low, high = num_bytes / max(seconds) / 1e9, num_bytes / min(seconds) / 1e9
+        figures[name] = {
+            "gb_s": round(num_bytes / median / 1e9, 2),
+            "ms_per_mb": round(median * 1e9 / num_bytes, 4),
+            "of_memcpy": round(ratio, 3),
+        }
+        print(
+            f"{name:22}{num_bytes / median / 1e9:8.2f}{median * 1e9 / num_bytes:11.3f}{ratio:11.2f}"
+            f"{f'{low:.1f}..{high:.1f}':>17}"
+        )
+    return {key: value for key, value in result.items() if key != "seconds"} | {"figures": figures}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--mib", type=int, default=64, help="size of one handoff")
+    args = parser.parse_args()
+    print(json.dumps([report(measure(model, args.mib, args.rounds)) for model in MODELS]))
+
+
+if __name__ == "__main__":
+    main()
