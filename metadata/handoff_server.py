@@ -13,9 +13,9 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import zmq
 
 from .addresses import host_identity, parse_address, require_keys
@@ -58,12 +58,19 @@ CONTROL_FRAME_BYTES = 8 << 20
 DRAIN_MESSAGES = 256
 DRAIN_BYTES = 64 << 20  # of pages copied out in one poll
 MAX_LINKS = 1024
+MAX_UNSENT = 16  # messages of pages that wait for one decode node; ours never asks for that many
 
 
-class _Link(msgspec.Struct, frozen=True):
+@dataclass(slots=True)
+class _Link:
     node_id: str
     epoch: str
-    transport: str
+    unsent: list[zmq.MessageTracker] = field(default_factory=list[zmq.MessageTracker])  # Pages that wait for the wire
+
+    @property
+    def num_unsent(self) -> int:
+        self.unsent = [tracker for tracker in self.unsent if not tracker.done]
+        return len(self.unsent)
 
 
 class HandoffServer:
@@ -220,7 +227,7 @@ class HandoffServer:
             return
         transport = next(name for name in hello.transports if self._can_use(name, hello.host))
         self._prune_links()
-        self._links[holder] = _Link(hello.node_id, hello.epoch, transport)
+        self._links[holder] = _Link(hello.node_id, hello.epoch)
         logger.info("decode node %s linked, pages travel by %s", hello.node_id, transport)
         is_local = transport == "local"
         self._send(
@@ -281,6 +288,8 @@ class HandoffServer:
             or num_bytes > max(DATA_FRAME_BYTES, page_bytes(self._schema))
         ):
             raise ProtocolError(f"pull of {len(indices)} pages of {pull.unit}", rid=pull.unit.rid)
+        if self._links[holder].num_unsent >= MAX_UNSENT:
+            raise ProtocolError(f"pull of {pull.unit}, but {MAX_UNSENT} are not taken yet", rid=pull.unit.rid)
         wrong = [index for index in indices if index not in ticket.pages or index < ticket.have]
         if wrong:
             raise ProtocolError(f"pull of {pull.unit} names pages {wrong[:4]} that were not offered", rid=pull.unit.rid)
@@ -340,9 +349,14 @@ class HandoffServer:
 
     def _send(self, holder: Holder, message: ToDecode, data: Any = None) -> None:
         """Sends, or closes a link that cannot take it: the peer is gone, or has not read for thousands of messages."""
-        frames = [holder, encode(message)] if data is None else [holder, encode(message), data]
         try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            if data is None:
+                self.socket.send_multipart([holder, encode(message)], zmq.NOBLOCK)
+            else:
+                frames = [holder, encode(message), data]
+                tracker = self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False, track=True)
+                assert tracker is not None
+                self._links[holder].unsent.append(tracker)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise

@@ -13,6 +13,7 @@ from baton.metadata.addresses import host_identity
 from baton.metadata.checksums import page_checksums
 from baton.metadata.errors import ConfigError
 from baton.metadata.handoff_client import Arrived, TransferFailed
+from baton.metadata.handoff_server import MAX_UNSENT
 from baton.metadata.messages import (
     Ack,
     Claim,
@@ -29,8 +30,9 @@ from baton.metadata.messages import (
     encode,
     to_decode_decoder,
 )
+from baton.metadata.node_info import HandoffSchema, PoolLayout
 from baton.metadata.request import MAX_CHOICES, Unit, pack_ids, unpack_ids
-from baton.metadata.schema import page_bytes
+from baton.metadata.schema import make_schema, page_bytes
 from baton.metadata.tickets import Claimed, TicketEnded
 from handoff_nodes import FINGERPRINTS, SCHEMA, make_client, make_row, make_server, named, peer_of, spin, unit
 
@@ -44,12 +46,18 @@ class Decode:
         if hello:
             self.hello()
 
-    def hello(self, epoch: str = "d1" * 8, transports: tuple[str, ...] = ("zmq",), host: str = "elsewhere") -> None:
+    def hello(
+        self,
+        epoch: str = "d1" * 8,
+        transports: tuple[str, ...] = ("zmq",),
+        host: str = "elsewhere",
+        layout: HandoffSchema = SCHEMA,
+    ) -> None:
         self.send(
             LinkHello(
                 node_id="d0",
                 epoch=epoch,
-                layout=SCHEMA,
+                layout=layout,
                 target_fingerprint=FINGERPRINTS[0],
                 draft_fingerprint=None,
                 transports=transports,
@@ -162,6 +170,23 @@ def test_a_pull_outside_the_ticket_is_dropped_and_the_link_goes_on(server, decod
     pages, data = decode.frames(server, Pages)
     assert unpack_ids(pages.indices) == [1] and len(data) == page_bytes(SCHEMA)
     assert server.dropped.count == 1 and server.tickets() == [unit()]
+
+
+def test_pulls_that_nobody_reads_are_bounded(nodes):
+    """A decode node that asks for ever and takes nothing costs a bounded amount of memory."""
+    layout = PoolLayout(num_layers=1, num_kv_heads=1, head_dim=1 << 16, dtype="float32")
+    server, memory = make_server(make_schema(layout, None, 8), num_pages=8)
+    nodes += [*memory, server]
+    decode = Decode(server.address, hello=False)
+    decode.socket.set(zmq.RCVHWM, 1)
+    decode.events = []
+    nodes.append(decode)
+    decode.hello(layout=make_schema(layout, None, 8))
+    claim(server, decode)
+    decode.send(*[Pull(unit=unit(), indices=pack_ids([1]))] * 100)
+    spin([server], lambda _: server.dropped.count > 0)
+    assert server._links and len(next(iter(server._links.values())).unsent) <= MAX_UNSENT
+    decode.frames(server, Pages)
 
 
 def test_pages_that_decode_has_cannot_be_pulled(server, decode):
