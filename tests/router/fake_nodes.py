@@ -151,6 +151,7 @@ class FakeNode(threading.Thread):
         self.sent: dict[Unit, list[m.Tokens]] = {}
         self.cancelled: set[tuple[str, int, int | None]] = set()
         self._changes = changes
+        self._posted: queue.Queue[tuple[float, m.ToRouter]] = queue.Queue()
         self._is_stopped = threading.Event()
         self.is_silent = False
         self.link = Link(cluster.router, name, self.epoch, None)
@@ -167,6 +168,10 @@ class FakeNode(threading.Thread):
                 return self.got(kind)
             time.sleep(0.005)
         raise AssertionError(f"{self.name} got {len(self.got(kind))} {kind.__name__}, not {count}")
+
+    def post(self, message: m.ToRouter, after_s: float = 0.0) -> None:
+        """Sends a message, from whatever thread; the node's socket is its own thread's."""
+        self._posted.put((time.monotonic() + after_s, message))
 
     def stop(self) -> None:
         """As by SIGKILL: the connection just closes."""
@@ -213,6 +218,12 @@ class FakeNode(threading.Thread):
                 if not isinstance(message, m.RouterBeat):
                     self.log.append(message)
                 self.take(message)
+            for _ in range(self._posted.qsize()):
+                due, posted = self._posted.get()
+                if due <= now:
+                    self.link.send(posted)
+                else:
+                    self._posted.put((due, posted))
             self._admit()
             self._step()
             if not self.running:
@@ -342,9 +353,9 @@ class FakeNode(threading.Thread):
 
     def _cancel(self, message: m.Cancel) -> None:
         for key in list(self.reserved):
-            if key[0] == message.rid and key[2] == message.attempt:
-                if message.choices is None or key[1] in message.choices:
-                    del self.reserved[key]
+            is_named = message.choices is None or key[1] in message.choices
+            if key[0] == message.rid and key[2] == message.attempt and is_named:
+                del self.reserved[key]
         if self.cluster.behaviour.ack_cancels:
             self.link.send(m.Cancelled(message.rid, message.attempt))
 

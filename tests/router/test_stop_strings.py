@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from baton.router.stop_strings import StopStrings
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +25,7 @@ def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | No
 
 def cut(text: str, places: list[int]) -> list[str]:
     edges = sorted({place % (len(text) + 1) for place in places} | {0, len(text)})
-    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(edges)]
 
 
 @given(text=texts, stops=stop_lists, places=st.lists(st.integers(0, 30), max_size=20), include=st.booleans())

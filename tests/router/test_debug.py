@@ -1,0 +1,60 @@
+"""What operators see: nodes, ledgers, figures, the API's own description."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import msgspec
+from baton.router import openapi
+from baton.router.api_types import CompletionRequest
+
+from .conftest import System
+
+
+def test_nodes_and_ledger(system: System) -> None:
+    assert system.complete()[0] == 200
+    _, body, _ = system.router.request("GET", "/debug/nodes")
+    assert {node["node_id"]: node["role"] for node in body["nodes"]} == {"p0": "prefill", "d0": "decode"}
+    assert body["pairs"] == [{"prefill": "p0", "decode": "d0", "state": "ready"}]
+    for method, path in (("GET", "/debug/ledger"), ("POST", "/admin/flush")):
+        status, body, _ = system.router.request(method, path)
+        assert status == 200
+        assert body["router"]["requests"] == []
+        assert {name: report["requests"] for name, report in body["nodes"].items()} == {"p0": [], "d0": []}
+        assert body["nodes"]["p0"]["pool"]["free"] == 512
+
+
+def test_metrics(system: System) -> None:
+    system.complete()
+    system.complete(prompt="")
+    system.router.request("POST", "/v1/completions", b"{")
+    page = system.router.request("GET", "/metrics")[1].decode()
+    figures = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+    num_tokens = len(system.say(system.text))
+    assert float(figures['baton_requests_total{model="fake",outcome="done"}']) == 1
+    assert float(figures['baton_output_tokens_total{model="fake"}']) == num_tokens
+    assert float(figures['baton_itl_seconds_count{model="fake"}']) == num_tokens - 1
+    assert float(figures['baton_ttft_seconds_count{model="fake"}']) == 1
+    assert float(figures['baton_e2e_seconds_count{model="fake"}']) == 1
+    assert float(figures['baton_transfer_bytes_total{model="fake"}']) == 2 * 1024  # the canary's too
+    assert float(figures['baton_http_responses_total{status="400"}']) == 2
+    assert float(figures['baton_node_free_pages{model="fake",node="d0",role="decode"}']) == 512
+    assert float(figures['baton_node_steps_total{model="fake",node="p0",role="prefill"}']) == 7
+
+
+def test_openapi_comes_from_the_types(system: System) -> None:
+    status, body, _ = system.router.request("GET", "/openapi.json")
+    assert status == 200
+    assert body == msgspec.json.decode(msgspec.json.encode(openapi.document()))
+    fields = body["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert set(fields) == set(CompletionRequest.__struct_fields__)
+    app = system.router.router.api.application()
+    served = {resource.canonical for resource in app.router.resources()}
+    assert set(body["paths"]) == served - {"/openapi.json"}
+
+
+def test_the_router_imports_nothing_heavy() -> None:
+    code = "import baton.router.main, sys; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -1,0 +1,151 @@
+"""Who may join, who is refused and what they are told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from baton.metadata import messages as m
+
+from .conftest import System
+from .fake_nodes import make_layout
+from .test_request_life import own, wait_until
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layout": make_layout(page_size=32)}, ("page_size", "32", "16")),
+        ({"layout": make_layout(dtype="bfloat16")}, ("dtype", "bfloat16", "float32")),
+        ({"target_fingerprint": "e" * 16}, ("weights", "e" * 16, "f" * 16)),
+        ({"draft_fingerprint": "d" * 16}, ("draft weights", "d" * 16, "None")),
+        ({"protocol_min": 2, "protocol_max": 3}, ("protocol", "2..3", "1..1")),
+    ],
+)
+def test_a_node_that_fits_nobody_is_refused(make_system: Callable[..., System], changes: Any, words: Any) -> None:
+    system = make_system()
+    system.cluster.add("prefill", "p0")
+    wait_until(lambda: system.cluster.by_name("p0").got(m.Welcome))
+    node = system.cluster.add("decode", "d0", **changes)
+    reason = wait_until(lambda: node.refusal)
+    for word in words:
+        assert word in reason, reason
+    assert not node.got(m.Welcome)
+    system.cluster.add("decode", "d1")
+    system.router.wait_ready()
+
+
+def test_another_model_waits_and_is_told(make_system: Callable[..., System]) -> None:
+    system = make_system()
+    system.cluster.add("prefill", "p0")
+    wait_until(lambda: system.cluster.by_name("p0").got(m.Welcome))
+    card = msgspec.structs.replace(system.cluster.card(), name="other")
+    node = system.cluster.add("decode", "d0", model=card, target_fingerprint="o" * 16)
+    wait_until(lambda: node.got(m.Welcome))
+    for word in ("'other'", "'fake'"):
+        assert word in node.notice
+    status, body, _ = system.router.request("GET", "/ready")
+    assert status == 503
+    assert "'other'" in body["error"]["message"]
+
+
+def test_two_models_are_served_side_by_side(make_system: Callable[..., System]) -> None:
+    system = make_system().up()
+    card = msgspec.structs.replace(system.cluster.card(), name="other")
+    system.cluster.add("prefill", "p1", model=card, target_fingerprint="o" * 16)
+    system.cluster.add("decode", "d1", model=card, target_fingerprint="o" * 16)
+    wait_until(lambda: len(system.router.request("GET", "/v1/models")[1]["data"]) == 2)
+    assert system.complete(model="other")[0] == 200
+    assert system.complete(model="fake")[0] == 200
+    assert len(own(system.cluster.by_name("p1"), m.Prefill)) == 1
+    assert len(own(system.cluster.by_name("p0"), m.Prefill)) == 1
+
+
+def test_one_name_twice_is_refused(make_system: Callable[..., System]) -> None:
+    system = make_system().up()
+    twin = system.cluster.add("decode", "d0")
+    assert "'d0'" in wait_until(lambda: twin.refusal)
+    assert system.complete()[0] == 200
+
+
+def test_a_forgotten_node_introduces_itself_again(make_system: Callable[..., System]) -> None:
+    """The router gives a node up; its next heartbeat brings HelloAgain, and it serves on."""
+    system = make_system().up()
+    life = system.router.router.life
+    system.router.call(lambda: [life.registry.lose(node, "test") for node in list(life.registry.nodes.values())])
+    wait_until(lambda: system.cluster.by_name("d0").got(m.HelloAgain))
+    system.router.wait_ready()
+    assert system.complete()[0] == 200
+
+
+def test_a_stuck_node_is_given_up(make_system: Callable[..., System]) -> None:
+    system = make_system().up(1, 2)
+    victim = system.cluster.by_name("d0")
+    victim.is_silent = True
+    victim.take = lambda message: None  # type: ignore[method-assign]
+    from baton.metadata.node_info import NodeStats
+
+    victim.post(m.Beat(4, "decode round", 12.0, 10.0, victim.load(), NodeStats()))
+    life = system.router.router.life
+    wait_until(lambda: len(life.registry.nodes) == 2, timeout=1)
+    assert system.complete()[0] == 200
+
+
+def test_garbage_on_the_bus_is_dropped(system: System) -> None:
+    import zmq
+
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.connect(system.router.router.node_address)
+    for frame in (b"", b"\xff" * 100, b"\x81\xa4type\xa5hello", m.encode({"type": "tokens"})):
+        socket.send(frame)
+    wait_until(lambda: system.router.router._hub.dropped_frames >= 4)  # type: ignore[union-attr]
+    assert system.complete()[0] == 200
+    socket.close()
+    context.term()
+
+
+def test_tokens_whose_columns_do_not_fit(system: System) -> None:
+    """A node's bad message is one message lost, not a router."""
+    node = system.cluster.by_name("d0")
+    node.post(m.Tokens((m.Unit("x", 0, 0),), b"", b"", b""))
+    time.sleep(0.1)
+    assert system.router.errors, "the failure was not reported"
+    system.router.errors.clear()
+    assert system.complete()[0] == 200
+
+
+def test_canary_compares_answers(make_system: Callable[..., System]) -> None:
+    """A decode node that answers otherwise than the group's known answer gets no requests."""
+    system = make_system().up()
+    known = system.cluster.script
+
+    system.cluster.script = lambda prompt, choice: [7, 7, 7, 7, 7]
+    system.cluster.add("decode", "d1")
+
+    def states() -> dict[str, str]:
+        body = system.router.request("GET", "/debug/nodes")[1]
+        return {pair["decode"]: pair["state"] for pair in body["pairs"]}
+
+    wait_until(lambda: "known answer" in states().get("d1", ""))
+    assert states()["d0"] == "ready"
+    system.cluster.script = known
+    for _ in range(4):
+        assert system.complete()[0] == 200
+    assert not own(system.cluster.by_name("d1"), m.Reserve)
+
+
+def test_canaries_have_fresh_salts_and_several_pages(make_system: Callable[..., System]) -> None:
+    system = make_system(router={"canary_interval_s": 0.05}).up()
+    canaries = wait_until(
+        lambda: len(system.cluster.by_name("p0").got(m.Prefill)) > 1 and system.cluster.by_name("p0").got(m.Prefill),
+        timeout=8,
+    )
+    assert all(canary.rid.startswith("canary") for canary in canaries)
+    assert len({canary.request.salt for canary in canaries}) == len(canaries)
+    assert len({canary.request.prompt_ids for canary in canaries}) == 1
+    assert len(canaries[0].request.prompt_ids) // 4 > 3 * system.cluster.page_size
