@@ -1,0 +1,163 @@
+"""Processes started by hand, in any order, late, wrongly, and stopped in the middle of work."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Cluster, wait_until
+
+pytestmark = pytest.mark.integration
+
+NewCluster = Callable[..., Cluster]
+
+
+def test_two_prefill_and_two_decode_nodes_share_the_work(new_cluster: NewCluster) -> None:
+    cluster = new_cluster().start(prefill=2, decode=2)
+    threads = [
+        threading.Thread(target=cluster.complete, args=(f"prompt {i} " * 8,), kwargs={"max_tokens": 30, "n": 2})
+        for i in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stats = {name: books["stats"] for name, books in cluster.ledger()["nodes"].items()}
+    for name in ("prefill-0", "prefill-1"):
+        assert stats[name]["prompt_tokens"] > 100, stats
+    for name in ("decode-0", "decode-1"):
+        assert stats[name]["generated_tokens"] > 100, stats
+
+
+def test_processes_start_in_any_order_and_nodes_join_late(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    cluster.start_node("decode", "decode-0")
+    cluster.start_router()
+    wait_until(lambda: _status(cluster, "/health") == 200, "the router listens", 20)
+    assert _status(cluster, "/ready") == 503
+    cluster.start_node("prefill", "prefill-0")
+    cluster.wait_ready(num_nodes=2)
+    first = cluster.complete("hello", max_tokens=5, temperature=0)["choices"][0]["text"]
+    cluster.start_node("decode", "decode-1")
+    wait_until(lambda: len(cluster.nodes()) == 3, "the late node has joined", 30)
+    assert cluster.complete("hello", max_tokens=5, temperature=0)["choices"][0]["text"] == first
+
+
+def test_sigterm_drains_a_node_and_another_goes_on(new_cluster: NewCluster) -> None:
+    cluster = new_cluster().start(prefill=1, decode=2)
+    answers: list[dict[str, Any]] = []
+
+    def ask(i: int) -> None:
+        answers.append(cluster.complete(f"drain {i}", max_tokens=200, ignore_eos=True, seed=i))
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: _running(cluster, "decode-0") > 0, "the node has work")
+    cluster.processes["decode-0"].send_signal(signal.SIGTERM)
+    assert cluster.processes["decode-0"].wait(20) == 0
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 6 and all(answer["usage"]["completion_tokens"] == 200 for answer in answers)
+    cluster.complete("after", max_tokens=3)
+
+
+def test_a_client_that_disconnects_frees_both_legs(cluster: Cluster) -> None:
+    for is_streaming in (True, False):
+        connection = http.client.HTTPConnection("127.0.0.1", cluster.http_port)
+        body = {"model": cluster.model_name, "prompt": "x", "max_tokens": 200, "ignore_eos": True, "n": 3}
+        connection.request("POST", "/v1/completions", json.dumps(body | {"stream": is_streaming}))
+        if is_streaming:
+            assert connection.getresponse().readline().startswith(b"data: ")
+        wait_until(lambda: _running(cluster, "decode-0") > 0, "decode has work")
+        connection.sock.close() if connection.sock else connection.close()
+        connection.close()
+        wait_until(lambda: _running(cluster, "decode-0") == 0, "everything is free", 2.0)
+    cluster.check_books()
+
+
+@pytest.mark.parametrize(
+    ("flags", "values"),
+    [
+        (["--page-size", "32"], ("page_size", "16", "32")),
+        (["--dtype", "bfloat16"], ("dtype", "float32", "bfloat16")),
+    ],
+)
+def test_nodes_that_cannot_be_paired_are_told_why(
+    flags: list[str], values: tuple[str, ...], new_cluster: NewCluster
+) -> None:
+    cluster = new_cluster().start()
+    stranger = cluster.start_node("decode", "stranger", *flags)
+    assert stranger.wait(30) == 1
+    for value in values:
+        assert value in stranger.log, stranger.log
+    cluster.complete("still serving", max_tokens=2)
+
+
+def test_a_node_with_another_model_of_the_same_name_is_refused(
+    new_cluster: NewCluster, checkpoint: Callable[..., Path]
+) -> None:
+    cluster = new_cluster().start()
+    name = cluster.model_name
+    other = cluster.start_node("decode", "other", "--model-name", name, model=checkpoint("llama"))
+    assert other.wait(30) == 1
+    assert "weights" in other.log or "layers" in other.log or "fingerprint" in other.log, other.log
+    cluster.complete("still serving", max_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("missing", "does not exist"),
+        ("truncated", "cut short"),
+        ("unknown", "architecture"),
+    ],
+)
+def test_model_directories_that_cannot_be_served(
+    damage: str, words: str, new_cluster: NewCluster, model_dir: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    if damage != "missing":
+        broken.mkdir()
+        for path in model_dir.iterdir():
+            (broken / path.name).write_bytes(path.read_bytes())
+    if damage == "truncated":
+        weights = broken / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:5000])
+    if damage == "unknown":
+        config = json.loads((broken / "config.json").read_text())
+        (broken / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchForCausalLM"]}))
+    node = new_cluster().start_node("prefill", "prefill-0", model=broken)
+    assert node.wait(30) in (1, 2)
+    assert words in node.log and "Traceback" not in node.log, node.log
+
+
+def test_the_bus_is_encrypted_with_keys(new_cluster: NewCluster, tmp_path: Path) -> None:
+    cluster = new_cluster()
+    keys = str(tmp_path / "cluster.keys")
+    assert cluster.start_process("keys", "keys", keys).wait(20) == 0
+    cluster.start(router_flags=["--keys", keys], node_flags=["--keys", keys, "--transport", "zmq"])
+    cluster.complete("hello", max_tokens=5)
+    stranger = cluster.start_node("decode", "stranger")
+    with pytest.raises(AssertionError):
+        wait_until(lambda: len(cluster.nodes()) == 3, "a node without the key joins", 6)
+    stranger.send_signal(signal.SIGKILL)
+    stranger.is_expected_to_run = False
+    stranger.popen.wait()
+
+
+def _status(cluster: Cluster, path: str) -> int:
+    try:
+        return cluster.get(path)[0]
+    except OSError:
+        return 0
+
+
+def _running(cluster: Cluster, node: str) -> int:
+    return len(cluster.ledger()["nodes"][node]["requests"])
