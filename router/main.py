@@ -14,6 +14,7 @@ from ..metadata.bus import new_epoch
 from ..metadata.curve import KeyPair
 from ..metadata.errors import ConfigError
 from ..metadata.hub import Hub
+from ..metadata.logs import setup_logging
 from .app import Api
 from .config import RouterConfig
 from .metrics import Metrics
@@ -84,6 +85,7 @@ def run(config: RouterConfig) -> int:
 
     Raises ConfigError when it cannot start.
     """
+    setup_logging(config, "router")
     return uvloop.run(_main(config))
 
 
