@@ -144,7 +144,10 @@ class Choice:
 
         Returns what the client may see now, None when that is nothing new.
         """
-        if first > len(self.received):
+        num_received = len(self.received)
+        if first == num_received and ended is None and len(ids) == 1 and not self._ahead:
+            return self._accept_one(ids[0], logprobs)
+        if first > num_received:
             if len(self._ahead) < MAX_AHEAD:
                 self._ahead.append(Ahead(first, ids, logprobs, ended))
             if self.gap_since is None:
@@ -169,6 +172,16 @@ class Choice:
         self.attempt = self.gap_since = self.ahead_from = None
         self.num_resends = 0
         self._ahead.clear()
+
+    def _accept_one(self, token_id: int, logprobs: Sequence[TokenLogprobs]) -> Delta:
+        """What `_accept` does, for the common case of one more token."""
+        self.received.append(token_id)
+        text = self._detokenizer.step(token_id)
+        if text:
+            text = self._stops.feed(text, may_stop=len(self.received) >= self._min_tokens)
+            if self._stops.found is not None:
+                self.finish_reason = "stop"
+        return Delta(text, [token_id], list(logprobs), self.finish_reason, self._stops.found)
 
     def _accept(self, item: Ahead) -> Delta:
         known = len(self.received) - item.first

@@ -1,7 +1,8 @@
 """Server-sent events, written straight to the transport.
 
-Everything that one event-loop tick has for a stream goes out in one write, outside any coroutine. A client that reads
-too slowly is found by the transport's unsent bytes.
+The first thing that an event-loop tick has for a stream is written at once, outside any coroutine, so that a stream
+does not wait for the others of its decode step; whatever else the tick has for it follows in one write. A client that
+reads too slowly is found by the transport's unsent bytes.
 """
 
 from __future__ import annotations
@@ -39,14 +40,16 @@ class EventStream:
         self._pending: list[bytes] = []
         self._response: web.StreamResponse | None = None
         self._is_chunked = False
-        self._is_flush_scheduled = False
+        self._has_written = False  # in this tick
 
     def push(self, data: bytes) -> None:
-        """Queues whole events for this tick's write."""
-        self._pending.append(data)
-        if self._response is not None and not self._is_flush_scheduled:
-            self._is_flush_scheduled = True
-            self._loop.call_soon(self._flush)
+        """Sends whole events, now or at the end of this tick."""
+        if self._response is None or self._has_written:
+            self._pending.append(data)
+            return
+        self._has_written = True
+        self._loop.call_soon(self._end_tick)
+        self._write(data)
 
     async def open(self, headers: dict[str, str]) -> web.StreamResponse:
         """Sends the headers and what is queued."""
@@ -67,13 +70,21 @@ class EventStream:
         self._flush()
         await self._response.write_eof()
 
+    def _end_tick(self) -> None:
+        self._has_written = False
+        if self._pending:
+            self._flush()
+
     def _flush(self) -> None:
-        self._is_flush_scheduled = False
+        if self._pending:
+            data = b"".join(self._pending)
+            self._pending.clear()
+            self._write(data)
+
+    def _write(self, data: bytes) -> None:
         transport = self._request.transport
-        if not self._pending or transport is None or transport.is_closing():
+        if transport is None or transport.is_closing():
             return
-        data = b"".join(self._pending)
-        self._pending.clear()
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
         if transport.get_write_buffer_size() > self._max_unread:
             self._on_overflow()

@@ -30,7 +30,7 @@ def test_pools_too_small_for_the_load(make_system: Callable[..., System]) -> Non
 
 
 def test_partial_grants_are_dispatched_at_once(make_system: Callable[..., System]) -> None:
-    """Four choices, room for two at a time: its choices are dispatched as they are granted, as attempts of their own."""
+    """Four choices, room for two at a time: choices are dispatched as they are granted, as attempts of their own."""
     system = make_system(max_running=64, num_pages=4).up()
     _, body, _ = system.complete(prompt="a " * 12, n=4)
     assert [choice["text"] for choice in body["choices"]] == [system.text] * 4
