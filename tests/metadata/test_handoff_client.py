@@ -217,6 +217,24 @@ def test_drop_ends_the_ticket_and_frees_the_pages_at_once(pair):
     pair.client.drop(unit(), "twice")
 
 
+def test_no_page_is_written_after_drop(nodes, transport, monkeypatch):
+    """Pages that were queued or on their way when the claim was dropped leave no trace."""
+    monkeypatch.setattr("baton.metadata.handoff_client.POLL_BYTES", 1)
+    monkeypatch.setattr("baton.metadata.transports.zmq.MESSAGE_BYTES", 1)
+    pair = Pair(nodes, transport)
+    pair.server.open(unit(), 20)
+    pair.server.offer(unit(), list(range(20)), list(range(1, 21)), [1] * 20)
+    pair.claim(unit(), list(range(1, 21)))
+    spin(pair.both, lambda _: pair.target[0].pages[:, 1].any())
+    pair.client.drop(unit(), "cancelled")
+    assert 1 <= int(pair.target[0].pages.any(axis=(0, 2)).sum()) < 20, "in the middle"
+    for pool in pair.target:
+        pool.pages[:] = 0
+    until = time.monotonic() + 0.2
+    spin(pair.both, lambda _: time.monotonic() > until)
+    assert not any(pool.pages.any() for pool in pair.target)
+
+
 @pytest.mark.parametrize("finished", [True, False])
 @pytest.mark.parametrize("is_claimed", [True, False], ids=["claimed", "unclaimed"])
 def test_revoke_reaches_the_claimer_and_ends_the_ticket(pair, finished, is_claimed):

@@ -39,6 +39,7 @@ def welcome(source) -> LinkWelcome:
 
 def test_pages_of_all_pools_land_with_their_generation(pools):
     source, target = pools
+    before = Path("/proc/self/maps").read_text().count("baton-pages")
     transport = LocalTransport.map(target, welcome(source))
     source[0].generations[5] = 8
     transport.fetch([Move(unit(), 0, 5, 20, 8), Move(unit(), 1, 6, 21, 0)])
@@ -48,6 +49,7 @@ def test_pages_of_all_pools_land_with_their_generation(pools):
     assert same_pages(target, [20, 21], source, [5, 6]) and not transport.is_busy
     assert int(sum(pool.pages.any(axis=(0, 2)).sum() for pool in target)) == 4
     transport.close()
+    assert Path("/proc/self/maps").read_text().count("baton-pages") == before > 0, "unmapped at once"
 
 
 def test_a_step_copies_a_bounded_number_of_bytes(pools):
