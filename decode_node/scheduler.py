@@ -90,7 +90,7 @@ class DecodeScheduler:
             start, stop = sequence.num_computed, sequence.num_computed + num_new
             num_logits = 1 if stop == len(sequence.token_ids) else 0
             plan.sequences.append(sequence)
-            plan.rows.append(BatchRow(sequence.token_ids[start:stop], start, sequence.pages, num_logits))
+            plan.rows.append(BatchRow(sequence.token_ids[start:stop], start, sequence.pages, num_logits, sequence))
         return plan
 
     def finish(self, sequence: Sequence) -> None:

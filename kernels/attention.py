@@ -97,7 +97,7 @@ class AttentionPlan:
                     num_seqs=len(seqs),
                     query_len=query_len,
                     kv_len=max(lens),
-                    gather=_gather_index(pages, lens, page_size, num_kv_heads),
+                    gather=gather_index(pages, lens, page_size, num_kv_heads),
                     masks={} if is_causal else {w: _group_mask(query_len, lens, w, device, dtype) for w in windows},
                     is_causal=is_causal,
                 )
@@ -136,6 +136,14 @@ def paged_attention(q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan
     return out
 
 
+def decode_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """One query per sequence: `q` [num_seqs, num_heads, head_dim] -> the same shape; `k`, `v` [num_seqs, num_kv_heads,
+    kv_len, head_dim]; `mask` [num_seqs, 1, 1, kv_len] additive. The query heads of a kv head are rows of one matrix."""
+    num_seqs, num_heads, head_dim = q.shape
+    grouped = q.view(num_seqs, k.shape[1], num_heads // k.shape[1], head_dim)
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(num_seqs, num_heads, head_dim)
+
+
 def _attend(
     q: torch.Tensor, blocks: torch.Tensor, group: _Group, num_kv_heads: int, window: int | None
 ) -> torch.Tensor:
@@ -145,9 +153,8 @@ def _attend(
     gathered = blocks.index_select(0, group.gather).view(2, num_seqs, num_kv_heads, -1, head_dim)
     k, v = gathered[:, :, :, : group.kv_len].unbind(0)  # each [num_seqs, num_kv_heads, kv_len, head_dim]
     mask = None if group.is_causal else group.masks[window]
-    if query_len == 1:  # the query heads of a kv head are rows of one small matrix
-        out = F.scaled_dot_product_attention(q.view(num_seqs, num_kv_heads, group_size, head_dim), k, v, attn_mask=mask)
-        return out.reshape(num_tokens, num_heads, head_dim)
+    if query_len == 1:
+        return decode_attention(q, k, v, mask)
     # [num_seqs * num_kv_heads, group_size, ...]: a kv head is broadcast over its query heads, not copied
     q = q.view(num_seqs, query_len, num_kv_heads, group_size, head_dim).permute(0, 2, 3, 1, 4)
     k, v = (x.flatten(0, 1).unsqueeze(1).expand(-1, group_size, -1, -1) for x in (k, v))
@@ -183,13 +190,18 @@ def _rows(seqs: list[int], starts: list[int], query_len: int, device: torch.devi
     return (first + torch.arange(query_len, device=device)).flatten()
 
 
-def _gather_index(pages: torch.Tensor, lens: list[int], page_size: int, num_kv_heads: int) -> torch.Tensor:
-    """Blocks of a layer seen as [num_pages * 2 * num_kv_heads, page_size * head_dim]. Where a sequence has fewer pages
-    than the longest, its own first page stands in: finite, and masked."""
+def gather_index(
+    pages: torch.Tensor, lens: list[int], page_size: int, num_kv_heads: int, num_columns: int | None = None
+) -> torch.Tensor:
+    """Blocks of a layer seen as [num_pages * 2 * num_kv_heads, page_size * head_dim], in order K|V, seq, head, column:
+    [2 * num_seqs * num_kv_heads * num_columns] int64; as many columns as the longest has pages, unless told.
+
+    Where a sequence has fewer pages, its own first page stands in: finite, and masked."""
     device = pages.device
     counts = [-(-seq_len // page_size) for seq_len in lens]
-    pages = pages[:, : max(counts)]
-    if min(counts) < max(counts):
+    num_columns = max(counts) if num_columns is None else num_columns
+    pages = F.pad(pages[:, : max(counts)], (0, num_columns - max(counts)))
+    if min(counts) < num_columns:
         beyond = torch.arange(pages.shape[1], device=device) >= torch.tensor(counts, device=device).unsqueeze(1)
         pages = torch.where(beyond, pages[:, :1], pages)
     head = torch.arange(num_kv_heads, device=device).view(1, 1, num_kv_heads, 1)

@@ -209,3 +209,40 @@ def test_handoff_hidden_size(checkpoint: Checkpoint) -> None:
     run = Run(model_dir)
     hidden = run.model.forward(ForwardBatch.build([BatchRow([1, 2], 0, run.pages(2))], PAGE_SIZE, "cpu"), run.kv)
     assert hidden.shape == (2, run.model.handoff_hidden_size)
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-one-kv-head", "mistral-window", "qwen3-window", "qwen2"])
+def test_known_sequences_decode_like_unknown_ones(checkpoint: Checkpoint, variant: str) -> None:
+    """Dense KV is filled, appended to, outgrown and forgotten: by members that change, by a chunk in between, by a
+    position that comes again, and by another sequence that takes over pages and length of one that ended."""
+    family, config = VARIANTS[variant]
+    model_dir = checkpoint(family, **config)
+    known, unknown = Run(model_dir), Run(model_dir)
+    names = [object() for _ in range(3)]
+    ids = [prompt(130, seed=i) for i in range(3)]
+    done = [20, 31, 9]
+    pages = [known.pages(130) for _ in range(3)]
+    for run in (known, unknown):
+        run.forward([BatchRow(ids[i][: done[i]], 0, pages[i]) for i in range(3)])
+    for step in range(95):
+        members = [0, 1, 2] if step < 70 else [2, 0] if step < 80 else [0]
+        if step == 40:  # a chunk beside decode steps
+            sizes = [1, 5, 1]
+        elif step == 60:  # the last position once more
+            done, sizes = [n - 1 for n in done], [1, 1, 1]
+        else:
+            sizes = [1, 1, 1]
+        if step == 90:  # the first ended; another, computed elsewhere, takes over its pages at its very length
+            ids[0], names[0] = prompt(130, seed=9), object()
+            elsewhere = Run(model_dir)
+            elsewhere.forward([BatchRow(ids[0][: done[0]], 0, pages[0])])
+            for run in (known, unknown):
+                run.kv[:, pages[0]] = elsewhere.kv[:, pages[0]]
+        spans = [(ids[i][done[i] : done[i] + sizes[i]], done[i], pages[i], 1) for i in members]
+        ours = known.forward([BatchRow(*span, sequence=names[i]) for i, span in zip(members, spans, strict=True)])
+        theirs = unknown.forward([BatchRow(*span) for span in spans])
+        torch.testing.assert_close(ours, theirs, atol=FLOAT32_TOLERANCE, rtol=0)
+        for i in members:
+            done[i] += sizes[i]
+    torch.testing.assert_close(known.kv, unknown.kv, atol=1e-4, rtol=0, equal_nan=True)
+    assert (unknown.model.dense.num_appended, known.model.dense.num_appended >= 80) == (0, True)
