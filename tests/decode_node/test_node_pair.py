@@ -64,7 +64,7 @@ def test_greedy_output_equals_transformers(
     for i, prompt in enumerate(cases):  # again, now that both caches know the prompts
         pair.submit(f"again{i}", prompt, params(12))
     results = pair.run()
-    for i, prompt in enumerate(cases):
+    for i in range(len(cases)):
         assert results[f"again{i}", 0].ids == results[f"r{i}", 0].ids
     assert results["again8", 0].ended is not None and results["again8", 0].ended.num_cached == 24
     assert any(admitted.have_pages for admitted in pair.admitted)

@@ -11,14 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-TIE_BOUND = {"float32": 1e-4}
+TIE_BOUND = {"float32": 1e-4, "bfloat16": 0.15}  # bfloat16: two roundings of a logit near 16
 
 
 @dataclass
 class Reference:
-    """transformers on the same checkpoint, float32."""
+    """transformers on the same checkpoint."""
 
     model_dir: Path
+    dtype: str = "float32"
+    device: str = "cpu"
     model: Any = field(init=False)
     num_ties: int = 0
     num_compared: int = 0
@@ -27,29 +29,38 @@ class Reference:
         import torch
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(self.model_dir, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(self.model_dir, dtype=getattr(torch, self.dtype))
+        self.model = self.model.to(self.device).eval()
+        self.model.generation_config.eos_token_id = None  # what ends an output is the test's business
 
     def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, eos_token_ids: Sequence[int] = ()) -> list[int]:
         """Greedy tokens after the prompt."""
+        return self.generate_batch([prompt_ids], max_new_tokens, eos_token_ids)[0]
+
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_token_ids: Sequence[int] = ()
+    ) -> list[list[int]]:
+        """Greedy tokens after prompts of one length; `eos_token_ids` end an output, none by default."""
         import torch
 
+        ids = torch.tensor([list(prompt) for prompt in prompts], device=self.device)
         with torch.inference_mode():
             out = self.model.generate(
-                torch.tensor([list(prompt_ids)]),
-                attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.int64),
+                ids,
+                attention_mask=torch.ones_like(ids),
                 max_new_tokens=max_new_tokens,
                 do_sample=False,
                 eos_token_id=list(eos_token_ids) or None,
                 pad_token_id=0,
             )
-        return out[0, len(prompt_ids) :].tolist()
+        return out[:, ids.shape[1] :].tolist()
 
     def logits(self, ids: Sequence[int]) -> Any:
         """[vocab_size] after these ids."""
         import torch
 
         with torch.inference_mode():
-            return self.model(torch.tensor([list(ids)])).logits[0, -1].float()
+            return self.model(torch.tensor([list(ids)], device=self.device)).logits[0, -1].float()
 
     def assert_greedy(self, prompt_ids: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> None:
         """`ours` equals `theirs` up to the first tie of the reference."""
@@ -58,7 +69,7 @@ class Reference:
             if a != b:
                 best = self.logits([*prompt_ids, *theirs[:i]]).topk(2).values
                 gap = float(best[0] - best[1])
-                assert gap < TIE_BOUND["float32"], (
+                assert gap < TIE_BOUND[self.dtype], (
                     f"token {i} of a prompt of {len(prompt_ids)}: {a} instead of {b}, gap {gap:.2e};"
                     f" ours {list(ours)[: i + 3]}, reference {list(theirs)[: i + 3]}"
                 )
