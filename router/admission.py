@@ -274,9 +274,9 @@ class Admission:
             request=generation.wire_request(choices[0]),
             decode=attempt.decode.peer if attempt.decode is not None else None,
         )
-        logger.info(
-            "%s dispatched: attempt %d, choices %s, prefill %s, decode %s, waited %.3f s",
-            generation.rid,
+        logger.log(
+            logging.DEBUG if generation.is_canary else logging.INFO,
+            "dispatched: attempt %d, choices %s, prefill %s, decode %s, waited %.3f s",
             attempt.number,
             ",".join(map(str, choices)),
             prefill.node_id,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from ..metadata.errors import BatonError, Unavailable
+from ..metadata.errors import BatonError
 from .api_types import StreamOptions, Usage
 from .forms import Form, usage_of
 from .generation import Choice, Delta, Generation
@@ -74,7 +74,7 @@ class StreamedAnswer:
         self._num_done = 0
         self._has_output = asyncio.Event()
         self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._stream = EventStream(request, max_unread_bytes, self._overflow)
+        self._stream = EventStream(request, max_unread_bytes)
 
     def start(self, generations: list[Generation], submit: Callable[[Generation], None]) -> None:
         """Submits all generations. Raises what submit raises."""
@@ -142,6 +142,3 @@ class StreamedAnswer:
         else:
             self._finished.set_exception(error)
         self._has_output.set()
-
-    def _overflow(self) -> None:
-        self._end(Unavailable("the client reads too slowly"))

@@ -91,8 +91,7 @@ class RequestLife:
         self.admission.check_fits(generation.group, len(generation.prompt_ids), needs_decode=needs_decode)
         self.generations[generation.rid] = generation
         logger.info(
-            "%s received: %d prompt tokens, %d choices, at most %d tokens",
-            generation.rid,
+            "received: %d prompt tokens, %d choices, at most %d tokens",
             len(generation.prompt_ids),
             len(generation.choices),
             generation.params.max_tokens,
@@ -106,7 +105,7 @@ class RequestLife:
             return
         self._end(generation, reason)
         self.metrics.count_request(generation.group.key.model, "cancelled")
-        logger.info("%s cancelled: %s", generation.rid, reason, extra={"rid": generation.rid})
+        logger.info("cancelled: %s", reason, extra={"rid": generation.rid})
 
     def submit_canary(self, generation: Generation, pair: tuple[Node, Node]) -> bool:
         """Sends a request through one pair, outside the queue. False when the pair has no room now."""
@@ -178,7 +177,7 @@ class RequestLife:
         self._end(generation, "it failed")
         if not generation.is_canary:
             self.metrics.count_request(generation.group.key.model, "failed")
-        logger.warning("%s failed: %s", generation.rid, error, extra={"rid": generation.rid})
+        logger.warning("failed: %s", error, extra={"rid": generation.rid})
         generation.listener.on_error(generation, error)
 
     def move(self, generation: Generation, attempt: Attempt, reason: str, *, failed_at: Node | None = None) -> None:
@@ -194,7 +193,7 @@ class RequestLife:
         self._count_failure(generation, reason)
         if generation.is_over:
             return
-        logger.info("%s moves: %s", generation.rid, reason, extra={"rid": generation.rid})
+        logger.info("moves: %s", reason, extra={"rid": generation.rid})
         if entry is not None:  # it waits still
             self.admission.pump(generation.group)
         else:
@@ -328,7 +327,7 @@ class RequestLife:
             generation.attempts.pop(attempt.number, None)
         self._count_failure(generation, where)
         if not generation.is_over:
-            logger.info("%s moves: %s", generation.rid, where, extra={"rid": generation.rid})
+            logger.info("moves: %s", where, extra={"rid": generation.rid})
             self._requeue(generation, {choice.index})
 
     def _tokenizer(self, node: Node, message: TokenizerFile) -> None:
@@ -360,9 +359,9 @@ class RequestLife:
         self._end(generation, "it is complete")
         if not generation.is_canary:
             self.metrics.done(generation, time.monotonic())
-        logger.info(
-            "%s done: %d tokens, %.3f s, %s",
-            generation.rid,
+        logger.log(
+            logging.DEBUG if generation.is_canary else logging.INFO,
+            "done: %d tokens, %.3f s, %s",
             generation.num_generated,
             time.monotonic() - generation.created_at,
             ",".join(str(choice.finish_reason) for choice in generation.choices),
@@ -445,7 +444,13 @@ class RequestLife:
             return
         choice.num_resends += 1
         choice.gap_since = now
-        logger.warning("%s: token %d is missing; asking again", choice.unit, len(choice.received))
+        logger.warning(
+            "choice %d: token %d is missing; asking %s again",
+            choice.index,
+            len(choice.received),
+            node.node_id,
+            extra={"rid": choice.generation.rid},
+        )
         self.send(node, Resend(router_epoch=self.epoch, unit=choice.unit, first=len(choice.received)))
 
     def _repeat_cancels(self, node: Node, now: float) -> None:
@@ -453,7 +458,7 @@ class RequestLife:
             if now - sent_at < ACK_S:
                 continue
             if times >= MAX_CANCELS:
-                logger.warning("%s: node %s did not acknowledge Cancel", key[0], node.node_id)
+                logger.warning("node %s did not acknowledge Cancel", node.node_id, extra={"rid": key[0]})
                 del node.unacked[key]
                 continue
             node.unacked[key] = (now, times + 1, message)

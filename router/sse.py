@@ -2,19 +2,21 @@
 
 The first thing that an event-loop tick has for a stream is written at once, outside any coroutine, so that a stream
 does not wait for the others of its decode step; whatever else the tick has for it follows in one write. A client that
-reads too slowly is found by the transport's unsent bytes.
+reads too slowly is found by the transport's unsent bytes, and cut off.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
 
 import msgspec
 from aiohttp import HttpVersion11, web
 
 from ..metadata.errors import BatonError
 from .errors import body_of
+
+logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 
@@ -32,10 +34,9 @@ def error_event(error: BatonError) -> bytes:
 class EventStream:
     """One response of Content-Type text/event-stream. `push` may be called from anywhere on the event loop."""
 
-    def __init__(self, request: web.Request, max_unread_bytes: int, on_overflow: Callable[[], None]) -> None:
+    def __init__(self, request: web.Request, max_unread_bytes: int) -> None:
         self._request = request
         self._max_unread = max_unread_bytes
-        self._on_overflow = on_overflow
         self._loop = asyncio.get_running_loop()
         self._pending: list[bytes] = []
         self._response: web.StreamResponse | None = None
@@ -87,4 +88,5 @@ class EventStream:
             return
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
         if transport.get_write_buffer_size() > self._max_unread:
-            self._on_overflow()
+            logger.warning("a client left %d bytes unread and is cut off", transport.get_write_buffer_size())
+            transport.abort()  # its handler is cancelled by that

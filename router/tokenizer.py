@@ -142,7 +142,7 @@ class ChatTemplate:
         variables = {**options, **self._special_tokens, "tools": None, "documents": None}
         try:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        except Exception as error:  # a template is foreign code and may raise anything
             raise RequestError(f"the model's chat template refuses these messages: {error}", param="messages") from None
 
 

@@ -1,0 +1,112 @@
+"""The process: quick to listen, clean to end, clear about taken ports; and the transport under the streams."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+from baton.metadata.errors import ConfigError
+from baton.router.config import RouterConfig
+from baton.router.main import run
+
+from .conftest import System
+from .test_request_life import stream_events, wait_until
+
+START = (
+    "import logging, sys; logging.basicConfig(level='INFO', stream=sys.stderr);"
+    "from baton.router.config import RouterConfig; from baton.router.main import run;"
+    "sys.exit(run(RouterConfig(port=0, node_address='tcp://127.0.0.1:*')))"
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_from_start_to_end(number: signal.Signals) -> None:
+    begun = time.monotonic()
+    with subprocess.Popen([sys.executable, "-c", START], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert "serving HTTP on http://127.0.0.1:" in line
+        assert time.monotonic() - begun < 5, "well under a second on an idle machine"
+        with open(f"/proc/{process.pid}/status") as status:  # noqa: PTH123
+            rss = next(line for line in status if line.startswith("VmRSS")).split()[1]
+        assert int(rss) < 150_000
+        os.kill(process.pid, number)
+        assert process.wait(10) == 0
+        assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize("which", ["http", "nodes"])
+def test_a_taken_port(which: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = (
+            RouterConfig(port=port, node_address="tcp://127.0.0.1:*")
+            if which == "http"
+            else RouterConfig(port=0, node_address=f"tcp://127.0.0.1:{port}")
+        )
+        with pytest.raises(ConfigError, match=str(port)):
+            run(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_waiting", 0), ("port", 70000), ("api_key", ""), ("request_timeout_s", -1.0)]
+)
+def test_settings_that_cannot_work(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name):
+        RouterConfig(**{name: value})  # type: ignore[arg-type]
+
+
+def test_off_loopback_needs_keys() -> None:
+    with pytest.raises(ConfigError, match="keys"):
+        run(RouterConfig(port=0, node_address="tcp://0.0.0.0:5799"))
+
+
+def test_a_client_that_does_not_read(make_system: Callable[..., System]) -> None:
+    """Its output is not piled up without bound, and its request is cancelled on the nodes."""
+    system = make_system(router={"max_unread_bytes": 20_000}, context_len=200_000, num_pages=20_000)
+    system.cluster.script = lambda prompt, choice: [300] * 60_000
+    system.up()
+    system.behaviour.step_tokens = 1
+    host, port = system.router.url.removeprefix("http://").rsplit(":", 1)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((host, int(port)))
+        body = b'{"model": "fake", "prompt": "hello", "max_tokens": 60000, "stream": true}'
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        from baton.metadata import messages as m
+
+        wait_until(lambda: system.cluster.by_name("d0").got(m.Cancel), timeout=30)
+        system.router.wait_idle()
+
+
+def test_http_1_0_gets_a_plain_stream(system: System) -> None:
+    host, port = system.router.url.removeprefix("http://").rsplit(":", 1)
+    with socket.create_connection((host, int(port))) as client:
+        body = b'{"model": "fake", "prompt": "hello", "max_tokens": 100, "stream": true}'
+        client.sendall(b"POST /v1/completions HTTP/1.0\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        data = b""
+        while more := client.recv(65536):
+            data += more
+    head, _, rest = data.partition(b"\r\n\r\n")
+    assert b"chunked" not in head
+    assert rest.startswith(b"data: {")
+    assert rest.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_connection_is_used_again_after_a_stream(system: System) -> None:
+    import http.client
+
+    connection = http.client.HTTPConnection(system.router.url.removeprefix("http://"), timeout=10)
+    for _ in range(3):
+        body = b'{"model": "fake", "prompt": "hello", "max_tokens": 100, "stream": true}'
+        connection.request("POST", "/v1/completions", body)
+        response = connection.getresponse()
+        assert response.read().endswith(b"data: [DONE]\n\n")
+    connection.close()
+    assert stream_events(system)[-1] == "[DONE]"
