@@ -32,10 +32,10 @@ class Child:
         self.restart_at: float | None = None  # monotonic time at which the next start is due
 
     def start(self) -> None:
-        """Starts the process, in a group of its own, with its output appended to the log."""
+        """Starts the process, in a group of its own, with its output in the log, after that of the starts before."""
         environ = {**os.environ, **self._command.environ, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         self.restart_at = None
-        with self.log_path.open("ab") as log:
+        with self.log_path.open("wb" if self._process is None else "ab") as log:
             self._process = subprocess.Popen(
                 self._command.argv,
                 stdin=subprocess.DEVNULL,

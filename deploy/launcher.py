@@ -65,7 +65,7 @@ class Launcher:
     def _wait_ready(self) -> bool:
         """True when a canary request went through, False when a signal came first. Raises when a child dies."""
         start, next_poll = time.monotonic(), 0.0
-        with Status() as status:
+        with Status(child.name for child in self._children[1:]) as status:  # the nodes: the router is there at once
             while not self._signals.stops:
                 now = time.monotonic()
                 if now >= next_poll:
@@ -73,9 +73,10 @@ class Launcher:
                         return True
                     next_poll = now + _READY_POLL_S
                 for child in self._children:
-                    status.show(child.name, child.new_lines(), now - start)
+                    status.take(child.name, child.new_lines())
                     if child.exit_status is not None:
                         raise Unavailable(_obituary(child))
+                status.draw(now - start)
                 if now - start > self._plan.up.ready_timeout_s:
                     raise Unavailable(f"not ready after {now - start:.0f} s: {self._client.why_not_ready()}")
                 self._signals.wait(_TICK_S)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import select
 import shutil
 import signal
 import socket
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -48,9 +50,9 @@ class Signals:
 class Status:
     """Progress of the start: one line, rewritten, on a terminal; else every log line as it comes."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Iterable[str]) -> None:
         self._is_terminal = sys.stderr.isatty()
-        self._last: dict[str, str] = {}
+        self._last = dict.fromkeys(names, "starting")
 
     def __enter__(self) -> Status:
         return self
@@ -59,17 +61,30 @@ class Status:
         if self._is_terminal:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
-    def show(self, name: str, lines: list[str], age_s: float) -> None:
-        """Takes the new log lines of one process."""
-        if not self._is_terminal:
+    def take(self, name: str, lines: list[str]) -> None:
+        """New log lines of one process; on a terminal only of those named at the start."""
+        if self._is_terminal and lines and name in self._last:
+            self._last[name] = _message(name, lines[-1])
+        elif not self._is_terminal:
             for line in lines:
                 say(f"  {name}: {line}")
-            return
-        if lines:
-            self._last[name] = lines[-1]
-        width = shutil.get_terminal_size().columns - 1
-        text = f"{age_s:4.0f} s  " + " | ".join(f"{name}: {line[-50:]}" for name, line in self._last.items())
-        print(f"\r\033[K{text[:width]}", end="", file=sys.stderr, flush=True)
+
+    def draw(self, age_s: float) -> None:
+        """Shows the last line of each process, `age_s` seconds after the start. Does nothing without a terminal."""
+        if self._is_terminal:
+            room = max(20, (shutil.get_terminal_size().columns - 8) // len(self._last))
+            parts = [f"{name}: {text}"[: room - 3].ljust(room) for name, text in self._last.items()]
+            print(f"\r\033[K{age_s:4.0f} s  {''.join(parts).rstrip()}", end="", file=sys.stderr, flush=True)
+
+
+def _message(name: str, line: str) -> str:
+    """What a log line says, without its time, level and process."""
+    if line.startswith("{"):
+        try:
+            return str(json.loads(line)["message"])
+        except (ValueError, KeyError):
+            return line
+    return line.partition(f" {name} ")[2] or line
 
 
 def say(text: Any) -> None:
@@ -85,7 +100,7 @@ def banner(client: Client, run_dir: Path, *, has_key: bool) -> str:
 Baton is ready: {client.url}/v1   (model {model})
 
   curl {client.url}/v1/completions{key} -H 'Content-Type: application/json' \\
-    -d '{{"model": "{model}", "prompt": "def main(", "max_tokens": 64}}'
+    -d '{{"model": "{model}", "prompt": "import os\\n\\ndef ", "max_tokens": 64, "temperature": 0}}'
 
   baton chat --url {client.url}
 
