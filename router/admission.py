@@ -319,6 +319,8 @@ class Admission:
             prefills = entry.generation.group.live("prefill")
             live = entry.generation.group.live("decode")
             nodes = [node for node in live if any(self._life.is_usable(prefill, node) for prefill in prefills)]
+            failed = entry.generation.has_failed_on
+            nodes = [node for node in nodes if not all(failed(prefill, node) for prefill in prefills)] or nodes
         figures = [
             DecodeFigures(
                 node.load.free_pages - node.pledged_pages,
@@ -337,7 +339,8 @@ class Admission:
             nodes = [entry.pair[0]]
         else:
             live = generation.group.live("prefill")
-            nodes = [node for node in live if decode is None or self._life.is_usable(node, decode)]
+            nodes = [node for node in live if self._life.is_usable(node, decode)]
+            nodes = [node for node in nodes if not generation.has_failed_on(node, decode)] or nodes
         page_size = generation.group.page_size
         figures = [
             PrefillFigures(

@@ -40,13 +40,14 @@ class Answer(NamedTuple):
 class Pair:
     """What is known of one pair."""
 
-    __slots__ = ("canary", "failure", "tried_at", "worked_at")
+    __slots__ = ("canary", "failure", "is_doubted", "tried_at", "worked_at")
 
     def __init__(self) -> None:
         self.worked_at: float | None = None
         self.tried_at: float | None = None
         self.failure: str | None = None
         self.canary: Generation | None = None
+        self.is_doubted = False  # a request failed on it
 
 
 class PairHealth:
@@ -86,6 +87,12 @@ class PairHealth:
         pair = self._pairs.setdefault((prefill.routing_id, decode.routing_id), Pair())
         pair.worked_at = now
 
+    def doubt(self, prefill: Node, decode: Node) -> None:
+        """A request failed on the pair: a canary looks into it soon."""
+        pair = self._pairs.get((prefill.routing_id, decode.routing_id))
+        if pair is not None:
+            pair.is_doubted = True
+
     def forget(self, node: Node) -> None:
         """The node is gone, and with it all its pairs."""
         for key in [key for key in self._pairs if node.routing_id in key]:
@@ -108,9 +115,11 @@ class PairHealth:
             return
         if pair.tried_at is not None and now - pair.tried_at < RETRY_S:
             return
-        if pair.failure is None and pair.worked_at is not None and now - pair.worked_at < self._interval_s:
+        has_worked_lately = pair.worked_at is not None and now - pair.worked_at < self._interval_s
+        if has_worked_lately and pair.failure is None and not pair.is_doubted:
             return
         pair.tried_at = now
+        pair.is_doubted = False
         run = _Canary(self, group, pair, prefill, decode)
         generation = Generation(
             f"canary-{secrets.token_hex(6)}",

@@ -121,6 +121,14 @@ def from_malformed(body: bytes, error: Exception) -> RequestError:
     return RequestError(f"the body is not valid JSON: {error}")
 
 
+def from_node(code: str, message: str) -> BatonError:
+    """The error that a node's `Failed` message stands for."""
+    for kind in (RequestError, OutOfPages, Unavailable):
+        if code == kind.code:
+            return kind(message)
+    return BatonError(message)
+
+
 def _holds_non_finite(value: Any) -> bool:
     if isinstance(value, float):
         return not math.isfinite(value)

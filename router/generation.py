@@ -9,7 +9,6 @@ A request moves as (prompt, received ids, parameters), so nothing here depends o
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -98,6 +97,7 @@ class Choice:
         "_min_tokens",
         "_stops",
         "ahead_from",
+        "asked_at",
         "attempt",
         "finish_reason",
         "gap_since",
@@ -118,6 +118,7 @@ class Choice:
         self.gap_since: float | None = None  # since when a token is missing
         self.ahead_from: Node | None = None  # who sent what lies beyond the gap
         self.num_resends = 0
+        self.asked_at = 0.0  # when the last message was asked for that may have been lost
         self._ahead: list[Ahead] = []
         self._min_tokens = generation.params.min_tokens
         self._include_stop = options.include_stop
@@ -232,6 +233,7 @@ class Generation:
         "attempts",
         "choices",
         "created_at",
+        "failed_pairs",
         "first_token_at",
         "group",
         "is_canary",
@@ -244,7 +246,6 @@ class Generation:
         "prompt_logprobs",
         "rid",
         "salt",
-        "timer",
         "wants_prompt_logprobs",
     )
 
@@ -274,11 +275,11 @@ class Generation:
         self.num_cached: int | None = None  # the first attempt's
         self.num_failures = 0
         self.attempts: dict[int, Attempt] = {}
+        self.failed_pairs: set[tuple[bytes, bytes | None]] = set()  # routing ids; others are tried first
         self.created_at = now
         self.first_token_at: float | None = None
         self.is_over = False
         self.is_canary = is_canary
-        self.timer: asyncio.TimerHandle | None = None
         self._next_attempt = 0
         self.choices = [Choice(self, index, options) for index in range(num_choices)]
 
@@ -293,6 +294,14 @@ class Generation:
         if self.wants_prompt_logprobs and self.prompt_logprobs is None:
             return False
         return all(choice.finish_reason is not None for choice in self.choices)
+
+    def note_failure(self, attempt: Attempt) -> None:
+        """The next attempts prefer other pairs of nodes."""
+        self.failed_pairs.add(_pair_of(attempt.prefill, attempt.decode))
+
+    def has_failed_on(self, prefill: Node, decode: Node | None) -> bool:
+        """Whether an attempt failed on this pair."""
+        return _pair_of(prefill, decode) in self.failed_pairs
 
     def begin_attempt(self, choices: set[int], prefill: Node, decode: Node | None, now: float) -> Attempt:
         """A new attempt of these choices, under a number never used before."""
@@ -310,3 +319,7 @@ class Generation:
             salt=self.salt,
             prompt_logprobs=self.wants_prompt_logprobs and self.prompt_logprobs is None,
         )
+
+
+def _pair_of(prefill: Node, decode: Node | None) -> tuple[bytes, bytes | None]:
+    return prefill.routing_id, decode.routing_id if decode is not None else None

@@ -13,21 +13,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from ..metadata.errors import BatonError, OutOfPages, ProtocolError, RequestError, TransferError, Unavailable
+from ..metadata.errors import BatonError, ProtocolError, Unavailable
 from ..metadata.hub import Hub
 from ..metadata.messages import (
     Admitted,
     Beat,
-    Cancel,
     Cancelled,
     Failed,
     Hello,
     Leaving,
     LedgerReport,
     PrefillDone,
-    Resend,
     Reserved,
     Room,
     TokenizerFile,
@@ -35,22 +33,21 @@ from ..metadata.messages import (
     ToNode,
     ToRouter,
 )
-from ..metadata.request import TokenLogprobs, Unit, unpack_ids
+from ..metadata.request import Unit
 from .admission import Admission, Entry
 from .canary import PairHealth
+from .cancels import Cancels
 from .config import RouterConfig
-from .generation import Attempt, Choice, Delta, Generation
+from .errors import from_node
+from .gaps import Gaps
+from .generation import Attempt, Choice, Generation
 from .metrics import Metrics
 from .registry import Node, Registry
+from .token_flow import TokenFlow
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.05
-GAP_S = 0.25  # a gap in a choice's tokens is asked for after so long
-MAX_RESENDS = 3
-SILENCE_S = 10.0  # a running choice without tokens for so long is asked for what may have been lost
-ACK_S = 1.0  # Cancel is repeated when not acknowledged
-MAX_CANCELS = 4
 
 
 class RequestLife:
@@ -66,7 +63,9 @@ class RequestLife:
         self.on_ledger: Callable[[Node, LedgerReport], None] | None = None
         self._max_attempts = config.max_attempts
         self._timeout_s = config.request_timeout_s
-        self._gaps: set[Choice] = set()
+        self._gaps = Gaps(epoch, self.send, self.move)
+        self._cancels = Cancels(epoch, self.send)
+        self._flow = TokenFlow(self, self._gaps, metrics)
         self._hub: Hub | None = None
         self._ticker: asyncio.TimerHandle | None = None
         self._slow_tick_at = 0.0
@@ -130,13 +129,13 @@ class RequestLife:
             return
         match message:
             case Tokens():
-                self._tokens(node, message, now)
+                self._flow.take(node, message, now)
             case Beat():
                 self.registry.beat(node, message, now)
                 self.admission.pump(node.group)
             case Reserved():
                 if not self.admission.reserved(node, message, now) and message.granted:
-                    self._send_cancel(node, message.rid, message.attempt, message.granted, "it is over")
+                    self._cancels.send(node, message.rid, message.attempt, message.granted, "it is over")
             case Room():
                 node.full_since = None
                 node.set_load(message.load)
@@ -148,7 +147,7 @@ class RequestLife:
             case Failed():
                 self._failed(node, message)
             case Cancelled():
-                node.unacked.pop((message.rid, message.attempt), None)
+                self._cancels.acknowledged(node, message)
             case LedgerReport():
                 if self.on_ledger is not None:
                     self.on_ledger(node, message)
@@ -189,7 +188,8 @@ class RequestLife:
         del generation.attempts[attempt.number]
         for node in attempt.nodes:
             if node is not failed_at:
-                self._send_cancel(node, generation.rid, attempt.number, attempt.choices, "it moves to other nodes")
+                self._cancels.send(node, generation.rid, attempt.number, attempt.choices, "it moves to other nodes")
+        generation.note_failure(attempt)
         self._count_failure(generation, reason)
         if generation.is_over:
             return
@@ -203,68 +203,17 @@ class RequestLife:
         """Whether this pair may be given requests (its last canary did not fail)."""
         return decode is None or self.health.is_usable(prefill, decode)
 
-    # --- tokens ----------------------------------------------------------------------------------------------------
+    # --- what token_flow.py calls ---------------------------------------------------------------------------------
 
-    def _tokens(self, node: Node, message: Tokens, now: float) -> None:
-        ids = unpack_ids(message.ids)
-        place = 0
-        columns = zip(message.units, unpack_ids(message.firsts), unpack_ids(message.counts), strict=True)
-        for row, (unit, first, count) in enumerate(columns):
-            if count < 0 or first < 0 or place + count > len(ids):
-                raise ProtocolError(f"Tokens of {unit}: columns do not fit together", node=node.node_id)
-            choice = self._choice(unit)
-            if choice is not None:
-                logprobs = message.logprobs.get(row, ())
-                self._merge(node, choice, first, ids[place : place + count], logprobs, message, row, now)
-            place += count
-
-    def _merge(
-        self,
-        node: Node,
-        choice: Choice,
-        first: int,
-        ids: list[int],
-        logprobs: tuple[TokenLogprobs, ...],
-        message: Tokens,
-        row: int,
-        now: float,
-    ) -> None:
-        ended = message.ended.get(row)
-        had_gap = choice.gap_since is not None
-        delta = choice.merge(first, ids, logprobs, ended, now)
-        generation = choice.generation
-        if ended is not None and generation.num_cached is None:
-            generation.num_cached = ended.num_cached
-        if choice.gap_since is not None:
-            choice.ahead_from = node
-            self._gaps.add(choice)
-        elif had_gap:
-            self._gaps.discard(choice)
-        if delta is not None:
-            self._deliver(choice, delta, is_over_at_node=ended is not None, now=now)
-
-    def _deliver(self, choice: Choice, delta: Delta, *, is_over_at_node: bool, now: float) -> None:
-        generation = choice.generation
-        if not generation.is_canary:
-            self.metrics.tokens(generation, choice, len(delta.token_ids), now)
-        choice.seen_at = now
-        if generation.first_token_at is None:
-            generation.first_token_at = now
-        if delta.finish_reason is not None:
-            self._choice_over(choice, is_over_at_node=is_over_at_node)
-        generation.listener.on_delta(choice, delta)
-        if delta.finish_reason is not None and generation.is_complete:
-            self._done(generation)
-
-    def _choice_over(self, choice: Choice, *, is_over_at_node: bool) -> None:
+    def choice_over(self, choice: Choice, *, is_over_at_node: bool) -> None:
         """A choice has ended: by its node, or by a stop string that only the router sees."""
         generation, attempt = choice.generation, choice.attempt
-        self._gaps.discard(choice)
+        self._gaps.close(choice)
         if attempt is None:
             return
         if not is_over_at_node:
             for node in attempt.nodes:
-                self._send_cancel(node, generation.rid, attempt.number, (choice.index,), "a stop string was found")
+                self._cancels.send(node, generation.rid, attempt.number, (choice.index,), "a stop string was found")
         if attempt.decode is not None:
             attempt.decode.units.discard(choice.unit)
         attempt.choices.discard(choice.index)
@@ -272,15 +221,22 @@ class RequestLife:
             generation.attempts.pop(attempt.number, None)
         self.admission.pump(generation.group)
 
-    def _choice(self, unit: Unit) -> Choice | None:
-        """The choice that a unit is the present attempt of; None for what is over or moved."""
-        generation = self.generations.get(unit.rid)
-        if generation is None or unit.choice >= len(generation.choices):
-            return None
-        choice = generation.choices[unit.choice]
-        if choice.attempt is None or choice.attempt.number != unit.attempt or choice.finish_reason is not None:
-            return None
-        return choice
+    def done(self, generation: Generation) -> None:
+        """Every choice has ended as it should."""
+        if generation.is_over:
+            return
+        self._end(generation, "it is complete")
+        if not generation.is_canary:
+            self.metrics.done(generation, time.monotonic())
+        logger.log(
+            logging.DEBUG if generation.is_canary else logging.INFO,
+            "done: %d tokens, %.3f s, %s",
+            generation.num_generated,
+            time.monotonic() - generation.created_at,
+            ",".join(str(choice.finish_reason) for choice in generation.choices),
+            extra={"rid": generation.rid},
+        )
+        generation.listener.on_done(generation)
 
     # --- other messages of nodes -----------------------------------------------------------------------------------
 
@@ -299,32 +255,35 @@ class RequestLife:
             if not attempt.choices:
                 generation.attempts.pop(attempt.number, None)
             if generation.is_complete:
-                self._done(generation)
+                self.done(generation)
         self.admission.pump(node.group)
 
     def _admitted(self, node: Node, message: Admitted, now: float) -> None:
         self.metrics.transfer(node, message)
-        choice = self._choice(message.unit)
+        choice = self._flow.find(message.unit)
         if choice is not None and choice.attempt is not None and choice.attempt.decode is node:
             self.health.worked(choice.attempt.prefill, node, now)
 
     def _failed(self, node: Node, message: Failed) -> None:
-        choice = self._choice(message.unit)
+        choice = self._flow.find(message.unit)
         if choice is None or choice.attempt is None:
             return
         generation, attempt = choice.generation, choice.attempt
         where = f"{node.role} node {node.node_id}: {message.message}"
         if not message.retryable:
-            self.fail(generation, _error_of(message.code, where))
+            self.fail(generation, from_node(message.code, where))
             return
         for other in attempt.nodes:
             if other is not node:
-                self._send_cancel(other, generation.rid, attempt.number, (choice.index,), "it moves")
+                self._cancels.send(other, generation.rid, attempt.number, (choice.index,), "it moves")
         self._release(generation, attempt, {choice.index})
         attempt.choices.discard(choice.index)
         if not attempt.choices:
             attempt.prefill.prefilling.pop((generation.rid, attempt.number), None)
             generation.attempts.pop(attempt.number, None)
+        generation.note_failure(attempt)
+        if attempt.decode is not None:
+            self.health.doubt(attempt.prefill, attempt.decode)
         self._count_failure(generation, where)
         if not generation.is_over:
             logger.info("moves: %s", where, extra={"rid": generation.rid})
@@ -353,22 +312,6 @@ class RequestLife:
 
     # --- ends and moves --------------------------------------------------------------------------------------------
 
-    def _done(self, generation: Generation) -> None:
-        if generation.is_over:
-            return
-        self._end(generation, "it is complete")
-        if not generation.is_canary:
-            self.metrics.done(generation, time.monotonic())
-        logger.log(
-            logging.DEBUG if generation.is_canary else logging.INFO,
-            "done: %d tokens, %.3f s, %s",
-            generation.num_generated,
-            time.monotonic() - generation.created_at,
-            ",".join(str(choice.finish_reason) for choice in generation.choices),
-            extra={"rid": generation.rid},
-        )
-        generation.listener.on_done(generation)
-
     def _end(self, generation: Generation, reason: str) -> None:
         """Frees everything, here and on the nodes."""
         generation.is_over = True
@@ -378,9 +321,10 @@ class RequestLife:
             self._release(generation, attempt, attempt.choices)
             if attempt.choices:
                 for node in attempt.nodes:
-                    self._send_cancel(node, generation.rid, attempt.number, attempt.choices, reason)
+                    self._cancels.send(node, generation.rid, attempt.number, attempt.choices, reason)
         generation.attempts.clear()
-        self._gaps.difference_update(generation.choices)
+        for choice in generation.choices:
+            self._gaps.close(choice)
         self.admission.pump(generation.group)
 
     def _release(self, generation: Generation, attempt: Attempt, choices: set[int]) -> None:
@@ -399,7 +343,7 @@ class RequestLife:
         """One entry a choice, because each goes on from its own tokens; the lowest ends up in front."""
         for index in sorted(choices, reverse=True):
             choice = generation.choices[index]
-            self._gaps.discard(choice)
+            self._gaps.close(choice)
             choice.restart()
             self.admission.submit(Entry(generation, (index,)), first=True)
 
@@ -409,19 +353,10 @@ class RequestLife:
         assert self._hub is not None, "the hub has not been started"
         return self._hub.send(peer, message)
 
-    def _send_cancel(self, node: Node, rid: str, attempt: int, choices: Iterable[int], reason: str) -> None:
-        """Choices are always named: other attempts of the same request may run on the same node."""
-        named = tuple(sorted(choices))
-        message = Cancel(router_epoch=self.epoch, rid=rid, attempt=attempt, choices=named, reason=reason)
-        node.unacked[(rid, attempt)] = (time.monotonic(), 1, message)
-        self.send(node, message)
-
     def _tick(self) -> None:
         now = time.monotonic()
         self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
-        for choice in list(self._gaps):
-            if choice.gap_since is not None and now - choice.gap_since > GAP_S:
-                self._ask_again(choice, now)
+        self._gaps.check(now)
         if now - self._slow_tick_at < 5 * TICK_S:
             return
         self._slow_tick_at = now
@@ -429,62 +364,13 @@ class RequestLife:
         self.admission.check(now)
         self.health.look(now)
         for node in self.registry.nodes.values():
-            self._repeat_cancels(node, now)
+            self._cancels.repeat(node, now)
         for generation in list(self.generations.values()):
             self._check_times(generation, now)
-
-    def _ask_again(self, choice: Choice, now: float) -> None:
-        """A gap has lasted: ask for what is missing, and move the choice when that does not help."""
-        attempt, node = choice.attempt, choice.ahead_from
-        if attempt is None or node is None:
-            self._gaps.discard(choice)
-            return
-        if choice.num_resends >= MAX_RESENDS:
-            self.move(choice.generation, attempt, f"tokens of {choice.unit} were lost and not sent again")
-            return
-        choice.num_resends += 1
-        choice.gap_since = now
-        logger.warning(
-            "choice %d: token %d is missing; asking %s again",
-            choice.index,
-            len(choice.received),
-            node.node_id,
-            extra={"rid": choice.generation.rid},
-        )
-        self.send(node, Resend(router_epoch=self.epoch, unit=choice.unit, first=len(choice.received)))
-
-    def _repeat_cancels(self, node: Node, now: float) -> None:
-        for key, (sent_at, times, message) in list(node.unacked.items()):
-            if now - sent_at < ACK_S:
-                continue
-            if times >= MAX_CANCELS:
-                logger.warning("node %s did not acknowledge Cancel", node.node_id, extra={"rid": key[0]})
-                del node.unacked[key]
-                continue
-            node.unacked[key] = (now, times + 1, message)
-            self.send(node, message)
 
     def _check_times(self, generation: Generation, now: float) -> None:
         if now - generation.created_at > self._timeout_s:
             self.fail(generation, Unavailable(f"the request took longer than {self._timeout_s:.0f} s"))
             return
         for choice in generation.choices:
-            attempt = choice.attempt
-            if attempt is None or attempt.decode is None or choice.finish_reason is not None:
-                continue
-            if choice.seen_at is not None and now - choice.seen_at > SILENCE_S:
-                choice.seen_at = now
-                unit = choice.unit
-                self.send(attempt.decode, Resend(router_epoch=self.epoch, unit=unit, first=len(choice.received)))
-
-
-def _error_of(code: str, message: str) -> BatonError:
-    match code:
-        case RequestError.code:
-            return RequestError(message)
-        case OutOfPages.code:
-            return OutOfPages(message)
-        case TransferError.code:
-            return TransferError(message)
-        case _:
-            return BatonError(message)
+            self._gaps.check_silence(choice, now)

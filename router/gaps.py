@@ -1,0 +1,81 @@
+"""Tokens that are missing: ZeroMQ loses queued messages when a connection breaks.
+
+A gap shows when later tokens arrive; after a quarter of a second the node is asked for what is missing, and when that
+does not help the choice moves to other nodes. The loss of a choice's *last* message shows only as silence.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from ..metadata.messages import Resend, ToNode
+from .generation import Attempt, Choice, Generation
+from .registry import Node
+
+logger = logging.getLogger(__name__)
+
+GAP_S = 0.25
+MAX_RESENDS = 3
+SILENCE_S = 10.0  # a running choice without tokens for so long is asked for what may have been lost
+
+
+class Gaps:
+    """The choices that wait for a missing token."""
+
+    def __init__(
+        self,
+        epoch: str,
+        send: Callable[[Node, ToNode], bool],
+        move: Callable[[Generation, Attempt, str], None],
+    ) -> None:
+        self._epoch = epoch
+        self._send = send
+        self._move = move
+        self._choices: set[Choice] = set()
+
+    def open(self, choice: Choice, node: Node) -> None:
+        """Tokens beyond a gap came from `node`."""
+        choice.ahead_from = node
+        self._choices.add(choice)
+
+    def close(self, choice: Choice) -> None:
+        """Nothing is missing, or nobody waits for it any more."""
+        self._choices.discard(choice)
+
+    def check(self, now: float) -> None:
+        """Asks for what has been missing for long; to be called many times a second."""
+        for choice in list(self._choices):
+            if choice.gap_since is not None and now - choice.gap_since > GAP_S:
+                self._ask(choice, now)
+
+    def check_silence(self, choice: Choice, now: float) -> None:
+        """Asks the decode node when a choice has been silent for long: the last message may have been lost."""
+        attempt = choice.attempt
+        if attempt is None or attempt.decode is None or choice.finish_reason is not None or choice.seen_at is None:
+            return
+        if now - max(choice.seen_at, choice.asked_at) > SILENCE_S:
+            choice.asked_at = now
+            self._resend(choice, attempt.decode)
+
+    def _ask(self, choice: Choice, now: float) -> None:
+        attempt, node = choice.attempt, choice.ahead_from
+        if attempt is None or node is None:
+            self._choices.discard(choice)
+            return
+        if choice.num_resends >= MAX_RESENDS:
+            self._move(choice.generation, attempt, f"tokens of {choice.unit} were lost and not sent again")
+            return
+        choice.num_resends += 1
+        choice.gap_since = now
+        logger.warning(
+            "choice %d: token %d is missing; asking %s again",
+            choice.index,
+            len(choice.received),
+            node.node_id,
+            extra={"rid": choice.generation.rid},
+        )
+        self._resend(choice, node)
+
+    def _resend(self, choice: Choice, node: Node) -> None:
+        self._send(node, Resend(router_epoch=self._epoch, unit=choice.unit, first=len(choice.received)))

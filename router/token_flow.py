@@ -1,0 +1,97 @@
+"""Tokens on their way from nodes to listeners: the only part of the router that runs once a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..metadata.errors import ProtocolError
+from ..metadata.messages import Tokens
+from ..metadata.request import Ended, TokenLogprobs, Unit, unpack_ids
+from .gaps import Gaps
+from .generation import Choice, Delta, Generation
+from .metrics import Metrics
+from .registry import Node
+
+
+class Life(Protocol):
+    """What the flow needs of request_life.py."""
+
+    generations: dict[str, Generation]
+
+    def choice_over(self, choice: Choice, *, is_over_at_node: bool) -> None:
+        """A choice has ended: by its node, or by a stop string that only the router sees."""
+        ...
+
+    def done(self, generation: Generation) -> None:
+        """Every choice has ended as it should."""
+        ...
+
+
+class TokenFlow:
+    """Takes `Tokens` messages apart and hands each choice what is its own."""
+
+    def __init__(self, life: Life, gaps: Gaps, metrics: Metrics) -> None:
+        self._life = life
+        self._gaps = gaps
+        self._metrics = metrics
+
+    def take(self, node: Node, message: Tokens, now: float) -> None:
+        """A message of one step. Units that are over, or run elsewhere by now, are passed over. Raises ProtocolError
+        or ValueError when its columns do not fit together."""
+        ids = unpack_ids(message.ids)
+        place = 0
+        columns = zip(message.units, unpack_ids(message.firsts), unpack_ids(message.counts), strict=True)
+        for row, (unit, first, count) in enumerate(columns):
+            if count < 0 or first < 0 or place + count > len(ids):
+                raise ProtocolError(f"Tokens of {unit}: columns do not fit together", node=node.node_id)
+            choice = self.find(unit)
+            if choice is not None:
+                logprobs, ended = message.logprobs.get(row, ()), message.ended.get(row)
+                delta = self._merge(node, choice, first, ids[place : place + count], logprobs, ended, now)
+                if delta is not None:
+                    self._deliver(choice, delta, is_over_at_node=ended is not None, now=now)
+            place += count
+
+    def find(self, unit: Unit) -> Choice | None:
+        """The choice that a unit is the present attempt of; None for what is over or moved."""
+        generation = self._life.generations.get(unit.rid)
+        if generation is None or unit.choice >= len(generation.choices):
+            return None
+        choice = generation.choices[unit.choice]
+        if choice.attempt is None or choice.attempt.number != unit.attempt or choice.finish_reason is not None:
+            return None
+        return choice
+
+    def _merge(
+        self,
+        node: Node,
+        choice: Choice,
+        first: int,
+        ids: list[int],
+        logprobs: Sequence[TokenLogprobs],
+        ended: Ended | None,
+        now: float,
+    ) -> Delta | None:
+        had_gap = choice.gap_since is not None
+        delta = choice.merge(first, ids, logprobs, ended, now)
+        if ended is not None and choice.generation.num_cached is None:
+            choice.generation.num_cached = ended.num_cached
+        if choice.gap_since is not None:
+            self._gaps.open(choice, node)
+        elif had_gap:
+            self._gaps.close(choice)
+        return delta
+
+    def _deliver(self, choice: Choice, delta: Delta, *, is_over_at_node: bool, now: float) -> None:
+        generation = choice.generation
+        if not generation.is_canary:
+            self._metrics.tokens(generation, choice, len(delta.token_ids), now)
+        choice.seen_at = now
+        if generation.first_token_at is None:
+            generation.first_token_at = now
+        if delta.finish_reason is not None:
+            self._life.choice_over(choice, is_over_at_node=is_over_at_node)
+        generation.listener.on_delta(choice, delta)
+        if delta.finish_reason is not None and generation.is_complete:
+            self._life.done(generation)
