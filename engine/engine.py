@@ -63,9 +63,9 @@ class Engine:
             self.model_dir, self.model_config, config.model_name or self.model_dir.resolve().name, self.context_len
         )
         self.lease_s = MIN_LEASE_S
-        self.pool = PagePool(num_pages, config.page_size)
-        self.cache = PrefixCache(self.pool, self.schema.key_lookahead, enabled=config.prefix_cache)
         self.memory = _allocate_memory(self.schema.target, num_pages, config.page_size)
+        self.pool = PagePool(num_pages, config.page_size, self.memory.generations)
+        self.cache = PrefixCache(self.pool, self.schema.key_lookahead, enabled=config.prefix_cache)
         mirror = torch.from_numpy(self.memory.pages).view(dtype)
         self._mirror = mirror.view(_kv_shape(self.schema.target, num_pages, config.page_size))
         self.kv = self._mirror if self.device.type == "cpu" else torch.zeros_like(self._mirror, device=self.device)

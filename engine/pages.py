@@ -6,9 +6,10 @@ free --allocate--> request | ticket --insert--> cache --evict--> free
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable
 from enum import IntEnum
+
+import numpy as np
 
 from ..metadata.errors import OutOfPages
 from ..metadata.node_info import PoolLedger
@@ -34,13 +35,15 @@ class PagePool:
     frees it by itself. Freeing a page that work in flight still names is the caller's error, which nobody can see here.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, generations: np.ndarray | None = None) -> None:
+        """`generations` [num_pages] int64, zeros, is where allocations are counted: the pool's shared memory, so that a
+        peer that reads a page notices its new life at once; None for an array of its own."""
         assert num_pages >= 1 and page_size >= 1, (num_pages, page_size)
         self.num_pages = num_pages
         self.page_size = page_size
         self._owners = bytearray(num_pages)  # [num_pages], an Owner each
         self._owners[0] = Owner.PADDING
-        self._generations = array("q", [0]) * num_pages  # [num_pages] int64
+        self._generations = np.zeros(num_pages, np.int64) if generations is None else generations  # [num_pages]
         self._num_free = num_pages - 1
 
     @property
@@ -57,7 +60,7 @@ class PagePool:
 
     def generation(self, page: int) -> int:
         """How often `page` was allocated so far: tells a page's present content from an earlier one."""
-        return self._generations[page]
+        return int(self._generations[page])
 
     def allocate(self, n: int, owner: Owner) -> list[int]:
         """Take `n` pages for a request or ticket: ascending, and one run where there is a run of `n`.

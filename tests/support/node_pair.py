@@ -261,6 +261,8 @@ class NodePair:
     def _granted(self, message: Reserved) -> None:
         entry, self._reserving = self._reserving, None
         assert entry is not None and entry.rid == message.rid
+        if entry not in self._waiting:  # the test has cancelled it meanwhile
+            return
         if message.granted:
             hello = self._hellos["decode"]
             self._send_prefill(entry, message.granted, Peer(node_id=hello.node_id, epoch=hello.epoch))
