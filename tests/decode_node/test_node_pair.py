@@ -223,9 +223,7 @@ def test_another_router_frees_all_that_the_first_asked_for(
     pair = make_pair(checkpoint("llama"), prefill=settings, decode=settings)
     for i, prompt in enumerate(prompts(50, (30, 21, 17))):
         pair.submit(f"r{i}", prompt, params(40))
-    for _ in range(6):
-        pair.step()
-    assert not pair.decode.is_idle and not pair.prefill.is_idle
+    pair.step_until(lambda: not pair.decode.is_idle and not pair.prefill.is_idle)
     for node in ("prefill", "decode"):
         pair.send(node, Welcome(router_epoch="another", protocol=1, need_tokenizer=False))
     pair._waiting.clear()
@@ -237,8 +235,7 @@ def test_another_router_frees_all_that_the_first_asked_for(
 def test_the_ledger_is_reported(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
     pair = make_pair(checkpoint("llama"), prefill={"page_size": 4}, decode={"page_size": 4, "num_pages": 50})
     pair.submit("r", prompts(50, (16,))[0], params(60))
-    for _ in range(12):
-        pair.step()
+    pair.step_until(lambda: pair.decode.scheduler.running)
     report = pair.inspect("decode")
     assert [unit.rid for unit in report.requests] == ["r"]
     assert report.pool.request + report.pool.cache >= 5 and report.pool.cache_referenced == 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,11 +149,15 @@ class NodePair:
 
     def run(self, timeout_s: float = 60.0) -> dict[tuple[str, int], Result]:
         """Step both nodes until every choice has ended or failed and both nodes hold nothing."""
+        self.step_until(lambda: self.is_done, timeout_s)
+        return self.results
+
+    def step_until(self, condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+        """Step both nodes until `condition()` holds."""
         deadline = time.monotonic() + timeout_s
-        while not self.is_done:
+        while not condition():
             self.step()
             assert time.monotonic() < deadline, self.results
-        return self.results
 
     @property
     def is_done(self) -> bool:
