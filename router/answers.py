@@ -23,7 +23,7 @@ class WholeAnswer:
         self._generations: list[Generation] = []
         self._parts: dict[Choice, list[Delta]] = {}
         self._num_done = 0
-        self._future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._future = _new_future()
 
     def on_delta(self, choice: Choice, delta: Delta) -> None:
         self._parts.setdefault(choice, []).append(delta)
@@ -73,7 +73,7 @@ class StreamedAnswer:
         self._held: list[tuple[Choice, Delta]] = []  # of prompts whose own log-probabilities have not come yet
         self._num_done = 0
         self._has_output = asyncio.Event()
-        self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._finished = _new_future()
         self._stream = EventStream(request, max_unread_bytes)
 
     def start(self, generations: list[Generation], submit: Callable[[Generation], None]) -> None:
@@ -142,3 +142,10 @@ class StreamedAnswer:
         else:
             self._finished.set_exception(error)
         self._has_output.set()
+
+
+def _new_future() -> asyncio.Future[None]:
+    """A future whose error nobody need collect: the client may have left before."""
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future

@@ -61,8 +61,13 @@ class PairHealth:
 
     @property
     def is_ready(self) -> bool:
-        """At least one pair works."""
-        return any(pair.worked_at is not None and pair.failure is None for pair in self._pairs.values())
+        """At least one pair works and takes new requests."""
+        return any(
+            self.state(prefill, decode) == "ready"
+            for group in self._life.registry.groups.values()
+            for prefill in group.live("prefill")
+            for decode in group.live("decode")
+        )
 
     @property
     def reason(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import time
@@ -103,6 +104,7 @@ async def _main(config: RouterConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     await router.start()
+    gc.freeze()  # what is here stays: full collections, which hold up every stream, need not look at it
     await stop.wait()
     logger.info("shutting down")
     drain = asyncio.create_task(router.drain())

@@ -198,3 +198,34 @@ def test_nodes_that_take_nothing(make_system: Callable[..., System], kind: str) 
 
 def waiting(system: System) -> Any:
     return system.router.call(lambda: system.router.router.life.admission.num_waiting)
+
+
+def test_nobody_is_asked_for_while_a_refused_request_is_asked_for_again(make_system: Callable[..., System]) -> None:
+    """The node refuses by surprise, then shows room. Until the refused request has its answer, those behind it wait."""
+    system = make_system().up()
+    asked: list[tuple[str, float]] = []
+
+    def answer(node: FakeNode, message: m.Reserve) -> bool:
+        num_prompt = len(message.request.prompt_ids) // 4
+        asked.append((message.rid, time.monotonic()))
+        if num_prompt < 50 or len({rid for rid, _ in asked}) > 1:
+            return False
+        if len(asked) == 1:
+            busy = m.Load(free_pages=0, running=1, waiting=0)
+            node.post(m.Reserved(message.rid, message.attempt, (), busy))
+            node.post(m.Room(node.load()), after_s=0.1)
+            return True
+        node.reserved[(message.rid, 0, message.attempt)] = message
+        node.post(m.Reserved(message.rid, message.attempt, (0,), node.load()), after_s=0.3)
+        return True
+
+    system.behaviour.answer_reserve = answer
+    with ThreadPoolExecutor(4) as pool:
+        large = pool.submit(system.complete, prompt="b " * 100)
+        wait_until(lambda: asked)
+        small = [pool.submit(system.complete, prompt="c") for _ in range(3)]
+        for future in (large, *small):
+            assert future.result()[0] == 200
+    first = asked[0][0]
+    assert [rid == first for rid, _ in asked] == [True, True, False, False, False]
+    assert asked[2][1] - asked[1][1] > 0.25, "a request behind was asked for before the refused one had its answer"
