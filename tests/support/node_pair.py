@@ -230,8 +230,9 @@ class NodePair:
                 self._is_full = False
             case Tokens():
                 self._take(message)
-            case Failed():
-                self.results[message.unit.rid, message.unit.choice].failed = message
+            case Failed(unit=unit):
+                if (unit.rid, unit.choice) in self.results:  # else the test has cancelled it
+                    self.results[unit.rid, unit.choice].failed = message
             case Admitted():
                 self.admitted.append(message)
             case PrefillDone():
@@ -304,8 +305,8 @@ class NodePair:
         if not result.ids and first:
             result.ids = [-1] * first  # received by an earlier attempt
         assert first <= len(result.ids), (unit, first, result)
-        known = len(result.ids) - first
-        assert result.ids[first:] == ids[:known], (unit, first, ids, result.ids)
+        known = min(len(result.ids) - first, len(ids))  # prefill's message may come after decode's that repeats it
+        assert result.ids[first : first + known] == ids[:known], (unit, first, ids, result.ids)
         result.ids += ids[known:]
         result.logprobs += logprobs[known:]
         result.ended = ended or result.ended
