@@ -24,6 +24,4 @@ class EngineConfig(NodeConfig):
     chunk_tokens: int = setting(512, "prompt tokens computed in one step")
     context_len: int | None = setting(None, "longest prompt plus output (default: the model's own)")
     prefix_cache: bool = setting(True, "keep finished requests' pages for prompts that begin alike")
-    threads: int | None = setting(
-        None, "CPU threads of this node's computation (default: all cores over the nodes here)"
-    )
+    threads: int | None = setting(None, "CPU threads of this node's computation (default: half the cores)")

@@ -53,8 +53,7 @@ class Engine:
         num_pages = config.num_pages or _default_num_pages(self.context_len, self.schema, self.device)
         self.context_len = min(self.context_len, (num_pages - 1) * config.page_size)
         _check_sizes(config, num_pages)
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
+        torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 2) // 2))
 
         dtype = _DTYPES[self.dtype_name]
         self.model = load_model(self.model_dir, self.model_config, dtype, self.device, progress)
