@@ -22,6 +22,7 @@ from .api_types import (
 )
 from .config import RouterConfig
 from .errors import HttpRefusal, NotFound, Unauthorized, from_malformed, from_validation, response_of
+from .http_faults import reason_of
 from .metrics import CONTENT_TYPE, Metrics
 from .registry import Group
 from .request_life import RequestLife
@@ -52,14 +53,20 @@ class Api:
         """The aiohttp application with all routes."""
         app = web.Application(client_max_size=self.config.max_body_bytes, middlewares=[self._middleware])
         for method, path, handler in _ROUTES:
-            app.router.add_route(method, path, self._bound(handler))
+            if method == "GET":
+                app.router.add_get(path, self._bound(handler))  # answers HEAD as well
+            else:
+                app.router.add_route(method, path, self._bound(handler))
         return app
 
     async def body(self, request: web.Request, decoder: msgspec.json.Decoder[_T]) -> _T:
         """The request's body, decoded strictly. Raises RequestError that names the field at fault."""
         if self.is_draining:
             raise Unavailable("the router is shutting down")
-        data = await request.read()
+        try:
+            data = await request.read()
+        except web.RequestPayloadError as error:
+            raise HttpRefusal(400, f"the body cannot be read: {reason_of(error)}") from None
         try:
             return decoder.decode(data)
         except msgspec.ValidationError as error:

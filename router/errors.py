@@ -28,6 +28,8 @@ class Unauthorized(BatonError):
 class HttpRefusal(BatonError):
     """The HTTP request itself is at fault: method, size or encoding of its body."""
 
+    code = "http_error"
+
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status

@@ -18,10 +18,13 @@ from ..metadata.hub import Hub
 from ..metadata.logs import setup_logging
 from .app import Api
 from .config import RouterConfig
+from .http_faults import ClientFaults
 from .metrics import Metrics
 from .request_life import RequestLife
 
 logger = logging.getLogger(__name__)
+_http_logger = logging.getLogger("aiohttp.server")
+_http_logger.addFilter(ClientFaults())
 
 
 class Router:
@@ -47,7 +50,11 @@ class Router:
         self.life.start(self._hub)
         self._hub.start()
         self._runner = web.AppRunner(
-            self.api.application(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+            self.api.application(),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=1.0,
+            logger=_http_logger,
         )
         await self._runner.setup()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 from typing import Any
@@ -144,7 +145,7 @@ def test_bad_json(system: System, raw: bytes) -> None:
 
 def test_large_body(system: System) -> None:
     status, body, _ = system.router.request("POST", "/v1/completions", json.dumps({**OK, "prompt": "x" * 10_000_000}))
-    assert status == 413, body
+    assert (status, body["error"]["code"]) == (413, "http_error"), body
     assert system.complete()[0] == 200
 
 
@@ -163,6 +164,33 @@ def test_not_even_http(system: System) -> None:
         connection.sendall(b"\x16\x03\x01\x00\xff not http\r\n\r\n")
         assert b"400" in connection.recv(1000)
     assert system.complete()[0] == 200
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}",
+        b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}",
+        b"Content-Length: -5\r\n\r\n",
+        b"Content-Length: 100\r\n\r\n{",  # and then leaves
+    ],
+)
+def test_broken_bodies_are_one_line_in_the_log(system: System, caplog: pytest.LogCaptureFixture, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", int(system.router.url.rsplit(":", 1)[1]))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + sent)
+        connection.shutdown(socket.SHUT_WR)
+        answer = connection.recv(1000)
+    assert b" 400 " in answer or answer == b"", answer
+    assert system.complete()[0] == 200
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"], caplog.text
+
+
+def test_head_is_answered_where_get_is(system: System) -> None:
+    for path, status in (("/health", 200), ("/v1/completions", 405)):
+        connection = http.client.HTTPConnection(system.router.url.removeprefix("http://"))
+        connection.request("HEAD", path)
+        assert connection.getresponse().status == status
+        connection.close()
 
 
 def test_tokenize_and_detokenize(system: System) -> None:
