@@ -28,7 +28,7 @@ from .api_types import (
     Usage,
 )
 from .generation import Choice, Delta, Generation
-from .logprobs import chat_logprobs, legacy_logprobs
+from .logprobs import LegacyColumns, chat_logprobs
 from .sse import event
 from .tokenizer import TextTokenizer
 
@@ -86,32 +86,30 @@ class CompletionForm:
         self._num_logprobs = num_logprobs
         self._with_ids = with_ids
         self._prompt_texts = prompt_texts
-        self._begun: dict[int, tuple[bytes, int]] = {}  # place -> prepared prefix, text offset of the next token
+        self._prefixes: dict[int, bytes] = {}  # by place; there once something was sent
+        self._columns: dict[int, LegacyColumns] = {}  # by place
 
     def piece(self, place: int, choice: Choice, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
-        begun = self._begun.get(place)
-        if begun is not None and delta.finish_reason is None and self._num_logprobs is None and not self._with_ids:
+        prefix = self._prefixes.get(place)
+        if prefix is not None and delta.finish_reason is None and self._num_logprobs is None and not self._with_ids:
             if not delta.text:
                 return b""
             if not isinstance(usage, Usage):
                 tail = b'}],"usage":null}\n\n' if usage is None else b"}]}\n\n"
-                return begun[0] + _encode(delta.text) + b',"logprobs":null,"finish_reason":null' + tail
-        data, offset = self._choice(place, choice, delta, begun[1] if begun is not None else 0, begun is None)
-        if begun is None:
+                return prefix + _encode(delta.text) + b',"logprobs":null,"finish_reason":null' + tail
+        data = self._choice(place, choice, delta, is_first=prefix is None)
+        if prefix is None:
             head = _encode(
                 {"id": self.response_id, "object": "text_completion", "created": self._created, "model": self._model}
             )
-            prefix = b"data: " + head[:-1] + b',"choices":[{"index":%d,"text":' % place
-            self._begun[place] = (prefix, offset)
-        else:
-            self._begun[place] = (begun[0], offset)
+            self._prefixes[place] = b"data: " + head[:-1] + b',"choices":[{"index":%d,"text":' % place
         return event(self._body([data], usage))
 
     def usage_piece(self, usage: Usage) -> bytes:
         return event(self._body([], usage))
 
     def whole(self, outputs: Sequence[tuple[Choice, Delta]], usage: Usage) -> bytes:
-        choices = [self._choice(place, *output, 0, True)[0] for place, output in enumerate(outputs)]
+        choices = [self._choice(place, *output, is_first=True) for place, output in enumerate(outputs)]
         return _encode(self._body(choices, usage))
 
     def _body(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
@@ -124,9 +122,7 @@ class CompletionForm:
             usage=usage,
         )
 
-    def _choice(
-        self, place: int, choice: Choice, delta: Delta, offset: int, is_first: bool
-    ) -> tuple[CompletionChoice, int]:
+    def _choice(self, place: int, choice: Choice, delta: Delta, *, is_first: bool) -> CompletionChoice:
         generation = choice.generation
         text, ids = delta.text, delta.token_ids
         entries: list[TokenLogprobs | None] = list(delta.logprobs)
@@ -137,8 +133,9 @@ class CompletionForm:
                 entries = [None, *(generation.prompt_logprobs or ()), *entries]
         logprobs: LegacyLogprobs | None = None
         if self._num_logprobs is not None and len(entries) == len(ids):
-            logprobs, offset = legacy_logprobs(self._tokenizer, ids, entries, self._num_logprobs, offset)
-        data = CompletionChoice(
+            columns = self._columns.setdefault(place, LegacyColumns(self._tokenizer, self._num_logprobs))
+            logprobs = columns.take(ids, entries)
+        return CompletionChoice(
             index=place,
             text=text,
             logprobs=logprobs,
@@ -147,7 +144,6 @@ class CompletionForm:
             token_ids=delta.token_ids if self._with_ids else None,
             prompt_token_ids=generation.prompt_ids if self._with_ids and is_first else None,
         )
-        return data, offset
 
 
 class ChatForm:
