@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..engine.batch import BatchRow
 from ..engine.pages import Owner
@@ -24,23 +24,37 @@ from ..metadata.errors import OutOfPages
 from ..metadata.request import Unit
 from .sequence import Sequence
 
-ROUND_TOKENS = 1  # tokens a round can add; K + 1 with speculation
-
 
 @dataclass(slots=True)
 class Plan:
-    """One step: the sequences in it, their rows, and those that can never go on."""
+    """One step: the rows to compute with their sequences, the sequences that draft, and those that can never go on.
 
-    sequences: list[Sequence]
-    rows: list[BatchRow]
-    failed: list[Sequence]
+    Without speculation every running sequence has a row. With it, a sequence has one only while it is recomputed
+    after a preemption; the others draft `num_steps` tokens each."""
+
+    sequences: list[Sequence] = field(default_factory=list)  # of `rows`
+    rows: list[BatchRow] = field(default_factory=list)
+    drafting: list[Sequence] = field(default_factory=list)
+    num_steps: int = 0
+    failed: list[Sequence] = field(default_factory=list)
 
 
 class DecodeScheduler:
     """Owns the reserved, running and preempted sequences and all pages they hold."""
 
-    def __init__(self, cache: PrefixCache, max_running: int, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        max_running: int,
+        chunk_tokens: int,
+        *,
+        num_steps: int | None = None,
+        context_len: int = 1 << 30,
+    ) -> None:
+        """`num_steps`: tokens that a drafter proposes in a round, None without one."""
         self.cache = cache
+        self.num_steps = num_steps
+        self.context_len = context_len
         self.page_size = cache.pool.page_size
         self.max_running = max_running
         self.chunk_tokens = chunk_tokens
@@ -57,7 +71,7 @@ class DecodeScheduler:
         if self.preempted or len(self.running) + len(self.reserved) >= self.max_running:
             return False
         num_tokens = len(sequence.token_ids)
-        if not self._take_pages(sequence, num_tokens + 2 * ROUND_TOKENS, (num_tokens - 1) // self.page_size):
+        if not self._take_pages(sequence, num_tokens + 2 * self._round_tokens, (num_tokens - 1) // self.page_size):
             return False
         self.reserved[sequence.unit] = sequence
         return True
@@ -75,12 +89,17 @@ class DecodeScheduler:
     def plan(self) -> Plan:
         """Resume what fits, find pages for everybody (preempting the youngest), and make the rows."""
         self._resume()
-        plan = Plan([], [], [])
+        plan = Plan(num_steps=self._round_steps())
         budget = self.chunk_tokens
         for sequence in list(self.running):
             if sequence not in self.running:  # preempted for an older one
                 continue
-            num_new = min(sequence.num_to_compute, max(budget, 1))
+            if self.num_steps is not None and sequence.num_to_compute == 1:
+                if self._grow(sequence, sequence.num_computed + 1 + plan.num_steps, plan.failed):
+                    plan.drafting.append(sequence)
+                continue
+            num_left = sequence.num_to_compute - (self.num_steps is not None)  # a drafter's round takes the last token
+            num_new = min(num_left, max(budget, 1))
             if sequence.num_to_compute > 1:
                 budget -= num_new
                 if budget < 0:
@@ -90,7 +109,7 @@ class DecodeScheduler:
             start, stop = sequence.num_computed, sequence.num_computed + num_new
             num_logits = 1 if stop == len(sequence.token_ids) else 0
             plan.sequences.append(sequence)
-            plan.rows.append(BatchRow(sequence.token_ids[start:stop], start, sequence.pages, num_logits, sequence))
+            plan.rows.append(BatchRow(sequence.token_ids[start:stop], start, sequence.pages, num_logits))
         return plan
 
     def finish(self, sequence: Sequence) -> None:
@@ -114,6 +133,20 @@ class DecodeScheduler:
         yield from list(self.preempted)
 
     # --- pages ---
+
+    @property
+    def _round_tokens(self) -> int:
+        """Tokens a round can add."""
+        return 1 + (self.num_steps or 0)
+
+    def _round_steps(self) -> int:
+        """How many tokens to draft now: within every sequence's context, not beyond what the longest still wants."""
+        drafting = [sequence for sequence in self.running if sequence.num_to_compute == 1]
+        if not self.num_steps or not drafting:
+            return 0
+        room = min(self.context_len - len(sequence.token_ids) for sequence in drafting)
+        wanted = max(sequence.request.params.max_tokens - sequence.num_generated for sequence in drafting)
+        return max(0, min(self.num_steps, room, wanted - 1))
 
     def _grow(self, sequence: Sequence, num_tokens: int, failed: list[Sequence]) -> bool:
         """Pages for `num_tokens` of `sequence`, preempting younger ones. False: it was itself preempted, or failed."""
@@ -147,7 +180,7 @@ class DecodeScheduler:
             num_tokens = len(sequence.token_ids)
             headroom = len(self.running) * self.page_size
             if not self._take_pages(
-                sequence, num_tokens + 2 * ROUND_TOKENS, (num_tokens - 1) // self.page_size, headroom
+                sequence, num_tokens + 2 * self._round_tokens, (num_tokens - 1) // self.page_size, headroom
             ):
                 return
             self.preempted.pop(0)

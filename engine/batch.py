@@ -21,14 +21,12 @@ class BatchRow:
 
     `position` is the absolute position of the first new token, which is also the number of tokens whose KV the pages
     hold; `pages` must cover position + len(input_ids) tokens, more is fine. Logits are wanted for the last `num_logits`
-    of the new tokens. `sequence` is the identity of the sequence: a later row with the very same object goes on where
-    this one ends, and its KV has changed by nothing but these forwards. None: not known."""
+    of the new tokens."""
 
     input_ids: Sequence[int]
     position: int
     pages: Sequence[int]
     num_logits: int = 1
-    sequence: object | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +40,6 @@ class ForwardBatch:
     block_table: torch.Tensor  # [num_seqs, max_pages] int64; short rows repeat page 0, the padding page
     logit_rows: torch.Tensor  # [num_logits] int64, rows of the hidden states whose logits are wanted
     page_size: int
-    sequences: tuple[object, ...]  # per sequence: its identity, or None
 
     @property
     def num_tokens(self) -> int:
@@ -74,7 +71,6 @@ class ForwardBatch:
             block_table=torch.from_numpy(block_table).to(device),
             logit_rows=_int64(logit_rows, device),
             page_size=page_size,
-            sequences=tuple(row.sequence for row in rows),
         )
 
     def attention_plan(self, num_kv_heads: int, windows: Sequence[int | None], dtype: torch.dtype) -> AttentionPlan:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from . import cpu
+
 
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """The specification. `x` [..., size], `weight` [size]; in float32, rounded to x's dtype before `weight`."""
@@ -20,3 +22,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # [..., 1]
     scale = norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
     return x.mul(scale).mul_(weight)
+
+
+def add_rms_norm_(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """hidden += delta (None: nothing), in place; returns `rms_norm` of it. `hidden`, `delta` [num_rows, size]."""
+    if cpu.compiled(hidden.device, hidden.dtype):
+        return cpu.add_rms_norm_(hidden, delta, weight, eps)
+    if delta is not None:
+        hidden.add_(delta)
+    return rms_norm(hidden, weight, eps)

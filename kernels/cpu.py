@@ -1,0 +1,125 @@
+"""Float32 on a CPU: rows of a forward through the kernels of kernels/numba_kernels.py, in place of many torch calls.
+
+`compiled` says whether they serve a device and dtype; where they do not (CUDA, 16 bits, no numba) the torch functions
+of kernels/attention.py, norm.py and rotary.py do the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+import torch
+
+logger = logging.getLogger(__name__)
+
+_NO_NORM = np.empty(0, dtype=np.float32)
+_CAUSAL = np.empty((0, 0), dtype=np.bool_)
+
+
+def compiled(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this module's functions serve tensors of `device` and `dtype`."""
+    return device.type == "cpu" and dtype == torch.float32 and _kernels() is not None
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    """Numba is imported where it is used first: a node on CUDA does without."""
+    try:
+        from . import numba_kernels
+    except ImportError as error:
+        logger.warning("numba cannot be used (%s); decoding on this CPU is slower without it", error)
+        return None
+    return numba_kernels
+
+
+def add_rms_norm_(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """hidden += delta (None: nothing) in place, then its norm as `rms_norm`, a new tensor; all [num_rows, size]."""
+    assert hidden.shape[1:] == weight.shape and (delta is None or delta.shape == hidden.shape), (hidden.shape, delta)
+    rows = hidden.numpy()
+    out = np.empty_like(rows)
+    _compiled().add_rms_norm(rows, rows[:0] if delta is None else delta.numpy(), weight.numpy(), np.float32(eps), out)
+    return torch.from_numpy(out)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up: [num_rows, 2 * size], gate first -> [num_rows, size], a new tensor."""
+    out = np.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=np.float32)
+    _compiled().silu_mul(gate_up.numpy(), out)
+    return torch.from_numpy(out)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedRows:
+    """What all layers of one forward share, for `attend`. Sequences lie end to end; new token i of a sequence has slot
+    seq_len - query_len + i, and sees all slots before its sequence's new tokens."""
+
+    cos: np.ndarray  # [num_tokens, 1, head_dim] float32
+    sin: np.ndarray  # [num_tokens, 1, head_dim] float32, signed as `apply_rotary_` takes it
+    block_table: np.ndarray  # [num_seqs, max_pages] int64
+    starts: np.ndarray  # [num_seqs + 1] int64, the first token of each sequence, and the end
+    seq_lens: np.ndarray  # [num_seqs] int64, after this forward
+    positions: np.ndarray  # [num_tokens] int64, which windows count by; the slots, but for the nodes of a tree
+    visible: np.ndarray  # [num_tokens, query_len or more] bool: a token sees new token i; no rows: those up to itself
+
+    @classmethod
+    def build(
+        cls,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        block_table: torch.Tensor,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        positions: torch.Tensor,
+        visible: torch.Tensor | None = None,
+    ) -> PagedRows:
+        """All tensors on the CPU; `rotary` is (cos, sin). Every token sees itself."""
+        starts = np.zeros(len(query_lens) + 1, dtype=np.int64)
+        np.cumsum(query_lens, out=starts[1:])
+        assert positions.shape == (starts[-1],) and block_table.shape[0] == len(seq_lens) == len(query_lens)
+        assert visible is None or (len(visible) == starts[-1] and visible.shape[1] >= max(query_lens))
+        return cls(
+            cos=rotary[0].numpy(),
+            sin=rotary[1].numpy(),
+            block_table=block_table.numpy(),
+            starts=starts,
+            seq_lens=np.array(seq_lens, dtype=np.int64),
+            positions=positions.numpy(),
+            visible=_CAUSAL if visible is None else visible.numpy(),
+        )
+
+
+def attend(
+    qkv: torch.Tensor,
+    kv: np.ndarray,
+    layer: int,
+    rows: PagedRows,
+    window: int | None,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """Norm queries and keys by `norms` (two of [head_dim]; None: not), rotate them, store keys and values as `store_kv`
+    and `clear_fresh_pages` do, and attend as `paged_attention_ref`: [num_tokens, num_heads * head_dim], a new tensor.
+
+    `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] float32, not changed; `kv` is the pool, [num_layers,
+    num_pages, 2, num_kv_heads, page_size, head_dim] float32. Slots beyond a sequence's length are not read."""
+    num_tokens, num_kv_heads, head_dim = qkv.shape[0], kv.shape[3], kv.shape[5]
+    heads = qkv.numpy().reshape(num_tokens, -1, head_dim)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    assert num_tokens == len(rows.positions) and num_heads % num_kv_heads == 0, (qkv.shape, kv.shape)
+    q_norm, k_norm = (_NO_NORM, _NO_NORM) if norms is None else (norms[0].numpy(), norms[1].numpy())
+    out = np.empty((num_tokens, num_heads, head_dim), dtype=np.float32)
+    _compiled().attend(
+        heads, kv, layer, rows.cos, rows.sin, q_norm, k_norm, np.float32(eps), rows.block_table, rows.starts,
+        rows.seq_lens, rows.positions, rows.visible, window or 0, out,
+    )  # fmt: skip
+    return torch.from_numpy(out.reshape(num_tokens, -1))
+
+
+def _compiled() -> ModuleType:
+    kernels = _kernels()
+    assert kernels is not None, "ask `compiled` first"
+    return kernels

@@ -1,0 +1,19 @@
+"""The gate of a SwiGLU feed-forward (arXiv:2002.05202): silu(gate) * up, silu(x) = x * sigmoid(x)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from . import cpu
+
+
+def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
+    """The specification: `gate_up` [num_rows, 2 * size], gate first -> [num_rows, size], a new tensor."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu_mul_ref`, in one call where a compiled kernel serves."""
+    return cpu.silu_mul(gate_up) if cpu.compiled(gate_up.device, gate_up.dtype) else silu_mul_ref(gate_up)
