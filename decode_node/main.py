@@ -22,8 +22,8 @@ def run(config: DecodeConfig) -> int:
         name,
         epoch,
         engine.schema,
-        (engine.fingerprint, None),
-        [engine.memory],
+        engine.fingerprints,
+        engine.memory,
         keys=keys,
         transports=transports(config),
     )

@@ -19,7 +19,9 @@ import logging
 import torch
 import zmq
 
+from ..engine.draft_row import get_draft
 from ..engine.engine import Engine
+from ..engine.round import Accepted, Rounds
 from ..engine.sampling_state import SamplingState
 from ..engine.stopping import ended
 from ..metadata.buffers import MetadataBuffers, Sampled
@@ -46,7 +48,15 @@ class DecodeNode:
         self.engine = engine
         self.membership = membership
         self.handoff = handoff
-        self.scheduler = DecodeScheduler(engine.cache, max_running, chunk)
+        drafter = engine.drafter
+        self.scheduler = DecodeScheduler(
+            engine.cache,
+            max_running,
+            chunk,
+            num_steps=None if drafter is None else drafter.num_steps,
+            context_len=engine.context_len,
+        )
+        self.rounds = None if drafter is None else Rounds(engine, drafter)
         self.outbox = Outbox()
         self._orders = itertools.count()
         self._row_buffer = MetadataBuffers(engine.schema)
@@ -62,9 +72,9 @@ class DecodeNode:
         admitted = [sequence for event in self.handoff.poll() if (sequence := self._arrive(event)) is not None]
         self._send(admitted)
         plan = self.scheduler.plan()
-        if plan.rows:
+        if plan.rows or plan.drafting:
             self.membership.enter("decode", STEP_LIMIT_S)
-            self._process(plan, self.engine.forward(plan.rows))
+            self._compute(plan)
         for sequence in plan.failed:
             self._fail(sequence.unit, "out_of_pages", "the pool cannot hold this request alone", is_retryable=False)
         self._offer_room()
@@ -235,6 +245,8 @@ class DecodeNode:
         self.scheduler.admit(event.unit)
         sequence.num_cached = sampled.num_cached
         sequence.append(sampled.first_token, sampled.logprobs)
+        if self.rounds is not None:
+            sequence.draft = get_draft(self._row_buffer)
         self._num_moved_pages += event.num_pages
         self._num_moved_bytes += event.num_bytes
         self._transfer_seconds += event.transfer_s
@@ -251,9 +263,31 @@ class DecodeNode:
 
     # --- rounds ---
 
+    def _compute(self, plan: Plan) -> None:
+        """One step of everybody in the plan."""
+        self._num_steps += 1
+        if plan.rows:
+            computed = self.engine.compute(plan.rows)
+            if self.rounds is not None:
+                self.rounds.recompute(plan.sequences, plan.rows, computed.extend)
+            self._process(plan, computed.logits)
+        if self.rounds is not None and plan.drafting:
+            results = self.rounds.run(plan.drafting, plan.num_steps)
+            for sequence, accepted in zip(plan.drafting, results, strict=True):
+                self._accept(sequence, accepted)
+            self._send(plan.drafting)
+
+    def _accept(self, sequence: Sequence, accepted: Accepted) -> None:
+        """Append what a round brought, up to the token that ends the sequence."""
+        for token, entry in zip(accepted.token_ids, accepted.logprobs, strict=True):
+            sequence.num_computed += 1
+            self._num_generated += 1
+            self._append(sequence, token, entry)
+            if sequence.ended is not None:
+                return
+
     def _process(self, plan: Plan, logits: torch.Tensor) -> None:
         """Sample, record, end, send."""
-        self._num_steps += 1
         sampled: list[Sequence] = []
         for sequence, row in zip(plan.sequences, plan.rows, strict=True):
             sequence.num_computed += len(row.input_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..engine.drafters.base import DraftState
 from ..engine.prefix_cache import Lease
 from ..engine.sampling_state import SamplingState
 from ..metadata.request import Ended, GenerationRequest, TokenLogprobs, Unit
@@ -25,6 +26,7 @@ class Sequence:
     num_cached: int = 0  # as prefill counted them
     num_sent: int = 0  # generated tokens already sent to the router
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index among the generated tokens
+    draft: DraftState | None = None
     ended: Ended | None = None
 
     @property

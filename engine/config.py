@@ -25,3 +25,8 @@ class EngineConfig(NodeConfig):
     context_len: int | None = setting(None, "longest prompt plus output (default: the model's own)")
     prefix_cache: bool = setting(True, "keep finished requests' pages for prompts that begin alike")
     threads: int | None = setting(None, "CPU threads of this node's computation (default: half the cores)")
+    speculative: Literal["none", "ngram", "standalone"] = setting(
+        "none", "how decode nodes draft tokens ahead: ngram (from the request's own text), standalone (a small model)"
+    )
+    draft_model: str | None = setting(None, "checkpoint directory of the drafter", metavar="DIR")
+    draft_steps: int | None = setting(None, "tokens drafted in a round (default: 5)")

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -15,9 +16,10 @@ from ..metadata.errors import ConfigError
 from ..metadata.memory import PageMemory
 from ..metadata.node_info import HandoffSchema, ModelCard, PoolLayout
 from ..metadata.request import SamplingParams, TokenLogprobs
-from ..metadata.schema import block_bytes, make_schema, page_bytes, page_layer_bytes
+from ..metadata.schema import block_bytes, page_bytes, page_layer_bytes, pools
 from .batch import BatchRow, ForwardBatch
 from .config import EngineConfig
+from .drafters.registry import Speculation, read_speculation
 from .model_card import read_card
 from .model_config import ModelConfig
 from .models.registry import load_model
@@ -37,6 +39,13 @@ _WARM_UP = SamplingParams(max_tokens=1, temperature=1.0, seed=1)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+class Computed(NamedTuple):
+    """What a forward brings."""
+
+    extend: torch.Tensor | None  # [num_tokens, width] for the drafter
+    logits: torch.Tensor  # [sum of num_logits, vocab_size] float32
+
+
 class Engine:
     """Computes rows of a batch over the paged pool and samples. One thread; `kv` is on `device`.
 
@@ -48,7 +57,8 @@ class Engine:
         self.model_config = ModelConfig.from_dir(self.model_dir)
         self.device = _choose_device(config.device)
         self.dtype_name = _choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
-        self.schema = _schema(self.model_config, self.dtype_name, config)
+        self.speculation = read_speculation(config, self.model_dir, self.model_config, self.dtype_name)
+        self.schema = _schema(self.model_config, self.dtype_name, config, self.speculation)
         self.context_len = _context_len(config, self.model_config)
         num_pages = config.num_pages or _default_num_pages(self.context_len, self.schema, self.device)
         self.context_len = min(self.context_len, (num_pages - 1) * config.page_size)
@@ -57,17 +67,22 @@ class Engine:
 
         dtype = _DTYPES[self.dtype_name]
         self.model = load_model(self.model_dir, self.model_config, dtype, self.device, progress)
-        self.fingerprint = fingerprint(self.model_dir)
+        self.fingerprints = (fingerprint(self.model_dir), self.speculation.fingerprint)
         self.card: ModelCard = read_card(
             self.model_dir, self.model_config, config.model_name or self.model_dir.resolve().name, self.context_len
         )
         self.lease_s = MIN_LEASE_S
-        self.memory = _allocate_memory(self.schema.target, num_pages, config.page_size)
-        self.pool = PagePool(num_pages, config.page_size, self.memory.generations)
+        self.memory = [_allocate_memory(layout, num_pages, config.page_size) for layout in pools(self.schema)]
+        self.pool = PagePool(num_pages, config.page_size, self.memory[0].generations)
         self.cache = PrefixCache(self.pool, self.schema.key_lookahead, enabled=config.prefix_cache)
-        mirror = torch.from_numpy(self.memory.pages).view(dtype)
-        self._mirror = mirror.view(_kv_shape(self.schema.target, num_pages, config.page_size))
-        self.kv = self._mirror if self.device.type == "cpu" else torch.zeros_like(self._mirror, device=self.device)
+        self._mirrors = [
+            torch.from_numpy(memory.pages).view(dtype).view(_kv_shape(layout, num_pages, config.page_size))
+            for memory, layout in zip(self.memory, pools(self.schema), strict=True)
+        ]
+        on_cpu = self.device.type == "cpu"
+        self._kvs = self._mirrors if on_cpu else [torch.zeros_like(each, device=self.device) for each in self._mirrors]
+        draft_kv = self._kvs[1] if len(self._kvs) > 1 else None
+        self.drafter = self.speculation.load(self.model, draft_kv, progress)
 
     def warm_up(self, chunk_tokens: int) -> None:
         """Run a decode step and a chunk, so that no request pays for first calls. Sets `lease_s` by the chunk."""
@@ -83,13 +98,29 @@ class Engine:
         self.lease_s = max(MIN_LEASE_S, LEASE_STEPS * step_s)
         self.pool.release(pages)
 
+    @property
+    def kv(self) -> torch.Tensor:
+        """The target's pool, [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim]."""
+        return self._kvs[0]
+
     def forward(self, rows: Sequence[BatchRow]) -> torch.Tensor:
         """Store the rows' KV; return their logits, [sum of num_logits, vocab_size] float32, rows in order."""
+        return self.compute(rows).logits
+
+    def compute(self, rows: Sequence[BatchRow]) -> Computed:
+        """As `forward`, with what the drafter wants to know of the rows' tokens."""
         batch = ForwardBatch.build(rows, self.pool.page_size, self.device)
-        hidden = self.model.forward(batch, self.kv)
-        if batch.logit_rows.shape[0] != hidden.shape[0]:
-            hidden = hidden.index_select(0, batch.logit_rows)
-        return self.model.logits(hidden)
+        extend, final = self.states(batch)
+        if batch.logit_rows.shape[0] != final.shape[0]:
+            final = final.index_select(0, batch.logit_rows)
+        return Computed(extend, self.model.logits(final))
+
+    def states(self, batch: ForwardBatch) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The state that the target hands to draft extend, [num_tokens, width] (None where no drafter wants one), and
+        its hidden states after the final norm [num_tokens, hidden_size]."""
+        final = self.model.forward(batch, self.kv)
+        wants = self.drafter is not None and self.drafter.hidden.spec("extend") is not None
+        return final if wants else None, final
 
     def sample(
         self, logits: torch.Tensor, states: Sequence[SamplingState]
@@ -100,17 +131,24 @@ class Engine:
             nothing: list[TokenLogprobs | None] = [None] * len(states)
             return result.token_ids.tolist(), result.logprobs.to_rows(len(states)) if result.logprobs else nothing
 
+    def copy_page(self, source: int, target: int) -> None:
+        """All pools' KV of one page into another."""
+        for kv in self._kvs:
+            kv[:, target].copy_(kv[:, source])
+
     def publish(self, pages: Sequence[int]) -> None:
-        """Before pages are offered: their bytes lie in `memory`. Nothing to do on CPU, where the pool is the memory."""
-        if self.kv is not self._mirror and pages:
+        """Before pages are offered: their bytes lie in `memory`. On CPU the pools are the memory."""
+        if self._kvs is not self._mirrors and pages:
             index = torch.tensor(pages, dtype=torch.int64)
-            self._mirror[:, index] = self.kv.index_select(1, index.to(self.device)).cpu()
+            for kv, mirror in zip(self._kvs, self._mirrors, strict=True):
+                mirror[:, index] = kv.index_select(1, index.to(self.device)).cpu()
 
     def adopt(self, pages: Sequence[int]) -> None:
-        """After pages have arrived in `memory`: they lie in `kv`."""
-        if self.kv is not self._mirror and pages:
+        """After pages have arrived in `memory`: they lie in the pools."""
+        if self._kvs is not self._mirrors and pages:
             index = torch.tensor(pages, dtype=torch.int64)
-            self.kv.index_copy_(1, index.to(self.device), self._mirror[:, index].to(self.device))
+            for kv, mirror in zip(self._kvs, self._mirrors, strict=True):
+                kv.index_copy_(1, index.to(self.device), mirror[:, index].to(self.device))
 
 
 def resolve_model(model: str | None) -> Path:
@@ -134,7 +172,7 @@ def _choose_dtype(name: str, device: torch.device, checkpoint_dtype: str) -> str
     return "float32" if device.type == "cpu" else checkpoint_dtype
 
 
-def _schema(model: ModelConfig, dtype: str, config: EngineConfig) -> HandoffSchema:
+def _schema(model: ModelConfig, dtype: str, config: EngineConfig, speculation: Speculation) -> HandoffSchema:
     layout = PoolLayout(
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
@@ -143,7 +181,7 @@ def _schema(model: ModelConfig, dtype: str, config: EngineConfig) -> HandoffSche
     )
     if not 1 <= config.page_size <= 4096:
         raise ConfigError(f"page_size {config.page_size} is out of range: use 1 to 4096 tokens")
-    return make_schema(layout, page_size=config.page_size, checksums=config.checksums)
+    return speculation.schema(layout, config.page_size, checksums=config.checksums)
 
 
 def _context_len(config: EngineConfig, model: ModelConfig) -> int:

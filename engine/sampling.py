@@ -28,16 +28,18 @@ class SampleResult(NamedTuple):
     logprobs: Logprobs | None  # None when no row asks
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> SampleResult:
+def sample(logits: Tensor, batch: SamplingBatch, *, with_logprobs: bool = True) -> SampleResult:
     """Sample one token a row; `logits` is left as it was.
 
     Args:
         logits: [num_rows, vocab_size] float32, bfloat16 or float16; rows as in `batch`.
         batch: see `SamplingBatch.of`.
+        with_logprobs: False for a draft, whose log-probabilities nobody wants.
     """
     scores = logits if batch.is_plain_greedy else perturbed_scores(logits, batch)
     token_ids = scores.argmax(-1)  # promises the first of equals
-    return SampleResult(token_ids, compute_logprobs(logits, token_ids, batch.num_logprobs))
+    logprobs = compute_logprobs(logits, token_ids, batch.num_logprobs) if with_logprobs else None
+    return SampleResult(token_ids, logprobs)
 
 
 def perturbed_scores(logits: Tensor, batch: SamplingBatch) -> Tensor:

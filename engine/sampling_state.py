@@ -4,6 +4,7 @@ A `SamplingState` is a pure function of (parameters, choice, prompt ids, output 
 or on another node equals one that was advanced token by token.
 """
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -84,6 +85,18 @@ class SamplingState:
         self.num_generated += 1
         if self.output_counts is not None:
             self.output_counts[token_id] += 1
+
+    def ahead(self, num_tokens: int, token_ids: Tensor | None = None) -> Self:
+        """This state as it would be after `num_tokens` more tokens, for a draft's position; the original stays.
+
+        `token_ids` [num_tokens] int64 are counted where a penalty asks for it; without one they may be None."""
+        later = copy.copy(self)
+        later.num_generated += num_tokens
+        if later.output_counts is not None and num_tokens:
+            assert token_ids is not None and token_ids.shape == (num_tokens,), token_ids
+            ones = torch.ones_like(token_ids, dtype=torch.int32)
+            later.output_counts = later.output_counts.index_add(0, token_ids, ones)
+        return later
 
     def _allocate(self, prompt_ids: Sequence[int], vocab_size: int, device: torch.device) -> None:
         params = self.params

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from ..metadata.addresses import parse_address, require_keys
 from ..metadata.curve import KeyPair
 from ..metadata.errors import Refused
 from ..metadata.membership import Member, Membership
@@ -108,8 +109,8 @@ def make_membership(
         protocol_min=PROTOCOL_MIN,
         protocol_max=PROTOCOL_MAX,
         layout=engine.schema,
-        target_fingerprint=engine.fingerprint,
-        draft_fingerprint=None,
+        target_fingerprint=engine.fingerprints[0],
+        draft_fingerprint=engine.fingerprints[1],
         model=engine.card,
         capacity=Capacity(
             num_pages=engine.pool.num_usable, page_size=engine.pool.page_size, max_running=config.max_running
@@ -124,9 +125,14 @@ def node_id(config: EngineConfig, role: Role) -> str:
     return config.node_id or default_node_id(role)
 
 
-def load_keys(config: EngineConfig) -> KeyPair | None:
-    """The cluster's key pair, when one is configured. Raises ConfigError when the file is no such thing."""
-    return KeyPair.load(config.keys) if config.keys else None
+def load_keys(config: EngineConfig, *addresses: str) -> KeyPair | None:
+    """The cluster's key pair, when one is configured. Raises ConfigError when the file is no such thing, and, before
+    anything big is loaded, when the router's address or one of `addresses` is malformed or needs keys."""
+    keys = KeyPair.load(config.keys) if config.keys else None
+    for address in (config.router, *addresses):
+        require_keys(address, keys)
+        parse_address(address)
+    return keys
 
 
 def transports(config: EngineConfig) -> tuple[str, ...]:

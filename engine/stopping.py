@@ -1,4 +1,4 @@
-"""When a node ends a choice: on ids, max_tokens and context. Strings are the router's business, which alone has text."""
+"""When a node ends a choice: on ids, max_tokens and context. Strings are the router's: it alone has text."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ class PrefillJob:
     started: float = 0.0
     computed: float = 0.0
     pages: list[int] = field(default_factory=list)
+    tail_copies: list[int] = field(default_factory=list)  # of the last page, for the choices after the first
     lease: Lease | None = None
     num_computed: int = 0
     num_offered: int = 0  # pages offered so far
@@ -38,6 +39,10 @@ class PrefillJob:
     @property
     def num_received(self) -> int:
         return len(self.token_ids) - self.prompt_len
+
+    def pages_of(self, index: int) -> list[int]:
+        """The block table of the job's index-th choice."""
+        return self.pages if index == 0 or not self.tail_copies else [*self.pages[:-1], self.tail_copies[index - 1]]
 
     @property
     def is_computed(self) -> bool:

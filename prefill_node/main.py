@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..engine.startup import load_engine, load_keys, node_id, serve, transports
+from ..metadata.addresses import any_port_of
 from ..metadata.bus import new_epoch
 from ..metadata.errors import ConfigError
 from ..metadata.handoff_server import HandoffServer
@@ -22,14 +23,14 @@ def run(config: PrefillConfig) -> int:
         raise ConfigError(
             f"bind_host {config.bind_host} names no host: give the address at which decode nodes reach this one"
         )
-    keys = load_keys(config)
+    keys = load_keys(config, any_port_of(config.bind_host))
     epoch = new_epoch()
     engine = load_engine(config)
     handoff = HandoffServer(
         config.bind_host,
         engine.schema,
-        (engine.fingerprint, None),
-        [engine.memory],
+        engine.fingerprints,
+        engine.memory,
         node_id=name,
         epoch=epoch,
         keys=keys,

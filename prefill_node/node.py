@@ -20,7 +20,9 @@ import torch
 import zmq
 
 from ..engine.batch import BatchRow
-from ..engine.engine import Engine
+from ..engine.draft_row import set_draft
+from ..engine.drafters.base import Drafter, DraftState, PromptChunk, PromptTail
+from ..engine.engine import Computed, Engine
 from ..engine.logprobs import compute_logprobs
 from ..engine.sampling_state import SamplingState
 from ..engine.stopping import ended
@@ -29,7 +31,7 @@ from ..metadata.handoff_server import HandoffServer
 from ..metadata.membership import IDLE_WAIT_S, Membership, RouterGone
 from ..metadata.messages import Cancel, Cancelled, Failed, Prefill, PrefillDone, Resend
 from ..metadata.node_info import Load, NodeStats, PoolLedger
-from ..metadata.request import Ended, TokenLogprobs, Unit, unpack_ids
+from ..metadata.request import Ended, Unit, unpack_ids
 from ..metadata.session import Work
 from ..metadata.tickets import TicketEnded
 from .job import PrefillJob
@@ -48,7 +50,8 @@ class PrefillNode:
         self.engine = engine
         self.membership = membership
         self.handoff = handoff
-        self.scheduler = PrefillScheduler(engine.cache, max_running, chunk)
+        is_shifted = engine.drafter is not None and engine.drafter.is_shifted
+        self.scheduler = PrefillScheduler(engine.cache, max_running, chunk, copies_tail=is_shifted)
         self.first_tokens = FirstTokens()
         self._row_buffer = MetadataBuffers(engine.schema)
         self._jobs: dict[Unit, PrefillJob] = {}  # of every open ticket
@@ -64,8 +67,7 @@ class PrefillNode:
         plan = self.scheduler.plan()
         if plan:
             self.membership.enter("prefill", STEP_LIMIT_S)
-            logits = self.engine.forward([row for _, row in plan])
-            self._process(plan, logits)
+            self._process(plan, self.engine.compute([row for _, row in plan]))
         return bool(self.scheduler.computing)
 
     @property
@@ -192,19 +194,23 @@ class PrefillNode:
         self._stats["cached_tokens"] += job.num_cached
         self._offer_pages(job)
 
-    def _process(self, plan: list[tuple[PrefillJob, BatchRow]], logits: torch.Tensor) -> None:
-        """What the forward brought: pages to offer, log-probabilities of the prompt, first tokens."""
+    def _process(self, plan: list[tuple[PrefillJob, BatchRow]], computed: Computed) -> None:
+        """What the forward brought: draft KV, pages to offer, log-probabilities of the prompt, first tokens."""
         self._stats["steps"] += 1
-        at = 0
+        if self.engine.drafter is not None:
+            self._draft_chunks(self.engine.drafter, plan, computed.extend)
+        at = num_tokens = 0
         for job, row in plan:
-            job_logits = logits[at : at + row.num_logits]
+            job_logits = computed.logits[at : at + row.num_logits]
             at += row.num_logits
+            num_tokens += len(row.input_ids)
             job.num_computed += len(row.input_ids)
             self._stats["computed_tokens"] += len(row.input_ids)
             if job.request.prompt_logprobs:
                 self._score_prompt(job, row.position, job_logits)
             if job.is_computed:
-                self._complete(job, job_logits[-1:])
+                extend = computed.extend
+                self._complete(job, job_logits[-1:], None if extend is None else extend[num_tokens - 1 : num_tokens])
             else:
                 self._offer_pages(job)
 
@@ -218,8 +224,19 @@ class PrefillNode:
             assert scored is not None
             job.prompt_logprobs += [entry for entry in scored.to_rows(len(targets)) if entry is not None]
 
-    def _complete(self, job: PrefillJob, logits: torch.Tensor) -> None:
-        """The prompt is computed: sample each choice's first token, tell the router, hand the last page over."""
+    def _draft_chunks(
+        self, drafter: Drafter, plan: list[tuple[PrefillJob, BatchRow]], extend: torch.Tensor | None
+    ) -> None:
+        chunks = [
+            PromptChunk(job.token_ids, row.position, row.position + len(row.input_ids), job.pages) for job, row in plan
+        ]
+        with torch.inference_mode():
+            drafter.observe_prompt(chunks, extend)
+
+    def _complete(self, job: PrefillJob, logits: torch.Tensor, extend: torch.Tensor | None) -> None:
+        """The prompt is computed: sample each choice's first token, tell the router, hand the last page over.
+
+        `logits` [1, vocab_size] and `extend` [1, width] are of the last prompt position."""
         job.computed = time.monotonic()
         self.scheduler.hand_over(job)
         units, states = list(job.choices), list(job.choices.values())
@@ -228,11 +245,12 @@ class PrefillNode:
             self._stats["generated_tokens"] += len(ids)
             ends = [self._append(state, token, job.num_cached) for state, token in zip(states, ids, strict=True)]
             self.membership.send(self.first_tokens.make(job, units, ids, logprobs, ends))
+            drafts = self._draft_tails(job, states, ids, extend)
             self._offer_pages(job)
-            for unit, token, entry, end in zip(units, ids, logprobs, ends, strict=True):
+            for unit, token, entry, end, draft in zip(units, ids, logprobs, ends, drafts, strict=True):
                 if unit in job.tickets:
                     if end is None:
-                        self.handoff.finish(unit, self._row(token, entry, job.num_cached))
+                        self.handoff.finish(unit, self._row(Sampled(token, job.num_cached, entry), draft))
                     else:
                         self.handoff.revoke(unit, True, end.reason)
         if not job.tickets:
@@ -242,23 +260,46 @@ class PrefillNode:
         state.append(token)
         return ended(state, token, self.engine.context_len, num_cached)
 
-    def _row(self, token: int, logprobs: TokenLogprobs | None, num_cached: int) -> bytes:
-        self._row_buffer.set_sampled(Sampled(token, num_cached, logprobs))
+    def _draft_tails(
+        self, job: PrefillJob, states: list[SamplingState], ids: list[int], extend: torch.Tensor | None
+    ) -> list[DraftState | None]:
+        """Every choice's draft state after its first token; its draft KV of the last prompt position is stored."""
+        drafter = self.engine.drafter
+        if drafter is None or not job.tickets:
+            return [None] * len(ids)
+        for copy in job.tail_copies:
+            self.engine.copy_page(job.pages[-1], copy)
+        tails = [
+            PromptTail(len(job.token_ids), token, job.pages_of(index), state)
+            for index, (token, state) in enumerate(zip(ids, states, strict=True))
+        ]
+        with torch.inference_mode():
+            return list(drafter.finish_prompt(tails, None if extend is None else extend.expand(len(ids), -1)))
+
+    def _row(self, sampled: Sampled, draft: DraftState | None) -> bytes:
+        self._row_buffer.set_sampled(sampled)
+        if draft is not None:
+            set_draft(self._row_buffer, draft)
         return self._row_buffer.pack()
 
     # --- handing over ---
 
     def _offer_pages(self, job: PrefillJob) -> None:
-        """Offer every page that will not be written again: full ones, and the last when the prompt is computed."""
-        num_ready = len(job.pages) if job.is_computed else job.num_computed // self.engine.pool.page_size
+        """Offer every page that will not be written again: full ones, and the last when the prompt is computed.
+
+        A drafter writes the last prompt position's slot after the first token is sampled, so its page waits for that.
+        """
+        num_ready = len(job.pages)
+        if not job.is_computed:
+            num_ready = min(job.num_computed // self.engine.pool.page_size, num_ready - 1)
         if num_ready == job.num_offered or not job.tickets:
             return
         indices = list(range(job.num_offered, num_ready))
-        pages = [job.pages[index] for index in indices]
-        self.engine.publish(pages)
-        generations = [self.engine.pool.generation(page) for page in pages]
-        for unit in job.tickets:
-            self.handoff.offer(unit, indices, pages, generations)
+        self.engine.publish([*(job.pages[index] for index in indices), *job.tail_copies])
+        for index, unit in enumerate(job.choices):
+            pages = [job.pages_of(index)[at] for at in indices]
+            if unit in job.tickets:
+                self.handoff.offer(unit, indices, pages, [self.engine.pool.generation(page) for page in pages])
         job.num_offered = num_ready
 
     def _end_tickets(self) -> None:

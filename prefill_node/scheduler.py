@@ -22,8 +22,10 @@ from .job import PrefillJob
 class PrefillScheduler:
     """Owns the waiting, computing and handing jobs and all pages they hold."""
 
-    def __init__(self, cache: PrefixCache, max_running: int, chunk_tokens: int) -> None:
+    def __init__(self, cache: PrefixCache, max_running: int, chunk_tokens: int, *, copies_tail: bool = False) -> None:
+        """`copies_tail`: the last page of a prompt depends on the first token, so every choice needs its own."""
         self.cache = cache
+        self.copies_tail = copies_tail
         self.page_size = cache.pool.page_size
         self.max_running = max_running
         self.chunk_tokens = chunk_tokens
@@ -73,7 +75,8 @@ class PrefillScheduler:
                 queue.remove(job)
         if job.lease is not None:
             self.cache.release(job.lease, job.pages)
-            job.lease, job.pages = None, []
+            self.cache.pool.release(job.tail_copies)
+            job.lease, job.pages, job.tail_copies = None, [], []
 
     @property
     def num_queued_tokens(self) -> int:
@@ -89,11 +92,13 @@ class PrefillScheduler:
         limit = 0 if job.request.prompt_logprobs else (num_tokens - 1) // self.page_size
         lease = self.cache.acquire(job.token_ids, job.request.salt, limit)
         owner = Owner.REQUEST if job.decode is None else Owner.TICKET
+        num_own = -(-num_tokens // self.page_size) - len(lease.pages)
+        num_copies = len(job.choices) - 1 if self.copies_tail and job.decode is not None else 0
         try:
-            own = self.cache.allocate(-(-num_tokens // self.page_size) - len(lease.pages), owner)
+            own = self.cache.allocate(num_own + max(0, num_copies), owner)
         except OutOfPages:
             self.cache.release(lease)
             return False
-        job.lease, job.pages = lease, lease.pages + own
+        job.lease, job.pages, job.tail_copies = lease, lease.pages + own[:num_own], own[num_own:]
         job.num_computed = job.num_cached = len(lease.pages) * self.page_size
         return True

@@ -101,8 +101,8 @@ class NodePair:
         handoff = HandoffServer(
             "127.0.0.1",
             engine.schema,
-            (engine.fingerprint, None),
-            [engine.memory],
+            engine.fingerprints,
+            engine.memory,
             node_id="prefill-0",
             epoch=epoch,
             transports=transports(config),
@@ -116,7 +116,7 @@ class NodePair:
     def _start_decode(self, config: DecodeConfig) -> DecodeNode:
         engine, epoch = load_engine(config), new_epoch()
         handoff = HandoffClient(
-            "decode-0", epoch, engine.schema, (engine.fingerprint, None), [engine.memory], transports=transports(config)
+            "decode-0", epoch, engine.schema, engine.fingerprints, engine.memory, transports=transports(config)
         )
         membership = make_membership(config, "decode-0", "decode", engine, None, epoch, "")
         return self._attach(
