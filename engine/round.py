@@ -7,7 +7,7 @@ its position, with that position's noise, given the tokens before it. A drafter 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -29,12 +29,32 @@ class Accepted(NamedTuple):
     num_drafted: int  # K
 
 
+@dataclass(slots=True)
+class RoundStats:
+    """Counts since the start."""
+
+    accepted_at: list[int]  # by draft position: how often that draft was accepted
+    num_verified: int = 0  # sequences verified, once a round each
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    def count(self, num_steps: int, num_accepted: Sequence[int]) -> None:
+        """One round of some sequences."""
+        self.num_verified += len(num_accepted)
+        self.num_drafted += num_steps * len(num_accepted)
+        self.num_accepted += sum(num_accepted)
+        for accepted in num_accepted:
+            for at in range(accepted):
+                self.accepted_at[at] += 1
+
+
 class Rounds:
     """Runs rounds of one engine and one drafter. One thread."""
 
     def __init__(self, engine: Engine, drafter: Drafter) -> None:
         self._engine = engine
         self._drafter = drafter
+        self.stats = RoundStats([0] * drafter.num_steps)
 
     def run(self, sequences: Sequence[Drafted], num_steps: int) -> list[Accepted]:
         """`num_steps` drafts for each sequence (0: none). Pages must cover num_computed + num_steps + 1 tokens.
@@ -54,6 +74,7 @@ class Rounds:
             targets = sampled.token_ids.view(len(sequences), num_steps + 1)
             num_accepted = _count_accepted(drafts, targets)
             self._drafter.observe(sequences, hidden, targets, num_accepted)
+            self.stats.count(num_steps, num_accepted)
             logprobs: list[TokenLogprobs | None] = [None] * len(states)
             if sampled.logprobs is not None:
                 logprobs = sampled.logprobs.to_rows(len(states))

@@ -1,0 +1,109 @@
+"""Speculation through the handoff changes no token: greedy and seeded, with preemption, prefix hits and stops."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from node_pair import NodePair, params
+
+MakePair = Callable[..., NodePair]
+SETTINGS = {"page_size": 4, "chunk_tokens": 6}
+
+
+@pytest.fixture
+def make_pair() -> Iterator[MakePair]:
+    pairs: list[NodePair] = []
+
+    def make(model: Path, *, decode: dict[str, Any] | None = None, **both: Any) -> NodePair:
+        pairs.append(NodePair(model, prefill={**SETTINGS, **both}, decode={**SETTINGS, **both, **(decode or {})}))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.check_books()
+        pair.close()
+
+
+def prompts(lens: tuple[int, ...], seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(50) for _ in range(num)] for num in lens]
+
+
+CASES = prompts((1, 3, 4, 5, 8, 9, 13, 24, 25))
+SAMPLED = {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1, "frequency_penalty": 0.1}
+
+
+def generate(pair: NodePair, name: str = "r", max_tokens: int = 17) -> dict[tuple[str, int], list[int]]:
+    for i, prompt in enumerate(CASES):
+        pair.submit(f"{name}{i}", prompt, params(max_tokens))
+        pair.submit(f"{name}seeded{i}", prompt, params(max_tokens, seed=i, **SAMPLED), n=1 + i % 3)
+    results = pair.run()
+    assert all(result.ended is not None for result in results.values())
+    return {
+        (rid.removeprefix(name), choice): result.ids for (rid, choice), result in results.items() if rid[:1] == name[:1]
+    }
+
+
+def drafters(checkpoint: Callable[..., Path]) -> dict[str, dict[str, Any]]:
+    return {
+        "ngram": {"speculative": "ngram", "draft_steps": 3},
+        "standalone": {
+            "speculative": "standalone",
+            "draft_model": str(checkpoint("llama", hidden_size=32, num_hidden_layers=1)),
+            "draft_steps": 4,
+        },
+    }
+
+
+@pytest.mark.parametrize("transport", ["local", "zmq"])
+@pytest.mark.parametrize("name", ["ngram", "standalone"])
+def test_output_is_that_of_speculation_off(
+    name: str, transport: str, checkpoint: Callable[..., Path], make_pair: MakePair
+) -> None:
+    model = checkpoint("llama")
+    plain = generate(make_pair(model))
+    pair = make_pair(model, transport=transport, **drafters(checkpoint)[name])
+    assert generate(pair) == plain
+    assert generate(pair, "again") == plain  # prefix hits in both caches
+
+
+@pytest.mark.parametrize("name", ["ngram", "standalone"])
+def test_preemption_changes_no_token(name: str, checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
+    model = checkpoint("llama")
+    plain = generate(make_pair(model))
+    tight = make_pair(model, decode={"num_pages": 26}, **drafters(checkpoint)[name])
+    assert generate(tight) == plain
+    assert tight.decode.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_that_is_the_target_is_always_accepted(
+    temperature: float, checkpoint: Callable[..., Path], make_pair: MakePair
+) -> None:
+    model = checkpoint("llama")
+    pair = make_pair(model, speculative="standalone", draft_model=str(model), draft_steps=4)
+    for i, prompt in enumerate(CASES):
+        pair.submit(f"r{i}", prompt, params(21, temperature=temperature, seed=i, presence_penalty=0.2))
+    pair.run()
+    stats = pair.decode.rounds.stats
+    assert stats.num_drafted > 100
+    assert stats.num_accepted == stats.num_drafted, stats
+
+
+def test_a_stop_inside_an_accepted_run_ends_there(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
+    model = checkpoint("llama")
+    pair = make_pair(model, speculative="standalone", draft_model=str(model), draft_steps=6)
+    prompt = CASES[6]
+    pair.submit("free", prompt, params(12, num_logprobs=2))
+    free = pair.run()["free", 0]
+    assert len(free.logprobs) == 12
+    stop = free.ids[8]
+    pair.submit("r", prompt, params(12, stop_ids=(stop,), num_logprobs=2))
+    result = pair.run()["r", 0]
+    assert result.ids == free.ids[: free.ids.index(stop) + 1]
+    assert result.ended is not None and result.ended.reason == "stop" and result.ended.stop_id == stop
+    assert [entry.top_ids for entry in result.logprobs] == [entry.top_ids for entry in free.logprobs[: len(result.ids)]]
