@@ -80,6 +80,12 @@ def require_keys(address: str, keys: KeyPair | None) -> None:
         )
 
 
+def any_port_of(host: str) -> str:
+    """The address by which a socket binds to any free port of a host; one that is an address already stays."""
+    bracketed = f"[{host}]" if ":" in host else host
+    return host if "://" in host else f"tcp://{bracketed}:*"
+
+
 def host_identity() -> str:
     """A digest (32 hex digits) that is equal for two processes exactly where one may open the other's /proc/PID/fd/N:
     same boot of the same kernel, same user and group, same pid, mount and user namespaces. Where the kernel does not

@@ -18,11 +18,11 @@ from typing import Any
 
 import zmq
 
-from .addresses import host_identity, parse_address, require_keys
+from .addresses import any_port_of, host_identity, parse_address, require_keys
 from .bus import DroppedFrames, bound_address, configure_socket, decode_frame
 from .checksums import page_checksums, row_checksum
 from .curve import KeyPair, secure_server
-from .errors import ProtocolError
+from .errors import ConfigError, ProtocolError
 from .memory import PageMemory
 from .messages import (
     DATA_FRAME_BYTES,
@@ -371,8 +371,7 @@ def _unpack(ids: bytes) -> list[int]:
 
 
 def _bind(bind_host: str, keys: KeyPair | None, context: zmq.Context[zmq.Socket[bytes]] | None) -> zmq.Socket[bytes]:
-    bracketed = f"[{bind_host}]" if ":" in bind_host else bind_host
-    address = bind_host if "://" in bind_host else f"tcp://{bracketed}:*"
+    address = any_port_of(bind_host)
     require_keys(address, keys)
     parse_address(address)
     socket = (zmq.Context[zmq.Socket[bytes]].instance() if context is None else context).socket(zmq.ROUTER)
@@ -382,5 +381,9 @@ def _bind(bind_host: str, keys: KeyPair | None, context: zmq.Context[zmq.Socket[
     socket.router_mandatory = True
     if keys is not None:
         secure_server(socket, keys)
-    socket.bind(address)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        socket.close()
+        raise ConfigError(f"cannot serve pages on {address}: {error.strerror}") from error
     return socket

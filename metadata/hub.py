@@ -39,6 +39,7 @@ from .messages import HUB_FRAME_BYTES, Beat, Hello, RouterBeat, ToNode, ToRouter
 logger = logging.getLogger(__name__)
 
 ROUTER_BEAT_S = 1.0
+_HANDSHAKE_LOG_S = 5.0  # a node with wrong keys tries again every second
 _PROBE_DELAYS_S = (0.002, 0.02, 0.05)  # the pipe of a closed connection ends a moment after the monitor's event
 _HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -77,7 +78,7 @@ class Hub:
             raise
         self.address = bound_address(self._socket)
         self._dropped = DroppedFrames(logger, "hub")
-        self._failed_handshakes = Throttle()
+        self._failed_handshakes = Throttle(_HANDSHAKE_LOG_S)
         self._peers: set[bytes] = set()
         self._is_drain_scheduled = False
         self._probe_delays: list[float] = []
@@ -220,7 +221,10 @@ class Hub:
                 if event["event"] == zmq.EVENT_DISCONNECTED:
                     self._probe_delays = list(_PROBE_DELAYS_S)
                 elif self._failed_handshakes.is_due():
-                    logger.warning("hub: a peer's handshake failed (%s)", zmq.Event(event["event"]).name)
+                    logger.warning(
+                        "hub: refused a peer at the handshake: its --keys are not the router's, or it is no node (%s)",
+                        zmq.Event(event["event"]).name,
+                    )
             self._loop.call_soon(self._drain_monitor)
         if self._probe_delays and self._probe_timer is None:
             self._arm_probe()

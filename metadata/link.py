@@ -9,7 +9,7 @@ import zmq
 from .addresses import parse_address, require_keys
 from .bus import DRAIN_LIMIT, DroppedFrames, configure_socket, decode_frame, routing_id
 from .curve import KeyPair, secure_client
-from .errors import ProtocolError
+from .errors import ConfigError, ProtocolError
 from .messages import HUB_FRAME_BYTES, ToNode, ToRouter, encode, to_node_decoder
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,8 @@ def connect_dealer(
     is_immediate: bool = False,
 ) -> zmq.Socket[bytes]:
     """A DEALER socket that connects to `address`, and again whenever the connection breaks. With `is_immediate` it
-    queues nothing while there is no connection. Raises ConfigError for an address off loopback without keys. The
-    caller closes the socket."""
+    queues nothing while there is no connection. Raises ConfigError for an address that is malformed, that nobody can
+    connect to, or that is off loopback without keys. The caller closes the socket."""
     require_keys(address, keys)
     socket = context.socket(zmq.DEALER)
     try:
@@ -41,6 +41,9 @@ def connect_dealer(
         if keys is not None:
             secure_client(socket, keys)
         socket.connect(str(parse_address(address)))
+    except zmq.ZMQError as error:
+        socket.close()
+        raise ConfigError(f"cannot connect to {address}: {error.strerror}") from error
     except BaseException:
         socket.close()
         raise

@@ -23,6 +23,7 @@ from .curve import KeyPair
 from .errors import Refused
 from .link import Link
 from .liveness import Pulse
+from .logs import Throttle
 from .messages import Drain, Flush, Hello, Inspect, Leaving, LedgerReport, TokenizerFile, ToRouter
 from .node_info import Load, NodeStats, PoolLedger
 from .request import Unit
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.5
 IDLE_LIMIT_S = 10.0
+APART_S = 5.0  # a node without a router says so that often
 REPORT_INTERVAL_S = 0.1
 _LINGER_MS = 500  # what the last words of a leaving node may take
 
@@ -91,6 +93,8 @@ class Membership:
         load = Load(free_pages=hello.capacity.num_pages, running=0, waiting=0)
         self._pulse = Pulse(router_address, hello.node_id, hello.epoch, keys, load=load)
         self._session = RouterSession(hello, self._link.send, tokenizer)
+        self._router_address = router_address
+        self._apart = Throttle(APART_S)
         self._drain_timeout_s = drain_timeout_s
         self._leaving_until: float | None = None
         self._reported_at = 0.0
@@ -101,6 +105,8 @@ class Membership:
 
     def start(self) -> None:
         """Says Hello and begins to beat."""
+        logger.info("looking for the router at %s", self._router_address)
+        self._apart.is_due()  # the first complaint comes an interval later
         self._session.start()
         self._pulse.start()
 
@@ -112,6 +118,11 @@ class Membership:
 
     def receive(self) -> list[Work | RouterGone]:
         """The router's work since the last call, in order. Raises Refused when the router wants no such node."""
+        if not self._session.is_joined and self._apart.is_due():
+            logger.warning(
+                "no router has welcomed this node at %s: does one run there, with the same --keys?",
+                self._router_address,
+            )
         work: list[Work | RouterGone] = []
         for item in self._session.take(self._link.receive()):
             match item:
@@ -138,7 +149,7 @@ class Membership:
 
     def send(self, message: ToRouter) -> None:
         """Never waits. A message that finds the queue full is lost; the router asks again (Resend)."""
-        if not self._link.send(message):
+        if not self._link.send(message) and self._session.is_joined:
             logger.warning("the queue to the router is full: lost a %s", type(message).__name__)
 
     def enter(self, phase: str, limit_s: float) -> None:

@@ -221,18 +221,19 @@ class Registry:
     def leaving(self, node: Node, message: Leaving) -> None:
         """A node drains, or goes."""
         node.is_draining = True
-        logger.info("node %s (%s) %s %s", node.node_id, node.role, "left" if message.done else "drains", message.reason)
         if message.done:
-            self.lose(node, "it left")
+            self.lose(node, "it left", level=logging.INFO)
+        else:
+            logger.info("node %s (%s) drains", node.node_id, node.role)
 
-    def lose(self, node: Node, reason: str) -> None:
+    def lose(self, node: Node, reason: str, level: int = logging.WARNING) -> None:
         """A node is gone; what it held is moved by whom `on_lost` tells."""
         if self.nodes.pop(node.routing_id, None) is None:
             return
         del node.group.nodes[node.routing_id]
         self._liveness.remove(node.routing_id)
         node.is_draining = True
-        logger.warning("node %s (%s) is gone: %s", node.node_id, node.role, reason)
+        logger.log(level, "node %s (%s) is gone: %s", node.node_id, node.role, reason)
         self._on_lost(node, reason)
 
     def check(self) -> None:

@@ -143,13 +143,22 @@ def test_the_bus_is_encrypted_with_keys(new_cluster: NewCluster, tmp_path: Path)
     keys = str(tmp_path / "cluster.keys")
     assert cluster.start_process("keys", "keys", keys).wait(20) == 0
     cluster.start(router_flags=["--keys", keys], node_flags=["--keys", keys, "--transport", "zmq"])
+    other_keys = str(tmp_path / "other.keys")
+    assert cluster.start_process("other-keys", "keys", other_keys).wait(20) == 0
     cluster.complete("hello", max_tokens=5)
-    stranger = cluster.start_node("decode", "stranger")
-    with pytest.raises(AssertionError):
-        wait_until(lambda: len(cluster.nodes()) == 3, "a node without the key joins", 6)
-    stranger.send_signal(signal.SIGKILL)
-    stranger.is_expected_to_run = False
-    stranger.popen.wait()
+    strangers = [
+        cluster.start_node("decode", "no-keys"),
+        cluster.start_node("decode", "other-keys", "--keys", other_keys),
+    ]
+    for stranger in strangers:  # each side says what is wrong
+        words = "does one run there, with the same --keys?"
+        wait_until(lambda process=stranger: words in process.log, f"{stranger.name} says what is wrong", 20)
+    assert "its --keys are not the router's" in cluster.processes["router"].log
+    assert len(cluster.nodes()) == 2
+    for stranger in strangers:
+        stranger.send_signal(signal.SIGTERM)
+        assert stranger.wait(10) == 0
+        assert "lost" not in stranger.log and "Traceback" not in stranger.log, stranger.log
 
 
 def _status(cluster: Cluster, path: str) -> int:

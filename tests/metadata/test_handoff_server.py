@@ -11,6 +11,7 @@ import pytest
 import zmq
 from baton.metadata.addresses import host_identity
 from baton.metadata.checksums import page_checksums
+from baton.metadata.curve import KeyPair
 from baton.metadata.errors import ConfigError
 from baton.metadata.handoff_client import Arrived, TransferFailed
 from baton.metadata.handoff_server import MAX_UNSENT
@@ -386,3 +387,8 @@ def test_ipc_addresses_work(nodes, tmp_path):
     client.claim(unit(), peer_of(server), 0, [3])
     spin([server, client], lambda events: named(events, Arrived))
     assert np.array_equal(target[0].pages[:, 3], memory[0].pages[:, 1])
+
+
+def test_an_address_of_another_host_is_a_plain_error():
+    with pytest.raises(ConfigError, match=r"cannot serve pages on tcp://192\.0\.2\.1"):
+        make_server(bind_host="192.0.2.1", keys=KeyPair.generate())

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 from baton.metadata.bus import QUEUE_LEN, bound_address
+from baton.metadata.curve import KeyPair
 from baton.metadata.errors import ConfigError
 from baton.metadata.link import Link
 from baton.metadata.messages import Cancelled, Drain, HelloAgain, RouterBeat, ToNode, encode
@@ -112,3 +113,8 @@ def test_a_full_queue_is_a_counted_no() -> None:
 def test_malformed_addresses(address: str) -> None:
     with pytest.raises(ConfigError, match="address"):
         Link(address, "node", "1", None)
+
+
+def test_an_address_that_nobody_can_connect_to() -> None:
+    with pytest.raises(ConfigError, match=r"cannot connect to tcp://\*:5700"):
+        Link("tcp://*:5700", "node", "e", KeyPair.generate())

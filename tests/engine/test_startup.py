@@ -1,0 +1,33 @@
+"""What a node finds out before it loads anything big."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from baton.engine.config import EngineConfig
+from baton.engine.startup import load_keys
+from baton.metadata.curve import KeyPair
+from baton.metadata.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("router", "words"),
+    [
+        ("127.0.0.1:5700", "neither tcp://HOST:PORT nor"),
+        ("tcp://127.0.0.1", "neither tcp://HOST:PORT nor"),
+        ("http://127.0.0.1:8000", "neither tcp://HOST:PORT nor"),
+        ("tcp://127.0.0.1:99999", "above 65535"),
+        ("tcp://192.0.2.1:5700", "--keys"),
+    ],
+)
+def test_a_wrong_router_address_is_told_before_the_model_loads(router: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_keys(EngineConfig(router=router))
+
+
+def test_so_is_an_address_of_its_own_that_needs_keys(tmp_path: Path) -> None:
+    KeyPair.create(tmp_path / "keys")
+    with pytest.raises(ConfigError, match="--keys"):
+        load_keys(EngineConfig(), "tcp://192.0.2.1:*")
+    assert load_keys(EngineConfig(keys=str(tmp_path / "keys")), "tcp://192.0.2.1:*") is not None
