@@ -14,7 +14,7 @@ from typing import Any
 
 from ..decode_node.config import DecodeConfig
 from ..engine.config import EngineConfig
-from ..metadata.config import setting
+from ..metadata.config import at_least, setting
 from ..metadata.errors import ConfigError
 from ..prefill_node.config import PrefillConfig
 from ..router.config import RouterConfig
@@ -40,6 +40,8 @@ class UpConfig:
     stop_timeout_s: float = setting(5.0, "seconds that Ctrl-C leaves running requests to finish")
 
     def __post_init__(self) -> None:
+        at_least(self, "ready_timeout_s", 0)
+        at_least(self, "stop_timeout_s", 0)
         for name in ("prefill", "decode"):
             if not 1 <= getattr(self, name) <= 64:
                 raise ConfigError(f"--{name} {getattr(self, name)}: must be 1 to 64")

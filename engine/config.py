@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..metadata.config import NodeConfig, setting
+from ..metadata.config import NodeConfig, at_least, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,3 +30,8 @@ class EngineConfig(NodeConfig):
     )
     draft_model: str | None = setting(None, "checkpoint directory of the drafter", metavar="DIR")
     draft_steps: int | None = setting(None, "tokens drafted in a round (default: 5)")
+
+    def __post_init__(self) -> None:
+        NodeConfig.__post_init__(self)  # super() does not work in slotted dataclasses
+        for name in ("num_pages", "threads", "max_running", "chunk_tokens"):
+            at_least(self, name, 1)

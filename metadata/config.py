@@ -6,11 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .errors import ConfigError
+
 
 def setting(default: Any, text: str, **more: Any) -> Any:
     """A configuration field with its help text. `more` may hold `metavar`."""
     metadata: Mapping[str, Any] = {"help": text, **more}
     return field(default=default, metadata=metadata)
+
+
+def at_least(config: object, name: str, least: float) -> None:
+    """Raises ConfigError when the field is set and smaller."""
+    value = getattr(config, name)
+    if value is not None and value < least:
+        raise ConfigError(f"{name} is {value}; it must be {least} or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,3 +47,8 @@ class NodeConfig(ProcessConfig):
     )
     checksums: bool = setting(True, "check every page after its transfer")
     drain_timeout_s: float = setting(30.0, "seconds that SIGTERM leaves running requests to finish")
+
+    def __post_init__(self) -> None:
+        at_least(self, "drain_timeout_s", 0)
+        if self.node_id == "":
+            raise ConfigError("node_id is empty; leave it out for one that is made up")

@@ -19,7 +19,7 @@ import stat
 
 import numpy as np
 
-from .errors import TransferError
+from .errors import ConfigError, TransferError
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class PageMemory:
         self.page_layer_bytes, self.block_bytes = page_layer_bytes, block_bytes
         self.size = memory_size(num_layers, num_pages, page_layer_bytes)
         self.fd: int | None = None
-        self._map = self._map_shared() if shared else mmap.mmap(-1, self.size)
+        self._map = self._map_memory(shared)
         with contextlib.suppress(OSError):  # advice: a kernel without huge pages may refuse it
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.pages, self.generations = _views(self._map, num_layers, num_pages, page_layer_bytes)
@@ -69,6 +69,15 @@ class PageMemory:
         del self.pages, self.generations
         with contextlib.suppress(BufferError):  # the engine's tensors still look at it: it goes with them
             self._map.close()
+
+    def _map_memory(self, shared: bool) -> mmap.mmap:
+        words = f"{self.num_pages} pages need {self.size / 2**30:.1f} GiB"
+        if self.size > _total_memory():
+            raise ConfigError(f"{words}, more than this machine has; use fewer --num-pages")
+        try:
+            return self._map_shared() if shared else mmap.mmap(-1, self.size)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{words}, which this machine does not give ({error}); use fewer --num-pages") from error
 
     def _map_shared(self) -> mmap.mmap:
         fd = -1
@@ -134,6 +143,10 @@ def _check(fd: int, path: str, size: int) -> None:
         raise TransferError(f"{path} is no memfd: {error.strerror}") from error
     if seals & _OWNER_SEALS != _OWNER_SEALS:
         raise TransferError(f"{path} is not sealed: seals {seals:#x}, needed {_OWNER_SEALS:#x}")
+
+
+def _total_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _generations_offset(num_layers: int, num_pages: int, page_layer_bytes: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ..metadata.config import ProcessConfig, setting
+from ..metadata.config import ProcessConfig, at_least, setting
 from ..metadata.errors import ConfigError
 
 
@@ -30,6 +30,7 @@ class RouterConfig(ProcessConfig):
         for name in (*positive, "canary_interval_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
+        at_least(self, "drain_timeout_s", 0)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; it must be in 0..65535")
         if self.api_key == "":

@@ -170,3 +170,22 @@ def _other(item: Any) -> Any:
     if item.choices:
         return item.choices[-1]
     return {bool: not item.default, int: 7, float: 1.5, str: "tcp://127.0.0.1:1"}[item.kind]
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value"),
+    [
+        (PrefillConfig, "num_pages", 0),
+        (PrefillConfig, "threads", 0),
+        (DecodeConfig, "max_running", 0),
+        (PrefillConfig, "chunk_tokens", -1),
+        (DecodeConfig, "drain_timeout_s", -1.0),
+        (DecodeConfig, "node_id", ""),
+        (RouterConfig, "drain_timeout_s", -1.0),
+        (UpConfig, "stop_timeout_s", -1.0),
+        (UpConfig, "ready_timeout_s", -1.0),
+    ],
+)
+def test_numbers_that_cannot_work_are_refused_by_name(config: type, field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"^{field} is "):
+        config(**{field: value})

@@ -7,11 +7,12 @@ import json
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Cluster, wait_until
+from cluster import Cluster, Process, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -151,8 +152,7 @@ def test_the_bus_is_encrypted_with_keys(new_cluster: NewCluster, tmp_path: Path)
         cluster.start_node("decode", "other-keys", "--keys", other_keys),
     ]
     for stranger in strangers:  # each side says what is wrong
-        words = "does one run there, with the same --keys?"
-        wait_until(lambda process=stranger: words in process.log, f"{stranger.name} says what is wrong", 20)
+        wait_until(partial(_says, stranger, "does one run there, with the same --keys?"), lambda: cluster.tails(), 20)
     assert "its --keys are not the router's" in cluster.processes["router"].log
     assert len(cluster.nodes()) == 2
     for stranger in strangers:
@@ -166,6 +166,10 @@ def _status(cluster: Cluster, path: str) -> int:
         return cluster.get(path)[0]
     except OSError:
         return 0
+
+
+def _says(process: Process, words: str) -> bool:
+    return words in process.log
 
 
 def _running(cluster: Cluster, node: str) -> int:

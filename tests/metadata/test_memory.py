@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from baton.metadata.errors import TransferError
+from baton.metadata.errors import ConfigError, TransferError
 from baton.metadata.memory import F_SEAL_FUTURE_WRITE, PageMemory, PeerMemory, map_readonly, memory_size
 
 SHAPE = {"num_layers": 2, "num_pages": 5, "page_layer_bytes": 2 * 2 * 4 * 8 * 4}
@@ -121,3 +121,8 @@ def test_closing_with_a_tensor_alive_keeps_the_tensor_good(pool):
     memory.close()
     kv.fill_(5)
     assert int(kv.sum()) == 5 * kv.numel()
+
+
+def test_more_pages_than_the_machine_has_memory_for_is_a_plain_error():
+    with pytest.raises(ConfigError, match="--num-pages"):
+        PageMemory(2, 10**12, 512, 128)
