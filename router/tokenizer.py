@@ -139,9 +139,13 @@ class ChatTemplate:
 
     def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, options: Mapping[str, Any]) -> str:
         """The prompt text of a conversation. Raises RequestError when the template refuses it."""
-        variables = {**options, **self._special_tokens, "tools": None, "documents": None}
+        given: dict[str, Any] = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        taken = sorted(given.keys() & options.keys())
+        if taken:
+            raise RequestError(f"chat_template_kwargs: {taken[0]} has its own field", param="chat_template_kwargs")
+        variables = {**options, **self._special_tokens, "tools": None, "documents": None, **given}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
+            return self._template.render(variables)
         except Exception as error:  # a template is foreign code and may raise anything
             raise RequestError(f"the model's chat template refuses these messages: {error}", param="messages") from None
 

@@ -101,6 +101,7 @@ def test_bad_fields(system: System) -> None:
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_completion_tokens": 5000}, "max_completion_tokens"),
         ({"prompt": "x"}, "prompt"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ],
 )
 def test_bad_chat(system: System, changes: dict[str, Any], param: str) -> None:
@@ -113,6 +114,7 @@ def test_bad_chat(system: System, changes: dict[str, Any], param: str) -> None:
     [
         {"user": "u", "store": False, "metadata": {"a": "b"}, "service_tier": "auto"},
         {"stop": None, "temperature": None, "n": None, "seed": None, "logit_bias": None, "stream_options": None},
+        {"chat_template_kwargs": {"self": 1, "two words": 2, "tools": 3}},
         {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]},
     ],
 )
