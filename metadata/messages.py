@@ -129,6 +129,8 @@ class Tokens(Message, frozen=True, tag="tokens"):
         dict[Index, Annotated[tuple[TokenLogprobs, ...], Meta(max_length=MAX_CONTEXT)]], Meta(max_length=MAX_BATCH)
     ] = {}
     ended: Annotated[dict[Index, Ended], Meta(max_length=MAX_BATCH)] = {}
+    # prompt tokens found in prefill's cache, with the first tokens: a stop string may end the request right there
+    num_cached: Count | None = None
 
 
 class Failed(Message, frozen=True, tag="failed"):

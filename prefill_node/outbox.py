@@ -34,6 +34,7 @@ class FirstTokens:
             ids=pack_ids(ids),
             logprobs={i: (entry,) for i, entry in enumerate(logprobs) if entry is not None},
             ended={i: end for i, end in enumerate(ends) if end is not None},
+            num_cached=job.num_cached,
         )
         for unit in units:
             self._kept[unit] = tokens

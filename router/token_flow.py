@@ -47,6 +47,8 @@ class TokenFlow:
                 raise ProtocolError(f"Tokens of {unit}: columns do not fit together", node=node.node_id)
             choice = self.find(unit)
             if choice is not None:
+                if message.num_cached is not None and choice.generation.num_cached is None:
+                    choice.generation.num_cached = message.num_cached
                 logprobs, ended = message.logprobs.get(row, ()), message.ended.get(row)
                 delta = self._merge(node, choice, first, ids[place : place + count], logprobs, ended, now)
                 if delta is not None:
