@@ -53,6 +53,10 @@ class Life(Protocol):
         """Whether this pair may be given requests (its last canary did not fail)."""
         ...
 
+    def dispatched(self, generation: Generation, attempt: Attempt, now: float) -> None:
+        """An attempt has its nodes."""
+        ...
+
 
 class Entry:
     """Choices of a generation that wait for a decode node. `pair` pins them (a canary's)."""
@@ -261,6 +265,7 @@ class Admission:
             generation.choices[choice].attempt = attempt
         attempt.dispatched = True
         attempt.sent_at = now
+        self._life.dispatched(generation, attempt, now)
         self._granted_at.append(now)
         num_cached = self.affinity.num_matched(prefill.routing_id, entry.hashes) * generation.group.page_size
         prefill.prefilling[(generation.rid, attempt.number)] = len(generation.prompt_ids) - num_cached

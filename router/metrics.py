@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 INTERVAL_S = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
+disable_created_metrics()  # a second series for every counter, which nobody reads
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -112,7 +113,10 @@ class Metrics:
         self._http = Counter("baton_http_responses", "HTTP responses.", ["status"], registry=registry)
         self._ttft = _histogram(registry, "baton_ttft_seconds", "Time to first token.")
         self._e2e = _histogram(registry, "baton_e2e_seconds", "Time from a request to its end.")
-        self._queue = _histogram(registry, "baton_prefill_queue_seconds", "Time a prompt waited on its prefill node.")
+        self._queue = _histogram(registry, "baton_queue_seconds", "Time a request waited in the router for nodes.")
+        self._prefill_queue = _histogram(
+            registry, "baton_prefill_queue_seconds", "Time a prompt waited on its prefill node."
+        )
         self._compute = _histogram(registry, "baton_prefill_compute_seconds", "Time a prompt took to compute.")
         self._transfer = _histogram(registry, "baton_transfer_seconds", "Time from claim to admission on decode.")
         self._bytes = Counter("baton_transfer_bytes", "KV bytes handed over.", ["model"], registry=registry)
@@ -140,6 +144,10 @@ class Metrics:
         """A request ended: done, failed, cancelled or refused."""
         self._requests.labels(model, outcome).inc()
 
+    def dispatched(self, generation: Generation, now: float) -> None:
+        """A request has nodes for the first time."""
+        self._queue.labels(generation.group.key.model).observe(now - generation.created_at)
+
     def tokens(self, generation: Generation, choice: Choice, num_tokens: int, now: float) -> None:
         """A choice has new tokens. To be called before their time is noted."""
         model = generation.group.key.model
@@ -160,7 +168,7 @@ class Metrics:
 
     def prefill(self, node: Node, message: PrefillDone) -> None:
         """Prefill's part of a request is over."""
-        self._queue.labels(node.hello.model.name).observe(message.queue_s)
+        self._prefill_queue.labels(node.hello.model.name).observe(message.queue_s)
         self._compute.labels(node.hello.model.name).observe(message.compute_s)
 
     def transfer(self, node: Node, message: Admitted) -> None:

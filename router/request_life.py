@@ -168,6 +168,11 @@ class RequestLife:
         """Sends to a node; False when it is gone or its queue is full."""
         return self._send_raw(node.routing_id, message)
 
+    def dispatched(self, generation: Generation, attempt: Attempt, now: float) -> None:
+        """An attempt has its nodes."""
+        if attempt.number == 0 and not generation.is_canary:
+            self.metrics.dispatched(generation, now)
+
     def fail(self, generation: Generation, error: BatonError) -> None:
         """Ends a request with one clear error."""
         if generation.is_over:

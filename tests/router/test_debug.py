@@ -36,6 +36,7 @@ def test_metrics(system: System) -> None:
     assert float(figures['baton_output_tokens_total{model="fake"}']) == num_tokens
     assert float(figures['baton_itl_seconds_count{model="fake"}']) == num_tokens - 1
     assert float(figures['baton_ttft_seconds_count{model="fake"}']) == 1
+    assert float(figures['baton_queue_seconds_count{model="fake"}']) == 1
     assert float(figures['baton_e2e_seconds_count{model="fake"}']) == 1
     assert float(figures['baton_transfer_bytes_total{model="fake"}']) == 2 * 1024  # the canary's too
     assert float(figures['baton_http_responses_total{status="400"}']) == 2
