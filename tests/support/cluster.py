@@ -166,8 +166,15 @@ class Cluster:
         try:
             self.check_books()
             self.stop()
+            self.check_logs()
         finally:
             self.kill_all()
+
+    def check_logs(self) -> None:
+        """No process met anything unforeseen: no traceback in any log."""
+        for path in self.directory.glob("*.log"):
+            log = path.read_text(encoding="utf-8", errors="replace")
+            assert "Traceback" not in log, f"{path.name}\n{log[log.index('Traceback') - 500 :][:4000]}"
 
     def stop(self) -> None:
         """SIGTERM to nodes and router; every process exits with 0 within 5 s and none of their children is left."""
@@ -260,7 +267,7 @@ class Cluster:
         router = self.processes.get("router")
         if router is None or router.popen.poll() is not None:
             return
-        wait_until(lambda: not _held(self.ledger()), lambda: f"idle books: {_held(self.ledger())}", timeout_s)
+        wait_until(lambda: not held(self.ledger()), lambda: f"idle books: {held(self.ledger())}", timeout_s)
         wait_until(
             lambda: not _not_free(self.ledger(flush=True)),
             lambda: f"empty pools after a flush: {_not_free(self.ledger())}",
@@ -271,7 +278,7 @@ class Cluster:
             assert books["pool"]["free"] == size, f"{name}: {books['pool']} of {size}"
 
 
-def _held(ledger: dict[str, Any]) -> list[str]:
+def held(ledger: dict[str, Any]) -> list[str]:
     """In words, who holds what an idle cluster holds not."""
     held = [f"router: {what} {value}" for what, value in ledger["router"].items() if value]
     for name, books in ledger["nodes"].items():
