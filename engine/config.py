@@ -7,6 +7,8 @@ from typing import Literal
 
 from ..metadata.config import NodeConfig, at_least, setting
 
+DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(NodeConfig):
@@ -15,9 +17,7 @@ class EngineConfig(NodeConfig):
     model: str | None = setting(None, "Hugging Face checkpoint directory (default: the demo model)", metavar="DIR")
     model_name: str | None = setting(None, "name that requests call the model by (default: the directory's name)")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where the model runs; auto: cuda where there is one")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "computation type; auto: float32 on CPU, the checkpoint's own on cuda"
-    )
+    dtype: DtypeChoice = setting("auto", "computation type; auto: float32 on CPU, the checkpoint's own on cuda")
     page_size: int = setting(16, "tokens a KV page")
     num_pages: int | None = setting(None, "KV pages of the pool (default: from free memory, at least four contexts)")
     max_running: int = setting(64, "requests computed at the same time")
@@ -25,8 +25,10 @@ class EngineConfig(NodeConfig):
     context_len: int | None = setting(None, "longest prompt plus output (default: the model's own)")
     prefix_cache: bool = setting(True, "keep finished requests' pages for prompts that begin alike")
     threads: int | None = setting(None, "CPU threads of this node's computation (default: half the cores)")
-    speculative: Literal["none", "ngram", "standalone"] = setting(
-        "none", "how decode nodes draft tokens ahead: ngram (from the request's own text), standalone (a small model)"
+    speculative: Literal["none", "ngram", "standalone", "eagle", "eagle3", "mtp"] = setting(
+        "none",
+        "how decode nodes draft tokens ahead: ngram (from the request's own text), standalone (a small model),"
+        " eagle, eagle3, mtp (a head on the target's hidden states)",
     )
     draft_model: str | None = setting(None, "checkpoint directory of the drafter", metavar="DIR")
     draft_steps: int | None = setting(None, "tokens drafted in a round (default: 5)")

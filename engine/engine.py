@@ -13,12 +13,13 @@ import psutil
 import torch
 
 from ..metadata.errors import ConfigError
+from ..metadata.hidden_layout import HiddenDtype
 from ..metadata.memory import PageMemory
 from ..metadata.node_info import HandoffSchema, ModelCard, PoolLayout
 from ..metadata.request import SamplingParams, TokenLogprobs
 from ..metadata.schema import block_bytes, page_bytes, page_layer_bytes, pools
 from .batch import BatchRow, ForwardBatch
-from .config import EngineConfig
+from .config import DtypeChoice, EngineConfig
 from .drafters.registry import Speculation, read_speculation
 from .model_card import read_card
 from .model_config import ModelConfig
@@ -118,9 +119,10 @@ class Engine:
     def states(self, batch: ForwardBatch) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The state that the target hands to draft extend, [num_tokens, width] (None where no drafter wants one), and
         its hidden states after the final norm [num_tokens, hidden_size]."""
-        final = self.model.forward(batch, self.kv)
-        wants = self.drafter is not None and self.drafter.hidden.spec("extend") is not None
-        return final if wants else None, final
+        final, aux = self.model.forward_with_aux(batch, self.kv, self.speculation.aux_layers)
+        if self.speculation.hidden.spec("extend") is None:
+            return None, final
+        return torch.cat(aux, dim=1) if aux else final, final
 
     def sample(
         self, logits: torch.Tensor, states: Sequence[SamplingState]
@@ -166,18 +168,18 @@ def _choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _choose_dtype(name: str, device: torch.device, checkpoint_dtype: str) -> str:
+def _choose_dtype(name: DtypeChoice, device: torch.device, checkpoint_dtype: HiddenDtype) -> HiddenDtype:
     if name != "auto":
         return name
     return "float32" if device.type == "cpu" else checkpoint_dtype
 
 
-def _schema(model: ModelConfig, dtype: str, config: EngineConfig, speculation: Speculation) -> HandoffSchema:
+def _schema(model: ModelConfig, dtype: HiddenDtype, config: EngineConfig, speculation: Speculation) -> HandoffSchema:
     layout = PoolLayout(
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        dtype=dtype,  # type: ignore[arg-type]  # one of the Literal's values by _choose_dtype
+        dtype=dtype,
     )
     if not 1 <= config.page_size <= 4096:
         raise ConfigError(f"page_size {config.page_size} is out of range: use 1 to 4096 tokens")

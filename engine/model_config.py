@@ -71,15 +71,16 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     @classmethod
-    def from_dir(cls, path: Path) -> ModelConfig:
-        """Read `path`/config.json (and generation_config.json if there).
+    def from_dir(cls, path: Path, architecture: str | None = None) -> ModelConfig:
+        """Read `path`/config.json (and generation_config.json if there); `architecture` overrides what it says, for a
+        drafter's head, which published files call by many names.
 
         Raises ModelError, naming the value and what to do, for a directory or file that is missing or damaged, and for
         every architecture or feature that Baton does not compute."""
         path = Path(path)
         if not path.is_dir():
             raise ModelError(f"model directory {path} does not exist; give one with config.json and *.safetensors")
-        raw = _RawConfig(path / "config.json")
+        raw = _RawConfig(path / "config.json", architecture)
         family = _check_supported(raw)
         num_heads = raw.integer("num_attention_heads")
         hidden_size = raw.integer("hidden_size")
@@ -118,7 +119,7 @@ class ModelConfig:
 class _RawConfig:
     """One JSON object on disk, read with typed getters whose errors name file, key and value."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, architecture: str | None = None) -> None:
         self.path = path
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
@@ -131,7 +132,7 @@ class _RawConfig:
         self._raw = cast(dict[str, Any], raw)
         architectures = self._raw.get("architectures")
         first: Any = cast(list[Any], architectures)[0] if isinstance(architectures, list) and architectures else None
-        self.architecture = first if isinstance(first, str) else ""
+        self.architecture = architecture or (first if isinstance(first, str) else "")
 
     def get(self, key: str) -> Any:
         """The value, or None where it is null or absent."""

@@ -53,7 +53,7 @@ def tensor_specs(config: ModelConfig) -> list[TensorSpec]:
         specs.append(TensorSpec("lm_head.weight", (config.vocab_size, hidden)))
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}"
-        specs += [TensorSpec(f"{prefix}.{name}", shape) for name, shape in _layer_tensors(config)]
+        specs += [TensorSpec(f"{prefix}.{name}", shape) for name, shape in layer_tensors(config)]
     return specs
 
 
@@ -71,23 +71,24 @@ def load_weights(
     specs = tensor_specs(config)
     total = checkpoint.check(specs)
     _refuse_unknown(checkpoint, config, specs)
-    reader = _Reader(checkpoint, {spec.name: spec for spec in specs}, dtype, device, total, progress)
+    reader = TensorReader(checkpoint, {spec.name: spec for spec in specs}, dtype, device, total, progress)
     embedding = reader.fused("model.embed_tokens.weight")
     lm_head = Linear(embedding if config.tie_word_embeddings else reader.fused("lm_head.weight"), None)
     lm_head.pack()
     return Weights(
         embedding=embedding,
-        layers=tuple(_layer(reader, f"model.layers.{layer}", config) for layer in range(config.num_layers)),
+        layers=tuple(read_layer(reader, f"model.layers.{layer}", config) for layer in range(config.num_layers)),
         norm=reader.fused("model.norm.weight"),
         lm_head=lm_head,
     )
 
 
-def fingerprint(model_dir: Path) -> str:
+def fingerprint(model_dir: Path, config: ModelConfig | None = None) -> str:
     """32 hexadecimal digits that are equal for equal models, on every host and however the files are split: XXH3-128
     over the checked configuration and every tensor's name, dtype, shape and bytes. All bytes are read, at several GB/s
-    from the page cache, else as fast as the disk gives them. Raises ModelError as loading does."""
-    digest = xxhash.xxh3_128(json.dumps(asdict(ModelConfig.from_dir(model_dir)), sort_keys=True).encode())
+    from the page cache, else as fast as the disk gives them. `config`: as read already, for a drafter's head. Raises
+    ModelError as loading does."""
+    digest = xxhash.xxh3_128(json.dumps(asdict(config or ModelConfig.from_dir(model_dir)), sort_keys=True).encode())
     tensors = {name: value for path in safetensors_files(model_dir) for name, value in tensor_digests(path).items()}
     for name in sorted(tensors):
         digest.update(tensors[name])
@@ -95,7 +96,9 @@ def fingerprint(model_dir: Path) -> str:
 
 
 @dataclass(slots=True)
-class _Reader:
+class TensorReader:
+    """Reads tensors that `checkpoint` was checked for, counting bytes for a progress line."""
+
     checkpoint: Checkpoint
     specs: dict[str, TensorSpec]
     dtype: torch.dtype
@@ -124,10 +127,13 @@ class _Reader:
         return linear
 
 
-def _layer(reader: _Reader, prefix: str, config: ModelConfig) -> LayerWeights:
+def read_layer(
+    reader: TensorReader, prefix: str, config: ModelConfig, attention_norm: torch.Tensor | None = None
+) -> LayerWeights:
+    """One layer by its names; `attention_norm` stands in where a drafter's layer has none."""
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     return LayerWeights(
-        attention_norm=reader.fused(f"{prefix}.input_layernorm.weight"),
+        attention_norm=reader.fused(f"{prefix}.input_layernorm.weight") if attention_norm is None else attention_norm,
         qkv=reader.linear(attention, "q_proj", "k_proj", "v_proj", bias=config.qkv_bias),
         q_norm=reader.fused(f"{attention}.q_norm.weight") if config.qk_norm else None,
         k_norm=reader.fused(f"{attention}.k_norm.weight") if config.qk_norm else None,
@@ -138,7 +144,7 @@ def _layer(reader: _Reader, prefix: str, config: ModelConfig) -> LayerWeights:
     )
 
 
-def _layer_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def layer_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(name within the layer, shape) of one layer's tensors."""
     hidden, inner = config.hidden_size, config.intermediate_size
     yield "input_layernorm.weight", (hidden,)

@@ -9,19 +9,22 @@ import torch
 import xxhash
 
 from ...metadata.errors import ConfigError
-from ...metadata.hidden_layout import HiddenLayout
+from ...metadata.hidden_layout import HiddenDtype, HiddenLayout
 from ...metadata.node_info import HandoffSchema, PoolLayout
 from ...metadata.schema import make_schema
 from ..config import EngineConfig
 from ..model_config import ModelConfig
+from ..models.heads import HeadFile, load_head, read_head
 from ..models.llama import LlamaModel
 from ..models.registry import load_model
 from ..weights import Progress, fingerprint
 from .base import Drafter
 from .ngram import NgramDrafter
+from .shifted import ShiftedDrafter
 from .standalone import StandaloneDrafter
 
 DEFAULT_STEPS = 5
+MAX_STEPS = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +33,19 @@ class Speculation:
 
     algorithm: str
     num_steps: int  # K
-    draft_dir: Path | None
-    draft_config: ModelConfig | None
-    pool: PoolLayout | None  # draft KV
     hidden: HiddenLayout
+    draft: ModelConfig | None = None
+    draft_dir: Path | None = None
+    head: HeadFile | None = None
+    aux_layers: tuple[int, ...] = ()  # target layers whose input states the drafter takes; none: the final state
 
     def schema(self, target: PoolLayout, page_size: int, *, checksums: bool) -> HandoffSchema:
         """What the handoff carries."""
         hands_proposal = self.hidden.spec("recurrent") is not None
+        pool = None if self.draft is None else _pool(self.draft, target)
         return make_schema(
             target,
-            self.pool,
+            pool,
             page_size,
             self.algorithm,
             self.hidden,
@@ -51,7 +56,7 @@ class Speculation:
     @property
     def fingerprint(self) -> str | None:
         """Of the draft's weights; None where there are none."""
-        return None if self.draft_dir is None else fingerprint(self.draft_dir)
+        return None if self.draft_dir is None else fingerprint(self.draft_dir, self.draft)
 
     def load(self, target: LlamaModel, kv: torch.Tensor | None, on_progress: Progress | None) -> Drafter | None:
         """The drafter, its KV in `kv`. None without speculation."""
@@ -59,38 +64,67 @@ class Speculation:
             return None
         if self.algorithm == "ngram":
             return NgramDrafter(self.hidden, self.num_steps, target.device)
-        assert self.draft_dir is not None and self.draft_config is not None and kv is not None
-        model = load_model(self.draft_dir, self.draft_config, target.dtype, target.device, on_progress)
+        assert self.draft_dir is not None and self.draft is not None and kv is not None
+        if self.head is not None:
+            return ShiftedDrafter(self.algorithm, load_head(self.head, target), kv, self.hidden, self.num_steps)
+        model = load_model(self.draft_dir, self.draft, target.dtype, target.device, on_progress)
         return StandaloneDrafter(model, kv, self.hidden, self.num_steps)
 
 
-def read_speculation(config: EngineConfig, target_dir: Path, target: ModelConfig, dtype: str) -> Speculation:
+def read_speculation(config: EngineConfig, target_dir: Path, target: ModelConfig, dtype: HiddenDtype) -> Speculation:
     """Raises ConfigError for settings that cannot work together, ModelError for a draft directory that is none."""
     steps = DEFAULT_STEPS if config.draft_steps is None else config.draft_steps
     algorithm = config.speculative
-    if not 1 <= steps <= 15:
-        raise ConfigError(f"draft_steps {steps} is out of range: use 1 to 15, or --speculative none")
+    if not 1 <= steps <= MAX_STEPS:
+        raise ConfigError(f"draft_steps {steps} is out of range: use 1 to {MAX_STEPS}, or --speculative none")
     if algorithm in ("none", "ngram"):
         if config.draft_model is not None:
             raise ConfigError(f"speculative {algorithm} takes no draft_model, but {config.draft_model} was given")
-        return Speculation(
-            algorithm, steps, None, None, None, HiddenLayout(algorithm=algorithm, target_hidden_size=target.hidden_size)
-        )
+        return Speculation(algorithm, steps, HiddenLayout(algorithm=algorithm, target_hidden_size=target.hidden_size))
     if config.draft_model is None:
         raise ConfigError(f"speculative {algorithm} needs --draft-model DIR")
     draft_dir = Path(config.draft_model).expanduser()
+    if algorithm == "standalone":
+        return _standalone(steps, target_dir, target, draft_dir)
+    return _head(algorithm, steps, target, draft_dir, dtype)
+
+
+def _standalone(steps: int, target_dir: Path, target: ModelConfig, draft_dir: Path) -> Speculation:
     draft = ModelConfig.from_dir(draft_dir)
     _check_vocabulary(target_dir, target, draft_dir, draft)
-    pool = PoolLayout(
-        num_layers=draft.num_layers,
-        num_kv_heads=draft.num_kv_heads,
-        head_dim=draft.head_dim,
-        dtype=dtype,  # type: ignore[arg-type]  # one of the Literal's values, checked by the engine
-    )
+    hidden = HiddenLayout(algorithm="standalone", target_hidden_size=target.hidden_size)
+    return Speculation("standalone", steps, hidden, draft, draft_dir)
+
+
+def _head(algorithm: str, steps: int, target: ModelConfig, draft_dir: Path, dtype: HiddenDtype) -> Speculation:
+    head = read_head(draft_dir, target)
+    if head.algorithm != algorithm:
+        raise ConfigError(f"{draft_dir} holds a head for {head.algorithm}, but speculative is {algorithm}")
+    if head.num_mtp_layers > 1:
+        raise ConfigError(f"{draft_dir} has {head.num_mtp_layers} MTP layers; one, used for every step, is served")
+    num_layers = target.num_layers
+    aux_layers = ()
+    if algorithm == "eagle3":
+        aux_layers = head.aux_layers or (2, num_layers // 2, num_layers - 3)
+        if len(aux_layers) != 3 or not all(0 <= layer <= num_layers for layer in aux_layers):
+            raise ConfigError(f"EAGLE-3 takes three states of layers 0 to {num_layers}, {draft_dir} names {aux_layers}")
     hidden = HiddenLayout(
-        algorithm=algorithm, target_hidden_size=target.hidden_size, draft_hidden_size=draft.hidden_size
+        algorithm=algorithm,
+        target_hidden_size=target.hidden_size,
+        target_dtype=dtype,
+        draft_hidden_size=head.config.hidden_size,
+        draft_dtype=dtype,
+        num_aux=len(aux_layers),
+        is_chained=True,
     )
-    return Speculation(algorithm, steps, draft_dir, draft, pool, hidden)
+    draft = head.config
+    return Speculation(algorithm, steps, hidden, draft, draft_dir, head, aux_layers)
+
+
+def _pool(draft: ModelConfig, target: PoolLayout) -> PoolLayout:
+    return PoolLayout(
+        num_layers=draft.num_layers, num_kv_heads=draft.num_kv_heads, head_dim=draft.head_dim, dtype=target.dtype
+    )
 
 
 def _check_vocabulary(target_dir: Path, target: ModelConfig, draft_dir: Path, draft: ModelConfig) -> None:

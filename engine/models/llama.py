@@ -9,6 +9,8 @@ hidden = norm(h);  logits = lm_head(hidden)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -36,23 +38,35 @@ class LlamaModel:
         """Width of the state that prefill hands to a drafter: for this family, the hidden state after the last norm."""
         return self.config.hidden_size
 
-    @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
         """Store the new tokens' KV in their pages and return their hidden states after the final norm,
         [num_tokens, hidden_size].
 
         `kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim], of the model's dtype."""
+        return self.forward_with_aux(batch, kv, ())[0]
+
+    @torch.inference_mode()
+    def forward_with_aux(
+        self, batch: ForwardBatch, kv: torch.Tensor, aux_layers: Sequence[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """As `forward`, and the residual stream at the inputs of `aux_layers` (num_layers: the last layer's output),
+        each [num_tokens, hidden_size]."""
         assert kv.dtype == self.dtype, (kv.dtype, self.dtype)
         eps = self.config.rms_norm_eps
         attend = begin_attention(self.config, self._rotary, batch, kv)
         hidden = F.embedding(batch.input_ids, self.weights.embedding)
+        aux: dict[int, torch.Tensor] = {}
         delta = None  # what the last sublayer adds to `hidden`, [num_tokens, hidden_size]
         for index, layer in enumerate(self.weights.layers):
             normed = add_rms_norm_(hidden, delta, layer.attention_norm, eps)
+            if index in aux_layers:
+                aux[index] = hidden.clone()
             delta = layer.attention_out(attend(index, layer, layer.qkv(normed)))
             normed = add_rms_norm_(hidden, delta, layer.mlp_norm, eps)
             delta = layer.down(silu_mul(layer.gate_up(normed)))
-        return add_rms_norm_(hidden, delta, self.weights.norm, eps)
+        final = add_rms_norm_(hidden, delta, self.weights.norm, eps)
+        aux[len(self.weights.layers)] = hidden
+        return final, [aux[index] for index in aux_layers]
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

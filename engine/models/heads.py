@@ -1,0 +1,334 @@
+"""Heads that draft from the target's hidden states: EAGLE, EAGLE-3 and single-layer MTP, in their published layouts.
+
+docs/drafter_checkpoints.md has every layout's tensors, formula and source. A head is fed the embedding of token i + 1
+and a hidden state of row i, stores KV at position i, and returns a recurrent state, its next row's hidden state.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from ...kernels.norm import add_rms_norm_, rms_norm
+from ...kernels.silu import silu_mul
+from ...metadata.errors import ConfigError, ModelError
+from ..attention import Attention, begin_attention
+from ..batch import ForwardBatch
+from ..checkpoint import Checkpoint, TensorSpec
+from ..layers import Linear
+from ..model_config import ModelConfig
+from ..rope import RotaryEmbedding
+from ..weights import LayerWeights, TensorReader, layer_tensors, read_layer
+from .llama import LlamaModel
+
+
+class DraftHead(Protocol):
+    """What the shifted drafters run."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Of the head's own layers."""
+        ...
+
+    def forward(self, batch: ForwardBatch, kv: torch.Tensor, hidden: torch.Tensor, *, is_extend: bool) -> torch.Tensor:
+        """`batch.input_ids` are tokens i + 1 for the rows i = `batch.positions`; `hidden` [num_tokens, width] is the
+        target's extend state, or the head's own recurrent state. Returns recurrent states [num_tokens, width]."""
+        ...
+
+    def logits(self, recurrent: torch.Tensor) -> torch.Tensor:
+        """[num_rows, width] -> [num_rows, vocab_size] float32 in the target's vocabulary, -inf where it has no id."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EagleHead:
+    """EAGLE and EAGLE-2: y = fc([E(t) ; h]); decoder layers, the first without an input norm; the target's lm_head."""
+
+    config: ModelConfig
+    rotary: RotaryEmbedding
+    target: LlamaModel
+    embedding: torch.Tensor  # [vocab_size, hidden_size]
+    fc: Linear  # 2 * hidden_size -> hidden_size
+    layers: tuple[LayerWeights, ...]  # the first one's attention_norm is not used
+
+    def forward(self, batch: ForwardBatch, kv: torch.Tensor, hidden: torch.Tensor, *, is_extend: bool) -> torch.Tensor:
+        attend = begin_attention(self.config, self.rotary, batch, kv)
+        x = self.fc(torch.cat([F.embedding(batch.input_ids, self.embedding), hidden], dim=1))
+        for index, layer in enumerate(self.layers):
+            normed = x if index == 0 else rms_norm(x, layer.attention_norm, self.config.rms_norm_eps)
+            x = _finish_layer(x, normed, index, layer, attend, self.config.rms_norm_eps)
+        return x
+
+    def logits(self, recurrent: torch.Tensor) -> torch.Tensor:
+        return self.target.logits(recurrent)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MtpHead:
+    """One MTP layer, reused for every step. DeepSeek-V3-like: embedding half first, recurrent state before the last
+    norm. MiMo-like: hidden half first, recurrent state after it, no embedding at position 0."""
+
+    config: ModelConfig
+    rotary: RotaryEmbedding
+    target: LlamaModel
+    embedding_norm: torch.Tensor  # [hidden_size]
+    hidden_norm: torch.Tensor  # [hidden_size]
+    projection: Linear  # 2 * hidden_size -> hidden_size
+    layer: LayerWeights
+    final_norm: torch.Tensor  # [hidden_size]
+    is_mimo: bool
+
+    def forward(self, batch: ForwardBatch, kv: torch.Tensor, hidden: torch.Tensor, *, is_extend: bool) -> torch.Tensor:
+        eps = self.config.rms_norm_eps
+        attend = begin_attention(self.config, self.rotary, batch, kv)
+        embedded = F.embedding(batch.input_ids, self.target.weights.embedding)
+        if self.is_mimo:
+            embedded = torch.where(batch.positions.unsqueeze(1) == 0, 0.0, embedded)
+        halves = [rms_norm(embedded, self.embedding_norm, eps), rms_norm(hidden, self.hidden_norm, eps)]
+        x = self.projection(torch.cat(halves[::-1] if self.is_mimo else halves, dim=1))
+        x = _finish_layer(x, rms_norm(x, self.layer.attention_norm, eps), 0, self.layer, attend, eps)
+        return rms_norm(x, self.final_norm, eps) if self.is_mimo else x
+
+    def logits(self, recurrent: torch.Tensor) -> torch.Tensor:
+        if not self.is_mimo:
+            recurrent = rms_norm(recurrent, self.final_norm, self.config.rms_norm_eps)
+        return self.target.logits(recurrent)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Eagle3Head:
+    """EAGLE-3: a = fc(three target states) on extend, its own state after; qkv of [norm(E(t)) ; norm(a)]; own head."""
+
+    config: ModelConfig
+    rotary: RotaryEmbedding
+    embedding: torch.Tensor  # [vocab_size, hidden_size]
+    fc: Linear  # 3 * target_hidden_size -> hidden_size
+    layer: LayerWeights  # qkv: 2 * hidden_size -> ...; attention_norm is the embedding's
+    hidden_norm: torch.Tensor  # [hidden_size]
+    norm: torch.Tensor  # [hidden_size]
+    lm_head: Linear  # hidden_size -> draft_vocab_size
+    target_ids: torch.Tensor | None  # [draft_vocab_size] int64; None: the same ids
+    vocab_size: int  # of the target
+    is_norm_before_residual: bool
+
+    def forward(self, batch: ForwardBatch, kv: torch.Tensor, hidden: torch.Tensor, *, is_extend: bool) -> torch.Tensor:
+        eps = self.config.rms_norm_eps
+        attend = begin_attention(self.config, self.rotary, batch, kv)
+        x = self.fc(hidden) if is_extend else hidden.clone()
+        normed = rms_norm(x, self.hidden_norm, eps)
+        embedded = rms_norm(F.embedding(batch.input_ids, self.embedding), self.layer.attention_norm, eps)
+        both = torch.cat([embedded, normed], dim=1)
+        return _finish_layer(normed if self.is_norm_before_residual else x, both, 0, self.layer, attend, eps)
+
+    def logits(self, recurrent: torch.Tensor) -> torch.Tensor:
+        own = self.lm_head(rms_norm(recurrent, self.norm, self.config.rms_norm_eps)).float()
+        if self.target_ids is None:
+            return own
+        return own.new_full((own.shape[0], self.vocab_size), float("-inf")).index_copy_(1, self.target_ids, own)
+
+
+def _finish_layer(
+    x: torch.Tensor, normed: torch.Tensor, index: int, layer: LayerWeights, attend: Attention, eps: float
+) -> torch.Tensor:
+    """The rest of a decoder layer after the input norm; `x` [num_tokens, hidden_size] is added to in place."""
+    delta = layer.attention_out(attend(index, layer, layer.qkv(normed)))
+    normed = add_rms_norm_(x, delta, layer.mlp_norm, eps)
+    return x.add_(layer.down(silu_mul(layer.gate_up(normed))))
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFile:
+    """A head's directory, recognised and checked against its target, not read yet."""
+
+    directory: Path
+    algorithm: str  # eagle, eagle3 or mtp
+    config: ModelConfig
+    raw: Mapping[str, Any]
+    prefix: str  # of the layer's tensor names
+    num_mtp_layers: int = 1
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """EAGLE-3: inputs of which target layers it takes; none for the others."""
+        if self.algorithm != "eagle3":
+            return ()
+        ids = self.raw.get("eagle_aux_hidden_state_layer_ids")
+        if ids is None:
+            outputs = (self.raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+            ids = None if outputs is None else [index + 1 for index in outputs]
+        return () if ids is None else tuple(ids)
+
+
+def read_head(directory: Path, target: ModelConfig) -> HeadFile:
+    """Recognise a head by its tensors' names. Raises ModelError for a directory that holds none, ConfigError for a head
+    that does not fit the target, naming both values."""
+    names = Checkpoint(directory).names
+    config = ModelConfig.from_dir(directory, "LlamaForCausalLM")
+    raw = json.loads((directory / "config.json").read_text())
+    algorithm, prefix = _recognise(directory, names)
+    head = HeadFile(directory, algorithm, config, raw, prefix, _num_mtp_layers(names))
+    own = raw.get("target_hidden_size", config.hidden_size)
+    if own != target.hidden_size:
+        raise ConfigError(
+            f"{directory} is a head for a target of hidden size {own}; the target has {target.hidden_size}"
+        )
+    if config.vocab_size != target.vocab_size:
+        raise ConfigError(f"{directory} has a vocabulary of {config.vocab_size}; the target has {target.vocab_size}")
+    wrong = [index for index in head.aux_layers if not 0 <= index <= target.num_layers]
+    if wrong:
+        raise ConfigError(f"{directory} takes states of layers {wrong}; the target has layers 0 to {target.num_layers}")
+    return head
+
+
+def _recognise(directory: Path, names: set[str]) -> tuple[str, str]:
+    stripped = {name.removeprefix("model.") for name in names}
+    if any(name.startswith("midlayer.") for name in stripped) or "layers.0.hidden_norm.weight" in stripped:
+        return "eagle3", "midlayer" if any(name.startswith("midlayer.") for name in stripped) else "layers.0"
+    for name in sorted(names):
+        if name.endswith((".eh_proj.weight", ".input_proj.weight")):
+            return "mtp", name.rsplit(".", 2)[0]
+    if "fc.weight" in stripped:
+        return "eagle", "layers"
+    raise ModelError(f"{directory} holds no EAGLE, EAGLE-3 or MTP head (see docs/drafter_checkpoints.md)")
+
+
+def _num_mtp_layers(names: set[str]) -> int:
+    return max(1, sum(name.endswith((".eh_proj.weight", ".input_proj.weight")) for name in names))
+
+
+def load_head(file: HeadFile, target: LlamaModel) -> DraftHead:
+    """Read the head's tensors, in the target's dtype and on its device. Raises ModelError for missing ones."""
+    source = _Source(file, target)
+    config = file.config
+    rotary = RotaryEmbedding(config.rope, config.head_dim, target.device)
+    match file.algorithm:
+        case "eagle":
+            return _eagle(source, config, rotary, target)
+        case "eagle3":
+            return _eagle3(source, file, rotary, target)
+        case _:
+            return _mtp(source, file, rotary, target)
+
+
+class _Source:
+    """Tensors of a head by name, with or without a leading `model.`."""
+
+    def __init__(self, file: HeadFile, target: LlamaModel) -> None:
+        self._checkpoint = Checkpoint(file.directory)
+        self._target = target
+
+    def name(self, name: str) -> str:
+        return name if name in self._checkpoint.names else f"model.{name}"
+
+    def has(self, name: str) -> bool:
+        return self.name(name) in self._checkpoint.names
+
+    def reader(self, shapes: Mapping[str, tuple[int, ...]]) -> TensorReader:
+        specs = {name: TensorSpec(name, shape) for name, shape in shapes.items()}
+        total = self._checkpoint.check(list(specs.values()))
+        return TensorReader(self._checkpoint, specs, self._target.dtype, self._target.device, total, None)
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        return self.reader({self.name(name): shape}).fused(self.name(name))
+
+    def linear(self, name: str, out_size: int, in_size: int) -> Linear:
+        has_bias = self.has(f"{name}.bias")
+        linear = Linear(
+            self.tensor(f"{name}.weight", out_size, in_size),
+            self.tensor(f"{name}.bias", out_size) if has_bias else None,
+        )
+        linear.pack()
+        return linear
+
+    def ids(self, name: str) -> torch.Tensor:
+        return self._checkpoint.read(self.name(name)).to(self._target.device, torch.int64)
+
+    def layer(
+        self, prefix: str, config: ModelConfig, *, has_input_norm: bool = True, qkv_in: int | None = None
+    ) -> LayerWeights:
+        """A decoder layer; without an input norm, ones stand in for it. `qkv_in`: width that q, k and v read."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, shape in layer_tensors(config):
+            if name == "input_layernorm.weight" and not has_input_norm:
+                continue
+            is_qkv = qkv_in is not None and name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+            shapes[self.name(f"{prefix}.{name}")] = (shape[0], qkv_in) if is_qkv and qkv_in else shape
+        reader = self.reader(shapes)
+        stem = self.name(f"{prefix}.post_attention_layernorm.weight").removesuffix(".post_attention_layernorm.weight")
+        ones = None
+        if not has_input_norm:
+            ones = torch.ones(config.hidden_size, dtype=self._target.dtype, device=self._target.device)
+        return read_layer(reader, stem, config, attention_norm=ones)
+
+
+def _embedding(source: _Source, config: ModelConfig, target: LlamaModel) -> torch.Tensor:
+    if source.has("embed_tokens.weight"):
+        return source.tensor("embed_tokens.weight", config.vocab_size, config.hidden_size)
+    if config.hidden_size != target.config.hidden_size:
+        raise ModelError(f"a head of hidden size {config.hidden_size} needs embed_tokens.weight of its own")
+    return target.weights.embedding
+
+
+def _eagle(source: _Source, config: ModelConfig, rotary: RotaryEmbedding, target: LlamaModel) -> EagleHead:
+    size = config.hidden_size
+    layers = [source.layer(f"layers.{i}", config, has_input_norm=i > 0) for i in range(config.num_layers)]
+    embedding, fc = _embedding(source, config, target), source.linear("fc", size, 2 * size)
+    return EagleHead(config, rotary, target, embedding, fc, tuple(layers))
+
+
+def _eagle3(source: _Source, file: HeadFile, rotary: RotaryEmbedding, target: LlamaModel) -> Eagle3Head:
+    config, raw, size = file.config, file.raw, file.config.hidden_size
+    draft_vocab = raw.get("draft_vocab_size") or config.vocab_size
+    target_ids = None
+    if source.has("d2t"):
+        offsets = source.ids("d2t")
+        target_ids = offsets + torch.arange(len(offsets), device=offsets.device)
+        if len(offsets) != draft_vocab or not bool(((target_ids >= 0) & (target_ids < config.vocab_size)).all()):
+            raise ModelError(
+                f"{file.directory}: d2t maps {len(offsets)} ids, some outside 0 to {config.vocab_size - 1}"
+            )
+    elif draft_vocab != config.vocab_size:
+        raise ModelError(f"{file.directory}: draft_vocab_size is {draft_vocab}, but there is no d2t")
+    own_head = source.has("lm_head.weight")
+    return Eagle3Head(
+        config,
+        rotary,
+        _embedding(source, config, target),
+        source.linear("fc", size, 3 * target.config.hidden_size),
+        source.layer(file.prefix, config, qkv_in=2 * size),
+        source.tensor(f"{file.prefix}.hidden_norm.weight", size),
+        source.tensor("norm.weight", size),
+        source.linear("lm_head", draft_vocab, size) if own_head else target.weights.lm_head,
+        target_ids,
+        config.vocab_size,
+        bool(raw.get("norm_before_residual")),
+    )
+
+
+def _mtp(source: _Source, file: HeadFile, rotary: RotaryEmbedding, target: LlamaModel) -> MtpHead:
+    size, prefix = file.config.hidden_size, file.prefix
+    is_mimo = source.has(f"{prefix}.input_proj.weight")
+    names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+    embedding_norm, hidden_norm, projection, final = (
+        names if is_mimo else ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+    )
+    return MtpHead(
+        file.config,
+        rotary,
+        target,
+        source.tensor(f"{prefix}.{embedding_norm}.weight", size),
+        source.tensor(f"{prefix}.{hidden_norm}.weight", size),
+        source.linear(f"{prefix}.{projection}", size, 2 * size),
+        source.layer(prefix, file.config),
+        source.tensor(f"{prefix}.{final}.weight", size),
+        is_mimo,
+    )

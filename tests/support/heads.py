@@ -1,0 +1,114 @@
+"""Small random drafter heads with exactly the published names and shapes (docs/drafter_checkpoints.md)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+KINDS = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo")
+ALGORITHM = {"eagle": "eagle", "eagle3": "eagle3", "mtp-deepseek": "mtp", "mtp-mimo": "mtp"}
+
+
+def write_head(directory: Path, kind: str, target_dir: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """A head of `kind` for the target in `target_dir`; `changes` override config.json."""
+    target = json.loads((target_dir / "config.json").read_text())
+    size = changes.get("hidden_size", target["hidden_size"])
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": size,
+        "intermediate_size": 2 * size,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_hidden_layers": 1,
+        "vocab_size": target["vocab_size"],
+        "max_position_embeddings": target["max_position_embeddings"],
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "torch_dtype": "float32",
+        "tie_word_embeddings": False,
+    }
+    shapes = _SHAPES[kind](config | changes, target)
+    if kind == "eagle3":
+        config |= {"draft_vocab_size": config["vocab_size"] // 2, "target_hidden_size": target["hidden_size"]}
+        config["eagle_aux_hidden_state_layer_ids"] = [0, 1, target["num_hidden_layers"]]
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: _random(shape, generator) for name, shape in shapes.items()}
+    if kind == "eagle3":
+        num = config["draft_vocab_size"]
+        tensors["d2t"] = torch.arange(num)  # draft id i is target id 2 i
+        tensors["t2d"] = torch.arange(config["vocab_size"]) % 2 == 0
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config | changes))
+    return directory
+
+
+def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    if len(shape) == 1:
+        return 1 + 0.3 * torch.randn(shape, generator=generator)
+    return torch.randn(shape, generator=generator) * shape[1] ** -0.5
+
+
+def _layer(prefix: str, config: dict[str, Any], *, qkv_in: int | None = None) -> dict[str, tuple[int, ...]]:
+    size, inner = config["hidden_size"], config["intermediate_size"]
+    q, kv = config["num_attention_heads"] * config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
+    width = qkv_in or size
+    return {
+        f"{prefix}.self_attn.q_proj.weight": (q, width),
+        f"{prefix}.self_attn.k_proj.weight": (kv, width),
+        f"{prefix}.self_attn.v_proj.weight": (kv, width),
+        f"{prefix}.self_attn.o_proj.weight": (size, q),
+        f"{prefix}.mlp.gate_proj.weight": (inner, size),
+        f"{prefix}.mlp.up_proj.weight": (inner, size),
+        f"{prefix}.mlp.down_proj.weight": (size, inner),
+        f"{prefix}.post_attention_layernorm.weight": (size,),
+        f"{prefix}.input_layernorm.weight": (size,),
+    }
+
+
+def _eagle(config: dict[str, Any], target: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    size = config["hidden_size"]
+    shapes = _layer("layers.0", config) | {"fc.weight": (size, 2 * size), "fc.bias": (size,)}
+    del shapes["layers.0.input_layernorm.weight"]
+    return shapes
+
+
+def _eagle3(config: dict[str, Any], target: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    size, vocab_size = config["hidden_size"], config["vocab_size"]
+    return _layer("midlayer", config, qkv_in=2 * size) | {
+        "fc.weight": (size, 3 * target["hidden_size"]),
+        "midlayer.hidden_norm.weight": (size,),
+        "norm.weight": (size,),
+        "lm_head.weight": (vocab_size // 2, size),
+        "embed_tokens.weight": (vocab_size, size),
+    }
+
+
+def _mtp_deepseek(config: dict[str, Any], target: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    size, prefix = config["hidden_size"], f"model.layers.{target['num_hidden_layers']}"
+    return _layer(prefix, config) | {
+        f"{prefix}.enorm.weight": (size,),
+        f"{prefix}.hnorm.weight": (size,),
+        f"{prefix}.eh_proj.weight": (size, 2 * size),
+        f"{prefix}.shared_head.norm.weight": (size,),
+    }
+
+
+def _mtp_mimo(config: dict[str, Any], target: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    size, prefix = config["hidden_size"], "model.mtp_layers.0"
+    return _layer(prefix, config) | {
+        f"{prefix}.token_layernorm.weight": (size,),
+        f"{prefix}.hidden_layernorm.weight": (size,),
+        f"{prefix}.input_proj.weight": (size, 2 * size),
+        f"{prefix}.final_layernorm.weight": (size,),
+    }
+
+
+_SHAPES = {"eagle": _eagle, "eagle3": _eagle3, "mtp-deepseek": _mtp_deepseek, "mtp-mimo": _mtp_mimo}
