@@ -23,7 +23,6 @@ from .curve import KeyPair
 from .errors import Refused
 from .link import Link
 from .liveness import Pulse
-from .logs import Throttle
 from .messages import Drain, Flush, Hello, Inspect, Leaving, LedgerReport, TokenizerFile, ToRouter
 from .node_info import Load, NodeStats, PoolLedger
 from .request import Unit
@@ -94,7 +93,7 @@ class Membership:
         self._pulse = Pulse(router_address, hello.node_id, hello.epoch, keys, load=load)
         self._session = RouterSession(hello, self._link.send, tokenizer)
         self._router_address = router_address
-        self._apart = Throttle(APART_S)
+        self._apart_at = time.monotonic()
         self._drain_timeout_s = drain_timeout_s
         self._leaving_until: float | None = None
         self._reported_at = 0.0
@@ -106,7 +105,6 @@ class Membership:
     def start(self) -> None:
         """Says Hello and begins to beat."""
         logger.info("looking for the router at %s", self._router_address)
-        self._apart.is_due()  # the first complaint comes an interval later
         self._session.start()
         self._pulse.start()
 
@@ -118,11 +116,7 @@ class Membership:
 
     def receive(self) -> list[Work | RouterGone]:
         """The router's work since the last call, in order. Raises Refused when the router wants no such node."""
-        if not self._session.is_joined and self._apart.is_due():
-            logger.warning(
-                "no router has welcomed this node at %s: does one run there, with the same --keys?",
-                self._router_address,
-            )
+        self._complain_without_router()
         work: list[Work | RouterGone] = []
         for item in self._session.take(self._link.receive()):
             match item:
@@ -205,6 +199,17 @@ class Membership:
             self._leaving_until = 0.0
         self._is_asked_to_leave = True
         logger.info("received %s", signal.Signals(number).name)
+
+    def _complain_without_router(self) -> None:
+        now = time.monotonic()
+        if self._session.is_joined:
+            self._apart_at = now
+        elif now - self._apart_at >= APART_S:
+            self._apart_at = now
+            logger.warning(
+                "no router has welcomed this node at %s: does one run there, with the same --keys?",
+                self._router_address,
+            )
 
     def _report_ledger(self, query: int) -> None:
         member = self.member
