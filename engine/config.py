@@ -25,10 +25,10 @@ class EngineConfig(NodeConfig):
     context_len: int | None = setting(None, "longest prompt plus output (default: the model's own)")
     prefix_cache: bool = setting(True, "keep finished requests' pages for prompts that begin alike")
     threads: int | None = setting(None, "CPU threads of this node's computation (default: half the cores)")
-    speculative: Literal["none", "ngram", "standalone", "eagle", "eagle3", "mtp"] = setting(
+    speculative: Literal["none", "ngram", "standalone", "eagle", "eagle3", "mtp", "frozen-kv-mtp"] = setting(
         "none",
         "how decode nodes draft tokens ahead: ngram (from the request's own text), standalone (a small model),"
-        " eagle, eagle3, mtp (a head on the target's hidden states)",
+        " eagle, eagle3, mtp, frozen-kv-mtp (a head on the target's hidden states)",
     )
     draft_model: str | None = setting(None, "checkpoint directory of the drafter", metavar="DIR")
     draft_steps: int | None = setting(None, "tokens drafted in a round (default: 5)")

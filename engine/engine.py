@@ -83,7 +83,7 @@ class Engine:
         on_cpu = self.device.type == "cpu"
         self._kvs = self._mirrors if on_cpu else [torch.zeros_like(each, device=self.device) for each in self._mirrors]
         draft_kv = self._kvs[1] if len(self._kvs) > 1 else None
-        self.drafter = self.speculation.load(self.model, draft_kv, progress)
+        self.drafter = self.speculation.load(self.model, self._kvs[0], draft_kv, progress)
 
     def warm_up(self, chunk_tokens: int) -> None:
         """Run a decode step and a chunk, so that no request pays for first calls. Sets `lease_s` by the chunk."""

@@ -14,11 +14,13 @@ from ...metadata.node_info import HandoffSchema, PoolLayout
 from ...metadata.schema import make_schema
 from ..config import EngineConfig
 from ..model_config import ModelConfig
+from ..models.frozen_kv import FrozenKvFile, FrozenKvHead, read_frozen_kv
 from ..models.heads import HeadFile, load_head, read_head
 from ..models.llama import LlamaModel
 from ..models.registry import load_model
 from ..weights import Progress, fingerprint
 from .base import Drafter
+from .frozen_kv import FrozenKvDrafter
 from .ngram import NgramDrafter
 from .shifted import ShiftedDrafter
 from .standalone import StandaloneDrafter
@@ -37,12 +39,13 @@ class Speculation:
     draft: ModelConfig | None = None
     draft_dir: Path | None = None
     head: HeadFile | None = None
+    frozen: FrozenKvFile | None = None
     aux_layers: tuple[int, ...] = ()  # target layers whose input states the drafter takes; none: the final state
 
     def schema(self, target: PoolLayout, page_size: int, *, checksums: bool) -> HandoffSchema:
         """What the handoff carries."""
-        hands_proposal = self.hidden.spec("recurrent") is not None
-        pool = None if self.draft is None else _pool(self.draft, target)
+        hands_proposal = self.head is not None  # the others propose from the bonus token
+        pool = None if self.draft is None or self.frozen is not None else _pool(self.draft, target)
         return make_schema(
             target,
             pool,
@@ -58,12 +61,16 @@ class Speculation:
         """Of the draft's weights; None where there are none."""
         return None if self.draft_dir is None else fingerprint(self.draft_dir, self.draft)
 
-    def load(self, target: LlamaModel, kv: torch.Tensor | None, on_progress: Progress | None) -> Drafter | None:
-        """The drafter, its KV in `kv`. None without speculation."""
+    def load(
+        self, target: LlamaModel, target_kv: torch.Tensor, kv: torch.Tensor | None, on_progress: Progress | None
+    ) -> Drafter | None:
+        """The drafter, its own KV in `kv`, where it has one. None without speculation."""
         if self.algorithm == "none":
             return None
         if self.algorithm == "ngram":
             return NgramDrafter(self.hidden, self.num_steps, target.device)
+        if self.frozen is not None:
+            return FrozenKvDrafter(FrozenKvHead(self.frozen, target), target_kv, self.hidden, self.num_steps)
         assert self.draft_dir is not None and self.draft is not None and kv is not None
         if self.head is not None:
             return ShiftedDrafter(self.algorithm, load_head(self.head, target), kv, self.hidden, self.num_steps)
@@ -86,7 +93,21 @@ def read_speculation(config: EngineConfig, target_dir: Path, target: ModelConfig
     draft_dir = Path(config.draft_model).expanduser()
     if algorithm == "standalone":
         return _standalone(steps, target_dir, target, draft_dir)
+    if algorithm == "frozen-kv-mtp":
+        return _frozen_kv(steps, target, draft_dir, dtype)
     return _head(algorithm, steps, target, draft_dir, dtype)
+
+
+def _frozen_kv(steps: int, target: ModelConfig, draft_dir: Path, dtype: HiddenDtype) -> Speculation:
+    frozen = read_frozen_kv(draft_dir, target)
+    hidden = HiddenLayout(
+        algorithm="frozen_kv_mtp",
+        target_hidden_size=target.hidden_size,
+        target_dtype=dtype,
+        draft_hidden_size=frozen.config.hidden_size,
+        draft_dtype=dtype,
+    )
+    return Speculation("frozen_kv_mtp", steps, hidden, frozen.config, draft_dir, frozen=frozen)
 
 
 def _standalone(steps: int, target_dir: Path, target: ModelConfig, draft_dir: Path) -> Speculation:
@@ -118,7 +139,7 @@ def _head(algorithm: str, steps: int, target: ModelConfig, draft_dir: Path, dtyp
         is_chained=True,
     )
     draft = head.config
-    return Speculation(algorithm, steps, hidden, draft, draft_dir, head, aux_layers)
+    return Speculation(algorithm, steps, hidden, draft, draft_dir, head, aux_layers=aux_layers)
 
 
 def _pool(draft: ModelConfig, target: PoolLayout) -> PoolLayout:

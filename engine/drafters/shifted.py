@@ -1,7 +1,7 @@
 """EAGLE, EAGLE-3 and one-layer MTP: heads that draft from hidden states, one token behind the target.
 
-Draft row i is (hidden state of row i, token i + 1) at position i; row L - 1 takes the bonus token and yields d_1 and the
-recurrent state. A round of K:
+Draft row i is (hidden state of row i, token i + 1) at position i; row L - 1 takes the bonus token and yields d_1 and
+the recurrent state. A round of K:
 
     propose   d_1 is known; rows L + j = (recurrent state, d_(j+1)) at positions L + j, j = 0 .. K - 2, yield d_2 .. d_K
     observe   rows L .. L + K = (target's states, t_0 .. t_K); row L + a (a: accepted) yields the next d_1

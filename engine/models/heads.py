@@ -20,12 +20,13 @@ from ...kernels.silu import silu_mul
 from ...metadata.errors import ConfigError, ModelError
 from ..attention import Attention, begin_attention
 from ..batch import ForwardBatch
-from ..checkpoint import Checkpoint, TensorSpec
+from ..checkpoint import Checkpoint
 from ..layers import Linear
 from ..model_config import ModelConfig
 from ..rope import RotaryEmbedding
-from ..weights import LayerWeights, TensorReader, layer_tensors, read_layer
+from ..weights import LayerWeights
 from .llama import LlamaModel
+from .tensors import HeadTensors
 
 
 class DraftHead(Protocol):
@@ -207,7 +208,7 @@ def _num_mtp_layers(names: set[str]) -> int:
 
 def load_head(file: HeadFile, target: LlamaModel) -> DraftHead:
     """Read the head's tensors, in the target's dtype and on its device. Raises ModelError for missing ones."""
-    source = _Source(file, target)
+    source = HeadTensors(file.directory, target.dtype, target.device)
     config = file.config
     rotary = RotaryEmbedding(config.rope, config.head_dim, target.device)
     match file.algorithm:
@@ -219,58 +220,7 @@ def load_head(file: HeadFile, target: LlamaModel) -> DraftHead:
             return _mtp(source, file, rotary, target)
 
 
-class _Source:
-    """Tensors of a head by name, with or without a leading `model.`."""
-
-    def __init__(self, file: HeadFile, target: LlamaModel) -> None:
-        self._checkpoint = Checkpoint(file.directory)
-        self._target = target
-
-    def name(self, name: str) -> str:
-        return name if name in self._checkpoint.names else f"model.{name}"
-
-    def has(self, name: str) -> bool:
-        return self.name(name) in self._checkpoint.names
-
-    def reader(self, shapes: Mapping[str, tuple[int, ...]]) -> TensorReader:
-        specs = {name: TensorSpec(name, shape) for name, shape in shapes.items()}
-        total = self._checkpoint.check(list(specs.values()))
-        return TensorReader(self._checkpoint, specs, self._target.dtype, self._target.device, total, None)
-
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        return self.reader({self.name(name): shape}).fused(self.name(name))
-
-    def linear(self, name: str, out_size: int, in_size: int) -> Linear:
-        has_bias = self.has(f"{name}.bias")
-        linear = Linear(
-            self.tensor(f"{name}.weight", out_size, in_size),
-            self.tensor(f"{name}.bias", out_size) if has_bias else None,
-        )
-        linear.pack()
-        return linear
-
-    def ids(self, name: str) -> torch.Tensor:
-        return self._checkpoint.read(self.name(name)).to(self._target.device, torch.int64)
-
-    def layer(
-        self, prefix: str, config: ModelConfig, *, has_input_norm: bool = True, qkv_in: int | None = None
-    ) -> LayerWeights:
-        """A decoder layer; without an input norm, ones stand in for it. `qkv_in`: width that q, k and v read."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, shape in layer_tensors(config):
-            if name == "input_layernorm.weight" and not has_input_norm:
-                continue
-            is_qkv = qkv_in is not None and name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
-            shapes[self.name(f"{prefix}.{name}")] = (shape[0], qkv_in) if is_qkv and qkv_in else shape
-        reader = self.reader(shapes)
-        stem = self.name(f"{prefix}.post_attention_layernorm.weight").removesuffix(".post_attention_layernorm.weight")
-        ones = None
-        if not has_input_norm:
-            ones = torch.ones(config.hidden_size, dtype=self._target.dtype, device=self._target.device)
-        return read_layer(reader, stem, config, attention_norm=ones)
-
-
-def _embedding(source: _Source, config: ModelConfig, target: LlamaModel) -> torch.Tensor:
+def _embedding(source: HeadTensors, config: ModelConfig, target: LlamaModel) -> torch.Tensor:
     if source.has("embed_tokens.weight"):
         return source.tensor("embed_tokens.weight", config.vocab_size, config.hidden_size)
     if config.hidden_size != target.config.hidden_size:
@@ -278,14 +228,14 @@ def _embedding(source: _Source, config: ModelConfig, target: LlamaModel) -> torc
     return target.weights.embedding
 
 
-def _eagle(source: _Source, config: ModelConfig, rotary: RotaryEmbedding, target: LlamaModel) -> EagleHead:
+def _eagle(source: HeadTensors, config: ModelConfig, rotary: RotaryEmbedding, target: LlamaModel) -> EagleHead:
     size = config.hidden_size
     layers = [source.layer(f"layers.{i}", config, has_input_norm=i > 0) for i in range(config.num_layers)]
     embedding, fc = _embedding(source, config, target), source.linear("fc", size, 2 * size)
     return EagleHead(config, rotary, target, embedding, fc, tuple(layers))
 
 
-def _eagle3(source: _Source, file: HeadFile, rotary: RotaryEmbedding, target: LlamaModel) -> Eagle3Head:
+def _eagle3(source: HeadTensors, file: HeadFile, rotary: RotaryEmbedding, target: LlamaModel) -> Eagle3Head:
     config, raw, size = file.config, file.raw, file.config.hidden_size
     draft_vocab = raw.get("draft_vocab_size") or config.vocab_size
     target_ids = None
@@ -314,7 +264,7 @@ def _eagle3(source: _Source, file: HeadFile, rotary: RotaryEmbedding, target: Ll
     )
 
 
-def _mtp(source: _Source, file: HeadFile, rotary: RotaryEmbedding, target: LlamaModel) -> MtpHead:
+def _mtp(source: HeadTensors, file: HeadFile, rotary: RotaryEmbedding, target: LlamaModel) -> MtpHead:
     size, prefix = file.config.hidden_size, file.prefix
     is_mimo = source.has(f"{prefix}.input_proj.weight")
     names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")

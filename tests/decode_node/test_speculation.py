@@ -59,7 +59,7 @@ def drafter(name: str, model: Path, checkpoint: Callable[..., Path], tmp_path: P
     if name == "standalone":
         draft = checkpoint("llama", hidden_size=32, num_hidden_layers=1)
         return {"speculative": "standalone", "draft_model": str(draft), "draft_steps": 4}
-    changes = {"hidden_size": 24} if name == "eagle3" else {}
+    changes = {"hidden_size": 24} if name in ("eagle3", "frozen-kv-mtp") else {}  # unlike the target's
     head = write_head(tmp_path / name, name, model, **changes)
     return {"speculative": ALGORITHM[name], "draft_model": str(head), "draft_steps": 4}
 
@@ -87,7 +87,7 @@ def test_preemption_changes_no_token(
 
 
 @pytest.mark.parametrize("name", ["standalone", *KINDS])
-def test_drafts_do_not_depend_on_chunks_prefix_hits_or_preemption(
+def test_drafts_do_not_depend_on_chunks_or_prefix_hits(
     name: str, checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path
 ) -> None:
     """Draft KV and state are the same however a prompt was computed, so every round accepts the same tokens."""
@@ -102,9 +102,7 @@ def test_drafts_do_not_depend_on_chunks_prefix_hits_or_preemption(
                 pair.submit(f"{prefix}{i}", prompt, params(9, temperature=float(i % 2), seed=i))
                 pair.run()  # one after the other: matrix products depend on the batch in the last bits
             proposals.append(log)
-    tight = make_pair(model, decode={"num_pages": 26}, **settings)
     assert all(log == proposals[0] for log in proposals), proposals[:2]
-    assert tight.decode.is_idle
 
 
 def record_proposals(pair: NodePair, prefix: str) -> dict[str, list[list[int]]]:

@@ -9,8 +9,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-KINDS = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo")
-ALGORITHM = {"eagle": "eagle", "eagle3": "eagle3", "mtp-deepseek": "mtp", "mtp-mimo": "mtp"}
+KINDS = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp")
+ALGORITHM = {
+    "eagle": "eagle",
+    "eagle3": "eagle3",
+    "mtp-deepseek": "mtp",
+    "mtp-mimo": "mtp",
+    "frozen-kv-mtp": "frozen-kv-mtp",
+}
 
 
 def write_head(directory: Path, kind: str, target_dir: Path, *, seed: int = 0, **changes: Any) -> Path:
@@ -38,6 +44,14 @@ def write_head(directory: Path, kind: str, target_dir: Path, *, seed: int = 0, *
     if kind == "eagle3":
         config |= {"draft_vocab_size": config["vocab_size"] // 2, "target_hidden_size": target["hidden_size"]}
         config["eagle_aux_hidden_state_layer_ids"] = [0, 1, target["num_hidden_layers"]]
+    if kind == "frozen-kv-mtp":
+        kv = {"num_key_value_heads": target.get("num_key_value_heads"), "head_dim": target["head_dim"]}
+        kv |= {"num_attention_heads": target["num_attention_heads"], "num_hidden_layers": 2}
+        config |= kv | {
+            "backbone_hidden_size": target["hidden_size"],
+            "target_layers": [0, target["num_hidden_layers"] - 1],
+        }
+        shapes = _frozen_kv(config, target)
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: _random(shape, generator) for name, shape in shapes.items()}
     if kind == "eagle3":
@@ -111,4 +125,27 @@ def _mtp_mimo(config: dict[str, Any], target: dict[str, Any]) -> dict[str, tuple
     }
 
 
-_SHAPES = {"eagle": _eagle, "eagle3": _eagle3, "mtp-deepseek": _mtp_deepseek, "mtp-mimo": _mtp_mimo}
+def _frozen_kv(config: dict[str, Any], target: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    size, width = config["hidden_size"], target["hidden_size"]
+    shapes = {
+        "pre_projection.weight": (size, 2 * width),
+        "post_projection.weight": (width, size),
+        "model.norm.weight": (size,),
+        "model.embed_tokens.weight": (config["vocab_size"], size),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        shapes |= {
+            name: shape
+            for name, shape in _layer(f"model.layers.{layer}", config).items()
+            if "k_proj" not in name and "v_proj" not in name
+        }
+    return shapes
+
+
+_SHAPES = {
+    "frozen-kv-mtp": _frozen_kv,
+    "eagle": _eagle,
+    "eagle3": _eagle3,
+    "mtp-deepseek": _mtp_deepseek,
+    "mtp-mimo": _mtp_mimo,
+}

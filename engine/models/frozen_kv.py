@@ -1,0 +1,118 @@
+"""The FROZEN_KV_MTP head: it attends to KV of named target layers and keeps none (docs/drafter_checkpoints.md).
+
+y = pre_projection([E(t) ; g]);  per layer: y += o(attend(rope(q(norm(y))))), y += mlp(norm(y))
+u = norm(y);  logits = u @ output.T;  g = post_projection(u), of the target's width
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ...kernels.attention import paged_attention
+from ...kernels.norm import rms_norm
+from ...kernels.rotary import apply_rotary_
+from ...kernels.silu import silu_mul
+from ...metadata.errors import ConfigError, ModelError
+from ..batch import ForwardBatch
+from ..layers import Linear
+from ..model_config import ModelConfig
+from ..rope import RotaryEmbedding
+from .llama import LlamaModel
+from .tensors import HeadTensors
+
+
+class FrozenOutput(NamedTuple):
+    """What a forward brings."""
+
+    recurrent: torch.Tensor  # [num_tokens, target's hidden_size]
+    logits: torch.Tensor  # [num_tokens, vocab_size] float32
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenKvFile:
+    """A head's directory, checked against its target, not read yet."""
+
+    directory: Path
+    config: ModelConfig
+    target_layers: tuple[int, ...]  # by draft layer: whose KV it attends to
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    attention_norm: torch.Tensor  # [hidden_size]
+    q: Linear  # hidden_size -> q_size
+    attention_out: Linear  # q_size -> hidden_size
+    mlp_norm: torch.Tensor  # [hidden_size]
+    gate_up: Linear  # hidden_size -> 2 * intermediate_size
+    down: Linear  # intermediate_size -> hidden_size
+
+
+class FrozenKvHead:
+    """Owns the head's weights; reads the target's pool."""
+
+    def __init__(self, file: FrozenKvFile, target: LlamaModel) -> None:
+        """Raises ModelError for tensors that are missing or of a wrong shape."""
+        config, tensors = file.config, HeadTensors(file.directory, target.dtype, target.device)
+        size, width, inner = config.hidden_size, target.config.hidden_size, config.intermediate_size
+        self._file, self._target = file, target
+        self._rotary = RotaryEmbedding(target.config.rope, config.head_dim, target.device)
+        self._pre_projection = tensors.linear("pre_projection", size, 2 * width)
+        self._post_projection = tensors.linear("post_projection", width, size)
+        self._norm = tensors.tensor("norm.weight", size)
+        output = "lm_head.weight" if tensors.has("lm_head.weight") else "embed_tokens.weight"
+        self._lm_head = Linear(tensors.tensor(output, config.vocab_size, size), None)
+        self._lm_head.pack()
+        self._layers = [
+            _Layer(
+                tensors.tensor(f"layers.{i}.input_layernorm.weight", size),
+                tensors.linear(f"layers.{i}.self_attn.q_proj", config.q_size, size),
+                tensors.linear(f"layers.{i}.self_attn.o_proj", size, config.q_size),
+                tensors.tensor(f"layers.{i}.post_attention_layernorm.weight", size),
+                tensors.fused(f"layers.{i}.mlp", ("gate_proj", "up_proj"), inner, size),
+                tensors.linear(f"layers.{i}.mlp.down_proj", size, inner),
+            )
+            for i in range(config.num_layers)
+        ]
+
+    def forward(self, batch: ForwardBatch, kv: torch.Tensor, hidden: torch.Tensor) -> FrozenOutput:
+        """One token a row at the last position with target KV; `kv` is the target's pool, `hidden` [num_tokens,
+        target's hidden_size]. Writes no KV."""
+        config = self._file.config
+        eps, num_tokens = config.rms_norm_eps, batch.num_tokens
+        plan = batch.attention_plan(config.num_kv_heads, (None,), self._target.dtype)
+        cos, sin = self._rotary(batch.positions, self._target.dtype)
+        x = self._pre_projection(torch.cat([F.embedding(batch.input_ids, self._target.weights.embedding), hidden], 1))
+        for layer, source in zip(self._layers, self._file.target_layers, strict=True):
+            q = layer.q(rms_norm(x, layer.attention_norm, eps)).view(num_tokens, config.num_heads, config.head_dim)
+            apply_rotary_(q, cos, sin)
+            x = x + layer.attention_out(paged_attention(q, kv[source], plan, None).view(num_tokens, -1))
+            x = x + layer.down(silu_mul(layer.gate_up(rms_norm(x, layer.mlp_norm, eps))))
+        final = rms_norm(x, self._norm, eps)
+        return FrozenOutput(self._post_projection(final), self._lm_head(final).float())
+
+
+def read_frozen_kv(directory: Path, target: ModelConfig) -> FrozenKvFile:
+    """Raises ModelError for a directory that is no such head, ConfigError for one that does not fit the target."""
+    config = ModelConfig.from_dir(directory, "LlamaForCausalLM")
+    raw = json.loads((directory / "config.json").read_text())
+    width, layers = raw.get("backbone_hidden_size"), raw.get("target_layers")
+    if not isinstance(width, int) or not isinstance(layers, list) or len(layers) != config.num_layers:
+        raise ModelError(
+            f"{directory} is no FROZEN_KV_MTP head: config.json must have backbone_hidden_size and target_layers,"
+            f" one for each of {config.num_layers} layers (see docs/drafter_checkpoints.md)"
+        )
+    if not all(isinstance(layer, int) and 0 <= layer < target.num_layers for layer in layers):
+        raise ConfigError(f"{directory}: target_layers {layers}; the target has layers 0 to {target.num_layers - 1}")
+    theirs = (width, config.num_kv_heads, config.head_dim, config.vocab_size)
+    ours = (target.hidden_size, target.num_kv_heads, target.head_dim, target.vocab_size)
+    names = ("backbone_hidden_size", "num_key_value_heads", "head_dim", "vocab_size")
+    for name, there, here in zip(names, theirs, ours, strict=True):
+        if there != here:
+            raise ConfigError(f"{directory}: {name} is {there}; the target's is {here}")
+    return FrozenKvFile(directory, config, tuple(layers))
