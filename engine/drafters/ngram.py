@@ -58,8 +58,8 @@ def lookup(token_ids: Sequence[int], num_steps: int) -> list[int]:
     for length in range(min(MAX_NGRAM, len(ids) - 1), MIN_NGRAM - 1, -1):
         at = _rfind(data, data[-length * width :], len(data) - width, width)
         if at is not None:
-            following = ids[at + length : at + length + num_steps].tolist()
-            return following + [following[-1]] * (num_steps - len(following))
+            following = ids[at + length :].tolist()[:num_steps]
+            return following + [ids[-1]] * (num_steps - len(following))
     return [ids[-1]] * num_steps
 
 
