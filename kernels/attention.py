@@ -27,11 +27,16 @@ def paged_attention_ref(
     query_lens: Sequence[int],
     seq_lens: Sequence[int],
     window: int | None,
+    positions: torch.Tensor | None = None,
+    visible: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The specification, in float32 (rounded to q's dtype at the end), one sequence at a time.
 
     `q` [num_tokens, num_heads, head_dim], sequences end to end; `block_table` [num_seqs, max_pages] int64; returns the
-    shape of q. The KV of the new tokens must be stored already. Slots beyond a sequence's length have no influence."""
+    shape of q. The KV of the new tokens must be stored already. Slots beyond a sequence's length have no influence.
+
+    For new tokens that form a tree, `visible` [num_tokens, query_len or more] bool says which new tokens of its
+    sequence a token sees, and `positions` [num_tokens] int64 are what a window counts by."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = kv_layer.shape[2]
     outputs: list[torch.Tensor] = []
@@ -42,7 +47,12 @@ def paged_attention_ref(
         ]  # each [num_kv_heads, seq_len, head_dim]
         grouped = q_seq.view(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         scores = torch.einsum("tkgd,kjd->kgtj", grouped, k) * head_dim**-0.5
-        scores += _mask(query_lens[seq], seq_lens[seq], window, seq_lens[seq], q.device)
+        if visible is None:
+            scores += _mask(query_lens[seq], seq_lens[seq], window, seq_lens[seq], q.device)
+        else:
+            assert positions is not None
+            tokens = slice(sum(query_lens[:seq]), sum(query_lens[: seq + 1]))
+            scores += _tree_mask(positions[tokens], visible[tokens, : query_lens[seq]], seq_lens[seq], window)
         outputs.append(torch.einsum("kgtj,kjd->tkgd", scores.softmax(-1), v).reshape(-1, num_heads, head_dim))
     return torch.cat(outputs).to(q.dtype)
 
@@ -171,6 +181,15 @@ def _mask(query_len: int, seq_len: int, window: int | None, kv_len: int, device:
     key = torch.arange(kv_len, device=device)
     hidden = key > position if window is None else (key > position) | (key <= position - window)
     return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
+
+
+def _tree_mask(positions: torch.Tensor, visible: torch.Tensor, seq_len: int, window: int | None) -> torch.Tensor:
+    """[query_len, seq_len] float32; `positions` [query_len], `visible` [query_len, query_len] of one sequence."""
+    prefix = torch.arange(seq_len - len(positions), device=positions.device)
+    seen = torch.cat((visible.new_ones(len(positions), len(prefix)), visible), dim=1)
+    if window is not None:
+        seen = seen & (torch.cat((prefix, positions)) > positions.unsqueeze(1) - window)
+    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))
 
 
 def _group_mask(

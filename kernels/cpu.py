@@ -21,9 +21,9 @@ _NO_NORM = np.empty(0, dtype=np.float32)
 _CAUSAL = np.empty((0, 0), dtype=np.bool_)
 
 
-def compiled(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this module's functions serve tensors of `device` and `dtype`."""
-    return device.type == "cpu" and dtype == torch.float32 and _kernels() is not None
+def compiled(tensor: torch.Tensor) -> bool:
+    """Whether this module's functions serve tensors of this device and dtype."""
+    return tensor.is_cpu and tensor.dtype is torch.float32 and _kernels() is not None
 
 
 @functools.cache
@@ -41,8 +41,9 @@ def add_rms_norm_(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torc
     """hidden += delta (None: nothing) in place, then its norm as `rms_norm`, a new tensor; all [num_rows, size]."""
     assert hidden.shape[1:] == weight.shape and (delta is None or delta.shape == hidden.shape), (hidden.shape, delta)
     rows = hidden.numpy()
-    out = np.empty_like(rows)
-    _compiled().add_rms_norm(rows, rows[:0] if delta is None else delta.numpy(), weight.numpy(), np.float32(eps), out)
+    out = np.empty(rows.shape, dtype=np.float32)
+    other = rows if delta is None else delta.numpy()
+    _compiled().add_rms_norm(rows, other, delta is not None, weight.numpy(), eps, out)
     return torch.from_numpy(out)
 
 
@@ -104,7 +105,7 @@ def attend(
     """Norm queries and keys by `norms` (two of [head_dim]; None: not), rotate them, store keys and values as `store_kv`
     and `clear_fresh_pages` do, and attend as `paged_attention_ref`: [num_tokens, num_heads * head_dim], a new tensor.
 
-    `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] float32, not changed; `kv` is the pool, [num_layers,
+    `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] float32, overwritten; `kv` is the pool, [num_layers,
     num_pages, 2, num_kv_heads, page_size, head_dim] float32. Slots beyond a sequence's length are not read."""
     num_tokens, num_kv_heads, head_dim = qkv.shape[0], kv.shape[3], kv.shape[5]
     heads = qkv.numpy().reshape(num_tokens, -1, head_dim)
@@ -113,7 +114,7 @@ def attend(
     q_norm, k_norm = (_NO_NORM, _NO_NORM) if norms is None else (norms[0].numpy(), norms[1].numpy())
     out = np.empty((num_tokens, num_heads, head_dim), dtype=np.float32)
     _compiled().attend(
-        heads, kv, layer, rows.cos, rows.sin, q_norm, k_norm, np.float32(eps), rows.block_table, rows.starts,
+        heads, kv, layer, rows.cos, rows.sin, q_norm, k_norm, eps, rows.block_table, rows.starts,
         rows.seq_lens, rows.positions, rows.visible, window or 0, out,
     )  # fmt: skip
     return torch.from_numpy(out.reshape(num_tokens, -1))

@@ -26,7 +26,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def add_rms_norm_(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """hidden += delta (None: nothing), in place; returns `rms_norm` of it. `hidden`, `delta` [num_rows, size]."""
-    if cpu.compiled(hidden.device, hidden.dtype):
+    if cpu.compiled(hidden):
         return cpu.add_rms_norm_(hidden, delta, weight, eps)
     if delta is not None:
         hidden.add_(delta)

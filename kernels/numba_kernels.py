@@ -14,13 +14,16 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 
 _SUMS = {"reassoc", "contract", "nsz", "arcp"}
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)  # few bits, so that its product with an exponent is exact
 _LN2_LOW = np.float32(-2.12194440e-4)  # ln 2 - _LN2_HIGH
 _LOWEST = np.float32(-87.0)  # exp of it is the least normal number, nearly
+_LINE_BYTES = 64
 _ONE = np.float32(1.0)
 _ZERO = np.float32(0.0)
 
@@ -38,14 +41,38 @@ def _compiled(flags: set[str]) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
-@_compiled(_SUMS)
-def add_rms_norm(hidden, delta, weight, eps, out):
-    """hidden += delta; out = hidden / sqrt(mean(hidden^2) + eps) * weight.
+@intrinsic
+def _prefetch_line(_typing: Any, _address: Any) -> Any:
+    """Ask for the cache line at `_address` [int64]; any address may be asked for."""
 
-    `hidden`, `delta`, `out` [num_rows, size]; a `delta` of no rows adds nothing; `weight` [size]."""
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        line = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+        flag = ir.IntType(32)
+        function_type = ir.FunctionType(ir.VoidType(), [line.type, flag, flag, flag])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [line.type], function_type)
+        builder.call(function, [line, flag(0), flag(3), flag(1)])  # to read, keep close, data
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@_compiled(_SUMS)
+def _prefetch(block):
+    """Ask for all of a contiguous array. Hardware sees no pattern in jumps between pages: with this a step of 8
+    sequences of 150 tokens attends in 0.63 ms, without in 0.92 (demo model, weights between the layers' pages)."""
+    start = np.int64(block.ctypes.data)
+    for offset in range(0, block.nbytes, _LINE_BYTES):
+        _prefetch_line(start + offset)  # type: ignore[reportCallIssue]  # numba gives the first argument
+
+
+@_compiled(_SUMS)
+def add_rms_norm(hidden, delta, has_delta, weight, eps, out):
+    """hidden += delta, if it has one; out = hidden / sqrt(mean(hidden^2) + eps) * weight.
+
+    `hidden`, `delta`, `out` [num_rows, size]; `weight` [size]."""
     size = hidden.shape[1]
     for row in range(hidden.shape[0]):
-        if delta.shape[0] > 0:
+        if has_delta:
             for i in range(size):
                 hidden[row, i] += delta[row, i]
         total = _ZERO
@@ -72,126 +99,115 @@ def silu_mul(gate_up, out):
 def attend(
     qkv, kv, layer, cos, sin, q_norm, k_norm, eps, block_table, starts, seq_lens, positions, visible, window, out
 ):
-    """Norm (if any) and rotate q and k, store k and v in their pages, attend. Shapes: kernels/cpu.py."""
-    num_kv_heads, head_dim = kv.shape[3], kv.shape[5]
-    group = out.shape[1] // num_kv_heads
-    q = np.empty((group, head_dim), np.float32)
-    sums = np.empty((group, head_dim), np.float32)
-    scores = np.empty((group, seq_lens.max()), np.float32)
+    """Norm (if any) and rotate q and k in place, store k and v in their pages, attend. Shapes: kernels/cpu.py."""
+    num_heads, head_dim = out.shape[1:]
+    num_kv_heads = kv.shape[3]
+    scores = np.empty((num_heads, seq_lens.max()), np.float32)
+    scale = np.float32(_ONE / np.sqrt(np.float32(head_dim)))
     for seq in range(seq_lens.shape[0]):
         table, first, stop, seq_len = block_table[seq], starts[seq], starts[seq + 1], seq_lens[seq]
-        for head in range(num_kv_heads):
-            where = (layer, head)
-            _store(
-                qkv, kv, where, out.shape[1] + head, num_kv_heads, cos, sin, k_norm, eps, table, first, stop, seq_len
-            )
-            _attend_head(
-                qkv, kv, where, head * group, cos, sin, q_norm, eps, table, first, stop, seq_len, positions, visible,
-                window, q, scores, sums, out,
-            )  # fmt: skip
+        for token in range(first, stop):
+            if q_norm.shape[0] > 0:
+                _norm_heads(qkv[token, :num_heads], q_norm, eps)
+                _norm_heads(qkv[token, num_heads : num_heads + num_kv_heads], k_norm, eps)
+            _rotate_heads(qkv[token, : num_heads + num_kv_heads], cos[token, 0], sin[token, 0])
+            _store(qkv[token, num_heads:], kv, layer, table, seq_len - stop + token)
+        for token in range(first, stop):
+            slot = seq_len - stop + token
+            begin = min(slot, max(0, positions[token] - window + 1)) if window > 0 else 0
+            end = slot + 1 if visible.shape[0] == 0 else seq_len
+            _scores(qkv[token, :num_heads], scale, kv, layer, table, begin, end, scores)
+            if visible.shape[0] > 0:
+                _hide(scores, seq_len - stop - begin, first, stop, token, positions, visible, window)
+            for head in range(num_heads):
+                _softmax(scores[head, : end - begin])
+            _weighted_values(scores, kv, layer, table, begin, end, out[token])
 
 
 @_compiled(_SUMS)
-def _store(qkv, kv, where, k_row, num_kv_heads, cos, sin, k_norm, eps, table, first, stop, seq_len):
-    """The new tokens [first, stop) of one sequence and kv head. A page that begins is cleared: `clear_fresh_pages`."""
-    (layer, head), page_size = where, kv.shape[4]
-    for token in range(first, stop):
-        slot = seq_len - stop + token
-        page, row = table[slot // page_size], slot % page_size
-        if row == 0:
-            kv[layer, page, 0, head, 1:] = _ZERO
-            kv[layer, page, 1, head, 1:] = _ZERO
-        _rotated(qkv[token, k_row], k_norm, eps, cos[token, 0], sin[token, 0], _ONE, kv[layer, page, 0, head, row])
-        kv[layer, page, 1, head, row] = qkv[token, k_row + num_kv_heads]
-
-
-@_compiled(_SUMS)
-def _attend_head(
-    qkv, kv, where, q_row, cos, sin, q_norm, eps, table, first, stop, seq_len, positions, visible, window,
-    q, scores, sums, out,
-):  # fmt: skip
-    """The new tokens of one sequence, the query heads of one kv head; `q`, `scores`, `sums` are scratch."""
-    group, head_dim = q.shape
-    prefix_len = seq_len - (stop - first)
-    scale = np.float32(_ONE / np.sqrt(np.float32(head_dim)))
-    for token in range(first, stop):
-        for g in range(group):
-            _rotated(qkv[token, q_row + g], q_norm, eps, cos[token, 0], sin[token, 0], scale, q[g])
-        slot = prefix_len + token - first
-        begin = min(slot, max(0, positions[token] - window + 1)) if window > 0 else 0
-        end = slot + 1 if visible.shape[0] == 0 else seq_len
-        _scores(q, kv, where, table, begin, end, scores)
-        if visible.shape[0] > 0:
-            _hide(scores, begin, prefix_len, first, stop, token, positions, visible, window)
-        sums[:] = _ZERO
-        weights = np.empty(group, np.float32)
-        for g in range(group):
-            weights[g] = _ONE / _softmax(scores[g, : end - begin])
-        _add_values(scores, kv, where, table, begin, end, sums)
-        for g in range(group):
-            head_out = out[token, q_row + g]
-            for d in range(head_dim):
-                head_out[d] = sums[g, d] * weights[g]
-
-
-@_compiled(_SUMS)
-def _rotated(x, norm, eps, cos, sin, scale, out):
-    """One head, all [head_dim]: norm by `norm` (unless empty), rotation, times `scale`."""
-    half = x.shape[0] // 2
-    factor = np.float32(scale)
-    if norm.shape[0] > 0:
+def _norm_heads(heads, weight, eps):
+    """`heads` [num_heads, head_dim] in place."""
+    for head in range(heads.shape[0]):
+        x = heads[head]
         total = _ZERO
         for i in range(x.shape[0]):
             total += x[i] * x[i]
-        factor = np.float32(scale / np.sqrt(total / np.float32(x.shape[0]) + eps))
-        for i in range(half):
-            a, b = x[i] * norm[i] * factor, x[half + i] * norm[half + i] * factor
-            out[i] = a * cos[i] + b * sin[i]
-            out[half + i] = b * cos[half + i] + a * sin[half + i]
-    else:
-        for i in range(half):
-            a, b = x[i] * factor, x[half + i] * factor
-            out[i] = a * cos[i] + b * sin[i]
-            out[half + i] = b * cos[half + i] + a * sin[half + i]
+        factor = np.float32(_ONE / np.sqrt(total / np.float32(x.shape[0]) + eps))
+        for i in range(x.shape[0]):
+            x[i] = x[i] * factor * weight[i]
 
 
 @_compiled(_SUMS)
-def _scores(q, kv, where, table, begin, end, scores):
-    """scores[g, j - begin] = q[g] . K[j] for j in [begin, end), page by page."""
-    (layer, head), page_size = where, kv.shape[4]
-    for column in range(begin // page_size, (end + page_size - 1) // page_size):
+def _rotate_heads(heads, cos, sin):
+    """`heads` [num_heads, head_dim] in place, as `rotary_ref`; `cos`, `sin` [head_dim]."""
+    half = heads.shape[1] // 2
+    for head in range(heads.shape[0]):
+        a, b = heads[head, :half], heads[head, half:]
+        for i in range(half):
+            x, y = a[i], b[i]
+            a[i] = x * cos[i] + y * sin[i]
+            b[i] = y * cos[half + i] + x * sin[half + i]
+
+
+@_compiled(_SUMS)
+def _store(new, kv, layer, table, slot):
+    """One token's keys and values, `new` [2 * num_kv_heads, head_dim]. A page that begins is cleared first, as
+    `clear_fresh_pages` does."""
+    num_kv_heads, page_size, head_dim = kv.shape[3:]
+    page, row = table[slot // page_size], slot % page_size
+    if row == 0:
+        kv[layer, page] = _ZERO
+    for head in range(num_kv_heads):
+        k, v = kv[layer, page, 0, head, row], kv[layer, page, 1, head, row]
+        for i in range(head_dim):
+            k[i] = new[head, i]
+        for i in range(head_dim):
+            v[i] = new[num_kv_heads + head, i]
+
+
+@_compiled(_SUMS)
+def _scores(q, scale, kv, layer, table, begin, end, scores):
+    """scores[head, j - begin] = scale * q[head] . K[j] for j in [begin, end). Page by page and all heads of a page
+    together, as they lie in memory."""
+    num_kv_heads, page_size = kv.shape[3:5]
+    group = q.shape[0] // num_kv_heads
+    first_column, stop_column = begin // page_size, (end + page_size - 1) // page_size
+    for column in range(first_column, stop_column):
         first = column * page_size
         low, high = max(begin, first), min(end, first + page_size)
-        k = kv[layer, table[column], 0, head][low - first : high - first]
-        for g in range(q.shape[0]):
-            row = scores[g, low - begin : high - begin]
-            for j in range(k.shape[0]):
-                total = _ZERO
-                for d in range(q.shape[1]):
-                    total += q[g, d] * k[j, d]
-                row[j] = total
+        _prefetch(kv[layer, table[column + 1], 0] if column + 1 < stop_column else kv[layer, table[first_column], 1])
+        for kv_head in range(num_kv_heads):
+            k = kv[layer, table[column], 0, kv_head][low - first : high - first]
+            for head in range(kv_head * group, (kv_head + 1) * group):
+                row, x = scores[head, low - begin : high - begin], q[head]
+                for j in range(k.shape[0]):
+                    total = _ZERO
+                    for d in range(x.shape[0]):
+                        total += x[d] * k[j, d]
+                    row[j] = total * scale
 
 
 @_compiled(_SUMS)
-def _hide(scores, begin, prefix_len, first, stop, token, positions, visible, window):
-    """-inf for the new tokens that `token` does not see."""
+def _hide(scores, offset, first, stop, token, positions, visible, window):
+    """-inf for the new tokens [first, stop) that `token` does not see; token t has column t + offset."""
     for other in range(first, stop):
         seen = visible[token, other - first] and (window <= 0 or positions[other] > positions[token] - window)
-        column = prefix_len + other - first - begin
-        if not seen and column >= 0:
-            for g in range(scores.shape[0]):
-                scores[g, column] = -np.inf
+        if not seen and other + offset >= 0:
+            for head in range(scores.shape[0]):
+                scores[head, other + offset] = -np.inf
 
 
 @_compiled(_SUMS)
 def _softmax(scores):
-    """scores = exp(scores - maximum), [num_keys]; returns their sum."""
+    """Of one row, [num_keys], in place."""
     highest = _maximum(scores)
     total = _ZERO
     for j in range(scores.shape[0]):
         scores[j] = _exp(scores[j] - highest)
         total += scores[j]
-    return total
+    factor = _ONE / total
+    for j in range(scores.shape[0]):
+        scores[j] *= factor
 
 
 @_compiled(_SUMS | {"nnan"})
@@ -203,24 +219,32 @@ def _maximum(scores):
 
 
 @_compiled(_SUMS)
-def _add_values(scores, kv, where, table, begin, end, sums):
-    """sums[g] += scores[g, j - begin] * V[j] for j in [begin, end); four keys at a time, so that a sum is loaded and
-    stored once for four products."""
-    (layer, head), page_size = where, kv.shape[4]
-    for column in range(begin // page_size, (end + page_size - 1) // page_size):
+def _weighted_values(weights, kv, layer, table, begin, end, sums):
+    """sums[head] = sum of weights[head, j - begin] * V[j] for j in [begin, end); four keys at a time, so that a sum is
+    loaded and stored once for four products."""
+    num_kv_heads, page_size = kv.shape[3:5]
+    group = sums.shape[0] // num_kv_heads
+    for head in range(sums.shape[0]):
+        for i in range(sums.shape[1]):
+            sums[head, i] = _ZERO
+    first_column, stop_column = begin // page_size, (end + page_size - 1) // page_size
+    for column in range(first_column, stop_column):
         first = column * page_size
         low, high = max(begin, first), min(end, first + page_size)
-        v = kv[layer, table[column], 1, head][low - first : high - first]
-        for g in range(sums.shape[0]):
-            p = scores[g, low - begin : high - begin]
-            num_fours = v.shape[0] // 4 * 4
-            for j in range(0, num_fours, 4):
-                a, b, c, d = p[j], p[j + 1], p[j + 2], p[j + 3]
-                for i in range(sums.shape[1]):
-                    sums[g, i] += (a * v[j, i] + b * v[j + 1, i]) + (c * v[j + 2, i] + d * v[j + 3, i])
-            for j in range(num_fours, v.shape[0]):
-                for i in range(sums.shape[1]):
-                    sums[g, i] += p[j] * v[j, i]
+        if column + 1 < stop_column:
+            _prefetch(kv[layer, table[column + 1], 1])
+        for kv_head in range(num_kv_heads):
+            v = kv[layer, table[column], 1, kv_head][low - first : high - first]
+            num_in_fours = v.shape[0] // 4 * 4
+            for head in range(kv_head * group, (kv_head + 1) * group):
+                p, y = weights[head, low - begin : high - begin], sums[head]
+                for j in range(0, num_in_fours, 4):
+                    a, b, c, d = p[j], p[j + 1], p[j + 2], p[j + 3]
+                    for i in range(y.shape[0]):
+                        y[i] += (a * v[j, i] + b * v[j + 1, i]) + (c * v[j + 2, i] + d * v[j + 3, i])
+                for j in range(num_in_fours, v.shape[0]):
+                    for i in range(y.shape[0]):
+                        y[i] += p[j] * v[j, i]
 
 
 @_compiled({"contract"})

@@ -16,4 +16,4 @@ def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu_mul_ref`, in one call where a compiled kernel serves."""
-    return cpu.silu_mul(gate_up) if cpu.compiled(gate_up.device, gate_up.dtype) else silu_mul_ref(gate_up)
+    return cpu.silu_mul(gate_up) if cpu.compiled(gate_up) else silu_mul_ref(gate_up)

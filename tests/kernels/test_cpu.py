@@ -1,0 +1,221 @@
+"""The compiled CPU kernels against the specifications of attention, norm, rotation and gate."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from baton.kernels import cpu
+from baton.kernels.attention import paged_attention_ref
+from baton.kernels.norm import rms_norm_ref
+from baton.kernels.rotary import rotary_ref
+from baton.kernels.silu import silu_mul_ref
+
+SPARE_PAGES = 5  # owned by nobody, NaN
+NUM_LAYERS, LAYER = 2, 1
+TOLERANCE = 1e-5
+SHAPES = {  # query_lens, seq_lens
+    "first token": ((1,), (1,)),
+    "ragged decode": ((1, 1, 1, 1, 1), (3, 70, 33, 1, 32)),
+    "verify": ((5, 5, 5), (9, 64, 5)),
+    "mixture": ((1, 9, 2, 7, 3), (40, 9, 33, 23, 36)),
+}
+pytestmark = pytest.mark.skipif(not cpu.compiled(torch.empty(0)), reason="needs numba")
+
+
+class Case:
+    """Random new tokens on a NaN pool, in which only the slots of earlier tokens hold numbers."""
+
+    def __init__(
+        self, query_lens, seq_lens, *, heads=(4, 2), head_dim=32, page_size=16, is_tree=False, with_norms=False
+    ):
+        self.query_lens, self.seq_lens, (self.num_heads, self.num_kv_heads) = query_lens, seq_lens, heads
+        self.page_size, self.head_dim = page_size, head_dim
+        generator = torch.Generator().manual_seed(0)
+        counts = [-(-seq_len // page_size) for seq_len in seq_lens]
+        free = (torch.randperm(sum(counts) + SPARE_PAGES - 1, generator=generator) + 1).tolist()
+        self.table = torch.zeros(len(counts), max(counts), dtype=torch.int64)
+        shape = (NUM_LAYERS, sum(counts) + SPARE_PAGES, 2, self.num_kv_heads, page_size, head_dim)
+        self.kv = torch.full(shape, float("nan"))
+        for seq, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+            self.table[seq, : counts[seq]] = torch.tensor([free.pop() for _ in range(counts[seq])])
+            for j in range(seq_len - query_len):
+                page, slot = self.table[seq, j // page_size], j % page_size
+                values = torch.randn(2, self.num_kv_heads, head_dim, generator=generator)
+                self.kv[LAYER, page, :, :, slot] = values
+        self.qkv = torch.randn(sum(query_lens), (heads[0] + 2 * heads[1]) * head_dim, generator=generator)
+        angles = torch.randn(sum(query_lens), 1, head_dim // 2, generator=generator)
+        self.cos = torch.cat((angles.cos(), angles.cos()), -1)
+        self.sin = torch.cat((-angles.sin(), angles.sin()), -1)
+        self.norms = tuple(torch.randn(2, head_dim, generator=generator).unbind(0)) if with_norms else None
+        self.positions, self.visible = self._tree(generator) if is_tree else (self._slots(), None)
+
+    def _slots(self) -> torch.Tensor:
+        spans = zip(self.query_lens, self.seq_lens, strict=True)
+        return torch.cat([torch.arange(seq_len - query_len, seq_len) for query_len, seq_len in spans])
+
+    def _tree(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each new token hangs on a random earlier one: it sees its ancestors and itself; its position is its depth."""
+        visible = torch.zeros(sum(self.query_lens), max(self.query_lens), dtype=torch.bool)
+        positions, row = [], 0
+        for query_len, seq_len in zip(self.query_lens, self.seq_lens, strict=True):
+            for i in range(query_len):
+                if i > 0:
+                    parent = int(torch.randint(i, (1,), generator=generator))
+                    visible[row + i] = visible[row + parent]
+                visible[row + i, i] = True
+                positions.append(seq_len - query_len + int(visible[row + i].sum()) - 1)
+            row += query_len
+        return torch.tensor(positions), visible
+
+    def rows(self) -> cpu.PagedRows:
+        rotary = (self.cos, self.sin)
+        return cpu.PagedRows.build(rotary, self.table, self.query_lens, self.seq_lens, self.positions, self.visible)
+
+    def run(self, window: int | None) -> torch.Tensor:
+        qkv = self.qkv.clone()
+        return cpu.attend(qkv, self.kv.numpy(), LAYER, self.rows(), window, self.norms, 1e-6)
+
+    def expected(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(output, layer's pages after it with zeros for NaN), by the specifications."""
+        heads = self.qkv.view(len(self.qkv), -1, self.head_dim)
+        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        if self.norms is not None:
+            q, k = rms_norm_ref(q, self.norms[0], 1e-6), rms_norm_ref(k, self.norms[1], 1e-6)
+        q, k = rotary_ref(q, self.cos, self.sin), rotary_ref(k, self.cos, self.sin)
+        pages = self.kv[LAYER].nan_to_num()
+        row = 0
+        for seq, (query_len, seq_len) in enumerate(zip(self.query_lens, self.seq_lens, strict=True)):
+            for slot in range(seq_len - query_len, seq_len):
+                page = self.table[seq, slot // self.page_size]
+                pages[page, 0, :, slot % self.page_size], pages[page, 1, :, slot % self.page_size] = k[row], v[row]
+                row += 1
+        out = paged_attention_ref(
+            q, pages, self.table, self.query_lens, self.seq_lens, window, self.positions, self.visible
+        )
+        return out.flatten(1), pages
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [None, 1, 6, 20, 1000])
+@pytest.mark.parametrize("is_tree", [False, True], ids=["causal", "tree"])
+@pytest.mark.parametrize("page_size", [1, 3, 4, 16, 32])
+def test_attention_equals_the_reference(shape: str, window: int | None, is_tree: bool, page_size: int) -> None:
+    case = Case(*SHAPES[shape], page_size=page_size, is_tree=is_tree)
+    expected, pages = case.expected(window)
+    torch.testing.assert_close(case.run(window), expected, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(case.kv[LAYER].nan_to_num(), pages, atol=TOLERANCE, rtol=0)
+    assert case.kv[1 - LAYER].isnan().all()
+
+
+@pytest.mark.parametrize("head_dim", [8, 20, 32, 64, 80, 128])
+@pytest.mark.parametrize("heads", [(3, 3), (4, 2), (6, 2), (7, 1)], ids=str)
+@pytest.mark.parametrize("with_norms", [False, True], ids=["plain", "norms"])
+def test_attention_of_any_heads(head_dim: int, heads: tuple[int, int], with_norms: bool) -> None:
+    case = Case(*SHAPES["mixture"], heads=heads, head_dim=head_dim, with_norms=with_norms)
+    expected, pages = case.expected(None)
+    torch.testing.assert_close(case.run(None), expected, atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(case.kv[LAYER].nan_to_num(), pages, atol=TOLERANCE, rtol=0)
+
+
+def test_large_scores_and_masked_extremes() -> None:
+    """Scores of +-1e4, whose exponentials overflow or vanish: a softmax that picks one key."""
+    case = Case((1, 1), (50, 33))
+    case.qkv *= 100
+    case.kv[LAYER] *= 100
+    expected, _ = case.expected(None)
+    torch.testing.assert_close(case.run(None), expected, atol=0, rtol=TOLERANCE)
+
+
+def test_nan_of_a_broken_model_stays_nan() -> None:
+    case = Case((1, 1), (20, 9))
+    case.qkv[0, :32] = float("nan")  # a query head of the first sequence
+    out = case.run(None)
+    assert out[0, :32].isnan().all() and not out[0, 32:].isnan().any() and not out[1].isnan().any()
+
+
+def test_a_page_that_begins_is_finite_throughout() -> None:
+    """What `clear_fresh_pages` promises to the forwards that gather whole pages; other pages keep their bytes."""
+    case = Case((1, 3, 1), (17, 18, 16))
+    before = case.kv.clone()
+    case.run(None)
+    assert case.kv[LAYER, case.table[:2, 1]].isfinite().all()
+    untouched = [page for page in range(case.kv.shape[1]) if page not in case.table]
+    assert case.kv[:, untouched].isnan().all()
+    assert torch.equal(case.kv[LAYER, case.table[2, 0], :, :, :15], before[LAYER, case.table[2, 0], :, :, :15])
+
+
+def test_a_row_is_the_same_alone_and_in_a_batch() -> None:
+    case = Case(*SHAPES["mixture"], is_tree=True)
+    together = case.run(7)
+    starts = np.cumsum((0, *case.query_lens))
+    for seq, (start, stop) in enumerate(itertools.pairwise(starts)):
+        rows = cpu.PagedRows.build(
+            (case.cos[start:stop], case.sin[start:stop]), case.table[seq : seq + 1], case.query_lens[seq : seq + 1],
+            case.seq_lens[seq : seq + 1], case.positions[start:stop], case.visible[start:stop],
+        )  # fmt: skip
+        alone = cpu.attend(case.qkv[start:stop].clone(), case.kv.numpy(), LAYER, rows, 7)
+        assert torch.equal(alone, together[start:stop])
+
+
+@pytest.mark.parametrize("shape", [(1, 256), (5, 64), (3, 7), (0, 8)])
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("has_delta", [False, True])
+def test_add_rms_norm(shape: tuple[int, int], scale: float, has_delta: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, delta = scale * torch.randn(2, *shape, generator=generator)
+    weight = torch.randn(shape[1], generator=generator)
+    total = hidden + delta if has_delta else hidden.clone()
+    normed = cpu.add_rms_norm_(hidden, delta if has_delta else None, weight, 1e-6)
+    torch.testing.assert_close(normed, rms_norm_ref(total, weight, 1e-6), atol=2e-6, rtol=0)
+    assert torch.equal(hidden, total)
+
+
+def test_silu_mul() -> None:
+    gate = torch.tensor([0.0, -0.0, 1.0, -1.0, 30.0, -30.0, 88.0, -88.0, 500.0, -500.0, 1e30, -1e30, float("nan")])
+    generator = torch.Generator().manual_seed(0)
+    gate = torch.cat((gate, 20 * torch.randn(987, generator=generator)))
+    gate_up = torch.cat((gate, torch.ones(1000))).repeat(2, 1)
+    expected = silu_mul_ref(gate_up)
+    torch.testing.assert_close(cpu.silu_mul(gate_up), expected, atol=1e-30, rtol=1e-6, equal_nan=True)
+
+
+def test_kernels_compile_where_nothing_can_be_cached(tmp_path: Path) -> None:
+    """A copy of the kernels in a place that cannot be written, and a home that cannot either."""
+    source = Path(cpu.__file__).with_name("numba_kernels.py").read_text()
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "numba_kernels.py").write_text(source)
+    (package / "__pycache__").write_text("a file: no cache can be here")
+    code = (
+        "import numpy as np, numba_kernels as k; out = np.empty((1, 2), np.float32);"
+        "k.silu_mul(np.array([[1, 2, 3, 4]], np.float32), out); print(out.tolist())"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(package), "HOME": "/dev/null", "XDG_CACHE_HOME": "/dev/null/x"}
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[[2.19"), done.stdout
+
+
+def test_without_numba_torch_serves() -> None:
+    code = (
+        "import sys; sys.modules['numba'] = None\n"
+        "import logging, torch; logging.basicConfig()\n"
+        "from baton.kernels import cpu; from baton.kernels.norm import add_rms_norm_\n"
+        "from baton.kernels.silu import silu_mul\n"
+        "one = torch.ones(1, 4); normed = add_rms_norm_(one, one.clone(), torch.ones(4), 0.0)\n"
+        "print(cpu.compiled(one), normed[0, 0])\n"
+        "print(silu_mul(torch.ones(1, 2)).item())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines() == ["False tensor(1.)", "0.7310585975646973"]
+    assert done.stderr.count("numba cannot be used") == 1
