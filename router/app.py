@@ -63,6 +63,8 @@ class Api:
         """The request's body, decoded strictly. Raises RequestError that names the field at fault."""
         if self.is_draining:
             raise Unavailable("the router is shutting down")
+        if (request.content_length or 0) > self.config.max_body_bytes:
+            raise web.HTTPRequestEntityTooLarge(self.config.max_body_bytes, request.content_length or 0)
         try:
             data = await request.read()
         except web.RequestPayloadError as error:
@@ -204,7 +206,8 @@ async def _tokenize(api: Api, request: web.Request) -> web.StreamResponse:
         add_special = bool(body.add_special_tokens)
     else:
         text, add_special = body.prompt or "", body.add_special_tokens is not False
-    ids = await tokenizer.encode(text, add_special_tokens=add_special)
+    param = "prompt" if body.messages is None else "messages"
+    ids = await generate.encode(tokenizer, text, group, param, add_special_tokens=add_special)
     strings = [tokenizer.token_text(token_id) for token_id in ids] if body.return_token_strs else None
     return _json(TokenizeResponse(count=len(ids), max_model_len=group.context_len, tokens=ids, token_strs=strings))
 

@@ -7,6 +7,7 @@ import gc
 import logging
 import signal
 import time
+from ipaddress import ip_address
 
 import uvloop
 from aiohttp import web
@@ -65,6 +66,8 @@ class Router:
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         logger.info("serving HTTP on %s, nodes on %s", self.url, self.node_address)
+        if config.required_key is None and not ip_address(host).is_loopback:
+            logger.warning("no --api-key is set: whoever reaches %s can use it", self.url)
 
     async def drain(self) -> None:
         """Takes nothing new, and waits for running requests as long as the configuration allows."""

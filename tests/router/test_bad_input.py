@@ -8,6 +8,7 @@ import socket
 from typing import Any
 
 import pytest
+
 from baton.router.config import RouterConfig
 
 from .conftest import System
@@ -151,6 +152,12 @@ def test_large_body(system: System) -> None:
     assert system.complete()[0] == 200
 
 
+def test_a_body_that_is_announced_too_large_is_not_waited_for(system: System) -> None:
+    with socket.create_connection(("127.0.0.1", int(system.router.url.rsplit(":", 1)[1])), timeout=5) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n{")
+        assert b" 413 " in connection.recv(1000)
+
+
 def test_routes(system: System) -> None:
     assert system.router.request("GET", "/nowhere")[0] == 404
     status, body, headers = system.router.request("GET", "/v1/completions")
@@ -206,6 +213,8 @@ def test_tokenize_and_detokenize(system: System) -> None:
     status, body, _ = system.router.request("POST", "/tokenize", {"messages": CHAT["messages"]})
     assert system.tokenizer.decode(body["tokens"]).startswith("<|im_start|>user")
     assert system.router.request("POST", "/tokenize", {})[0] == 400
+    status, body, _ = system.router.request("POST", "/tokenize", {"prompt": "x" * 1_000_000})  # would take seconds
+    assert (status, body["error"]["param"]) == (400, "prompt")
 
 
 def test_api_key(make_system: Any) -> None:

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable
 
 import pytest
+
 from baton.metadata.errors import ConfigError
 from baton.router.config import RouterConfig
 from baton.router.main import run
 
-from .conftest import System
+from .conftest import RunningRouter, System
 from .test_request_life import stream_events, wait_until
 
 START = (
@@ -110,3 +111,14 @@ def test_a_connection_is_used_again_after_a_stream(system: System) -> None:
         assert response.read().endswith(b"data: [DONE]\n\n")
     connection.close()
     assert stream_events(system)[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize(("settings", "is_warned"), [({}, True), ({"api_key": "k"}, False), ({"host": "::1"}, False)])
+def test_an_open_address_without_a_key_is_warned_of(
+    make_router: Callable[..., RunningRouter],
+    caplog: pytest.LogCaptureFixture,
+    settings: dict[str, str],
+    is_warned: bool,
+) -> None:
+    make_router(**{"host": "0.0.0.0", **settings})
+    assert ("no --api-key is set" in caplog.text) == is_warned
