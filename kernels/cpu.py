@@ -7,8 +7,10 @@ of kernels/attention.py, norm.py and rotary.py do the same.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -18,6 +20,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 _NO_NORM = np.empty(0, dtype=np.float32)
+_THREADED_PRODUCTS = 4096  # queries times keys of a part that is worth a thread: some 0.1 ms
 _CAUSAL = np.empty((0, 0), dtype=np.bool_)
 
 
@@ -66,6 +69,7 @@ class PagedRows:
     seq_lens: np.ndarray  # [num_seqs] int64, after this forward
     positions: np.ndarray  # [num_tokens] int64, which windows count by; the slots, but for the nodes of a tree
     visible: np.ndarray  # [num_tokens, query_len or more] bool: a token sees new token i; no rows: those up to itself
+    parts: tuple[slice, ...]  # sequences that one thread attends; all together cover all
 
     @classmethod
     def build(
@@ -90,6 +94,7 @@ class PagedRows:
             seq_lens=np.array(seq_lens, dtype=np.int64),
             positions=positions.numpy(),
             visible=_CAUSAL if visible is None else visible.numpy(),
+            parts=_parts(query_lens, seq_lens),
         )
 
 
@@ -113,11 +118,38 @@ def attend(
     assert num_tokens == len(rows.positions) and num_heads % num_kv_heads == 0, (qkv.shape, kv.shape)
     q_norm, k_norm = (_NO_NORM, _NO_NORM) if norms is None else (norms[0].numpy(), norms[1].numpy())
     out = np.empty((num_tokens, num_heads, head_dim), dtype=np.float32)
-    _compiled().attend(
-        heads, kv, layer, rows.cos, rows.sin, q_norm, k_norm, eps, rows.block_table, rows.starts,
-        rows.seq_lens, rows.positions, rows.visible, window or 0, out,
-    )  # fmt: skip
+    kernel = _compiled().attend
+
+    def attend_part(part: slice) -> None:
+        starts = rows.starts[part.start : part.stop + 1]
+        kernel(
+            heads, kv, layer, rows.cos, rows.sin, q_norm, k_norm, eps, rows.block_table[part], starts,
+            rows.seq_lens[part], rows.positions, rows.visible, window or 0, out,
+        )  # fmt: skip
+
+    others = [_threads().submit(attend_part, part) for part in rows.parts[1:]]
+    attend_part(rows.parts[0])
+    for other in others:
+        other.result()
     return torch.from_numpy(out.reshape(num_tokens, -1))
+
+
+def _parts(query_lens: Sequence[int], seq_lens: Sequence[int]) -> tuple[slice, ...]:
+    """Runs of sequences with about equal work, as many as torch has threads and work is worth."""
+    num_threads = min(torch.get_num_threads(), len(seq_lens))
+    if num_threads == 1:
+        return (slice(0, len(seq_lens)),)
+    done = np.cumsum(np.multiply(query_lens, seq_lens))
+    num_parts = max(1, min(num_threads, int(done[-1]) // _THREADED_PRODUCTS))
+    stops = np.searchsorted(done, done[-1] * np.arange(1, num_parts) / num_parts) + 1
+    bounds = sorted({0, *stops.tolist(), len(seq_lens)})
+    return tuple(slice(start, stop) for start, stop in itertools.pairwise(bounds))
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """Beside the calling thread; kernels hold no lock of the interpreter."""
+    return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "attention")
 
 
 def _compiled() -> ModuleType:

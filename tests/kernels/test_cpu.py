@@ -165,6 +165,22 @@ def test_a_row_is_the_same_alone_and_in_a_batch() -> None:
         assert torch.equal(alone, together[start:stop])
 
 
+@pytest.mark.parametrize("num_threads", [2, 3, 16])
+def test_threads_share_a_batch(num_threads: int) -> None:
+    seq_lens = (2900, 20, 4000, 1, 333, 9000, 31)
+    case = Case((1, 3, 1, 1, 2, 1, 3), seq_lens)
+    alone = case.run(None)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        parts, ours = case.rows().parts, case.run(None)
+    finally:
+        torch.set_num_threads(before)
+    assert 1 < len(parts) <= num_threads
+    assert [i for part in parts for i in range(part.start, part.stop)] == list(range(7))
+    assert torch.equal(ours, alone)
+
+
 @pytest.mark.parametrize("shape", [(1, 256), (5, 64), (3, 7), (0, 8)])
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
 @pytest.mark.parametrize("has_delta", [False, True])
