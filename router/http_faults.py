@@ -12,10 +12,13 @@ logger = logging.getLogger(__name__)
 
 class ClientFaults(logging.Filter):
     """For aiohttp's logger: a request that is no HTTP, or whose body cannot be decoded, is a client's fault, which is
-    one line at INFO here; everything else passes."""
+    one line at INFO here. A client that has left when its answer begins gets no line: its request's own say so.
+    Everything else passes."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, ConnectionError):
+            return False
         if not isinstance(error, HttpProcessingError | RequestPayloadError):
             return True
         logger.info("a client sent no proper HTTP: %s", reason_of(error))
