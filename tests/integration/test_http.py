@@ -367,3 +367,34 @@ def test_head_and_unknown_routes(demo: Cluster) -> None:
     connection.close()
     assert demo.get("/no/such")[0] == 404
     assert demo.request("DELETE", "/v1/models")[0] == 405
+
+
+def test_sampled_tokens_follow_the_softmax(demo: Cluster) -> None:
+    """Prefill's first token, and decode's after the likeliest first one, against transformers' probabilities."""
+    import torch
+
+    reference = Reference(DEMO)
+    prompt = Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode("class Foo:\n    def __init__(sel").ids
+    outputs: list[list[int]] = []
+    for seed in range(8):
+        answer = demo.complete(
+            prompt, n=128, max_tokens=2, temperature=1, seed=seed, return_token_ids=True, ignore_eos=True
+        )
+        outputs += [choice["token_ids"] for choice in answer["choices"]]
+    likeliest = int(reference.logits(prompt).argmax())
+    _assert_distribution([ids[0] for ids in outputs], torch.softmax(reference.logits(prompt), -1))
+    seconds = [ids[1] for ids in outputs if ids[0] == likeliest]
+    _assert_distribution(seconds, torch.softmax(reference.logits([*prompt, likeliest]), -1))
+
+
+def _assert_distribution(drawn: list[int], probabilities: Any) -> None:
+    """Chi-square over the tokens that are expected five times or more, the others in one bin."""
+    expected = probabilities * len(drawn)
+    bins = (expected >= 5).nonzero().flatten().tolist()
+    assert len(bins) >= 3, "a prompt with a richer distribution is needed"
+    rest = len(drawn) - float(expected[bins].sum())
+    chi2 = sum((drawn.count(token) - float(expected[token])) ** 2 / float(expected[token]) for token in bins)
+    others = sum(token not in set(bins) for token in drawn)
+    chi2 += (others - rest) ** 2 / max(rest, 1.0)
+    degrees = len(bins)
+    assert chi2 < degrees + 4 * (2 * degrees) ** 0.5, (chi2, degrees)
