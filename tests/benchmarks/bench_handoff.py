@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import zmq
+
 from baton.metadata.handoff_client import Arrived, HandoffClient
 from baton.metadata.handoff_server import HandoffServer
 from baton.metadata.memory import PageMemory

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 def run_router(config: dict[str, Any], ready: Any) -> None:
     """The process under measurement."""
     import uvloop
+
     from baton.router.config import RouterConfig
     from baton.router.main import Router
 
@@ -46,9 +47,10 @@ def run_router(config: dict[str, Any], ready: Any) -> None:
 
 def run_nodes(address: str, num_tokens: int, num_streams: int, interval_s: float, pipe: Any) -> None:
     """Prefill and decode in one process. Decode waits for all streams and then steps them together."""
+    from router.fake_nodes import FakeCluster, FakeNode, make_tokenizer
+
     from baton.metadata import messages as m
     from baton.metadata.request import Ended, Unit, pack_ids
-    from router.fake_nodes import FakeCluster, FakeNode, make_tokenizer
 
     class Prefill(FakeNode):
         def output(self, request: Any, prompt: Any, choice: int) -> list[int]:

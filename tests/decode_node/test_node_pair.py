@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from baton.metadata.messages import Cancel, Resend, Welcome
-from baton.metadata.request import Unit
 from node_pair import ROUTER_EPOCH, NodePair, Result, params
 from ties import Reference
+
+from baton.metadata.messages import Cancel, Resend, Welcome
+from baton.metadata.request import Unit
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 MakePair = Callable[..., NodePair]

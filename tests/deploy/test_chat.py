@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+
 from baton.deploy.client import Client
 from baton.deploy.plan import free_port
 from baton.metadata.errors import ConfigError, RequestError, Unavailable

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from baton.deploy import cli
 from baton.deploy.story import SUMMARIES
 

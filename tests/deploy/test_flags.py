@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from baton.decode_node.config import DecodeConfig
 from baton.deploy.config_file import print_tables, read_tables
 from baton.deploy.flags import Parser, add_flag, by_name, resolve, settings_of, to_argv
@@ -17,8 +20,6 @@ from baton.metadata.config import setting
 from baton.metadata.errors import ConfigError
 from baton.prefill_node.config import PrefillConfig
 from baton.router.config import RouterConfig
-from hypothesis import given
-from hypothesis import strategies as st
 
 ALL = [UpConfig, RouterConfig, PrefillConfig, DecodeConfig]
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from baton.decode_node.config import DecodeConfig
 from baton.deploy.child import Child
 from baton.deploy.client import Client

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, LlamaForCausalLM
+
 from baton.deploy.demo.corpus import (
     END_OF_TEXT,
     SPECIAL_TOKENS,
@@ -17,8 +20,6 @@ from baton.deploy.demo.corpus import (
 from baton.deploy.demo.evaluate import bits_per_byte, complete, encode_documents
 from baton.deploy.demo.model import load_model
 from baton.deploy.demo.train import TrainConfig, TrainResult, parse_arguments, train
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer, LlamaForCausalLM
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo"
 HELD_OUT_FRACTION = 0.2

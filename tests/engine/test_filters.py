@@ -2,10 +2,11 @@ import math
 
 import pytest
 import torch
+from transformers import LogitsProcessor, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
 from baton.engine import filters
 from baton.engine.filters import keep_likely
 from baton.metadata.request import SamplingParams
-from transformers import LogitsProcessor, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 INF = float("inf")
 

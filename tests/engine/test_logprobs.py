@@ -1,4 +1,5 @@
 import torch
+
 from baton.engine.logprobs import compute_logprobs
 
 

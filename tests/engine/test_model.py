@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from baton.engine.batch import BatchRow, ForwardBatch
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.llama import LlamaModel

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from baton.engine.model_config import ModelConfig
 from baton.engine.rope import RopeConfig
 from baton.metadata.errors import ModelError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from baton.engine.pages import Owner, PagePool
 from baton.metadata.errors import OutOfPages
 from baton.metadata.node_info import PoolLedger

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from baton.engine.pages import Owner, PagePool
 from baton.engine.prefix_cache import Lease, PrefixCache
 from baton.metadata.errors import OutOfPages
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 PAGE = 4
 

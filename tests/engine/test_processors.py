@@ -1,9 +1,10 @@
 import pytest
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
+
 from baton.engine.processors import process_logits
 from baton.engine.sampling_state import SamplingState
 from baton.metadata.request import SamplingParams
-from transformers import RepetitionPenaltyLogitsProcessor
 
 VOCAB = 100
 INF = float("inf")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from baton.engine.model_config import ModelConfig
 from baton.engine.rope import RopeConfig, RotaryEmbedding
 from baton.kernels.rotary import apply_rotary_, rotary_ref

@@ -1,11 +1,12 @@
 import numpy as np
 import pytest
 import torch
+from scipy import stats
+
 from baton.engine.sampling import perturbed_scores, sample, tie_gap
 from baton.engine.sampling_state import SamplingBatch, SamplingState
 from baton.kernels.noise import gumbel_noise
 from baton.metadata.request import SamplingParams, choice_seed
-from scipy import stats
 
 INF = float("inf")
 VOCAB = 300

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from baton.engine.config import EngineConfig
 from baton.engine.startup import load_keys
 from baton.metadata.curve import KeyPair

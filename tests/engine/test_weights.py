@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from baton.engine.layers import Linear, fits_half
 from baton.engine.model_config import ModelConfig
 from baton.engine.weights import Weights, fingerprint, load_weights, tensor_specs
 from baton.metadata.errors import ModelError
-from safetensors.torch import load_file, save_file
 
 Checkpoint = Callable[..., Path]
 CPU = torch.device("cpu")

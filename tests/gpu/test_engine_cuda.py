@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from ties import Reference
+
 from baton.engine.batch import BatchRow
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.pages import Owner
-from ties import Reference
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo"
 # largest difference of a logit from transformers on the same device and dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from baton.kernels.attention import (
     AttentionPlan,
     clear_fresh_pages,

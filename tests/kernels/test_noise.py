@@ -3,6 +3,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy import stats
+
 from baton.kernels import noise
 from baton.kernels.noise import (
     gumbel_from_bits_ref,
@@ -12,7 +14,6 @@ from baton.kernels.noise import (
     gumbel_noise_ref,
     random_bits_ref,
 )
-from scipy import stats
 
 SEED_LIMIT = 2**63 - 1
 

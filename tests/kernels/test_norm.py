@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from baton.kernels.norm import rms_norm, rms_norm_ref
 
 

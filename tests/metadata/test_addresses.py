@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from baton.metadata import addresses
 from baton.metadata.addresses import host_identity, parse_address, require_keys
 from baton.metadata.curve import KeyPair

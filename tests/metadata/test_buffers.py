@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from baton.metadata.buffers import MetadataBuffers, Sampled
 from baton.metadata.errors import ProtocolError
 from baton.metadata.hidden_layout import HiddenLayout

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import xxhash
+from handoff_nodes import DRAFT_SCHEMA, SCHEMA, make_memory
+
 from baton.metadata.checksums import first_difference, page_checksums, row_checksum
 from baton.metadata.schema import block_bytes, blocks_per_page, pools
-from handoff_nodes import DRAFT_SCHEMA, SCHEMA, make_memory
 
 
 @pytest.mark.parametrize("schema", [SCHEMA, DRAFT_SCHEMA], ids=["target", "target+draft"])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+
 from baton.metadata.bus import bound_address
 from baton.metadata.curve import KeyPair, secure_client, secure_server
 from baton.metadata.errors import ConfigError

@@ -13,14 +13,6 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from baton.metadata.curve import KeyPair
-from baton.metadata.handoff_client import MAX_PULLS, Arrived, HandoffClient, Revoked, TransferFailed
-from baton.metadata.handoff_server import HandoffServer
-from baton.metadata.messages import Claim, LinkHello, LinkWelcome, Offer, encode, to_prefill_decoder
-from baton.metadata.node_info import Peer
-from baton.metadata.request import pack_ids
-from baton.metadata.schema import blocks_per_page, make_schema
-from baton.metadata.tickets import Claimed, TicketEnded
 from handoff_nodes import (
     DRAFT_SCHEMA,
     SCHEMA,
@@ -37,6 +29,15 @@ from handoff_nodes import (
     spin,
     unit,
 )
+
+from baton.metadata.curve import KeyPair
+from baton.metadata.handoff_client import MAX_PULLS, Arrived, HandoffClient, Revoked, TransferFailed
+from baton.metadata.handoff_server import HandoffServer
+from baton.metadata.messages import Claim, LinkHello, LinkWelcome, Offer, encode, to_prefill_decoder
+from baton.metadata.node_info import Peer
+from baton.metadata.request import pack_ids
+from baton.metadata.schema import blocks_per_page, make_schema
+from baton.metadata.tickets import Claimed, TicketEnded
 
 
 @pytest.fixture(params=["local", "zmq"])

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
+from handoff_nodes import FINGERPRINTS, SCHEMA, make_client, make_row, make_server, named, peer_of, spin, unit
+
 from baton.metadata.addresses import host_identity
 from baton.metadata.checksums import page_checksums
 from baton.metadata.curve import KeyPair
@@ -35,7 +37,6 @@ from baton.metadata.node_info import HandoffSchema, PoolLayout
 from baton.metadata.request import MAX_CHOICES, Unit, pack_ids, unpack_ids
 from baton.metadata.schema import make_schema, page_bytes
 from baton.metadata.tickets import Claimed, TicketEnded
-from handoff_nodes import FINGERPRINTS, SCHEMA, make_client, make_row, make_server, named, peer_of, spin, unit
 
 
 class Decode:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from baton.metadata.errors import ConfigError
 from baton.metadata.hidden_layout import HiddenLayout, assign, spec_hidden_size
 

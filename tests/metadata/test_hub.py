@@ -14,6 +14,7 @@ from typing import Any, get_args
 import pytest
 import uvloop
 import zmq
+
 from baton.metadata.bus import DRAIN_LIMIT, QUEUE_LEN, new_epoch, routing_id
 from baton.metadata.curve import KeyPair
 from baton.metadata.errors import ConfigError

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from handoff_nodes import SCHEMA, make_row, unit
+
 from baton.metadata.errors import ProtocolError
 from baton.metadata.inbound import Inbound
 from baton.metadata.messages import Offer
 from baton.metadata.request import pack_ids
 from baton.metadata.schema import blocks_per_page
 from baton.metadata.transports.base import Move
-from handoff_nodes import SCHEMA, make_row, unit
 
 STRIDE = 8 * blocks_per_page(SCHEMA)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
+
 from baton.metadata.bus import QUEUE_LEN, bound_address
 from baton.metadata.curve import KeyPair
 from baton.metadata.errors import ConfigError

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from baton.metadata.hub import Hub
 from baton.metadata.link import Link
 from baton.metadata.liveness import PEER_SILENCE_S, Change, PeerLiveness, Pulse

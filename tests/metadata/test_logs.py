@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
+
 from baton.metadata.config import ProcessConfig
 from baton.metadata.logs import Throttle, setup_logging
 

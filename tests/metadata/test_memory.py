@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+
 from baton.metadata.errors import ConfigError, TransferError
 from baton.metadata.memory import F_SEAL_FUTURE_WRITE, PageMemory, PeerMemory, map_readonly, memory_size
 

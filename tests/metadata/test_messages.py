@@ -7,6 +7,7 @@ from typing import Any, get_args
 import msgpack
 import msgspec
 import pytest
+
 from baton.metadata import messages as m
 from baton.metadata.request import GenerationRequest, SamplingParams, Unit, choice_seed, pack_ids, unpack_ids
 

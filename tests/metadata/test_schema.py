@@ -7,6 +7,7 @@ import sys
 
 import msgspec
 import pytest
+
 from baton.metadata.errors import ConfigError
 from baton.metadata.hidden_layout import HiddenLayout
 from baton.metadata.node_info import PoolLayout

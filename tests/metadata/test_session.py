@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+
 from baton.metadata.errors import ConfigError
 from baton.metadata.hub import Hub
 from baton.metadata.link import Link

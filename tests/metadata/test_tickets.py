@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from baton.metadata.errors import ProtocolError
 from baton.metadata.request import Unit
 from baton.metadata.tickets import MAX_PARKED, Claimed, Parked, Refund, Ticket, TicketBook, TicketEnded

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import uvloop
+
 from baton.router.config import RouterConfig
 from baton.router.main import Router
 from baton.router.tokenizer import TextTokenizer

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import xxhash
+
 from baton.metadata import messages as m
 from baton.metadata.bus import new_epoch
 from baton.metadata.link import Link

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+
 from baton.metadata import messages as m
 from baton.metadata.node_info import Capacity
 

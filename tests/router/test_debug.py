@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import msgspec
+
 from baton.router import openapi
 from baton.router.api_types import CompletionRequest
 

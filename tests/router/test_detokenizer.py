@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from baton.router.detokenizer import MAX_HELD, make_detokenizer
-from baton.router.tokenizer import TextTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from baton.router.detokenizer import MAX_HELD, make_detokenizer
+from baton.router.tokenizer import TextTokenizer
 
 from .fake_nodes import make_tokenizer
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+
 from baton.metadata import messages
 from baton.metadata.request import unpack_ids
 

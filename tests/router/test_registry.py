@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from baton.metadata import messages as m
 
 from .conftest import System

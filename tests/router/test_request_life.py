@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from baton.metadata import messages as m
 from baton.metadata.request import Unit, unpack_ids
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 
-from baton.router.stop_strings import StopStrings
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from baton.router.stop_strings import StopStrings
 
 LETTERS = "ab\n"
 texts = st.text(LETTERS, max_size=24)

@@ -6,6 +6,7 @@ import zlib
 
 import pytest
 import xxhash
+
 from baton.metadata.errors import ProtocolError, RequestError
 from baton.router.tokenizer import ChatTemplate, TextTokenizer
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import zmq
+
 from baton.metadata.handoff_client import HandoffClient
 from baton.metadata.handoff_server import HandoffServer
 from baton.metadata.memory import PageMemory

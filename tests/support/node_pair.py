@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import zmq
+
 from baton.decode_node.config import DecodeConfig
 from baton.decode_node.node import DecodeNode
 from baton.engine.startup import load_engine, make_membership, transports

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from handoff_nodes import DRAFT_SCHEMA, make_memory, same_pages, unit
+
 from baton.metadata.errors import ProtocolError, TransferError
 from baton.metadata.messages import LinkWelcome, Pages
 from baton.metadata.schema import page_bytes
 from baton.metadata.transports.base import Move
 from baton.metadata.transports.local import LocalTransport
-from handoff_nodes import DRAFT_SCHEMA, make_memory, same_pages, unit
 
 
 @pytest.fixture

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from handoff_nodes import DRAFT_SCHEMA, make_memory, same_pages, unit
+
 from baton.metadata.errors import ProtocolError
 from baton.metadata.messages import Pages, Pull
 from baton.metadata.request import unpack_ids
 from baton.metadata.schema import page_bytes
 from baton.metadata.transports.base import Landed, Move
 from baton.metadata.transports.zmq import MAX_IN_FLIGHT, ZmqTransport, pack_pages, unpack_page
-from handoff_nodes import DRAFT_SCHEMA, make_memory, same_pages, unit
 
 PER_PULL = 3
 
