@@ -9,6 +9,7 @@ import pytest
 from aiohttp import ClientConnectionResetError
 from aiohttp.http_exceptions import ContentEncodingError
 from aiohttp.web import RequestPayloadError
+
 from baton.router.http_faults import ClientFaults
 
 
