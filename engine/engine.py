@@ -119,10 +119,12 @@ class Engine:
     def states(self, batch: ForwardBatch) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The state that the target hands to draft extend, [num_tokens, width] (None where no drafter wants one), and
         its hidden states after the final norm [num_tokens, hidden_size]."""
-        final, aux = self.model.forward_with_aux(batch, self.kv, self.speculation.aux_layers)
+        states = self.model.forward_with_aux(batch, self.kv, self.speculation.aux_layers)
         if self.speculation.hidden.spec("extend") is None:
-            return None, final
-        return torch.cat(aux, dim=1) if aux else final, final
+            return None, states.final
+        extend = torch.cat(states.aux, dim=1) if states.aux else states.handoff
+        self.speculation.hidden.check("extend", extend)
+        return extend, states.final
 
     def sample(
         self, logits: torch.Tensor, states: Sequence[SamplingState]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from ..metadata.errors import ModelError
+from ..metadata.hidden_layout import spec_hidden_size
 from .rope import ROPE_TYPES, RopeConfig, RopeType, yarn_attention_factor
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
@@ -15,12 +16,14 @@ CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """Where the four families differ; all else they share."""
+    """Where the families differ; all else they share."""
 
     qkv_bias: bool | None  # None: config.json's attention_bias decides
     qk_norm: bool
     window: Literal["refused", "all_layers", "by_layer"]
     needs: tuple[str, ...] = ()  # keys whose default differs between versions, so that it must not be guessed
+    has_streams: bool = False  # hc_mult residual streams (hyper-connections)
+    hands_over_collapsed: bool = False  # it has streams, but drafters get the one state that they collapse to
 
 
 FAMILIES = {
@@ -32,6 +35,7 @@ FAMILIES = {
     "Qwen3ForCausalLM": _Family(
         qkv_bias=None, qk_norm=True, window="by_layer", needs=("num_key_value_heads", "head_dim")
     ),
+    "HyperLlamaForCausalLM": _Family(qkv_bias=None, qk_norm=False, window="refused", has_streams=True),
 }
 
 
@@ -59,6 +63,13 @@ class ModelConfig:
     checkpoint_dtype: CheckpointDtype
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    hc_mult: int = 1  # residual streams; 1 where config.json says none, null, 0 or 1
+    hands_over_collapsed: bool = False  # the family has streams and hands the collapsed state to drafters
+
+    @property
+    def handoff_hidden_size(self) -> int:
+        """Width of the state that the target hands to a drafter: all streams, before they are collapsed, as a rule."""
+        return self.hidden_size if self.hands_over_collapsed else spec_hidden_size(self.hidden_size, self.hc_mult)
 
     @property
     def q_size(self) -> int:
@@ -107,12 +118,14 @@ class ModelConfig:
             tie_word_embeddings=raw.flag("tie_word_embeddings"),
             qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
             attention_bias=attention_bias,
-            mlp_bias=raw.flag("mlp_bias") if raw.architecture == "LlamaForCausalLM" else False,
+            mlp_bias=raw.flag("mlp_bias") if raw.architecture.endswith("LlamaForCausalLM") else False,
             qk_norm=family.qk_norm,
             sliding_window=_sliding_window(raw, family),
             checkpoint_dtype=_checkpoint_dtype(raw),
             eos_token_ids=_eos_token_ids(raw, path / "generation_config.json"),
             bos_token_id=raw.integer("bos_token_id", minimum=0) if raw.get("bos_token_id") is not None else None,
+            hc_mult=_hc_mult(raw, family),
+            hands_over_collapsed=family.hands_over_collapsed,
         )
 
 
@@ -224,6 +237,14 @@ def _rope(raw: _RawConfig) -> RopeConfig:
             "attention_factor", yarn_attention_factor(factor, fields.get("mscale"), fields.get("mscale_all_dim"))
         ),
     )
+
+
+def _hc_mult(raw: _RawConfig, family: _Family) -> int:
+    """Number of residual streams; null, 0 and 1 are the ordinary one."""
+    hc_mult = raw.integer("hc_mult", 1, minimum=0)
+    if hc_mult > 1 and not family.has_streams:
+        raise raw.error("hc_mult", f"is not served for {raw.architecture}, which has one residual stream")
+    return max(1, hc_mult)
 
 
 def _context_len(raw: _RawConfig, rope: RopeConfig) -> int:

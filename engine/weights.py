@@ -19,6 +19,15 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class StreamSite:
+    """How one branch of a layer reads the residual streams and adds to them (models/hyper_llama.py)."""
+
+    read: torch.Tensor  # [hc_mult]
+    write: torch.Tensor  # [hc_mult]
+    mix: torch.Tensor  # [hc_mult, hc_mult], from, to
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
     """One decoder layer; q, k, v and gate, up are fused by rows in that order."""
 
@@ -30,6 +39,8 @@ class LayerWeights:
     mlp_norm: torch.Tensor  # [hidden_size]
     gate_up: Linear  # hidden_size -> 2 * intermediate_size
     down: Linear  # intermediate_size -> hidden_size
+    attention_site: StreamSite | None = None  # both None with one residual stream
+    mlp_site: StreamSite | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,7 +152,13 @@ def read_layer(
         mlp_norm=reader.fused(f"{prefix}.post_attention_layernorm.weight"),
         gate_up=reader.linear(mlp, "gate_proj", "up_proj", bias=config.mlp_bias),
         down=reader.linear(mlp, "down_proj", bias=config.mlp_bias),
+        attention_site=_read_site(reader, f"{prefix}.attn_hc") if config.hc_mult > 1 else None,
+        mlp_site=_read_site(reader, f"{prefix}.ffn_hc") if config.hc_mult > 1 else None,
     )
+
+
+def _read_site(reader: TensorReader, prefix: str) -> StreamSite:
+    return StreamSite(*(reader.fused(f"{prefix}.{name}") for name in ("read", "write", "mix")))
 
 
 def layer_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -165,6 +182,11 @@ def layer_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     if config.qk_norm:
         yield "self_attn.q_norm.weight", (config.head_dim,)
         yield "self_attn.k_norm.weight", (config.head_dim,)
+    if config.hc_mult > 1:
+        for site in ("attn_hc", "ffn_hc"):
+            yield f"{site}.read", (config.hc_mult,)
+            yield f"{site}.write", (config.hc_mult,)
+            yield f"{site}.mix", (config.hc_mult, config.hc_mult)
 
 
 def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, specs: list[TensorSpec]) -> None:

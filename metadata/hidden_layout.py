@@ -81,6 +81,13 @@ class HiddenLayout:
             return None
         return torch.zeros(num_rows, spec.width, dtype=TORCH_DTYPES[spec.dtype], device=device)
 
+    def check(self, phase: Phase, rows: torch.Tensor) -> None:
+        """Raises ValueError unless `rows` [num_rows, width] are the phase's, also where there are none."""
+        spec = self.spec(phase)
+        if spec is None or rows.ndim != 2 or (rows.shape[1], rows.dtype) != (spec.width, TORCH_DTYPES[spec.dtype]):
+            wanted = "none" if spec is None else f"[num_rows, {spec.width}] {spec.dtype}"
+            raise ValueError(f"{phase} state of {self.algorithm} is {wanted}, not {tuple(rows.shape)} {rows.dtype}")
+
     def _handoff_state(self) -> HiddenSpec:
         if self.hands_over_collapsed:
             return HiddenSpec(self.target_hidden_size, self.target_dtype)

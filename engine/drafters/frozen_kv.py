@@ -39,6 +39,7 @@ class FrozenKvDrafter:
         recurrent = torch.stack([_state(sequence) for sequence in sequences]).to(device)
         drafted = torch.empty(len(sequences), 0, dtype=torch.int64, device=device)
         for _ in range(num_steps):
+            self.hidden.check("recurrent", recurrent)
             recurrent, logits = self._head.forward(batch, self._kv, recurrent)
             tokens = sample_ahead(logits, states, drafted)
             drafted = torch.cat([drafted, tokens.unsqueeze(1)], dim=1)
@@ -53,6 +54,7 @@ class FrozenKvDrafter:
         num_accepted: Sequence[int],
     ) -> None:
         assert hidden is not None and hidden.shape[:2] == targets.shape, (hidden, targets)
+        self.hidden.check("extend", hidden.flatten(0, 1))
         for row, (sequence, count) in enumerate(zip(sequences, num_accepted, strict=True)):
             sequence.draft = DraftState(None, hidden[row, count].clone())
 
@@ -61,6 +63,7 @@ class FrozenKvDrafter:
 
     def finish_prompt(self, tails: Sequence[PromptTail], hidden: torch.Tensor | None) -> list[DraftState]:
         assert hidden is not None and hidden.shape[0] == len(tails), hidden
+        self.hidden.check("extend", hidden)
         return [DraftState(None, hidden[row].clone()) for row in range(len(tails))]
 
 

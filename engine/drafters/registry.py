@@ -135,6 +135,9 @@ def _head(algorithm: str, steps: int, target: ModelConfig, draft_dir: Path, dtyp
         target_dtype=dtype,
         draft_hidden_size=head.config.hidden_size,
         draft_dtype=dtype,
+        hc_mult=target.hc_mult,
+        hands_over_collapsed=target.hands_over_collapsed,
+        draft_hc_mult=head.config.hc_mult,
         num_aux=len(aux_layers),
         is_chained=True,
     )

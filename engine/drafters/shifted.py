@@ -99,12 +99,13 @@ class ShiftedDrafter:
         self, rows: Sequence[BatchRow], tokens: torch.Tensor | None, hidden: torch.Tensor, *, is_extend: bool
     ) -> torch.Tensor:
         """Recurrent states [num_tokens, width]; `tokens` [num_tokens] int64 instead of the rows' own."""
-        expected = self.hidden.spec("extend" if is_extend else "recurrent")
-        assert expected is not None and hidden.shape[1] == expected.width, (hidden.shape, expected)
+        self.hidden.check("extend" if is_extend else "recurrent", hidden)
         batch = ForwardBatch.build(rows, self._kv.shape[4], self._kv.device)
         if tokens is not None:
             batch = replace(batch, input_ids=tokens)
-        return self._head.forward(batch, self._kv, hidden, is_extend=is_extend)
+        recurrent = self._head.forward(batch, self._kv, hidden, is_extend=is_extend)
+        self.hidden.check("recurrent", recurrent)
+        return recurrent
 
 
 def _draft(sequence: Drafted) -> tuple[torch.Tensor, torch.Tensor]:

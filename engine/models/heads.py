@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from ...kernels.norm import add_rms_norm_, rms_norm
 from ...kernels.silu import silu_mul
 from ...metadata.errors import ConfigError, ModelError
+from ...metadata.hidden_layout import spec_hidden_size
 from ..attention import Attention, begin_attention
 from ..batch import ForwardBatch
 from ..checkpoint import Checkpoint
@@ -25,6 +26,7 @@ from ..layers import Linear
 from ..model_config import ModelConfig
 from ..rope import RotaryEmbedding
 from ..weights import LayerWeights
+from .hyper_eagle import load_hyper_eagle
 from .llama import LlamaModel
 from .tensors import HeadTensors
 
@@ -173,14 +175,21 @@ def read_head(directory: Path, target: ModelConfig) -> HeadFile:
     """Recognise a head by its tensors' names. Raises ModelError for a directory that holds none, ConfigError for a head
     that does not fit the target, naming both values."""
     names = Checkpoint(directory).names
-    config = ModelConfig.from_dir(directory, "LlamaForCausalLM")
-    raw = json.loads((directory / "config.json").read_text())
     algorithm, prefix = _recognise(directory, names)
+    has_streams = any(name.endswith("layers.0.attn_hc.read") for name in names)
+    config = ModelConfig.from_dir(directory, "HyperLlamaForCausalLM" if has_streams else "LlamaForCausalLM")
+    raw = json.loads((directory / "config.json").read_text())
     head = HeadFile(directory, algorithm, config, raw, prefix, _num_mtp_layers(names))
     own = raw.get("target_hidden_size", config.hidden_size)
     if own != target.hidden_size:
         raise ConfigError(
             f"{directory} is a head for a target of hidden size {own}; the target has {target.hidden_size}"
+        )
+    width = spec_hidden_size(config.hidden_size, config.hc_mult)
+    if algorithm != "eagle3" and width != target.handoff_hidden_size:
+        raise ConfigError(
+            f"{directory} takes states of {width} numbers (hc_mult {config.hc_mult}); the target hands over"
+            f" {target.handoff_hidden_size} (hc_mult {target.hc_mult})"
         )
     if config.vocab_size != target.vocab_size:
         raise ConfigError(f"{directory} has a vocabulary of {config.vocab_size}; the target has {target.vocab_size}")
@@ -212,6 +221,8 @@ def load_head(file: HeadFile, target: LlamaModel) -> DraftHead:
     config = file.config
     rotary = RotaryEmbedding(config.rope, config.head_dim, target.device)
     match file.algorithm:
+        case "eagle" if config.hc_mult > 1:
+            return load_hyper_eagle(source, config, rotary, target)
         case "eagle":
             return _eagle(source, config, rotary, target)
         case "eagle3":

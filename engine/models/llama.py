@@ -10,6 +10,7 @@ hidden = norm(h);  logits = lm_head(hidden)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,14 @@ from ..batch import ForwardBatch
 from ..model_config import ModelConfig
 from ..rope import RotaryEmbedding
 from ..weights import Weights
+
+
+class TargetStates(NamedTuple):
+    """What a forward leaves for the head and for drafters."""
+
+    final: torch.Tensor  # [num_tokens, hidden_size], after the last norm: what `logits` takes
+    handoff: torch.Tensor  # [num_tokens, handoff_hidden_size], what the family hands to a drafter
+    aux: list[torch.Tensor]  # residual streams at the inputs of chosen layers, each [num_tokens, hidden_size]
 
 
 class LlamaModel:
@@ -35,22 +44,20 @@ class LlamaModel:
 
     @property
     def handoff_hidden_size(self) -> int:
-        """Width of the state that prefill hands to a drafter: for this family, the hidden state after the last norm."""
-        return self.config.hidden_size
+        """Width of the state that is handed to a drafter: for this family, the hidden state after the last norm."""
+        return self.config.handoff_hidden_size
 
     def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
         """Store the new tokens' KV in their pages and return their hidden states after the final norm,
         [num_tokens, hidden_size].
 
         `kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim], of the model's dtype."""
-        return self.forward_with_aux(batch, kv, ())[0]
+        return self.forward_with_aux(batch, kv, ()).final
 
     @torch.inference_mode()
-    def forward_with_aux(
-        self, batch: ForwardBatch, kv: torch.Tensor, aux_layers: Sequence[int]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """As `forward`, and the residual stream at the inputs of `aux_layers` (num_layers: the last layer's output),
-        each [num_tokens, hidden_size]."""
+    def forward_with_aux(self, batch: ForwardBatch, kv: torch.Tensor, aux_layers: Sequence[int]) -> TargetStates:
+        """As `forward`, with what drafters want: the handoff state, and the residual stream at the inputs of
+        `aux_layers` (num_layers: the last layer's output)."""
         assert kv.dtype == self.dtype, (kv.dtype, self.dtype)
         eps = self.config.rms_norm_eps
         attend = begin_attention(self.config, self._rotary, batch, kv)
@@ -66,7 +73,7 @@ class LlamaModel:
             delta = layer.down(silu_mul(layer.gate_up(normed)))
         final = add_rms_norm_(hidden, delta, self.weights.norm, eps)
         aux[len(self.weights.layers)] = hidden
-        return final, [aux[index] for index in aux_layers]
+        return TargetStates(final, final, [aux[index] for index in aux_layers])
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from ...metadata.errors import ModelError
 from ..model_config import ModelConfig
 from ..weights import Progress, load_weights
+from .hyper_llama import HyperLlamaModel
 from .llama import LlamaModel
 
 MODELS: dict[str, type[LlamaModel]] = {
@@ -16,6 +17,7 @@ MODELS: dict[str, type[LlamaModel]] = {
     "MistralForCausalLM": LlamaModel,
     "Qwen2ForCausalLM": LlamaModel,
     "Qwen3ForCausalLM": LlamaModel,
+    "HyperLlamaForCausalLM": HyperLlamaModel,
 }
 
 
@@ -31,4 +33,6 @@ def load_model(
     model_class = MODELS.get(config.architecture)
     if model_class is None:
         raise ModelError(f"{config.architecture} is not served; Baton serves {', '.join(MODELS)}")
+    if config.hc_mult == 1:
+        model_class = LlamaModel  # one stream is an ordinary Llama
     return model_class(config, load_weights(Path(model_dir), config, dtype, torch.device(device), progress))

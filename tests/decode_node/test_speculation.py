@@ -52,6 +52,11 @@ def generate(pair: NodePair, name: str = "r", max_tokens: int = 17) -> dict[tupl
 NAMES = ("ngram", "standalone", *KINDS)
 
 
+def target(name: str, checkpoint: Callable[..., Path]) -> Path:
+    """The model that the drafter `name` is for."""
+    return checkpoint("hyper_llama" if name == "hyper-eagle" else "llama")
+
+
 def drafter(name: str, model: Path, checkpoint: Callable[..., Path], tmp_path: Path) -> dict[str, Any]:
     """Settings of both nodes. The heads are random: right nearly never, which changes no token."""
     if name == "ngram":
@@ -68,7 +73,7 @@ def drafter(name: str, model: Path, checkpoint: Callable[..., Path], tmp_path: P
 def test_output_is_that_of_speculation_off(
     name: str, transport: str, checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path
 ) -> None:
-    model = checkpoint("llama")
+    model = target(name, checkpoint)
     plain = generate(make_pair(model))
     pair = make_pair(model, transport=transport, **drafter(name, model, checkpoint, tmp_path))
     assert generate(pair) == plain
@@ -79,7 +84,7 @@ def test_output_is_that_of_speculation_off(
 def test_preemption_changes_no_token(
     name: str, checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path
 ) -> None:
-    model = checkpoint("llama")
+    model = target(name, checkpoint)
     plain = generate(make_pair(model))
     tight = make_pair(model, decode={"num_pages": 26}, **drafter(name, model, checkpoint, tmp_path))
     assert generate(tight) == plain
@@ -91,7 +96,7 @@ def test_drafts_do_not_depend_on_chunks_or_prefix_hits(
     name: str, checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path
 ) -> None:
     """Draft KV and state are the same however a prompt was computed, so every round accepts the same tokens."""
-    model = checkpoint("llama")
+    model = target(name, checkpoint)
     settings = drafter(name, model, checkpoint, tmp_path)
     proposals: list[dict[str, list[list[int]]]] = []
     for chunk_tokens in (64, 1, 3, 4, 5):

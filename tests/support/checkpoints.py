@@ -15,7 +15,8 @@ END = "<|end|>"
 
 
 def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **config: Any) -> Path:
-    """A random model of `family` (llama, mistral, qwen2, qwen3) with a byte-level tokenizer of 512 ids, float32.
+    """A random model of `family` with a byte-level tokenizer of 512 ids, float32: llama, mistral, qwen2, qwen3, or
+    hyper_llama, which is the llama with `hc_mult` residual streams (4 unless told otherwise).
 
     `config` overrides fields of the transformers configuration. The weights are spread wide, so that the greedy
     text varies and near-ties are rare. Returns `path`.
@@ -23,7 +24,8 @@ def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **confi
     import torch
     import transformers
 
-    class_name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    hc_mult: Any = config.pop("hc_mult", 4) if family == "hyper_llama" else None
+    class_name = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}.get(family, "Llama")
     fields: dict[str, Any] = {
         "vocab_size": 512,
         "hidden_size": 64,
@@ -45,6 +47,8 @@ def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **confi
     model = getattr(transformers, f"{class_name}ForCausalLM")(getattr(transformers, f"{class_name}Config")(**fields))
     path.mkdir(parents=True, exist_ok=True)
     model.float().eval().save_pretrained(path)
+    if family == "hyper_llama":
+        _add_streams(path, hc_mult, seed)
     (path / "tokenizer.json").write_text(_tokenizer())
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -55,6 +59,35 @@ def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **confi
     }
     (path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     return path
+
+
+def _add_streams(path: Path, hc_mult: Any, seed: int) -> None:
+    """Residual streams for the llama in `path`; with None, 0 or 1 only the architecture's name changes."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((path / "config.json").read_text())
+    config |= {"architectures": ["HyperLlamaForCausalLM"], "model_type": "hyper_llama", "hc_mult": hc_mult}
+    (path / "config.json").write_text(json.dumps(config))
+    if hc_mult is None or hc_mult < 2:
+        return
+    generator = torch.Generator().manual_seed(seed)
+    tensors = load_file(path / "model.safetensors")
+    for layer in range(config["num_hidden_layers"]):
+        tensors |= random_sites(f"model.layers.{layer}", hc_mult, generator)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+def random_sites(prefix: str, hc_mult: int, generator: Any) -> dict[str, Any]:
+    """A layer's hyper-connections, every stream unlike the others."""
+    import torch
+
+    sites: dict[str, Any] = {}
+    for site in ("attn_hc", "ffn_hc"):
+        sites[f"{prefix}.{site}.read"] = torch.randn(hc_mult, generator=generator)
+        sites[f"{prefix}.{site}.write"] = torch.randn(hc_mult, generator=generator)
+        sites[f"{prefix}.{site}.mix"] = torch.eye(hc_mult) + 0.2 * torch.randn(hc_mult, hc_mult, generator=generator)
+    return sites
 
 
 @cache

@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoints import random_sites
 from safetensors.torch import save_file
 
-KINDS = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp")
+KINDS = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp", "hyper-eagle")
 ALGORITHM = {
     "eagle": "eagle",
     "eagle3": "eagle3",
     "mtp-deepseek": "mtp",
     "mtp-mimo": "mtp",
     "frozen-kv-mtp": "frozen-kv-mtp",
+    "hyper-eagle": "eagle",
 }
 
 
@@ -54,6 +56,9 @@ def write_head(directory: Path, kind: str, target_dir: Path, *, seed: int = 0, *
         shapes = _frozen_kv(config, target)
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: _random(shape, generator) for name, shape in shapes.items()}
+    if kind == "hyper-eagle":
+        config |= {"architectures": ["HyperLlamaForCausalLMEagle"], "hc_mult": target["hc_mult"]}
+        tensors |= random_sites("layers.0", target["hc_mult"], generator)
     if kind == "eagle3":
         num = config["draft_vocab_size"]
         tensors["d2t"] = torch.arange(num)  # draft id i is target id 2 i
@@ -92,6 +97,15 @@ def _eagle(config: dict[str, Any], target: dict[str, Any]) -> dict[str, tuple[in
     shapes = _layer("layers.0", config) | {"fc.weight": (size, 2 * size), "fc.bias": (size,)}
     del shapes["layers.0.input_layernorm.weight"]
     return shapes
+
+
+def _hyper_eagle(config: dict[str, Any], target: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    size, wide = config["hidden_size"], target["hc_mult"] * config["hidden_size"]
+    return _layer("layers.0", config) | {
+        "fc.weight": (wide, size + wide),
+        "hidden_norm.weight": (wide,),
+        "norm.weight": (size,),
+    }
 
 
 def _eagle3(config: dict[str, Any], target: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -145,6 +159,7 @@ def _frozen_kv(config: dict[str, Any], target: dict[str, Any]) -> dict[str, tupl
 _SHAPES = {
     "frozen-kv-mtp": _frozen_kv,
     "eagle": _eagle,
+    "hyper-eagle": _hyper_eagle,
     "eagle3": _eagle3,
     "mtp-deepseek": _mtp_deepseek,
     "mtp-mimo": _mtp_mimo,

@@ -1,0 +1,248 @@
+"""Hyper-connection models against the plain torch that the demo's are trained with, from the same files."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from heads import write_head
+
+from baton.deploy.demo.drafters_files import describe, load, load_target, save
+from baton.deploy.demo.drafters_layers import LayerSizes
+from baton.deploy.demo.drafters_models import HyperEagle, Target, TargetRows
+from baton.engine.batch import BatchRow, ForwardBatch
+from baton.engine.drafters.base import DraftState, PromptChunk, PromptTail
+from baton.engine.drafters.shifted import ShiftedDrafter
+from baton.engine.model_config import ModelConfig
+from baton.engine.models.frozen_kv import read_frozen_kv
+from baton.engine.models.heads import load_head, read_head
+from baton.engine.models.hyper_llama import HyperLlamaModel
+from baton.engine.models.llama import LlamaModel
+from baton.engine.models.registry import load_model
+from baton.engine.sampling_state import SamplingState
+from baton.metadata.errors import ConfigError, ModelError
+from baton.metadata.hidden_layout import HiddenLayout
+from baton.metadata.request import SamplingParams
+
+PAGE_SIZE, NUM_PAGES, VOCAB_SIZE, STREAMS, SIZE = 4, 60, 96, 4, 32
+TOLERANCE = 2e-4
+SIZES = LayerSizes(SIZE, 64, num_heads=4, num_kv_heads=2, head_dim=16)
+CHUNKS = [(40,), (1, 5, 13, 1, 1, 1, 17, 1), (3,) * 13 + (1,)]
+Checkpoint = Callable[..., Path]
+
+
+def randomise(model: torch.nn.Module, seed: int) -> None:
+    """Away from the identity, every stream unlike the others."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim == 1 or name.endswith(".mix"):
+            parameter.data += 0.3 * noise
+        else:
+            parameter.data = noise * (0.5 if "embed" in name else parameter.shape[1] ** -0.5)
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(Target(SIZES, VOCAB_SIZE, 3, STREAMS), tmp_path_factory.mktemp("hyper"))
+
+
+@pytest.fixture(scope="module")
+def head_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(HyperEagle(SIZES, STREAMS), tmp_path_factory.mktemp("hyper_eagle"))
+
+
+def write(model: Any, folder: Path) -> Path:
+    randomise(model, len(folder.name))
+    save(model, describe(model, SIZES, VOCAB_SIZE, 128), folder)
+    return folder
+
+
+class Run:
+    """Our model and its KV, full of NaN; one sequence."""
+
+    def __init__(self, model_dir: Path, **changes: Any) -> None:
+        self.config = dataclasses.replace(ModelConfig.from_dir(model_dir), **changes)
+        self.model = load_model(model_dir, self.config, torch.float32, "cpu")
+        self.kv = pool(self.config)
+        self.pages = random.Random(0).sample(range(1, NUM_PAGES), 30)
+
+    def forward(self, ids: Sequence[int], chunks: Sequence[int], aux_layers: tuple[int, ...] = ()) -> list[Any]:
+        """TargetStates of each chunk."""
+        states, position = [], 0
+        for num in chunks:
+            rows = [BatchRow(ids[position : position + num], position, self.pages)]
+            batch = ForwardBatch.build(rows, PAGE_SIZE, "cpu")
+            states.append(self.model.forward_with_aux(batch, self.kv, aux_layers))
+            position += num
+        return states
+
+
+def pool(config: ModelConfig) -> torch.Tensor:
+    shape = (config.num_layers, NUM_PAGES, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim)
+    return torch.full(shape, float("nan"))
+
+
+def prompt(num: int = 40) -> list[int]:
+    return random.Random(1).choices(range(VOCAB_SIZE), k=num)
+
+
+@torch.inference_mode()
+def oracle(target_dir: Path, ids: Sequence[int]) -> tuple[Target, TargetRows]:
+    target = load_target(target_dir)
+    return target, target(torch.tensor([list(ids)]))
+
+
+@pytest.mark.parametrize("chunks", CHUNKS, ids=["whole", "odd", "threes"])
+def test_the_paged_forward_equals_the_plain_one(target_dir: Path, chunks: tuple[int, ...]) -> None:
+    """Logits, the handoff state and the auxiliary states."""
+    ids, run = prompt(), Run(target_dir)
+    assert type(run.model) is HyperLlamaModel
+    target, rows = oracle(target_dir, ids)
+    states = run.forward(ids, chunks, aux_layers=(3, 0, 2))
+    close(torch.cat([each.handoff for each in states]), rows.handoff[0])
+    assert rows.handoff.shape[-1] == run.model.handoff_hidden_size == STREAMS * SIZE
+    close(torch.cat([run.model.logits(each.final) for each in states]), target.logits(rows.hidden)[0])
+    for at, layer in enumerate((3, 0, 2)):
+        close(torch.cat([each.aux[at] for each in states]), rows.residuals[layer][0])
+
+
+def test_mixed_batches_equal_the_plain_forward(target_dir: Path) -> None:
+    ids, run = prompt(), Run(target_dir)
+    _, rows = oracle(target_dir, ids)
+    first, second = run.pages[:10], run.pages[10:20]
+    batches = [
+        [BatchRow(ids[:7], 0, first), BatchRow(ids[:12], 0, second)],
+        [BatchRow(ids[12:13], 12, second), BatchRow(ids[7:30], 7, first)],
+        [BatchRow(ids[30:31], 30, first), BatchRow(ids[13:14], 13, second)],
+    ]
+    for batch in batches:
+        states = run.model.forward_with_aux(ForwardBatch.build(batch, PAGE_SIZE, "cpu"), run.kv, ())
+        expected = [rows.handoff[0, row.position : row.position + len(row.input_ids)] for row in batch]
+        close(states.handoff, torch.cat(expected))
+
+
+@pytest.mark.parametrize("hc_mult", ["absent", None, 0, 1])
+def test_one_stream_is_a_plain_llama(hc_mult: Any, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Bit for bit, and what it hands over is the state after the last norm."""
+    plain, ids = checkpoint("llama"), prompt()
+    config = (plain / "config.json").read_text().replace("LlamaForCausalLM", "HyperLlamaForCausalLM")
+    if hc_mult != "absent":
+        config = config.replace("{", '{"hc_mult": %s,' % ("null" if hc_mult is None else hc_mult), 1)
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "model.safetensors").symlink_to(plain / "model.safetensors")
+    ours, theirs = Run(tmp_path), Run(plain)
+    assert type(ours.model) is LlamaModel and ours.config.hc_mult == 1
+    assert ours.model.handoff_hidden_size == ours.config.hidden_size
+    for a, b in zip(ours.forward(ids, CHUNKS[1]), theirs.forward(ids, CHUNKS[1]), strict=True):
+        assert torch.equal(a.final, b.final) and torch.equal(a.handoff, a.final)
+
+
+def test_a_family_may_hand_over_the_collapsed_state(target_dir: Path) -> None:
+    run = Run(target_dir, hands_over_collapsed=True)
+    (states,) = run.forward(prompt(), (40,))
+    assert run.model.handoff_hidden_size == SIZE
+    assert torch.equal(states.handoff, states.final)
+
+
+def test_streams_where_the_family_has_none_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    config = (checkpoint("llama") / "config.json").read_text().replace("{", '{"hc_mult": 4,', 1)
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ModelError, match="hc_mult = 4 is not served for LlamaForCausalLM"):
+        ModelConfig.from_dir(tmp_path)
+
+
+def test_streams_of_another_number_than_the_tensors_are_refused(target_dir: Path) -> None:
+    with pytest.raises(ModelError, match=r"attn_hc\.mix|attn_hc\.read"):
+        Run(target_dir, hc_mult=2)
+
+
+# --- the head -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_tokens", [40, 7, 1])
+def test_the_drafter_equals_the_plain_head(target_dir: Path, head_dir: Path, chunk_tokens: int) -> None:
+    """Its recurrent state after the prompt, and every token of a round: one dense forward over the same rows."""
+    num_steps, bonus, ids = 5, 7, prompt()
+    run = Run(target_dir)
+    drafter = make_drafter(run, head_dir, num_steps)
+    states = torch.cat([each.handoff for each in run.forward(ids, (40,))])
+    for start in range(0, 40, chunk_tokens):
+        chunk = PromptChunk(ids, start, min(40, start + chunk_tokens), run.pages)
+        drafter.observe_prompt([chunk], states[chunk.start : chunk.stop])
+    sampling = SamplingState(SamplingParams(max_tokens=9, temperature=0.0), ids, vocab_size=VOCAB_SIZE, device="cpu")
+    sampling.append(bonus)
+    (state,) = drafter.finish_prompt([PromptTail(40, bonus, run.pages, sampling)], states[-1:])
+    drafted = drafter.propose([Drafting([*ids, bonus], 40, run.pages, sampling, state)], num_steps)
+
+    expected_state, expected = plain_drafts(target_dir, head_dir, ids, bonus, num_steps)
+    assert state.hidden is not None and state.hidden.shape == (STREAMS * SIZE,)
+    close(state.hidden, expected_state)
+    assert drafted.tolist() == [expected]
+
+
+@dataclasses.dataclass
+class Drafting:
+    token_ids: list[int]
+    num_computed: int
+    pages: list[int]
+    sampling: SamplingState
+    draft: DraftState | None
+
+
+@torch.inference_mode()
+def plain_drafts(
+    target_dir: Path, head_dir: Path, ids: list[int], bonus: int, num_steps: int
+) -> tuple[torch.Tensor, list[int]]:
+    head = load(head_dir)
+    assert isinstance(head, HyperEagle)
+    target, rows = oracle(target_dir, ids)
+    hidden, tokens = rows.handoff, [*ids[1:], bonus]
+    first = None
+    for _ in range(num_steps):
+        states, features = head(hidden, torch.tensor([tokens]), torch.arange(len(tokens)), target)
+        first = states[0, -1] if first is None else first
+        hidden = torch.cat([hidden, states[:, -1:]], dim=1)
+        tokens.append(int(head.logits(features, target)[0, -1].argmax()))
+    assert first is not None
+    return first, tokens[len(ids) :]
+
+
+def make_drafter(run: Run, head_dir: Path, num_steps: int) -> ShiftedDrafter:
+    file = read_head(head_dir, run.config)
+    hidden = HiddenLayout(
+        algorithm="eagle",
+        target_hidden_size=SIZE,
+        hc_mult=run.config.hc_mult,
+        draft_hidden_size=SIZE,
+        draft_hc_mult=file.config.hc_mult,
+    )
+    return ShiftedDrafter("eagle", load_head(file, run.model), pool(file.config), hidden, num_steps)
+
+
+def test_heads_for_other_streams_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Both numbers of streams, and both widths, are in the message."""
+    four, two, one = checkpoint("hyper_llama"), checkpoint("hyper_llama", hc_mult=2), checkpoint("llama")
+    head = write_head(tmp_path / "head", "hyper-eagle", four)
+    assert read_head(head, ModelConfig.from_dir(four)).algorithm == "eagle"
+    for other, words in ((two, "128 (hc_mult 2)"), (one, "64 (hc_mult 1)")):
+        with pytest.raises(ConfigError) as error:
+            read_head(head, ModelConfig.from_dir(other))
+        assert "states of 256 numbers (hc_mult 4)" in str(error.value) and words in str(error.value)
+    for kind in ("eagle", "mtp-deepseek"):
+        with pytest.raises(ConfigError, match=r"64 numbers \(hc_mult 1\).*256 \(hc_mult 4\)"):
+            read_head(write_head(tmp_path / kind, kind, one), ModelConfig.from_dir(four))
+    with pytest.raises(ConfigError, match="backbone_hidden_size is 64; the target hands over 256"):
+        read_frozen_kv(write_head(tmp_path / "frozen", "frozen-kv-mtp", one), ModelConfig.from_dir(four))
+    aux_head = write_head(tmp_path / "eagle3", "eagle3", one)
+    assert read_head(aux_head, ModelConfig.from_dir(four)).algorithm == "eagle3"  # it takes collapsed states
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert theirs.std() > 0.1  # else everything is close
+    torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=TOLERANCE)
