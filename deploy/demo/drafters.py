@@ -1,11 +1,13 @@
-"""Train the demo drafters against the demo model, write their directories, and measure how long a run they get accepted.
+"""Train the demo drafters against the demo model, write their directories, and measure their accept lengths.
 
     python -m baton.deploy.demo.drafters --out DIR                     # one GPU: all of them at once, a process each
     python -m baton.deploy.demo.drafters --out DIR --only eagle,mtp3 --device cpu --steps 5 --max-files 40
+    python -m baton.deploy.demo.drafters --out DIR --resume            # train what lies in DIR further
     python -m baton.deploy.demo.drafters --out DIR --evaluate-only     # measure the directories that are there
 
-Layouts: docs/drafter_checkpoints.md, drafters_models.py. Training: drafters_training.py. Measuring: drafters_reference.py.
-`hyper` first trains a small hyper-connection model, then its head (written as hyper_eagle).
+Layouts: docs/drafter_checkpoints.md, drafters_models.py. Training: drafters_training.py. Accept lengths:
+drafters_reference.py. `hyper` first trains a small hyper-connection model, then its head, written as hyper_eagle; with
+--resume the model stays as it is.
 """
 
 import argparse
@@ -43,6 +45,13 @@ class Job:
     device: torch.device
     schedule: Schedule
     token_counts: Tensor  # [vocab_size] int64, in the training text
+    resume: bool  # start from the directories in `out` that exist
+
+    def start(self, name: str, fresh: Drafter) -> Drafter:
+        """`fresh`, or the weights that lie in `out` already, to be trained on."""
+        if self.resume and (self.out / name / "model.safetensors").exists():
+            fresh = load(self.out / name).train().requires_grad_()
+        return fresh.to(self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +70,10 @@ def train_drafter(name: str, job: Job, stream: Tensor) -> dict[str, list[float]]
     config = json.loads((job.target_folder / "config.json").read_text())
     context_len, vocab_size = config["max_position_embeddings"], config["vocab_size"]
     if name == "hyper":
-        return _train_hyper(job, stream, config["vocab_size"], context_len)
+        return _train_hyper(job, stream, vocab_size, context_len)
     model, sizes = _new_drafter(name, layer_sizes(config), config["num_hidden_layers"], job.token_counts)
-    losses = fit(name, model.to(job.device), _loss(name, model, target), stream, job.schedule)
+    model = job.start(name, model)
+    losses = fit(name, model, _loss(name, model, target), stream, job.schedule)
     tokenizer_from = job.target_folder if isinstance(model, Target) else None
     save(model, describe(model, sizes, vocab_size, context_len), job.out / name, tokenizer_from)
     return {name: losses}
@@ -93,21 +103,26 @@ def _new_drafter(name: str, sizes: LayerSizes, num_layers: int, token_counts: Te
 def _train_hyper(job: Job, stream: Tensor, vocab_size: int, context_len: int) -> dict[str, list[float]]:
     """The hyper-connection target, then its head against the written, rounded target."""
     sizes = _small(layer_sizes(json.loads((job.target_folder / "config.json").read_text())))
-    shares = {"hyper": HYPER_SHARE, "hyper_eagle": 1 - HYPER_SHARE}
-    schedules = {
-        name: dataclasses.replace(
-            job.schedule, steps=max(1, int(job.schedule.steps * share)), max_seconds=job.schedule.max_seconds * share
-        )
-        for name, share in shares.items()
-    }
-    hyper = Target(sizes, vocab_size, 6, num_streams=4).to(job.device)
-    losses = {"hyper": fit("hyper", hyper, lambda ids: text_loss(hyper, ids), stream, schedules["hyper"])}
-    save(hyper, describe(hyper, sizes, vocab_size, context_len), job.out / "hyper", job.target_folder)
+    losses: dict[str, list[float]] = {}
+    head_share = 1.0
+    if not (job.resume and (job.out / "hyper").exists()):
+        head_share = 1 - HYPER_SHARE
+        hyper = Target(sizes, vocab_size, 6, num_streams=4).to(job.device)
+        schedule = _part(job.schedule, HYPER_SHARE)
+        losses["hyper"] = fit("hyper", hyper, lambda input_ids: text_loss(hyper, input_ids), stream, schedule)
+        save(hyper, describe(hyper, sizes, vocab_size, context_len), job.out / "hyper", job.target_folder)
     target = load_target(job.out / "hyper").to(job.device)
-    head = HyperEagle(sizes, 4).to(job.device)
-    losses["hyper_eagle"] = fit("hyper_eagle", head, _loss("", head, target), stream, schedules["hyper_eagle"])
+    head = job.start("hyper_eagle", HyperEagle(sizes, target.num_streams))
+    schedule = _part(job.schedule, head_share)
+    losses["hyper_eagle"] = fit("hyper_eagle", head, _loss("", head, target), stream, schedule)
     save(head, describe(head, sizes, vocab_size, context_len), job.out / "hyper_eagle")
     return losses
+
+
+def _part(schedule: Schedule, share: float) -> Schedule:
+    """The same schedule over a share of its length."""
+    steps = max(1, int(schedule.steps * share))
+    return dataclasses.replace(schedule, steps=steps, max_seconds=schedule.max_seconds * share)
 
 
 def _loss(name: str, model: Drafter, target: Target) -> Callable[[Tensor], Tensor]:
@@ -211,6 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-files", type=int, default=None)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--evaluate-only", action="store_true")
+    parser.add_argument("--resume", action="store_true")
     parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--num-tokens", type=int, default=128, help="tokens to generate after each prompt")
@@ -225,7 +241,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         stream = read_tokens(tokenizer, corpus)
         schedule = Schedule(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Schedule)})
         counts = torch.bincount(stream.long(), minlength=tokenizer.get_vocab_size())
-        train_all(options.only.split(","), Job(options.out, options.target, device, schedule, counts), stream)
+        job = Job(options.out, options.target, device, schedule, counts, options.resume)
+        train_all(options.only.split(","), job, stream)
     evaluate(options.out, options.target, prompts, device)
 
 
