@@ -253,13 +253,15 @@ def _eagle3(source: HeadTensors, file: HeadFile, rotary: RotaryEmbedding, target
     if source.has("d2t"):
         offsets = source.ids("d2t")
         target_ids = offsets + torch.arange(len(offsets), device=offsets.device)
-        if len(offsets) != draft_vocab or not bool(((target_ids >= 0) & (target_ids < config.vocab_size)).all()):
-            raise ModelError(
-                f"{file.directory}: d2t maps {len(offsets)} ids, some outside 0 to {config.vocab_size - 1}"
-            )
+        _check_target_ids(file.directory, target_ids, draft_vocab, config.vocab_size)
     elif draft_vocab != config.vocab_size:
         raise ModelError(f"{file.directory}: draft_vocab_size is {draft_vocab}, but there is no d2t")
     own_head = source.has("lm_head.weight")
+    if not own_head and (draft_vocab, size) != (config.vocab_size, target.config.hidden_size):
+        raise ModelError(
+            f"{file.directory} has no lm_head.weight, and the target's does not fit: {config.vocab_size} ids of"
+            f" {target.config.hidden_size}, the draft has {draft_vocab} of {size}"
+        )
     return Eagle3Head(
         config,
         rotary,
@@ -273,6 +275,16 @@ def _eagle3(source: HeadTensors, file: HeadFile, rotary: RotaryEmbedding, target
         config.vocab_size,
         bool(raw.get("norm_before_residual")),
     )
+
+
+def _check_target_ids(directory: Path, target_ids: torch.Tensor, draft_vocab: int, vocab_size: int) -> None:
+    """`target_ids` [draft_vocab_size] int64, made of d2t, names each target id at most once."""
+    if len(target_ids) != draft_vocab:
+        raise ModelError(f"{directory}: d2t maps {len(target_ids)} ids, but draft_vocab_size is {draft_vocab}")
+    if not bool(((target_ids >= 0) & (target_ids < vocab_size)).all()):
+        raise ModelError(f"{directory}: d2t maps {draft_vocab} ids, some outside 0 to {vocab_size - 1}")
+    if len(target_ids.unique()) != draft_vocab:
+        raise ModelError(f"{directory}: d2t maps {draft_vocab} ids, some of them to one target id twice")
 
 
 def _mtp(source: HeadTensors, file: HeadFile, rotary: RotaryEmbedding, target: LlamaModel) -> MtpHead:

@@ -1,0 +1,270 @@
+"""Heads read from files of the published names compute what plain torch computes on them; what does not fit is refused.
+
+Row by row: a prompt in chunks, then rounds whose own forwards and extends are compared, float32.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from baton.decode_node.config import DecodeConfig
+from baton.engine.engine import Engine
+from baton.metadata.errors import BatonError, ConfigError, ModelError
+from heads import ALGORITHM, KINDS, write_head
+from node_pair import params
+from oracle import RMS_NORM_EPS, Oracle
+from safetensors.torch import load_file, save_file
+from solo import Solo, SpyLog, spied
+
+BOUND = 1e-4
+PROMPT = [random.Random(3).randrange(512) for _ in range(11)]
+WIDTHS = {"eagle3": 24, "frozen-kv-mtp": 24}  # heads of another width than their target's
+
+Checkpoints = Callable[..., Path]
+
+
+@pytest.fixture
+def model(checkpoint: Checkpoints) -> Path:
+    return checkpoint("llama", rms_norm_eps=RMS_NORM_EPS, num_hidden_layers=3)
+
+
+def head_of(kind: str, model: Path, directory: Path, **changes: Any) -> Path:
+    own = {"hidden_size": WIDTHS[kind]} if kind in WIDTHS else {}
+    return write_head(directory, kind, model, **(own | changes))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_and_logits_equal_plain_torch(kind: str, temperature: float, model: Path, tmp_path: Path) -> None:
+    head = head_of(kind, model, tmp_path / kind)
+    check_rows(kind, model, head, temperature)
+
+
+def check_rows(kind: str, model: Path, head: Path, temperature: float) -> None:
+    oracle = Oracle(kind, head, model)
+    solo = Solo(model, speculative=ALGORITHM[kind], draft_model=str(head))
+    with spied(solo.drafter) as log:
+        sequence = solo.start(PROMPT, params(30, temperature=temperature, seed=5), chunk=4)
+        if kind != "frozen-kv-mtp":
+            states, theirs = oracle.rows(sequence.token_ids, [])
+            assert [each.positions for each in log] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [10]]
+            close(torch.cat([each.recurrent for each in log]), states)
+            close(log.logits[-1], theirs[-1:])
+        for num_steps in (1, 4, 3, 0, 4):
+            check_round(solo, oracle, sequence, num_steps, log)
+
+
+def check_round(solo: Solo, oracle: Oracle, sequence: Any, num_steps: int, log: SpyLog) -> None:
+    """Every forward of one round, and the logits that followed it, against rows computed anew."""
+    log.clear()
+    before = list(sequence.token_ids)
+    [accepted] = solo.round([sequence], num_steps)
+    own = [each for each in log if not each.is_extend]
+    if oracle.kind == "frozen-kv-mtp":
+        tokens = [each.tokens[0] for each in own]  # the bonus token, then d_1 ..
+        states, theirs = oracle.rows(before, tokens[1:])
+        assert len(own) == num_steps and tokens[:1] == before[-1:] * (num_steps > 0)
+        if num_steps:
+            close(torch.cat([each.recurrent for each in own]), states)
+            close(torch.cat(log.logits), theirs)
+        return
+    assert len(own) == max(0, num_steps - 1) and len(log) == len(own) + 1
+    states, theirs = oracle.rows(before, [each.tokens[0] for each in own])
+    if own:
+        close(torch.cat([each.recurrent for each in own]), states[-len(own) :])
+        close(torch.cat(log.logits[:-1]), theirs[-len(own) :])
+    states, theirs = oracle.rows(sequence.token_ids, [])
+    num_right = accepted.num_accepted + 1  # the later rows of the extend follow rejected drafts
+    close(log[-1].recurrent[:num_right], states[-num_right:])
+    close(log.logits[-1], theirs[-1:])
+    assert sequence.draft.hidden is not None
+    close(sequence.draft.hidden, states[-1])
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Equal within the bound; excluded ids are the same ones."""
+    assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
+    assert torch.equal(ours.isinf(), theirs.isinf())
+    difference = float((ours - theirs).nan_to_num().abs().max())
+    assert difference < BOUND * max(1.0, float(theirs.nan_to_num(neginf=0.0).abs().max())), difference
+
+
+def test_a_wrong_projection_is_noticed(model: Path, tmp_path: Path) -> None:
+    """The comparison itself: halves of `fc` in the wrong order do not pass."""
+    head = head_of("eagle", model, tmp_path / "eagle")
+    swapped = Path(shutil.copytree(head, tmp_path / "swapped"))
+    change(swapped, {"fc.weight": lambda weight: weight.roll(weight.shape[1] // 2, 1)})
+    oracle = Oracle("eagle", swapped, model)
+    solo = Solo(model, speculative="eagle", draft_model=str(head))
+    sequence = solo.start(PROMPT, params(5))
+    with pytest.raises(AssertionError):
+        close(sequence.draft.hidden, oracle.rows(sequence.token_ids, [])[0][-1])
+
+
+# --- layouts as files have them ---
+
+
+def change(directory: Path, tensors: dict[str, Any] | None = None, **config: Any) -> Path:
+    """Damages a directory: tensors by name (None: gone, a function: changed, else replaced), fields of config.json."""
+    path = directory / "model.safetensors"
+    values = load_file(path)
+    for name, value in (tensors or {}).items():
+        if value is None:
+            del values[name]
+        else:
+            values[name] = value(values[name]).contiguous() if callable(value) else value
+    save_file(values, path, {"format": "pt"})
+    fields = json.loads((directory / "config.json").read_text()) | config
+    (directory / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
+    return directory
+
+
+def engine(model: Path, head: Path, speculative: str, **settings: Any) -> Engine:
+    return Engine(
+        DecodeConfig(
+            model=str(model),
+            device="cpu",
+            threads=1,
+            num_pages=8,
+            speculative=speculative,
+            draft_model=str(head),
+            **settings,
+        )
+    )
+
+
+def test_names_may_carry_a_leading_model(model: Path, tmp_path: Path) -> None:
+    head = head_of("eagle", model, tmp_path / "eagle")
+    values = load_file(head / "model.safetensors")
+    states = []
+    for prefix in ("", "model."):
+        save_file(
+            {prefix + name: value for name, value in values.items()}, head / "model.safetensors", {"format": "pt"}
+        )
+        draft = Solo(model, speculative="eagle", draft_model=str(head)).start(PROMPT, params(5)).draft
+        assert draft is not None
+        states.append(draft.hidden)
+    assert torch.equal(states[0], states[1])
+
+
+def test_eagle3_layer_under_either_name_and_ids_in_either_form(model: Path, tmp_path: Path) -> None:
+    """`midlayer.*` or `layers.0.*`; ids of inputs at the top level, of outputs (one less) in eagle_config."""
+    head = head_of("eagle3", model, tmp_path / "eagle3", eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    twin = Path(shutil.copytree(head, tmp_path / "twin"))
+    values = {n.replace("midlayer.", "layers.0."): v for n, v in load_file(head / "model.safetensors").items()}
+    save_file(values, twin / "model.safetensors", {"format": "pt"})
+    outputs = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    change(twin, eagle_aux_hidden_state_layer_ids=None, eagle_config=outputs)
+    drafts = [
+        Solo(model, speculative="eagle3", draft_model=str(each)).start(PROMPT, params(5)).draft for each in (head, twin)
+    ]
+    assert drafts[0] is not None and drafts[1] is not None
+    assert torch.equal(drafts[0].hidden, drafts[1].hidden)
+    assert engine(model, twin, "eagle3").speculation.aux_layers == (1, 2, 3)
+
+
+Damage = Callable[[Path], Path]
+REFUSED: list[tuple[str, str, Damage, type[BatonError], list[str]]] = [
+    ("eagle", "eagle", lambda d: change(d, hidden_size=32), ConfigError, ["hidden size 32", "64"]),
+    ("eagle", "eagle", lambda d: change(d, vocab_size=500), ConfigError, ["vocabulary of 500", "512"]),
+    ("eagle", "eagle", lambda d: change(d, {"fc.weight": None}), ModelError, ["no EAGLE"]),
+    ("eagle", "eagle", lambda d: change(d, {"layers.0.mlp.up_proj.weight": None}), ModelError, ["mlp.up_proj.weight"]),
+    ("eagle", "eagle", lambda d: change(d, {"fc.weight": torch.zeros(64, 64)}), ModelError, ["fc.weight", "64, 128"]),
+    ("eagle", "eagle3", lambda d: d, ConfigError, ["eagle3", "head for eagle"]),
+    ("eagle", "mtp", lambda d: d, ConfigError, ["mtp", "head for eagle"]),
+    ("mtp-deepseek", "eagle", lambda d: d, ConfigError, ["head for mtp", "eagle"]),
+    ("mtp-mimo", "eagle3", lambda d: d, ConfigError, ["head for mtp", "eagle3"]),
+    ("mtp-deepseek", "mtp", lambda d: change(d, {"model.layers.3.enorm.weight": None}), ModelError, ["enorm.weight"]),
+    ("mtp-mimo", "mtp", lambda d: change(d, hidden_size=32), ConfigError, ["hidden size 32", "64"]),
+    ("eagle3", "eagle3", lambda d: change(d, target_hidden_size=128), ConfigError, ["hidden size 128", "64"]),
+    (
+        "eagle3",
+        "eagle3",
+        lambda d: change(d, eagle_aux_hidden_state_layer_ids=[0, 1, 4]),
+        ConfigError,
+        ["[4]", "0 to 3"],
+    ),
+    (
+        "eagle3",
+        "eagle3",
+        lambda d: change(d, eagle_aux_hidden_state_layer_ids=[0, 1]),
+        ConfigError,
+        ["three", "(0, 1)"],
+    ),
+    ("eagle3", "eagle3", lambda d: change(d, {"d2t": None}), ModelError, ["draft_vocab_size is 256", "d2t"]),
+    ("eagle3", "eagle3", lambda d: change(d, {"d2t": torch.arange(255)}), ModelError, ["d2t", "255"]),
+    ("eagle3", "eagle3", lambda d: change(d, {"d2t": torch.full((256,), 400)}), ModelError, ["d2t", "511"]),
+    ("eagle3", "eagle3", lambda d: change(d, {"d2t": torch.arange(256).neg()}), ModelError, ["d2t", "twice"]),
+    (
+        "eagle3",
+        "eagle3",
+        lambda d: change(d, {"midlayer.hidden_norm.weight": None}),
+        ModelError,
+        ["hidden_norm.weight"],
+    ),
+    ("eagle3", "eagle3", lambda d: change(d, {"lm_head.weight": None}), ModelError, ["lm_head.weight"]),
+    ("frozen-kv-mtp", "frozen-kv-mtp", lambda d: change(d, target_layers=[0, 3]), ConfigError, ["[0, 3]", "0 to 2"]),
+    (
+        "frozen-kv-mtp",
+        "frozen-kv-mtp",
+        lambda d: change(d, target_layers=[0]),
+        ModelError,
+        ["target_layers", "2 layers"],
+    ),
+    (
+        "frozen-kv-mtp",
+        "frozen-kv-mtp",
+        lambda d: change(d, backbone_hidden_size=32),
+        ConfigError,
+        ["backbone_hidden_size is 32", "64"],
+    ),
+    (
+        "frozen-kv-mtp",
+        "frozen-kv-mtp",
+        lambda d: change(d, {"pre_projection.weight": None}),
+        ModelError,
+        ["pre_projection.weight"],
+    ),
+    ("frozen-kv-mtp", "frozen-kv-mtp", lambda d: change(d, rope_theta=5e5), ConfigError, ["rope_theta", "500000"]),
+    ("eagle", "frozen-kv-mtp", lambda d: d, ModelError, ["no FROZEN_KV_MTP head"]),
+    ("frozen-kv-mtp", "eagle", lambda d: d, ModelError, ["no EAGLE"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "asked", "damage", "error", "words"), REFUSED)
+def test_what_does_not_fit_is_refused_in_words(
+    kind: str, asked: str, damage: Damage, error: type[BatonError], words: list[str], model: Path, tmp_path: Path
+) -> None:
+    head = damage(head_of(kind, model, tmp_path / "head"))
+    with pytest.raises(error) as raised:
+        engine(model, head, asked)
+    assert all(word in str(raised.value) for word in [*words, "head"]), raised.value
+
+
+@pytest.mark.parametrize("asked", ["eagle", "eagle3", "mtp", "frozen-kv-mtp", "standalone"])
+def test_a_directory_that_is_none_is_refused(asked: str, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="nowhere"):
+        engine(model, tmp_path / "nowhere", asked)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match="empty"):
+        engine(model, tmp_path / "empty", asked)
+    with pytest.raises(ConfigError, match=f"{asked} needs --draft-model"):
+        Engine(DecodeConfig(model=str(model), device="cpu", speculative=asked))  # type: ignore[arg-type]
+
+
+def test_a_draft_model_of_another_vocabulary_or_tokenizer_is_refused(
+    checkpoint: Checkpoints, model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"512 entries.* 500"):
+        engine(model, checkpoint("llama", vocab_size=500), "standalone")
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + "\n")
+    with pytest.raises(ConfigError, match="tokenizer"):
+        engine(model, other, "standalone")

@@ -1,0 +1,244 @@
+"""One engine with a drafter and no messages: prompts in chunks, then rounds, each as a test asks for it.
+
+solo = Solo(model, speculative="eagle", draft_model=str(head))
+sequence = solo.start([1, 2, 3], params(20), chunk=2)
+solo.round([sequence], 4)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from baton.decode_node.config import DecodeConfig
+from baton.engine.batch import BatchRow, ForwardBatch
+from baton.engine.drafters import frozen_kv, sampling, shifted, standalone
+from baton.engine.drafters.base import Drafter, DraftState, PromptChunk, PromptTail
+from baton.engine.engine import Engine
+from baton.engine.pages import Owner
+from baton.engine.round import Accepted, Rounds
+from baton.engine.sampling_state import SamplingState
+from baton.metadata.request import SamplingParams
+
+POISON = 1e4  # where nobody may read: finite, so that a masked score stays masked
+_MODULES = (shifted, standalone, frozen_kv)  # drafters that draw by `sample_ahead`
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A sequence as the rounds see it."""
+
+    prompt_len: int
+    token_ids: list[int]
+    num_computed: int
+    pages: list[int]
+    sampling: SamplingState
+    draft: DraftState | None
+    num_accepted: list[int] = field(default_factory=list)  # one a round
+
+    @property
+    def generated(self) -> list[int]:
+        return self.token_ids[self.prompt_len :]
+
+
+class Solo:
+    """Pages of finished sequences are not given back: give it enough of them."""
+
+    def __init__(self, model: Path, **settings: Any) -> None:
+        common: dict[str, Any] = {"device": "cpu", "threads": 1, "page_size": 4, "num_pages": 256}
+        self.engine = Engine(DecodeConfig(model=str(model), **(common | settings)))
+        assert self.engine.drafter is not None
+        self.drafter: Drafter = self.engine.drafter
+        self.rounds = Rounds(self.engine, self.drafter)
+
+    def start(self, prompt: Sequence[int], params: SamplingParams, *, chunk: int = 64) -> Running:
+        """Computes the prompt, `chunk` tokens at a time, and samples the first token."""
+        return self.start_many([prompt], [params], chunk=chunk)[0]
+
+    def start_many(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, chunk: int = 64
+    ) -> list[Running]:
+        """Prompts of one length, in one batch."""
+        vocab_size = self.engine.model_config.vocab_size
+        states = [SamplingState(p, ids, vocab_size=vocab_size) for ids, p in zip(prompts, params, strict=True)]
+        pages = [self._allocate(len(ids) + p.max_tokens + 16) for ids, p in zip(prompts, params, strict=True)]
+        last, logits = self._compute(prompts, pages, chunk)
+        tokens, _ = self.engine.sample(logits, states)
+        for state, token in zip(states, tokens, strict=True):
+            state.append(token)
+        drafts = self._finish(prompts, tokens, pages, states, last)
+        return [
+            Running(len(ids), [*ids, token], len(ids), own, state, draft)
+            for ids, token, own, state, draft in zip(prompts, tokens, pages, states, drafts, strict=True)
+        ]
+
+    def round(self, sequences: Sequence[Running], num_steps: int) -> list[Accepted]:
+        """One round of all `sequences`, which grow by what it brings."""
+        results = self.rounds.run(sequences, num_steps)
+        for sequence, result in zip(sequences, results, strict=True):
+            for token in result.token_ids:
+                sequence.token_ids.append(token)
+                sequence.sampling.append(token)
+            sequence.num_computed += len(result.token_ids)
+            sequence.num_accepted.append(result.num_accepted)
+        return results
+
+    def run(self, sequence: Running, num_tokens: int, num_steps: int) -> list[int]:
+        """Rounds of one sequence until it has generated `num_tokens`, which are returned."""
+        while len(sequence.generated) < num_tokens:
+            self.round([sequence], num_steps)
+        return sequence.generated[:num_tokens]
+
+    def from_scratch(self, sequence: Running) -> Running:
+        """The same sequence in pages of its own, everything computed anew in one pass."""
+        known, bonus = sequence.token_ids[:-1], sequence.token_ids[-1]
+        pages = self._allocate(len(known) + 16)
+        last, _ = self._compute([known], [pages], len(known))
+        [draft] = self._finish([known], [bonus], [pages], [sequence.sampling], last)
+        return Running(sequence.prompt_len, list(sequence.token_ids), len(known), pages, sequence.sampling, draft)
+
+    def draft_kv(self, sequence: Running) -> torch.Tensor | None:
+        """[num_layers, 2, num_kv_heads, L, head_dim]: the drafter's own KV of all tokens with target KV."""
+        kvs = self.engine._kvs
+        return None if len(kvs) < 2 else gather(kvs[1], sequence.pages, sequence.num_computed)
+
+    def target_kv(self, sequence: Running) -> torch.Tensor:
+        return gather(self.engine.kv, sequence.pages, sequence.num_computed)
+
+    def poison(self, sequence: Running) -> None:
+        """Spoils every slot of the sequence beyond its tokens with KV, in all pools."""
+        page_size = self.engine.pool.page_size
+        for kv in self.engine._kvs:
+            for slot in range(sequence.num_computed, len(sequence.pages) * page_size):
+                kv[:, sequence.pages[slot // page_size], :, :, slot % page_size] = POISON
+
+    def _allocate(self, num_tokens: int) -> list[int]:
+        return self.engine.pool.allocate(-(-num_tokens // self.engine.pool.page_size), Owner.REQUEST)
+
+    def _compute(
+        self, prompts: Sequence[Sequence[int]], pages: Sequence[list[int]], chunk: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Extend states and logits of the last positions, [num_prompts, ...]."""
+        num_tokens = len(prompts[0])
+        for start in range(0, num_tokens, chunk):
+            stop = min(start + chunk, num_tokens)
+            computed = self.engine.compute(
+                [BatchRow(ids[start:stop], start, own) for ids, own in zip(prompts, pages, strict=True)]
+            )
+            chunks = [PromptChunk(ids, start, stop, own) for ids, own in zip(prompts, pages, strict=True)]
+            with torch.inference_mode():
+                self.drafter.observe_prompt(chunks, computed.extend)
+        last = None if computed.extend is None else computed.extend[stop - start - 1 :: stop - start]
+        return last, computed.logits
+
+    def _finish(
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: Sequence[int],
+        pages: Sequence[list[int]],
+        states: Sequence[SamplingState],
+        last: torch.Tensor | None,
+    ) -> list[DraftState]:
+        tails = [
+            PromptTail(len(ids), token, own, state)
+            for ids, token, own, state in zip(prompts, tokens, pages, states, strict=True)
+        ]
+        with torch.inference_mode():
+            return self.drafter.finish_prompt(tails, last)
+
+
+def gather(kv: torch.Tensor, pages: Sequence[int], num_tokens: int) -> torch.Tensor:
+    """[num_layers, 2, num_kv_heads, num_tokens, head_dim], a copy, of a pool [num_layers, num_pages, 2, ...]."""
+    rows = kv[:, list(pages)].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
+    return rows[:, :, :, :num_tokens].clone()
+
+
+class Spied(NamedTuple):
+    """One forward of a drafter."""
+
+    tokens: list[int]
+    positions: list[int]
+    seq_lens: tuple[int, ...]
+    is_extend: bool | None  # None: the drafter makes no difference
+    recurrent: torch.Tensor  # [num_tokens, width] what it returned
+
+
+class SpyLog(list[Spied]):
+    """The forwards of a drafter in order, and beside them the logits that it drew tokens from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits: list[torch.Tensor] = []  # each [num_rows, vocab_size]
+
+    def clear(self) -> None:
+        super().clear()
+        self.logits.clear()
+
+
+class _Spy:
+    """Stands before a head or a draft model and notes every forward."""
+
+    def __init__(self, inner: Any, log: SpyLog) -> None:
+        self._inner, self._log = inner, log
+
+    def forward(self, batch: ForwardBatch, *rest: Any, **options: Any) -> Any:
+        tokens, positions = batch.input_ids.tolist(), batch.positions.tolist()
+        result = self._inner.forward(batch, *rest, **options)
+        recurrent = result
+        if hasattr(result, "recurrent"):
+            recurrent = result.recurrent
+            self._log.logits.append(result.logits)
+        self._log.append(Spied(tokens, positions, batch.seq_lens, options.get("is_extend"), recurrent.clone()))
+        return result
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        result = self._inner.logits(rows)
+        self._log.logits.append(result)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+@contextmanager
+def spied(drafter: Any) -> Iterator[SpyLog]:
+    """Watches a drafter."""
+    log = SpyLog()
+    name = "_model" if hasattr(drafter, "_model") else "_head"
+    inner = getattr(drafter, name)
+    setattr(drafter, name, _Spy(inner, log))
+    try:
+        yield log
+    finally:
+        setattr(drafter, name, inner)
+
+
+def coach(monkeypatch: Any, truths: dict[int, list[int]], is_told: Callable[[int, int], bool]) -> None:
+    """Random drafters guess nearly never; a coached one proposes the right token wherever `is_told(seed, position)`.
+
+    `truths`: by seed, the whole sequence as it will be. The drafter's own choice stands everywhere else."""
+    original = sampling.sample_ahead
+
+    def sample_ahead(logits: torch.Tensor, states: Sequence[SamplingState], drafted: torch.Tensor) -> torch.Tensor:
+        tokens = original(logits, states, drafted).clone()
+        for row, state in enumerate(states):
+            position, truth = state.position + drafted.shape[1], truths.get(state.seed, [])
+            if position < len(truth) and is_told(state.seed, position):
+                tokens[row] = truth[position]
+        return tokens
+
+    for module in _MODULES:
+        monkeypatch.setattr(module, "sample_ahead", sample_ahead)
+
+
+def frozen_fields(sequence: Running) -> dict[str, Any]:
+    """A copy of all that a round must leave as it was (all but the draft state)."""
+    fields = {each.name: getattr(sequence, each.name) for each in dataclasses.fields(sequence)}
+    copied = {name: list(value) if isinstance(value, list) else value for name, value in fields.items()}
+    del copied["draft"], copied["sampling"]
+    return copied | {"position": sequence.sampling.position, "seed": sequence.sampling.seed}
