@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 
+import msgspec
 import torch
 import zmq
 
@@ -104,6 +105,9 @@ class DecodeNode:
             checksum_failures=self.handoff.num_checksum_failures,
             dropped_frames=self.membership.dropped_frames,
             transfer_seconds=self._transfer_seconds,
+            num_rounds=0 if self.rounds is None else self.rounds.stats.num_verified,
+            num_drafted=0 if self.rounds is None else self.rounds.stats.num_drafted,
+            accepted_at=() if self.rounds is None else tuple(self.rounds.stats.accepted_at),
         )
 
     def units(self) -> tuple[Unit, ...]:
@@ -279,6 +283,9 @@ class DecodeNode:
 
     def _accept(self, sequence: Sequence, accepted: Accepted) -> None:
         """Append what a round brought, up to the token that ends the sequence."""
+        sequence.num_rounds += 1
+        sequence.num_drafted += accepted.num_drafted
+        sequence.num_accepted += accepted.num_accepted
         for token, entry in zip(accepted.token_ids, accepted.logprobs, strict=True):
             sequence.num_computed += 1
             self._num_generated += 1
@@ -304,9 +311,15 @@ class DecodeNode:
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         sequence.append(token, logprobs)
-        sequence.ended = ended(sequence.sampling, token, self.engine.context_len, sequence.num_cached)
-        if sequence.ended is not None:
-            logger.info("ended: %s", sequence.ended.reason, extra={"rid": sequence.unit.rid})
+        end = ended(sequence.sampling, token, self.engine.context_len, sequence.num_cached)
+        if end is not None:
+            sequence.ended = msgspec.structs.replace(
+                end,
+                num_rounds=sequence.num_rounds,
+                num_drafted=sequence.num_drafted,
+                num_accepted=sequence.num_accepted,
+            )
+            logger.info("ended: %s", end.reason, extra={"rid": sequence.unit.rid})
             self.scheduler.finish(sequence)
 
     def _send(self, sequences: list[Sequence]) -> None:

@@ -27,6 +27,9 @@ class Sequence:
     num_sent: int = 0  # generated tokens already sent to the router
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index among the generated tokens
     draft: DraftState | None = None
+    num_rounds: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     ended: Ended | None = None
 
     @property

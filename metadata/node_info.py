@@ -94,6 +94,9 @@ class NodeStats(Message, frozen=True):
     checksum_failures: Count = 0
     dropped_frames: Count = 0
     transfer_seconds: Seconds = 0.0
+    num_rounds: Count = 0  # of speculation, counted once a sequence
+    num_drafted: Count = 0
+    accepted_at: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()  # by draft position: how many were accepted
 
 
 class PoolLedger(Message, frozen=True):

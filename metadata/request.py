@@ -109,3 +109,6 @@ class Ended(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     num_prompt: Count
     num_generated: Count
     num_cached: Count  # prompt tokens that prefill found in its prefix cache
+    num_rounds: Count = 0  # of speculation: how often the target verified drafts of this choice
+    num_drafted: Count = 0
+    num_accepted: Count = 0

@@ -170,13 +170,23 @@ class PromptTokensDetails(Struct, frozen=True):
     cached_tokens: int
 
 
-class Usage(Struct, frozen=True, kw_only=True):
-    """Token counts. Each prompt counts once, however many choices share it."""
+class SpeculationDetails(Struct, frozen=True, kw_only=True):
+    """What drafting brought. `accept_length`: tokens a verify gave on average, the target's own one included."""
+
+    drafted_tokens: int
+    accepted_tokens: int
+    verify_count: int
+    accept_length: float
+
+
+class Usage(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Token counts. Each prompt counts once, however many choices share it. `speculation` where decode speculated."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    speculation: SpeculationDetails | None = None
 
 
 class LegacyLogprobs(Struct, frozen=True):

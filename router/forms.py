@@ -25,6 +25,7 @@ from .api_types import (
     CompletionChoice,
     LegacyLogprobs,
     PromptTokensDetails,
+    SpeculationDetails,
     Usage,
 )
 from .generation import Choice, Delta, Generation
@@ -45,6 +46,20 @@ def usage_of(generations: Sequence[Generation]) -> Usage:
         completion_tokens=num_generated,
         total_tokens=num_prompt + num_generated,
         prompt_tokens_details=PromptTokensDetails(num_cached),
+        speculation=_speculation_of(generations),
+    )
+
+
+def _speculation_of(generations: Sequence[Generation]) -> SpeculationDetails | None:
+    num_rounds = sum(generation.num_rounds for generation in generations)
+    if num_rounds == 0:
+        return None
+    num_accepted = sum(generation.num_accepted for generation in generations)
+    return SpeculationDetails(
+        drafted_tokens=sum(generation.num_drafted for generation in generations),
+        accepted_tokens=num_accepted,
+        verify_count=num_rounds,
+        accept_length=round(1 + num_accepted / num_rounds, 3),
     )
 
 

@@ -239,8 +239,11 @@ class Generation:
         "is_canary",
         "is_over",
         "listener",
+        "num_accepted",
         "num_cached",
+        "num_drafted",
         "num_failures",
+        "num_rounds",
         "params",
         "prompt_ids",
         "prompt_logprobs",
@@ -273,6 +276,7 @@ class Generation:
         self.wants_prompt_logprobs = wants_prompt_logprobs
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self.num_cached: int | None = None  # the first attempt's
+        self.num_rounds = self.num_drafted = self.num_accepted = 0  # of choices that nodes ended
         self.num_failures = 0
         self.attempts: dict[int, Attempt] = {}
         self.failed_pairs: set[tuple[bytes, bytes | None]] = set()  # routing ids; others are tried first

@@ -78,6 +78,13 @@ class NodeFigures(Collector):
             for node in nodes:
                 counter.add_metric([node.node_id, node.role, node.hello.model.name], getattr(node.stats, name))
             yield counter
+        accepted = CounterMetricFamily(
+            "baton_node_accepted_drafts", "Drafts accepted, by their place in a round.", labels=[*labels, "position"]
+        )
+        for node in nodes:
+            for position, count in enumerate(node.stats.accepted_at, 1):
+                accepted.add_metric([node.node_id, node.role, node.hello.model.name, str(position)], count)
+        yield accepted
 
 
 _GAUGES: tuple[tuple[str, str, Callable[[Node], float]], ...] = (
@@ -100,6 +107,8 @@ _COUNTERS = (
     "checksum_failures",
     "dropped_frames",
     "transfer_seconds",
+    "num_rounds",
+    "num_drafted",
 )
 
 

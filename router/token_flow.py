@@ -79,6 +79,10 @@ class TokenFlow:
         delta = choice.merge(first, ids, logprobs, ended, now)
         if ended is not None and choice.generation.num_cached is None:
             choice.generation.num_cached = ended.num_cached
+        if ended is not None:
+            choice.generation.num_rounds += ended.num_rounds
+            choice.generation.num_drafted += ended.num_drafted
+            choice.generation.num_accepted += ended.num_accepted
         if choice.gap_since is not None:
             self._gaps.open(choice, node)
         elif had_gap:
