@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from baton.deploy.demo.drafters_layers import DecoderLayer, LayerSizes, rms_norm
-from baton.deploy.demo.drafters_models import Eagle, Eagle3, FrozenKvMtp, Mtp, Target
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from baton.deploy.demo.drafters_layers import DecoderLayer, LayerSizes, rms_norm
+from baton.deploy.demo.drafters_models import Eagle, Eagle3, FrozenKvMtp, Mtp, Target
 
 RMS_NORM_EPS = 1e-5  # of drafters_layers.rms_norm; checkpoints under test must say the same
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
 from baton.decode_node.config import DecodeConfig
 from baton.engine.batch import BatchRow, ForwardBatch
 from baton.engine.drafters import frozen_kv, sampling, shifted, standalone

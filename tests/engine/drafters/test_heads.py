@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from baton.decode_node.config import DecodeConfig
-from baton.engine.engine import Engine
-from baton.metadata.errors import BatonError, ConfigError, ModelError
 from heads import ALGORITHM, KINDS, write_head
 from node_pair import params
 from oracle import RMS_NORM_EPS, Oracle
 from safetensors.torch import load_file, save_file
 from solo import Solo, SpyLog, spied
+
+from baton.decode_node.config import DecodeConfig
+from baton.engine.engine import Engine
+from baton.metadata.errors import BatonError, ConfigError, ModelError
 
 BOUND = 1e-4
 PROMPT = [random.Random(3).randrange(512) for _ in range(11)]
