@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from heads import ALGORITHM, KINDS, write_head
+from heads import ALGORITHM, HYPER, KINDS, write_head
 from node_pair import NodePair, params
 
 MakePair = Callable[..., NodePair]
@@ -49,12 +49,12 @@ def generate(pair: NodePair, name: str = "r", max_tokens: int = 17) -> dict[tupl
     }
 
 
-NAMES = ("ngram", "standalone", *KINDS)
+NAMES = ("ngram", "standalone", *KINDS, HYPER)
 
 
 def target(name: str, checkpoint: Callable[..., Path]) -> Path:
     """The model that the drafter `name` is for."""
-    return checkpoint("hyper_llama" if name == "hyper-eagle" else "llama")
+    return checkpoint("hyper_llama" if name == HYPER else "llama")
 
 
 def drafter(name: str, model: Path, checkpoint: Callable[..., Path], tmp_path: Path) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def test_preemption_changes_no_token(
     assert tight.decode.stats().preemptions > 0
 
 
-@pytest.mark.parametrize("name", ["standalone", *KINDS])
+@pytest.mark.parametrize("name", ["standalone", *KINDS, HYPER])
 def test_drafts_do_not_depend_on_chunks_or_prefix_hits(
     name: str, checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path
 ) -> None:

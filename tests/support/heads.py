@@ -10,7 +10,8 @@ import torch
 from checkpoints import random_sites
 from safetensors.torch import save_file
 
-KINDS = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp", "hyper-eagle")
+KINDS = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp")  # for an ordinary target
+HYPER = "hyper-eagle"  # for a target with residual streams
 ALGORITHM = {
     "eagle": "eagle",
     "eagle3": "eagle3",
