@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from baton.deploy.demo.drafters_layers import DecoderLayer, LayerSizes, rms_norm
-from baton.deploy.demo.drafters_models import Eagle, Eagle3, FrozenKvMtp, Mtp, Target
+from baton.deploy.demo.drafters_models import Eagle, Eagle3, FrozenKvMtp, HyperEagle, Mtp, Target
 
 RMS_NORM_EPS = 1e-5  # of drafters_layers.rms_norm; checkpoints under test must say the same
 
@@ -121,7 +121,7 @@ def _sizes(config: dict[str, Any]) -> LayerSizes:
 def _target(directory: Path) -> Target:
     config, tensors = _read(directory)
     kind = Target if config["tie_word_embeddings"] else _UntiedTarget
-    target = kind(_sizes(config), config["vocab_size"], config["num_hidden_layers"])
+    target = kind(_sizes(config), config["vocab_size"], config["num_hidden_layers"], config.get("hc_mult") or 1)
     target.load_state_dict(tensors)
     return target.eval()
 
@@ -136,15 +136,13 @@ def _module(kind: str, config: dict[str, Any], tensors: dict[str, Tensor], targe
         module = Eagle3(sizes, aux, vocab_size, d2t + torch.arange(len(d2t)))
         module.fc = nn.Linear(3 * width, sizes.hidden_size, bias=False)
     elif kind == "mtp-deepseek":
-        module = Mtp(sizes, target_layers(target), 1)
+        module = Mtp(sizes, len(target.model.layers), 1)
     elif kind == "mtp-mimo":
         module = MimoLayer(sizes)
         tensors = {name.removeprefix("model.mtp_layers.0."): value for name, value in tensors.items()}
+    elif kind == "hyper-eagle":
+        module = HyperEagle(sizes, target.num_streams)
     else:
         module = FrozenKvMtp(sizes, width, config["target_layers"], vocab_size)
     module.load_state_dict(tensors)
     return module.eval()
-
-
-def target_layers(target: Target) -> int:
-    return len(target.model.layers)

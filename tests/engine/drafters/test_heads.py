@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafters import target_of
 from heads import ALGORITHM, KINDS, write_head
 from node_pair import params
 from oracle import RMS_NORM_EPS, Oracle
@@ -43,7 +44,10 @@ def head_of(kind: str, model: Path, directory: Path, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_states_and_logits_equal_plain_torch(kind: str, temperature: float, model: Path, tmp_path: Path) -> None:
+def test_states_and_logits_equal_plain_torch(
+    kind: str, temperature: float, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    model = target_of(kind, checkpoint, rms_norm_eps=RMS_NORM_EPS, num_hidden_layers=3)
     head = head_of(kind, model, tmp_path / kind)
     check_rows(kind, model, head, temperature)
 

@@ -1,0 +1,124 @@
+"""One drafter of every kind for a target, with random weights or such that it is always right."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from heads import ALGORITHM, KINDS, write_head
+from safetensors.torch import load_file, save_file
+
+NAMES = ("standalone", *KINDS)  # those with a model or a head
+SHIFTED = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "hyper-eagle")
+_UNLIKE = {"eagle3": 24, "frozen-kv-mtp": 24}  # heads of another width than their target's
+
+
+def target_of(name: str, checkpoint: Callable[..., Path], **config: Any) -> Path:
+    """A target that the drafter fits."""
+    return checkpoint("hyper_llama" if name == "hyper-eagle" else "llama", **config)
+
+
+def settings(name: str, model: Path, directory: Path, *, steps: int = 5) -> dict[str, Any]:
+    """Engine settings with a random drafter, written into `directory`; right nearly never."""
+    if name == "ngram":
+        return {"speculative": "ngram", "draft_steps": steps}
+    if name == "standalone":
+        draft = perturbed(model, directory / "standalone", 10.0)
+        return {"speculative": "standalone", "draft_model": str(draft), "draft_steps": steps}
+    own = {"hidden_size": _UNLIKE[name]} if name in _UNLIKE else {}
+    head = write_head(directory / name, name, model, **own)
+    return {"speculative": ALGORITHM[name], "draft_model": str(head), "draft_steps": steps}
+
+
+def perturbed(model: Path, directory: Path, size: float) -> Path:
+    """A copy of `model` whose matrices have noise of `size` times their spread: 0.1 is often right, 10 nearly never."""
+    shutil.copytree(model, directory)
+    path, generator = directory / "model.safetensors", torch.Generator().manual_seed(11)
+    tensors = load_file(path)
+    for name in sorted(tensors):
+        if tensors[name].ndim == 2:
+            noise = torch.randn(tensors[name].shape, generator=generator)
+            tensors[name] = (tensors[name] + size * tensors[name].std() * noise) / (1 + size**2) ** 0.5
+    save_file(tensors, path, {"format": "pt"})
+    return directory
+
+
+# --- drafters that are always right ---
+
+
+def make_bigram(model: Path, directory: Path) -> Path:
+    """A copy of `model` whose next token depends on the last alone: every branch adds nothing, rows of the embedding
+    have unit RMS. Then a head that returns the embedding of its token is the target."""
+    shutil.copytree(model, directory)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    embedding = tensors["model.embed_tokens.weight"]
+    embedding /= embedding.square().mean(1, keepdim=True).sqrt()
+    save_file(tensors, path, {"format": "pt"})
+    return directory
+
+
+def make_right(name: str, model: Path, directory: Path) -> Path:
+    """A head of kind `name` that gives exactly the logits of the bigram target `model`. EAGLE-3's vocabulary is a
+    permutation of the target's."""
+    config = json.loads((model / "config.json").read_text())
+    size, vocab_size = config["hidden_size"], config["vocab_size"]
+    target = load_file(model / "model.safetensors")
+    wide = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": size, "draft_vocab_size": vocab_size}
+    write_head(directory, name, model, **(wide if name == "eagle3" else {}))
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for key, tensor in tensors.items():
+        if key.endswith(("o_proj.weight", "down_proj.weight")) or key == "fc.bias":
+            tensor.zero_()
+        elif key.endswith("norm.weight") and tensor.ndim == 1:
+            tensor.fill_(1.0)
+    eye, nothing = torch.eye(size), torch.zeros(size, size)
+    norm, lm_head = target["model.norm.weight"], target["lm_head.weight"]
+    first, second = torch.cat([eye, nothing], 1), torch.cat([nothing, eye], 1)
+    match name:
+        case "eagle":
+            tensors["fc.weight"] = first * norm.unsqueeze(1)
+        case "mtp-deepseek":
+            prefix = f"model.layers.{config['num_hidden_layers']}"
+            tensors[f"{prefix}.eh_proj.weight"] = first
+            tensors[f"{prefix}.shared_head.norm.weight"] = norm.clone()
+        case "mtp-mimo":
+            tensors["model.mtp_layers.0.input_proj.weight"] = second
+            tensors["model.mtp_layers.0.final_layernorm.weight"] = norm.clone()
+        case "frozen-kv-mtp":
+            tensors["pre_projection.weight"] = first
+            tensors["model.norm.weight"] = norm.clone()
+            tensors["model.embed_tokens.weight"] = lm_head.clone()
+        case _:
+            tensors |= _right_eagle3(target, first, second)
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path, {"format": "pt"})
+    return directory
+
+
+def _right_eagle3(
+    target: dict[str, torch.Tensor], first: torch.Tensor, second: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Attention finds the row of the same token and brings its embedding, less the state that the residual adds."""
+    norm, lm_head = target["model.norm.weight"], target["lm_head.weight"]
+    size, vocab_size = lm_head.shape[1], lm_head.shape[0]
+    ids = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(4))
+    return {
+        "fc.weight": torch.zeros(size, 3 * size),
+        "midlayer.self_attn.q_proj.weight": 8 * first,
+        "midlayer.self_attn.k_proj.weight": first,
+        "midlayer.self_attn.v_proj.weight": first - second,
+        "midlayer.self_attn.o_proj.weight": torch.eye(size),
+        "embed_tokens.weight": target["model.embed_tokens.weight"].clone(),
+        "norm.weight": norm.clone(),
+        "lm_head.weight": lm_head[ids],
+        "d2t": ids - torch.arange(vocab_size),
+        "t2d": torch.ones(vocab_size, dtype=torch.bool),
+    }
