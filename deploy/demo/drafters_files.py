@@ -1,4 +1,4 @@
-"""Reading and writing the directories of docs/drafter_checkpoints.md: config.json, and model.safetensors in bfloat16."""
+"""Reading and writing the directories of docs/drafter_checkpoints.md: config.json and model.safetensors, bfloat16."""
 
 import json
 import shutil

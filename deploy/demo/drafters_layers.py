@@ -1,8 +1,8 @@
 """What the demo drafters are made of, in plain torch: attention in three forms, decoder layers, hyper-connections.
 
-Tensor names are those of docs/drafter_checkpoints.md. All sequences are [batch, seq_len, size]; nothing here keeps KV in
-pages. Training unrolls a recurrent drafter: step s of the *anchor* row r stands at position r + s, and sees the rows up to r
-as step 0 computed them and the steps 1..s of its own anchor (EAGLE-3's training-time test).
+Tensor names are those of docs/drafter_checkpoints.md. All sequences are [batch, seq_len, size]; nothing here keeps KV
+in pages. Training unrolls a recurrent drafter: step s of the *anchor* row r stands at position r + s, and sees the rows
+up to r as step 0 computed them and the steps 1..s of its own anchor (EAGLE-3's training-time test).
 """
 
 from dataclasses import dataclass
@@ -186,9 +186,8 @@ def _heads(x: Tensor, sizes: LayerSizes) -> Tensor:
 def _attend_unrolled(q: Tensor, steps: list[KeyValue]) -> Tensor:
     """Each anchor's query over the rows of step 0 up to the anchor, and over the anchor's own later steps."""
     groups = q.shape[1] // steps[0][0].shape[1]
-    keys, values = zip(
-        *((k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)) for k, v in steps), strict=True
-    )
+    keys = [k.repeat_interleave(groups, dim=1) for k, _ in steps]
+    values = [v.repeat_interleave(groups, dim=1) for _, v in steps]
     scale, seq_len = q.shape[-1] ** -0.5, q.shape[2]
     is_future = torch.ones(seq_len, seq_len, dtype=torch.bool, device=q.device).triu(1)
     rows = (q * scale @ keys[0].mT).masked_fill(is_future, float("-inf"))  # [batch, num_heads, anchor, row]

@@ -6,7 +6,8 @@ A `state_dict` is the checkpoint. Every drafter that takes target states has
     forward(hidden, input_ids, positions, ...)  (recurrent state, input of the head) of rows (state, token)
     logits(features, target)                 [..., vocab_size], ids are the target's
 
-and `unroll` of drafters_training.py runs them for several steps. Input and output embeddings are the target's where the layout says so.
+and `unroll` of drafters_training.py runs them for several steps. Input and output embeddings are the target's where the
+layout says so.
 """
 
 from typing import NamedTuple
@@ -37,19 +38,23 @@ class TargetRows(NamedTuple):
     kv: list[KeyValue]  # one per layer
 
 
+class _Trunk(nn.Module):
+    """What a Hugging Face checkpoint keeps under "model."."""
+
+    def __init__(self, sizes: LayerSizes, vocab_size: int, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(vocab_size, sizes.hidden_size)
+        self.layers = nn.ModuleList(layers)
+        self.norm = rms_norm(sizes.hidden_size)
+
+
 class Target(nn.Module):
     """LlamaForCausalLM with tied embeddings, or HyperLlamaForCausalLM when num_streams > 1."""
 
     def __init__(self, sizes: LayerSizes, vocab_size: int, num_layers: int, num_streams: int = 1) -> None:
         super().__init__()
         self.sizes, self.num_streams = sizes, num_streams
-        self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(vocab_size, sizes.hidden_size)
-        self.model.layers = nn.ModuleList(
-            HyperLayer(sizes, num_streams, index) if num_streams > 1 else DecoderLayer(sizes)
-            for index in range(num_layers)
-        )
-        self.model.norm = rms_norm(sizes.hidden_size)
+        self.model = _Trunk(sizes, vocab_size, [self._layer(index) for index in range(num_layers)])
         initialize(self)
 
     @property
@@ -76,6 +81,10 @@ class Target(nn.Module):
         """[..., hidden_size], after the final norm, to [..., vocab_size]; `target` is there for drafters' sake."""
         del target
         return F.linear(hidden, self.embedding)
+
+    def _layer(self, index: int) -> nn.Module:
+        has_streams = self.num_streams > 1
+        return HyperLayer(self.sizes, self.num_streams, index) if has_streams else DecoderLayer(self.sizes)
 
     def _collapse(self, x: Tensor) -> Tensor:
         return x.sum(-2) if self.num_streams > 1 else x
@@ -174,6 +183,14 @@ class Eagle3(nn.Module):
         return out
 
 
+class _SharedHead(nn.Module):
+    """The norm before the head, which is the target's."""
+
+    def __init__(self, sizes: LayerSizes) -> None:
+        super().__init__()
+        self.norm = rms_norm(sizes.hidden_size)
+
+
 class MtpLayer(DecoderLayer):
     """One DeepSeek-V3-like MTP layer around a Llama layer."""
 
@@ -182,8 +199,7 @@ class MtpLayer(DecoderLayer):
         self.enorm = rms_norm(sizes.hidden_size)
         self.hnorm = rms_norm(sizes.hidden_size)
         self.eh_proj = nn.Linear(2 * sizes.hidden_size, sizes.hidden_size, bias=False)
-        self.shared_head = nn.Module()
-        self.shared_head.norm = rms_norm(sizes.hidden_size)
+        self.shared_head = _SharedHead(sizes)
 
     def step(
         self, hidden: Tensor, input_ids: Tensor, positions: Tensor, target: Target, steps: list[KeyValue] | None = None
@@ -195,14 +211,21 @@ class MtpLayer(DecoderLayer):
         return x, self.shared_head.norm(x)
 
 
+class _MtpTrunk(nn.Module):
+    """MTP layers, named by their index after the target's layers."""
+
+    def __init__(self, sizes: LayerSizes, first_layer: int, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(first_layer + m): MtpLayer(sizes) for m in range(num_layers)})
+
+
 class Mtp(nn.Module):
     """MTP layers model.layers.{first_layer + m}; chained: layer m reads layer m - 1's state of the same row."""
 
     def __init__(self, sizes: LayerSizes, first_layer: int, num_layers: int, chained: bool = True) -> None:
         super().__init__()
         self.chained = chained
-        self.model = nn.Module()
-        self.model.layers = nn.ModuleDict({str(first_layer + m): MtpLayer(sizes) for m in range(num_layers)})
+        self.model = _MtpTrunk(sizes, first_layer, num_layers)
         initialize(self)
 
     @property
@@ -226,10 +249,7 @@ class FrozenKvMtp(nn.Module):
         super().__init__()
         self.target_layers = target_layers
         self.pre_projection = nn.Linear(2 * backbone_hidden_size, sizes.hidden_size, bias=False)
-        self.model = nn.Module()
-        self.model.layers = nn.ModuleList(QueryLayer(sizes) for _ in target_layers)
-        self.model.norm = rms_norm(sizes.hidden_size)
-        self.model.embed_tokens = nn.Embedding(vocab_size, sizes.hidden_size)  # the output matrix
+        self.model = _Trunk(sizes, vocab_size, [QueryLayer(sizes) for _ in target_layers])  # embed_tokens: the output
         self.post_projection = nn.Linear(sizes.hidden_size, backbone_hidden_size, bias=False)
         initialize(self)
 

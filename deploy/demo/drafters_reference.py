@@ -1,9 +1,9 @@
 """Draft and verify without KV caches, pages or buffers: what the engine's rounds must equal.
 
-`propose` computes a drafter's proposals for one sequence from scratch, by the tables of docs/drafter_checkpoints.md: no step
-is kept, every row is computed again. `speculate` runs whole rounds with it. `acceptance` gives the same counts for many
-sequences at once, from one unrolled pass over text that the target itself wrote. Tokens are chosen greedily, or by the
-largest logit plus `noise` of the token's position, [num_positions, vocab_size], shared by target and drafter.
+`propose` computes a drafter's proposals for one sequence from scratch, by the tables of docs/drafter_checkpoints.md: no
+step is kept, every row is computed again. `speculate` runs whole rounds with it. `acceptance` gives the same counts for
+many sequences at once, from one unrolled pass over text that the target itself wrote. Tokens are chosen greedily, or by
+the largest logit plus `noise` of the token's position, [num_positions, vocab_size], shared by target and drafter.
 """
 
 from dataclasses import dataclass
@@ -81,8 +81,9 @@ def generate(target: Target, prompts: Tensor, num_tokens: int, noise: Tensor | N
 def acceptance(
     drafter: Drafter, target: Target, input_ids: Tensor, prompt_len: int, num_steps: int, noise: Tensor | None = None
 ) -> tuple[float, list[float]]:
-    """(accept length, share of rounds that accepted proposal k) of rounds over input_ids [batch, seq_len], which the target
-    wrote after `prompt_len` tokens with the same `noise` (see `generate`). A round that would pass the end is left out."""
+    """(accept length, share of rounds that accepted proposal k) of rounds over input_ids [batch, seq_len], which the
+    target wrote after `prompt_len` tokens with the same `noise` (see `generate`). A round that would pass the end is
+    left out."""
     is_right = []
     for s, (features, _) in enumerate(unroll(drafter, target, target(input_ids), input_ids, num_steps)):
         logits = drafter.logits(features, target).float()

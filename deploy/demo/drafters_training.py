@@ -1,9 +1,10 @@
 """How a demo drafter learns: several steps on its own states, each against the target's distribution.
 
-For a window of text the target gives, at every row, its states and its distribution of the next token. A drafter starts at
-every anchor row r at once and takes `num_steps` steps; at step s it is given the true token r + 1 + s and its own state of
-step s - 1, and must propose token r + 2 + s. So it is trained on the states that it meets when drafting (training-time test,
-as in EAGLE-3), and since a proposal counts only when those before it were right, the same run measures acceptance.
+For a window of text the target gives, at every row, its states and its distribution of the next token. A drafter starts
+at every anchor row r at once and takes `num_steps` steps; at step s it is given the true token r + 1 + s and its own
+state of step s - 1, and must propose token r + 2 + s. So it is trained on the states that it meets when drafting
+(training-time test, as in EAGLE-3), and since a proposal counts only when those before it were right, the same run
+measures acceptance.
 """
 
 import math
@@ -44,8 +45,8 @@ class Schedule:
 def unroll(
     drafter: Drafter, target: Target, rows: TargetRows, input_ids: Tensor, num_steps: int
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield, for each step, (input of the drafter's head, its state): [batch, num_anchors, size], state None where there is
-    none. Anchors are the rows 0..num_anchors-1, with num_anchors = seq_len - num_steps - 1."""
+    """For each step: (input of the drafter's head, its state), both [batch, num_anchors, size]; the state is None
+    where there is none. Anchors are the rows 0..num_anchors-1; num_anchors = seq_len - num_steps - 1."""
     num_anchors = input_ids.shape[1] - num_steps - 1
     anchors = torch.arange(num_anchors, device=input_ids.device)
     if isinstance(drafter, Target):
@@ -101,7 +102,7 @@ def fit(
     stream: Tensor,
     schedule: Schedule,
 ) -> list[float]:
-    """Train in place on windows of `stream` [num_tokens] integers; the mean losses (nats) of every `log_every` steps."""
+    """Train in place on windows of `stream` [num_tokens] integers; the mean loss (nats) of every `log_every` steps."""
     device = next(model.parameters()).device
     optimizer = MuonAdamW(_AdamNames(model), schedule.matrix_lr, schedule.other_lr, schedule.weight_decay)
     generator = torch.Generator().manual_seed(schedule.seed)
@@ -133,7 +134,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
     """Cross-entropy of logits against probabilities; the gradient is kept in bfloat16 instead of the softmax."""
 
     @staticmethod
-    def forward(ctx, logits: Tensor, probs: Tensor) -> Tensor:  # noqa: ANN001  # pyright: ignore
+    def forward(ctx, logits: Tensor, probs: Tensor) -> Tensor:  # pyright: ignore
         scores = logits.float()
         log_total = scores.logsumexp(-1, keepdim=True)
         loss = (log_total.squeeze(-1) - (scores * probs).sum(-1)).mean()
@@ -141,7 +142,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN001  # pyright: ignore
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
         (difference,) = ctx.saved_tensors
         return difference * (grad / difference.shape[:-1].numel()), None
 
