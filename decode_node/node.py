@@ -21,7 +21,7 @@ import torch
 import zmq
 
 from ..engine.draft_row import get_draft
-from ..engine.engine import Engine
+from ..engine.engine import NO_NUMBERS, Engine
 from ..engine.round import Accepted, Rounds
 from ..engine.sampling_state import SamplingState
 from ..engine.stopping import ended
@@ -292,6 +292,13 @@ class DecodeNode:
             self._append(sequence, token, entry)
             if sequence.ended is not None:
                 return
+        if len(accepted.token_ids) <= accepted.num_accepted:
+            self._fail_numbers(sequence)
+
+    def _fail_numbers(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence)
+        message = NO_NUMBERS.format(position=len(sequence.token_ids))
+        self._fail(sequence.unit, "model_error", message, is_retryable=False)
 
     def _process(self, plan: Plan, logits: torch.Tensor) -> None:
         """Sample, record, end, send."""
@@ -306,7 +313,10 @@ class DecodeNode:
         ids, logprobs = self.engine.sample(logits, [sequence.sampling for sequence in sampled])
         self._num_generated += len(ids)
         for sequence, token, entry in zip(sampled, ids, logprobs, strict=True):
-            self._append(sequence, token, entry)
+            if token is None:
+                self._fail_numbers(sequence)
+            else:
+                self._append(sequence, token, entry)
         self._send(sampled)
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:

@@ -33,6 +33,7 @@ from .weights import fingerprint
 logger = logging.getLogger(__name__)
 
 MIN_LEASE_S = 1.0
+NO_NUMBERS = "the model's logits at position {position} are not numbers; try another dtype, or check the weights"
 LEASE_STEPS = 8  # a decode node that recomputes a chunk renews no lease meanwhile
 _DEFAULT_POOL_TOKENS = 65_536
 _MEMORY_SHARE = 0.25  # of what is free, for a pool of the default size
@@ -128,12 +129,14 @@ class Engine:
 
     def sample(
         self, logits: torch.Tensor, states: Sequence[SamplingState]
-    ) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """One token for each row of `logits` [num_rows, vocab_size], and its log-probabilities where asked for."""
+    ) -> tuple[list[int | None], list[TokenLogprobs | None]]:
+        """One token for each row of `logits` [num_rows, vocab_size], None for a row whose logits are not numbers; and
+        its log-probabilities where asked for."""
         with torch.inference_mode():
             result = sample(logits, SamplingBatch.of(states, self.device))
             nothing: list[TokenLogprobs | None] = [None] * len(states)
-            return result.token_ids.tolist(), result.logprobs.to_rows(len(states)) if result.logprobs else nothing
+            ids = [i if ok else None for i, ok in zip(result.token_ids.tolist(), result.is_valid.tolist(), strict=True)]
+            return ids, result.logprobs.to_rows(len(states)) if result.logprobs else nothing
 
     def copy_page(self, source: int, target: int) -> None:
         """All pools' KV of one page into another."""

@@ -23,7 +23,7 @@ from .sampling_state import SamplingBatch
 class Accepted(NamedTuple):
     """What a round brought one sequence."""
 
-    token_ids: list[int]  # t_0 .. t_a, at least one
+    token_ids: list[int]  # t_0 .. t_a, at least one; fewer where the target's logits are no numbers
     logprobs: list[TokenLogprobs | None]
     num_accepted: int  # a: drafts that equal the target's tokens
     num_drafted: int  # K
@@ -78,15 +78,13 @@ class Rounds:
             logprobs: list[TokenLogprobs | None] = [None] * len(states)
             if sampled.logprobs is not None:
                 logprobs = sampled.logprobs.to_rows(len(states))
-            return [
-                Accepted(
-                    tokens[: count + 1],
-                    logprobs[row * (num_steps + 1) : row * (num_steps + 1) + count + 1],
-                    count,
-                    num_steps,
-                )
-                for row, (tokens, count) in enumerate(zip(targets.tolist(), num_accepted, strict=True))
-            ]
+            num_valid = sampled.is_valid.view(targets.shape).long().cumprod(1).sum(1).tolist()
+            results: list[Accepted] = []
+            for row, tokens in enumerate(targets.tolist()):
+                start, count = row * (num_steps + 1), min(num_accepted[row] + 1, num_valid[row])
+                accepted = Accepted(tokens[:count], logprobs[start : start + count], num_accepted[row], num_steps)
+                results.append(accepted)
+            return results
 
     def recompute(self, sequences: Sequence[Drafted], rows: Sequence[BatchRow], hidden: torch.Tensor | None) -> None:
         """After a preemption: tokens of `sequences` were computed again, as `rows` say, with these extend states

@@ -25,6 +25,7 @@ class SampleResult(NamedTuple):
     """One token for each row of the batch."""
 
     token_ids: Tensor  # [num_rows] int64
+    is_valid: Tensor  # [num_rows] bool; False: the row's logits are no numbers, and neither is its token a choice
     logprobs: Logprobs | None  # None when no row asks
 
 
@@ -39,7 +40,8 @@ def sample(logits: Tensor, batch: SamplingBatch, *, with_logprobs: bool = True) 
     scores = logits if batch.is_plain_greedy else perturbed_scores(logits, batch)
     token_ids = scores.argmax(-1)  # promises the first of equals
     logprobs = compute_logprobs(logits, token_ids, batch.num_logprobs) if with_logprobs else None
-    return SampleResult(token_ids, logprobs)
+    is_valid = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1).isnan().logical_not_()  # argmax finds a NaN first
+    return SampleResult(token_ids, is_valid, logprobs)
 
 
 def perturbed_scores(logits: Tensor, batch: SamplingBatch) -> Tensor:

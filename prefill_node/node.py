@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 
 import torch
 import zmq
@@ -22,7 +23,7 @@ import zmq
 from ..engine.batch import BatchRow
 from ..engine.draft_row import set_draft
 from ..engine.drafters.base import Drafter, DraftState, PromptChunk, PromptTail
-from ..engine.engine import Computed, Engine
+from ..engine.engine import NO_NUMBERS, Computed, Engine
 from ..engine.logprobs import compute_logprobs
 from ..engine.sampling_state import SamplingState
 from ..engine.stopping import ended
@@ -43,6 +44,17 @@ logger = logging.getLogger(__name__)
 STEP_LIMIT_S = 60.0  # of one chunk; a longer one means that the node is stuck
 
 
+@dataclass(slots=True)
+class _Counts:
+    """Since the start."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+
+
 class PrefillNode:
     """One thread runs `step` for ever; everything here belongs to it."""
 
@@ -55,7 +67,7 @@ class PrefillNode:
         self.first_tokens = FirstTokens()
         self._row_buffer = MetadataBuffers(engine.schema)
         self._jobs: dict[Unit, PrefillJob] = {}  # of every open ticket
-        self._stats = {"prompt_tokens": 0, "computed_tokens": 0, "cached_tokens": 0, "generated_tokens": 0, "steps": 0}
+        self._counts = _Counts()
 
     def step(self) -> bool:
         """Receive, schedule, compute, hand over. Returns whether there is more to compute at once."""
@@ -85,7 +97,15 @@ class PrefillNode:
         )
 
     def stats(self) -> NodeStats:
-        return NodeStats(**self._stats, dropped_frames=self.membership.dropped_frames)
+        counts = self._counts
+        return NodeStats(
+            steps=counts.steps,
+            prompt_tokens=counts.prompt_tokens,
+            computed_tokens=counts.computed_tokens,
+            cached_tokens=counts.cached_tokens,
+            generated_tokens=counts.generated_tokens,
+            dropped_frames=self.membership.dropped_frames,
+        )
 
     def units(self) -> tuple[Unit, ...]:
         """Units of all requests held here."""
@@ -166,9 +186,9 @@ class PrefillNode:
                 job.tickets.add(unit)
         self.scheduler.submit(job)
 
-    def _refuse(self, job: PrefillJob, reason: str) -> None:
+    def _refuse(self, job: PrefillJob, reason: str, code: str = "invalid_request_error") -> None:
         for unit in job.choices:
-            self.membership.send(Failed(unit=unit, code="invalid_request_error", message=reason, retryable=False))
+            self.membership.send(Failed(unit=unit, code=code, message=reason, retryable=False))
 
     def _cancel(self, rid: str, attempt: int, choices: tuple[int, ...] | None) -> None:
         for job in list(self.scheduler):
@@ -190,13 +210,13 @@ class PrefillNode:
 
     def _begin(self, job: PrefillJob) -> None:
         job.started = time.monotonic()
-        self._stats["prompt_tokens"] += len(job.token_ids)
-        self._stats["cached_tokens"] += job.num_cached
+        self._counts.prompt_tokens += len(job.token_ids)
+        self._counts.cached_tokens += job.num_cached
         self._offer_pages(job)
 
     def _process(self, plan: list[tuple[PrefillJob, BatchRow]], computed: Computed) -> None:
         """What the forward brought: draft KV, pages to offer, log-probabilities of the prompt, first tokens."""
-        self._stats["steps"] += 1
+        self._counts.steps += 1
         if self.engine.drafter is not None:
             self._draft_chunks(self.engine.drafter, plan, computed.extend)
         at = num_tokens = 0
@@ -205,7 +225,7 @@ class PrefillNode:
             at += row.num_logits
             num_tokens += len(row.input_ids)
             job.num_computed += len(row.input_ids)
-            self._stats["computed_tokens"] += len(row.input_ids)
+            self._counts.computed_tokens += len(row.input_ids)
             if job.request.prompt_logprobs:
                 self._score_prompt(job, row.position, job_logits)
             if job.is_computed:
@@ -242,7 +262,13 @@ class PrefillNode:
         units, states = list(job.choices), list(job.choices.values())
         if units:
             ids, logprobs = self.engine.sample(logits.expand(len(units), -1), states)
-            self._stats["generated_tokens"] += len(ids)
+            if None in ids:  # the same logits for every choice
+                message = NO_NUMBERS.format(position=len(job.token_ids))
+                self._refuse(job, message, code="model_error")
+                self._drop(job, set(units), message)
+                return
+            ids = [token for token in ids if token is not None]
+            self._counts.generated_tokens += len(ids)
             ends = [self._append(state, token, job.num_cached) for state, token in zip(states, ids, strict=True)]
             self.membership.send(self.first_tokens.make(job, units, ids, logprobs, ends))
             drafts = self._draft_tails(job, states, ids, extend)

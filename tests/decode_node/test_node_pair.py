@@ -241,3 +241,27 @@ def test_the_ledger_is_reported(checkpoint: Callable[..., Path], make_pair: Make
     assert [unit.rid for unit in report.requests] == ["r"]
     assert report.pool.request + report.pool.cache >= 5 and report.pool.cache_referenced == 4
     pair.run()
+
+
+@pytest.mark.parametrize("node", ["prefill", "decode"])
+@pytest.mark.parametrize("speculative", ["none", "ngram"])
+def test_logits_that_are_no_numbers_fail_their_request_alone(
+    node: str, speculative: str, checkpoint: Callable[..., Path], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"page_size": 4, "speculative": speculative}
+    pair = make_pair(checkpoint("llama"), prefill=settings, decode=settings)
+    bad, good = prompts(50, (6, 7))
+    model = (pair.prefill if node == "prefill" else pair.decode).engine.model
+    logits = model.logits
+
+    def broken(hidden: Any) -> Any:
+        """NaN for the bad request, which is alone."""
+        return logits(hidden) * float("nan")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "logits", broken)
+        pair.submit("bad", bad, params(8))
+        failed = pair.run()["bad", 0].failed
+    assert failed is not None and failed.code == "model_error" and not failed.retryable
+    pair.submit("good", good, params(8))
+    assert len(pair.run()["good", 0].ids) == 8

@@ -232,8 +232,9 @@ class NodePair:
             case Tokens():
                 self._take(message)
             case Failed(unit=unit):
-                if (unit.rid, unit.choice) in self.results:  # else the test has cancelled it
-                    self.results[unit.rid, unit.choice].failed = message
+                result = self.results.get((unit.rid, unit.choice))  # None: the test has cancelled it
+                if result is not None and result.failed is None:
+                    result.failed = message
             case Admitted():
                 self.admitted.append(message)
             case PrefillDone():
