@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from baton.decode_node.config import DecodeConfig
@@ -51,7 +52,7 @@ class Solo:
     """Pages of finished sequences are not given back: give it enough of them."""
 
     def __init__(self, model: Path, **settings: Any) -> None:
-        common: dict[str, Any] = {"device": "cpu", "threads": 1, "page_size": 4, "num_pages": 256}
+        common: dict[str, Any] = {"device": "cpu", "threads": 1, "page_size": 4, "num_pages": 1024}
         self.engine = Engine(DecodeConfig(model=str(model), **(common | settings)))
         assert self.engine.drafter is not None
         self.drafter: Drafter = self.engine.drafter
@@ -243,3 +244,11 @@ def frozen_fields(sequence: Running) -> dict[str, Any]:
     copied = {name: list(value) if isinstance(value, list) else value for name, value in fields.items()}
     del copied["draft"], copied["sampling"]
     return copied | {"position": sequence.sampling.position, "seed": sequence.sampling.seed}
+
+
+@contextmanager
+def caught() -> Iterator[None]:
+    """The block's check must fail: an assertion of the test itself, not a fault elsewhere."""
+    with pytest.raises(AssertionError) as raised:
+        yield
+    assert "/tests/seeds/" in str(raised.traceback[-1].path), raised.traceback[-1]

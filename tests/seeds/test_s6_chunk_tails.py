@@ -1,0 +1,251 @@
+"""S6: draft KV, proposals and acceptance do not depend on how a prompt was cut into chunks, nor on prefix hits.
+
+Covers chains, through the real handoff: what decode holds when its first round begins.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafters import NAMES, settings, target_of
+from node_pair import NodePair, params
+from solo import Solo, caught, coach, gather
+
+from baton.engine.drafters import shifted, standalone
+from baton.engine.drafters.base import PromptChunk
+
+PAGE = 4
+CHUNKS = (1, PAGE - 1, PAGE, PAGE + 1)
+WHOLE = 64
+NUM_TOKENS = 14
+BOUND = 1e-4
+
+
+def prompts() -> list[list[int]]:
+    """The last three begin alike: for a whole page, to its end, and but for the token after it."""
+    rng = random.Random(6)
+    cases = [[rng.randrange(512) for _ in range(num)] for num in (1, 3, 4, 5, 8, 9, 13)]
+    stem = [rng.randrange(512) for _ in range(9)]
+    return [*cases, [*stem, 1, 2], [*stem[:8], 3, 4, 5], [*stem[:8], 6]]
+
+
+@dataclass
+class Seen:
+    """What one request's rounds showed."""
+
+    kv: torch.Tensor | None = None  # [num_layers, 2, num_kv_heads, L, head_dim], draft's, when the first began
+    proposals: list[list[int]] = field(default_factory=list)
+    num_accepted: list[int] = field(default_factory=list)
+
+
+MakePair = Callable[..., NodePair]
+
+
+@pytest.fixture
+def make_pair() -> Iterator[MakePair]:
+    with ExitStack() as stack:
+
+        def make(model: Path, **both: Any) -> NodePair:
+            both = {"page_size": PAGE, "num_pages": 128, **both}
+            pair = NodePair(model, prefill=both, decode=both)
+            stack.callback(pair.close)
+            stack.callback(pair.check_books)
+            return pair
+
+        yield make
+
+
+def asked(index: int) -> Any:
+    return params(NUM_TOKENS, temperature=float(index % 2), seed=index)
+
+
+def run(pair: NodePair, name: str) -> list[Seen]:
+    """All prompts, one after the other: matrix products depend on the batch in their last bits."""
+    engine, rounds = pair.decode.engine, pair.decode.rounds
+    assert rounds is not None and engine.drafter is not None
+    seen = [Seen() for _ in prompts()]
+    original = rounds.run
+
+    def watching(sequences: Any, num_steps: int) -> Any:
+        [sequence] = sequences
+        index = int(sequence.unit.rid.removeprefix(name))
+        if not seen[index].proposals and len(engine._kvs) > 1:
+            seen[index].kv = gather(engine._kvs[1], sequence.pages, sequence.num_computed)
+        results = original(sequences, num_steps)
+        seen[index].num_accepted.append(results[0].num_accepted)
+        return results
+
+    propose = engine.drafter.propose
+
+    def proposing(sequences: Any, num_steps: int) -> torch.Tensor:
+        drafted = propose(sequences, num_steps)
+        seen[int(sequences[0].unit.rid.removeprefix(name))].proposals += drafted.tolist()
+        return drafted
+
+    rounds.run, engine.drafter.propose = watching, proposing  # type: ignore[method-assign]
+    for index, prompt in enumerate(prompts()):
+        pair.submit(f"{name}{index}", prompt, asked(index))
+        pair.run()
+    rounds.run, engine.drafter.propose = original, propose  # type: ignore[method-assign]
+    return seen
+
+
+def check(ours: list[Seen], theirs: list[Seen]) -> None:
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert (a.kv is None) == (b.kv is None)
+        if a.kv is not None and b.kv is not None:
+            assert a.kv.shape == b.kv.shape
+            assert float((a.kv - b.kv).abs().max()) < BOUND, (index, (a.kv - b.kv).abs().amax((0, 1, 2, 4)))
+        assert a.proposals == b.proposals, index
+        assert a.num_accepted == b.num_accepted, index
+
+
+def truths(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafters are told most tokens, so that rounds accept some of them."""
+    solo = Solo(model, speculative="ngram")
+    known = {}
+    for index, prompt in enumerate(prompts()):
+        known[index] = prompt + solo.run(solo.start(prompt, asked(index)), NUM_TOKENS, 0)
+    coach(monkeypatch, known, lambda seed, position: (position + seed) % 5 != 2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chunks_and_prefix_hits_make_no_difference(
+    name: str, checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = target_of(name, checkpoint)
+    drafter = settings(name, model, tmp_path, steps=3)
+    truths(model, monkeypatch)
+    whole = run(make_pair(model, **drafter, chunk_tokens=WHOLE, prefix_cache=False), "r")
+    assert sum(sum(seen.num_accepted) for seen in whole) > 0
+    for chunk in CHUNKS:
+        pair = make_pair(model, **drafter, chunk_tokens=chunk)
+        check(run(pair, "cold"), whole)
+        check(run(pair, "again"), whole)
+        assert sum(admitted.have_pages for admitted in pair.admitted) > 4  # decode's own prefix hits
+        assert any(result.ended and result.ended.num_cached for result in pair.results.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_acceptance_through_the_handoff_is_that_of_one_process(
+    name: str, checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P3, exactly: round by round, chunked and not."""
+    model = target_of(name, checkpoint)
+    drafter = settings(name, model, tmp_path, steps=3)
+    truths(model, monkeypatch)
+    solo = Solo(model, **drafter)
+    alone = []
+    for index, prompt in enumerate(prompts()):
+        sequence = solo.start(prompt, asked(index))
+        while len(sequence.generated) < NUM_TOKENS:
+            num_steps = min(3, NUM_TOKENS - len(sequence.generated) - 1)  # as decode's scheduler bounds it
+            solo.round([sequence], num_steps)
+        alone.append(sequence.num_accepted)
+    for chunk in (WHOLE, PAGE + 1):
+        handed = run(make_pair(model, **drafter, chunk_tokens=chunk), "r")
+        assert [seen.num_accepted for seen in handed] == alone
+
+
+# --- the defects put back ---
+
+
+def check_against_whole(
+    name: str, model: Path, directory: Path, make_pair: MakePair, chunk: int, mutate: Callable[[NodePair], None]
+) -> None:
+    drafter = settings(name, model, directory, steps=3)
+    whole = run(make_pair(model, **drafter, chunk_tokens=WHOLE, prefix_cache=False), "r")
+    pair = make_pair(model, **drafter, chunk_tokens=chunk)
+    mutate(pair)
+    check(run(pair, "cold"), whole)
+
+
+@pytest.mark.parametrize(("name", "is_dropped"), [("eagle", True), ("eagle3", False), ("mtp-mimo", False)])
+def test_a_chunk_tail_without_its_next_token_is_caught(
+    name: str,
+    is_dropped: bool,
+    checkpoint: Callable[..., Path],
+    make_pair: MakePair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The defect: tokens are shifted within a chunk, so that its last row is missing or has the wrong next token."""
+    observe_prompt = shifted.ShiftedDrafter.observe_prompt
+
+    def within(self: Any, chunks: Any, hidden: torch.Tensor) -> None:
+        cut: list[PromptChunk] = []
+        for chunk in chunks:
+            ids = chunk.token_ids[: chunk.stop]
+            is_last = chunk.stop == len(chunk.token_ids)
+            tail = [] if is_last or is_dropped else [chunk.token_ids[chunk.start]]
+            cut.append(replace(chunk, token_ids=[*ids, *tail]))
+        observe_prompt(self, cut, hidden)
+
+    model = target_of(name, checkpoint)
+
+    def mutate(_: NodePair) -> None:
+        monkeypatch.setattr(shifted.ShiftedDrafter, "observe_prompt", within)
+
+    with caught():
+        check_against_whole(name, model, tmp_path, make_pair, PAGE, mutate)
+
+
+def test_a_page_matched_without_its_next_token_is_caught(
+    checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path
+) -> None:
+    """The defect: prefix caches key a page by its own tokens alone, though its last draft row depends on the next."""
+
+    def forget(pair: NodePair) -> None:
+        for node in (pair.prefill, pair.decode):
+            node.engine.cache.lookahead = 0
+
+    with caught():
+        check_against_whole("eagle", checkpoint("llama"), tmp_path, make_pair, PAGE, forget)
+
+
+def test_an_unshifted_chunk_without_draft_kv_is_caught(
+    checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The defect: a standalone draft sees only the last chunk of a prompt."""
+    observe_prompt = standalone.StandaloneDrafter.observe_prompt
+
+    def last_only(self: Any, chunks: Any, hidden: Any) -> None:
+        kept = [chunk for chunk in chunks if chunk.stop == len(chunk.token_ids)]
+        if kept:
+            observe_prompt(self, kept, hidden)
+
+    def mutate(_: NodePair) -> None:
+        monkeypatch.setattr(standalone.StandaloneDrafter, "observe_prompt", last_only)
+
+    with caught():
+        check_against_whole("standalone", checkpoint("llama"), tmp_path, make_pair, PAGE, mutate)
+
+
+def test_a_tail_offered_before_the_first_token_is_caught(
+    checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path
+) -> None:
+    """The defect: the last page goes out before the row of the sampled token is written into it."""
+
+    def mutate(pair: NodePair) -> None:
+        node = pair.prefill
+        finish = node.engine.drafter.finish_prompt  # type: ignore[union-attr]
+
+        def late(tails: Any, hidden: Any) -> Any:
+            kvs = node.engine._kvs
+            kept = [kvs[1][:, tail.pages[-1]].clone() for tail in tails]
+            drafts = finish(tails, hidden)
+            for tail, page in zip(tails, kept, strict=True):
+                kvs[1][:, tail.pages[-1]] = page
+            return drafts
+
+        node.engine.drafter.finish_prompt = late  # type: ignore[union-attr, method-assign]
+
+    with caught():
+        check_against_whole("mtp-deepseek", checkpoint("llama"), tmp_path, make_pair, WHOLE, mutate)
