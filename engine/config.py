@@ -30,7 +30,9 @@ class EngineConfig(NodeConfig):
         "how decode nodes draft tokens ahead: ngram (from the request's own text), standalone (a small model),"
         " eagle, eagle3, mtp, frozen-kv-mtp (a head on the target's hidden states)",
     )
-    draft_model: str | None = setting(None, "checkpoint directory of the drafter", metavar="DIR")
+    draft_model: str | None = setting(
+        None, "checkpoint directory of the drafter (default: one that lies in the model's directory)", metavar="DIR"
+    )
     draft_steps: int | None = setting(None, "tokens drafted in a round (default: 5)")
 
     def __post_init__(self) -> None:

@@ -88,14 +88,22 @@ def read_speculation(config: EngineConfig, target_dir: Path, target: ModelConfig
         if config.draft_model is not None:
             raise ConfigError(f"speculative {algorithm} takes no draft_model, but {config.draft_model} was given")
         return Speculation(algorithm, steps, HiddenLayout(algorithm=algorithm, target_hidden_size=target.hidden_size))
-    if config.draft_model is None:
-        raise ConfigError(f"speculative {algorithm} needs --draft-model DIR")
-    draft_dir = Path(config.draft_model).expanduser()
+    draft_dir = _draft_dir(config.draft_model, algorithm, target_dir)
     if algorithm == "standalone":
         return _standalone(steps, target_dir, target, draft_dir)
     if algorithm == "frozen-kv-mtp":
         return _frozen_kv(steps, target, draft_dir, dtype)
     return _head(algorithm, steps, target, draft_dir, dtype)
+
+
+def _draft_dir(given: str | None, algorithm: str, target_dir: Path) -> Path:
+    """The directory given, else one of the algorithm's name inside the target's: a drafter shipped with its target."""
+    if given is not None:
+        return Path(given).expanduser()
+    shipped = sorted(target_dir.glob(f"{algorithm.replace('-', '_')}*/config.json"))
+    if not shipped:
+        raise ConfigError(f"speculative {algorithm} needs --draft-model DIR: {target_dir} ships no drafter for it")
+    return shipped[0].parent
 
 
 def _frozen_kv(steps: int, target: ModelConfig, draft_dir: Path, dtype: HiddenDtype) -> Speculation:
