@@ -30,7 +30,7 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[num_rows, in_size] -> [num_rows, out_size], both of the model's dtype."""
         if self.half is not None:
-            return torch.ops.quantized.linear_dynamic_fp16(x, self.half)
+            return torch.ops.quantized.linear_dynamic_fp16.default(x, self.half)  # .default: no overload to resolve
         if self.blocked is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "none", [], "")
         assert self.weight is not None
