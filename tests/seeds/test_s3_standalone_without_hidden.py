@@ -1,0 +1,205 @@
+"""S3: a standalone draft has no hidden state: none in rounds, none in the row, none in memory, none that matters.
+
+Covers chains run by direct calls and the real handoff, with prefix hits and preemption.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafters import perturbed, settings
+from node_pair import NodePair, params
+from solo import Solo, caught
+
+from baton.engine.drafters import sampling, standalone
+from baton.engine.engine import Engine
+from baton.metadata.buffers import MetadataBuffers
+from baton.metadata.hidden_layout import HiddenLayout, HiddenSpec
+from baton.metadata.node_info import HandoffSchema, PoolLayout
+from baton.metadata.schema import WITH_DRAFT_POOL, make_schema, page_bytes, row_bytes
+
+PROMPT = [random.Random(8).randrange(512) for _ in range(10)]
+TARGET = PoolLayout(num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32")
+PHASES = ("extend", "recurrent")
+OF_STATE = {"topk_index", "topk_score", "recurrent_hidden", "target_rows"}
+
+MakePair = Callable[..., NodePair]
+
+
+@pytest.fixture
+def make_pair() -> Iterator[MakePair]:
+    with ExitStack() as stack:
+
+        def make(model: Path, decode: dict[str, Any] | None = None, **both: Any) -> NodePair:
+            both = {"page_size": 4, "chunk_tokens": 6, **both}
+            pair = NodePair(model, prefill=both, decode={**both, **(decode or {})})
+            stack.callback(pair.close)
+            stack.callback(pair.check_books)
+            return pair
+
+        yield make
+
+
+@pytest.fixture
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("llama")
+
+
+# --- no bytes of it ---
+
+
+def schema_of(algorithm: str) -> HandoffSchema:
+    hidden = HiddenLayout(algorithm=algorithm, target_hidden_size=64)
+    return make_schema(TARGET, TARGET if algorithm in WITH_DRAFT_POOL else None, 4, algorithm, hidden)
+
+
+def check_no_bytes(standalone: HandoffSchema, none: HandoffSchema) -> None:
+    """The row is that of no speculation, field by field; pages grow by the draft's KV alone."""
+    assert not {field.name for field in standalone.row} & OF_STATE
+    assert standalone.row == none.row and row_bytes(standalone) == row_bytes(none)
+    assert MetadataBuffers(standalone).num_bytes == MetadataBuffers(none).num_bytes
+    assert len(MetadataBuffers(standalone).pack()) == row_bytes(none)
+
+
+def test_no_bytes_on_the_wire_nor_in_buffers(model: Path, tmp_path: Path) -> None:
+    check_no_bytes(schema_of("standalone"), schema_of("none"))
+    engine = Solo(model, **settings("standalone", model, tmp_path)).engine
+    plain = Solo(model, speculative="ngram").engine
+    check_no_bytes(engine.schema, plain.schema)
+    assert page_bytes(engine.schema) == 2 * page_bytes(plain.schema)  # the draft has the target's sizes here
+    assert [memory.pages.nbytes for memory in engine.memory] == [plain.memory[0].pages.nbytes] * 2
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_layout_that_gives_it_a_state_is_caught(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect: every drafter is taken for one that carries the target's hidden state."""
+    spec = HiddenLayout.spec
+    wide = HiddenSpec(64, "float32")
+    monkeypatch.setattr(HiddenLayout, "spec", lambda self, asked: wide if asked == phase else spec(self, asked))
+    layout = HiddenLayout(algorithm="standalone", target_hidden_size=64)
+    with caught():
+        check_no_state(layout)
+    if phase == "recurrent":
+        wrong = schema_of("standalone")
+        monkeypatch.undo()
+        with caught():
+            check_no_bytes(wrong, schema_of("none"))
+
+
+def check_no_state(layout: HiddenLayout) -> None:
+    for phase in PHASES:
+        assert layout.spec(phase) is None  # type: ignore[arg-type]
+        assert layout.allocate(phase, 0) is None and layout.allocate(phase, 3) is None  # type: ignore[arg-type]
+
+
+def test_no_state_in_layout_rounds_or_row(model: Path, tmp_path: Path, make_pair: MakePair) -> None:
+    drafter = settings("standalone", model, tmp_path, steps=3)
+    solo = Solo(model, **drafter)
+    check_no_state(solo.drafter.hidden)
+    sequence = solo.start(PROMPT, params(30))
+    for num_steps in (3, 0, 2):
+        solo.round([sequence], num_steps)
+        assert sequence.draft is not None and sequence.draft.hidden is None and sequence.draft.token is None
+    pair = make_pair(model, **drafter)
+    pair.submit("r", PROMPT, params(4))
+    pair.step_until(lambda: pair.admitted)
+    [running] = pair.decode.scheduler.running
+    assert running.draft is not None and running.draft.hidden is None and running.draft.token is None
+    pair.run()
+
+
+# --- none that matters ---
+
+
+class Poisoned:
+    """Spoils hidden states as soon as their logits are computed, in the target and in the draft."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        result = self._inner.logits(hidden)
+        hidden.fill_(float("nan"))
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def rounds(solo: Solo) -> list[tuple[list[int], list[int]]]:
+    """Tokens and accepted counts of a few sequences in one batch, greedy and sampled."""
+    asked = [params(40, temperature=0.5 * i, seed=i) for i in range(3)]
+    sequences = solo.start_many([PROMPT[i:] + PROMPT[:i] for i in range(3)], asked, chunk=4)
+    for num_steps in (3, 1, 4, 0, 2, 4):
+        solo.round(sequences, num_steps)
+    return [(sequence.generated, sequence.num_accepted) for sequence in sequences]
+
+
+def check_poison(model: Path, **drafter: Any) -> None:
+    clean = rounds(Solo(model, **drafter))
+    solo = Solo(model, **drafter)
+    solo.engine.model = Poisoned(solo.engine.model)  # type: ignore[assignment]
+    if hasattr(solo.drafter, "_model"):
+        solo.drafter._model = Poisoned(solo.drafter._model)  # type: ignore[attr-defined]
+    spoilt = rounds(solo)
+    assert [counts for _, counts in clean] == [counts for _, counts in spoilt]
+    assert clean == spoilt
+
+
+def test_spoilt_hidden_states_change_nothing(model: Path, tmp_path: Path) -> None:
+    draft = perturbed(model, tmp_path / "draft", 0.15)
+    settings = {"speculative": "standalone", "draft_model": str(draft)}
+    check_poison(model, **settings)
+    counts = [count for _, counts in rounds(Solo(model, **settings)) for count in counts]
+    assert sum(counts) > 3 and 0 in counts, counts
+
+
+def test_a_draft_that_reads_them_is_caught(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect: the target's state is kept for the draft and mixed into what it sees next."""
+    kept: list[torch.Tensor] = []
+    states, sample_ahead = Engine.states, sampling.sample_ahead
+
+    def keeping(self: Engine, batch: Any) -> Any:
+        result = states(self, batch)
+        kept[:] = [result[1]]
+        return result
+
+    def mixing(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return sample_ahead(logits + 1e-6 * kept[0].mean(), *rest)
+
+    monkeypatch.setattr(Engine, "states", keeping)
+    monkeypatch.setattr(standalone, "sample_ahead", mixing)
+    draft = perturbed(model, tmp_path / "draft", 0.15)
+    with caught():
+        check_poison(model, speculative="standalone", draft_model=str(draft))
+
+
+# --- end to end, with its caches under pressure ---
+
+
+def test_through_the_handoff_with_caches_under_pressure(model: Path, tmp_path: Path, make_pair: MakePair) -> None:
+    """Pools so small that prefixes are evicted and requests preempted: the tokens are those of speculation off."""
+    rng = random.Random(9)
+    stems = [[rng.randrange(512) for _ in range(9)] for _ in range(3)]
+    prompts = [stems[i % 3] + [rng.randrange(512) for _ in range(i)] for i in range(9)]
+    draft = perturbed(model, tmp_path / "draft", 0.04)
+    drafter = {"speculative": "standalone", "draft_model": str(draft), "draft_steps": 4}
+    small = {"num_pages": 26}
+    plain, tight = make_pair(model), make_pair(model, decode=small, **drafter)
+    for pair in (plain, tight):
+        for turn in range(2):
+            for i, prompt in enumerate(prompts):
+                pair.submit(f"{turn}-{i}", prompt, params(16, temperature=float(i % 2), seed=i))
+            pair.run()
+    assert {key: result.ids for key, result in tight.results.items()} == {
+        key: result.ids for key, result in plain.results.items()
+    }
+    assert tight.decode.stats().preemptions > 0
+    stats = tight.decode.rounds.stats  # type: ignore[union-attr]
+    assert 0.2 < stats.num_accepted / stats.num_drafted < 0.95, stats
