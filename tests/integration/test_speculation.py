@@ -1,0 +1,116 @@
+"""Speculation over HTTP: real processes give the tokens of speculation off; nodes that cannot be paired are refused."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Cluster, wait_until
+
+pytestmark = pytest.mark.integration
+
+DEMO = Path(__file__).parents[2] / "deploy" / "demo"
+GROUPS = {
+    "off": [],
+    "ngram": ["--speculative", "ngram", "--draft-steps", "3"],
+    "eagle": ["--speculative", "eagle", "--draft-model", str(DEMO / "eagle"), "--draft-steps", "4"],
+}
+TEXTS = [
+    "import os\n\n\ndef main(",
+    "class Node:\n    def __init__(self, left, right):\n        self.left = left\n",
+    "for i in range(10):\n    print(i)\n" * 6,
+    "x",
+    "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n",
+]
+
+
+def bodies() -> list[dict[str, Any]]:
+    """Greedy and seeded requests, with a stop string, penalties and choices among them."""
+    common = {"max_tokens": 48, "return_token_ids": True}
+    greedy = [{**common, "prompt": text, "temperature": 0} for text in TEXTS]
+    seeded = [{**common, "prompt": text, "temperature": 0.8, "top_p": 0.95, "seed": i} for i, text in enumerate(TEXTS)]
+    greedy[4]["stop"] = ["return"]
+    seeded[2] |= {"n": 2, "frequency_penalty": 0.3, "logprobs": 2}
+    return greedy + seeded
+
+
+def outputs(cluster: Cluster, name: str) -> tuple[list[Any], list[dict[str, Any]]]:
+    """What a client sees of all requests, sent at once: (tokens, text and reason of each choice; usages)."""
+    with ThreadPoolExecutor(len(bodies())) as threads:
+        answers = list(threads.map(lambda body: cluster.post("/v1/completions", {"model": name, **body}), bodies()))
+    assert [status for status, _ in answers] == [200] * len(answers), answers
+    seen = [
+        [(choice["token_ids"], choice["text"], choice["finish_reason"]) for choice in answer["choices"]]
+        for _, answer in answers
+    ]
+    return seen, [answer["usage"] for _, answer in answers]
+
+
+def test_output_is_that_of_speculation_off(new_cluster: Callable[..., Cluster]) -> None:
+    """Groups of the demo model behind one router, one after the other. No score among these texts is a tie."""
+    cluster = new_cluster(DEMO)
+    cluster.start_router()
+    start_group(cluster, "off")
+    plain, usages = outputs(cluster, "off")
+    assert not any(accepted(usage) for usage in usages)
+    for name, previous in (("ngram", "off"), ("eagle", "ngram")):
+        stop_group(cluster, previous)
+        start_group(cluster, name)
+        for _ in range(2):  # the second time from the prefix caches
+            speculated, usages = outputs(cluster, name)
+            assert speculated == plain, name
+            assert sum(accepted(usage) for usage in usages) > 50, name
+
+
+def start_group(cluster: Cluster, name: str) -> None:
+    """A prefill and a decode node that serve the model under this name, ready."""
+    for role in ("prefill", "decode"):
+        flags = ["--model-name", name, "--num-pages", "400", "--chunk-tokens", "20", *GROUPS[name]]
+        cluster.start_node(role, f"{role}-{name}", *flags)
+    wait_until(lambda: name in ready_models(cluster), cluster.tails, 60)
+
+
+def stop_group(cluster: Cluster, name: str) -> None:
+    for role in ("prefill", "decode"):
+        cluster.processes[f"{role}-{name}"].send_signal(signal.SIGTERM)
+    for role in ("prefill", "decode"):
+        assert cluster.processes[f"{role}-{name}"].wait(15) == 0
+
+
+def accepted(usage: dict[str, Any]) -> int:
+    return usage.get("speculation", {}).get("accepted_tokens", 0)
+
+
+def ready_models(cluster: Cluster) -> list[str]:
+    for process in cluster.processes.values():
+        assert not process.is_expected_to_run or process.popen.poll() is None, process.log
+    try:
+        status, answer = cluster.get("/v1/models")
+    except OSError:
+        return []
+    return [model["id"] for model in answer["data"]] if status == 200 else []
+
+
+def test_a_pair_of_unlike_settings_is_refused_naming_both(new_cluster: Callable[..., Cluster]) -> None:
+    """P5: a prefill node that does not speculate, a decode node that does."""
+    cluster = new_cluster()
+    cluster.start_router()
+    cluster.start_node("prefill", "prefill-0")
+    wait_until(lambda: has_joined(cluster), cluster.tails, 30)
+    decode = cluster.start_node("decode", "decode-0", "--speculative", "ngram")
+    assert decode.wait(30) == 1
+    router = cluster.processes["router"].log
+    for log in (decode.log, router):
+        assert "algorithm: ngram here, none there" in log, log
+    assert cluster.get("/ready")[0] == 503
+
+
+def has_joined(cluster: Cluster) -> bool:
+    try:
+        return bool(cluster.nodes())
+    except OSError:
+        return False
