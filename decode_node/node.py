@@ -250,7 +250,7 @@ class DecodeNode:
         sequence.num_cached = sampled.num_cached
         sequence.append(sampled.first_token, sampled.logprobs)
         if self.rounds is not None:
-            sequence.draft = get_draft(self._row_buffer)
+            sequence.draft = get_draft(self._row_buffer, self.rounds.hidden)
         self._num_moved_pages += event.num_pages
         self._num_moved_bytes += event.num_bytes
         self._transfer_seconds += event.transfer_s

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from ..metadata.buffers import MetadataBuffers
+from ..metadata.hidden_layout import HiddenLayout
 from .drafters.base import DraftState
+
+_FIELDS = ("topk_index", "recurrent_hidden", "target_rows")  # in the order of DraftState's
 
 
 def set_draft(row: MetadataBuffers, draft: DraftState) -> None:
     """Writes what the schema has fields for; a field without a value, or a value without a field, is our bug."""
-    for name, value in (("topk_index", draft.token), ("recurrent_hidden", draft.hidden)):
+    for name, value in zip(_FIELDS, (draft.tokens, draft.hidden, draft.rows), strict=True):
         assert (name in row) == (value is not None), (name, value)
         if value is not None:
             field = row.get(name)
             row.set(name, value.reshape(field.shape).to("cpu", field.dtype))
 
 
-def get_draft(row: MetadataBuffers) -> DraftState:
+def get_draft(row: MetadataBuffers, hidden: HiddenLayout) -> DraftState:
     """The inverse; tensors on the CPU, copies."""
-    token = row.get("topk_index")[0].long() if "topk_index" in row else None
-    hidden = row.get("recurrent_hidden").clone() if "recurrent_hidden" in row else None
-    return DraftState(token, hidden)
+    tokens, recurrent, rows = (row.get(name).clone() if name in row else None for name in _FIELDS)
+    return DraftState(
+        None if tokens is None else tokens.long(),
+        recurrent,
+        None if rows is None else rows.view(hidden.num_target_rows, -1),
+    )

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import torch
 
+from ..metadata.hidden_layout import HiddenLayout
 from ..metadata.request import TokenLogprobs
 from .batch import BatchRow, ForwardBatch
-from .drafters.base import Drafted, Drafter, PromptChunk, PromptTail
+from .drafters.base import Drafted, Drafter, PromptChunk
 from .engine import Engine
 from .sampling import sample
 from .sampling_state import SamplingBatch
@@ -56,6 +57,11 @@ class Rounds:
         self._drafter = drafter
         self.stats = RoundStats([0] * drafter.num_steps)
 
+    @property
+    def hidden(self) -> HiddenLayout:
+        """Of the drafter."""
+        return self._drafter.hidden
+
     def run(self, sequences: Sequence[Drafted], num_steps: int) -> list[Accepted]:
         """`num_steps` drafts for each sequence (0: none). Pages must cover num_computed + num_steps + 1 tokens.
 
@@ -88,22 +94,14 @@ class Rounds:
 
     def recompute(self, sequences: Sequence[Drafted], rows: Sequence[BatchRow], hidden: torch.Tensor | None) -> None:
         """After a preemption: tokens of `sequences` were computed again, as `rows` say, with these extend states
-        [num_tokens, width]. Sequences that lack but their bonus token now are ready for a round."""
+        [num_tokens, width]. Only KV is made anew: a sequence has kept its `draft`, which is of the same tokens, and
+        draft KV that depends on tokens not known yet is stored anew by the next `observe`."""
         chunks = [
             PromptChunk(each.token_ids, row.position, row.position + len(row.input_ids), each.pages)
             for each, row in zip(sequences, rows, strict=True)
         ]
         with torch.inference_mode():
             self._drafter.observe_prompt(chunks, hidden)
-            ends = torch.tensor([len(row.input_ids) for row in rows]).cumsum(0) - 1
-            ready = [i for i, chunk in enumerate(chunks) if chunk.stop == len(sequences[i].token_ids) - 1]
-            tails = [
-                PromptTail(chunks[i].stop, sequences[i].token_ids[-1], sequences[i].pages, sequences[i].sampling)
-                for i in ready
-            ]
-            last = None if hidden is None else hidden[ends[ready].to(hidden.device)]
-            for i, draft in zip(ready, self._drafter.finish_prompt(tails, last), strict=True):
-                sequences[i].draft = draft
 
     def _verify(self, sequences: Sequence[Drafted], drafts: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The target's extend state [num_sequences, K + 1, width] (None where nobody wants it) and its logits

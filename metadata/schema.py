@@ -38,7 +38,8 @@ def make_schema(
     """The schema of one pairing.
 
     `draft_topk` proposals are handed over for each of `draft_rows` rows (n-layer MTP has n), 0 for none; their scores
-    only where `ranks_trees`. Raises ConfigError when the parts do not belong together.
+    only where `ranks_trees`. Several MTP layers hand their state on within a row, if at all, so none travels. Raises
+    ConfigError when the parts do not belong together.
     """
     if algorithm not in ALGORITHMS:
         raise ConfigError(f"algorithm {algorithm!r} is unknown; known are {', '.join(ALGORITHMS)}")
@@ -136,7 +137,7 @@ def _draft_fields(hidden: HiddenLayout | None, num_proposals: int, ranks_trees: 
     if num_proposals and ranks_trees:
         fields.append(RowField(name="topk_score", dtype="float32", width=num_proposals))
     recurrent = hidden.spec("recurrent") if hidden is not None else None
-    if recurrent is not None:
+    if hidden is not None and recurrent is not None and not hidden.num_target_rows:
         fields.append(RowField(name="recurrent_hidden", dtype=recurrent.dtype, width=recurrent.width))
     extend = hidden.spec("extend") if hidden is not None else None
     if hidden is not None and extend is not None and hidden.num_target_rows:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from ..engine.prefix_cache import Lease
 from ..engine.sampling_state import SamplingState
 from ..metadata.node_info import Peer
@@ -28,11 +30,15 @@ class PrefillJob:
     started: float = 0.0
     computed: float = 0.0
     pages: list[int] = field(default_factory=list)
-    tail_copies: list[int] = field(default_factory=list)  # of the last page, for the choices after the first
+    num_shared: int = 0  # pages from the start that no sampled token changes; the others are a choice's own
+    tail_copies: list[int] = field(
+        default_factory=list
+    )  # of the pages that are not shared, for choices after the first
     lease: Lease | None = None
     num_computed: int = 0
     num_offered: int = 0  # pages offered so far
     num_cached: int = 0
+    extend_rows: torch.Tensor | None = None  # [<= num_target_rows + 1, extend width] of the last computed positions
     tickets: set[Unit] = field(default_factory=set)  # not ended yet
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -42,7 +48,17 @@ class PrefillJob:
 
     def pages_of(self, index: int) -> list[int]:
         """The block table of the job's index-th choice."""
-        return self.pages if index == 0 or not self.tail_copies else [*self.pages[:-1], self.tail_copies[index - 1]]
+        if index == 0 or not self.tail_copies:
+            return self.pages
+        num_tail = len(self.pages) - self.num_shared
+        return self.pages[: self.num_shared] + self.tail_copies[(index - 1) * num_tail : index * num_tail]
+
+    def keep_rows(self, extend: torch.Tensor, num_rows: int) -> None:
+        """Positions were computed with these states [num_new, width]: remember the last `num_rows` of all."""
+        kept = extend[-num_rows:]
+        if self.extend_rows is not None:
+            kept = torch.cat([self.extend_rows, kept])[-num_rows:]
+        self.extend_rows = kept.clone()
 
     @property
     def is_computed(self) -> bool:

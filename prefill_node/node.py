@@ -62,8 +62,7 @@ class PrefillNode:
         self.engine = engine
         self.membership = membership
         self.handoff = handoff
-        is_shifted = engine.drafter is not None and engine.drafter.is_shifted
-        self.scheduler = PrefillScheduler(engine.cache, max_running, chunk, copies_tail=is_shifted)
+        self.scheduler = PrefillScheduler(engine.cache, max_running, chunk)
         self.first_tokens = FirstTokens()
         self._row_buffer = MetadataBuffers(engine.schema)
         self._jobs: dict[Unit, PrefillJob] = {}  # of every open ticket
@@ -81,6 +80,11 @@ class PrefillNode:
             self.membership.enter("prefill", STEP_LIMIT_S)
             self._process(plan, self.engine.compute([row for _, row in plan]))
         return bool(self.scheduler.computing)
+
+    @property
+    def _num_target_rows(self) -> int:
+        """States of positions before the last prompt position that the drafter takes with its."""
+        return 0 if self.engine.drafter is None else self.engine.drafter.hidden.num_target_rows
 
     @property
     def is_idle(self) -> bool:
@@ -176,7 +180,11 @@ class PrefillNode:
         )
         logger.info("prompt of %d tokens, %d choices", len(token_ids), len(choices), extra={"rid": job.rid})
         num_pages = -(-len(token_ids) // self.engine.pool.page_size)
-        if not token_ids or num_pages > self.engine.pool.num_usable or max(token_ids) >= self.engine.card.vocab_size:
+        if (
+            not token_ids
+            or self.scheduler.num_pages(job) > self.engine.pool.num_usable
+            or max(token_ids) >= self.engine.card.vocab_size
+        ):
             self._refuse(job, f"a prompt of {len(token_ids)} tokens cannot be computed here")
             return
         if job.decode is not None:
@@ -225,12 +233,13 @@ class PrefillNode:
             at += row.num_logits
             num_tokens += len(row.input_ids)
             job.num_computed += len(row.input_ids)
+            if computed.extend is not None:
+                job.keep_rows(computed.extend[num_tokens - len(row.input_ids) : num_tokens], 1 + self._num_target_rows)
             self._counts.computed_tokens += len(row.input_ids)
             if job.request.prompt_logprobs:
                 self._score_prompt(job, row.position, job_logits)
             if job.is_computed:
-                extend = computed.extend
-                self._complete(job, job_logits[-1:], None if extend is None else extend[num_tokens - 1 : num_tokens])
+                self._complete(job, job_logits[-1:])
             else:
                 self._offer_pages(job)
 
@@ -253,10 +262,10 @@ class PrefillNode:
         with torch.inference_mode():
             drafter.observe_prompt(chunks, extend)
 
-    def _complete(self, job: PrefillJob, logits: torch.Tensor, extend: torch.Tensor | None) -> None:
-        """The prompt is computed: sample each choice's first token, tell the router, hand the last page over.
+    def _complete(self, job: PrefillJob, logits: torch.Tensor) -> None:
+        """The prompt is computed: sample each choice's first token, tell the router, hand the last pages over.
 
-        `logits` [1, vocab_size] and `extend` [1, width] are of the last prompt position."""
+        `logits` [1, vocab_size] is of the last prompt position."""
         job.computed = time.monotonic()
         self.scheduler.hand_over(job)
         units, states = list(job.choices), list(job.choices.values())
@@ -271,7 +280,7 @@ class PrefillNode:
             self._counts.generated_tokens += len(ids)
             ends = [self._append(state, token, job.num_cached) for state, token in zip(states, ids, strict=True)]
             self.membership.send(self.first_tokens.make(job, units, ids, logprobs, ends))
-            drafts = self._draft_tails(job, states, ids, extend)
+            drafts = self._draft_tails(job, states, ids)
             self._offer_pages(job)
             for unit, token, entry, end, draft in zip(units, ids, logprobs, ends, drafts, strict=True):
                 if unit in job.tickets:
@@ -286,21 +295,22 @@ class PrefillNode:
         state.append(token)
         return ended(state, token, self.engine.context_len, num_cached)
 
-    def _draft_tails(
-        self, job: PrefillJob, states: list[SamplingState], ids: list[int], extend: torch.Tensor | None
-    ) -> list[DraftState | None]:
-        """Every choice's draft state after its first token; its draft KV of the last prompt position is stored."""
+    def _draft_tails(self, job: PrefillJob, states: list[SamplingState], ids: list[int]) -> list[DraftState | None]:
+        """Every choice's draft state after its first token; its draft KV of the last prompt positions is stored."""
         drafter = self.engine.drafter
         if drafter is None or not job.tickets:
             return [None] * len(ids)
-        for copy in job.tail_copies:
-            self.engine.copy_page(job.pages[-1], copy)
+        block_tables = [job.pages_of(index) for index in range(len(ids))]
+        for block_table in block_tables[1:]:
+            for source, copy in zip(job.pages[job.num_shared :], block_table[job.num_shared :], strict=True):
+                self.engine.copy_page(source, copy)
+        rows = job.extend_rows
         tails = [
-            PromptTail(len(job.token_ids), token, job.pages_of(index), state)
-            for index, (token, state) in enumerate(zip(ids, states, strict=True))
+            PromptTail(job.token_ids, token, block_table, state, None if rows is None else rows[:-1])
+            for token, block_table, state in zip(ids, block_tables, states, strict=True)
         ]
         with torch.inference_mode():
-            return list(drafter.finish_prompt(tails, None if extend is None else extend.expand(len(ids), -1)))
+            return list(drafter.finish_prompt(tails, None if rows is None else rows[-1:].expand(len(ids), -1)))
 
     def _row(self, sampled: Sampled, draft: DraftState | None) -> bytes:
         self._row_buffer.set_sampled(sampled)
@@ -311,19 +321,20 @@ class PrefillNode:
     # --- handing over ---
 
     def _offer_pages(self, job: PrefillJob) -> None:
-        """Offer every page that will not be written again: full ones, and the last when the prompt is computed.
+        """Offer every page that will not be written again: full ones, and the last ones when the prompt is computed.
 
-        A drafter writes the last prompt position's slot after the first token is sampled, so its page waits for that.
+        A shifted drafter writes slots of the last prompt positions after the first token is sampled, so their pages
+        wait for that.
         """
         num_ready = len(job.pages)
         if not job.is_computed:
-            num_ready = min(job.num_computed // self.engine.pool.page_size, num_ready - 1)
+            num_ready = min(job.num_computed // self.engine.pool.page_size, job.num_shared)
         if num_ready == job.num_offered or not job.tickets:
             return
         indices = list(range(job.num_offered, num_ready))
-        self.engine.publish([*(job.pages[index] for index in indices), *job.tail_copies])
-        for index, unit in enumerate(job.choices):
-            pages = [job.pages_of(index)[at] for at in indices]
+        offered = [job.pages_of(index)[job.num_offered : num_ready] for index in range(len(job.choices))]
+        self.engine.publish(list(dict.fromkeys(page for pages in offered for page in pages)))
+        for unit, pages in zip(job.choices, offered, strict=True):
             if unit in job.tickets:
                 self.handoff.offer(unit, indices, pages, [self.engine.pool.generation(page) for page in pages])
         job.num_offered = num_ready

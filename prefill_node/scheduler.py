@@ -22,10 +22,8 @@ from .job import PrefillJob
 class PrefillScheduler:
     """Owns the waiting, computing and handing jobs and all pages they hold."""
 
-    def __init__(self, cache: PrefixCache, max_running: int, chunk_tokens: int, *, copies_tail: bool = False) -> None:
-        """`copies_tail`: the last page of a prompt depends on the first token, so every choice needs its own."""
+    def __init__(self, cache: PrefixCache, max_running: int, chunk_tokens: int) -> None:
         self.cache = cache
-        self.copies_tail = copies_tail
         self.page_size = cache.pool.page_size
         self.max_running = max_running
         self.chunk_tokens = chunk_tokens
@@ -78,6 +76,13 @@ class PrefillScheduler:
             self.cache.pool.release(job.tail_copies)
             job.lease, job.pages, job.tail_copies = None, [], []
 
+    def num_pages(self, job: PrefillJob) -> int:
+        """All pages of the prompt, those that differ by choice once for each."""
+        num_tokens = len(job.token_ids)
+        num_pages = -(-num_tokens // self.page_size)
+        num_copies = 0 if job.decode is None else max(0, len(job.choices) - 1)
+        return num_pages + num_copies * (num_pages - self._num_shared(num_tokens))
+
     @property
     def num_queued_tokens(self) -> int:
         """Prompt tokens still to compute."""
@@ -93,12 +98,18 @@ class PrefillScheduler:
         lease = self.cache.acquire(job.token_ids, job.request.salt, limit)
         owner = Owner.REQUEST if job.decode is None else Owner.TICKET
         num_own = -(-num_tokens // self.page_size) - len(lease.pages)
-        num_copies = len(job.choices) - 1 if self.copies_tail and job.decode is not None else 0
         try:
-            own = self.cache.allocate(num_own + max(0, num_copies), owner)
+            own = self.cache.allocate(self.num_pages(job) - len(lease.pages), owner)
         except OutOfPages:
             self.cache.release(lease)
             return False
         job.lease, job.pages, job.tail_copies = lease, lease.pages + own[:num_own], own[num_own:]
         job.num_computed = job.num_cached = len(lease.pages) * self.page_size
+        job.num_shared = self._num_shared(num_tokens)
+        assert len(lease.pages) <= job.num_shared, (job.rid, len(lease.pages), job.num_shared)
         return True
+
+    def _num_shared(self, num_tokens: int) -> int:
+        """Pages of a prompt that hold none of the positions whose draft KV depends on sampled tokens."""
+        lookahead = self.cache.lookahead
+        return max(0, num_tokens - lookahead) // self.page_size if lookahead else -(-num_tokens // self.page_size)

@@ -28,8 +28,9 @@ from ..sampling_state import SamplingState
 class DraftState:
     """What a drafter keeps of a sequence between rounds, besides KV; what prefill hands to decode."""
 
-    token: torch.Tensor | None  # [] int64, d_1 of the next round, proposed already; None: propose from the bonus token
-    hidden: torch.Tensor | None  # [width] recurrent hidden state; None where the algorithm has none
+    tokens: torch.Tensor | None  # [num_proposals] int64, d_1 .. of the next round, known already; None: none is
+    hidden: torch.Tensor | None  # [recurrent width]; None where no state goes from round to round
+    rows: torch.Tensor | None = None  # [num_target_rows, extend width] of positions .. L - 1; zeros before position 0
 
 
 class Drafted(Protocol):
@@ -58,7 +59,8 @@ class Drafter(Protocol):
 
     @property
     def is_shifted(self) -> bool:
-        """Whether its KV at position i depends on token i + 1, at the last prompt position thus on the first token."""
+        """Whether its KV at position i depends on tokens after i (the schema's `key_lookahead` says on how many): at
+        the last prompt positions thus on the first token."""
         ...
 
     def propose(self, sequences: Sequence[Drafted], num_steps: int) -> torch.Tensor:
@@ -99,7 +101,12 @@ class PromptChunk:
 class PromptTail:
     """A prompt and the token sampled after it (the bonus token)."""
 
-    prompt_len: int
+    token_ids: Sequence[int]  # the whole prompt
     token: int
     pages: Sequence[int]
     sampling: SamplingState  # with `token` appended
+    rows: torch.Tensor | None = None  # [min(num_target_rows, prompt_len - 1), extend width], positions before the last
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.token_ids)

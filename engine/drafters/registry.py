@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +18,12 @@ from ..model_config import ModelConfig
 from ..models.frozen_kv import FrozenKvFile, FrozenKvHead, read_frozen_kv
 from ..models.heads import HeadFile, load_head, read_head
 from ..models.llama import LlamaModel
+from ..models.mtp import load_mtp
 from ..models.registry import load_model
 from ..weights import Progress, fingerprint
 from .base import Drafter
 from .frozen_kv import FrozenKvDrafter
+from .mtp_layers import MtpLayersDrafter
 from .ngram import NgramDrafter
 from .shifted import ShiftedDrafter
 from .standalone import StandaloneDrafter
@@ -53,13 +56,19 @@ class Speculation:
             self.algorithm,
             self.hidden,
             draft_topk=1 if hands_proposal else 0,
+            draft_rows=self.hidden.num_mtp_layers,
             checksums=checksums,
         )
 
     @property
     def fingerprint(self) -> str | None:
-        """Of the draft's weights; None where there are none."""
-        return None if self.draft_dir is None else fingerprint(self.draft_dir, self.draft)
+        """Of the draft's weights and a head's own settings (chained, auxiliary layers ...); None without a draft."""
+        if self.draft_dir is None:
+            return None
+        weights = fingerprint(self.draft_dir, self.draft)
+        if self.head is None:
+            return weights
+        return xxhash.xxh3_128_hexdigest(json.dumps([weights, self.head.raw], sort_keys=True).encode())
 
     def load(
         self, target: LlamaModel, target_kv: torch.Tensor, kv: torch.Tensor | None, on_progress: Progress | None
@@ -72,6 +81,11 @@ class Speculation:
         if self.frozen is not None:
             return FrozenKvDrafter(FrozenKvHead(self.frozen, target), target_kv, self.hidden, self.num_steps)
         assert self.draft_dir is not None and self.draft is not None and kv is not None
+        if self.head is not None and self.algorithm == "mtp":
+            layers = load_mtp(self.head, target)
+            if len(layers) == 1:
+                return ShiftedDrafter(self.algorithm, layers[0], kv, self.hidden, self.num_steps)
+            return MtpLayersDrafter(layers, kv, self.hidden, self.num_steps)
         if self.head is not None:
             return ShiftedDrafter(self.algorithm, load_head(self.head, target), kv, self.hidden, self.num_steps)
         model = load_model(self.draft_dir, self.draft, target.dtype, target.device, on_progress)
@@ -93,7 +107,7 @@ def read_speculation(config: EngineConfig, target_dir: Path, target: ModelConfig
         return _standalone(steps, target_dir, target, draft_dir)
     if algorithm == "frozen-kv-mtp":
         return _frozen_kv(steps, target, draft_dir, dtype)
-    return _head(algorithm, steps, target, draft_dir, dtype)
+    return _head(algorithm, config.draft_steps, target, draft_dir, dtype)
 
 
 def _draft_dir(given: str | None, algorithm: str, target_dir: Path) -> Path:
@@ -125,12 +139,18 @@ def _standalone(steps: int, target_dir: Path, target: ModelConfig, draft_dir: Pa
     return Speculation("standalone", steps, hidden, draft, draft_dir)
 
 
-def _head(algorithm: str, steps: int, target: ModelConfig, draft_dir: Path, dtype: HiddenDtype) -> Speculation:
+def _head(algorithm: str, steps: int | None, target: ModelConfig, draft_dir: Path, dtype: HiddenDtype) -> Speculation:
     head = read_head(draft_dir, target)
     if head.algorithm != algorithm:
         raise ConfigError(f"{draft_dir} holds a head for {head.algorithm}, but speculative is {algorithm}")
-    if head.num_mtp_layers > 1:
-        raise ConfigError(f"{draft_dir} has {head.num_mtp_layers} MTP layers; one, used for every step, is served")
+    num_mtp_layers = head.num_mtp_layers
+    if steps is None:
+        steps = DEFAULT_STEPS if num_mtp_layers == 1 else num_mtp_layers
+    if 1 < num_mtp_layers < steps:
+        raise ConfigError(
+            f"draft_steps is {steps}, but {draft_dir} has {num_mtp_layers} MTP layers, each for one step:"
+            f" use 1 to {num_mtp_layers}"
+        )
     num_layers = target.num_layers
     aux_layers = ()
     if algorithm == "eagle3":
@@ -147,7 +167,8 @@ def _head(algorithm: str, steps: int, target: ModelConfig, draft_dir: Path, dtyp
         hands_over_collapsed=target.hands_over_collapsed,
         draft_hc_mult=head.config.hc_mult,
         num_aux=len(aux_layers),
-        is_chained=True,
+        num_mtp_layers=num_mtp_layers,
+        is_chained=num_mtp_layers == 1 or head.is_chained,
     )
     draft = head.config
     return Speculation(algorithm, steps, hidden, draft, draft_dir, head, aux_layers=aux_layers)

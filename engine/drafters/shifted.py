@@ -39,12 +39,13 @@ class ShiftedDrafter:
     def propose(self, sequences: Sequence[Drafted], num_steps: int) -> torch.Tensor:
         """[num_sequences, num_steps] int64."""
         drafts = [_draft(sequence) for sequence in sequences]
+        device = self._kv.device
         if num_steps == 0:
-            return torch.empty(len(sequences), 0, dtype=torch.int64, device=self._kv.device)
+            return torch.empty(len(sequences), 0, dtype=torch.int64, device=device)
         states = [sequence.sampling for sequence in sequences]
-        recurrent = torch.stack([hidden for _, hidden in drafts]).to(self._kv.device)
-        tokens = torch.stack([token for token, _ in drafts]).to(self._kv.device)
-        drafted = tokens.unsqueeze(1)
+        recurrent = torch.stack([hidden.to(device) for _, hidden in drafts])
+        drafted = torch.stack([tokens.to(device) for tokens, _ in drafts])
+        tokens = drafted[:, 0]
         for step in range(num_steps - 1):
             rows = [BatchRow([0], sequence.num_computed + step, sequence.pages) for sequence in sequences]
             recurrent = self._forward(rows, tokens, recurrent, is_extend=False)
@@ -70,7 +71,7 @@ class ShiftedDrafter:
         ]
         tokens = sample_ahead(self._head.logits(selected), states, targets[:, :0])
         for row, sequence in enumerate(sequences):
-            sequence.draft = DraftState(tokens[row], selected[row])
+            sequence.draft = DraftState(tokens[row : row + 1], selected[row])
 
     def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: torch.Tensor | None) -> None:
         """Rows of all positions whose next token is in the prompt: a prompt's last one waits for `finish_prompt`."""
@@ -93,7 +94,7 @@ class ShiftedDrafter:
         recurrent = self._forward(rows, None, hidden, is_extend=True)
         nothing = torch.empty(len(tails), 0, dtype=torch.int64, device=recurrent.device)
         tokens = sample_ahead(self._head.logits(recurrent), [tail.sampling for tail in tails], nothing)
-        return [DraftState(tokens[row], recurrent[row]) for row in range(len(tails))]
+        return [DraftState(tokens[row : row + 1], recurrent[row]) for row in range(len(tails))]
 
     def _forward(
         self, rows: Sequence[BatchRow], tokens: torch.Tensor | None, hidden: torch.Tensor, *, is_extend: bool
@@ -110,5 +111,5 @@ class ShiftedDrafter:
 
 def _draft(sequence: Drafted) -> tuple[torch.Tensor, torch.Tensor]:
     draft = sequence.draft
-    assert draft is not None and draft.token is not None and draft.hidden is not None, draft
-    return draft.token, draft.hidden
+    assert draft is not None and draft.tokens is not None and draft.hidden is not None, draft
+    return draft.tokens, draft.hidden

@@ -1,4 +1,4 @@
-"""Heads that draft from the target's hidden states: EAGLE, EAGLE-3 and single-layer MTP, in their published layouts.
+"""Heads that draft from the target's hidden states, in their published layouts: EAGLE and EAGLE-3 (MTP: mtp.py).
 
 docs/drafter_checkpoints.md has every layout's tensors, formula and source. A head is fed the embedding of token i + 1
 and a hidden state of row i, stores KV at position i, and returns a recurrent state, its next row's hidden state.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -65,42 +65,10 @@ class EagleHead:
         x = self.fc(torch.cat([F.embedding(batch.input_ids, self.embedding), hidden], dim=1))
         for index, layer in enumerate(self.layers):
             normed = x if index == 0 else rms_norm(x, layer.attention_norm, self.config.rms_norm_eps)
-            x = _finish_layer(x, normed, index, layer, attend, self.config.rms_norm_eps)
+            x = finish_layer(x, normed, index, layer, attend, self.config.rms_norm_eps)
         return x
 
     def logits(self, recurrent: torch.Tensor) -> torch.Tensor:
-        return self.target.logits(recurrent)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MtpHead:
-    """One MTP layer, reused for every step. DeepSeek-V3-like: embedding half first, recurrent state before the last
-    norm. MiMo-like: hidden half first, recurrent state after it, no embedding at position 0."""
-
-    config: ModelConfig
-    rotary: RotaryEmbedding
-    target: LlamaModel
-    embedding_norm: torch.Tensor  # [hidden_size]
-    hidden_norm: torch.Tensor  # [hidden_size]
-    projection: Linear  # 2 * hidden_size -> hidden_size
-    layer: LayerWeights
-    final_norm: torch.Tensor  # [hidden_size]
-    is_mimo: bool
-
-    def forward(self, batch: ForwardBatch, kv: torch.Tensor, hidden: torch.Tensor, *, is_extend: bool) -> torch.Tensor:
-        eps = self.config.rms_norm_eps
-        attend = begin_attention(self.config, self.rotary, batch, kv)
-        embedded = F.embedding(batch.input_ids, self.target.weights.embedding)
-        if self.is_mimo:
-            embedded = torch.where(batch.positions.unsqueeze(1) == 0, 0.0, embedded)
-        halves = [rms_norm(embedded, self.embedding_norm, eps), rms_norm(hidden, self.hidden_norm, eps)]
-        x = self.projection(torch.cat(halves[::-1] if self.is_mimo else halves, dim=1))
-        x = _finish_layer(x, rms_norm(x, self.layer.attention_norm, eps), 0, self.layer, attend, eps)
-        return rms_norm(x, self.final_norm, eps) if self.is_mimo else x
-
-    def logits(self, recurrent: torch.Tensor) -> torch.Tensor:
-        if not self.is_mimo:
-            recurrent = rms_norm(recurrent, self.final_norm, self.config.rms_norm_eps)
         return self.target.logits(recurrent)
 
 
@@ -127,7 +95,7 @@ class Eagle3Head:
         normed = rms_norm(x, self.hidden_norm, eps)
         embedded = rms_norm(F.embedding(batch.input_ids, self.embedding), self.layer.attention_norm, eps)
         both = torch.cat([embedded, normed], dim=1)
-        return _finish_layer(normed if self.is_norm_before_residual else x, both, 0, self.layer, attend, eps)
+        return finish_layer(normed if self.is_norm_before_residual else x, both, 0, self.layer, attend, eps)
 
     def logits(self, recurrent: torch.Tensor) -> torch.Tensor:
         own = self.lm_head(rms_norm(recurrent, self.norm, self.config.rms_norm_eps)).float()
@@ -136,10 +104,10 @@ class Eagle3Head:
         return own.new_full((own.shape[0], self.vocab_size), float("-inf")).index_copy_(1, self.target_ids, own)
 
 
-def _finish_layer(
+def finish_layer(
     x: torch.Tensor, normed: torch.Tensor, index: int, layer: LayerWeights, attend: Attention, eps: float
 ) -> torch.Tensor:
-    """The rest of a decoder layer after the input norm; `x` [num_tokens, hidden_size] is added to in place."""
+    """The rest of a head's decoder layer after the input norm; `x` [num_tokens, hidden_size] is added to in place."""
     delta = layer.attention_out(attend(index, layer, layer.qkv(normed)))
     normed = add_rms_norm_(x, delta, layer.mlp_norm, eps)
     return x.add_(layer.down(silu_mul(layer.gate_up(normed))))
@@ -157,7 +125,16 @@ class HeadFile:
     config: ModelConfig
     raw: Mapping[str, Any]
     prefix: str  # of the layer's tensor names
-    num_mtp_layers: int = 1
+    mtp_prefixes: tuple[str, ...] = ()  # of each MTP layer's tensor names, first layer first; none for the others
+
+    @property
+    def num_mtp_layers(self) -> int:
+        return max(1, len(self.mtp_prefixes))
+
+    @property
+    def is_chained(self) -> bool:
+        """Several MTP layers: whether each takes the state of the one before it, or all take the target's."""
+        return bool(self.raw.get("mtp_chained", "mtp_layers" not in self.prefix))
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -179,7 +156,10 @@ def read_head(directory: Path, target: ModelConfig) -> HeadFile:
     has_streams = any(name.endswith("layers.0.attn_hc.read") for name in names)
     config = ModelConfig.from_dir(directory, "HyperLlamaForCausalLM" if has_streams else "LlamaForCausalLM")
     raw = json.loads((directory / "config.json").read_text())
-    head = HeadFile(directory, algorithm, config, raw, prefix, _num_mtp_layers(names))
+    mtp_prefixes = _mtp_prefixes(names) if algorithm == "mtp" else ()
+    if mtp_prefixes:  # config.json repeats the target's number of layers
+        config = replace(config, num_layers=len(mtp_prefixes), sliding_window=(None,) * len(mtp_prefixes))
+    head = HeadFile(directory, algorithm, config, raw, prefix, mtp_prefixes)
     own = raw.get("target_hidden_size", config.hidden_size)
     if own != target.hidden_size:
         raise ConfigError(
@@ -203,32 +183,32 @@ def _recognise(directory: Path, names: set[str]) -> tuple[str, str]:
     stripped = {name.removeprefix("model.") for name in names}
     if any(name.startswith("midlayer.") for name in stripped) or "layers.0.hidden_norm.weight" in stripped:
         return "eagle3", "midlayer" if any(name.startswith("midlayer.") for name in stripped) else "layers.0"
-    for name in sorted(names):
-        if name.endswith((".eh_proj.weight", ".input_proj.weight")):
-            return "mtp", name.rsplit(".", 2)[0]
+    mtp_prefixes = _mtp_prefixes(names)
+    if mtp_prefixes:
+        return "mtp", mtp_prefixes[0]
     if "fc.weight" in stripped:
         return "eagle", "layers"
     raise ModelError(f"{directory} holds no EAGLE, EAGLE-3 or MTP head (see docs/drafter_checkpoints.md)")
 
 
-def _num_mtp_layers(names: set[str]) -> int:
-    return max(1, sum(name.endswith((".eh_proj.weight", ".input_proj.weight")) for name in names))
+def _mtp_prefixes(names: set[str]) -> tuple[str, ...]:
+    """`model.layers.61`, ... or `model.mtp_layers.0`, ..., by their numbers."""
+    found = {name.rsplit(".", 2)[0] for name in names if name.endswith((".eh_proj.weight", ".input_proj.weight"))}
+    return tuple(sorted(found, key=lambda prefix: int(prefix.rsplit(".", 1)[1])))
 
 
 def load_head(file: HeadFile, target: LlamaModel) -> DraftHead:
-    """Read the head's tensors, in the target's dtype and on its device. Raises ModelError for missing ones."""
+    """Read the tensors of an EAGLE or EAGLE-3 head, in the target's dtype and on its device. Raises ModelError for
+    missing ones."""
+    assert file.algorithm in ("eagle", "eagle3"), file.algorithm
     source = HeadTensors(file.directory, target.dtype, target.device)
     config = file.config
     rotary = RotaryEmbedding(config.rope, config.head_dim, target.device)
-    match file.algorithm:
-        case "eagle" if config.hc_mult > 1:
-            return load_hyper_eagle(source, config, rotary, target)
-        case "eagle":
-            return _eagle(source, config, rotary, target)
-        case "eagle3":
-            return _eagle3(source, file, rotary, target)
-        case _:
-            return _mtp(source, file, rotary, target)
+    if file.algorithm == "eagle3":
+        return _eagle3(source, file, rotary, target)
+    if config.hc_mult > 1:
+        return load_hyper_eagle(source, config, rotary, target)
+    return _eagle(source, config, rotary, target)
 
 
 def _embedding(source: HeadTensors, config: ModelConfig, target: LlamaModel) -> torch.Tensor:
@@ -285,23 +265,3 @@ def _check_target_ids(directory: Path, target_ids: torch.Tensor, draft_vocab: in
         raise ModelError(f"{directory}: d2t maps {draft_vocab} ids, some outside 0 to {vocab_size - 1}")
     if len(target_ids.unique()) != draft_vocab:
         raise ModelError(f"{directory}: d2t maps {draft_vocab} ids, some of them to one target id twice")
-
-
-def _mtp(source: HeadTensors, file: HeadFile, rotary: RotaryEmbedding, target: LlamaModel) -> MtpHead:
-    size, prefix = file.config.hidden_size, file.prefix
-    is_mimo = source.has(f"{prefix}.input_proj.weight")
-    names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-    embedding_norm, hidden_norm, projection, final = (
-        names if is_mimo else ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-    )
-    return MtpHead(
-        file.config,
-        rotary,
-        target,
-        source.tensor(f"{prefix}.{embedding_norm}.weight", size),
-        source.tensor(f"{prefix}.{hidden_norm}.weight", size),
-        source.linear(f"{prefix}.{projection}", size, 2 * size),
-        source.layer(prefix, file.config),
-        source.tensor(f"{prefix}.{final}.weight", size),
-        is_mimo,
-    )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from heads import ALGORITHM, HYPER, KINDS, write_head
+from heads import ALGORITHM, HYPER, KINDS, LAYERED, write_head
 from node_pair import NodePair, params
 
 MakePair = Callable[..., NodePair]
@@ -49,7 +49,7 @@ def generate(pair: NodePair, name: str = "r", max_tokens: int = 17) -> dict[tupl
     }
 
 
-NAMES = ("ngram", "standalone", *KINDS, HYPER)
+NAMES = ("ngram", "standalone", *KINDS, *LAYERED, HYPER)
 
 
 def target(name: str, checkpoint: Callable[..., Path]) -> Path:
@@ -66,7 +66,8 @@ def drafter(name: str, model: Path, checkpoint: Callable[..., Path], tmp_path: P
         return {"speculative": "standalone", "draft_model": str(draft), "draft_steps": 4}
     changes = {"hidden_size": 24} if name in ("eagle3", "frozen-kv-mtp") else {}  # unlike the target's
     head = write_head(tmp_path / name, name, model, **changes)
-    return {"speculative": ALGORITHM[name], "draft_model": str(head), "draft_steps": 4}
+    steps = 3 if name.startswith("mtp3") else 4
+    return {"speculative": ALGORITHM[name], "draft_model": str(head), "draft_steps": steps}
 
 
 @pytest.mark.parametrize(("name", "transport"), [(name, ("local", "zmq")[i % 2]) for i, name in enumerate(NAMES)])
@@ -91,7 +92,7 @@ def test_preemption_changes_no_token(
     assert tight.decode.stats().preemptions > 0
 
 
-@pytest.mark.parametrize("name", ["standalone", *KINDS, HYPER])
+@pytest.mark.parametrize("name", ["standalone", *KINDS, *LAYERED, HYPER])
 def test_drafts_do_not_depend_on_chunks_or_prefix_hits(
     name: str, checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path
 ) -> None:

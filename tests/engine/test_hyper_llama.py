@@ -177,7 +177,7 @@ def test_the_drafter_equals_the_plain_head(target_dir: Path, head_dir: Path, chu
         drafter.observe_prompt([chunk], states[chunk.start : chunk.stop])
     sampling = SamplingState(SamplingParams(max_tokens=9, temperature=0.0), ids, vocab_size=VOCAB_SIZE, device="cpu")
     sampling.append(bonus)
-    (state,) = drafter.finish_prompt([PromptTail(40, bonus, run.pages, sampling)], states[-1:])
+    (state,) = drafter.finish_prompt([PromptTail(ids, bonus, run.pages, sampling)], states[-1:])
     drafted = drafter.propose([Drafting([*ids, bonus], 40, run.pages, sampling, state)], num_steps)
 
     expected_state, expected = plain_drafts(target_dir, head_dir, ids, bonus, num_steps)

@@ -92,9 +92,9 @@ def check_against_scratch(solo: Solo, sequence: Running) -> None:
     scratch = solo.from_scratch(sequence)
     ours, theirs = sequence.draft, scratch.draft
     assert ours is not None and theirs is not None
-    assert (ours.token is None) == (theirs.token is None) and (ours.hidden is None) == (theirs.hidden is None)
-    if ours.token is not None and theirs.token is not None:
-        assert int(ours.token) == int(theirs.token)
+    assert (ours.tokens is None) == (theirs.tokens is None) and (ours.hidden is None) == (theirs.hidden is None)
+    if ours.tokens is not None and theirs.tokens is not None:
+        assert int(ours.tokens) == int(theirs.tokens)
     if ours.hidden is not None and theirs.hidden is not None:
         assert float((ours.hidden - theirs.hidden).abs().max()) < BOUND * float(theirs.hidden.abs().max())
     kv, anew = solo.draft_kv(sequence), solo.draft_kv(scratch)
@@ -128,7 +128,7 @@ def test_state_left_in_a_shared_buffer_is_caught(
         observe(self, sequences, *rest)
         for row, sequence in enumerate(sequences):
             buffer[row] = sequence.draft.hidden
-            sequence.draft = DraftState(sequence.draft.token, buffer[row])
+            sequence.draft = DraftState(sequence.draft.tokens, buffer[row])
 
     monkeypatch.setattr(kind, "observe", keeping)
     with caught():

@@ -85,8 +85,8 @@ def check_positions(name: str, solo: Solo, num_steps: int) -> None:
         if name not in SHIFTED and rows:  # the first is fed the bonus token
             assert rows[0][0] == sequence.token_ids[-1:]
         elif num_steps > 1:  # the first is fed d_1
-            assert sequence.draft is not None and sequence.draft.token is not None
-            assert rows[0][0] == [int(sequence.draft.token)]
+            assert sequence.draft is not None and sequence.draft.tokens is not None
+            assert rows[0][0] == [int(sequence.draft.tokens)]
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])
@@ -127,12 +127,12 @@ def test_a_round_changes_nothing_but_the_draft_state(name: str, make_solo: MakeS
     for num_steps in (1, 4):
         state, fields = sequence.draft, frozen_fields(sequence)
         assert state is not None and sequence.sampling.output_counts is not None
-        kept = [None if each is None else each.clone() for each in (state.token, state.hidden)]
+        kept = [None if each is None else each.clone() for each in (state.tokens, state.hidden)]
         counts = sequence.sampling.output_counts.clone()
         solo.rounds.run([sequence], num_steps)
         assert frozen_fields(sequence) == fields
         assert torch.equal(sequence.sampling.output_counts, counts)
-        for was, each in zip(kept, (state.token, state.hidden), strict=True):
+        for was, each in zip(kept, (state.tokens, state.hidden), strict=True):
             assert was is each or (was is not None and each is not None and torch.equal(was, each))
 
 
@@ -166,9 +166,9 @@ def check_against_scratch(solo: Solo, sequence: Running) -> None:
 
 def check_state(ours: DraftState | None, theirs: DraftState | None) -> None:
     assert ours is not None and theirs is not None
-    assert (ours.token is None) == (theirs.token is None) and (ours.hidden is None) == (theirs.hidden is None)
-    if ours.token is not None and theirs.token is not None:
-        assert int(ours.token) == int(theirs.token)
+    assert (ours.tokens is None) == (theirs.tokens is None) and (ours.hidden is None) == (theirs.hidden is None)
+    if ours.tokens is not None and theirs.tokens is not None:
+        assert int(ours.tokens) == int(theirs.tokens)
     if ours.hidden is not None and theirs.hidden is not None:
         assert float((ours.hidden - theirs.hidden).abs().max()) < BOUND * float(theirs.hidden.abs().max())
 
@@ -193,7 +193,7 @@ def test_rows_kept_from_drafting_are_caught(name: str, make_solo: MakeSolo, monk
             last = self._forward(rows, targets[row, count : count + 1], hidden[row, count : count + 1], is_extend=True)
             state = sequence.sampling.ahead(count + 1, targets[row, : count + 1])
             token = shifted.sample_ahead(self._head.logits(last), [state], targets[:1, :0])
-            sequence.draft = DraftState(token[0], last[0])
+            sequence.draft = DraftState(token, last[0])
 
     monkeypatch.setattr(shifted.ShiftedDrafter, "observe", observe)
     with caught():

@@ -11,12 +11,15 @@ from checkpoints import random_sites
 from safetensors.torch import save_file
 
 KINDS = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp")  # for an ordinary target
+LAYERED = ("mtp3-deepseek", "mtp3-mimo")  # three layers, one a step
 HYPER = "hyper-eagle"  # for a target with residual streams
 ALGORITHM = {
     "eagle": "eagle",
     "eagle3": "eagle3",
     "mtp-deepseek": "mtp",
     "mtp-mimo": "mtp",
+    "mtp3-deepseek": "mtp",
+    "mtp3-mimo": "mtp",
     "frozen-kv-mtp": "frozen-kv-mtp",
     "hyper-eagle": "eagle",
 }
@@ -47,6 +50,8 @@ def write_head(directory: Path, kind: str, target_dir: Path, *, seed: int = 0, *
     if kind == "eagle3":
         config |= {"draft_vocab_size": config["vocab_size"] // 2, "target_hidden_size": target["hidden_size"]}
         config["eagle_aux_hidden_state_layer_ids"] = [0, 1, target["num_hidden_layers"]]
+    if kind.startswith("mtp3"):  # as in a target's own directory
+        config |= {"num_hidden_layers": target["num_hidden_layers"], "num_nextn_predict_layers": 3}
     if kind == "frozen-kv-mtp":
         kv = {"num_key_value_heads": target.get("num_key_value_heads"), "head_dim": target["head_dim"]}
         kv |= {"num_attention_heads": target["num_attention_heads"], "num_hidden_layers": 2}
@@ -121,7 +126,17 @@ def _eagle3(config: dict[str, Any], target: dict[str, Any]) -> dict[str, tuple[i
 
 
 def _mtp_deepseek(config: dict[str, Any], target: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    size, prefix = config["hidden_size"], f"model.layers.{target['num_hidden_layers']}"
+    return _mtp_deepseek_layer(config, target["num_hidden_layers"])
+
+
+def _mtp3_deepseek(config: dict[str, Any], target: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    num_layers = target["num_hidden_layers"]
+    layers = [_mtp_deepseek_layer(config, num_layers + m) for m in range(3)]
+    return layers[0] | layers[1] | layers[2]
+
+
+def _mtp_deepseek_layer(config: dict[str, Any], index: int) -> dict[str, tuple[int, ...]]:
+    size, prefix = config["hidden_size"], f"model.layers.{index}"
     return _layer(prefix, config) | {
         f"{prefix}.enorm.weight": (size,),
         f"{prefix}.hnorm.weight": (size,),
@@ -131,7 +146,24 @@ def _mtp_deepseek(config: dict[str, Any], target: dict[str, Any]) -> dict[str, t
 
 
 def _mtp_mimo(config: dict[str, Any], target: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    size, prefix = config["hidden_size"], "model.mtp_layers.0"
+    return _mtp_mimo_layer(config, 0)
+
+
+def _mtp3_mimo(config: dict[str, Any], target: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """With the biases of Qwen2's attention."""
+    q, kv = config["num_attention_heads"] * config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for m in range(3):
+        biases = {
+            f"model.mtp_layers.{m}.self_attn.{name}_proj.bias": (width,)
+            for name, width in zip("qkv", (q, kv, kv), strict=True)
+        }
+        shapes |= _mtp_mimo_layer(config, m) | biases
+    return shapes
+
+
+def _mtp_mimo_layer(config: dict[str, Any], index: int) -> dict[str, tuple[int, ...]]:
+    size, prefix = config["hidden_size"], f"model.mtp_layers.{index}"
     return _layer(prefix, config) | {
         f"{prefix}.token_layernorm.weight": (size,),
         f"{prefix}.hidden_layernorm.weight": (size,),
@@ -164,4 +196,6 @@ _SHAPES = {
     "eagle3": _eagle3,
     "mtp-deepseek": _mtp_deepseek,
     "mtp-mimo": _mtp_mimo,
+    "mtp3-deepseek": _mtp3_deepseek,
+    "mtp3-mimo": _mtp3_mimo,
 }

@@ -147,7 +147,7 @@ class Solo:
         last: torch.Tensor | None,
     ) -> list[DraftState]:
         tails = [
-            PromptTail(len(ids), token, own, state)
+            PromptTail(ids, token, own, state)
             for ids, token, own, state in zip(prompts, tokens, pages, states, strict=True)
         ]
         with torch.inference_mode():

@@ -1,0 +1,88 @@
+"""MTP layers, DeepSeek-V3-like and MiMo-like: one that is reused for every step, or several, one a step.
+
+docs/drafter_checkpoints.md has both layouts' tensors, formulas and sources. Layer m of several is fed the embedding of
+token i + 1 + m in row i; otherwise a layer is a head as heads.py describes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from ...kernels.norm import rms_norm
+from ..attention import begin_attention
+from ..batch import ForwardBatch
+from ..layers import Linear
+from ..model_config import ModelConfig
+from ..rope import RotaryEmbedding
+from ..weights import LayerWeights
+from .heads import HeadFile, finish_layer
+from .llama import LlamaModel
+from .tensors import HeadTensors
+
+_DEEPSEEK_NAMES = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+_MIMO_NAMES = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MtpHead:
+    """One MTP layer. DeepSeek-V3-like: embedding half first, recurrent state before the last norm. MiMo-like: hidden
+    half first, recurrent state after it, no embedding at position 0."""
+
+    config: ModelConfig  # of one layer
+    rotary: RotaryEmbedding
+    target: LlamaModel
+    embedding_norm: torch.Tensor  # [hidden_size]
+    hidden_norm: torch.Tensor  # [hidden_size]
+    projection: Linear  # 2 * hidden_size -> hidden_size
+    layer: LayerWeights
+    final_norm: torch.Tensor  # [hidden_size]
+    is_mimo: bool
+
+    def forward(
+        self, batch: ForwardBatch, kv: torch.Tensor, hidden: torch.Tensor, *, is_extend: bool = True
+    ) -> torch.Tensor:
+        eps = self.config.rms_norm_eps
+        attend = begin_attention(self.config, self.rotary, batch, kv)
+        embedded = F.embedding(batch.input_ids, self.target.weights.embedding)
+        if self.is_mimo:
+            embedded = torch.where(batch.positions.unsqueeze(1) == 0, 0.0, embedded)
+        halves = [rms_norm(embedded, self.embedding_norm, eps), rms_norm(hidden, self.hidden_norm, eps)]
+        x = self.projection(torch.cat(halves[::-1] if self.is_mimo else halves, dim=1))
+        x = finish_layer(x, rms_norm(x, self.layer.attention_norm, eps), 0, self.layer, attend, eps)
+        return rms_norm(x, self.final_norm, eps) if self.is_mimo else x
+
+    def logits(self, recurrent: torch.Tensor) -> torch.Tensor:
+        if not self.is_mimo:
+            recurrent = rms_norm(recurrent, self.final_norm, self.config.rms_norm_eps)
+        return self.target.logits(recurrent)
+
+
+def load_mtp(file: HeadFile, target: LlamaModel) -> tuple[MtpHead, ...]:
+    """Read the layers' tensors, in the target's dtype and on its device. Raises ModelError for missing ones."""
+    source = HeadTensors(file.directory, target.dtype, target.device)
+    has_bias = source.has(f"{file.prefix}.self_attn.q_proj.bias")  # MiMo's layers are Qwen2's
+    config = replace(file.config, num_layers=1, sliding_window=(None,), qkv_bias=has_bias)
+    rotary = RotaryEmbedding(config.rope, config.head_dim, target.device)
+    return tuple(_load_layer(source, prefix, config, rotary, target) for prefix in file.mtp_prefixes)
+
+
+def _load_layer(
+    source: HeadTensors, prefix: str, config: ModelConfig, rotary: RotaryEmbedding, target: LlamaModel
+) -> MtpHead:
+    is_mimo = source.has(f"{prefix}.input_proj.weight")
+    embedding_norm, hidden_norm, projection, final_norm = _MIMO_NAMES if is_mimo else _DEEPSEEK_NAMES
+    size = config.hidden_size
+    return MtpHead(
+        config,
+        rotary,
+        target,
+        source.tensor(f"{prefix}.{embedding_norm}.weight", size),
+        source.tensor(f"{prefix}.{hidden_norm}.weight", size),
+        source.linear(f"{prefix}.{projection}", size, 2 * size),
+        source.layer(prefix, config),
+        source.tensor(f"{prefix}.{final_norm}.weight", size),
+        is_mimo,
+    )

@@ -1,0 +1,295 @@
+"""S4 and S6 for several MTP layers: every layer's KV and input, and the proposals, equal a recompute from scratch.
+
+The recompute is plain torch without pages or batches. Checked before every round of a decode node: after the handoff,
+after rounds that accept 0 to K drafts, after preemptions. Each defect in question is put back once, and caught."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from heads import LAYERED, write_head
+from node_pair import NodePair, params
+from safetensors.torch import load_file
+
+from baton.decode_node.config import DecodeConfig
+from baton.engine.batch import BatchRow, ForwardBatch
+from baton.engine.drafters.registry import read_speculation
+from baton.engine.model_config import ModelConfig
+from baton.engine.models.llama import LlamaModel
+from baton.metadata.errors import ConfigError
+from baton.prefill_node.job import PrefillJob
+
+from .test_speculation import SETTINGS, prompts
+
+NUM_LAYERS = 3
+CASES = prompts((1, 2, 3, 4, 5, 8, 9, 13, 14, 15, 24), seed=3)
+
+
+class Scratch(NamedTuple):
+    """What the layers have when computed from nothing but tokens and the target's states."""
+
+    keys: list[torch.Tensor]  # by layer: [num_rows, num_kv_heads, head_dim]
+    values: list[torch.Tensor]
+    proposals: list[int]
+
+
+class ScratchLayers:
+    """The layers of a head's directory, by the formulas of docs/drafter_checkpoints.md."""
+
+    def __init__(self, directory: Path, target: LlamaModel) -> None:
+        self.config = json.loads((directory / "config.json").read_text())
+        self.tensors = load_file(directory / "model.safetensors")
+        self.target = target
+        self.is_mimo = any("mtp_layers" in name for name in self.tensors)
+        first = 0 if self.is_mimo else self.config["num_hidden_layers"]
+        stem = "model.mtp_layers" if self.is_mimo else "model.layers"
+        self.prefixes = [f"{stem}.{first + m}" for m in range(NUM_LAYERS)]
+
+    def run(self, token_ids: list[int], states: torch.Tensor) -> Scratch:
+        """`token_ids` 0 .. L, `states` [L, hidden_size] of the target: greedy proposals after L."""
+        tokens, scratch, inputs = list(token_ids), Scratch([], [], []), states
+        for m, prefix in enumerate(self.prefixes):
+            embedded = self.target.weights.embedding[torch.tensor(tokens[1 + m : 1 + m + len(states)])]
+            state, logits, k, v = self._layer(prefix, embedded, inputs)
+            scratch.keys.append(k)
+            scratch.values.append(v)
+            scratch.proposals.append(int(logits[-1].argmax()))
+            tokens.append(scratch.proposals[-1])
+            inputs = states if self.is_mimo else state  # DeepSeek's are chained
+        return scratch
+
+    def _layer(self, prefix: str, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+            weight = self.tensors[f"{prefix}.{name}.weight"]
+            return weight * x * (x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt()
+
+        def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+            return F.linear(x, self.tensors[f"{prefix}.{name}.weight"], self.tensors.get(f"{prefix}.{name}.bias"))
+
+        if self.is_mimo:
+            embedded = embedded.clone()
+            embedded[0] = 0
+            halves = [norm(hidden, "hidden_layernorm"), norm(embedded, "token_layernorm")]
+        else:
+            halves = [norm(embedded, "enorm"), norm(hidden, "hnorm")]
+        x = linear(torch.cat(halves, dim=1), "input_proj" if self.is_mimo else "eh_proj")
+        y = norm(x, "input_layernorm")
+        q, k, v = (linear(y, f"self_attn.{name}_proj").view(len(y), -1, self.config["head_dim"]) for name in "qkv")
+        q, k = self._rotate(q), self._rotate(k)
+        groups = q.shape[1] // k.shape[1]
+        wide = [each.repeat_interleave(groups, dim=1).transpose(0, 1) for each in (k, v)]
+        attended = F.scaled_dot_product_attention(q.transpose(0, 1), *wide, is_causal=True)
+        x = x + linear(attended.transpose(0, 1).flatten(1), "self_attn.o_proj")
+        y = norm(x, "post_attention_layernorm")
+        x = x + linear(F.silu(linear(y, "mlp.gate_proj")) * linear(y, "mlp.up_proj"), "mlp.down_proj")
+        last = norm(x, "final_layernorm" if self.is_mimo else "shared_head.norm")
+        return (last if self.is_mimo else x), self.target.logits(last), k, v
+
+    def _rotate(self, x: torch.Tensor) -> torch.Tensor:
+        half = self.config["head_dim"] // 2
+        frequencies = self.config["rope_theta"] ** (-torch.arange(half) / half)
+        angles = (torch.arange(len(x)).unsqueeze(1) * frequencies).unsqueeze(1)
+        low, high = x[..., :half], x[..., half:]
+        return torch.cat([low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()], dim=-1)
+
+
+class Checked:
+    """A pair whose decode node's drafter is checked before every round, and then made to be right for a while:
+    the proposals of round after round are right for 0, 2, 3, 1, ... tokens."""
+
+    def __init__(self, pair: NodePair, head: Path, plain: dict[str, list[int]]) -> None:
+        self.pair, self.plain, self.num_checked = pair, plain, 0
+        engine = pair.decode.engine
+        self._layers = ScratchLayers(head, engine.model)
+        self._num_right = itertools.cycle([0, 2, 3, 1, 3, 3, 0, 1])
+        self.drafter = engine.drafter
+        self._propose = engine.drafter.propose
+        engine.drafter.propose = self._checked
+
+    def generate(self, name: str, max_tokens: int = 19) -> None:
+        for i, prompt in enumerate(CASES):
+            self.pair.submit(f"{i} {name}", prompt, params(max_tokens), n=1 + i % 2)
+        results = self.pair.run()
+        for (rid, _), result in results.items():
+            assert result.ids == self.plain[rid.split()[0]], rid
+
+    def _checked(self, sequences: Any, num_steps: int) -> torch.Tensor:
+        drafted = self._propose(sequences, num_steps).clone()
+        for row, sequence in enumerate(sequences):
+            self._check(sequence, drafted[row].tolist())
+            text, at = self.plain[sequence.unit.rid.split()[0]], sequence.num_generated
+            num_right = next(self._num_right)
+            for step in range(num_steps):
+                token = text[at + step] if at + step < len(text) else 0
+                drafted[row, step] = token if step < num_right else (token + 1) % 512
+        return drafted
+
+    def _check(self, sequence: Any, proposed: list[int]) -> None:
+        self.num_checked += 1
+        engine, num_rows = self.pair.decode.engine, sequence.num_computed
+        page_size = engine.pool.page_size
+        pages = list(range(1, 2 + num_rows // page_size))
+        batch = ForwardBatch.build([BatchRow(sequence.token_ids[:num_rows], 0, pages)], page_size, "cpu")
+        states = engine.model.forward(batch, torch.zeros_like(engine.kv[:, : len(pages) + 1]))
+        scratch = self._layers.run(sequence.token_ids, states)
+
+        kept = min(NUM_LAYERS - 1, num_rows)
+        rows = sequence.draft.rows
+        assert rows.shape == (NUM_LAYERS - 1, states.shape[1])
+        assert torch.allclose(rows[NUM_LAYERS - 1 - kept :], states[num_rows - kept :], atol=1e-4), sequence.unit
+        kv = self.drafter._kv[:, sequence.pages].transpose(2, 4).flatten(1, 2)  # [layer, slot, kv head, K|V, head_dim]
+        for m in range(NUM_LAYERS):
+            num_final = max(0, num_rows - m)  # the others were computed from proposals, or not yet after a preemption
+            for which, expected in enumerate((scratch.keys[m], scratch.values[m])):
+                stored = kv[m, :num_final, :, which]
+                assert torch.allclose(stored, expected[:num_final], atol=1e-4), (sequence.unit, m, which)
+        assert proposed == scratch.proposals[: len(proposed)], (sequence.unit, proposed, scratch.proposals)
+
+
+MakeChecked = Callable[..., Checked]
+
+
+@pytest.fixture
+def make_checked(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[MakeChecked]:
+    model = checkpoint("llama")
+    pairs: list[NodePair] = []
+
+    def pair_of(decode: dict[str, Any], **both: Any) -> NodePair:
+        settings = {**SETTINGS, "num_pages": 200, **both}
+        pairs.append(NodePair(model, prefill=settings, decode={**settings, **decode}))
+        return pairs[-1]
+
+    def make(kind: str, decode: dict[str, Any] | None = None, **both: Any) -> Checked:
+        plain = pair_of({})
+        for i, prompt in enumerate(CASES):
+            plain.submit(str(i), prompt, params(24))
+        texts = {rid: result.ids[:19] for (rid, _), result in plain.run().items()}
+        head = write_head(tmp_path / kind, kind, model)
+        return Checked(pair_of(decode or {}, speculative="mtp", draft_model=str(head), **both), head, texts)
+
+    yield make
+    for pair in pairs:
+        pair.close()
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 4, 5, 64])
+@pytest.mark.parametrize("kind", LAYERED)
+def test_layers_equal_a_recompute_after_handoff_and_partial_acceptance(
+    kind: str, chunk_tokens: int, make_checked: MakeChecked
+) -> None:
+    checked = make_checked(kind, chunk_tokens=chunk_tokens)
+    checked.generate("cold")
+    checked.generate("again")  # prefix hits in both caches
+    stats = checked.pair.decode.rounds.stats
+    assert checked.num_checked > 200
+    assert 0 < stats.accepted_at[2] < stats.accepted_at[1] < stats.accepted_at[0] < stats.num_verified, stats
+    checked.pair.check_books()
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4])
+@pytest.mark.parametrize("kind", LAYERED)
+def test_layers_equal_a_recompute_after_preemption(kind: str, page_size: int, make_checked: MakeChecked) -> None:
+    checked = make_checked(kind, {"num_pages": 1 + 100 // page_size}, page_size=page_size)
+    checked.generate("cold")
+    assert checked.pair.decode.stats().preemptions > 0
+    checked.pair.check_books()
+
+
+def _rows_of_the_whole_round(checked: Checked) -> None:
+    """The rows kept are the verify's last ones, not those before the accepted token."""
+    observe = checked.drafter.observe
+
+    def mutated(sequences: Any, hidden: Any, *more: Any) -> None:
+        observe(sequences, hidden, *more)
+        for row, sequence in enumerate(sequences):
+            sequence.draft.rows = torch.cat([sequence.draft.rows, hidden[row]])[1 - NUM_LAYERS :]
+
+    checked.drafter.observe = mutated
+
+
+def _no_second_computation(checked: Checked) -> None:
+    """The rows that were computed from proposals stay as they are."""
+    drafter = checked.drafter
+    observe = drafter.observe
+
+    def mutated(sequences: Any, *more: Any) -> None:
+        before = drafter._kv.clone()
+        observe(sequences, *more)
+        for sequence in sequences:
+            for position in range(max(0, sequence.num_computed + 1 - NUM_LAYERS), sequence.num_computed):
+                page, slot = sequence.pages[position // 4], position % 4
+                drafter._kv[:, page, :, :, slot] = before[:, page, :, :, slot]
+
+    drafter.observe = mutated
+
+
+def _other_chaining(checked: Checked) -> None:
+    """Each layer takes the other input than its family's."""
+    drafter = checked.drafter
+    drafter.hidden = replace(drafter.hidden, is_chained=not drafter.hidden.is_chained)
+
+
+def _rows_of_the_last_chunk_alone(checked: Checked) -> None:
+    """Prefill forgets the states of earlier chunks."""
+
+    def mutated(job: PrefillJob, extend: torch.Tensor, num_rows: int) -> None:
+        missing = extend.new_zeros(num_rows, extend.shape[1])
+        job.extend_rows = torch.cat([missing, extend])[-num_rows:]
+
+    PrefillJob.keep_rows = mutated  # type: ignore[method-assign]
+
+
+def _shared_tail_pages(checked: Checked) -> None:
+    """Prefill takes the last page alone for one that depends on the first tokens."""
+    scheduler = checked.pair.prefill.scheduler
+    scheduler._num_shared = lambda num_tokens: (num_tokens - 1) // scheduler.page_size
+
+
+DEFECTS = (
+    _rows_of_the_whole_round,
+    _no_second_computation,
+    _other_chaining,
+    _rows_of_the_last_chunk_alone,
+    _shared_tail_pages,
+)
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+@pytest.mark.parametrize("kind", LAYERED)
+def test_the_recompute_catches(
+    kind: str, defect: Callable[[Checked], None], make_checked: MakeChecked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PrefillJob, "keep_rows", PrefillJob.keep_rows)  # put back afterwards
+    checked = make_checked(kind, chunk_tokens=1)
+    defect(checked)
+    with pytest.raises(AssertionError):
+        checked.generate("cold")
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_fewer_steps_than_layers(steps: int, checkpoint: Callable[..., Path], make_checked: MakeChecked) -> None:
+    checked = make_checked("mtp3-deepseek", {"draft_steps": steps})  # prefill has three: the schema is the same
+    checked.generate("cold")
+    assert len(checked.pair.decode.rounds.stats.accepted_at) == steps
+    checked.pair.check_books()
+
+
+def test_more_steps_than_layers_are_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    model = checkpoint("llama")
+    head = write_head(tmp_path, "mtp3-mimo", model)
+
+    def read(steps: int | None) -> int:
+        config = DecodeConfig(model=str(model), speculative="mtp", draft_model=str(head), draft_steps=steps)
+        return read_speculation(config, model, ModelConfig.from_dir(model), "float32").num_steps
+
+    assert (read(1), read(3), read(None)) == (1, 3, 3)
+    with pytest.raises(ConfigError, match=r"draft_steps is 4, but .* has 3 MTP layers"):
+        read(4)
