@@ -57,10 +57,10 @@ def test_fields_by_algorithm(algorithm, draft, more, extra_fields, lookahead):
 
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_mtp_hands_over_n_minus_one_target_rows_and_looks_n_tokens_ahead(num_layers):
-    schema = make_schema(
-        TARGET, DRAFT, 16, "mtp", hidden("mtp", num_mtp_layers=num_layers), draft_topk=2, draft_rows=num_layers
-    )
+    layout = hidden("mtp", num_mtp_layers=num_layers, is_chained=True)
+    schema = make_schema(TARGET, DRAFT, 16, "mtp", layout, draft_topk=2, draft_rows=num_layers)
     widths = {field.name: field.width for field in schema.row}
+    assert ("recurrent_hidden" in widths) == (num_layers == 1)  # several layers chain within a row
     assert widths.get("target_rows") == (None if num_layers == 1 else 2 * 64)
     assert widths["topk_index"] == 2 * num_layers
     assert schema.key_lookahead == num_layers
