@@ -79,6 +79,7 @@ class FrozenKvHead:
             )
             for i in range(config.num_layers)
         ]
+        tensors.refuse_unknown("embed_tokens.weight")
 
     def forward(self, batch: ForwardBatch, kv: torch.Tensor, hidden: torch.Tensor) -> FrozenOutput:
         """One token a row at the last position with target KV; `kv` is the target's pool, `hidden` [num_tokens,

@@ -199,16 +199,19 @@ def _mtp_prefixes(names: set[str]) -> tuple[str, ...]:
 
 def load_head(file: HeadFile, target: LlamaModel) -> DraftHead:
     """Read the tensors of an EAGLE or EAGLE-3 head, in the target's dtype and on its device. Raises ModelError for
-    missing ones."""
+    missing ones and for those that the layout does not know; copies of what is the target's are left alone."""
     assert file.algorithm in ("eagle", "eagle3"), file.algorithm
     source = HeadTensors(file.directory, target.dtype, target.device)
     config = file.config
     rotary = RotaryEmbedding(config.rope, config.head_dim, target.device)
     if file.algorithm == "eagle3":
-        return _eagle3(source, file, rotary, target)
-    if config.hc_mult > 1:
-        return load_hyper_eagle(source, config, rotary, target)
-    return _eagle(source, config, rotary, target)
+        head, ignored = _eagle3(source, file, rotary, target), ("t2d",)
+    elif config.hc_mult > 1:
+        head, ignored = load_hyper_eagle(source, config, rotary, target), ("embed_tokens.weight", "lm_head.weight")
+    else:
+        head, ignored = _eagle(source, config, rotary, target), ("lm_head.weight",)
+    source.refuse_unknown(*ignored)
+    return head
 
 
 def _embedding(source: HeadTensors, config: ModelConfig, target: LlamaModel) -> torch.Tensor:

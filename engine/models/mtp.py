@@ -61,12 +61,16 @@ class MtpHead:
 
 
 def load_mtp(file: HeadFile, target: LlamaModel) -> tuple[MtpHead, ...]:
-    """Read the layers' tensors, in the target's dtype and on its device. Raises ModelError for missing ones."""
+    """Read the layers' tensors, in the target's dtype and on its device. Raises ModelError for missing ones and for
+    those in the layers that the layout does not know; copies of what is the target's are left alone."""
     source = HeadTensors(file.directory, target.dtype, target.device)
-    has_bias = source.has(f"{file.prefix}.self_attn.q_proj.bias")  # MiMo's layers are Qwen2's
-    config = replace(file.config, num_layers=1, sliding_window=(None,), qkv_bias=has_bias)
+    config = replace(file.config, num_layers=1, sliding_window=(None,))
     rotary = RotaryEmbedding(config.rope, config.head_dim, target.device)
-    return tuple(_load_layer(source, prefix, config, rotary, target) for prefix in file.mtp_prefixes)
+    layers = tuple(_load_layer(source, prefix, config, rotary, target) for prefix in file.mtp_prefixes)
+    for prefix in file.mtp_prefixes:  # the file may hold the target's own tensors too
+        copies = (f"{prefix}.embed_tokens.weight", f"{prefix}.shared_head.head.weight")
+        source.refuse_unknown(*copies, within=f"{prefix}.")
+    return layers
 
 
 def _load_layer(

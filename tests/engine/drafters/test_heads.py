@@ -52,6 +52,15 @@ def test_states_and_logits_equal_plain_torch(
     check_rows(kind, model, head, temperature)
 
 
+def test_biases_count_where_the_file_has_them(model: Path, tmp_path: Path) -> None:
+    """MiMo's q, k and v have them; published config.json files of heads need not say so."""
+    head = head_of("mtp-mimo", model, tmp_path / "mimo")
+    prefix, generator = "model.mtp_layers.0.self_attn", torch.Generator().manual_seed(2)
+    sizes = {"q_proj": 32, "k_proj": 16, "v_proj": 16}
+    change(head, {f"{prefix}.{part}.bias": torch.randn(size, generator=generator) for part, size in sizes.items()})
+    check_rows("mtp-mimo", model, head, 0.0)
+
+
 def check_rows(kind: str, model: Path, head: Path, temperature: float) -> None:
     oracle = Oracle(kind, head, model)
     solo = Solo(model, speculative=ALGORITHM[kind], draft_model=str(head))
@@ -238,6 +247,34 @@ REFUSED: list[tuple[str, str, Damage, type[BatonError], list[str]]] = [
         ["pre_projection.weight"],
     ),
     ("frozen-kv-mtp", "frozen-kv-mtp", lambda d: change(d, rope_theta=5e5), ConfigError, ["rope_theta", "500000"]),
+    (
+        "eagle",
+        "eagle",
+        lambda d: change(d, {"embed_layernorm.weight": torch.ones(64)}),
+        ModelError,
+        ["embed_layernorm"],
+    ),
+    (
+        "eagle3",
+        "eagle3",
+        lambda d: change(d, {"midlayer.self_attn.q_norm.weight": torch.ones(8)}),
+        ModelError,
+        ["q_norm"],
+    ),
+    (
+        "mtp-deepseek",
+        "mtp",
+        lambda d: change(d, {"model.layers.3.mlp.gate.weight": torch.ones(4, 64)}),
+        ModelError,
+        ["mlp.gate.weight"],
+    ),
+    (
+        "frozen-kv-mtp",
+        "frozen-kv-mtp",
+        lambda d: change(d, {"model.layers.1.self_attn.k_proj.weight": torch.ones(32, 24)}),
+        ModelError,
+        ["layers.1.self_attn.k_proj"],
+    ),
     ("eagle", "frozen-kv-mtp", lambda d: d, ModelError, ["no FROZEN_KV_MTP head"]),
     ("frozen-kv-mtp", "eagle", lambda d: d, ModelError, ["no EAGLE"]),
 ]
