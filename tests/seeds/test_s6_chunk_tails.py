@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import NAMES, settings, target_of
+from drafters import ALL, settings, target_of
 from node_pair import NodePair, params
 from solo import Solo, caught, coach, gather
 
@@ -116,7 +116,7 @@ def truths(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     coach(monkeypatch, known, lambda seed, position: (position + seed) % 5 != 2)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_chunks_and_prefix_hits_make_no_difference(
     name: str, checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +133,7 @@ def test_chunks_and_prefix_hits_make_no_difference(
         assert any(result.ended and result.ended.num_cached for result in pair.results.values())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_acceptance_through_the_handoff_is_that_of_one_process(
     name: str, checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from heads import ALGORITHM, KINDS, write_head
+from heads import ALGORITHM, HYPER, KINDS, LAYERED, write_head
 from safetensors.torch import load_file, save_file
 
-NAMES = ("standalone", *KINDS)  # those with a model or a head
+NAMES = ("standalone", *KINDS, HYPER)  # that run once a token
+ALL = (*NAMES, *LAYERED)
 SHIFTED = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "hyper-eagle")
 _UNLIKE = {"eagle3": 24, "frozen-kv-mtp": 24}  # heads of another width than their target's
 
@@ -20,6 +21,10 @@ _UNLIKE = {"eagle3": 24, "frozen-kv-mtp": 24}  # heads of another width than the
 def target_of(name: str, checkpoint: Callable[..., Path], **config: Any) -> Path:
     """A target that the drafter fits."""
     return checkpoint("hyper_llama" if name == "hyper-eagle" else "llama", **config)
+
+
+def most_steps(name: str) -> int:
+    return 3 if name in LAYERED else 15
 
 
 def settings(name: str, model: Path, directory: Path, *, steps: int = 5) -> dict[str, Any]:
@@ -31,7 +36,7 @@ def settings(name: str, model: Path, directory: Path, *, steps: int = 5) -> dict
         return {"speculative": "standalone", "draft_model": str(draft), "draft_steps": steps}
     own = {"hidden_size": _UNLIKE[name]} if name in _UNLIKE else {}
     head = write_head(directory / name, name, model, **own)
-    return {"speculative": ALGORITHM[name], "draft_model": str(head), "draft_steps": steps}
+    return {"speculative": ALGORITHM[name], "draft_model": str(head), "draft_steps": min(steps, most_steps(name))}
 
 
 def perturbed(model: Path, directory: Path, size: float) -> Path:

@@ -19,7 +19,7 @@ import torch
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.batch import BatchRow, ForwardBatch
-from baton.engine.drafters import frozen_kv, sampling, shifted, standalone
+from baton.engine.drafters import frozen_kv, mtp_layers, sampling, shifted, standalone
 from baton.engine.drafters.base import Drafter, DraftState, PromptChunk, PromptTail
 from baton.engine.engine import Engine
 from baton.engine.pages import Owner
@@ -28,7 +28,7 @@ from baton.engine.sampling_state import SamplingState
 from baton.metadata.request import SamplingParams
 
 POISON = 1e4  # where nobody may read: finite, so that a masked score stays masked
-_MODULES = (shifted, standalone, frozen_kv)  # drafters that draw by `sample_ahead`
+_MODULES = (shifted, standalone, frozen_kv, mtp_layers)  # drafters that draw by `sample_ahead`
 
 
 @dataclass(slots=True, eq=False)
@@ -69,11 +69,11 @@ class Solo:
         vocab_size = self.engine.model_config.vocab_size
         states = [SamplingState(p, ids, vocab_size=vocab_size) for ids, p in zip(prompts, params, strict=True)]
         pages = [self._allocate(len(ids) + p.max_tokens + 16) for ids, p in zip(prompts, params, strict=True)]
-        last, logits = self._compute(prompts, pages, chunk)
+        extend, logits = self._compute(prompts, pages, chunk)
         tokens, _ = self.engine.sample(logits, states)
         for state, token in zip(states, tokens, strict=True):
             state.append(token)
-        drafts = self._finish(prompts, tokens, pages, states, last)
+        drafts = self._finish(prompts, tokens, pages, states, extend)
         return [
             Running(len(ids), [*ids, token], len(ids), own, state, draft)
             for ids, token, own, state, draft in zip(prompts, tokens, pages, states, drafts, strict=True)
@@ -100,8 +100,8 @@ class Solo:
         """The same sequence in pages of its own, everything computed anew in one pass."""
         known, bonus = sequence.token_ids[:-1], sequence.token_ids[-1]
         pages = self._allocate(len(known) + 16)
-        last, _ = self._compute([known], [pages], len(known))
-        [draft] = self._finish([known], [bonus], [pages], [sequence.sampling], last)
+        extend, _ = self._compute([known], [pages], len(known))
+        [draft] = self._finish([known], [bonus], [pages], [sequence.sampling], extend)
         return Running(sequence.prompt_len, list(sequence.token_ids), len(known), pages, sequence.sampling, draft)
 
     def draft_kv(self, sequence: Running) -> torch.Tensor | None:
@@ -125,8 +125,8 @@ class Solo:
     def _compute(
         self, prompts: Sequence[Sequence[int]], pages: Sequence[list[int]], chunk: int
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Extend states and logits of the last positions, [num_prompts, ...]."""
-        num_tokens = len(prompts[0])
+        """Extend states of all positions [num_prompts, num_tokens, width], and logits of the last ones."""
+        num_tokens, extends = len(prompts[0]), []
         for start in range(0, num_tokens, chunk):
             stop = min(start + chunk, num_tokens)
             computed = self.engine.compute(
@@ -135,8 +135,9 @@ class Solo:
             chunks = [PromptChunk(ids, start, stop, own) for ids, own in zip(prompts, pages, strict=True)]
             with torch.inference_mode():
                 self.drafter.observe_prompt(chunks, computed.extend)
-        last = None if computed.extend is None else computed.extend[stop - start - 1 :: stop - start]
-        return last, computed.logits
+            if computed.extend is not None:
+                extends.append(computed.extend.view(len(prompts), stop - start, -1))
+        return torch.cat(extends, 1) if extends else None, computed.logits
 
     def _finish(
         self,
@@ -144,14 +145,17 @@ class Solo:
         tokens: Sequence[int],
         pages: Sequence[list[int]],
         states: Sequence[SamplingState],
-        last: torch.Tensor | None,
+        extend: torch.Tensor | None,
     ) -> list[DraftState]:
+        num_rows = self.drafter.hidden.num_target_rows
         tails = [
-            PromptTail(ids, token, own, state)
-            for ids, token, own, state in zip(prompts, tokens, pages, states, strict=True)
+            PromptTail(
+                ids, token, own, state, None if extend is None else extend[i, :-1][max(0, len(ids) - 1 - num_rows) :]
+            )
+            for i, (ids, token, own, state) in enumerate(zip(prompts, tokens, pages, states, strict=True))
         ]
         with torch.inference_mode():
-            return self.drafter.finish_prompt(tails, last)
+            return self.drafter.finish_prompt(tails, None if extend is None else extend[:, -1])
 
 
 def gather(kv: torch.Tensor, pages: Sequence[int], num_tokens: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from drafters import target_of
-from heads import ALGORITHM, KINDS, write_head
+from heads import ALGORITHM, HYPER, KINDS, write_head
 from node_pair import params
 from oracle import RMS_NORM_EPS, Oracle
 from safetensors.torch import load_file, save_file
@@ -43,7 +43,7 @@ def head_of(kind: str, model: Path, directory: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", (*KINDS, HYPER))
 def test_states_and_logits_equal_plain_torch(
     kind: str, temperature: float, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
