@@ -37,6 +37,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     reference = Reference(options.model, dtype=options.dtype, device=options.device)
     flags = ["--device", options.device, "--dtype", options.dtype, "--threads", str(options.threads)]
+    flags += ["--speculative", options.speculative]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory, Cluster(Path(directory), options.model) as cluster:
         cluster.start(node_flags=flags)
@@ -96,6 +97,7 @@ def _theirs(reference: Reference, prompts: list[list[int]], num_tokens: int) -> 
 def _report(rows: list[dict[str, Any]], reference: Reference, options: argparse.Namespace) -> None:
     device = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
     print(f"model {options.model.resolve().name}, {options.dtype}, {device}, {options.threads} thread(s),", end=" ")
+    print(f"speculative {options.speculative},", end=" ")
     print(f"{options.tokens} tokens a stream, torch {torch.__version__}, ties {reference.num_ties}")
     print(f"{'streams':>8} {'baton tok/s':>12} {'transformers':>13} {'ratio':>6}  ratios of the rounds")
     for row in rows:
@@ -120,6 +122,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--speculative", default="none", help="as of `baton up`, with the drafter the model ships")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)

@@ -47,6 +47,22 @@ def test_output_equals_transformers(dtype: str, transport: str, cluster: Callabl
         assert reference.num_ties <= 1
 
 
+@pytest.mark.parametrize("speculative", ["eagle", "eagle3", "mtp", "frozen-kv-mtp", "standalone", "ngram"])
+def test_speculation_changes_no_token(speculative: str, cluster: Callable[..., Cluster]) -> None:
+    reference = Reference(DEMO, device="cuda")
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    prompts = [tokenizer.encode(text).ids for text in TEXTS]
+    fields = {"temperature": 0, "max_tokens": 60, "ignore_eos": True, "return_token_ids": True}
+    with cluster() as running, ThreadPoolExecutor(len(prompts)) as threads:
+        running.start(node_flags=["--device", "cuda", "--dtype", "float32", "--speculative", speculative])
+        answers = list(threads.map(lambda prompt: running.complete(prompt, **fields), prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        reference.assert_greedy(prompt, answer["choices"][0]["token_ids"], reference.generate(prompt, 60))
+    lengths = [answer["usage"]["speculation"]["accept_length"] for answer in answers]
+    print(f"{speculative}: accept lengths {lengths}, {reference.num_ties} ties")
+    assert reference.num_ties <= 1
+
+
 def test_seeded_output_is_the_same_alone_and_in_a_batch(cluster: Callable[..., Cluster]) -> None:
     fields = {"temperature": 1, "top_p": 0.9, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
     with cluster() as running, ThreadPoolExecutor(8) as threads:
