@@ -66,7 +66,9 @@ class Rounds:
         """`num_steps` drafts for each sequence (0: none). Pages must cover num_computed + num_steps + 1 tokens.
 
         Stores the KV of all verified tokens and updates each sequence's `draft`; the caller appends the tokens, of
-        which the last has no KV yet, and counts the others as computed."""
+        which the last has no KV yet, and counts the others as computed. No sequences: nothing runs."""
+        if not sequences:
+            return []
         with torch.inference_mode():
             drafts = self._drafter.propose(sequences, num_steps)
             assert drafts.shape == (len(sequences), num_steps) and drafts.dtype == torch.int64, drafts

@@ -10,6 +10,10 @@ last one sampled, belongs at position L. A round of K steps:
 
 The same two calls serve prompts: `observe_prompt` for each chunk as it is computed and `finish_prompt` once the token
 after the prompt is known, on a prefill node and when a decode node recomputes a preempted sequence.
+
+Zero rows. A node without work runs nothing, so `propose` and `observe` always have a sequence. `finish_prompt` has none
+when a recomputed chunk ends no prompt: its `hidden` is then [0, width], of the same width as ever. And the one token of
+a prompt's last chunk leaves `observe_prompt` without a row of its own.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class MtpLayersDrafter:
     def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: torch.Tensor | None) -> None:
         """In every layer the rows whose token is in the prompt: the last ones wait for `finish_prompt`."""
         assert hidden is not None
-        self._check(hidden)
+        self.hidden.check("extend", hidden)
         states = list(hidden.split([chunk.stop - chunk.start for chunk in chunks]))  # what this layer takes, by chunk
         for ahead, layer in enumerate(self._layers, start=1):
             tokens = [chunk.token_ids[chunk.start + ahead : chunk.stop + ahead] for chunk in chunks]
@@ -89,6 +89,7 @@ class MtpLayersDrafter:
 
     def finish_prompt(self, tails: Sequence[PromptTail], hidden: torch.Tensor | None) -> list[DraftState]:
         assert hidden is not None and hidden.shape[0] == len(tails), hidden
+        self.hidden.check("extend", hidden)
         if not tails:
             return []
         heads = []
@@ -110,7 +111,7 @@ class MtpLayersDrafter:
         known = torch.tensor([head.last_tokens(num_before) for head in heads], dtype=torch.int64, device=device)
         tokens = torch.cat([known, targets, targets.new_zeros(len(heads), num_before)], dim=1)
         states = torch.cat([torch.stack([head.last_rows(num_before, device) for head in heads]), hidden], dim=1)
-        self._check(states.flatten(0, 1))
+        self.hidden.check("extend", states.flatten(0, 1))
 
         firsts = [max(0, num_before - head.position) for head in heads]  # columns before are rows before position 0
         used = torch.cat(
@@ -143,10 +144,6 @@ class MtpLayersDrafter:
             DraftState(drafted[seq], None, states[seq, count + 1 : count + 1 + num_before].clone())
             for seq, count in enumerate(num_accepted)
         ]
-
-    def _check(self, hidden: torch.Tensor) -> None:
-        expected = self.hidden.spec("extend")
-        assert expected is not None and hidden.shape[1] == expected.width, (hidden.shape, expected)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

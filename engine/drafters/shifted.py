@@ -76,6 +76,7 @@ class ShiftedDrafter:
     def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: torch.Tensor | None) -> None:
         """Rows of all positions whose next token is in the prompt: a prompt's last one waits for `finish_prompt`."""
         assert hidden is not None
+        self.hidden.check("extend", hidden)
         rows: list[BatchRow] = []
         kept: list[torch.Tensor] = []
         for chunk, states in zip(chunks, hidden.split([chunk.stop - chunk.start for chunk in chunks]), strict=True):
@@ -88,6 +89,7 @@ class ShiftedDrafter:
 
     def finish_prompt(self, tails: Sequence[PromptTail], hidden: torch.Tensor | None) -> list[DraftState]:
         assert hidden is not None and hidden.shape[0] == len(tails), hidden
+        self.hidden.check("extend", hidden)
         if not tails:
             return []
         rows = [BatchRow([tail.token], tail.prompt_len - 1, tail.pages) for tail in tails]

@@ -1,0 +1,297 @@
+"""S1: target and draft of unlike widths and dtypes. Each state is as wide as its own side says, also with zero rows.
+
+With equal sizes a layout that asks the wrong side is right by accident: the cases 64/32 and 32/64 are what catches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from heads import ALGORITHM, HYPER, KINDS, LAYERED, write_head
+from node_pair import NodePair, params
+
+from baton.decode_node.config import DecodeConfig
+from baton.engine.drafters.base import PromptChunk
+from baton.engine.engine import Engine
+from baton.engine.round import Rounds
+from baton.engine.startup import load_engine
+from baton.metadata.buffers import MetadataBuffers
+from baton.metadata.handoff_client import Arrived
+from baton.metadata.hidden_layout import HiddenLayout, HiddenSpec
+from baton.metadata.node_info import PoolLayout
+from baton.metadata.schema import make_schema
+
+NODE = {"page_size": 4, "chunk_tokens": 6}
+PROMPTS = [[7, 3, 11, 5, 9], [2], [4, 4, 8, 15, 16, 23, 42, 8, 15]]
+SIZES = [(64, 32), (32, 64), (64, 64)]  # of target and draft
+Checkpoint = Callable[..., Path]
+MakePair = Callable[..., NodePair]
+
+
+@pytest.fixture
+def make_pair() -> Iterator[MakePair]:
+    pairs: list[NodePair] = []
+
+    def make(model: Path, **settings: Any) -> NodePair:
+        pairs.append(NodePair(model, prefill=NODE | settings, decode=NODE | settings))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.close()
+
+
+def settings(kind: str, model: Path, directory: Path, **changes: Any) -> dict[str, Any]:
+    head = write_head(directory, kind, model, **changes)
+    return {"speculative": ALGORITHM[kind], "draft_model": str(head), "draft_steps": 3}
+
+
+# --- the widths of two sides --------------------------------------------------------------------------------------
+
+
+def extend_of_the_draft(layout: HiddenLayout) -> HiddenSpec | None:
+    if layout.algorithm == "none":
+        return None
+    return HiddenSpec(layout.draft_hidden_size * max(1, layout.num_aux), layout.draft_dtype)
+
+
+def recurrent_of_the_wrong_side(layout: HiddenLayout) -> HiddenSpec | None:
+    if layout.algorithm == "none":
+        return None
+    is_eagle3 = layout.algorithm == "eagle3"
+    return HiddenSpec(layout.target_hidden_size if is_eagle3 else layout.draft_hidden_size, layout.target_dtype)
+
+
+WRONG_SIDES = {"_extend": extend_of_the_draft, "_recurrent": recurrent_of_the_wrong_side}
+
+
+def check_served(make_pair: MakePair, model: Path, drafting: dict[str, Any]) -> None:
+    """Nodes with this drafter speculate, and the text is that of nodes without one."""
+    load_engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting))
+    texts: list[dict[Any, list[int]]] = []
+    for more in ({}, drafting):
+        pair = make_pair(model, **more)
+        for i, prompt in enumerate(PROMPTS):
+            pair.submit(f"r{i}", prompt, params(9))
+        texts.append({key: result.ids for key, result in pair.run().items()})
+        pair.check_books()
+        if more:
+            assert pair.decode.rounds.stats.num_drafted > 0
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("kind", ["eagle3", "frozen-kv-mtp"])
+def test_unlike_sizes_are_served(
+    kind: str, sizes: tuple[int, int], checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path
+) -> None:
+    model = checkpoint("llama", hidden_size=sizes[0])
+    drafting = settings(kind, model, tmp_path, hidden_size=sizes[1])
+    check_served(make_pair, model, drafting)
+    extend = {"eagle3": 3 * sizes[0], "frozen-kv-mtp": sizes[0]}[kind]
+    recurrent = {"eagle3": sizes[1], "frozen-kv-mtp": sizes[0]}[kind]
+    engine = Engine(DecodeConfig(model=str(model), device="cpu", num_pages=8, **drafting))
+    layout = engine.speculation.hidden
+    assert layout.spec("extend") == (extend, "float32") and layout.spec("recurrent") == (recurrent, "float32")
+    assert MetadataBuffers(engine.schema).tensor("recurrent_hidden").shape == (1, recurrent)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("phase", WRONG_SIDES)
+@pytest.mark.parametrize("kind", ["eagle3", "frozen-kv-mtp"])
+def test_a_layout_that_asks_the_wrong_side_is_caught(
+    kind: str,
+    phase: str,
+    sizes: tuple[int, int],
+    checkpoint: Checkpoint,
+    make_pair: MakePair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = checkpoint("llama", hidden_size=sizes[0])
+    drafting = settings(kind, model, tmp_path, hidden_size=sizes[1])
+    monkeypatch.setattr(HiddenLayout, phase, WRONG_SIDES[phase])
+    if sizes[0] == sizes[1]:
+        check_served(make_pair, model, drafting)  # equal sizes cannot tell
+    else:
+        with pytest.raises(ValueError, match=r"state of .* is \[num_rows|recurrent_hidden: .* does not fit"):
+            check_served(make_pair, model, drafting)
+
+
+def check_rows_keep_the_drafts_dtype() -> None:
+    """A row of a target in bfloat16 with a draft in float32 brings the draft's state back bit for bit."""
+    layout = HiddenLayout(
+        algorithm="eagle", target_hidden_size=64, target_dtype="bfloat16", draft_hidden_size=32, draft_dtype="float32"
+    )
+    pools = [PoolLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype=dtype) for dtype in ("bfloat16", "float32")]
+    here, there = (MetadataBuffers(make_schema(*pools, 4, "eagle", layout, draft_topk=1)) for _ in range(2))
+    state = torch.linspace(0.1, 0.2, 32)
+    here.set("recurrent_hidden", state)
+    there.unpack(here.pack())
+    assert torch.equal(there.get("recurrent_hidden"), state)
+
+
+def test_unlike_dtypes() -> None:
+    check_rows_keep_the_drafts_dtype()
+
+
+def test_the_dtype_of_the_wrong_side_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_the_target(layout: HiddenLayout) -> HiddenSpec:
+        return HiddenSpec(layout.draft_hidden_size, layout.target_dtype)
+
+    monkeypatch.setattr(HiddenLayout, "_recurrent", of_the_target)
+    with pytest.raises(ValueError, match="does not fit"):
+        check_rows_keep_the_drafts_dtype()
+
+
+# --- zero rows ----------------------------------------------------------------------------------------------------
+
+
+def check_idle(engine: Engine) -> None:
+    """Idle inputs, then live ones, then idle ones: zero rows bring nothing, and leave nothing behind."""
+    drafter, layout = engine.drafter, engine.speculation.hidden
+    assert drafter is not None
+    rounds = Rounds(engine, drafter)
+    pools = [kv.clone() for kv in engine._kvs]
+    assert rounds.run([], 0) == rounds.run([], 3) == []
+    assert drafter.finish_prompt([], layout.allocate("extend", 0)) == []
+    drafter.observe_prompt([PromptChunk([5, 6, 7], 2, 3, [1])], layout.allocate("extend", 1))  # no next token yet
+    assert drafter.finish_prompt([], layout.allocate("extend", 0)) == []
+    assert rounds.stats.num_verified == 0
+    for before, after in list(zip(pools, engine._kvs, strict=True))[: 2 if drafter.is_shifted else 1]:
+        assert torch.equal(before, after)  # STANDALONE alone has a row of its own for a prompt's last token
+
+
+@pytest.fixture(params=["standalone", "ngram", *KINDS, *LAYERED, HYPER])
+def idle_engine(request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path: Path) -> Engine:
+    model = checkpoint("hyper_llama" if request.param == HYPER else "llama")
+    if request.param == "ngram":
+        drafting: dict[str, Any] = {"speculative": "ngram"}
+    elif request.param == "standalone":
+        drafting = {"speculative": "standalone", "draft_model": str(model)}
+    else:
+        drafting = settings(request.param, model, tmp_path)
+    return Engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting))
+
+
+def test_idle_inputs(idle_engine: Engine) -> None:
+    check_idle(idle_engine)
+
+
+def test_idle_inputs_of_the_wrong_width_are_caught(idle_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect: an idle input made of the model's hidden size, whatever the live ones have."""
+
+    def allocate(layout: HiddenLayout, phase: Any, num_rows: int, device: Any = "cpu") -> torch.Tensor | None:
+        return None if layout.spec(phase) is None else torch.zeros(num_rows, 16)
+
+    monkeypatch.setattr(HiddenLayout, "allocate", allocate)
+    if idle_engine.speculation.hidden.spec("extend") is None:
+        check_idle(idle_engine)  # nothing to be wide
+    else:
+        with pytest.raises(ValueError, match=r"extend state of .*not .*16"):
+            check_idle(idle_engine)
+
+
+# --- batches that empty and fill ----------------------------------------------------------------------------------
+
+
+class Gate:
+    """Holds what a handoff client reports until it is opened."""
+
+    def __init__(self, pair: NodePair) -> None:
+        self.held: list[Any] = []
+        self.is_open = False
+        self._poll = pair.decode.handoff.poll
+        pair.decode.handoff.poll = self
+
+    @property
+    def num_arrived(self) -> int:
+        return sum(isinstance(event, Arrived) for event in self.held)
+
+    def __call__(self) -> list[Any]:
+        self.held += self._poll()
+        events = self.held if self.is_open else []
+        self.held = [] if self.is_open else self.held
+        return events
+
+
+def check_filter_and_join(pair: NodePair) -> None:
+    """Three sequences finish in the very round that two others join; these draft as they do alone, and so does one
+    that comes after the node was idle."""
+    rounds = record_rounds(pair)
+    joins = PROMPTS[1:]
+    for i, prompt in enumerate(PROMPTS):
+        pair.submit(f"alone{i}", prompt, params(8))
+        pair.run()
+    pair.prefill.flush()
+    pair.decode.flush()
+    gate, running = Gate(pair), pair.decode.scheduler.running
+    for i in range(3):
+        pair.submit(f"first{i}", PROMPTS[0], params(24))
+    pair.step_until(lambda: gate.num_arrived == 3)
+    gate.is_open = True
+    pair.step_until(lambda: len(running) == 3)
+    gate.is_open = False
+    for i, prompt in enumerate(joins, 1):
+        pair.submit(f"join{i}", prompt, params(8))
+    pair.step_until(lambda: all(each.num_generated == 23 for each in running))
+    assert gate.num_arrived == len(joins) and len(running) == 3
+    at, gate.is_open = len(rounds), True
+    pair.run()
+    pair.submit("after0", PROMPTS[0], params(8))
+    pair.run()
+    pair.check_books()
+    assert set(rounds[at]) == {"first0", "first1", "first2", "join1", "join2"}
+    assert set(rounds[at + 1]) == {"join1", "join2"}
+    for rid, alone in (("join1", "alone1"), ("join2", "alone2"), ("after0", "alone0")):
+        ours, theirs = ([each[name] for each in rounds if name in each] for name in (rid, alone))
+        assert ours == theirs, rid
+        assert pair.results[rid, 0].ids == pair.results[alone, 0].ids
+
+
+def record_rounds(pair: NodePair) -> list[dict[str, list[int]]]:
+    """What each round proposes, by request."""
+    rounds: list[dict[str, list[int]]] = []
+    drafter = pair.decode.engine.drafter
+    propose = drafter.propose
+
+    def recording(sequences: Any, num_steps: int) -> Any:
+        drafted = propose(sequences, num_steps)
+        rids = [sequence.unit.rid for sequence in sequences]
+        rounds.append(dict(zip(rids, drafted.tolist(), strict=True)))
+        return drafted
+
+    drafter.propose = recording
+    return rounds
+
+
+@pytest.fixture(params=["eagle3", "frozen-kv-mtp"])
+def joining_pair(
+    request: pytest.FixtureRequest, checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path
+) -> NodePair:
+    model = checkpoint("llama")
+    return make_pair(model, **settings(request.param, model, tmp_path, hidden_size=24))
+
+
+def test_all_finish_in_the_round_in_which_others_join(joining_pair: NodePair) -> None:
+    check_filter_and_join(joining_pair)
+
+
+def test_states_of_the_batch_before_are_caught(joining_pair: NodePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect: after sequences have left, the others' states are taken at their old places."""
+    drafter = joining_pair.decode.engine.drafter
+    observe = type(drafter).observe
+
+    def at_old_places(self: Any, sequences: Any, *rest: Any) -> None:
+        observe(self, sequences, *rest)
+        states = [sequence.draft for sequence in sequences]
+        for sequence, state in zip(sequences, [*states[-1:], *states[:-1]], strict=True):
+            sequence.draft = state
+
+    monkeypatch.setattr(type(drafter), "observe", at_old_places)
+    with pytest.raises(AssertionError, match="join"):
+        check_filter_and_join(joining_pair)

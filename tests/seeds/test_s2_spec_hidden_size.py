@@ -1,0 +1,228 @@
+"""S2: with hc_mult residual streams every hidden state is `spec_hidden_size` wide, in every place that holds one.
+
+A place that forgets the streams still hands a whole row over, of the first stream, and speculation still gives the
+right text: only drafts get worse. So a canary travels in the last column of the last metadata row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from handoff_nodes import make_client, make_server, named, peer_of, spin, unit
+from heads import HYPER, write_head
+from node_pair import NodePair, params
+
+from baton.decode_node.config import DecodeConfig
+from baton.engine.batch import BatchRow, ForwardBatch
+from baton.engine.draft_row import get_draft, set_draft
+from baton.engine.drafters.base import DraftState
+from baton.engine.drafters.registry import read_speculation
+from baton.engine.model_config import ModelConfig
+from baton.engine.startup import load_engine
+from baton.metadata import hidden_layout
+from baton.metadata.buffers import MetadataBuffers
+from baton.metadata.handoff_client import TransferFailed
+from baton.metadata.hidden_layout import HiddenLayout, HiddenSpec
+from baton.metadata.node_info import HandoffSchema, PoolLayout
+from baton.metadata.schema import differences
+
+NODE = {"page_size": 4, "chunk_tokens": 6}
+SIZE = 64  # hidden_size of the target and of its head
+MULTS = [("absent", 1), (None, 1), (0, 1), (1, 1), (2, 2), (4, 4)]  # in config.json; streams
+Checkpoint = Callable[..., Path]
+MakePair = Callable[..., NodePair]
+
+
+@pytest.fixture
+def make_pair() -> Iterator[MakePair]:
+    pairs: list[NodePair] = []
+
+    def make(model: Path, drafting: dict[str, Any]) -> NodePair:
+        pairs.append(NodePair(model, prefill=NODE | drafting, decode=NODE | drafting))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.close()
+
+
+def target_and_head(checkpoint: Checkpoint, hc_mult: Any, directory: Path) -> tuple[Path, dict[str, Any]]:
+    """A target, and settings with a head for it: the ordinary EAGLE head where there is one stream."""
+    model = checkpoint("llama") if hc_mult == "absent" else checkpoint("hyper_llama", hc_mult=hc_mult)
+    kind = HYPER if hc_mult in (2, 4) else "eagle"
+    head = write_head(directory / f"head-{hc_mult}", kind, model)
+    return model, {"speculative": "eagle", "draft_model": str(head), "draft_steps": 3}
+
+
+# --- every place --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("hc_mult", "num_streams"), MULTS)
+def test_every_place_is_as_wide_as_all_streams(
+    hc_mult: Any, num_streams: int, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    model, drafting = target_and_head(checkpoint, hc_mult, tmp_path)
+    engine = load_engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting))
+    width, layout = SIZE * num_streams, engine.speculation.hidden
+    assert engine.model_config.hc_mult == num_streams
+    assert engine.model.handoff_hidden_size == engine.model_config.handoff_hidden_size == width
+    for phase in ("extend", "recurrent"):
+        assert layout.spec(phase) == (width, "float32")
+        for num_rows in (0, 2):
+            idle = layout.allocate(phase, num_rows)
+            assert idle is not None and idle.shape == (num_rows, width)
+    row = MetadataBuffers(engine.schema, num_rows=2)
+    assert row.get("recurrent_hidden", 1).shape == (width,)
+    batch = ForwardBatch.build([BatchRow([3, 4, 5], 0, [1])], engine.pool.page_size, "cpu")
+    extend, final = engine.states(batch)
+    assert extend is not None and extend.shape == (3, width) and final.shape == (3, SIZE)
+
+
+# --- through the handoff ------------------------------------------------------------------------------------------
+
+
+def check_canaries(monkeypatch: pytest.MonkeyPatch, pair: NodePair, width: int, mangle: Any = None) -> None:
+    """Prefill writes one canary a row into the last column; decode reads back all rows, whole, canaries included."""
+    sent: dict[float, torch.Tensor] = {}
+    got: dict[float, torch.Tensor] = {}
+
+    def mark(row: MetadataBuffers, draft: DraftState) -> None:
+        assert draft.hidden is not None
+        draft.hidden = draft.hidden.clone()
+        draft.hidden[-1] = 1000.0 + len(sent)
+        sent[1000.0 + len(sent)] = draft.hidden
+        (mangle or set_draft)(row, draft)
+
+    def read(row: MetadataBuffers, layout: HiddenLayout) -> DraftState:
+        draft = get_draft(row, layout)
+        assert draft.hidden is not None
+        if draft.hidden.shape[0] < width:  # only where a defect was put back
+            draft.hidden = torch.cat([draft.hidden, torch.zeros(width - draft.hidden.shape[0])])
+        got[float(draft.hidden[-1])] = draft.hidden
+        return draft
+
+    monkeypatch.setattr("baton.prefill_node.node.set_draft", mark)
+    monkeypatch.setattr("baton.decode_node.node.get_draft", read)
+    pair.submit("r", [7, 3, 11, 5, 9], params(6, temperature=1.0, seed=3), n=3)
+    pair.submit("q", [4] * 9, params(6))
+    results = pair.run()
+    assert all(len(result.ids) == 6 for result in results.values())
+    assert len(sent) == 4 and got.keys() == sent.keys(), "a canary is missing"
+    for canary, state in sent.items():
+        assert state.shape == (width,) and torch.equal(got[canary], state)
+
+
+@pytest.mark.parametrize(("hc_mult", "num_streams"), MULTS)
+def test_the_last_column_of_the_last_row_arrives(
+    hc_mult: Any,
+    num_streams: int,
+    checkpoint: Checkpoint,
+    make_pair: MakePair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = make_pair(*target_and_head(checkpoint, hc_mult, tmp_path))
+    check_canaries(monkeypatch, pair, SIZE * num_streams)
+    pair.check_books()
+
+
+def one_stream(layout: HiddenLayout) -> HiddenSpec | None:
+    return HiddenSpec(layout.draft_hidden_size, layout.draft_dtype) if layout.algorithm == "eagle" else None
+
+
+def test_a_row_without_the_streams_is_caught(
+    checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The defect: rows sized by hidden_size. The first producer that makes a whole state refuses it."""
+    monkeypatch.setattr(HiddenLayout, "_recurrent", one_stream)
+    pair = make_pair(*target_and_head(checkpoint, 4, tmp_path))
+    with pytest.raises(ValueError, match=r"recurrent state of eagle is \[num_rows, 64\] float32, not \(4, 256\)"):
+        check_canaries(monkeypatch, pair, SIZE * 4)
+
+
+def test_a_row_that_is_cut_in_silence_is_caught_by_the_canary(
+    checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The defect as it is in the field: the same, where copies take what fits. The text is right all the same."""
+
+    def cut(row: MetadataBuffers, draft: DraftState) -> None:
+        assert draft.hidden is not None
+        set_draft(row, DraftState(draft.tokens, draft.hidden[: row.get("recurrent_hidden").shape[0]]))
+
+    monkeypatch.setattr(HiddenLayout, "_recurrent", one_stream)
+    monkeypatch.setattr(HiddenLayout, "check", lambda *_: None)
+    pair = make_pair(*target_and_head(checkpoint, 4, tmp_path))
+    with pytest.raises(AssertionError, match="a canary is missing"):
+        check_canaries(monkeypatch, pair, SIZE * 4, cut)
+
+
+@pytest.mark.parametrize("place", ["extend", "everywhere"])
+def test_a_layout_without_the_streams_does_not_start(
+    place: str, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, drafting = target_and_head(checkpoint, 4, tmp_path)
+    if place == "extend":
+        monkeypatch.setattr(HiddenLayout, "_extend", one_stream)
+    else:
+        monkeypatch.setattr(hidden_layout, "spec_hidden_size", lambda hidden_size, hc_mult: hidden_size)
+    with pytest.raises(ValueError, match=r"extend state of eagle is \[num_rows, 64\] float32, not \(1, 256\)"):
+        load_engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting))
+
+
+# --- two nodes with different values ------------------------------------------------------------------------------
+
+
+def schema_of(checkpoint: Checkpoint, hc_mult: Any, directory: Path) -> HandoffSchema:
+    """What a node with this target and its head says when it meets another."""
+    model, drafting = target_and_head(checkpoint, hc_mult, directory)
+    target = ModelConfig.from_dir(model)
+    pool = PoolLayout(num_layers=target.num_layers, num_kv_heads=2, head_dim=16, dtype="float32")
+    return read_speculation(DecodeConfig(**drafting), model, target, "float32").schema(pool, 4, checksums=True)
+
+
+def check_refused(here: HandoffSchema, there: HandoffSchema, words: str) -> None:
+    """A decode node that claims from a prefill node of another width is refused in words, with both values."""
+    server, source = make_server(here)
+    client, target = make_client(there)
+    try:
+        server.open(unit(), 1)
+        client.claim(unit(), peer_of(server), 0, [3])
+        events = spin([server, client], lambda events: named(events, TransferFailed), timeout_s=1.0)
+        failed = named(events, TransferFailed)[0]
+        assert failed.is_refused and words in failed.reason, failed
+    finally:
+        for each in (*source, *target, server, client):
+            each.close()
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "words"),
+    [
+        (4, 2, "row.recurrent_hidden: 256 x float32 here, 128 x float32 there"),
+        ("absent", 4, "row.recurrent_hidden: 64 x float32 here, 256 x float32 there"),
+        (2, 0, "row.recurrent_hidden: 128 x float32 here, 64 x float32 there"),
+    ],
+)
+def test_nodes_of_different_hc_mult_refuse_each_other(
+    here: Any, there: Any, words: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    check_refused(schema_of(checkpoint, here, tmp_path), schema_of(checkpoint, there, tmp_path), words)
+
+
+def test_absent_none_zero_and_one_are_the_same_value(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    schemas = [schema_of(checkpoint, hc_mult, tmp_path) for hc_mult in ("absent", None, 0, 1)]
+    assert all(differences(schemas[0], other) == [] for other in schemas)
+
+
+def test_a_schema_without_the_streams_is_caught(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The defect: the schema is made of hidden_size, so that two nodes meet that cannot hand over."""
+    monkeypatch.setattr(hidden_layout, "spec_hidden_size", lambda hidden_size, hc_mult: hidden_size)
+    schemas = [schema_of(checkpoint, hc_mult, tmp_path) for hc_mult in (4, 2)]
+    with pytest.raises(AssertionError, match="nothing more within 1"):
+        check_refused(*schemas, "row.recurrent_hidden")
