@@ -36,7 +36,7 @@ class FrozenKvDrafter:
         states = [sequence.sampling for sequence in sequences]
         rows = [BatchRow([sequence.token_ids[-1]], sequence.num_computed - 1, sequence.pages) for sequence in sequences]
         batch = ForwardBatch.build(rows, self._kv.shape[4], device)
-        recurrent = torch.stack([_state(sequence) for sequence in sequences]).to(device)
+        recurrent = torch.stack([_state(sequence).to(device) for sequence in sequences])
         drafted = torch.empty(len(sequences), 0, dtype=torch.int64, device=device)
         for _ in range(num_steps):
             self.hidden.check("recurrent", recurrent)
