@@ -31,9 +31,7 @@ class PrefillJob:
     computed: float = 0.0
     pages: list[int] = field(default_factory=list)
     num_shared: int = 0  # pages from the start that no sampled token changes; the others are a choice's own
-    tail_copies: list[int] = field(
-        default_factory=list
-    )  # of the pages that are not shared, for choices after the first
+    tail_copies: list[int] = field(default_factory=list)  # of pages not shared, for the choices after the first
     lease: Lease | None = None
     num_computed: int = 0
     num_offered: int = 0  # pages offered so far
