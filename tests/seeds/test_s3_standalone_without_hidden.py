@@ -107,8 +107,8 @@ def test_no_state_in_layout_rounds_or_row(model: Path, tmp_path: Path, make_pair
         solo.round([sequence], num_steps)
         assert sequence.draft is not None and sequence.draft.hidden is None and sequence.draft.tokens is None
     pair = make_pair(model, **drafter)
-    pair.submit("r", PROMPT, params(4))
-    pair.step_until(lambda: pair.admitted)
+    pair.submit("r", PROMPT, params(60))
+    pair.step_until(lambda: pair.decode.scheduler.running)
     [running] = pair.decode.scheduler.running
     assert running.draft is not None and running.draft.hidden is None and running.draft.tokens is None
     pair.run()
