@@ -199,7 +199,8 @@ def _mtp_prefixes(names: set[str]) -> tuple[str, ...]:
 
 def load_head(file: HeadFile, target: LlamaModel) -> DraftHead:
     """Read the tensors of an EAGLE or EAGLE-3 head, in the target's dtype and on its device. Raises ModelError for
-    missing ones and for those that the layout does not know; copies of what is the target's are left alone."""
+    missing ones and for those that the layout does not know; copies of what is the target's are left alone, and so is
+    the input norm that EAGLE's first layer does not have."""
     assert file.algorithm in ("eagle", "eagle3"), file.algorithm
     source = HeadTensors(file.directory, target.dtype, target.device)
     config = file.config
@@ -209,7 +210,7 @@ def load_head(file: HeadFile, target: LlamaModel) -> DraftHead:
     elif config.hc_mult > 1:
         head, ignored = load_hyper_eagle(source, config, rotary, target), ("embed_tokens.weight", "lm_head.weight")
     else:
-        head, ignored = _eagle(source, config, rotary, target), ("lm_head.weight",)
+        head, ignored = _eagle(source, config, rotary, target), ("lm_head.weight", "layers.0.input_layernorm.weight")
     source.refuse_unknown(*ignored)
     return head
 

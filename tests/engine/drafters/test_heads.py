@@ -168,6 +168,20 @@ def test_names_may_carry_a_leading_model(model: Path, tmp_path: Path) -> None:
     assert torch.equal(states[0], states[1])
 
 
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_an_input_norm_of_eagles_first_layer_is_ignored(prefix: str, model: Path, tmp_path: Path) -> None:
+    """Some published files carry it unused; whatever it holds, the states are those of the file without it."""
+    head = head_of("eagle", model, tmp_path / "eagle")
+    values = {prefix + name: value for name, value in load_file(head / "model.safetensors").items()}
+    states = []
+    for extra in ({}, {f"{prefix}layers.0.input_layernorm.weight": torch.full((64,), 3.0)}):
+        save_file(values | extra, head / "model.safetensors", {"format": "pt"})
+        draft = Solo(model, speculative="eagle", draft_model=str(head)).start(PROMPT, params(5)).draft
+        assert draft is not None
+        states.append(draft.hidden)
+    assert torch.equal(states[0], states[1])
+
+
 def test_eagle3_layer_under_either_name_and_ids_in_either_form(model: Path, tmp_path: Path) -> None:
     """`midlayer.*` or `layers.0.*`; ids of inputs at the top level, of outputs (one less) in eagle_config."""
     head = head_of("eagle3", model, tmp_path / "eagle3", eagle_aux_hidden_state_layer_ids=[1, 2, 3])
@@ -253,6 +267,13 @@ REFUSED: list[tuple[str, str, Damage, type[BatonError], list[str]]] = [
         lambda d: change(d, {"embed_layernorm.weight": torch.ones(64)}),
         ModelError,
         ["embed_layernorm"],
+    ),
+    (
+        "eagle",
+        "eagle",
+        lambda d: change(d, {"layers.1.input_layernorm.weight": torch.ones(64)}),
+        ModelError,
+        ["layers.1.input_layernorm"],
     ),
     (
         "eagle3",
