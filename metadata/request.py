@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 MAX_CONTEXT = 1 << 20  # tokens
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
+MAX_DRAFT_STEPS = 15  # tokens drafted in a round
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -81,6 +82,8 @@ class SamplingParams(Message, frozen=True):
     stop_ids: Annotated[tuple[TokenId, ...], Meta(max_length=256)] = ()  # eos ids included unless ignored
     num_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None  # None: none; 0: the sampled token's
     seed: Count = 0  # the request's; a choice samples with choice_seed(seed, choice)
+    # tokens drafted in a round. None: as the node is configured; 0: this request is not speculated
+    draft_steps: Annotated[int, Meta(ge=0, le=MAX_DRAFT_STEPS)] | None = None
 
 
 class GenerationRequest(Message, frozen=True):

@@ -1,4 +1,4 @@
-"""Every request and response body of the HTTP API, after OpenAI's and with vLLM's extensions.
+"""Every request and response body of the HTTP API, after OpenAI's and with vLLM's extensions and Baton's own.
 
 Strict: unknown fields are refused by name, `null` is accepted for optional ones. Fields that official clients send
 and that change nothing here (`user`, `store`, ...) are accepted and ignored; fields that would change the answer in a
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from ..metadata.request import MAX_CHOICES, MAX_CONTEXT, MAX_TOP_LOGPROBS, TokenId
+from ..metadata.request import MAX_CHOICES, MAX_CONTEXT, MAX_DRAFT_STEPS, MAX_TOP_LOGPROBS, TokenId
 
 MAX_STOPS = 16
 MAX_PROMPTS = 256
@@ -21,6 +21,14 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 Stop = StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)]
 NumTokens = Annotated[int, Meta(ge=1, le=2**62)]
+DraftSteps = Annotated[
+    Annotated[int, Meta(ge=0, le=MAX_DRAFT_STEPS)] | None,
+    Meta(
+        description="Tokens drafted in a round of speculation for this request, at most as many as the decode node is "
+        "configured for. 0: this request is not speculated; null or absent: as the node is configured. The text is "
+        "the same whatever it is."
+    ),
+]
 FinishReason = Literal["stop", "length"]
 
 
@@ -59,6 +67,8 @@ class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+    # Baton's extension
+    draft_steps: DraftSteps = None
     # accepted, without effect
     user: str | None = None
     store: bool | None = None

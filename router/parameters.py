@@ -102,6 +102,7 @@ def sampling_params(
         stop_ids=stop_ids,
         num_logprobs=num_logprobs,
         seed=seed,
+        draft_steps=body.draft_steps,
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from node_pair import ROUTER_EPOCH, NodePair, Result, params
 from ties import Reference
 
-from baton.metadata.messages import Cancel, Resend, Welcome
+from baton.metadata.messages import PROTOCOL_MAX, Cancel, Resend, Welcome
 from baton.metadata.request import Unit
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -226,7 +226,7 @@ def test_another_router_frees_all_that_the_first_asked_for(
         pair.submit(f"r{i}", prompt, params(40))
     pair.step_until(lambda: not pair.decode.is_idle and not pair.prefill.is_idle)
     for node in ("prefill", "decode"):
-        pair.send(node, Welcome(router_epoch="another", protocol=1, need_tokenizer=False))
+        pair.send(node, Welcome(router_epoch="another", protocol=PROTOCOL_MAX, need_tokenizer=False))
     pair._waiting.clear()
     pair.results.clear()
     pair._take = lambda *_: None  # type: ignore[method-assign]

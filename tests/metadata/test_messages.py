@@ -93,6 +93,8 @@ def test_bounds_are_enforced(sample: Any) -> None:
         SamplingParams(max_tokens=1, temperature=-1.0),
         SamplingParams(max_tokens=1, top_p=1.5),
         SamplingParams(max_tokens=1, num_logprobs=21),
+        SamplingParams(max_tokens=1, draft_steps=-1),
+        SamplingParams(max_tokens=1, draft_steps=16),
     ):
         refused(m.to_node_decoder, m.Prefill("e", "r", 0, (0,), GenerationRequest(b"", params), None))
 

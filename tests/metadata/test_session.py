@@ -13,6 +13,7 @@ from baton.metadata.hub import Hub
 from baton.metadata.link import Link
 from baton.metadata.liveness import Pulse
 from baton.metadata.messages import (
+    PROTOCOL_MAX,
     Cancel,
     Hello,
     HelloAgain,
@@ -30,7 +31,7 @@ LOAD = Load(free_pages=1, running=0, waiting=0)
 
 
 def welcome(epoch: str = "a", need: bool = False) -> Welcome:
-    return Welcome(router_epoch=epoch, protocol=1, need_tokenizer=need)
+    return Welcome(router_epoch=epoch, protocol=PROTOCOL_MAX, need_tokenizer=need)
 
 
 def work(epoch: str = "a") -> Cancel:
@@ -71,7 +72,7 @@ def node(hello: Hello) -> Node:
 
 @pytest.fixture
 def joined(node: Node) -> Node:
-    assert node.take(welcome()) == [Joined("a", 1)]
+    assert node.take(welcome()) == [Joined("a", PROTOCOL_MAX)]
     node.said.clear()
     node.now += 60
     node.take(RouterBeat(router_epoch="a"))
@@ -87,7 +88,7 @@ def test_start_says_hello_once(node: Node, hello: Hello) -> None:
 
 
 def test_welcome_joins_and_the_tokenizer_is_sent_when_asked(node: Node) -> None:
-    assert node.take(welcome(need=True)) == [Joined("a", 1)]
+    assert node.take(welcome(need=True)) == [Joined("a", PROTOCOL_MAX)]
     assert node.said[1:] == [FILE]
     assert node.session.is_joined
     assert node.session.router_epoch == "a"
@@ -99,7 +100,7 @@ def test_work_passes_in_order(joined: Node) -> None:
 
 
 def test_work_before_the_welcome_is_ignored(node: Node) -> None:
-    assert node.take(work(), welcome(), work()) == [Joined("a", 1), work()]
+    assert node.take(work(), welcome(), work()) == [Joined("a", PROTOCOL_MAX), work()]
     assert node.session.ignored == 1
 
 
@@ -116,19 +117,19 @@ def test_hello_again_while_joined_frees_everything(joined: Node) -> None:
     again = HelloAgain(router_epoch="a")
     assert joined.take(again, again, work()) == [RouterChanged("a")]
     assert joined.hellos() == 1
-    assert joined.take(welcome(), work()) == [Joined("a", 1), work()]
+    assert joined.take(welcome(), work()) == [Joined("a", PROTOCOL_MAX), work()]
 
 
 @pytest.mark.parametrize("first", [HelloAgain(router_epoch="b"), RouterBeat(router_epoch="b"), work("b")])
 def test_a_new_epoch_frees_everything_and_says_hello(joined: Node, first: Any) -> None:
     assert joined.take(work(), first, first, work("b")) == [work(), RouterChanged("b")]
     assert joined.hellos() == 1
-    assert joined.take(welcome("b"), work("b")) == [Joined("b", 1), work("b")]
+    assert joined.take(welcome("b"), work("b")) == [Joined("b", PROTOCOL_MAX), work("b")]
     assert joined.hellos() == 0
 
 
 def test_a_router_that_changes_right_after_the_welcome_hears_hello_at_once(node: Node) -> None:
-    assert node.take(welcome()) == [Joined("a", 1)]
+    assert node.take(welcome()) == [Joined("a", PROTOCOL_MAX)]
     assert node.hellos() == 1
     node.now += 0.1
     assert node.take(HelloAgain(router_epoch="b")) == [RouterChanged("b")]
@@ -136,12 +137,12 @@ def test_a_router_that_changes_right_after_the_welcome_hears_hello_at_once(node:
 
 
 def test_a_new_router_that_welcomes_at_once(joined: Node) -> None:
-    assert joined.take(welcome("b")) == [RouterChanged("b"), Joined("b", 1)]
+    assert joined.take(welcome("b")) == [RouterChanged("b"), Joined("b", PROTOCOL_MAX)]
     assert joined.hellos() == 0
 
 
 def test_a_second_welcome_starts_afresh(joined: Node) -> None:
-    assert joined.take(work(), welcome(), work()) == [work(), RouterChanged("a"), Joined("a", 1), work()]
+    assert joined.take(work(), welcome(), work()) == [work(), RouterChanged("a"), Joined("a", PROTOCOL_MAX), work()]
     assert joined.hellos() == 0
 
 
@@ -156,7 +157,7 @@ def test_silence_is_a_lost_router_once(joined: Node) -> None:
     assert joined.hellos() == 0
     assert joined.take(RouterBeat(router_epoch="a"), work()) == []  # nothing is held, so nothing to free
     assert joined.hellos() == 1
-    assert joined.take(welcome(), work()) == [Joined("a", 1), work()]
+    assert joined.take(welcome(), work()) == [Joined("a", PROTOCOL_MAX), work()]
 
 
 def test_a_node_that_was_held_up_itself_reads_before_it_judges(joined: Node) -> None:
@@ -237,13 +238,16 @@ async def test_a_router_restarts_and_forgets_over_sockets(hello: Hello) -> None:
     session.start()
     pulse.start()
     try:
-        await _take_until(session, link, Joined("a", 1))
+        await _take_until(session, link, Joined("a", PROTOCOL_MAX))
         router.hub.close()
         router = await _bind_again(router.hub.address, "b")
-        seen = await _take_until(session, link, Joined("b", 1))
+        seen = await _take_until(session, link, Joined("b", PROTOCOL_MAX))
         assert seen[0] == RouterChanged("b")
         router.known.clear()  # it forgets: the next beat of an unknown node is answered with HelloAgain
-        assert await _take_until(session, link, Joined("b", 1)) == [RouterChanged("b"), Joined("b", 1)]
+        assert await _take_until(session, link, Joined("b", PROTOCOL_MAX)) == [
+            RouterChanged("b"),
+            Joined("b", PROTOCOL_MAX),
+        ]
         assert router.known == {b"node:1"}
         end = time.perf_counter() + 5
         while router.files < 2 and time.perf_counter() < end:

@@ -188,8 +188,8 @@ class FakeNode(threading.Thread):
             role=self.role,  # type: ignore[arg-type]
             node_id=self.name,
             epoch=self.epoch,
-            protocol_min=1,
-            protocol_max=1,
+            protocol_min=m.PROTOCOL_MIN,
+            protocol_max=m.PROTOCOL_MAX,
             layout=make_layout(cluster.page_size),
             target_fingerprint="f" * 16,
             draft_fingerprint=None,

@@ -23,7 +23,8 @@ from .test_request_life import own, wait_until
         ({"layout": make_layout(dtype="bfloat16")}, ("dtype", "bfloat16", "float32")),
         ({"target_fingerprint": "e" * 16}, ("weights", "e" * 16, "f" * 16)),
         ({"draft_fingerprint": "d" * 16}, ("draft weights", "d" * 16, "None")),
-        ({"protocol_min": 2, "protocol_max": 3}, ("protocol", "2..3", "1..1")),
+        ({"protocol_min": 3, "protocol_max": 4}, ("protocol", "3..4", "2..2")),
+        ({"protocol_min": 1, "protocol_max": 1}, ("protocol", "1..1", "2..2")),
     ],
 )
 def test_a_node_that_fits_nobody_is_refused(make_system: Callable[..., System], changes: Any, words: Any) -> None:

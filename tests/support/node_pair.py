@@ -19,6 +19,7 @@ from baton.metadata.handoff_client import HandoffClient
 from baton.metadata.handoff_server import HandoffServer
 from baton.metadata.membership import Membership
 from baton.metadata.messages import (
+    PROTOCOL_MAX,
     Admitted,
     Beat,
     Failed,
@@ -207,7 +208,7 @@ class NodePair:
             self._receive()
             assert time.monotonic() < deadline
         for name in self._ids:
-            self.send(name, Welcome(router_epoch=ROUTER_EPOCH, protocol=1, need_tokenizer=False))
+            self.send(name, Welcome(router_epoch=ROUTER_EPOCH, protocol=PROTOCOL_MAX, need_tokenizer=False))
         time.sleep(0.05)
 
     def _receive(self) -> None:
