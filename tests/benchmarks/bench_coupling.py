@@ -1,0 +1,236 @@
+"""Acceptance of one draft token at temperature 1 on the demo model: shared noise, the optimum, a greedy draft.
+
+    python tests/benchmarks/bench_coupling.py [--windows 64] [--window 512] [--json FILE]
+
+Windows of held-out code are the contexts. At every row, p is the target's distribution of the next token and q the
+drafter's for the same place: its k-th proposal after the target's last row, the tokens between being the text's own, so
+that both see the same prefix. Every figure is a mean over the same rows:
+
+    shared noise   argmax(log p + g) == argmax(log q + g), g = gumbel_noise(window, position): Baton's rule, counted
+    expected       the probability of that event, in closed form (`coupled`)
+    optimum        1 - TV(p, q) = sum min(p, q): what rejection sampling of a draft drawn from q accepts
+    greedy draft   p[argmax q]: the likeliest draft token, accepted with its target mass
+    independent    sum p q: the event of the first line with two independent noises
+
+Forwards are those of deploy/demo's torch models over whole windows (tests/deploy/test_drafters.py: equal to drafting
+step by step), float32 on the bfloat16 weights. Two checks end the run with an error: shared noise must be within 4.5
+standard errors of what is expected, and each token id must be drawn as often as p (of a proposal: q) says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from baton.deploy.demo.corpus import read_corpus, standard_library
+from baton.deploy.demo.drafters_files import load, load_target
+from baton.deploy.demo.drafters_models import Drafter, Target
+from baton.deploy.demo.drafters_training import unroll
+from baton.deploy.demo.evaluate import encode_documents
+from baton.kernels.noise import gumbel_noise
+
+DEMO = Path(__file__).parents[2] / "deploy" / "demo"
+DRAFTERS = ("standalone", "eagle", "eagle3", "mtp3", "frozen_kv_mtp")
+NUM_STEPS = 3  # draft positions; mtp3 has three layers
+FIRST_ROW = 64  # rows before it have too little context
+HELD_OUT_FRACTION = 0.02
+BOUND = 4.5  # standard errors
+MIN_EXPECTED = 25.0  # draws of an id below which its count is no normal variable
+
+
+class Rows(NamedTuple):
+    """What is measured at each row, [num_rows] float32 each."""
+
+    shared: Tensor  # 1 or 0
+    expected: Tensor
+    optimum: Tensor
+    greedy: Tensor
+    independent: Tensor
+
+
+class Draws:
+    """How often each id was drawn, against how often it should be."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._observed, self._expected, self._variance = torch.zeros(3, vocab_size, dtype=torch.float64)
+
+    def add(self, tokens: Tensor, probs: Tensor) -> None:
+        """tokens [num_rows] drawn from probs [num_rows, vocab_size]."""
+        self._observed += torch.bincount(tokens, minlength=probs.shape[1])
+        self._expected += probs.sum(0, dtype=torch.float64)
+        self._variance += (probs * (1 - probs)).sum(0, dtype=torch.float64)
+
+    def z_scores(self) -> Tensor:
+        """Of every id that should have come often enough; their root mean square should be 1."""
+        is_frequent = self._expected >= MIN_EXPECTED
+        return ((self._observed - self._expected) / self._variance.sqrt())[is_frequent]
+
+
+def coupled(p: Tensor, q: Tensor, log_ratio: Tensor) -> Tensor:
+    """Probability that both argmax agree under one Gumbel noise: sum_i 1 / sum_j max(p_j / p_i, q_j / q_i).
+
+    (i wins both when each g_j lies below g_i plus the smaller of log p_i/p_j and log q_i/q_j.) Sorted by q / p, the
+    inner sum is p's mass up to i over p_i plus q's mass after i over q_i. p, q [num_rows, vocab_size]; log_ratio:
+    log q/p, up to a constant a row. Returns [num_rows].
+    """
+    order = torch.from_numpy(np.argsort(log_ratio.numpy()))  # twice as fast as torch's
+    p, q = p.gather(-1, order), q.gather(-1, order)
+    p_before = p.cumsum(-1)  # i included
+    q_after = (1 - q.cumsum(-1)).clamp_min(0)
+    return (p * q / (p_before * q + q_after * p)).nan_to_num(0.0).sum(-1)  # 0 / 0: an id that neither draws
+
+
+def compare(target_logits: Tensor, draft_logits: Tensor, noise: Tensor, drawn: Tensor) -> tuple[Rows, Tensor, Tensor]:
+    """The figures, the proposals [num_rows] and q. Arguments [num_rows, vocab_size]; drawn [num_rows]: the target's."""
+    p, q = target_logits.softmax(-1), draft_logits.softmax(-1)
+    proposals = (draft_logits + noise).argmax(-1)
+    rows = Rows(
+        shared=(proposals == drawn).float(),
+        expected=coupled(p, q, draft_logits - target_logits),
+        optimum=torch.minimum(p, q).sum(-1),
+        greedy=p.gather(-1, draft_logits.argmax(-1, keepdim=True)).squeeze(-1),
+        independent=(p * q).sum(-1),
+    )
+    return rows, proposals, q
+
+
+def read_windows(model: Path, source: Path, num_windows: int, window_len: int) -> Tensor:
+    """[num_windows, window_len] token ids of held-out files, no two overlapping, picked evenly from all there are."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    documents = encode_documents(tokenizer, read_corpus(source, HELD_OUT_FRACTION).held_out)
+    windows = [
+        ids[start : start + window_len]
+        for ids, _ in documents
+        for start in range(0, len(ids) - window_len + 1, window_len)
+    ]
+    if num_windows > len(windows):
+        raise SystemExit(f"the held-out files hold {len(windows)} windows of {window_len} tokens, not {num_windows}")
+    return torch.tensor([windows[index * len(windows) // num_windows] for index in range(num_windows)])
+
+
+class Measurement:
+    """All drafters over one window after another."""
+
+    def __init__(self, model: Path) -> None:
+        self._target: Target = load_target(model)
+        self._drafters: dict[str, Drafter] = {name: load(model / name) for name in DRAFTERS}
+        vocab_size = len(self._target.embedding)
+        self.draws = {name: Draws(vocab_size) for name in ("target", *DRAFTERS)}
+        self.rows: dict[tuple[str, int], list[Rows]] = {(name, k): [] for name in DRAFTERS for k in range(NUM_STEPS)}
+
+    @torch.no_grad()
+    def add(self, input_ids: Tensor, seed: int) -> None:
+        """One window, [window_len]; the token at index i is drawn with the noise of (seed, i)."""
+        positions = torch.arange(len(input_ids))
+        noise = gumbel_noise(torch.full_like(positions, seed), positions, len(self._target.embedding))
+        target_rows = self._target(input_ids[None])
+        logits = self._target.logits(target_rows.hidden)[0]  # [window_len, vocab_size]: row i draws token i + 1
+        drawn = (logits[:-1] + noise[1:]).argmax(-1)
+        own = slice(FIRST_ROW + 1, len(input_ids) - 1)
+        self.draws["target"].add(drawn[own], logits[own].softmax(-1))
+        for name, drafter in self._drafters.items():
+            steps = unroll(drafter, self._target, target_rows, input_ids[None], NUM_STEPS)
+            for k, (features, _) in enumerate(steps):  # anchor r proposes token r + 2 + k
+                draft_logits = drafter.logits(features, self._target)[0, FIRST_ROW:]
+                at = slice(FIRST_ROW + 1 + k, FIRST_ROW + 1 + k + len(draft_logits))  # the target's rows
+                token_noise = noise[at.start + 1 : at.stop + 1]
+                rows, proposals, q = compare(logits[at], draft_logits, token_noise, drawn[at])
+                self.rows[name, k].append(rows)
+                if k == 0:
+                    self.draws[name].add(proposals, q)
+
+
+def summarize(windows: list[Rows]) -> dict[str, float]:
+    """Means over all rows. `noise_se`: standard error of `shared` for these contexts; `text_se`: over windows too."""
+    columns = {name: torch.stack([getattr(rows, name) for rows in windows]).double() for name in Rows._fields}
+    figures = {name: values.mean().item() for name, values in columns.items()}
+    expected, shared = columns["expected"], columns["shared"]
+    figures["noise_se"] = math.sqrt((expected * (1 - expected)).sum().item()) / expected.numel()
+    figures["text_se"] = (shared.mean(1).std() / math.sqrt(len(windows))).item()
+    figures["z"] = (figures["shared"] - figures["expected"]) / figures["noise_se"]
+    return figures
+
+
+def check(figures: list[dict[str, Any]], draws: dict[str, Draws]) -> dict[str, dict[str, float]]:
+    """Of each model's draws, the number of ids compared and their z scores. Ends the program where BOUND is passed."""
+    wrong = [f"{row['drafter']} at {row['k']}: {row['z']:.1f}" for row in figures if abs(row["z"]) > BOUND]
+    result: dict[str, dict[str, float]] = {}
+    for name, each in draws.items():
+        z = each.z_scores()
+        largest = z.abs().max().item()
+        result[name] = {"num_ids": len(z), "rms_z": z.square().mean().sqrt().item(), "max_abs_z": largest}
+        wrong += [f"ids drawn by {name}: {largest:.1f}"] if largest > BOUND else []
+    if wrong:
+        raise SystemExit("more standard errors than chance allows: " + "; ".join(wrong))
+    return result
+
+
+def report(figures: list[dict[str, Any]], marginals: dict[str, dict[str, float]], about: dict[str, Any]) -> None:
+    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    head = ("drafter", "k", "shared noise", "se", "se text", "expected", "z", "optimum", "greedy", "independent")
+    print("{:>14} {:>2} {:>12} {:>7} {:>7} {:>8} {:>5} {:>8} {:>7} {:>11}".format(*head))
+    for row in figures:
+        print(
+            f"{row['drafter']:>14} {row['k']:>2} {row['shared']:12.4f} {row['noise_se']:7.4f} {row['text_se']:7.4f}"
+            f" {row['expected']:8.4f} {row['z']:5.1f} {row['optimum']:8.4f} {row['greedy']:7.4f}"
+            f" {row['independent']:11.4f}"
+        )
+    for name, row in marginals.items():
+        print(f"ids drawn by {name}: {row['num_ids']} ids, z rms {row['rms_z']:.2f}, largest {row['max_abs_z']:.1f}")
+
+
+def main() -> None:
+    options = _options()
+    torch.set_num_threads(options.threads)
+    started = time.perf_counter()
+    windows = read_windows(options.model, options.source, options.windows, options.window)
+    measurement = Measurement(options.model)
+    for seed, input_ids in enumerate(windows):
+        measurement.add(input_ids, seed)
+    figures = [{"drafter": name, "k": k + 1} | summarize(rows) for (name, k), rows in measurement.rows.items()]
+    marginals = check(figures, measurement.draws)
+    num_positions = sum(len(rows.shared) for rows in measurement.rows[DRAFTERS[0], 0])
+    about = {
+        "positions": num_positions,
+        "windows": len(windows),
+        "window": options.window,
+        "dtype": "float32",
+        "threads": options.threads,
+        "torch": torch.__version__,
+        "commit": _commit(),
+        "seconds": round(time.perf_counter() - started),
+    }
+    report(figures, marginals, about)
+    if options.json:
+        options.json.write_text(json.dumps(about | {"figures": figures, "marginals": marginals}, indent=1))
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(DEMO), "rev-parse", "--short", "HEAD"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=DEMO, help="with the drafters' directories below")
+    parser.add_argument("--source", type=Path, default=standard_library(), help="of 3.11.7, the library trained on")
+    parser.add_argument("--windows", type=int, default=64)
+    parser.add_argument("--window", type=int, default=512, help="tokens")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
