@@ -6,13 +6,13 @@ from it: pages, checksums and metadata rows. Imports no torch: the router uses i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import xxhash
 
 from .errors import ConfigError
-from .node_info import HandoffSchema, PoolLayout, RowField
+from .node_info import HandoffSchema, PoolLayout, Role, RowField
 from .request import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
@@ -21,6 +21,70 @@ if TYPE_CHECKING:
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
 ALGORITHMS = ("none", "ngram", "standalone", "eagle", "eagle3", "mtp", "frozen_kv_mtp")
 WITH_DRAFT_POOL = ("standalone", "eagle", "eagle3", "mtp")
+
+
+class RowKind(NamedTuple):
+    """A field that metadata rows can have, and what it is for. Its width is the configuration's, and so is the dtype
+    of hidden states."""
+
+    name: str
+    meaning: str
+    is_hidden_state: bool = False
+    writer: Role = "prefill"
+    reader: Role = "decode"
+
+    def field(self, dtype: Literal["int32", "float32", "bfloat16", "float16"], width: int) -> RowField:
+        """The field in a row of one configuration."""
+        return RowField(name=self.name, dtype=dtype, width=width)
+
+
+FIRST_TOKEN = RowKind("first_token", "The token sampled after the prompt, which decode's first round begins with.")
+NUM_CACHED = RowKind("num_cached", "How many tokens of the prompt prefill found in its prefix cache.")
+NUM_LOGPROBS = RowKind(
+    "num_logprobs", "How many columns of logprobs hold values: 0 none, 1 the first token's, 1 + k with the k likeliest."
+)
+LOGPROBS = RowKind("logprobs", "The log-probability of the first token, then those of the likeliest tokens.")
+TOP_IDS = RowKind("top_ids", "The ids of the likeliest tokens in place of the first one.")
+TOPK_INDEX = RowKind("topk_index", "The ids that the drafter proposes after the first token, for decode's first round.")
+TOPK_SCORE = RowKind("topk_score", "The scores of those proposals, by which the branches of a tree are ranked.")
+RECURRENT_HIDDEN = RowKind(
+    "recurrent_hidden",
+    "The hidden state at the last position of the prompt, from which the drafter takes its next step.",
+    is_hidden_state=True,
+)
+TARGET_ROWS = RowKind(
+    "target_rows",
+    "The target's hidden states at the last positions, from which MTP layers recompute KV that drafts had shaped.",
+    is_hidden_state=True,
+)
+ROW_KINDS = {
+    kind.name: kind
+    for kind in (
+        FIRST_TOKEN,
+        NUM_CACHED,
+        NUM_LOGPROBS,
+        LOGPROBS,
+        TOP_IDS,
+        TOPK_INDEX,
+        TOPK_SCORE,
+        RECURRENT_HIDDEN,
+        TARGET_ROWS,
+    )
+}
+
+
+class HandoffBytes(NamedTuple):
+    """What one choice of a request hands over, in bytes: whole pages and one metadata row. What decode's prefix cache
+    holds already is not moved; checksums and the frames of messages are not counted."""
+
+    target_kv: int
+    draft_kv: int
+    hidden_state: int
+    rest_of_row: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
 
 
 def make_schema(
@@ -46,7 +110,7 @@ def make_schema(
     if (draft is not None) != (algorithm in WITH_DRAFT_POOL):
         raise ConfigError(
             f"algorithm {algorithm!r} {'hands over' if draft is None else 'has no'} draft KV pages, "
-            f"but the draft pool is {'absent' if draft is None else _pool_words(draft)}"
+            f"but the draft pool is {'absent' if draft is None else pool_words(draft)}"
         )
     if hidden is not None and hidden.algorithm != algorithm:
         raise ConfigError(f"hidden layout is of algorithm {hidden.algorithm!r}, the schema of {algorithm!r}")
@@ -79,7 +143,12 @@ def page_layer_bytes(layout: PoolLayout, page_size: int) -> int:
 
 def page_bytes(schema: HandoffSchema) -> int:
     """Bytes of one page number over all layers of all pools: what crosses the link for it."""
-    return sum(pool.num_layers * page_layer_bytes(pool, schema.page_size) for pool in pools(schema))
+    return sum(pool_page_bytes(pool, schema.page_size) for pool in pools(schema))
+
+
+def pool_page_bytes(layout: PoolLayout, page_size: int) -> int:
+    """Bytes of one page of one pool, all layers."""
+    return layout.num_layers * page_layer_bytes(layout, page_size)
 
 
 def blocks_per_page(schema: HandoffSchema) -> int:
@@ -91,7 +160,25 @@ def blocks_per_page(schema: HandoffSchema) -> int:
 
 def row_bytes(schema: HandoffSchema) -> int:
     """Bytes of one metadata row, its fields packed without gaps in declared order."""
-    return sum(field.width * DTYPE_BYTES[field.dtype] for field in schema.row)
+    return sum(field_bytes(field) for field in schema.row)
+
+
+def field_bytes(field: RowField) -> int:
+    """Bytes of one field of a metadata row."""
+    return field.width * DTYPE_BYTES[field.dtype]
+
+
+def handoff_bytes(schema: HandoffSchema, prompt_len: int) -> HandoffBytes:
+    """What the handoff of a prompt of `prompt_len` tokens moves where decode has nothing of it yet."""
+    num_pages = -(-prompt_len // schema.page_size)
+    is_hidden = {name for name, kind in ROW_KINDS.items() if kind.is_hidden_state}
+    hidden_state = sum(field_bytes(field) for field in schema.row if field.name in is_hidden)
+    return HandoffBytes(
+        target_kv=num_pages * pool_page_bytes(schema.target, schema.page_size),
+        draft_kv=num_pages * pool_page_bytes(schema.draft, schema.page_size) if schema.draft is not None else 0,
+        hidden_state=hidden_state,
+        rest_of_row=row_bytes(schema) - hidden_state,
+    )
 
 
 def differences(here: HandoffSchema, there: HandoffSchema) -> list[str]:
@@ -107,11 +194,16 @@ def differences(here: HandoffSchema, there: HandoffSchema) -> list[str]:
 
 def describe(schema: HandoffSchema) -> str:
     """The schema in one line of words, for logs."""
-    words = [f"algorithm {schema.algorithm}", f"page_size {schema.page_size}", f"target {_pool_words(schema.target)}"]
+    words = [f"algorithm {schema.algorithm}", f"page_size {schema.page_size}", f"target {pool_words(schema.target)}"]
     if schema.draft is not None:
-        words.append(f"draft {_pool_words(schema.draft)}")
+        words.append(f"draft {pool_words(schema.draft)}")
     words.append(f"{page_bytes(schema)} bytes a page, {row_bytes(schema)} a row, checksum {schema.checksum}")
     return ", ".join(words)
+
+
+def pool_words(pool: PoolLayout) -> str:
+    """A pool's layout in words."""
+    return f"{pool.num_layers} layers x {pool.num_kv_heads} kv heads x {pool.head_dim} {pool.dtype}"
 
 
 def digest(schema: HandoffSchema) -> str:
@@ -121,28 +213,26 @@ def digest(schema: HandoffSchema) -> str:
 
 def _sampled_fields() -> list[RowField]:
     return [
-        RowField(name="first_token", dtype="int32", width=1),
-        RowField(name="num_cached", dtype="int32", width=1),  # prompt tokens found in prefill's prefix cache
-        # columns of `logprobs` that hold values: 0 none, 1 the sampled token's, 1 + k with the k most likely
-        RowField(name="num_logprobs", dtype="int32", width=1),
-        RowField(name="logprobs", dtype="float32", width=1 + MAX_TOP_LOGPROBS),
-        RowField(name="top_ids", dtype="int32", width=MAX_TOP_LOGPROBS),
+        FIRST_TOKEN.field("int32", 1),
+        NUM_CACHED.field("int32", 1),
+        NUM_LOGPROBS.field("int32", 1),
+        LOGPROBS.field("float32", 1 + MAX_TOP_LOGPROBS),
+        TOP_IDS.field("int32", MAX_TOP_LOGPROBS),
     ]
 
 
 def _draft_fields(hidden: HiddenLayout | None, num_proposals: int, ranks_trees: bool) -> list[RowField]:
     fields: list[RowField] = []
     if num_proposals:
-        fields.append(RowField(name="topk_index", dtype="int32", width=num_proposals))
+        fields.append(TOPK_INDEX.field("int32", num_proposals))
     if num_proposals and ranks_trees:
-        fields.append(RowField(name="topk_score", dtype="float32", width=num_proposals))
+        fields.append(TOPK_SCORE.field("float32", num_proposals))
     recurrent = hidden.spec("recurrent") if hidden is not None else None
     if hidden is not None and recurrent is not None and not hidden.num_target_rows:
-        fields.append(RowField(name="recurrent_hidden", dtype=recurrent.dtype, width=recurrent.width))
+        fields.append(RECURRENT_HIDDEN.field(recurrent.dtype, recurrent.width))
     extend = hidden.spec("extend") if hidden is not None else None
     if hidden is not None and extend is not None and hidden.num_target_rows:
-        width = hidden.num_target_rows * extend.width
-        fields.append(RowField(name="target_rows", dtype=extend.dtype, width=width))
+        fields.append(TARGET_ROWS.field(extend.dtype, hidden.num_target_rows * extend.width))
     return fields
 
 
@@ -151,10 +241,6 @@ def _key_lookahead(algorithm: str, hidden: HiddenLayout | None) -> int:
     if algorithm == "mtp":
         return 1 if hidden is None else hidden.num_target_rows + 1
     return 1 if algorithm in ("eagle", "eagle3") else 0
-
-
-def _pool_words(pool: PoolLayout) -> str:
-    return f"{pool.num_layers} layers x {pool.num_kv_heads} kv heads x {pool.head_dim} {pool.dtype}"
 
 
 def _flat(schema: HandoffSchema) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from ..metadata.errors import BatonError, RequestError, Unavailable
-from . import debug, generate, openapi
+from . import debug, generate, handoff, openapi
 from .api_types import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -240,5 +240,6 @@ _ROUTES: tuple[tuple[str, str, _Handler], ...] = (
     ("GET", "/openapi.json", _openapi),
     ("GET", "/debug/nodes", debug.nodes),
     ("GET", "/debug/ledger", debug.ledger),
+    ("GET", "/debug/handoff", handoff.handoff),
     ("POST", "/admin/flush", debug.flush),
 )

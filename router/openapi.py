@@ -44,6 +44,7 @@ _ROUTES = (
     _Route("get", "/metrics", "Figures for Prometheus"),
     _Route("get", "/debug/nodes", "Nodes, pairs and their figures"),
     _Route("get", "/debug/ledger", "The books of every node"),
+    _Route("get", "/debug/handoff", "What a handoff holds, field by field and in bytes"),
     _Route("post", "/admin/flush", "Empty the prefix caches"),
 )
 

@@ -12,10 +12,12 @@ from baton.metadata.errors import ConfigError
 from baton.metadata.hidden_layout import HiddenLayout
 from baton.metadata.node_info import PoolLayout
 from baton.metadata.schema import (
+    ROW_KINDS,
     blocks_per_page,
     describe,
     differences,
     digest,
+    handoff_bytes,
     make_schema,
     page_bytes,
     page_layer_bytes,
@@ -129,3 +131,24 @@ def test_describe_names_the_sizes():
 def test_the_router_gets_the_schema_without_torch():
     program = "import sys, baton.metadata.schema, baton.metadata.handoff_server as _; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+
+
+def test_what_a_handoff_moves():
+    """Whole pages, and a row split into hidden state and the rest; no prompt is free of its row."""
+    row = make_schema(TARGET, DRAFT, 16, "eagle", hidden("eagle"), draft_topk=4)
+    assert handoff_bytes(row, 17) == (2 * 8 * 16384, 2 * 2048, 32 * 4, row_bytes(row) - 32 * 4)
+    assert handoff_bytes(row, 16).total == page_bytes(row) + row_bytes(row)
+    mtp = make_schema(TARGET, DRAFT, 16, "mtp", hidden("mtp", num_mtp_layers=3), draft_topk=1, draft_rows=3)
+    assert handoff_bytes(mtp, 1).hidden_state == 2 * 64 * 4
+    alone = make_schema(TARGET, DRAFT, 16, "standalone", draft_topk=4)
+    assert handoff_bytes(alone, 1) == (8 * 16384, 2048, 0, row_bytes(alone))
+
+
+def test_every_field_is_declared_with_its_meaning():
+    layouts = [make_schema(TARGET, DRAFT, 16, "eagle", hidden("eagle"), draft_topk=4, ranks_trees=True)]
+    layouts.append(make_schema(TARGET, DRAFT, 16, "mtp", hidden("mtp", num_mtp_layers=3), draft_topk=1, draft_rows=3))
+    used = {field.name for layout in layouts for field in layout.row}
+    assert used == set(ROW_KINDS)
+    for kind in ROW_KINDS.values():
+        assert kind.meaning[0].isupper() and kind.meaning.endswith("."), kind
+        assert (kind.writer, kind.reader) == ("prefill", "decode"), kind
