@@ -17,7 +17,8 @@ Three steps keep that true bit for bit on every device:
 
   with one function Q(f) = -log1p(-f) on [0, 0.5]. No r gives an infinity; small tails stay precise.
 - Q(f) = f * P(f), P by Horner with separate multiplications and additions in float32. A kernel beside this reference
-  must switch off fusion into FMA, and may use nothing but IEEE additions and multiplications and integer operations.
+  must switch off fusion into FMA, and may use nothing but IEEE additions and multiplications and integer operations;
+  kernels/numba_noise.py is one, for the CPU.
 
 P is the degree 8 least-squares polynomial of -log1p(-f) / f at 400 Chebyshev nodes of [0, 0.5], fitted in float64 and
 rounded to float32 (its relative error is 5e-8; ``tests/kernels/test_noise.py`` repeats the fit). The whole noise is
@@ -28,6 +29,8 @@ import math
 
 import torch
 from torch import Tensor
+
+from . import cpu
 
 _LOG1P_COEFFICIENTS = (
     1.0,
@@ -63,7 +66,30 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
     Returns: [num_rows, vocab_size] float32, finite, on the device of ``seeds``.
     """
-    return gumbel_noise_ref(seeds, positions, vocab_size)
+    noise = torch.empty((seeds.shape[0], vocab_size), dtype=torch.float32, device=seeds.device)
+    if not cpu.compiled(noise):
+        return gumbel_noise_ref(seeds, positions, vocab_size)
+    return add_gumbel_noise_(noise.zero_(), seeds, positions)  # no noise is -0, which alone would lose its sign here
+
+
+def add_gumbel_noise_(scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """scores += ``gumbel_noise`` in place, to the bit; on a CPU in one compiled pass where numba can be used.
+
+    Args:
+        scores: [num_rows, vocab_size] float32, contiguous; -inf stays -inf.
+        seeds, positions: as for ``gumbel_noise``.
+
+    Returns: ``scores``.
+    """
+    assert scores.ndim == 2 and scores.dtype is torch.float32 and scores.is_contiguous(), (scores.shape, scores.dtype)
+    assert seeds.dtype == positions.dtype == torch.int64, (seeds.dtype, positions.dtype)
+    assert seeds.shape == positions.shape == scores.shape[:1], (seeds.shape, positions.shape, scores.shape)
+    if not cpu.compiled(scores):
+        return scores.add_(gumbel_noise_ref(seeds, positions, scores.shape[1]))
+    from . import numba_noise  # here, as a node on CUDA does without numba
+
+    numba_noise.add_gumbel_noise(scores.numpy(), seeds.contiguous().numpy(), positions.contiguous().numpy())
+    return scores
 
 
 def gumbel_noise_at(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
