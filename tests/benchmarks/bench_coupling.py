@@ -1,12 +1,13 @@
 """Acceptance of one draft token at temperature 1 on the demo model: shared noise, the optimum, a greedy draft.
 
-    python tests/benchmarks/bench_coupling.py [--windows 64] [--window 512] [--json FILE]
+    python tests/benchmarks/bench_coupling.py [--windows 64] [--window 512] [--draws 4] [--json FILE]
 
 Windows of held-out code are the contexts. At every row, p is the target's distribution of the next token and q the
 drafter's for the same place: its k-th proposal after the target's last row, the tokens between being the text's own, so
 that both see the same prefix. Every figure is a mean over the same rows:
 
-    shared noise   argmax(log p + g) == argmax(log q + g), g = gumbel_noise(window, position): Baton's rule, counted
+    shared noise   argmax(log p + g) == argmax(log q + g), g = gumbel_noise(seed, position): Baton's rule, counted in
+                   `draws` draws a row, of as many seeds a window
     expected       the probability of that event, in closed form (`coupled`)
     optimum        1 - TV(p, q) = sum min(p, q): what rejection sampling of a draft drawn from q accepts
     greedy draft   p[argmax q]: the likeliest draft token, accepted with its target mass
@@ -51,7 +52,7 @@ MIN_EXPECTED = 25.0  # draws of an id below which its count is no normal variabl
 class Rows(NamedTuple):
     """What is measured at each row, [num_rows] float32 each."""
 
-    shared: Tensor  # 1 or 0
+    shared: Tensor  # share of the draws
     expected: Tensor
     optimum: Tensor
     greedy: Tensor
@@ -65,10 +66,10 @@ class Draws:
         self._observed, self._expected, self._variance = torch.zeros(3, vocab_size, dtype=torch.float64)
 
     def add(self, tokens: Tensor, probs: Tensor) -> None:
-        """tokens [num_rows] drawn from probs [num_rows, vocab_size]."""
-        self._observed += torch.bincount(tokens, minlength=probs.shape[1])
-        self._expected += probs.sum(0, dtype=torch.float64)
-        self._variance += (probs * (1 - probs)).sum(0, dtype=torch.float64)
+        """tokens [num_draws, num_rows] drawn from probs [num_rows, vocab_size]."""
+        self._observed += torch.bincount(tokens.flatten(), minlength=probs.shape[1])
+        self._expected += len(tokens) * probs.sum(0, dtype=torch.float64)
+        self._variance += len(tokens) * (probs * (1 - probs)).sum(0, dtype=torch.float64)
 
     def z_scores(self) -> Tensor:
         """Of every id that should have come often enough; their root mean square should be 1."""
@@ -90,18 +91,21 @@ def coupled(p: Tensor, q: Tensor, log_ratio: Tensor) -> Tensor:
     return (p * q / (p_before * q + q_after * p)).nan_to_num(0.0).sum(-1)  # 0 / 0: an id that neither draws
 
 
-def compare(target_logits: Tensor, draft_logits: Tensor, noise: Tensor, drawn: Tensor) -> tuple[Rows, Tensor, Tensor]:
-    """The figures, the proposals [num_rows] and q. Arguments [num_rows, vocab_size]; drawn [num_rows]: the target's."""
+def draw(logits: Tensor, noise: Tensor) -> Tensor:
+    """logits [num_rows, vocab_size], noise [num_draws, num_rows, vocab_size] to token ids [num_draws, num_rows]."""
+    return torch.stack([(logits + each).argmax(-1) for each in noise])
+
+
+def compare(target_logits: Tensor, draft_logits: Tensor, is_shared: Tensor) -> Rows:
+    """Logits [num_rows, vocab_size]; is_shared [num_draws, num_rows] bool."""
     p, q = target_logits.softmax(-1), draft_logits.softmax(-1)
-    proposals = (draft_logits + noise).argmax(-1)
-    rows = Rows(
-        shared=(proposals == drawn).float(),
+    return Rows(
+        shared=is_shared.float().mean(0),
         expected=coupled(p, q, draft_logits - target_logits),
         optimum=torch.minimum(p, q).sum(-1),
         greedy=p.gather(-1, draft_logits.argmax(-1, keepdim=True)).squeeze(-1),
         independent=(p * q).sum(-1),
     )
-    return rows, proposals, q
 
 
 def read_windows(model: Path, source: Path, num_windows: int, window_len: int) -> Tensor:
@@ -129,33 +133,32 @@ class Measurement:
         self.rows: dict[tuple[str, int], list[Rows]] = {(name, k): [] for name in DRAFTERS for k in range(NUM_STEPS)}
 
     @torch.no_grad()
-    def add(self, input_ids: Tensor, seed: int) -> None:
-        """One window, [window_len]; the token at index i is drawn with the noise of (seed, i)."""
-        positions = torch.arange(len(input_ids))
-        noise = gumbel_noise(torch.full_like(positions, seed), positions, len(self._target.embedding))
+    def add(self, input_ids: Tensor, seeds: range) -> None:
+        """One window, [window_len]; the token at index i is drawn with the noise of (seed, i), for each seed."""
+        positions, vocab_size = torch.arange(len(input_ids)), len(self._target.embedding)
+        noise = torch.stack([gumbel_noise(torch.full_like(positions, seed), positions, vocab_size) for seed in seeds])
         target_rows = self._target(input_ids[None])
         logits = self._target.logits(target_rows.hidden)[0]  # [window_len, vocab_size]: row i draws token i + 1
-        drawn = (logits[:-1] + noise[1:]).argmax(-1)
+        drawn = draw(logits[:-1], noise[:, 1:])  # [num_draws, window_len - 1]
         own = slice(FIRST_ROW + 1, len(input_ids) - 1)
-        self.draws["target"].add(drawn[own], logits[own].softmax(-1))
+        self.draws["target"].add(drawn[:, own], logits[own].softmax(-1))
         for name, drafter in self._drafters.items():
             steps = unroll(drafter, self._target, target_rows, input_ids[None], NUM_STEPS)
             for k, (features, _) in enumerate(steps):  # anchor r proposes token r + 2 + k
                 draft_logits = drafter.logits(features, self._target)[0, FIRST_ROW:]
                 at = slice(FIRST_ROW + 1 + k, FIRST_ROW + 1 + k + len(draft_logits))  # the target's rows
-                token_noise = noise[at.start + 1 : at.stop + 1]
-                rows, proposals, q = compare(logits[at], draft_logits, token_noise, drawn[at])
-                self.rows[name, k].append(rows)
+                proposals = draw(draft_logits, noise[:, at.start + 1 : at.stop + 1])
+                self.rows[name, k].append(compare(logits[at], draft_logits, proposals == drawn[:, at]))
                 if k == 0:
-                    self.draws[name].add(proposals, q)
+                    self.draws[name].add(proposals, draft_logits.softmax(-1))
 
 
-def summarize(windows: list[Rows]) -> dict[str, float]:
+def summarize(windows: list[Rows], num_draws: int) -> dict[str, float]:
     """Means over all rows. `noise_se`: standard error of `shared` for these contexts; `text_se`: over windows too."""
     columns = {name: torch.stack([getattr(rows, name) for rows in windows]).double() for name in Rows._fields}
     figures = {name: values.mean().item() for name, values in columns.items()}
     expected, shared = columns["expected"], columns["shared"]
-    figures["noise_se"] = math.sqrt((expected * (1 - expected)).sum().item()) / expected.numel()
+    figures["noise_se"] = math.sqrt((expected * (1 - expected)).sum().item() / num_draws) / expected.numel()
     figures["text_se"] = (shared.mean(1).std() / math.sqrt(len(windows))).item()
     figures["z"] = (figures["shared"] - figures["expected"]) / figures["noise_se"]
     return figures
@@ -195,13 +198,16 @@ def main() -> None:
     started = time.perf_counter()
     windows = read_windows(options.model, options.source, options.windows, options.window)
     measurement = Measurement(options.model)
-    for seed, input_ids in enumerate(windows):
-        measurement.add(input_ids, seed)
-    figures = [{"drafter": name, "k": k + 1} | summarize(rows) for (name, k), rows in measurement.rows.items()]
+    for index, input_ids in enumerate(windows):
+        measurement.add(input_ids, range(index * options.draws, (index + 1) * options.draws))
+    figures = [
+        {"drafter": name, "k": k + 1} | summarize(rows, options.draws) for (name, k), rows in measurement.rows.items()
+    ]
     marginals = check(figures, measurement.draws)
     num_positions = sum(len(rows.shared) for rows in measurement.rows[DRAFTERS[0], 0])
     about = {
         "positions": num_positions,
+        "draws": options.draws,
         "windows": len(windows),
         "window": options.window,
         "dtype": "float32",
@@ -227,6 +233,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--source", type=Path, default=standard_library(), help="of 3.11.7, the library trained on")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--window", type=int, default=512, help="tokens")
+    parser.add_argument("--draws", type=int, default=4, help="at each position")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
