@@ -60,6 +60,13 @@ class Client:
             raise _failure(status, body)
         return [model["id"] for model in json.loads(body)["data"]]
 
+    def metrics(self) -> str:
+        """The page of GET /metrics. Raises Unavailable or RequestError."""
+        status, body = self._call("GET", "/metrics", timeout_s=2.0)
+        if status != 200:
+            raise _failure(status, body)
+        return body.decode("utf-8", "replace")
+
     def stream_chat(self, body: dict[str, Any]) -> Generator[str]:
         """The text pieces of a streamed chat completion. Closing the iterator cancels the request.
 

@@ -1,7 +1,8 @@
 """`baton up`: a router and nodes on this host, as child processes.
 
 Its life: check (model, port) -> start all -> show progress until a first request went through -> say where it
-listens -> watch, restarting what dies -> on a signal, stop the router, then the nodes, then whatever is left.
+listens -> watch, restarting what dies and telling how speculation does -> on a signal, stop the router, then the
+nodes, then whatever is left.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 from ..metadata.errors import BatonError, Unavailable
+from .acceptance import Acceptance
 from .child import Child
 from .client import Client
 from .plan import Plan, check_model, check_port, commands, free_port
@@ -84,6 +86,7 @@ class Launcher:
 
     def _watch(self) -> None:
         """Blocks until a signal; restarts what dies. Raises when something dies too often."""
+        acceptance = Acceptance(self._plan.decode.speculative, self._client.metrics)
         while not self._signals.stops:
             now = time.monotonic()
             for child in self._children:
@@ -95,8 +98,11 @@ class Launcher:
                     if not child.plan_restart():
                         raise Unavailable(f"giving up, too many restarts in a minute: {_obituary(child)}")
                     say(f"{_obituary(child, 3)}\n{child.name} will be restarted")
+            line = acceptance.line(now)
+            if line is not None:
+                say(line)
             is_restarting = any(child.restart_at is not None for child in self._children)
-            self._signals.wait(_TICK_S if is_restarting else None)
+            self._signals.wait(_TICK_S if is_restarting else acceptance.due_in(time.monotonic()))
 
     def _stop(self) -> int:
         """Router first (it finishes or ends its streams), then the nodes. Returns 0 when all went by themselves."""

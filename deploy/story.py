@@ -39,5 +39,6 @@ when something is wrong:
   nothing starts       the last line on stderr says why; `baton up` names the log of the process that died
   it does not answer   GET /ready says what is missing, /debug/nodes who has joined, /debug/ledger who holds pages
   it is slow           GET /metrics: queue, transfer and token times
+  what travels         GET /debug/handoff?format=text: pages, every field beside them, bytes a request
   a crash              --log-level debug, and docs/operations.md
 """

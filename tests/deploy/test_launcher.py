@@ -14,11 +14,13 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from baton.decode_node.config import DecodeConfig
+from baton.deploy import acceptance
 from baton.deploy.child import Child
 from baton.deploy.client import Client
 from baton.deploy.launcher import Launcher
@@ -49,12 +51,28 @@ class Handler(http.server.BaseHTTPRequestHandler):
 time.sleep(0.3)
 http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
+# The same; each time it is asked for its figures, five tokens and a round of five drafts have come, four accepted.
+SPECULATING_SERVER = READY_SERVER.replace(
+    "        self.send_response",
+    """
+        if self.path == "/metrics":
+            num = Handler.num = getattr(Handler, "num", 0) + 1
+            labels = 'model="toy",node="decode-0",role="decode"'
+            body = "\\n".join([
+                'baton_output_tokens_total{model="toy"} %d.0' % (5 * num),
+                'baton_node_num_rounds_total{%s} %d.0' % (labels, num),
+                'baton_node_num_drafted_total{%s} %d.0' % (labels, 5 * num),
+                'baton_node_accepted_drafts_total{%s,position="1"} %d.0' % (labels, 4 * num),
+            ]).encode()
+        self.send_response""",
+    1,
+)
 SLEEPER = "import time; print('loading', flush=True); time.sleep(600)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: None)\nwhile True: time.sleep(1)"
 
 
-def plan(**up: float) -> Plan:
-    return Plan(UpConfig(**up), RouterConfig(), PrefillConfig(), DecodeConfig())  # type: ignore[arg-type]
+def plan(decode: DecodeConfig | None = None, **up: float) -> Plan:
+    return Plan(UpConfig(**up), RouterConfig(), PrefillConfig(), decode or DecodeConfig())  # type: ignore[arg-type]
 
 
 def command(name: str, code: str, *argv: str) -> Command:
@@ -64,12 +82,12 @@ def command(name: str, code: str, *argv: str) -> Command:
 class Running:
     """A launcher in this (the main) thread, with a script that acts on it from another."""
 
-    def __init__(self, run_dir: Path, codes: dict[str, str], **up: float) -> None:
+    def __init__(self, run_dir: Path, codes: dict[str, str], decode: DecodeConfig | None = None, **up: float) -> None:
         port = free_port()
         children = [Child(command(name, code, str(port)), run_dir) for name, code in codes.items()]
         self.children = {child.name: child for child in children}
         self._client = Client.local("127.0.0.1", port, None)
-        self._plan = plan(**{"stop_timeout_s": 1.0, "ready_timeout_s": 20.0, **up})
+        self._plan = plan(decode, **{"stop_timeout_s": 1.0, "ready_timeout_s": 20.0, **up})
         self._run_dir = run_dir
 
     def run(self, script: threading.Thread | None = None) -> int:
@@ -107,6 +125,27 @@ def test_ready_says_what_to_do_and_a_signal_stops_all(tmp_path: Path, capfd: pyt
     assert "toy" in out
     assert str(tmp_path) in out
     assert "decode-0: loading" in err
+
+
+@pytest.mark.parametrize("algorithm", ["eagle", "none"])
+def test_speculation_is_told_while_it_runs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, algorithm: Any
+) -> None:
+    monkeypatch.setattr(acceptance, "EVERY_S", 0.1)
+    decode = DecodeConfig(speculative=algorithm)
+    running = Running(tmp_path, {"router": SPECULATING_SERVER, "decode-0": SLEEPER}, decode)
+
+    def script() -> None:
+        running.until_ready()
+        time.sleep(0.6)
+        interrupt()
+
+    assert running.run(threading.Thread(target=script)) == 0
+    said = capfd.readouterr().err.splitlines()
+    lines = [line for line in said if line.startswith("speculation")]
+    expected = "speculation eagle: 5.0 tokens a round, 80 % of drafts accepted (last 0 s, 1 round)"
+    assert set(lines) == ({expected} if algorithm == "eagle" else set())
+    assert len(lines) >= 2 or algorithm == "none"
 
 
 def test_a_child_that_dies_at_start_is_quoted(tmp_path: Path) -> None:
