@@ -14,8 +14,8 @@ that both see the same prefix. Every figure is a mean over the same rows:
     independent    sum p q: the event of the first line with two independent noises
 
 Forwards are those of deploy/demo's torch models over whole windows (tests/deploy/test_drafters.py: equal to drafting
-step by step), float32 on the bfloat16 weights. Two checks end the run with an error: shared noise must be within 4.5
-standard errors of what is expected, and each token id must be drawn as often as p (of a proposal: q) says.
+step by step), float32 on the bfloat16 weights. A run ends with an error when shared noise is more than 4.5 standard
+errors from what is expected, or when the ids drawn do not come as often, or are not as likely, as p (proposals: q) says.
 """
 
 from __future__ import annotations
@@ -60,21 +60,33 @@ class Rows(NamedTuple):
 
 
 class Draws:
-    """How often each id was drawn, against how often it should be."""
+    """How often each id was drawn, and how likely the drawn ids were, against what the distribution says."""
 
     def __init__(self, vocab_size: int) -> None:
         self._observed, self._expected, self._variance = torch.zeros(3, vocab_size, dtype=torch.float64)
+        self._excess = self._excess_variance = 0.0  # of log-probability, over minus the entropy
 
-    def add(self, tokens: Tensor, probs: Tensor) -> None:
-        """tokens [num_draws, num_rows] drawn from probs [num_rows, vocab_size]."""
-        self._observed += torch.bincount(tokens.flatten(), minlength=probs.shape[1])
-        self._expected += len(tokens) * probs.sum(0, dtype=torch.float64)
-        self._variance += len(tokens) * (probs * (1 - probs)).sum(0, dtype=torch.float64)
+    def add(self, tokens: Tensor, logits: Tensor) -> None:
+        """tokens [num_draws, num_rows] drawn from logits [num_rows, vocab_size]."""
+        num_draws, log_p = len(tokens), logits.log_softmax(-1).clamp_min(-100.0)
+        p = log_p.exp()
+        self._observed += torch.bincount(tokens.flatten(), minlength=p.shape[1])
+        self._expected += num_draws * p.sum(0, dtype=torch.float64)
+        self._variance += num_draws * (p * (1 - p)).sum(0, dtype=torch.float64)
+        mean, square = (p * log_p).sum(-1), (p * log_p.square()).sum(-1)
+        self._excess += (log_p.gather(-1, tokens.T) - mean[:, None]).double().sum().item()
+        self._excess_variance += num_draws * (square - mean.square()).double().sum().item()
 
-    def z_scores(self) -> Tensor:
-        """Of every id that should have come often enough; their root mean square should be 1."""
+    def z_scores(self) -> dict[str, float]:
+        """Of ids that should have come often enough (their root mean square should be 1), and of log-probability."""
         is_frequent = self._expected >= MIN_EXPECTED
-        return ((self._observed - self._expected) / self._variance.sqrt())[is_frequent]
+        z = ((self._observed - self._expected) / self._variance.sqrt())[is_frequent]
+        return {
+            "num_ids": len(z),
+            "rms_z": z.square().mean().sqrt().item(),
+            "max_abs_z": z.abs().max().item(),
+            "log_p_z": self._excess / math.sqrt(self._excess_variance),
+        }
 
 
 def coupled(p: Tensor, q: Tensor, log_ratio: Tensor) -> Tensor:
@@ -141,7 +153,7 @@ class Measurement:
         logits = self._target.logits(target_rows.hidden)[0]  # [window_len, vocab_size]: row i draws token i + 1
         drawn = draw(logits[:-1], noise[:, 1:])  # [num_draws, window_len - 1]
         own = slice(FIRST_ROW + 1, len(input_ids) - 1)
-        self.draws["target"].add(drawn[:, own], logits[own].softmax(-1))
+        self.draws["target"].add(drawn[:, own], logits[own])
         for name, drafter in self._drafters.items():
             steps = unroll(drafter, self._target, target_rows, input_ids[None], NUM_STEPS)
             for k, (features, _) in enumerate(steps):  # anchor r proposes token r + 2 + k
@@ -150,7 +162,7 @@ class Measurement:
                 proposals = draw(draft_logits, noise[:, at.start + 1 : at.stop + 1])
                 self.rows[name, k].append(compare(logits[at], draft_logits, proposals == drawn[:, at]))
                 if k == 0:
-                    self.draws[name].add(proposals, draft_logits.softmax(-1))
+                    self.draws[name].add(proposals, draft_logits)
 
 
 def summarize(windows: list[Rows], num_draws: int) -> dict[str, float]:
@@ -165,14 +177,12 @@ def summarize(windows: list[Rows], num_draws: int) -> dict[str, float]:
 
 
 def check(figures: list[dict[str, Any]], draws: dict[str, Draws]) -> dict[str, dict[str, float]]:
-    """Of each model's draws, the number of ids compared and their z scores. Ends the program where BOUND is passed."""
+    """The z scores of each model's draws. Ends the program where BOUND is passed."""
     wrong = [f"{row['drafter']} at {row['k']}: {row['z']:.1f}" for row in figures if abs(row["z"]) > BOUND]
-    result: dict[str, dict[str, float]] = {}
-    for name, each in draws.items():
-        z = each.z_scores()
-        largest = z.abs().max().item()
-        result[name] = {"num_ids": len(z), "rms_z": z.square().mean().sqrt().item(), "max_abs_z": largest}
-        wrong += [f"ids drawn by {name}: {largest:.1f}"] if largest > BOUND else []
+    result = {name: each.z_scores() for name, each in draws.items()}
+    for name, row in result.items():
+        largest = max(row["max_abs_z"], abs(row["log_p_z"]))
+        wrong += [f"draws of {name}: {largest:.1f}"] if largest > BOUND else []
     if wrong:
         raise SystemExit("more standard errors than chance allows: " + "; ".join(wrong))
     return result
@@ -189,7 +199,10 @@ def report(figures: list[dict[str, Any]], marginals: dict[str, dict[str, float]]
             f" {row['independent']:11.4f}"
         )
     for name, row in marginals.items():
-        print(f"ids drawn by {name}: {row['num_ids']} ids, z rms {row['rms_z']:.2f}, largest {row['max_abs_z']:.1f}")
+        print(
+            f"draws of {name}: z of {row['num_ids']} ids rms {row['rms_z']:.2f}, largest {row['max_abs_z']:.1f};"
+            f" z of their log-probability {row['log_p_z']:.1f}"
+        )
 
 
 def main() -> None:
