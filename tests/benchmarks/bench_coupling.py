@@ -15,7 +15,7 @@ that both see the same prefix. Every figure is a mean over the same rows:
 
 Forwards are those of deploy/demo's torch models over whole windows (tests/deploy/test_drafters.py: equal to drafting
 step by step), float32 on the bfloat16 weights. A run ends with an error when shared noise is more than 4.5 standard
-errors from what is expected, or when the ids drawn do not come as often, or are not as likely, as p (proposals: q) says.
+errors from what is expected, or when the ids drawn do not come as often, or are not as likely, as p (or q) says.
 """
 
 from __future__ import annotations
