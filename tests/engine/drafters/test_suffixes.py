@@ -115,6 +115,14 @@ def test_the_longest_match_wins_then_the_most_frequent_then_the_latest() -> None
     assert shared.lookup([7, 7, 2, 3], num_steps=3) is None and shared.lookup([], num_steps=3) is None
 
 
+def test_only_the_latest_occurrences_vote() -> None:
+    shared = SharedSuffixes(1000)
+    half = MAX_OCCURRENCES // 2
+    for follower in [4] * (half + 1) + [5] * half:  # the oldest would make a majority
+        shared.add([1, 2, 3, follower])
+    assert shared.lookup([1, 2, 3], num_steps=1) == [5]
+
+
 def test_salts_share_nothing() -> None:
     shared = SharedSuffixes(1000)
     shared.add([1, 2, 3, 4, 5], "a")
