@@ -17,7 +17,6 @@ import itertools
 import logging
 
 import msgspec
-import torch
 import zmq
 
 from ..engine.draft_row import get_draft
@@ -49,15 +48,15 @@ class DecodeNode:
         self.engine = engine
         self.membership = membership
         self.handoff = handoff
-        drafter = engine.drafter
+        self.rounds = Rounds(engine, max_running)
         self.scheduler = DecodeScheduler(
             engine.cache,
             max_running,
             chunk,
-            num_steps=None if drafter is None else drafter.num_steps,
+            shape=self.rounds.shape,
             context_len=engine.context_len,
+            on_finish=self.rounds.release,
         )
-        self.rounds = None if drafter is None else Rounds(engine, drafter)
         self.outbox = Outbox()
         self._orders = itertools.count()
         self._row_buffer = MetadataBuffers(engine.schema)
@@ -73,7 +72,7 @@ class DecodeNode:
         admitted = [sequence for event in self.handoff.poll() if (sequence := self._arrive(event)) is not None]
         self._send(admitted)
         plan = self.scheduler.plan()
-        if plan.rows or plan.drafting:
+        if plan.rows or plan.decoding:
             self.membership.enter("decode", STEP_LIMIT_S)
             self._compute(plan)
         for sequence in plan.failed:
@@ -105,9 +104,9 @@ class DecodeNode:
             checksum_failures=self.handoff.num_checksum_failures,
             dropped_frames=self.membership.dropped_frames,
             transfer_seconds=self._transfer_seconds,
-            num_rounds=0 if self.rounds is None else self.rounds.stats.num_verified,
-            num_drafted=0 if self.rounds is None else self.rounds.stats.num_drafted,
-            accepted_at=() if self.rounds is None else tuple(self.rounds.stats.accepted_at),
+            num_rounds=self.rounds.stats.num_verified,
+            num_drafted=self.rounds.stats.num_drafted,
+            accepted_at=tuple(self.rounds.stats.accepted_at),
         )
 
     def units(self) -> tuple[Unit, ...]:
@@ -249,8 +248,9 @@ class DecodeNode:
         self.scheduler.admit(event.unit)
         sequence.num_cached = sampled.num_cached
         sequence.append(sampled.first_token, sampled.logprobs)
-        if self.rounds is not None:
-            sequence.draft = get_draft(self._row_buffer, self.rounds.hidden)
+        drafter = self.engine.drafter
+        draft = None if drafter is None else get_draft(self._row_buffer, drafter, sequence.token_ids)
+        self.rounds.admit(sequence, sequence.num_computed, draft)
         self._num_moved_pages += event.num_pages
         self._num_moved_bytes += event.num_bytes
         self._transfer_seconds += event.transfer_s
@@ -272,18 +272,18 @@ class DecodeNode:
         self._num_steps += 1
         if plan.rows:
             computed = self.engine.compute(plan.rows)
-            if self.rounds is not None:
-                self.rounds.recompute(plan.sequences, plan.rows, computed.extend)
-            self._process(plan, computed.logits)
-        if self.rounds is not None and plan.drafting:
-            results = self.rounds.run(plan.drafting, plan.num_steps)
-            for sequence, accepted in zip(plan.drafting, results, strict=True):
-                self._accept(sequence, accepted)
-            self._send(plan.drafting)
+            self.rounds.recompute(plan.sequences, plan.rows, computed.extend)
+            for sequence, row in zip(plan.sequences, plan.rows, strict=True):
+                sequence.num_computed += len(row.input_ids)
+                self._num_recomputed += len(row.input_ids)
+        results = self.rounds.run(plan.decoding, plan.shape, plan.limits)
+        for sequence, accepted in zip(plan.decoding, results, strict=True):
+            self._accept(sequence, accepted)
+        self._send(plan.decoding)
 
     def _accept(self, sequence: Sequence, accepted: Accepted) -> None:
         """Append what a round brought, up to the token that ends the sequence."""
-        sequence.num_rounds += 1
+        sequence.num_rounds += accepted.num_drafted > 0
         sequence.num_drafted += accepted.num_drafted
         sequence.num_accepted += accepted.num_accepted
         for token, entry in zip(accepted.token_ids, accepted.logprobs, strict=True):
@@ -299,25 +299,6 @@ class DecodeNode:
         self.scheduler.finish(sequence)
         message = NO_NUMBERS.format(position=len(sequence.token_ids))
         self._fail(sequence.unit, "model_error", message, is_retryable=False)
-
-    def _process(self, plan: Plan, logits: torch.Tensor) -> None:
-        """Sample, record, end, send."""
-        sampled: list[Sequence] = []
-        for sequence, row in zip(plan.sequences, plan.rows, strict=True):
-            sequence.num_computed += len(row.input_ids)
-            self._num_recomputed += len(row.input_ids) - row.num_logits
-            if row.num_logits:
-                sampled.append(sequence)
-        if not sampled:
-            return
-        ids, logprobs = self.engine.sample(logits, [sequence.sampling for sequence in sampled])
-        self._num_generated += len(ids)
-        for sequence, token, entry in zip(sampled, ids, logprobs, strict=True):
-            if token is None:
-                self._fail_numbers(sequence)
-            else:
-                self._append(sequence, token, entry)
-        self._send(sampled)
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         sequence.append(token, logprobs)

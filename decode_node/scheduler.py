@@ -6,36 +6,39 @@
                                     v     |
                                    preempted
 
-Reserved sequences hold all pages of their prompt and of two rounds, so an arrival never waits. When pages run out the
-youngest running sequence is preempted; older ones always advance, so everything finishes. While one is preempted, no
-new reservation is granted.
+Reserved sequences hold all pages of their prompt and of two rounds, so an arrival never waits. Slots for drafts are
+taken where pages are to be had; a sequence without them takes part in a round and accepts none. When pages run out for
+the next token itself, the youngest running sequence is preempted; older ones always advance, so everything finishes.
+While one is preempted, no new reservation is granted.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ..engine.batch import BatchRow
 from ..engine.pages import Owner
 from ..engine.prefix_cache import PrefixCache
+from ..engine.trees import DraftShape
 from ..metadata.errors import OutOfPages
 from ..metadata.request import Unit
 from .sequence import Sequence
 
+NO_DRAFTS = DraftShape(0)
+
 
 @dataclass(slots=True)
 class Plan:
-    """One step: the rows to compute with their sequences, the sequences that draft, and those that can never go on.
+    """One step: a round of the sequences that decode, chunks of those that are recomputed after a preemption, and the
+    sequences that can never go on."""
 
-    Without speculation every running sequence has a row. With it, a sequence has one only while it is recomputed
-    after a preemption; the others draft `num_steps` tokens each."""
-
+    decoding: list[Sequence] = field(default_factory=list)
+    limits: list[int] = field(default_factory=list)  # drafts that each of `decoding` may accept
+    shape: DraftShape = NO_DRAFTS
     sequences: list[Sequence] = field(default_factory=list)  # of `rows`
     rows: list[BatchRow] = field(default_factory=list)
-    drafting: list[Sequence] = field(default_factory=list)
-    num_steps: int = 0
     failed: list[Sequence] = field(default_factory=list)
 
 
@@ -48,13 +51,18 @@ class DecodeScheduler:
         max_running: int,
         chunk_tokens: int,
         *,
-        num_steps: int | None = None,
+        shape: DraftShape = NO_DRAFTS,
         context_len: int = 1 << 30,
+        choose: Callable[[list[Sequence], list[int]], DraftShape] | None = None,
+        on_finish: Callable[[Sequence], None] | None = None,
     ) -> None:
-        """`num_steps`: tokens that a drafter proposes in a round, None without one."""
+        """`shape`: the most that a round drafts. `choose` says how much of it the next one drafts, for sequences and
+        how many drafts each could use; None: all. `on_finish` is told of every sequence that is over."""
         self.cache = cache
-        self.num_steps = num_steps
+        self.shape = shape
         self.context_len = context_len
+        self._choose = choose
+        self._on_finish = on_finish
         self.page_size = cache.pool.page_size
         self.max_running = max_running
         self.chunk_tokens = chunk_tokens
@@ -71,7 +79,7 @@ class DecodeScheduler:
         if self.preempted or len(self.running) + len(self.reserved) >= self.max_running:
             return False
         num_tokens = len(sequence.token_ids)
-        if not self._take_pages(sequence, num_tokens + 2 * self._round_tokens, (num_tokens - 1) // self.page_size):
+        if not self._take_pages(sequence, num_tokens + self._two_rounds, (num_tokens - 1) // self.page_size):
             return False
         self.reserved[sequence.unit] = sequence
         return True
@@ -89,33 +97,33 @@ class DecodeScheduler:
     def plan(self) -> Plan:
         """Resume what fits, find pages for everybody (preempting the youngest), and make the rows."""
         self._resume()
-        plan = Plan(num_steps=self._round_steps())
+        plan = Plan(shape=self._round_shape())
         budget = self.chunk_tokens
         for sequence in list(self.running):
             if sequence not in self.running:  # preempted for an older one
                 continue
-            if self.num_steps is not None and sequence.num_to_compute == 1:
-                if self._grow(sequence, sequence.num_computed + 1 + plan.num_steps, plan.failed):
-                    plan.drafting.append(sequence)
-                continue
-            num_left = sequence.num_to_compute - (self.num_steps is not None)  # a drafter's round takes the last token
-            num_new = min(num_left, max(budget, 1))
-            if sequence.num_to_compute > 1:
+            if sequence.num_to_compute == 1:
+                limit = self._draft_limit(sequence, plan.shape)
+                if self._grow(sequence, sequence.num_computed + 1, plan.failed):
+                    plan.decoding.append(sequence)
+                    plan.limits.append(limit)
+            elif budget > 0:
+                num_new = min(sequence.num_to_compute - 1, budget)  # the last token is a round's
                 budget -= num_new
-                if budget < 0:
-                    continue
-            if not self._grow(sequence, sequence.num_computed + num_new, plan.failed):
-                continue
-            start, stop = sequence.num_computed, sequence.num_computed + num_new
-            num_logits = 1 if stop == len(sequence.token_ids) else 0
-            plan.sequences.append(sequence)
-            plan.rows.append(BatchRow(sequence.token_ids[start:stop], start, sequence.pages, num_logits))
+                start, stop = sequence.num_computed, sequence.num_computed + num_new
+                if self._grow(sequence, stop, plan.failed):
+                    plan.sequences.append(sequence)
+                    plan.rows.append(BatchRow(sequence.token_ids[start:stop], start, sequence.pages, 0))
+        still = [(each, limit) for each, limit in zip(plan.decoding, plan.limits, strict=True) if each in self.running]
+        plan.decoding, plan.limits = [each for each, _ in still], [limit for _, limit in still]
         return plan
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence is over: whole computed pages go to the prefix cache, everything else is free."""
         self._remove(sequence)
         self._release(sequence)
+        if self._on_finish is not None:
+            self._on_finish(sequence)
 
     def find(self, rid: str, attempt: int, choices: tuple[int, ...] | None) -> list[Sequence]:
         """Sequences of a request here, in any phase; `choices` None: all."""
@@ -135,18 +143,39 @@ class DecodeScheduler:
     # --- pages ---
 
     @property
-    def _round_tokens(self) -> int:
-        """Tokens a round can add."""
-        return 1 + (self.num_steps or 0)
+    def _two_rounds(self) -> int:
+        """Slots that the next two rounds write, at most: the second begins where a fully accepted first one ends."""
+        return 1 + self.shape.num_steps + self.shape.num_slots
 
-    def _round_steps(self) -> int:
-        """How many tokens to draft now: within every sequence's context, not beyond what the longest still wants."""
-        drafting = [sequence for sequence in self.running if sequence.num_to_compute == 1]
-        if not self.num_steps or not drafting:
+    def _round_shape(self) -> DraftShape:
+        """How much to draft now: not more than the one that can use most."""
+        decoding = [sequence for sequence in self.running if sequence.num_to_compute == 1]
+        usable = [self._usable(sequence) for sequence in decoding]
+        if not any(usable):
+            return NO_DRAFTS
+        shape = self.shape if self._choose is None else self._choose(decoding, usable)
+        return shape.with_steps(min(shape.num_steps, max(usable))) if shape.is_chain else shape
+
+    def _usable(self, sequence: Sequence) -> int:
+        """Drafts that it could accept: within its context, its own wish, and what it still has to generate."""
+        params = sequence.request.params
+        wish = self.shape.num_steps if params.draft_steps is None else params.draft_steps
+        room = self.context_len - len(sequence.token_ids)
+        left = params.max_tokens - sequence.num_generated - 1
+        return 0 if sequence.is_left_behind else max(0, min(self.shape.num_steps, wish, room, left))
+
+    def _draft_limit(self, sequence: Sequence, shape: DraftShape) -> int:
+        """Drafts that it may accept in a round of `shape`, with pages for their slots. Nobody is preempted for them."""
+        limit = min(shape.num_steps, self._usable(sequence))
+        if limit == 0:
             return 0
-        room = min(self.context_len - len(sequence.token_ids) for sequence in drafting)
-        wanted = max(sequence.request.params.max_tokens - sequence.num_generated for sequence in drafting)
-        return max(0, min(self.num_steps, room, wanted - 1))
+        num_slots = 1 + limit if shape.is_chain else shape.num_slots
+        missing = -(-(sequence.num_computed + num_slots) // self.page_size) - len(sequence.pages)
+        if missing > self.cache.available:
+            return 0
+        if missing > 0:
+            sequence.pages += self.cache.allocate(missing, Owner.REQUEST)
+        return limit
 
     def _grow(self, sequence: Sequence, num_tokens: int, failed: list[Sequence]) -> bool:
         """Pages for `num_tokens` of `sequence`, preempting younger ones. False: it was itself preempted, or failed."""
@@ -180,7 +209,7 @@ class DecodeScheduler:
             num_tokens = len(sequence.token_ids)
             headroom = len(self.running) * self.page_size
             if not self._take_pages(
-                sequence, num_tokens + 2 * self._round_tokens, (num_tokens - 1) // self.page_size, headroom
+                sequence, num_tokens + self._two_rounds, (num_tokens - 1) // self.page_size, headroom
             ):
                 return
             self.preempted.pop(0)
@@ -204,7 +233,7 @@ class DecodeScheduler:
     def _cache_pages(self, sequence: Sequence) -> None:
         """Hand whole computed pages to the prefix cache; the sequence goes on reading its own block table."""
         assert sequence.lease is not None, sequence.unit
-        num_pages = sequence.num_computed // self.page_size
+        num_pages = max(0, sequence.num_computed - sequence.num_missed) // self.page_size  # no holes in draft KV
         self.cache.insert(
             sequence.token_ids[: sequence.num_computed],
             sequence.pages[:num_pages],

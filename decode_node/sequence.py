@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..engine.drafters.base import DraftState
 from ..engine.prefix_cache import Lease
 from ..engine.sampling_state import SamplingState
+from ..engine.slots import MAX_MISSED
 from ..metadata.request import Ended, GenerationRequest, TokenLogprobs, Unit
 
 
@@ -26,7 +26,8 @@ class Sequence:
     num_cached: int = 0  # as prefill counted them
     num_sent: int = 0  # generated tokens already sent to the router
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index among the generated tokens
-    draft: DraftState | None = None
+    slot: int | None = None  # of the rounds' state, from its admission on
+    num_missed: int = 0  # rows that the drafter has not seen
     num_rounds: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
@@ -35,6 +36,11 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.prompt_len
+
+    @property
+    def is_left_behind(self) -> bool:
+        """The drafter lacks too many rows: it is not speculated any more."""
+        return self.num_missed > MAX_MISSED
 
     @property
     def num_to_compute(self) -> int:

@@ -36,8 +36,11 @@ def begin_attention(config: ModelConfig, rotary: RotaryEmbedding, batch: Forward
     shape = (config.num_layers, 2, config.num_kv_heads, batch.page_size, config.head_dim)
     assert (kv.shape[0], *kv.shape[2:]) == shape, (kv.shape, shape)
     cos_sin = rotary(batch.positions, kv.dtype)
-    if max(batch.query_lens) <= _MAX_COMPILED_QUERY_LEN and cpu.compiled(kv):
-        rows = cpu.PagedRows.build(cos_sin, batch.block_table, batch.query_lens, batch.seq_lens, batch.positions)
+    is_short = batch.tree is not None or max(batch.query_lens) <= _MAX_COMPILED_QUERY_LEN
+    if is_short and cpu.compiled(kv):
+        rows = cpu.PagedRows.build(
+            cos_sin, batch.block_table, batch.query_lens, batch.seq_lens, batch.positions, batch.tree
+        )
         return _CompiledAttention(config, rows, kv.numpy())
     plan = batch.attention_plan(config.num_kv_heads, config.sliding_window, kv.dtype)
     clear_fresh_pages(kv, plan)

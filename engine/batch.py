@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..kernels.attention import AttentionPlan
+from ..kernels.attention import AttentionPlan, Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,11 @@ class ForwardBatch:
     input_ids: torch.Tensor  # [num_tokens] int64
     positions: torch.Tensor  # [num_tokens] int64
     query_lens: tuple[int, ...]  # per sequence: new tokens
-    seq_lens: tuple[int, ...]  # per sequence: tokens with KV after this forward
+    seq_lens: torch.Tensor  # [num_seqs] int64, tokens with KV after this forward
     block_table: torch.Tensor  # [num_seqs, max_pages] int64; short rows repeat page 0, the padding page
-    logit_rows: torch.Tensor  # [num_logits] int64, rows of the hidden states whose logits are wanted
+    logit_rows: torch.Tensor | None  # [num_logits] int64, rows of the states whose logits are wanted; None: all
     page_size: int
+    tree: Tree | None = None  # of draft tokens; None: a token sees all before it
 
     @property
     def num_tokens(self) -> int:
@@ -67,10 +68,35 @@ class ForwardBatch:
             input_ids=_int64(ids, device),
             positions=_int64(positions, device),
             query_lens=query_lens,
-            seq_lens=seq_lens,
+            seq_lens=_int64(list(seq_lens), device),
             block_table=torch.from_numpy(block_table).to(device),
             logit_rows=_int64(logit_rows, device),
             page_size=page_size,
+        )
+
+    @classmethod
+    def uniform(
+        cls,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        page_size: int,
+        tree: Tree | None = None,
+    ) -> ForwardBatch:
+        """As many new tokens, the last slots, in each sequence: `input_ids`, `positions` [num_seqs, query_len] int64,
+        `seq_lens` [num_seqs] int64, all on the device already. Logits of all are wanted."""
+        num_seqs, query_len = input_ids.shape
+        assert positions.shape == input_ids.shape and len(block_table) == len(seq_lens) == num_seqs, input_ids.shape
+        return cls(
+            input_ids=input_ids.reshape(-1),
+            positions=positions.reshape(-1),
+            query_lens=(query_len,) * num_seqs,
+            seq_lens=seq_lens,
+            block_table=block_table,
+            logit_rows=None,
+            page_size=page_size,
+            tree=tree,
         )
 
     def attention_plan(self, num_kv_heads: int, windows: Sequence[int | None], dtype: torch.dtype) -> AttentionPlan:
@@ -78,11 +104,13 @@ class ForwardBatch:
         return AttentionPlan.build(
             self.block_table,
             self.query_lens,
-            self.seq_lens,
+            tuple(self.seq_lens.tolist()),
             page_size=self.page_size,
             num_kv_heads=num_kv_heads,
             windows=frozenset(windows),
             dtype=dtype,
+            positions=self.positions,
+            tree=self.tree,
         )
 
 

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..metadata.buffers import MetadataBuffers
-from ..metadata.hidden_layout import HiddenLayout
-from .drafters.base import DraftState
+from .drafters.base import Drafter, DraftState
 
-_FIELDS = ("topk_index", "recurrent_hidden", "target_rows")  # in the order of DraftState's
+_FIELDS = {"tokens": "topk_index", "scores": "topk_score", "hidden": "recurrent_hidden", "rows": "target_rows"}
 
 
 def set_draft(row: MetadataBuffers, draft: DraftState) -> None:
-    """Writes what the schema has fields for; a field without a value, or a value without a field, is our bug. Raises
-    ValueError for a state of another width or dtype than the schema's: it is neither cut nor cast."""
-    for name, value in zip(_FIELDS, (draft.tokens, draft.hidden, draft.rows), strict=True):
-        assert (name in row) == (value is not None), (name, value)
+    """Writes what the schema has fields for, of one sequence; a field without a value, or a value without a field, is
+    our bug. Raises ValueError for a state of another width or dtype than the schema's: it is neither cut nor cast."""
+    values = dict(draft.present())
+    for name, field in _FIELDS.items():
+        value = values.get(name)
+        assert (field in row) == (value is not None), (field, value)
         if value is not None:
-            dtype = torch.int32 if name == "topk_index" else value.dtype
-            row.set(name, value.reshape(-1).to("cpu", dtype))
+            dtype = torch.int32 if name == "tokens" else value.dtype
+            row.set(field, value.reshape(-1).to("cpu", dtype))
 
 
-def get_draft(row: MetadataBuffers, hidden: HiddenLayout) -> DraftState:
-    """The inverse; tensors on the CPU, copies."""
-    tokens, recurrent, rows = (row.get(name).clone() if name in row else None for name in _FIELDS)
-    return DraftState(
-        None if tokens is None else tokens.long(),
-        recurrent,
-        None if rows is None else rows.view(hidden.num_target_rows, -1),
-    )
+def get_draft(row: MetadataBuffers, drafter: Drafter, token_ids: Sequence[int]) -> DraftState:
+    """The inverse, one row on the CPU; `token_ids` of the sequence, the first generated token included."""
+    draft = drafter.allocate(1).to(torch.device("cpu"))
+    for name, value in draft.present():
+        if name == "recent":
+            known = torch.tensor(list(token_ids[-value.shape[1] :]))
+            value[0, value.shape[1] - len(known) :] = known
+        else:
+            value.copy_(row.get(_FIELDS[name]).view(value.shape))
+    return draft

@@ -27,7 +27,8 @@ from .models.registry import load_model
 from .pages import Owner, PagePool
 from .prefix_cache import PrefixCache
 from .sampling import sample
-from .sampling_state import SamplingBatch, SamplingState
+from .sampling_batch import SamplingBatch
+from .sampling_state import SamplingState
 from .weights import fingerprint
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class Engine:
         """As `forward`, with what the drafter wants to know of the rows' tokens."""
         batch = ForwardBatch.build(rows, self.pool.page_size, self.device)
         extend, final = self.states(batch)
-        if batch.logit_rows.shape[0] != final.shape[0]:
+        if batch.logit_rows is not None and batch.logit_rows.shape[0] != final.shape[0]:
             final = final.index_select(0, batch.logit_rows)
         return Computed(extend, self.model.logits(final))
 
@@ -136,12 +137,23 @@ class Engine:
             result = sample(logits, SamplingBatch.of(states, self.device))
             nothing: list[TokenLogprobs | None] = [None] * len(states)
             ids = [i if ok else None for i, ok in zip(result.token_ids.tolist(), result.is_valid.tolist(), strict=True)]
-            return ids, result.logprobs.to_rows(len(states)) if result.logprobs else nothing
+            return ids, result.logprobs.to_rows(
+                [state.params.num_logprobs for state in states]
+            ) if result.logprobs else nothing
 
     def copy_page(self, source: int, target: int) -> None:
         """All pools' KV of one page into another."""
         for kv in self._kvs:
             kv[:, target].copy_(kv[:, source])
+
+    def move_kv(self, block_table: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """The target's KV of slots `sources` into slots `targets`, each [num_seqs, n] int64, by sequence; all sources
+        of a layer are loaded before any is stored, so the two may overlap."""
+        page_size = self.pool.page_size
+        pages, rows = block_table.gather(1, sources // page_size), sources % page_size
+        new_pages, new_rows = block_table.gather(1, targets // page_size), targets % page_size
+        for layer in self.kv:
+            layer[new_pages, :, :, new_rows] = layer[pages, :, :, rows]
 
     def publish(self, pages: Sequence[int]) -> None:
         """Before pages are offered: their bytes lie in `memory`. On CPU the pools are the memory."""

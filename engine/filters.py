@@ -8,14 +8,11 @@ order. So the weights exp(score) are computed by IEEE additions and multiplicati
 2^-40: their sums are exact in any order. Tokens below 2^-40 of the likeliest weigh nothing.
 """
 
-import math
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..metadata.request import SamplingParams
+from .sampling_batch import SamplingBatch
 
 _NEGATIVE_INFINITY = float("-inf")
 _WEIGHT_BITS = 40  # weights are at most 2^40, so int64 sums hold for 2^22 tokens
@@ -33,51 +30,30 @@ _EXP2_COEFFICIENTS = (
 )
 
 
-def keep_likely(scores: Tensor, params: Sequence[SamplingParams]) -> None:
+def keep_likely(scores: Tensor, batch: SamplingBatch) -> None:
     """Set to -inf, in place, the tokens that the rows' min_p, top_k and top_p exclude; at least one stays.
 
-    Args:
-        scores: [num_rows, vocab_size] float32, log-weights after temperature, shifted so that each row's largest is 0.
-        params: one a row.
+    `scores` [num_rows, vocab_size] float32: log-weights after temperature, shifted so that each row's largest is 0.
     """
-    assert scores.dtype == torch.float32 and scores.shape[0] == len(params), (scores.dtype, scores.shape, len(params))
-    rows = [row for row, p in enumerate(params) if p.min_p > 0 or _ranks(p)]
-    if not rows:
+    assert scores.dtype == torch.float32 and len(scores) == batch.num_rows, (scores.dtype, scores.shape)
+    if not (batch.needs.ranks or batch.needs.cuts):
         return
-    whole = len(rows) == len(params)
-    chosen = scores if whole else scores[rows]  # [num_filtered, vocab_size]
-    asked = [params[row] for row in rows]
-    threshold = _min_p_threshold(asked, scores.device)
-    if any(_ranks(p) for p in asked):
-        threshold = _rank_threshold(chosen, asked, threshold)
-    chosen.masked_fill_(chosen < threshold, _NEGATIVE_INFINITY)
-    if not whole:
-        scores[rows] = chosen
+    threshold = batch.log_min_p  # p / p_max >= min_p is score >= log(min_p)
+    if batch.needs.ranks:
+        threshold = _rank_threshold(scores, batch, threshold)
+    scores.masked_fill_(scores < threshold, _NEGATIVE_INFINITY)
 
 
-def _ranks(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1
-
-
-def _min_p_threshold(params: Sequence[SamplingParams], device: torch.device) -> Tensor:
-    """p / p_max >= min_p is score >= log(min_p); [num_rows, 1] float32."""
-    logs = [[math.log(p.min_p) if p.min_p > 0 else _NEGATIVE_INFINITY] for p in params]
-    return torch.tensor(logs, dtype=torch.float32, device=device)
-
-
-def _rank_threshold(scores: Tensor, params: Sequence[SamplingParams], threshold: Tensor) -> Tensor:
+def _rank_threshold(scores: Tensor, batch: SamplingBatch, threshold: Tensor) -> Tensor:
     """The largest of `threshold`, the k-th largest score, and the score of the last token of the smallest set, from the
     likeliest on, that holds top_p of the weight those two leave; [num_rows, 1] float32."""
-    vocab_size, device = scores.shape[1], scores.device
+    vocab_size = scores.shape[1]
     ranked = _descending(scores)
-    ks = [[min(p.top_k or vocab_size, vocab_size) - 1] for p in params]
-    threshold = torch.maximum(threshold, ranked.gather(1, torch.tensor(ks, dtype=torch.int64, device=device)))
-    if all(p.top_p >= 1 for p in params):
-        return threshold
+    threshold = torch.maximum(threshold, ranked.gather(1, batch.top_k.clamp(max=vocab_size) - 1))
     # The clamps matter to NaN logits alone, which must not cost the rows beside them.
     last_left = (ranked >= threshold).sum(1, keepdim=True).sub_(1).clamp_(min=0)  # [num_rows, 1] index in ranked
     held = _weights(ranked).cumsum(1)
-    share = torch.tensor([[p.top_p] for p in params], dtype=torch.float64, device=device)
+    share = batch.top_p
     needed = held.gather(1, last_left).to(torch.float64).mul_(share).ceil_().to(torch.int64)
     last = (held < needed).sum(1, keepdim=True).clamp_(max=vocab_size - 1)
     last = torch.where(share < 1, last, last_left)  # tokens without weight stay where top_p is off

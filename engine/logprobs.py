@@ -10,42 +10,33 @@ from ..metadata.request import MAX_TOP_LOGPROBS, TokenLogprobs
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of the rows that asked for them, still on the logits' device."""
+    """Log-probabilities of rows, still on the logits' device."""
 
-    rows: tuple[int, ...]  # their indices in the batch
-    num_tops: tuple[int, ...]  # how many top tokens each asked for
-    chosen: Tensor  # [num_asking] float32
-    top_ids: Tensor  # [num_asking, max(num_tops)] int64, likeliest first, equal ones by ascending id
-    top_logprobs: Tensor  # [num_asking, max(num_tops)] float32
+    chosen: Tensor  # [num_rows] float32
+    top_ids: Tensor  # [num_rows, num_top] int64, likeliest first, equal ones by ascending id
+    top_logprobs: Tensor  # [num_rows, num_top] float32
 
-    def to_rows(self, num_rows: int) -> list[TokenLogprobs | None]:
-        """Copy to the host: one entry for each row of the batch, None for those that did not ask."""
-        result: list[TokenLogprobs | None] = [None] * num_rows
+    def to_rows(self, num_logprobs: Sequence[int | None]) -> list[TokenLogprobs | None]:
+        """Copy to the host what each row asks for: None nothing, 0 the token's own, k the top k too."""
+        assert len(num_logprobs) == self.chosen.shape[0], (len(num_logprobs), self.chosen.shape)
         chosen, ids, values = self.chosen.tolist(), self.top_ids.tolist(), self.top_logprobs.tolist()
-        for i, (row, num) in enumerate(zip(self.rows, self.num_tops, strict=True)):
-            result[row] = TokenLogprobs(chosen[i], tuple(ids[i][:num]), tuple(values[i][:num]))
-        return result
+        return [
+            None if num is None else TokenLogprobs(chosen[row], tuple(ids[row][:num]), tuple(values[row][:num]))
+            for row, num in enumerate(num_logprobs)
+        ]
 
 
-def compute_logprobs(logits: Tensor, token_ids: Tensor, num_logprobs: Sequence[int | None]) -> Logprobs | None:
-    """Log-probabilities of `token_ids` and of the likeliest tokens.
+def compute_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
+    """Log-probabilities of `token_ids` and of the `num_top` likeliest tokens (at most 20, and at most all).
 
     Args:
         logits: [num_rows, vocab_size], any float dtype, unprocessed.
         token_ids: [num_rows] int64, the sampled tokens (or, for a prompt, its next tokens).
-        num_logprobs: one a row: None for nothing, 0 for the token's own, k for the top k too (at most 20).
-
-    Returns: None when no row asks.
     """
-    rows = tuple(row for row, num in enumerate(num_logprobs) if num is not None)
-    if not rows:
-        return None
-    assert logits.shape[0] == token_ids.shape[0] == len(num_logprobs), (logits.shape, token_ids.shape)
-    nums = tuple(num_logprobs[row] or 0 for row in rows)
-    assert max(nums) <= MAX_TOP_LOGPROBS, nums
-    index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
-    logprobs = logits.index_select(0, index).to(torch.float32).log_softmax(-1)
-    chosen = logprobs.gather(1, token_ids.index_select(0, index)[:, None]).squeeze(1)
-    ids = logprobs.topk(min(max(nums), logits.shape[1])).indices.sort(1).values
+    assert logits.shape[0] == token_ids.shape[0], (logits.shape, token_ids.shape)
+    assert 0 <= num_top <= MAX_TOP_LOGPROBS, num_top
+    logprobs = logits.to(torch.float32).log_softmax(-1)
+    chosen = logprobs.gather(1, token_ids[:, None]).squeeze(1)
+    ids = logprobs.topk(min(num_top, logits.shape[1])).indices.sort(1).values
     values, order = logprobs.gather(1, ids).sort(stable=True, dim=1, descending=True)
-    return Logprobs(rows, nums, chosen, ids.gather(1, order), values)
+    return Logprobs(chosen, ids.gather(1, order), values)

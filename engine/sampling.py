@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.noise import gumbel_noise
+from ..kernels.noise import add_gumbel_noise_
 from .filters import keep_likely
 from .logprobs import Logprobs, compute_logprobs
 from .processors import process_logits
-from .sampling_state import SamplingBatch
+from .sampling_batch import SamplingBatch
 
 
 class SampleResult(NamedTuple):
@@ -37,25 +37,29 @@ def sample(logits: Tensor, batch: SamplingBatch, *, with_logprobs: bool = True) 
         batch: see `SamplingBatch.of`.
         with_logprobs: False for a draft, whose log-probabilities nobody wants.
     """
-    scores = logits if batch.is_plain_greedy else perturbed_scores(logits, batch)
+    scores = logits if batch.needs.is_plain_greedy else perturbed_scores(logits, batch)
     token_ids = scores.argmax(-1)  # promises the first of equals
-    logprobs = compute_logprobs(logits, token_ids, batch.num_logprobs) if with_logprobs else None
+    logprobs, num_logprobs = None, batch.needs.num_logprobs
+    if num_logprobs is not None and with_logprobs:
+        logprobs = compute_logprobs(logits, token_ids, num_logprobs)
     is_valid = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1).isnan().logical_not_()  # argmax finds a NaN first
     return SampleResult(token_ids, is_valid, logprobs)
 
 
 def perturbed_scores(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """What `sample` takes the argmax of: a new [num_rows, vocab_size] float32, -inf where a token is excluded."""
-    assert logits.ndim == 2 and logits.shape[0] == len(batch.states), (logits.shape, len(batch.states))
+    assert logits.ndim == 2 and len(logits) == batch.num_rows, (logits.shape, batch.num_rows)
     scores = logits.to(torch.float32, copy=True)
-    process_logits(scores, batch.states)
-    rows = batch.random_rows
-    if len(rows) == len(batch.states):
-        _perturb(scores, batch)
-    elif rows:
-        index = torch.tensor(rows, dtype=torch.int64, device=scores.device)
-        scores.index_copy_(0, index, _perturb(scores.index_select(0, index), batch))
-    return scores
+    process_logits(scores, batch)
+    if not batch.needs.is_random:
+        return scores
+    temperature = batch.temperature
+    is_greedy = temperature == 0
+    perturbed = scores - scores.amax(1, keepdim=True)  # at most 0: no temperature overflows
+    perturbed.div_(temperature.masked_fill(is_greedy, 1.0))
+    keep_likely(perturbed, batch)
+    add_gumbel_noise_(perturbed, batch.seeds, batch.positions)
+    return torch.where(is_greedy, scores, perturbed)
 
 
 def tie_gap(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -66,10 +70,3 @@ def tie_gap(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """
     best = perturbed_scores(logits, batch).topk(2).values
     return best[:, 0] - best[:, 1]
-
-
-def _perturb(scores: Tensor, batch: SamplingBatch) -> Tensor:
-    """Temperature, filters and noise on the random rows alone, [num_random, vocab_size], in place."""
-    scores.sub_(scores.amax(1, keepdim=True)).div_(batch.temperatures)  # at most 0: no temperature overflows
-    keep_likely(scores, [batch.states[row].params for row in batch.random_rows])
-    return scores.add_(gumbel_noise(batch.seeds, batch.positions, scores.shape[1]))

@@ -1,13 +1,11 @@
-"""What sampling knows of one request, and of a batch of them.
+"""What sampling knows of one choice of a request (of a batch of them: sampling_batch.py).
 
 A `SamplingState` is a pure function of (parameters, choice, prompt ids, output ids): one built anew after a preemption
 or on another node equals one that was advanced token by token.
 """
 
-import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -17,12 +15,45 @@ from ..metadata.request import SamplingParams, choice_seed
 MIN_TEMPERATURE = 1e-6  # below it a request is greedy
 
 
+class Needs(NamedTuple):
+    """Which steps of sampling a row asks for, or any row of a batch. Known on the host: what nobody asks is not done."""
+
+    is_random: bool = False  # a temperature, so noise
+    ranks: bool = False  # top-k or top-p
+    cuts: bool = False  # min-p
+    penalizes: bool = False
+    biases: bool = False
+    bans: bool = False  # stop tokens, until min_tokens are there
+    num_logprobs: int | None = None
+
+    @classmethod
+    def any_of(cls, rows: Iterable[Self]) -> Self:
+        """What at least one of `rows` asks for; the most log-probabilities."""
+        columns = list(zip(*rows, strict=True))
+        if not columns:
+            return cls()
+        is_random, ranks, cuts, penalizes, biases, bans = map(any, columns[:-1])
+        most = max((num for num in columns[-1] if num is not None), default=None)
+        return cls(is_random, ranks, cuts, penalizes, biases, bans, most)
+
+    @property
+    def processes(self) -> bool:
+        """Whether anything changes logits before temperature."""
+        return self.penalizes or self.biases or self.bans
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether one argmax of the raw logits samples every row."""
+        return not (self.is_random or self.processes)
+
+
 class SamplingState:
     """Parameters and token history of one choice of a request. Tensors exist only where a parameter needs them."""
 
     __slots__ = (
         "bias_ids",
         "bias_values",
+        "device",
         "num_generated",
         "output_counts",
         "params",
@@ -30,10 +61,13 @@ class SamplingState:
         "prompt_mask",
         "seed",
         "stop_ids",
+        "vocab_size",
     )
 
     params: SamplingParams
     seed: int
+    vocab_size: int
+    device: torch.device
     prompt_len: int
     num_generated: int
     prompt_mask: Tensor | None  # [vocab_size] bool: id occurs in the prompt; for the repetition penalty
@@ -58,7 +92,9 @@ class SamplingState:
         self.seed = choice_seed(params.seed, choice)
         self.prompt_len = len(prompt_ids)
         self.num_generated = 0
-        self._allocate(prompt_ids, vocab_size, torch.device(device))
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self._allocate(prompt_ids)
         self._count(list(output_ids))
 
     @property
@@ -76,9 +112,24 @@ class SamplingState:
         return self.stop_ids is not None and self.num_generated < self.params.min_tokens
 
     @property
-    def needs_processing(self) -> bool:
-        """Whether a processor changes the next token's logits, before temperature."""
-        return self.output_counts is not None or self.bias_ids is not None or self.bans_stops
+    def needs(self) -> Needs:
+        """For the next token, and those after it."""
+        params, is_random = self.params, not self.is_greedy
+        return Needs(
+            is_random,
+            is_random and (params.top_k > 0 or params.top_p < 1),
+            is_random and params.min_p > 0,
+            self.penalizes,
+            self.bias_ids is not None,
+            self.bans_stops,
+            params.num_logprobs,
+        )
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens that occurred are treated otherwise."""
+        params = self.params
+        return params.repetition_penalty != 1.0 or bool(params.presence_penalty or params.frequency_penalty)
 
     def append(self, token_id: int) -> None:
         """Record that `token_id` was generated at `position`."""
@@ -86,25 +137,43 @@ class SamplingState:
         if self.output_counts is not None:
             self.output_counts[token_id] += 1
 
-    def ahead(self, num_tokens: int, token_ids: Tensor | None = None) -> Self:
-        """This state as it would be after `num_tokens` more tokens, for a draft's position; the original stays.
+    def forget_history(self) -> None:
+        """Somebody else keeps what penalties count (slots.py): from now on only the number of tokens advances."""
+        self.prompt_mask = self.output_counts = None
 
-        `token_ids` [num_tokens] int64 are counted where a penalty asks for it; without one they may be None."""
-        later = copy.copy(self)
-        later.num_generated += num_tokens
-        if later.output_counts is not None and num_tokens:
-            assert token_ids is not None and token_ids.shape == (num_tokens,), token_ids
-            ones = torch.ones_like(token_ids, dtype=torch.int32)
-            later.output_counts = later.output_counts.index_add(0, token_ids, ones)
-        return later
+    def seen_in_prompt(self) -> Tensor:
+        """[vocab_size] bool, where a repetition penalty counts the prompt's tokens; else no token."""
+        if self.prompt_mask is not None:
+            return self.prompt_mask
+        return torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
 
-    def _allocate(self, prompt_ids: Sequence[int], vocab_size: int, device: torch.device) -> None:
-        params = self.params
+    def counted_output(self) -> Tensor:
+        """[vocab_size] int32 of a request with penalties; zeros else, which change nothing."""
+        if self.output_counts is not None:
+            return self.output_counts
+        return torch.zeros(self.vocab_size, dtype=torch.int32, device=self.device)
+
+    def dense_bias(self) -> Tensor:
+        """[vocab_size] float32."""
+        bias = torch.zeros(self.vocab_size, dtype=torch.float32, device=self.device)
+        if self.bias_ids is not None and self.bias_values is not None:
+            bias[self.bias_ids] = self.bias_values
+        return bias
+
+    def dense_stops(self) -> Tensor:
+        """[vocab_size] bool: what is banned until min_tokens are there."""
+        stops = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
+        if self.stop_ids is not None:
+            stops[self.stop_ids] = True
+        return stops
+
+    def _allocate(self, prompt_ids: Sequence[int]) -> None:
+        params, vocab_size, device = self.params, self.vocab_size, self.device
         self.prompt_mask = self.output_counts = self.bias_ids = self.bias_values = self.stop_ids = None
         if params.repetition_penalty != 1.0:
             self.prompt_mask = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self.prompt_mask[torch.tensor(prompt_ids, dtype=torch.int64, device=device)] = True
-        if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
+        if self.penalizes:
             self.output_counts = torch.zeros(vocab_size, dtype=torch.int32, device=device)
         bias = {token_id: value for token_id, value in params.logit_bias.items() if token_id < vocab_size}
         if bias:
@@ -119,38 +188,3 @@ class SamplingState:
         if self.output_counts is not None and output_ids:
             ids = torch.tensor(output_ids, dtype=torch.int64, device=self.output_counts.device)
             self.output_counts += torch.bincount(ids, minlength=len(self.output_counts)).to(torch.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingBatch:
-    """The rows to sample in one step, as they are when it is built: append tokens to the states afterwards."""
-
-    states: tuple[SamplingState, ...]
-    random_rows: tuple[int, ...]  # indices of the rows with a temperature
-    seeds: Tensor  # [num_random] int64
-    positions: Tensor  # [num_random] int64
-    temperatures: Tensor  # [num_random, 1] float32
-
-    @classmethod
-    def of(cls, states: Sequence[SamplingState], device: torch.device | str = "cpu") -> Self:
-        """One row per state, in order. `device` is that of the logits."""
-        rows = tuple(row for row, state in enumerate(states) if not state.is_greedy)
-        random = [states[row] for row in rows]
-        return cls(
-            states=tuple(states),
-            random_rows=rows,
-            seeds=torch.tensor([state.seed for state in random], dtype=torch.int64, device=device),
-            positions=torch.tensor([state.position for state in random], dtype=torch.int64, device=device),
-            temperatures=torch.tensor(
-                [[state.params.temperature] for state in random], dtype=torch.float32, device=device
-            ),
-        )
-
-    @property
-    def is_plain_greedy(self) -> bool:
-        """Whether one argmax of the raw logits samples every row."""
-        return not self.random_rows and not any(state.needs_processing for state in self.states)
-
-    @property
-    def num_logprobs(self) -> tuple[int | None, ...]:
-        return tuple(state.params.num_logprobs for state in self.states)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,15 +29,14 @@ def paged_attention_ref(
     seq_lens: Sequence[int],
     window: int | None,
     positions: torch.Tensor | None = None,
-    visible: torch.Tensor | None = None,
+    tree: Tree | None = None,
 ) -> torch.Tensor:
     """The specification, in float32 (rounded to q's dtype at the end), one sequence at a time.
 
     `q` [num_tokens, num_heads, head_dim], sequences end to end; `block_table` [num_seqs, max_pages] int64; returns the
     shape of q. The KV of the new tokens must be stored already. Slots beyond a sequence's length have no influence.
 
-    For new tokens that form a tree, `visible` [num_tokens, query_len or more] bool says which new tokens of its
-    sequence a token sees, and `positions` [num_tokens] int64 are what a window counts by."""
+    For new tokens of a tree `positions` [num_tokens] int64 are what a window counts by."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = kv_layer.shape[2]
     outputs: list[torch.Tensor] = []
@@ -47,14 +47,22 @@ def paged_attention_ref(
         ]  # each [num_kv_heads, seq_len, head_dim]
         grouped = q_seq.view(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         scores = torch.einsum("tkgd,kjd->kgtj", grouped, k) * head_dim**-0.5
-        if visible is None:
+        if tree is None:
             scores += _mask(query_lens[seq], seq_lens[seq], window, seq_lens[seq], q.device)
         else:
             assert positions is not None
             tokens = slice(sum(query_lens[:seq]), sum(query_lens[: seq + 1]))
-            scores += _tree_mask(positions[tokens], visible[tokens, : query_lens[seq]], seq_lens[seq], window)
+            start, seq_len = int(tree.starts[seq]), seq_lens[seq]
+            scores += _tree_mask(positions[tokens], tree.visible[tokens, : seq_len - start], seq_len, window)
         outputs.append(torch.einsum("kgtj,kjd->tkgd", scores.softmax(-1), v).reshape(-1, num_heads, head_dim))
     return torch.cat(outputs).to(q.dtype)
+
+
+class Tree(NamedTuple):
+    """Which slots tokens of a tree see, beside all slots before the tree."""
+
+    starts: torch.Tensor  # [num_seqs] int64, each sequence's first slot of the tree
+    visible: torch.Tensor  # [num_tokens, num_columns] bool: a new token sees slot start + column
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,8 +97,11 @@ class AttentionPlan:
         num_kv_heads: int,
         windows: frozenset[int | None],
         dtype: torch.dtype,
+        positions: torch.Tensor | None = None,
+        tree: Tree | None = None,
     ) -> AttentionPlan:
-        """`block_table` [num_seqs, max_pages] int64; lengths per sequence (the length after this forward)."""
+        """`block_table` [num_seqs, max_pages] int64; lengths per sequence (the length after this forward). A tree has
+        as many new tokens, with their `positions`, in every sequence."""
         device = block_table.device
         members: dict[tuple[int, int], list[int]] = {}
         for seq, query_len in enumerate(query_lens):
@@ -100,7 +111,13 @@ class AttentionPlan:
         for (query_len, _), seqs in members.items():
             lens = [seq_lens[seq] for seq in seqs]
             pages = block_table if len(seqs) == len(seq_lens) else block_table[seqs]
-            is_causal = query_len > 1 and set(lens) == {query_len} and windows == {None}
+            is_causal = tree is None and query_len > 1 and set(lens) == {query_len} and windows == {None}
+            masks: dict[int | None, torch.Tensor | None] = {}
+            if tree is not None:
+                assert positions is not None
+                masks = {w: _tree_masks(tree, positions, seqs, query_len, lens, w, dtype) for w in windows}
+            elif not is_causal:
+                masks = {w: _group_mask(query_len, lens, w, device, dtype) for w in windows}
             groups.append(
                 _Group(
                     tokens=_rows(seqs, starts, query_len, device),
@@ -108,7 +125,7 @@ class AttentionPlan:
                     query_len=query_len,
                     kv_len=max(lens),
                     gather=gather_index(pages, lens, page_size, num_kv_heads),
-                    masks={} if is_causal else {w: _group_mask(query_len, lens, w, device, dtype) for w in windows},
+                    masks=masks,
                     is_causal=is_causal,
                 )
             )
@@ -183,12 +200,32 @@ def _mask(query_len: int, seq_len: int, window: int | None, kv_len: int, device:
     return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
 
 
+def _tree_masks(
+    tree: Tree,
+    positions: torch.Tensor,
+    seqs: list[int],
+    query_len: int,
+    lens: list[int],
+    window: int | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """[num_seqs, 1, query_len, kv_len] additive, of `seqs`; rows beyond a sequence's length are masked."""
+    kv_len, starts, masks = max(lens), tree.starts.tolist(), []
+    for seq, seq_len in zip(seqs, lens, strict=True):
+        tokens = slice(seq * query_len, (seq + 1) * query_len)
+        mask = _tree_mask(positions[tokens], tree.visible[tokens, : seq_len - starts[seq]], seq_len, window)
+        masks.append(F.pad(mask, (0, kv_len - seq_len), value=float("-inf")))
+    return torch.stack(masks).unsqueeze(1).to(dtype)
+
+
 def _tree_mask(positions: torch.Tensor, visible: torch.Tensor, seq_len: int, window: int | None) -> torch.Tensor:
-    """[query_len, seq_len] float32; `positions` [query_len], `visible` [query_len, query_len] of one sequence."""
-    prefix = torch.arange(seq_len - len(positions), device=positions.device)
-    seen = torch.cat((visible.new_ones(len(positions), len(prefix)), visible), dim=1)
+    """[query_len, seq_len] float32 of one sequence: `positions` [query_len], `visible` [query_len, num_columns] of the
+    last slots. A window counts slots before the new tokens as positions."""
+    num_new, num_columns = visible.shape
+    slots = torch.arange(seq_len - num_new, device=positions.device)
+    seen = torch.cat((visible.new_ones(num_new, seq_len - num_columns), visible), dim=1)
     if window is not None:
-        seen = seen & (torch.cat((prefix, positions)) > positions.unsqueeze(1) - window)
+        seen = seen & (torch.cat((slots, positions)) > positions.unsqueeze(1) - window)
     return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, float("-inf"))
 
 

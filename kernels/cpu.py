@@ -17,6 +17,8 @@ from types import ModuleType
 import numpy as np
 import torch
 
+from .attention import Tree
+
 logger = logging.getLogger(__name__)
 
 _NO_NORM = np.empty(0, dtype=np.float32)
@@ -60,7 +62,8 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedRows:
     """What all layers of one forward share, for `attend`. Sequences lie end to end; new token i of a sequence has slot
-    seq_len - query_len + i, and sees all slots before its sequence's new tokens."""
+    seq_len - query_len + i. In a tree it sees all slots before `tree_starts`, and of those from there on the ones that
+    `visible` says."""
 
     cos: np.ndarray  # [num_tokens, 1, head_dim] float32
     sin: np.ndarray  # [num_tokens, 1, head_dim] float32, signed as `apply_rotary_` takes it
@@ -68,7 +71,8 @@ class PagedRows:
     starts: np.ndarray  # [num_seqs + 1] int64, the first token of each sequence, and the end
     seq_lens: np.ndarray  # [num_seqs] int64, after this forward
     positions: np.ndarray  # [num_tokens] int64, which windows count by; the slots, but for the nodes of a tree
-    visible: np.ndarray  # [num_tokens, query_len or more] bool: a token sees new token i; no rows: those up to itself
+    tree_starts: np.ndarray  # [num_seqs] int64, the first slot that `visible` speaks of
+    visible: np.ndarray  # [num_tokens, num_columns] bool: a token sees slot tree_start + i; no rows: those up to itself
     parts: tuple[slice, ...]  # sequences that one thread attends; all together cover all
 
     @classmethod
@@ -77,24 +81,26 @@ class PagedRows:
         rotary: tuple[torch.Tensor, torch.Tensor],
         block_table: torch.Tensor,
         query_lens: Sequence[int],
-        seq_lens: Sequence[int],
+        seq_lens: torch.Tensor,
         positions: torch.Tensor,
-        visible: torch.Tensor | None = None,
+        tree: Tree | None = None,
     ) -> PagedRows:
-        """All tensors on the CPU; `rotary` is (cos, sin). Every token sees itself."""
+        """All tensors on the CPU; `rotary` is (cos, sin); `seq_lens` [num_seqs] int64."""
         starts = np.zeros(len(query_lens) + 1, dtype=np.int64)
         np.cumsum(query_lens, out=starts[1:])
         assert positions.shape == (starts[-1],) and block_table.shape[0] == len(seq_lens) == len(query_lens)
-        assert visible is None or (len(visible) == starts[-1] and visible.shape[1] >= max(query_lens))
+        assert tree is None or (len(tree.visible) == starts[-1] and len(tree.starts) == len(seq_lens)), tree
+        lens = seq_lens.numpy()
         return cls(
             cos=rotary[0].numpy(),
             sin=rotary[1].numpy(),
             block_table=block_table.numpy(),
             starts=starts,
-            seq_lens=np.array(seq_lens, dtype=np.int64),
+            seq_lens=lens,
             positions=positions.numpy(),
-            visible=_CAUSAL if visible is None else visible.numpy(),
-            parts=_parts(query_lens, seq_lens),
+            tree_starts=lens if tree is None else tree.starts.numpy(),
+            visible=_CAUSAL if tree is None else tree.visible.numpy(),
+            parts=_parts(query_lens, lens),
         )
 
 
@@ -124,7 +130,7 @@ def attend(
         starts = rows.starts[part.start : part.stop + 1]
         kernel(
             heads, kv, layer, rows.cos, rows.sin, q_norm, k_norm, eps, rows.block_table[part], starts,
-            rows.seq_lens[part], rows.positions, rows.visible, window or 0, out,
+            rows.seq_lens[part], rows.positions, rows.tree_starts[part], rows.visible, window or 0, out,
         )  # fmt: skip
 
     others = [_threads().submit(attend_part, part) for part in rows.parts[1:]]
@@ -134,7 +140,7 @@ def attend(
     return torch.from_numpy(out.reshape(num_tokens, -1))
 
 
-def _parts(query_lens: Sequence[int], seq_lens: Sequence[int]) -> tuple[slice, ...]:
+def _parts(query_lens: Sequence[int], seq_lens: np.ndarray) -> tuple[slice, ...]:
     """Runs of sequences with about equal work, as many as torch has threads and work is worth."""
     num_threads = min(torch.get_num_threads(), len(seq_lens))
     if num_threads == 1:

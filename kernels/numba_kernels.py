@@ -97,8 +97,9 @@ def silu_mul(gate_up, out):
 
 @_compiled(_SUMS)
 def attend(
-    qkv, kv, layer, cos, sin, q_norm, k_norm, eps, block_table, starts, seq_lens, positions, visible, window, out
-):
+    qkv, kv, layer, cos, sin, q_norm, k_norm, eps, block_table, starts, seq_lens, positions, tree_starts, visible,
+    window, out,
+):  # fmt: skip
     """Norm (if any) and rotate q and k in place, store k and v in their pages, attend. Shapes: kernels/cpu.py."""
     num_heads, head_dim = out.shape[1:]
     num_kv_heads = kv.shape[3]
@@ -118,7 +119,9 @@ def attend(
             end = slot + 1 if visible.shape[0] == 0 else seq_len
             _scores(qkv[token, :num_heads], scale, kv, layer, table, begin, end, scores)
             if visible.shape[0] > 0:
-                _hide(scores, seq_len - stop - begin, first, stop, token, positions, visible, window)
+                tree_start = tree_starts[seq]
+                window_start = positions[token] - window + 1 if window > 0 else np.int64(-1)
+                _hide(scores, begin, tree_start, seq_len, visible[token], positions[first:stop], window_start)
             for head in range(num_heads):
                 _softmax(scores[head, : end - begin])
             _weighted_values(scores, kv, layer, table, begin, end, out[token])
@@ -188,13 +191,15 @@ def _scores(q, scale, kv, layer, table, begin, end, scores):
 
 
 @_compiled(_SUMS)
-def _hide(scores, offset, first, stop, token, positions, visible, window):
-    """-inf for the new tokens [first, stop) that `token` does not see; token t has column t + offset."""
-    for other in range(first, stop):
-        seen = visible[token, other - first] and (window <= 0 or positions[other] > positions[token] - window)
-        if not seen and other + offset >= 0:
+def _hide(scores, begin, tree_start, seq_len, visible, positions, window_start):
+    """-inf for the slots [tree_start, seq_len) that a token does not see, `visible` [seq_len - tree_start or more];
+    slot j has column j - begin. The last slots are new tokens, whose `positions` must lie in the window."""
+    first_new = seq_len - positions.shape[0]
+    for slot in range(max(tree_start, begin), seq_len):
+        seen = visible[slot - tree_start] and (slot < first_new or positions[slot - first_new] >= window_start)
+        if not seen:
             for head in range(scores.shape[0]):
-                scores[head, other + offset] = -np.inf
+                scores[head, slot - begin] = -np.inf
 
 
 @_compiled(_SUMS)

@@ -25,6 +25,7 @@ from ..engine.draft_row import set_draft
 from ..engine.drafters.base import Drafter, DraftState, PromptChunk, PromptTail
 from ..engine.engine import NO_NUMBERS, Computed, Engine
 from ..engine.logprobs import compute_logprobs
+from ..engine.sampling_batch import SamplingBatch
 from ..engine.sampling_state import SamplingState
 from ..engine.stopping import ended
 from ..metadata.buffers import MetadataBuffers, Sampled
@@ -249,9 +250,8 @@ class PrefillNode:
         if targets:
             num_logprobs = job.request.params.num_logprobs or 0
             ids = torch.tensor(targets, dtype=torch.int64, device=logits.device)
-            scored = compute_logprobs(logits[: len(targets)], ids, [num_logprobs] * len(targets))
-            assert scored is not None
-            job.prompt_logprobs += [entry for entry in scored.to_rows(len(targets)) if entry is not None]
+            scored = compute_logprobs(logits[: len(targets)], ids, num_logprobs).to_rows([num_logprobs] * len(targets))
+            job.prompt_logprobs += [entry for entry in scored if entry is not None]
 
     def _draft_chunks(
         self, drafter: Drafter, plan: list[tuple[PrefillJob, BatchRow]], extend: torch.Tensor | None
@@ -306,11 +306,13 @@ class PrefillNode:
                 self.engine.copy_page(source, copy)
         rows = job.extend_rows
         tails = [
-            PromptTail(job.token_ids, token, block_table, state, None if rows is None else rows[:-1])
-            for token, block_table, state in zip(ids, block_tables, states, strict=True)
+            PromptTail(job.token_ids, token, block_table, None if rows is None else rows[:-1])
+            for token, block_table in zip(ids, block_tables, strict=True)
         ]
         with torch.inference_mode():
-            return list(drafter.finish_prompt(tails, None if rows is None else rows[-1:].expand(len(ids), -1)))
+            last = None if rows is None else rows[-1:].expand(len(ids), -1)
+            drafts = drafter.finish_prompt(tails, last, SamplingBatch.of(states, self.engine.device))
+            return [drafts.row(index) for index in range(len(ids))]
 
     def _row(self, sampled: Sampled, draft: DraftState | None) -> bytes:
         self._row_buffer.set_sampled(sampled)

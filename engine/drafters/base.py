@@ -1,15 +1,19 @@
-"""What a drafter is: something that a node has, which proposes the next tokens of a sequence.
+"""What a drafter is: something that a node has, which proposes the next tokens of sequences.
 
 Positions (DESIGN.md section 4). A sequence has L tokens with target KV, positions 0 .. L - 1, and its bonus token, the
 last one sampled, belongs at position L. A round of K steps:
 
-    propose   d_1 .. d_K for positions L + 1 .. L + K
+    propose   d_1 .. d_K for positions L + 1 .. L + K, or a tree K deep
     verify    the target runs bonus, d_1 .. d_K at positions L .. L + K and samples t_0 .. t_K for L + 1 .. L + K + 1
     accept    a = how many d_j equal t_(j-1) from the start; t_0 .. t_a are new, t_a is the next bonus, L grows by a + 1
-    observe   the drafter sees the target's hidden states and tokens of L .. L + K and makes its own state for L + a + 1
+    observe   the drafter sees the target's hidden states and tokens of L .. L + K along the accepted path and makes its
+              own state for L + a + 1
 
-The same two calls serve prompts: `observe_prompt` for each chunk as it is computed and `finish_prompt` once the token
-after the prompt is known, on a prefill node and when a decode node recomputes a preempted sequence.
+`propose` and `observe` run on tensors alone, of a fixed number of rows: no value of them is read on the host.
+
+Prompts are computed by the same drafter: `observe_prompt` for each chunk and `finish_prompt` once the token after the
+prompt is known, on a prefill node, when a decode node recomputes a preempted sequence, and when rounds without drafts
+have left rows out.
 
 Zero rows. A node without work runs nothing, so `propose` and `observe` always have a sequence. `finish_prompt` has none
 when a recomputed chunk ends no prompt: its `hidden` is then [0, width], of the same width as ever. And the one token of
@@ -19,32 +23,76 @@ a prompt's last chunk leaves `observe_prompt` without a row of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields
+from typing import Protocol, Self
 
 import torch
+from torch import Tensor
 
-from ...metadata.hidden_layout import HiddenLayout
-from ..sampling_state import SamplingState
+from ...metadata.hidden_layout import HiddenLayout, assign
+from ..sampling_batch import SamplingBatch
+from ..trees import Drafts, DraftShape
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class DraftState:
-    """What a drafter keeps of a sequence between rounds, besides KV; what prefill hands to decode."""
+    """What a drafter keeps of sequences between rounds, besides KV; what prefill hands to decode. One row a sequence;
+    what an algorithm does not have is None."""
 
-    tokens: torch.Tensor | None  # [num_proposals] int64, d_1 .. of the next round, known already; None: none is
-    hidden: torch.Tensor | None  # [recurrent width]; None where no state goes from round to round
-    rows: torch.Tensor | None = None  # [num_target_rows, extend width] of positions .. L - 1; zeros before position 0
+    tokens: Tensor | None = None  # [num_rows, num_proposals] int64: d_1 .. of the next round, or topk choices for d_1
+    scores: Tensor | None = None  # [num_rows, topk] float32, where trees rank
+    hidden: Tensor | None = None  # [num_rows, recurrent width]
+    rows: Tensor | None = None  # [num_rows, num_target_rows, extend width] of positions .. L - 1; zeros before 0
+    recent: Tensor | None = None  # [num_rows, num_target_rows] int64: tokens .. L, the bonus last; zeros before 0
+
+    def __len__(self) -> int:
+        """Rows; 0 where there is no field at all."""
+        return next((len(value) for _, value in self.present()), 0)
+
+    def present(self) -> list[tuple[str, Tensor]]:
+        """The fields there are."""
+        values = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        return [(name, value) for name, value in values if value is not None]
+
+    def row(self, index: int) -> Self:
+        """One sequence's, a copy [1, ...]."""
+        return type(self)(**{name: value[index : index + 1].clone() for name, value in self.present()})
+
+    def to(self, device: torch.device) -> Self:
+        return type(self)(**{name: value.to(device) for name, value in self.present()})
+
+    def select(self, index: Tensor) -> Self:
+        """Rows `index` [n] int64, copies."""
+        return type(self)(**{name: value.index_select(0, index) for name, value in self.present()})
+
+    def store(self, index: Tensor, rows: DraftState) -> None:
+        """Write `rows` at `index` [n] int64, which must be all different. Raises ValueError for unlike fields, shapes
+        or dtypes."""
+        ours, theirs = dict(self.present()), dict(rows.present())
+        if ours.keys() != theirs.keys():
+            raise ValueError(f"a draft state of {sorted(theirs)} does not fit one of {sorted(ours)}")
+        for name, value in ours.items():
+            if value.shape[1:] != theirs[name].shape[1:] or value.dtype != theirs[name].dtype:
+                assign(value[: len(theirs[name])], theirs[name])  # raises, in words
+            value.index_copy_(0, index, theirs[name])
 
 
-class Drafted(Protocol):
-    """What a drafter needs of a sequence."""
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundRows:
+    """The sequences of a round as it begins, padding included; all on the engine's device."""
 
-    token_ids: list[int]  # the last one is the bonus token
-    num_computed: int  # L
-    pages: list[int]
-    sampling: SamplingState
-    draft: DraftState | None
+    lengths: Tensor  # [num_seqs] int64, L
+    last_tokens: Tensor  # [num_seqs] int64, the bonus
+    block_table: Tensor  # [num_seqs, num_columns] int64; columns without a page name page 0, the padding
+    sampling: SamplingBatch  # of the token at L + 1
+    draft: DraftState
+    proposed: Tensor | None = None  # [num_seqs, max_steps] int64, by a drafter that proposes on the host
+
+    def after(self, targets: Tensor, num_accepted: Tensor) -> SamplingBatch:
+        """Of the token after t_a: `targets` [num_seqs, K + 1], `num_accepted` [num_seqs]."""
+        step = torch.arange(targets.shape[1], device=targets.device)
+        is_new = (step <= num_accepted.unsqueeze(1)).unsqueeze(1)
+        return self.sampling.ahead(num_accepted.unsqueeze(1) + 1, targets, is_new)
 
 
 class Drafter(Protocol):
@@ -54,8 +102,8 @@ class Drafter(Protocol):
     def name(self) -> str: ...
 
     @property
-    def num_steps(self) -> int:
-        """K, the most tokens a round drafts."""
+    def shape(self) -> DraftShape:
+        """The most that a round drafts."""
         ...
 
     @property
@@ -67,27 +115,31 @@ class Drafter(Protocol):
         the last prompt positions thus on the first token."""
         ...
 
-    def propose(self, sequences: Sequence[Drafted], num_steps: int) -> torch.Tensor:
-        """[num_sequences, num_steps] int64. Called in every round, also with `num_steps` 0."""
+    @property
+    def has_kv(self) -> bool:
+        """Whether a round that leaves out `observe` leaves holes, which `observe_prompt` must fill."""
         ...
 
-    def observe(
-        self,
-        sequences: Sequence[Drafted],
-        hidden: torch.Tensor | None,
-        targets: torch.Tensor,
-        num_accepted: Sequence[int],
-    ) -> None:
-        """After a verify: `hidden` [num_sequences, K + 1, extend width] of the target, `targets` [num_sequences, K + 1]
-        int64 its tokens, `num_accepted` one a sequence. Called before the sequences have grown. Sets their `draft`."""
+    def allocate(self, num_rows: int) -> DraftState:
+        """Zeros for `num_rows` sequences."""
         ...
 
-    def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: torch.Tensor | None) -> None:
+    def propose(self, rows: RoundRows, shape: DraftShape) -> Drafts:
+        """At least one step."""
+        ...
+
+    def observe(self, rows: RoundRows, hidden: Tensor | None, targets: Tensor, num_accepted: Tensor) -> DraftState:
+        """After a verify: `hidden` [num_seqs, K + 1, extend width] of the target, `targets` [num_seqs, K + 1] int64 its
+        tokens, both along the accepted path, `num_accepted` [num_seqs] int64. Returns the state for the next round."""
+        ...
+
+    def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: Tensor | None) -> None:
         """Prompt tokens were computed: `hidden` [num_tokens, extend width], chunks end to end."""
         ...
 
-    def finish_prompt(self, tails: Sequence[PromptTail], hidden: torch.Tensor | None) -> list[DraftState]:
-        """The token after each prompt is known: `hidden` [num_tails, extend width] of the last prompt positions."""
+    def finish_prompt(self, tails: Sequence[PromptTail], hidden: Tensor | None, sampling: SamplingBatch) -> DraftState:
+        """The token after each prompt is known: `hidden` [num_tails, extend width] of the last prompt positions,
+        `sampling` of the tokens that follow it."""
         ...
 
 
@@ -108,8 +160,7 @@ class PromptTail:
     token_ids: Sequence[int]  # the whole prompt
     token: int
     pages: Sequence[int]
-    sampling: SamplingState  # with `token` appended
-    rows: torch.Tensor | None = None  # [min(num_target_rows, prompt_len - 1), extend width], positions before the last
+    rows: Tensor | None = None  # [min(num_target_rows, prompt_len - 1), extend width], positions before the last
 
     @property
     def prompt_len(self) -> int:

@@ -7,15 +7,16 @@ then d_1, d_2, ...) and the recurrent state change from one to the next. The fir
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ...metadata.hidden_layout import HiddenLayout
-from ..batch import BatchRow, ForwardBatch
+from ..batch import ForwardBatch
 from ..models.frozen_kv import FrozenKvHead
-from .base import Drafted, DraftState, PromptChunk, PromptTail
-from .sampling import sample_ahead
+from ..sampling_batch import SamplingBatch
+from ..trees import Drafts, DraftShape, grow_tree, sample_ahead, top_of
+from .base import DraftState, PromptChunk, PromptTail, RoundRows
 
 
 class FrozenKvDrafter:
@@ -23,50 +24,58 @@ class FrozenKvDrafter:
 
     name = "frozen_kv_mtp"
     is_shifted = False
+    has_kv = False
 
-    def __init__(self, head: FrozenKvHead, target_kv: torch.Tensor, hidden: HiddenLayout, num_steps: int) -> None:
-        self.num_steps = num_steps
+    def __init__(self, head: FrozenKvHead, target_kv: Tensor, hidden: HiddenLayout, shape: DraftShape) -> None:
+        self.shape = shape
         self.hidden = hidden
         self._head = head
         self._kv = target_kv
 
-    def propose(self, sequences: Sequence[Drafted], num_steps: int) -> torch.Tensor:
-        """[num_sequences, num_steps] int64."""
-        device = self._kv.device
-        states = [sequence.sampling for sequence in sequences]
-        rows = [BatchRow([sequence.token_ids[-1]], sequence.num_computed - 1, sequence.pages) for sequence in sequences]
-        batch = ForwardBatch.build(rows, self._kv.shape[4], device)
-        recurrent = torch.stack([_state(sequence).to(device) for sequence in sequences])
-        drafted = torch.empty(len(sequences), 0, dtype=torch.int64, device=device)
-        for _ in range(num_steps):
-            self.hidden.check("recurrent", recurrent)
-            recurrent, logits = self._head.forward(batch, self._kv, recurrent)
-            tokens = sample_ahead(logits, states, drafted)
-            drafted = torch.cat([drafted, tokens.unsqueeze(1)], dim=1)
-            batch = replace(batch, input_ids=tokens)
-        return drafted
+    def allocate(self, num_rows: int) -> DraftState:
+        return DraftState(hidden=self.hidden.allocate("recurrent", num_rows, self._kv.device))
 
-    def observe(
-        self,
-        sequences: Sequence[Drafted],
-        hidden: torch.Tensor | None,
-        targets: torch.Tensor,
-        num_accepted: Sequence[int],
-    ) -> None:
+    def propose(self, rows: RoundRows, shape: DraftShape) -> Drafts:
+        hidden = rows.draft.hidden
+        assert hidden is not None, rows.draft
+        drafted = rows.lengths.new_empty(len(hidden), 0)
+        hidden, logits = self._forward(rows, rows.last_tokens.unsqueeze(1), hidden)
+        if not shape.is_chain:
+
+            def expand(step: int, nodes: Tensor, states: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+                recurrent, scores = self._forward(rows, nodes, states.flatten(0, 1))
+                return recurrent.view(*nodes.shape, -1), scores
+
+            return grow_tree(shape, top_of(logits, rows.sampling, shape.topk), hidden, rows.sampling, expand)
+        for step in range(shape.num_steps):
+            if step:
+                hidden, logits = self._forward(rows, drafted[:, -1:], hidden)
+            drafted = torch.cat([drafted, sample_ahead(logits, rows.sampling, drafted).unsqueeze(1)], dim=1)
+        return Drafts(drafted)
+
+    def observe(self, rows: RoundRows, hidden: Tensor | None, targets: Tensor, num_accepted: Tensor) -> DraftState:
         assert hidden is not None and hidden.shape[:2] == targets.shape, (hidden, targets)
-        self.hidden.check("extend", hidden.flatten(0, 1))
-        for row, (sequence, count) in enumerate(zip(sequences, num_accepted, strict=True)):
-            sequence.draft = DraftState(None, hidden[row, count].clone())
+        states = hidden.flatten(0, 1)
+        self.hidden.check("extend", states)
+        first = torch.arange(0, targets.numel(), targets.shape[1], device=targets.device)
+        return DraftState(hidden=states.index_select(0, first + num_accepted))
 
-    def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: torch.Tensor | None) -> None:
+    def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: Tensor | None) -> None:
         """Nothing: there is no KV of its own."""
 
-    def finish_prompt(self, tails: Sequence[PromptTail], hidden: torch.Tensor | None) -> list[DraftState]:
+    def finish_prompt(self, tails: Sequence[PromptTail], hidden: Tensor | None, sampling: SamplingBatch) -> DraftState:
         assert hidden is not None and hidden.shape[0] == len(tails), hidden
         self.hidden.check("extend", hidden)
-        return [DraftState(None, hidden[row].clone()) for row in range(len(tails))]
+        return DraftState(hidden=hidden.clone())
 
-
-def _state(sequence: Drafted) -> torch.Tensor:
-    assert sequence.draft is not None and sequence.draft.hidden is not None, sequence.draft
-    return sequence.draft.hidden
+    def _forward(self, rows: RoundRows, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """`tokens` [num_seqs, n], each with its state, `hidden` [num_seqs * n, width], all at L - 1: (states after,
+        logits)."""
+        self.hidden.check("recurrent", hidden)
+        num = tokens.shape[1]
+        lengths = rows.lengths.repeat_interleave(num) if num > 1 else rows.lengths
+        table = rows.block_table.repeat_interleave(num, 0) if num > 1 else rows.block_table
+        batch = ForwardBatch.uniform(
+            tokens.reshape(-1, 1), (lengths - 1).unsqueeze(1), lengths, table, self._kv.shape[4]
+        )
+        return self._head.forward(batch, self._kv, hidden)

@@ -17,16 +17,18 @@ accepted) proposes; those beyond are wrong and are overwritten before anybody re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from ...metadata.hidden_layout import HiddenLayout
 from ..batch import BatchRow, ForwardBatch
 from ..models.mtp import MtpHead
-from ..sampling_state import SamplingState
-from .base import Drafted, DraftState, PromptChunk, PromptTail
-from .sampling import sample_ahead
+from ..sampling_batch import SamplingBatch
+from ..trees import Drafts, DraftShape, sample_ahead
+from .base import DraftState, PromptChunk, PromptTail, RoundRows
 
 
 class MtpLayersDrafter:
@@ -34,42 +36,52 @@ class MtpLayersDrafter:
 
     name = "mtp"
     is_shifted = True
+    has_kv = True
 
-    def __init__(self, layers: Sequence[MtpHead], kv: torch.Tensor, hidden: HiddenLayout, num_steps: int) -> None:
+    def __init__(self, layers: Sequence[MtpHead], kv: Tensor, hidden: HiddenLayout, shape: DraftShape) -> None:
         """`kv` [num_mtp_layers, num_pages, 2, num_kv_heads, page_size, head_dim]; `hidden.is_chained` decides what the
         layers after the first take."""
-        assert 1 <= num_steps <= len(layers) == kv.shape[0] == hidden.num_mtp_layers, (num_steps, len(layers), kv.shape)
-        self.num_steps = num_steps
+        assert 1 <= shape.num_steps <= len(layers) == kv.shape[0] == hidden.num_mtp_layers, (
+            shape,
+            len(layers),
+            kv.shape,
+        )
+        self.shape = shape
         self.hidden = hidden
         self._layers = layers
         self._kv = kv
 
-    def propose(self, sequences: Sequence[Drafted], num_steps: int) -> torch.Tensor:
-        """[num_sequences, num_steps] int64."""
-        return torch.stack([_state(sequence)[0][:num_steps].to(self._kv.device) for sequence in sequences])
+    @property
+    def num_before(self) -> int:
+        """n - 1, rows before L that every extend computes again."""
+        return len(self._layers) - 1
 
-    def observe(
-        self,
-        sequences: Sequence[Drafted],
-        hidden: torch.Tensor | None,
-        targets: torch.Tensor,
-        num_accepted: Sequence[int],
-    ) -> None:
+    def allocate(self, num_rows: int) -> DraftState:
+        rows = self.hidden.allocate("extend", num_rows * self.num_before, self._kv.device)
+        assert rows is not None
+        tokens = torch.zeros(num_rows, len(self._layers) + self.num_before, dtype=torch.int64, device=self._kv.device)
+        proposed, recent = tokens.split([len(self._layers), self.num_before], dim=1)
+        return DraftState(
+            proposed.clone(), rows=rows.view(num_rows, self.num_before, rows.shape[1]), recent=recent.clone()
+        )
+
+    def propose(self, rows: RoundRows, shape: DraftShape) -> Drafts:
+        assert rows.draft.tokens is not None
+        return Drafts(rows.draft.tokens[:, : shape.num_steps])
+
+    def observe(self, rows: RoundRows, hidden: Tensor | None, targets: Tensor, num_accepted: Tensor) -> DraftState:
         assert hidden is not None and hidden.shape[:2] == targets.shape, (hidden, targets)
-        heads = [
-            _Head(
-                sequence.num_computed,
-                sequence.token_ids,
-                _state(sequence)[1],
-                sequence.pages,
-                sequence.sampling.ahead(count + 1, targets[row, : count + 1]),
-            )
-            for row, (sequence, count) in enumerate(zip(sequences, num_accepted, strict=True))
-        ]
-        for sequence, draft in zip(sequences, self._extend(heads, hidden, targets, num_accepted), strict=True):
-            sequence.draft = draft
+        return self._extend(
+            rows.lengths,
+            rows.block_table,
+            rows.draft,
+            hidden,
+            targets,
+            num_accepted,
+            rows.after(targets, num_accepted),
+        )
 
-    def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: torch.Tensor | None) -> None:
+    def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: Tensor | None) -> None:
         """In every layer the rows whose token is in the prompt: the last ones wait for `finish_prompt`."""
         assert hidden is not None
         self.hidden.check("extend", hidden)
@@ -87,91 +99,74 @@ class MtpLayersDrafter:
                 for i, output in zip(found, outputs.split([len(tokens[i]) for i in found]), strict=True):
                     states[i] = output
 
-    def finish_prompt(self, tails: Sequence[PromptTail], hidden: torch.Tensor | None) -> list[DraftState]:
+    def finish_prompt(self, tails: Sequence[PromptTail], hidden: Tensor | None, sampling: SamplingBatch) -> DraftState:
         assert hidden is not None and hidden.shape[0] == len(tails), hidden
         self.hidden.check("extend", hidden)
+        state = self.allocate(len(tails))
         if not tails:
-            return []
-        heads = []
-        for tail in tails:
-            assert tail.rows is not None
-            heads.append(_Head(tail.prompt_len - 1, tail.token_ids, tail.rows, tail.pages, tail.sampling))
-        targets = torch.tensor([[tail.token] for tail in tails], dtype=torch.int64, device=self._kv.device)
-        return self._extend(heads, hidden.unsqueeze(1), targets, [0] * len(tails))
+            return state
+        assert state.rows is not None and state.recent is not None
+        num, device = self.num_before, self._kv.device
+        for i, tail in enumerate(tails):
+            num_known = min(num, tail.prompt_len - 1)
+            assert tail.rows is not None and len(tail.rows) >= num_known, (tail.rows, tail.prompt_len)
+            state.rows[i, num - num_known :] = tail.rows[len(tail.rows) - num_known :]
+            recent = torch.tensor(list(tail.token_ids[-num:]), device=device)  # of rows .. L: L is the prompt's last
+            state.recent[i, num - len(recent) :] = recent
+        batch = ForwardBatch.build(
+            [BatchRow([0], tail.prompt_len - 1, tail.pages) for tail in tails], self._kv.shape[4], device
+        )
+        targets = torch.tensor([[tail.token] for tail in tails], dtype=torch.int64, device=device)
+        none = torch.zeros(len(tails), dtype=torch.int64, device=device)
+        table = F.pad(batch.block_table, (0, num))  # rows may run past the prompt: padding
+        return self._extend(batch.positions, table, state, hidden.unsqueeze(1), targets, none, sampling)
 
     def _extend(
-        self, heads: Sequence[_Head], hidden: torch.Tensor, targets: torch.Tensor, num_accepted: Sequence[int]
-    ) -> list[DraftState]:
+        self,
+        lengths: Tensor,
+        block_table: Tensor,
+        draft: DraftState,
+        hidden: Tensor,
+        targets: Tensor,
+        num_accepted: Tensor,
+        sampling: SamplingBatch,
+    ) -> DraftState:
         """The target ran L .. L + num_new - 1, `hidden` [num_seqs, num_new, width], and has `targets` [num_seqs,
-        num_new] after them: run all layers over those rows and the n - 1 before them.
+        num_new] after them; `sampling` is of the token that follows t_a. Run all layers over those rows and the n - 1
+        before them.
 
-        Column r of a sequence is row L - (n - 1) + r; it is fed token column r + m by layer m."""
-        num_before, num_new, device = len(self._layers) - 1, targets.shape[1], self._kv.device
-        num_columns = num_before + num_new
-        known = torch.tensor([head.last_tokens(num_before) for head in heads], dtype=torch.int64, device=device)
-        tokens = torch.cat([known, targets, targets.new_zeros(len(heads), num_before)], dim=1)
-        states = torch.cat([torch.stack([head.last_rows(num_before, device) for head in heads]), hidden], dim=1)
+        Column c of a sequence is row L - (n - 1) + c; it is fed token column c + m by layer m. Where L < n - 1 the
+        first columns are rows before position 0: all move up by as many, and the last ones run past the end, where
+        everything is overwritten before it is read."""
+        assert draft.rows is not None and draft.recent is not None
+        num_before, device = self.num_before, self._kv.device
+        num_seqs, num_columns = len(targets), self.num_before + targets.shape[1]
+        tokens = torch.cat([draft.recent, targets, targets.new_zeros(num_seqs, num_before)], dim=1)
+        states = torch.cat([draft.rows, hidden], dim=1)  # [num_seqs, num_columns, width]
         self.hidden.check("extend", states.flatten(0, 1))
 
-        firsts = [max(0, num_before - head.position) for head in heads]  # columns before are rows before position 0
-        used = torch.cat(
-            [torch.arange(seq * num_columns + first, (seq + 1) * num_columns) for seq, first in enumerate(firsts)]
+        num_missing = (num_before - lengths).clamp(min=0).unsqueeze(1)  # [num_seqs, 1]
+        column = torch.arange(num_columns, device=device)
+        used = (column + num_missing).clamp(max=num_columns - 1)  # [num_seqs, num_columns] in place of `column`
+        start = (lengths - num_before).clamp(min=0).unsqueeze(1)
+        last = torch.arange(0, num_seqs * num_columns, num_columns, device=device)
+        last = last + num_before + num_accepted - num_missing.squeeze(1)  # rows L + a
+        batch = ForwardBatch.uniform(
+            used, start + column, start.squeeze(1) + num_columns, block_table, self._kv.shape[4]
         )
-        used = used.to(device)
-        lens = torch.tensor([num_columns - first for first in firsts])
-        last = (lens.cumsum(0) - num_new + torch.tensor(num_accepted)).to(device)  # of `used`: rows L + a
-        rows = [
-            BatchRow([0] * (num_columns - first), head.position - num_before + first, head.pages)
-            for head, first in zip(heads, firsts, strict=True)
-        ]
-        batch = ForwardBatch.build(rows, self._kv.shape[4], device)
 
-        inputs = states.flatten(0, 1)[used]
+        inputs = states.gather(1, used.unsqueeze(2).expand(-1, -1, states.shape[2])).flatten(0, 1)
         drafted = targets[:, :0]
-        next_column = torch.tensor(num_accepted, device=device).unsqueeze(1) + num_before + 1  # of d_1 in `tokens`
+        next_column = num_accepted.unsqueeze(1) + num_before + 1  # of d_1 in `tokens`
         for m, layer in enumerate(self._layers):
-            fed = tokens[:, m : m + num_columns].flatten()[used]
+            fed = tokens.gather(1, used + m).flatten()
             outputs = layer.forward(replace(batch, input_ids=fed), self._kv[m : m + 1], inputs)
-            proposed = sample_ahead(layer.logits(outputs[last]), [head.sampling for head in heads], drafted).unsqueeze(
-                1
-            )
+            proposed = sample_ahead(layer.logits(outputs.index_select(0, last)), sampling, drafted).unsqueeze(1)
             drafted = torch.cat([drafted, proposed], dim=1)
             if m < num_before:
                 tokens.scatter_(1, next_column + m, proposed)
             if self.hidden.is_chained:
                 inputs = outputs
-        return [
-            DraftState(drafted[seq], None, states[seq, count + 1 : count + 1 + num_before].clone())
-            for seq, count in enumerate(num_accepted)
-        ]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Head:
-    """What an extend begins from in one sequence."""
-
-    position: int  # L before it: of the first new row
-    token_ids: Sequence[int]  # 0 .. L
-    rows: torch.Tensor  # [>= min(n - 1, L), width] of the target, the last of them of row L - 1
-    pages: Sequence[int]
-    sampling: SamplingState  # after the extend's last committed token
-
-    def last_tokens(self, num: int) -> list[int]:
-        """The `num` last, zeros before position 0."""
-        assert len(self.token_ids) == self.position + 1, (len(self.token_ids), self.position)
-        last = list(self.token_ids[-num:])
-        return [0] * (num - len(last)) + last
-
-    def last_rows(self, num: int, device: torch.device) -> torch.Tensor:
-        """[num, width], zeros before position 0."""
-        num_kept = min(num, self.position)
-        assert self.rows.shape[0] >= num_kept, (self.rows.shape, self.position)
-        last = self.rows.new_zeros(num, self.rows.shape[1], device=device)
-        last[num - num_kept :] = self.rows[self.rows.shape[0] - num_kept :]
-        return last
-
-
-def _state(sequence: Drafted) -> tuple[torch.Tensor, torch.Tensor]:
-    draft = sequence.draft
-    assert draft is not None and draft.tokens is not None and draft.rows is not None, draft
-    return draft.tokens, draft.rows
+        kept = num_accepted.unsqueeze(1) + 1 + torch.arange(num_before, device=device)  # [num_seqs, n - 1]
+        rows = states.gather(1, kept.unsqueeze(2).expand(-1, -1, states.shape[2]))
+        return DraftState(drafted, rows=rows, recent=tokens.gather(1, kept))

@@ -9,10 +9,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-import torch
+from torch import Tensor
 
 from ...metadata.hidden_layout import HiddenLayout
-from .base import Drafted, DraftState, PromptChunk, PromptTail
+from ..sampling_batch import SamplingBatch
+from ..trees import Drafts, DraftShape
+from .base import DraftState, PromptChunk, PromptTail, RoundRows
 
 MAX_NGRAM = 4
 MIN_NGRAM = 1
@@ -23,32 +25,32 @@ class NgramDrafter:
 
     name = "ngram"
     is_shifted = False
+    has_kv = False
 
-    def __init__(self, hidden: HiddenLayout, num_steps: int, device: torch.device) -> None:
-        self.num_steps = num_steps
+    def __init__(self, hidden: HiddenLayout, shape: DraftShape) -> None:
+        self.shape = shape
         self.hidden = hidden
-        self._device = device
 
-    def propose(self, sequences: Sequence[Drafted], num_steps: int) -> torch.Tensor:
-        """[num_sequences, num_steps] int64; where nothing is found, the last token again."""
-        found = [lookup(sequence.token_ids, num_steps) for sequence in sequences]
-        return torch.tensor(found, dtype=torch.int64, device=self._device)
+    def allocate(self, num_rows: int) -> DraftState:
+        return DraftState()
 
-    def observe(
-        self,
-        sequences: Sequence[Drafted],
-        hidden: torch.Tensor | None,
-        targets: torch.Tensor,
-        num_accepted: Sequence[int],
-    ) -> None:
-        for sequence in sequences:
-            sequence.draft = DraftState(None, None)
+    def propose(self, rows: RoundRows, shape: DraftShape) -> Drafts:
+        """What `lookup` found on the host."""
+        assert rows.proposed is not None
+        return Drafts(rows.proposed[:, : shape.num_steps])
 
-    def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: torch.Tensor | None) -> None:
+    def lookup(self, token_ids: Sequence[int], num_steps: int) -> list[int]:
+        """What follows `token_ids`, padded to `num_steps`."""
+        return lookup(token_ids, num_steps)
+
+    def observe(self, rows: RoundRows, hidden: Tensor | None, targets: Tensor, num_accepted: Tensor) -> DraftState:
+        return DraftState()
+
+    def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: Tensor | None) -> None:
         """Nothing to keep."""
 
-    def finish_prompt(self, tails: Sequence[PromptTail], hidden: torch.Tensor | None) -> list[DraftState]:
-        return [DraftState(None, None) for _ in tails]
+    def finish_prompt(self, tails: Sequence[PromptTail], hidden: Tensor | None, sampling: SamplingBatch) -> DraftState:
+        return DraftState()
 
 
 def lookup(token_ids: Sequence[int], num_steps: int) -> list[int]:

@@ -20,6 +20,7 @@ from ..models.heads import HeadFile, load_head, read_head
 from ..models.llama import LlamaModel
 from ..models.mtp import load_mtp
 from ..models.registry import load_model
+from ..trees import DraftShape
 from ..weights import Progress, fingerprint
 from .base import Drafter
 from .frozen_kv import FrozenKvDrafter
@@ -30,6 +31,9 @@ from .standalone import StandaloneDrafter
 
 DEFAULT_STEPS = 5
 MAX_STEPS = 15
+MAX_TOPK = 16
+MAX_TREE_TOKENS = 63
+DRAFTS_TREES = ("eagle", "eagle3", "mtp", "frozen-kv-mtp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,7 @@ class Speculation:
     """The joint configuration of target, draft and algorithm."""
 
     algorithm: str
-    num_steps: int  # K
+    shape: DraftShape
     hidden: HiddenLayout
     draft: ModelConfig | None = None
     draft_dir: Path | None = None
@@ -55,8 +59,9 @@ class Speculation:
             page_size,
             self.algorithm,
             self.hidden,
-            draft_topk=1 if hands_proposal else 0,
+            draft_topk=self.shape.topk if hands_proposal else 0,
             draft_rows=self.hidden.num_mtp_layers,
+            ranks_trees=hands_proposal and not self.shape.is_chain,
             checksums=checksums,
         )
 
@@ -77,37 +82,62 @@ class Speculation:
         if self.algorithm == "none":
             return None
         if self.algorithm == "ngram":
-            return NgramDrafter(self.hidden, self.num_steps, target.device)
+            return NgramDrafter(self.hidden, self.shape)
         if self.frozen is not None:
-            return FrozenKvDrafter(FrozenKvHead(self.frozen, target), target_kv, self.hidden, self.num_steps)
+            return FrozenKvDrafter(FrozenKvHead(self.frozen, target), target_kv, self.hidden, self.shape)
         assert self.draft_dir is not None and self.draft is not None and kv is not None
         if self.head is not None and self.algorithm == "mtp":
             layers = load_mtp(self.head, target)
             if len(layers) == 1:
-                return ShiftedDrafter(self.algorithm, layers[0], kv, self.hidden, self.num_steps)
-            return MtpLayersDrafter(layers, kv, self.hidden, self.num_steps)
+                return ShiftedDrafter(self.algorithm, layers[0], kv, self.hidden, self.shape)
+            return MtpLayersDrafter(layers, kv, self.hidden, self.shape)
         if self.head is not None:
-            return ShiftedDrafter(self.algorithm, load_head(self.head, target), kv, self.hidden, self.num_steps)
+            return ShiftedDrafter(self.algorithm, load_head(self.head, target), kv, self.hidden, self.shape)
         model = load_model(self.draft_dir, self.draft, target.dtype, target.device, on_progress)
-        return StandaloneDrafter(model, kv, self.hidden, self.num_steps)
+        return StandaloneDrafter(model, kv, self.hidden, self.shape)
 
 
 def read_speculation(config: EngineConfig, target_dir: Path, target: ModelConfig, dtype: HiddenDtype) -> Speculation:
     """Raises ConfigError for settings that cannot work together, ModelError for a draft directory that is none."""
-    steps = DEFAULT_STEPS if config.draft_steps is None else config.draft_steps
     algorithm = config.speculative
-    if not 1 <= steps <= MAX_STEPS:
-        raise ConfigError(f"draft_steps {steps} is out of range: use 1 to {MAX_STEPS}, or --speculative none")
+    shape = _shape(config)
     if algorithm in ("none", "ngram"):
         if config.draft_model is not None:
             raise ConfigError(f"speculative {algorithm} takes no draft_model, but {config.draft_model} was given")
-        return Speculation(algorithm, steps, HiddenLayout(algorithm=algorithm, target_hidden_size=target.hidden_size))
+        return Speculation(algorithm, shape, HiddenLayout(algorithm=algorithm, target_hidden_size=target.hidden_size))
     draft_dir = _draft_dir(config.draft_model, algorithm, target_dir)
     if algorithm == "standalone":
-        return _standalone(steps, target_dir, target, draft_dir)
+        return _standalone(shape, target_dir, target, draft_dir)
     if algorithm == "frozen-kv-mtp":
-        return _frozen_kv(steps, target, draft_dir, dtype)
-    return _head(algorithm, config.draft_steps, target, draft_dir, dtype)
+        return _frozen_kv(shape, target, draft_dir, dtype)
+    return _head(algorithm, shape, config.draft_steps is None, target, draft_dir, dtype)
+
+
+def _shape(config: EngineConfig) -> DraftShape:
+    """Raises ConfigError for numbers that make no chain or tree, or a tree that the algorithm cannot draft."""
+    steps = DEFAULT_STEPS if config.draft_steps is None else config.draft_steps
+    topk, algorithm = config.draft_topk, config.speculative
+    tree = "" if topk == 1 else f" (draft_topk {topk} asks for a tree, which has at least one step)"
+    if not 1 <= steps <= MAX_STEPS:
+        raise ConfigError(f"draft_steps {steps} is out of range: use 1 to {MAX_STEPS}, or --speculative none{tree}")
+    if not 1 <= topk <= MAX_TOPK:
+        raise ConfigError(f"draft_topk {topk} is out of range: use 1 to {MAX_TOPK}")
+    if topk == 1:
+        if config.draft_tokens not in (None, steps):
+            raise ConfigError(
+                f"draft_tokens {config.draft_tokens}: a chain (draft_topk 1) of {steps} steps has {steps}"
+            )
+        return DraftShape(steps)
+    if algorithm not in DRAFTS_TREES:
+        raise ConfigError(f"speculative {algorithm} drafts chains only, but draft_topk is {topk}: use 1")
+    most = min(DraftShape(steps, topk).max_drafts, MAX_TREE_TOKENS)
+    tokens = min(2 * topk * steps, most) if config.draft_tokens is None else config.draft_tokens
+    if not steps <= tokens <= most:
+        raise ConfigError(
+            f"draft_tokens {tokens} is out of range: a tree of draft_steps {steps} and draft_topk {topk} can have"
+            f" {steps} to {most}"
+        )
+    return DraftShape(steps, topk, tokens)
 
 
 def _draft_dir(given: str | None, algorithm: str, target_dir: Path) -> Path:
@@ -120,7 +150,7 @@ def _draft_dir(given: str | None, algorithm: str, target_dir: Path) -> Path:
     return shipped[0].parent
 
 
-def _frozen_kv(steps: int, target: ModelConfig, draft_dir: Path, dtype: HiddenDtype) -> Speculation:
+def _frozen_kv(shape: DraftShape, target: ModelConfig, draft_dir: Path, dtype: HiddenDtype) -> Speculation:
     frozen = read_frozen_kv(draft_dir, target)
     hidden = HiddenLayout(
         algorithm="frozen_kv_mtp",
@@ -129,26 +159,32 @@ def _frozen_kv(steps: int, target: ModelConfig, draft_dir: Path, dtype: HiddenDt
         draft_hidden_size=frozen.config.hidden_size,
         draft_dtype=dtype,
     )
-    return Speculation("frozen_kv_mtp", steps, hidden, frozen.config, draft_dir, frozen=frozen)
+    return Speculation("frozen_kv_mtp", shape, hidden, frozen.config, draft_dir, frozen=frozen)
 
 
-def _standalone(steps: int, target_dir: Path, target: ModelConfig, draft_dir: Path) -> Speculation:
+def _standalone(shape: DraftShape, target_dir: Path, target: ModelConfig, draft_dir: Path) -> Speculation:
     draft = ModelConfig.from_dir(draft_dir)
     _check_vocabulary(target_dir, target, draft_dir, draft)
     hidden = HiddenLayout(algorithm="standalone", target_hidden_size=target.hidden_size)
-    return Speculation("standalone", steps, hidden, draft, draft_dir)
+    return Speculation("standalone", shape, hidden, draft, draft_dir)
 
 
-def _head(algorithm: str, steps: int | None, target: ModelConfig, draft_dir: Path, dtype: HiddenDtype) -> Speculation:
+def _head(
+    algorithm: str, shape: DraftShape, is_default: bool, target: ModelConfig, draft_dir: Path, dtype: HiddenDtype
+) -> Speculation:
     head = read_head(draft_dir, target)
     if head.algorithm != algorithm:
         raise ConfigError(f"{draft_dir} holds a head for {head.algorithm}, but speculative is {algorithm}")
     num_mtp_layers = head.num_mtp_layers
-    if steps is None:
-        steps = DEFAULT_STEPS if num_mtp_layers == 1 else num_mtp_layers
-    if 1 < num_mtp_layers < steps:
+    if num_mtp_layers > 1 and not shape.is_chain:
         raise ConfigError(
-            f"draft_steps is {steps}, but {draft_dir} has {num_mtp_layers} MTP layers, each for one step:"
+            f"{draft_dir} has {num_mtp_layers} MTP layers, which draft chains only, but draft_topk is {shape.topk}: use 1"
+        )
+    if num_mtp_layers > 1 and is_default:
+        shape = DraftShape(num_mtp_layers)
+    if 1 < num_mtp_layers < shape.num_steps:
+        raise ConfigError(
+            f"draft_steps is {shape.num_steps}, but {draft_dir} has {num_mtp_layers} MTP layers, each for one step:"
             f" use 1 to {num_mtp_layers}"
         )
     num_layers = target.num_layers
@@ -171,7 +207,7 @@ def _head(algorithm: str, steps: int | None, target: ModelConfig, draft_dir: Pat
         is_chained=num_mtp_layers == 1 or head.is_chained,
     )
     draft = head.config
-    return Speculation(algorithm, steps, hidden, draft, draft_dir, head, aux_layers=aux_layers)
+    return Speculation(algorithm, shape, hidden, draft, draft_dir, head, aux_layers=aux_layers)
 
 
 def _pool(draft: ModelConfig, target: PoolLayout) -> PoolLayout:

@@ -8,15 +8,16 @@ would else leave empty. Slots of rejected drafts are overwritten before they are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ...metadata.hidden_layout import HiddenLayout
 from ..batch import BatchRow, ForwardBatch
 from ..models.llama import LlamaModel
-from .base import Drafted, DraftState, PromptChunk, PromptTail
-from .sampling import sample_ahead
+from ..sampling_batch import SamplingBatch
+from ..trees import Drafts, DraftShape, sample_ahead
+from .base import DraftState, PromptChunk, PromptTail, RoundRows
 
 
 class StandaloneDrafter:
@@ -24,48 +25,43 @@ class StandaloneDrafter:
 
     name = "standalone"
     is_shifted = False
+    has_kv = True
 
-    def __init__(self, model: LlamaModel, kv: torch.Tensor, hidden: HiddenLayout, num_steps: int) -> None:
+    def __init__(self, model: LlamaModel, kv: Tensor, hidden: HiddenLayout, shape: DraftShape) -> None:
         """`kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim], as the draft model has them."""
-        self.num_steps = num_steps
+        self.shape = shape
         self.hidden = hidden
         self.kv = kv
         self._model = model
         self._page_size = kv.shape[4]
 
-    def propose(self, sequences: Sequence[Drafted], num_steps: int) -> torch.Tensor:
-        """[num_sequences, num_steps] int64."""
-        states = [sequence.sampling for sequence in sequences]
-        last = [sequence.token_ids[-1] for sequence in sequences]
-        tokens = torch.tensor(last, dtype=torch.int64, device=self.kv.device)
-        drafted = tokens.new_empty(len(sequences), 0)
-        for step in range(num_steps + 1):
-            rows = [BatchRow([0], sequence.num_computed + step, sequence.pages) for sequence in sequences]
-            batch = replace(ForwardBatch.build(rows, self._page_size, self.kv.device), input_ids=tokens)
-            hidden = self._model.forward(batch, self.kv)
-            if step < num_steps:
-                tokens = sample_ahead(self._model.logits(hidden), states, drafted)
-                drafted = torch.cat([drafted, tokens.unsqueeze(1)], dim=1)
-        return drafted
+    def allocate(self, num_rows: int) -> DraftState:
+        return DraftState()
 
-    def observe(
-        self,
-        sequences: Sequence[Drafted],
-        hidden: torch.Tensor | None,
-        targets: torch.Tensor,
-        num_accepted: Sequence[int],
-    ) -> None:
+    def propose(self, rows: RoundRows, shape: DraftShape) -> Drafts:
+        tokens = rows.last_tokens.unsqueeze(1)  # bonus and drafts
+        for step in range(shape.num_steps + 1):
+            position = rows.lengths + step
+            batch = ForwardBatch.uniform(
+                tokens[:, -1:], position.unsqueeze(1), position + 1, rows.block_table, self._page_size
+            )
+            hidden = self._model.forward(batch, self.kv)
+            if step < shape.num_steps:
+                proposed = sample_ahead(self._model.logits(hidden), rows.sampling, tokens[:, 1:])
+                tokens = torch.cat([tokens, proposed.unsqueeze(1)], dim=1)
+        return Drafts(tokens[:, 1:])
+
+    def observe(self, rows: RoundRows, hidden: Tensor | None, targets: Tensor, num_accepted: Tensor) -> DraftState:
         """Nothing: the draft's KV of accepted tokens is there already."""
         assert hidden is None, hidden
-        for sequence in sequences:
-            sequence.draft = DraftState(None, None)
+        return DraftState()
 
-    def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: torch.Tensor | None) -> None:
+    def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: Tensor | None) -> None:
         """Draft KV of the same tokens."""
         assert hidden is None, hidden
         rows = [BatchRow(chunk.token_ids[chunk.start : chunk.stop], chunk.start, chunk.pages, 0) for chunk in chunks]
         self._model.forward(ForwardBatch.build(rows, self._page_size, self.kv.device), self.kv)
 
-    def finish_prompt(self, tails: Sequence[PromptTail], hidden: torch.Tensor | None) -> list[DraftState]:
+    def finish_prompt(self, tails: Sequence[PromptTail], hidden: Tensor | None, sampling: SamplingBatch) -> DraftState:
         """The first round proposes from the bonus token."""
-        return [DraftState(None, None) for _ in tails]
+        return DraftState()

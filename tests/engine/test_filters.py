@@ -6,6 +6,8 @@ from transformers import LogitsProcessor, MinPLogitsWarper, TopKLogitsWarper, To
 
 from baton.engine import filters
 from baton.engine.filters import keep_likely
+from baton.engine.sampling_batch import SamplingBatch
+from baton.engine.sampling_state import SamplingState
 from baton.metadata.request import SamplingParams
 
 INF = float("inf")
@@ -13,6 +15,10 @@ INF = float("inf")
 
 def params(**fields: object) -> SamplingParams:
     return SamplingParams(max_tokens=8, **fields)  # type: ignore[arg-type]
+
+
+def batch_of(rows: list[SamplingParams], vocab_size: int) -> SamplingBatch:
+    return SamplingBatch.of([SamplingState(row, [0], vocab_size=vocab_size) for row in rows])
 
 
 def shifted(logits: torch.Tensor) -> torch.Tensor:
@@ -25,7 +31,7 @@ def random_logits(num_rows: int, vocab_size: int, seed: int = 0, scale: float = 
 
 def kept(scores: torch.Tensor, rows: list[SamplingParams]) -> torch.Tensor:
     result = scores.clone()
-    keep_likely(result, rows)
+    keep_likely(result, batch_of(rows, scores.shape[1]))
     is_kept = result > -INF
     assert torch.equal(result[is_kept], scores[is_kept])
     return is_kept
@@ -154,5 +160,5 @@ def test_nan_harms_only_its_own_row() -> None:
     scores = random_logits(2, 900)
     scores[0] = float("nan")
     rows = [params(top_p=0.5, top_k=700, min_p=1e-4)] * 2
-    keep_likely(scores, rows)
+    keep_likely(scores, batch_of(rows, scores.shape[1]))
     assert torch.equal(scores[1] > -INF, kept(random_logits(2, 900)[1:], rows[1:])[0])

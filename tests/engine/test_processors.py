@@ -3,6 +3,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from baton.engine.processors import process_logits
+from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
 from baton.metadata.request import SamplingParams
 
@@ -16,7 +17,7 @@ def state(prompt: list[int], output: list[int], vocab_size: int = VOCAB, **param
 
 def processed(logits: torch.Tensor, *states: SamplingState) -> torch.Tensor:
     result = logits.clone()
-    process_logits(result, states)
+    process_logits(result, SamplingBatch.of(states))
     return result
 
 
@@ -59,7 +60,7 @@ def test_min_tokens_bans_the_stops_until_reached(num_generated: int, is_banned: 
 
 def test_ids_beyond_the_vocabulary_are_ignored() -> None:
     row = state([], [], logit_bias={VOCAB: 5.0}, stop_ids=(VOCAB + 3,), min_tokens=2)
-    assert not row.needs_processing
+    assert not row.needs.processes
     assert processed(torch.zeros(1, VOCAB), row).count_nonzero() == 0
 
 
@@ -112,5 +113,5 @@ def test_a_state_advanced_equals_one_rebuilt() -> None:
 def test_nothing_is_allocated_where_nothing_asks() -> None:
     plain = state([1, 2, 3], [4], temperature=0.7, top_k=5, stop_ids=(2,))
     assert plain.prompt_mask is plain.output_counts is plain.bias_ids is plain.stop_ids is None
-    assert not plain.needs_processing
+    assert not plain.needs.processes
     assert state([1], [], presence_penalty=1.0).prompt_mask is None

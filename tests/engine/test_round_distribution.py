@@ -22,7 +22,8 @@ from baton.engine import round as rounds
 from baton.engine.batch import BatchRow
 from baton.engine.pages import Owner
 from baton.engine.sampling import sample
-from baton.engine.sampling_state import SamplingBatch, SamplingState
+from baton.engine.sampling_batch import SamplingBatch
+from baton.engine.sampling_state import SamplingState
 from baton.metadata.request import SamplingParams
 
 VOCAB = 20

@@ -4,7 +4,8 @@ import torch
 from scipy import stats
 
 from baton.engine.sampling import perturbed_scores, sample, tie_gap
-from baton.engine.sampling_state import SamplingBatch, SamplingState
+from baton.engine.sampling_batch import SamplingBatch
+from baton.engine.sampling_state import SamplingState
 from baton.kernels.noise import gumbel_noise
 from baton.metadata.request import SamplingParams, choice_seed
 
@@ -196,7 +197,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     ]
     result = sample(logits, SamplingBatch.of(states))
     assert result.logprobs is not None and result.token_ids.tolist()[0] == 8
-    rows = result.logprobs.to_rows(3)
+    rows = result.logprobs.to_rows([2, None, 0])
     expected = logits.log_softmax(-1)
     assert rows[0] is not None and rows[1] is None and rows[2] is not None
     assert rows[0].logprob == pytest.approx(expected[0, 8].item(), abs=1e-5)
@@ -229,8 +230,8 @@ def test_cuda_draws_the_same_tokens() -> None:
     logits = random_logits(len(MIXED), seed=3)
     for length in range(1, 40):
         prompt = list(range(length))
-        on_cpu = SamplingBatch.of([state(prompt, [1, 2], **fields) for fields in MIXED])
-        params = [row.params for row in on_cpu.states]
+        states = [state(prompt, [1, 2], **fields) for fields in MIXED]
+        on_cpu, params = SamplingBatch.of(states), [row.params for row in states]
         on_cuda = [SamplingState(p, prompt, [1, 2], vocab_size=VOCAB, device="cuda") for p in params]
         result = sample(logits.cuda(), SamplingBatch.of(on_cuda, "cuda"))
         assert result.token_ids.tolist() == sample(logits, on_cpu).token_ids.tolist()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from baton.kernels import cpu
-from baton.kernels.attention import paged_attention_ref
+from baton.kernels.attention import Tree, paged_attention_ref
 from baton.kernels.norm import rms_norm_ref
 from baton.kernels.rotary import rotary_ref
 from baton.kernels.silu import silu_mul_ref
@@ -55,29 +55,35 @@ class Case:
         self.cos = torch.cat((angles.cos(), angles.cos()), -1)
         self.sin = torch.cat((-angles.sin(), angles.sin()), -1)
         self.norms = tuple(torch.randn(2, head_dim, generator=generator).unbind(0)) if with_norms else None
-        self.positions, self.visible = self._tree(generator) if is_tree else (self._slots(), None)
+        self.positions, self.tree = self._tree(generator) if is_tree else (self._slots(), None)
 
     def _slots(self) -> torch.Tensor:
         spans = zip(self.query_lens, self.seq_lens, strict=True)
         return torch.cat([torch.arange(seq_len - query_len, seq_len) for query_len, seq_len in spans])
 
-    def _tree(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each new token hangs on a random earlier one: it sees its ancestors and itself; its position is its depth."""
-        visible = torch.zeros(sum(self.query_lens), max(self.query_lens), dtype=torch.bool)
-        positions, row = [], 0
+    def _tree(self, generator: torch.Generator) -> tuple[torch.Tensor, Tree]:
+        """Each new token hangs on a random one of the tree: it sees its ancestors and itself; its position is its
+        depth. The tree began up to three slots before the new tokens."""
+        visible = torch.zeros(sum(self.query_lens), max(self.query_lens) + 3, dtype=torch.bool)
+        positions, starts, row = [], [], 0
         for query_len, seq_len in zip(self.query_lens, self.seq_lens, strict=True):
+            num_before = min(3, seq_len - query_len)
             for i in range(query_len):
                 if i > 0:
                     parent = int(torch.randint(i, (1,), generator=generator))
                     visible[row + i] = visible[row + parent]
-                visible[row + i, i] = True
-                positions.append(seq_len - query_len + int(visible[row + i].sum()) - 1)
+                elif num_before:
+                    visible[row, int(torch.randint(num_before, (1,), generator=generator))] = True
+                visible[row + i, num_before + i] = True
+                positions.append(seq_len - query_len - num_before + int(visible[row + i].sum()) - 1)
+            starts.append(seq_len - query_len - num_before)
             row += query_len
-        return torch.tensor(positions), visible
+        return torch.tensor(positions), Tree(torch.tensor(starts), visible)
 
     def rows(self) -> cpu.PagedRows:
         rotary = (self.cos, self.sin)
-        return cpu.PagedRows.build(rotary, self.table, self.query_lens, self.seq_lens, self.positions, self.visible)
+        lens = torch.tensor(self.seq_lens)
+        return cpu.PagedRows.build(rotary, self.table, self.query_lens, lens, self.positions, self.tree)
 
     def run(self, window: int | None) -> torch.Tensor:
         qkv = self.qkv.clone()
@@ -98,7 +104,7 @@ class Case:
                 pages[page, 0, :, slot % self.page_size], pages[page, 1, :, slot % self.page_size] = k[row], v[row]
                 row += 1
         out = paged_attention_ref(
-            q, pages, self.table, self.query_lens, self.seq_lens, window, self.positions, self.visible
+            q, pages, self.table, self.query_lens, self.seq_lens, window, self.positions, self.tree
         )
         return out.flatten(1), pages
 
@@ -159,7 +165,8 @@ def test_a_row_is_the_same_alone_and_in_a_batch() -> None:
     for seq, (start, stop) in enumerate(itertools.pairwise(starts)):
         rows = cpu.PagedRows.build(
             (case.cos[start:stop], case.sin[start:stop]), case.table[seq : seq + 1], case.query_lens[seq : seq + 1],
-            case.seq_lens[seq : seq + 1], case.positions[start:stop], case.visible[start:stop],
+            torch.tensor(case.seq_lens[seq : seq + 1]), case.positions[start:stop],
+            Tree(case.tree.starts[seq : seq + 1], case.tree.visible[start:stop]),
         )  # fmt: skip
         alone = cpu.attend(case.qkv[start:stop].clone(), case.kv.numpy(), LAYER, rows, 7)
         assert torch.equal(alone, together[start:stop])

@@ -18,12 +18,14 @@ import pytest
 import torch
 
 from baton.decode_node.config import DecodeConfig
+from baton.engine import trees
 from baton.engine.batch import BatchRow, ForwardBatch
-from baton.engine.drafters import frozen_kv, mtp_layers, sampling, shifted, standalone
+from baton.engine.drafters import frozen_kv, mtp_layers, shifted, standalone
 from baton.engine.drafters.base import Drafter, DraftState, PromptChunk, PromptTail
 from baton.engine.engine import Engine
 from baton.engine.pages import Owner
 from baton.engine.round import Accepted, Rounds
+from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
 from baton.metadata.request import SamplingParams
 
@@ -40,7 +42,8 @@ class Running:
     num_computed: int
     pages: list[int]
     sampling: SamplingState
-    draft: DraftState | None
+    slot: int | None = None
+    num_missed: int = 0
     num_accepted: list[int] = field(default_factory=list)  # one a round
 
     @property
@@ -51,12 +54,12 @@ class Running:
 class Solo:
     """Pages of finished sequences are not given back: give it enough of them."""
 
-    def __init__(self, model: Path, **settings: Any) -> None:
+    def __init__(self, model: Path, *, num_slots: int = 64, buckets: Sequence[int] = (), **settings: Any) -> None:
         common: dict[str, Any] = {"device": "cpu", "threads": 1, "page_size": 4, "num_pages": 1024}
         self.engine = Engine(DecodeConfig(model=str(model), **(common | settings)))
         assert self.engine.drafter is not None
         self.drafter: Drafter = self.engine.drafter
-        self.rounds = Rounds(self.engine, self.drafter)
+        self.rounds = Rounds(self.engine, num_slots, buckets)
 
     def start(self, prompt: Sequence[int], params: SamplingParams, *, chunk: int = 64) -> Running:
         """Computes the prompt, `chunk` tokens at a time, and samples the first token."""
@@ -72,16 +75,23 @@ class Solo:
         extend, logits = self._compute(prompts, pages, chunk)
         tokens, _ = self.engine.sample(logits, states)
         for state, token in zip(states, tokens, strict=True):
+            assert token is not None
             state.append(token)
-        drafts = self._finish(prompts, tokens, pages, states, extend)
-        return [
-            Running(len(ids), [*ids, token], len(ids), own, state, draft)
-            for ids, token, own, state, draft in zip(prompts, tokens, pages, states, drafts, strict=True)
+        started = [
+            Running(len(ids), [*ids, token], len(ids), own, state)
+            for ids, token, own, state in zip(prompts, tokens, pages, states, strict=True)
         ]
+        draft = self._finish(started, extend)
+        for row, sequence in enumerate(started):
+            self.rounds.admit(sequence, sequence.num_computed, draft.row(row))
+        return started
 
-    def round(self, sequences: Sequence[Running], num_steps: int) -> list[Accepted]:
+    def round(
+        self, sequences: Sequence[Running], num_steps: int, limits: Sequence[int] | None = None
+    ) -> list[Accepted]:
         """One round of all `sequences`, which grow by what it brings."""
-        results = self.rounds.run(sequences, num_steps)
+        shape = self.rounds.shape.with_steps(num_steps)
+        results = self.rounds.run(sequences, shape, limits or [num_steps] * len(sequences))
         for sequence, result in zip(sequences, results, strict=True):
             for token in result.token_ids:
                 sequence.token_ids.append(token)
@@ -98,11 +108,19 @@ class Solo:
 
     def from_scratch(self, sequence: Running) -> Running:
         """The same sequence in pages of its own, everything computed anew in one pass."""
-        known, bonus = sequence.token_ids[:-1], sequence.token_ids[-1]
+        known = sequence.token_ids[:-1]
         pages = self._allocate(len(known) + 16)
         extend, _ = self._compute([known], [pages], len(known))
-        [draft] = self._finish([known], [bonus], [pages], [sequence.sampling], extend)
-        return Running(sequence.prompt_len, list(sequence.token_ids), len(known), pages, sequence.sampling, draft)
+        prompt, output = sequence.token_ids[: sequence.prompt_len], sequence.generated
+        sampling = SamplingState(sequence.sampling.params, prompt, output, vocab_size=sequence.sampling.vocab_size)
+        scratch = Running(sequence.prompt_len, list(sequence.token_ids), len(known), pages, sampling)
+        self.rounds.admit(scratch, len(known), self._finish([scratch], extend))
+        return scratch
+
+    def draft(self, sequence: Running) -> DraftState:
+        """What the drafter keeps of it, one row."""
+        assert sequence.slot is not None
+        return self.rounds.slots.draft(sequence.slot)
 
     def draft_kv(self, sequence: Running) -> torch.Tensor | None:
         """[num_layers, 2, num_kv_heads, L, head_dim]: the drafter's own KV of all tokens with target KV."""
@@ -139,23 +157,17 @@ class Solo:
                 extends.append(computed.extend.view(len(prompts), stop - start, -1))
         return torch.cat(extends, 1) if extends else None, computed.logits
 
-    def _finish(
-        self,
-        prompts: Sequence[Sequence[int]],
-        tokens: Sequence[int],
-        pages: Sequence[list[int]],
-        states: Sequence[SamplingState],
-        extend: torch.Tensor | None,
-    ) -> list[DraftState]:
+    def _finish(self, sequences: Sequence[Running], extend: torch.Tensor | None) -> DraftState:
+        """After everything but their last tokens was computed, all of one length."""
         num_rows = self.drafter.hidden.num_target_rows
-        tails = [
-            PromptTail(
-                ids, token, own, state, None if extend is None else extend[i, :-1][max(0, len(ids) - 1 - num_rows) :]
-            )
-            for i, (ids, token, own, state) in enumerate(zip(prompts, tokens, pages, states, strict=True))
-        ]
+        tails = []
+        for i, sequence in enumerate(sequences):
+            *known, bonus = sequence.token_ids
+            rows = None if extend is None else extend[i, :-1][max(0, len(known) - 1 - num_rows) :]
+            tails.append(PromptTail(known, bonus, sequence.pages, rows))
+        sampling = SamplingBatch.of([sequence.sampling for sequence in sequences])
         with torch.inference_mode():
-            return self.drafter.finish_prompt(tails, None if extend is None else extend[:, -1])
+            return self.drafter.finish_prompt(tails, None if extend is None else extend[:, -1], sampling)
 
 
 def gather(kv: torch.Tensor, pages: Sequence[int], num_tokens: int) -> torch.Tensor:
@@ -228,13 +240,13 @@ def coach(monkeypatch: Any, truths: dict[int, list[int]], is_told: Callable[[int
     """Random drafters guess nearly never; a coached one proposes the right token wherever `is_told(seed, position)`.
 
     `truths`: by seed, the whole sequence as it will be. The drafter's own choice stands everywhere else."""
-    original = sampling.sample_ahead
+    original = trees.sample_ahead
 
-    def sample_ahead(logits: torch.Tensor, states: Sequence[SamplingState], drafted: torch.Tensor) -> torch.Tensor:
-        tokens = original(logits, states, drafted).clone()
-        for row, state in enumerate(states):
-            position, truth = state.position + drafted.shape[1], truths.get(state.seed, [])
-            if position < len(truth) and is_told(state.seed, position):
+    def sample_ahead(logits: torch.Tensor, base: SamplingBatch, drafted: torch.Tensor) -> torch.Tensor:
+        tokens = original(logits, base, drafted).clone()
+        for row, (seed, start) in enumerate(zip(base.seeds.tolist(), base.positions.tolist(), strict=True)):
+            position, truth = start + drafted.shape[1], truths.get(seed, [])
+            if position < len(truth) and is_told(seed, position):
                 tokens[row] = truth[position]
         return tokens
 
@@ -246,7 +258,7 @@ def frozen_fields(sequence: Running) -> dict[str, Any]:
     """A copy of all that a round must leave as it was (all but the draft state)."""
     fields = {each.name: getattr(sequence, each.name) for each in dataclasses.fields(sequence)}
     copied = {name: list(value) if isinstance(value, list) else value for name, value in fields.items()}
-    del copied["draft"], copied["sampling"]
+    del copied["sampling"]
     return copied | {"position": sequence.sampling.position, "seed": sequence.sampling.seed}
 
 

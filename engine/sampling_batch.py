@@ -1,0 +1,155 @@
+"""The rows to sample in one step as columns of tensors, so that one pass samples them all and nothing waits on the host.
+
+Built from the states of requests (`SamplingBatch.of`) or read from the slots of running ones (slots.py). `ahead` makes
+the rows of draft tokens from those of their sequences: later positions, with the tokens before them counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from .sampling_state import Needs, SamplingState
+
+INTS = ("seed", "position", "num_generated", "min_tokens", "top_k")
+FLOATS = ("temperature", "log_min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+_SEED, _POSITION, _NUM_GENERATED, _MIN_TOKENS, _TOP_K = range(len(INTS))
+_TEMPERATURE, _LOG_MIN_P, _REPETITION, _FREQUENCY, _PRESENCE = range(len(FLOATS))
+_ALL_TOKENS = 2**31 - 1  # top_k that cuts nothing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingBatch:
+    """Rows as they are when it is built: append tokens to the states afterwards. What nobody needs is None."""
+
+    needs: Needs
+    ints: Tensor  # [len(INTS), num_rows] int64
+    floats: Tensor  # [len(FLOATS), num_rows] float32; temperature 0: greedy
+    top_p: Tensor  # [num_rows, 1] float64, as exact as the request says it
+    prompt_mask: Tensor | None = None  # [num_rows, vocab_size] bool: id occurs in the prompt and counts as seen
+    output_counts: Tensor | None = None  # [num_rows, vocab_size] int32: occurrences among output ids
+    bias: Tensor | None = None  # [num_rows, vocab_size] float32
+    stops: Tensor | None = None  # [num_rows, vocab_size] bool: banned until min_tokens are there
+
+    @classmethod
+    def of(cls, states: Sequence[SamplingState], device: torch.device | str = "cpu") -> Self:
+        """One row per state, in order. `device` is that of the logits."""
+        needs = Needs.any_of(state.needs for state in states)
+        rows = [columns(state) for state in states]
+        return cls(
+            needs,
+            _transposed([ints for ints, _, _ in rows], torch.int64, device),
+            _transposed([floats for _, floats, _ in rows], torch.float32, device),
+            torch.tensor([top_p for _, _, top_p in rows], dtype=torch.float64, device=device).unsqueeze(1),
+            torch.stack([state.seen_in_prompt() for state in states]) if needs.penalizes else None,
+            torch.stack([state.counted_output() for state in states]) if needs.penalizes else None,
+            torch.stack([state.dense_bias() for state in states]) if needs.biases else None,
+            torch.stack([state.dense_stops() for state in states]) if needs.bans else None,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return self.ints.shape[1]
+
+    @property
+    def seeds(self) -> Tensor:
+        """[num_rows] int64."""
+        return self.ints[_SEED]
+
+    @property
+    def positions(self) -> Tensor:
+        """[num_rows] int64, absolute position of the token to be sampled."""
+        return self.ints[_POSITION]
+
+    @property
+    def top_k(self) -> Tensor:
+        """[num_rows, 1] int64; more than there are tokens: off."""
+        return self.ints[_TOP_K].unsqueeze(1)
+
+    @property
+    def temperature(self) -> Tensor:
+        """[num_rows, 1] float32, 0 for greedy rows."""
+        return self.floats[_TEMPERATURE].unsqueeze(1)
+
+    @property
+    def log_min_p(self) -> Tensor:
+        """[num_rows, 1] float32, -inf: off."""
+        return self.floats[_LOG_MIN_P].unsqueeze(1)
+
+    @property
+    def penalties(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Repetition (1: none), frequency and presence (0: none), each [num_rows, 1] float32."""
+        repetition, frequency, presence = self.floats[_REPETITION:].unsqueeze(2).unbind()
+        return repetition, frequency, presence
+
+    @property
+    def bans_now(self) -> Tensor:
+        """[num_rows, 1] bool: the next token may not end the request."""
+        return (self.ints[_NUM_GENERATED] < self.ints[_MIN_TOKENS]).unsqueeze(1)
+
+    def ahead(self, num_ahead: Tensor, tokens: Tensor, is_before: Tensor | None = None) -> Self:
+        """Rows for positions further on, n for each row of this: [num_rows * n] rows, a row's n together.
+
+        Args:
+            num_ahead: [num_rows or 1, n] int64, how many tokens come between.
+            tokens: [num_rows, m] int64, tokens that this does not know yet.
+            is_before: [num_rows or 1, n, m] bool, which of them come before a new row and are counted by its
+                penalties; None: all.
+
+        Where all rows are plainly greedy nothing of them is ever read, and the result is this itself.
+        """
+        if self.needs.is_plain_greedy:
+            return self
+        num_rows, num_new = self.num_rows, num_ahead.shape[1]
+        ints = self.ints.unsqueeze(2).repeat(1, 1, num_new)
+        ints[_POSITION] += num_ahead
+        ints[_NUM_GENERATED] += num_ahead
+        counts = self.output_counts
+        if counts is not None:
+            weights = torch.ones(1, 1, 1, dtype=torch.bool, device=counts.device) if is_before is None else is_before
+            shape = (num_rows, num_new, tokens.shape[1])
+            weights = weights.expand(shape).to(counts.dtype)
+            counts = (
+                counts.unsqueeze(1).repeat(1, num_new, 1).scatter_add_(2, tokens.unsqueeze(1).expand(shape), weights)
+            )
+            counts = counts.flatten(0, 1)
+
+        def repeated(column: Tensor | None) -> Tensor | None:
+            return None if column is None else column.repeat_interleave(num_new, 0)
+
+        return type(self)(
+            self.needs,
+            ints.flatten(1),
+            self.floats.repeat_interleave(num_new, 1),
+            self.top_p.repeat_interleave(num_new, 0),
+            repeated(self.prompt_mask),
+            counts,
+            repeated(self.bias),
+            repeated(self.stops),
+        )
+
+
+def columns(state: SamplingState) -> tuple[list[int], list[float], float]:
+    """A row's INTS, FLOATS and top_p."""
+    params = state.params
+    return (
+        [state.seed, state.position, state.num_generated, params.min_tokens, params.top_k or _ALL_TOKENS],
+        [
+            0.0 if state.is_greedy else params.temperature,
+            math.log(params.min_p) if params.min_p > 0 else -math.inf,
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+        ],
+        params.top_p,
+    )
+
+
+def _transposed(rows: list[list[int]] | list[list[float]], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Columns lie contiguous, as kernels take them."""
+    return torch.tensor(list(zip(*rows, strict=True)), dtype=dtype, device=device)

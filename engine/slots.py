@@ -1,0 +1,154 @@
+"""What rounds know of each running sequence, on the device: a slot is a row of tensors.
+
+A round reads the rows of its sequences, and writes back what it brought. So nothing of a sequence but its pages is
+copied to the device a second time, and a round could follow another before the host has seen the first's tokens. The
+last row is padding's: sequences that a bucket has too few of read it, and it stays as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .drafters.base import Drafter, DraftState, RoundRows
+from .sampling_batch import FLOATS, INTS, SamplingBatch, columns
+from .sampling_state import Needs, SamplingState
+
+MAX_MISSED = 64  # rows that a drafter can catch up on (the ring of DESIGN.md section 5)
+_LENGTH, _LAST_TOKEN = 0, 1  # before INTS
+_POSITION, _NUM_GENERATED = 2 + INTS.index("position"), 2 + INTS.index("num_generated")
+_PADDING_LENGTH = 1
+
+
+class Slots:
+    """Owns the rows. Per-vocabulary columns exist once a request asks for what they serve."""
+
+    def __init__(self, num_slots: int, vocab_size: int, drafter: Drafter | None, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self.device = device
+        self._vocab_size = vocab_size
+        num_rows = num_slots + 1
+        self._ints = torch.zeros(2 + len(INTS), num_rows, dtype=torch.int64, device=device)
+        self._floats = torch.zeros(len(FLOATS), num_rows, device=device)
+        self._top_p = torch.ones(num_rows, 1, dtype=torch.float64, device=device)
+        self._prompt_mask: Tensor | None = None
+        self._output_counts: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._stops: Tensor | None = None
+        self._draft = DraftState() if drafter is None else drafter.allocate(num_rows)
+        extend = None if drafter is None or not drafter.has_kv else drafter.hidden.spec("extend")
+        self._missed: Tensor | None = None  # [num_rows, MAX_MISSED + 1, extend width], the last a waste bin
+        if drafter is not None and extend is not None:
+            missed = drafter.hidden.allocate("extend", num_rows * (MAX_MISSED + 1), device)
+            assert missed is not None
+            self._missed = missed.view(num_rows, MAX_MISSED + 1, extend.width)
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._reset_padding()
+
+    @property
+    def padding(self) -> int:
+        return self.num_slots
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        """A free slot; whoever takes it loads it, and gives it back."""
+        assert self._free, "more sequences run than there are slots"
+        return self._free.pop()
+
+    def give_back(self, slot: int) -> None:
+        assert slot not in self._free and 0 <= slot < self.num_slots, slot
+        self._free.append(slot)
+
+    def load(self, slot: int, length: int, last_token: int, state: SamplingState, draft: DraftState | None) -> None:
+        """A sequence of `length` tokens with KV and the one after them, `state` with both; `draft` of one row, None
+        without speculation."""
+        assert state.position == length + 1, (state.position, length)
+        ints, floats, top_p = columns(state)
+        self._ints[:, slot] = torch.tensor([length, last_token, *ints], device=self.device)
+        self._floats[:, slot] = torch.tensor(floats, device=self.device)
+        self._top_p[slot] = top_p
+        if state.penalizes and self._prompt_mask is None:
+            self._prompt_mask, self._output_counts = self._per_token(torch.bool), self._per_token(torch.int32)
+        if state.bias_ids is not None and self._bias is None:
+            self._bias = self._per_token(torch.float32)
+        if state.stop_ids is not None and self._stops is None:
+            self._stops = self._per_token(torch.bool)
+        if self._prompt_mask is not None and self._output_counts is not None:
+            self._prompt_mask[slot] = state.seen_in_prompt()
+            self._output_counts[slot] = state.counted_output()
+        if self._bias is not None:
+            self._bias[slot] = state.dense_bias()
+        if self._stops is not None:
+            self._stops[slot] = state.dense_stops()
+        if draft is not None:
+            self.load_draft(slot, draft)
+
+    def load_draft(self, slot: int, draft: DraftState) -> None:
+        """Raises ValueError for a state of another shape or dtype than the drafter's."""
+        self._draft.store(torch.tensor([slot], device=self.device), draft.to(self.device))
+
+    def draft(self, slot: int) -> DraftState:
+        """A copy of one row."""
+        return self._draft.row(slot)
+
+    def read(self, index: Tensor, block_table: Tensor, needs: Needs, proposed: Tensor | None = None) -> RoundRows:
+        """The rows `index` [num_seqs] int64, copied; what `needs` does not ask for is left out."""
+        ints = self._ints.index_select(1, index)
+        floats, top_p = self._floats, self._top_p
+        if not needs.is_plain_greedy:
+            floats, top_p = floats.index_select(1, index), top_p.index_select(0, index)
+
+        def rows(column: Tensor | None, is_needed: bool) -> Tensor | None:
+            return column.index_select(0, index) if is_needed and column is not None else None
+
+        sampling = SamplingBatch(
+            needs,
+            ints[2:],
+            floats,
+            top_p,
+            rows(self._prompt_mask, needs.penalizes),
+            rows(self._output_counts, needs.penalizes),
+            rows(self._bias, needs.biases),
+            rows(self._stops, needs.bans),
+        )
+        draft = self._draft.select(index)
+        return RoundRows(ints[_LENGTH], ints[_LAST_TOKEN], block_table, sampling, draft, proposed)
+
+    def advance(self, index: Tensor, targets: Tensor, num_accepted: Tensor, draft: DraftState | None) -> None:
+        """A round brought `targets` [num_seqs, K + 1] int64 up to column `num_accepted` [num_seqs], and the state for
+        the next one, None where nothing was drafted."""
+        ints, count = self._ints.index_select(1, index), num_accepted + 1
+        for column in (_LENGTH, _POSITION, _NUM_GENERATED):
+            ints[column] += count
+        ints[_LAST_TOKEN] = targets.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
+        self._ints.index_copy_(1, index, ints)
+        if self._output_counts is not None:
+            step = torch.arange(targets.shape[1], device=targets.device)
+            is_new = (step <= num_accepted.unsqueeze(1)).to(torch.int32)
+            self._output_counts.index_put_((index.unsqueeze(1), targets), is_new, accumulate=True)
+        if draft is not None:
+            self._draft.store(index, draft)
+        self._reset_padding()
+
+    def keep_missed(self, index: Tensor, at: Tensor, extend: Tensor) -> None:
+        """Rows [num_seqs, extend width] that a round without drafts left out, the `at`-th [num_seqs] of each
+        sequence's; from MAX_MISSED on they are lost."""
+        assert self._missed is not None
+        self._missed.index_put_((index, at.clamp(max=MAX_MISSED)), extend)
+
+    def missed(self, slot: int, num_missed: int) -> Tensor | None:
+        """[num_missed, extend width], oldest first; None where the drafter takes no such states."""
+        return None if self._missed is None else self._missed[slot, :num_missed]
+
+    def _per_token(self, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(self.num_slots + 1, self._vocab_size, dtype=dtype, device=self.device)
+
+    def _reset_padding(self) -> None:
+        """A greedy sequence of one token, whose pages are padding."""
+        self._ints[:, self.padding] = 0
+        self._ints[_LENGTH, self.padding] = _PADDING_LENGTH
+        if self._output_counts is not None:
+            self._output_counts[self.padding] = 0
