@@ -34,9 +34,7 @@ class EngineConfig(NodeConfig):
         None, "checkpoint directory of the drafter (default: one that lies in the model's directory)", metavar="DIR"
     )
     draft_steps: int | None = setting(None, "tokens drafted in a round, or depth of a tree (default: 5)")
-    draft_topk: int = setting(
-        1, "draft a tree of this many branches a node (eagle, eagle3, mtp, frozen-kv-mtp); 1: a chain"
-    )
+    draft_topk: int = setting(1, "branches a node of a draft tree (eagle, eagle3, mtp, frozen-kv-mtp); 1: a chain")
     draft_tokens: int | None = setting(
         None, "draft tokens of a tree that are verified in a round (default: twice the branches times the depth)"
     )

@@ -135,11 +135,10 @@ class Engine:
         its log-probabilities where asked for."""
         with torch.inference_mode():
             result = sample(logits, SamplingBatch.of(states, self.device))
-            nothing: list[TokenLogprobs | None] = [None] * len(states)
             ids = [i if ok else None for i, ok in zip(result.token_ids.tolist(), result.is_valid.tolist(), strict=True)]
-            return ids, result.logprobs.to_rows(
-                [state.params.num_logprobs for state in states]
-            ) if result.logprobs else nothing
+            if result.logprobs is None:
+                return ids, [None] * len(states)
+            return ids, result.logprobs.to_rows([state.params.num_logprobs for state in states])
 
     def copy_page(self, source: int, target: int) -> None:
         """All pools' KV of one page into another."""

@@ -1,4 +1,4 @@
-"""The rows to sample in one step as columns of tensors, so that one pass samples them all and nothing waits on the host.
+"""The rows to sample in one step as columns of tensors: one pass samples them all, and nothing waits on the host.
 
 Built from the states of requests (`SamplingBatch.of`) or read from the slots of running ones (slots.py). `ahead` makes
 the rows of draft tokens from those of their sequences: later positions, with the tokens before them counted.

@@ -16,7 +16,7 @@ MIN_TEMPERATURE = 1e-6  # below it a request is greedy
 
 
 class Needs(NamedTuple):
-    """Which steps of sampling a row asks for, or any row of a batch. Known on the host: what nobody asks is not done."""
+    """Which steps of sampling a row asks for, or any row of a batch. The host knows: what nobody asks is not done."""
 
     is_random: bool = False  # a temperature, so noise
     ranks: bool = False  # top-k or top-p

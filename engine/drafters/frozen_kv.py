@@ -42,7 +42,7 @@ class FrozenKvDrafter:
         hidden, logits = self._forward(rows, rows.last_tokens.unsqueeze(1), hidden)
         if not shape.is_chain:
 
-            def expand(step: int, nodes: Tensor, states: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+            def expand(_step: int, nodes: Tensor, states: Tensor, _visible: Tensor) -> tuple[Tensor, Tensor]:
                 recurrent, scores = self._forward(rows, nodes, states.flatten(0, 1))
                 return recurrent.view(*nodes.shape, -1), scores
 

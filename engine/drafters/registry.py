@@ -178,7 +178,7 @@ def _head(
     num_mtp_layers = head.num_mtp_layers
     if num_mtp_layers > 1 and not shape.is_chain:
         raise ConfigError(
-            f"{draft_dir} has {num_mtp_layers} MTP layers, which draft chains only, but draft_topk is {shape.topk}: use 1"
+            f"{draft_dir} has {num_mtp_layers} MTP layers, which draft chains only; draft_topk is {shape.topk}: use 1"
         )
     if num_mtp_layers > 1 and is_default:
         shape = DraftShape(num_mtp_layers)

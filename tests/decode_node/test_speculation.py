@@ -116,11 +116,11 @@ def record_proposals(pair: NodePair, prefix: str) -> dict[str, list[list[int]]]:
     log: dict[str, list[list[int]]] = {}
     propose = type(pair.decode.engine.drafter).propose
 
-    def recording(sequences: Any, num_steps: int) -> Any:
-        drafted = propose(pair.decode.engine.drafter, sequences, num_steps)
-        for sequence, tokens in zip(sequences, drafted.tolist(), strict=True):
-            log.setdefault(sequence.unit.rid.removeprefix(prefix), []).append(tokens)
-        return drafted
+    def recording(rows: Any, shape: Any) -> Any:
+        drafts = propose(pair.decode.engine.drafter, rows, shape)
+        [sequence] = pair.decode.scheduler.running
+        log.setdefault(sequence.unit.rid.removeprefix(prefix), []).append(drafts.tokens[0].tolist())
+        return drafts
 
     pair.decode.engine.drafter.propose = recording
     return log
