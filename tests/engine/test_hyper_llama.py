@@ -16,7 +16,7 @@ from baton.deploy.demo.drafters_files import describe, load, load_target, save
 from baton.deploy.demo.drafters_layers import LayerSizes
 from baton.deploy.demo.drafters_models import HyperEagle, Target, TargetRows
 from baton.engine.batch import BatchRow, ForwardBatch
-from baton.engine.drafters.base import DraftState, PromptChunk, PromptTail
+from baton.engine.drafters.base import PromptChunk, PromptTail, RoundRows
 from baton.engine.drafters.shifted import ShiftedDrafter
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.frozen_kv import read_frozen_kv
@@ -24,7 +24,9 @@ from baton.engine.models.heads import load_head, read_head
 from baton.engine.models.hyper_llama import HyperLlamaModel
 from baton.engine.models.llama import LlamaModel
 from baton.engine.models.registry import load_model
+from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
+from baton.engine.trees import DraftShape
 from baton.metadata.errors import ConfigError, ModelError
 from baton.metadata.hidden_layout import HiddenLayout
 from baton.metadata.request import SamplingParams
@@ -177,22 +179,15 @@ def test_the_drafter_equals_the_plain_head(target_dir: Path, head_dir: Path, chu
         drafter.observe_prompt([chunk], states[chunk.start : chunk.stop])
     sampling = SamplingState(SamplingParams(max_tokens=9, temperature=0.0), ids, vocab_size=VOCAB_SIZE, device="cpu")
     sampling.append(bonus)
-    (state,) = drafter.finish_prompt([PromptTail(ids, bonus, run.pages, sampling)], states[-1:])
-    drafted = drafter.propose([Drafting([*ids, bonus], 40, run.pages, sampling, state)], num_steps)
+    batch = SamplingBatch.of([sampling])
+    state = drafter.finish_prompt([PromptTail(ids, bonus, run.pages)], states[-1:], batch)
+    rows = RoundRows(torch.tensor([40]), torch.tensor([bonus]), torch.tensor([run.pages]), batch, state)
+    drafted = drafter.propose(rows, drafter.shape)
 
     expected_state, expected = plain_drafts(target_dir, head_dir, ids, bonus, num_steps)
-    assert state.hidden is not None and state.hidden.shape == (STREAMS * SIZE,)
-    close(state.hidden, expected_state)
-    assert drafted.tolist() == [expected]
-
-
-@dataclasses.dataclass
-class Drafting:
-    token_ids: list[int]
-    num_computed: int
-    pages: list[int]
-    sampling: SamplingState
-    draft: DraftState | None
+    assert state.hidden is not None and state.hidden.shape == (1, STREAMS * SIZE)
+    close(state.hidden[0], expected_state)
+    assert drafted.parents is None and drafted.tokens.tolist() == [expected]
 
 
 @torch.inference_mode()
@@ -222,7 +217,7 @@ def make_drafter(run: Run, head_dir: Path, num_steps: int) -> ShiftedDrafter:
         draft_hidden_size=SIZE,
         draft_hc_mult=file.config.hc_mult,
     )
-    return ShiftedDrafter("eagle", load_head(file, run.model), pool(file.config), hidden, num_steps)
+    return ShiftedDrafter("eagle", load_head(file, run.model), pool(file.config), hidden, DraftShape(num_steps))
 
 
 def test_heads_for_other_streams_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from baton.engine.drafters.base import Drafter, DraftState, PromptChunk, PromptT
 from baton.engine.engine import Engine
 from baton.engine.pages import Owner
 from baton.engine.round import Accepted, Rounds
-from baton.engine.sampling_batch import SamplingBatch
+from baton.engine.sampling_batch import INTS, SamplingBatch
 from baton.engine.sampling_state import SamplingState
 from baton.metadata.request import SamplingParams
 
@@ -211,7 +211,8 @@ class _Spy:
         if hasattr(result, "recurrent"):
             recurrent = result.recurrent
             self._log.logits.append(result.logits)
-        self._log.append(Spied(tokens, positions, batch.seq_lens, options.get("is_extend"), recurrent.clone()))
+        lens = tuple(batch.seq_lens.tolist())
+        self._log.append(Spied(tokens, positions, lens, options.get("is_extend"), recurrent.clone()))
         return result
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
@@ -252,6 +253,21 @@ def coach(monkeypatch: Any, truths: dict[int, list[int]], is_told: Callable[[int
 
     for module in _MODULES:
         monkeypatch.setattr(module, "sample_ahead", sample_ahead)
+    _know_positions(monkeypatch)
+
+
+def _know_positions(monkeypatch: Any) -> None:
+    """Where all rows are plainly greedy nobody reads positions, and `ahead` leaves them as they are: advance them."""
+    original, position = SamplingBatch.ahead, INTS.index("position")
+
+    def ahead(self: SamplingBatch, num_ahead: torch.Tensor, *rest: Any) -> SamplingBatch:
+        if not self.needs.is_plain_greedy:
+            return original(self, num_ahead, *rest)
+        ints = self.ints.unsqueeze(2).repeat(1, 1, num_ahead.shape[1])
+        ints[position] += num_ahead
+        return dataclasses.replace(self, ints=ints.flatten(1))
+
+    monkeypatch.setattr(SamplingBatch, "ahead", ahead)
 
 
 def frozen_fields(sequence: Running) -> dict[str, Any]:
