@@ -29,6 +29,13 @@ def run(config: DecodeConfig) -> int:
     )
 
     def make_node(membership: Membership) -> DecodeNode:
-        return DecodeNode(engine, membership, handoff, config.max_running, config.chunk_tokens)
+        return DecodeNode(
+            engine,
+            membership,
+            handoff,
+            config.max_running,
+            config.chunk_tokens,
+            is_adaptive=config.draft_adaptive,
+        )
 
     return serve(config, name, "decode", engine, keys, epoch, "", make_node)

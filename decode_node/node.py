@@ -15,15 +15,19 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 
 import msgspec
 import zmq
 
+from ..engine.adaptive import StepChooser
 from ..engine.draft_row import get_draft
 from ..engine.engine import NO_NUMBERS, Engine
 from ..engine.round import Accepted, Rounds
 from ..engine.sampling_state import SamplingState
+from ..engine.step_times import StepTimes
 from ..engine.stopping import ended
+from ..engine.trees import DraftShape
 from ..metadata.buffers import MetadataBuffers, Sampled
 from ..metadata.errors import ProtocolError
 from ..metadata.handoff_client import Arrived, HandoffClient, Revoked, TransferFailed
@@ -39,22 +43,38 @@ from .sequence import Sequence
 logger = logging.getLogger(__name__)
 
 STEP_LIMIT_S = 60.0  # of one round; a longer one means that the node is stuck
+_MAX_MEASURED = 64  # sequences of a round that is timed at the start
 
 
 class DecodeNode:
     """One thread runs `step` for ever; everything here belongs to it."""
 
-    def __init__(self, engine: Engine, membership: Membership, handoff: HandoffClient, max_running: int, chunk: int):
+    def __init__(
+        self,
+        engine: Engine,
+        membership: Membership,
+        handoff: HandoffClient,
+        max_running: int,
+        chunk: int,
+        *,
+        is_adaptive: bool = False,
+    ):
+        """`is_adaptive`: draft what pays, by times measured now and while it runs; else always all steps."""
         self.engine = engine
         self.membership = membership
         self.handoff = handoff
         self.rounds = Rounds(engine, max_running)
+        self.chooser: StepChooser | None = None
+        if is_adaptive and self.rounds.shape.num_steps:
+            times = StepTimes.measure(self.rounds.measure, min(max_running, _MAX_MEASURED), self.rounds.shape.choices)
+            self.chooser = StepChooser(self.rounds.shape, times, max_running)
         self.scheduler = DecodeScheduler(
             engine.cache,
             max_running,
             chunk,
             shape=self.rounds.shape,
             context_len=engine.context_len,
+            choose=None if self.chooser is None else self._choose,
             on_finish=self.rounds.release,
         )
         self.outbox = Outbox()
@@ -251,6 +271,8 @@ class DecodeNode:
         drafter = self.engine.drafter
         draft = None if drafter is None else get_draft(self._row_buffer, drafter, sequence.token_ids)
         self.rounds.admit(sequence, sequence.num_computed, draft)
+        if self.chooser is not None and sequence.slot is not None:
+            self.chooser.admit(sequence.slot)
         self._num_moved_pages += event.num_pages
         self._num_moved_bytes += event.num_bytes
         self._transfer_seconds += event.transfer_s
@@ -276,10 +298,20 @@ class DecodeNode:
             for sequence, row in zip(plan.sequences, plan.rows, strict=True):
                 sequence.num_computed += len(row.input_ids)
                 self._num_recomputed += len(row.input_ids)
+        started = time.monotonic()
         results = self.rounds.run(plan.decoding, plan.shape, plan.limits)
+        if self.chooser is not None and results:
+            num_accepted = [each.num_accepted for each in results]
+            limits = [each.num_drafted for each in results]
+            seconds = time.monotonic() - started
+            self.chooser.observe(_slots(plan.decoding), plan.shape.num_steps, limits, num_accepted, seconds)
         for sequence, accepted in zip(plan.decoding, results, strict=True):
             self._accept(sequence, accepted)
         self._send(plan.decoding)
+
+    def _choose(self, sequences: list[Sequence], usable: list[int]) -> DraftShape:
+        assert self.chooser is not None
+        return self.rounds.shape.with_steps(self.chooser.choose(_slots(sequences), usable))
 
     def _accept(self, sequence: Sequence, accepted: Accepted) -> None:
         """Append what a round brought, up to the token that ends the sequence."""
@@ -323,3 +355,8 @@ class DecodeNode:
         if has_released and not self.scheduler.preempted:
             self._refused_at = None
             self.membership.send(Room(load=self.load()))
+
+
+def _slots(sequences: list[Sequence]) -> list[int]:
+    """All of them were admitted."""
+    return [sequence.slot for sequence in sequences if sequence.slot is not None]

@@ -35,6 +35,9 @@ class EngineConfig(NodeConfig):
     )
     draft_steps: int | None = setting(None, "tokens drafted in a round, or depth of a tree (default: 5)")
     draft_topk: int = setting(1, "branches a node of a draft tree (eagle, eagle3, mtp, frozen-kv-mtp); 1: a chain")
+    draft_adaptive: bool = setting(
+        True, "draft no more steps in a round than pay, by live acceptance and measured times; off: always draft_steps"
+    )
     draft_tokens: int | None = setting(
         None, "draft tokens of a tree that are verified in a round (default: twice the branches times the depth)"
     )

@@ -10,6 +10,7 @@ before its result is. Above the largest bucket the same function runs over tenso
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -242,6 +243,16 @@ class Rounds:
                 sequence.num_missed += 1 + each.num_accepted
         return accepted
 
+    def measure(self, num_seqs: int, num_steps: int) -> float:
+        """Seconds of a round of `num_seqs` padding rows."""
+        with torch.inference_mode():
+            inputs = self._fill([], [], self.shape, num_seqs)
+            shape = self.shape.with_steps(num_steps)
+            started = time.monotonic()
+            result = run_round(self.engine, self.drafter, self.slots, inputs, shape, Needs())
+            result.num_accepted.tolist()
+            return time.monotonic() - started
+
     def recompute(self, sequences: Sequence[Running], rows: Sequence[BatchRow], hidden: Tensor | None) -> None:
         """After a preemption: tokens of `sequences` were computed again, as `rows` say, with these extend states
         [num_tokens, width]. Only KV is made anew: the slot has kept the state, which is of the same tokens, and draft
@@ -258,10 +269,13 @@ class Rounds:
     def _allocate(self, num_seqs: int) -> RoundInputs:
         return RoundInputs.allocate(num_seqs, self._num_columns, max(1, self.shape.num_steps), "cpu")
 
-    def _fill(self, sequences: Sequence[Running], limits: Sequence[int], shape: DraftShape) -> RoundInputs:
-        """The smallest bucket that holds the batch, or inputs of its own size, filled."""
+    def _fill(
+        self, sequences: Sequence[Running], limits: Sequence[int], shape: DraftShape, at_least: int = 0
+    ) -> RoundInputs:
+        """The smallest bucket that holds the batch, or inputs of its own size, filled; all beyond it is padding."""
         num_seqs = len(sequences)
-        size = next((size for size in self._buckets if size >= num_seqs), num_seqs)
+        size = max(num_seqs, at_least)
+        size = next((each for each in self._buckets if each >= size), size)
         inputs = self._buckets.get(size) or self._allocate(size)
         slots, columns, missed, table = (each.numpy() for each in inputs[:4])
         slots[:num_seqs] = [_slot(sequence) for sequence in sequences]
@@ -272,7 +286,7 @@ class Rounds:
             table[row, :num_pages] = sequence.pages
             table[row, num_pages:] = 0
         slots[num_seqs:], columns[num_seqs:], missed[num_seqs:], table[num_seqs:] = self.slots.padding, 0, 0, 0
-        if isinstance(self.drafter, NgramDrafter) and shape.num_steps:
+        if isinstance(self.drafter, NgramDrafter) and shape.num_steps and sequences:
             found = [self.drafter.lookup(sequence.token_ids, shape.num_steps) for sequence in sequences]
             inputs.proposed[:num_seqs, : shape.num_steps] = torch.tensor(found, dtype=torch.int64)
         return RoundInputs(*(each.to(self.engine.device) for each in inputs))

@@ -9,7 +9,7 @@ the target will draw with, not on average.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,11 +45,16 @@ class DraftShape(NamedTuple):
         """Slots beyond the last one with KV that a round writes, in any pool (DESIGN.md section 5)."""
         return 1 + max(self.num_drafts, self.num_steps, self.topk * self.num_steps)
 
+    @property
+    def choices(self) -> Sequence[int]:
+        """Steps that a round may have: a tree is drafted whole or not at all."""
+        return range(self.num_steps + 1) if self.is_chain else (0, self.num_steps)
+
     def with_steps(self, num_steps: int) -> DraftShape:
-        """A chain of another length; a tree is drafted whole or not at all."""
+        """The same with one of `choices`."""
+        assert num_steps in self.choices, (num_steps, self)
         if self.is_chain or num_steps == self.num_steps:
             return self._replace(num_steps=num_steps)
-        assert num_steps == 0, (num_steps, self)
         return DraftShape(0)
 
 

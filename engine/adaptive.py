@@ -1,0 +1,102 @@
+"""How much to draft in the next round: what the drafter lately got right, against what rounds take.
+
+A round of K steps brings a sequence of acceptance a (of a draft whose predecessors were right) 1 + a + .. + a^K tokens,
+and takes what the table of times says for its batch. The K with the most tokens a second wins, 0 included, and keeps
+its place until another is clearly better.
+
+While nothing is drafted nothing is learnt, so a hundredth of the time is spent on trying again: every round without
+drafts adds to a credit, and a round with one is run when the credit pays for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .step_times import StepTimes
+from .trees import DraftShape
+
+FIRST_GUESS = 0.7  # acceptance before anything is known
+_CLEARLY_BETTER = 1.04
+_EXPLORED_SHARE = 0.01
+_OWN_DECAY, _ALL_DECAY = 0.9, 0.98  # of what was seen, a round
+_ALL_WEIGHT = 2.0  # tries that the average of all sequences counts for in one sequence's estimate
+
+
+class _Rate:
+    """Right tries among all, older ones counting less and less."""
+
+    __slots__ = ("num_right", "num_tries")
+
+    def __init__(self, rate: float = 0.0, weight: float = 0.0) -> None:
+        self.num_right, self.num_tries = rate * weight, weight
+
+    def add(self, num_right: int, num_tries: int, decay: float) -> None:
+        self.num_right = self.num_right * decay + num_right
+        self.num_tries = self.num_tries * decay + num_tries
+
+
+class StepChooser:
+    """Chooses the steps of each round. Sequences are told apart by their slots."""
+
+    def __init__(self, shape: DraftShape, times: StepTimes, num_slots: int) -> None:
+        """`shape` is the most that a round drafts."""
+        self.times = times
+        self.shape = shape
+        self.num_steps = shape.num_steps  # of the last round
+        self._all = _Rate(FIRST_GUESS, 1.0)
+        self._own = [_Rate() for _ in range(num_slots)]
+        self._credit_s = 0.0
+
+    def admit(self, slot: int) -> None:
+        """Another sequence has the slot now."""
+        self._own[slot] = _Rate()
+
+    def choose(self, slots: Sequence[int], usable: Sequence[int]) -> int:
+        """Steps of a round of these sequences, each of which could use `usable` drafts."""
+        num_seqs, most = len(slots), max(usable)
+        rates = [self.acceptance(slot) for slot in slots]
+        choices = [steps for steps in self.shape.choices if steps <= most or (most and not self.shape.is_chain)] or [0]
+        speeds = {
+            steps: sum(map(_expected, rates, (min(steps, each) for each in usable)))
+            / self.times.seconds(num_seqs, steps)
+            for steps in choices
+        }
+        best = max(speeds, key=lambda steps: (speeds[steps], -steps))
+        last = min(choices, key=lambda steps: abs(steps - self.num_steps))
+        self.num_steps = best if speeds[best] > _CLEARLY_BETTER * speeds[last] else last
+        return self._explore(num_seqs, choices) if self.num_steps == 0 else self.num_steps
+
+    def observe(
+        self, slots: Sequence[int], num_steps: int, limits: Sequence[int], num_accepted: Sequence[int], seconds: float
+    ) -> None:
+        """A round of `num_steps` was run: by sequence, how many drafts it would have taken and how many it took."""
+        self.times.observe(len(slots), num_steps, seconds)
+        for slot, limit, accepted in zip(slots, limits, num_accepted, strict=True):
+            if limit:
+                num_tries = min(accepted + 1, limit)
+                self._own[slot].add(accepted, num_tries, _OWN_DECAY)
+                self._all.add(accepted, num_tries, _ALL_DECAY)
+
+    def acceptance(self, slot: int) -> float:
+        """Estimate for a draft whose predecessors were right."""
+        own, average = self._own[slot], self._all.num_right / self._all.num_tries
+        return (own.num_right + _ALL_WEIGHT * average) / (own.num_tries + _ALL_WEIGHT)
+
+    def _explore(self, num_seqs: int, choices: Sequence[int]) -> int:
+        """0, or a step once it is paid for: a round of it, and one to catch up, that might bring nothing."""
+        plain_s = self.times.seconds(num_seqs, 0)
+        self._credit_s += _EXPLORED_SHARE * plain_s
+        tried = choices[min(1, len(choices) - 1)]
+        if self._credit_s < self.times.seconds(num_seqs, tried) + plain_s:
+            return 0
+        self._credit_s = 0.0
+        return tried
+
+
+def _expected(rate: float, num_drafts: int) -> float:
+    """Tokens of a round: 1 + rate + .. + rate ** num_drafts."""
+    total = power = 1.0
+    for _ in range(num_drafts):
+        power *= rate
+        total += power
+    return total
