@@ -15,10 +15,12 @@ from heads import ALGORITHM, HYPER, KINDS, LAYERED, write_head
 from node_pair import NodePair, params
 
 from baton.decode_node.config import DecodeConfig
-from baton.engine.drafters.base import PromptChunk
+from baton.engine.drafters.base import Drafter, DraftState, PromptChunk
 from baton.engine.engine import Engine
 from baton.engine.round import Rounds
+from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.startup import load_engine
+from baton.engine.trees import DraftShape
 from baton.metadata.buffers import MetadataBuffers
 from baton.metadata.handoff_client import Arrived
 from baton.metadata.hidden_layout import HiddenLayout, HiddenSpec
@@ -151,23 +153,33 @@ def test_the_dtype_of_the_wrong_side_is_caught(monkeypatch: pytest.MonkeyPatch) 
 # --- zero rows ----------------------------------------------------------------------------------------------------
 
 
-def check_idle(engine: Engine) -> None:
+def check_idle(rounds: Rounds) -> None:
     """Idle inputs, then live ones, then idle ones: zero rows bring nothing, and leave nothing behind."""
-    drafter, layout = engine.drafter, engine.speculation.hidden
+    engine, drafter = rounds.engine, rounds.drafter
     assert drafter is not None
-    rounds = Rounds(engine, drafter)
+    layout = engine.speculation.hidden
     pools = [kv.clone() for kv in engine._kvs]
-    assert rounds.run([], 0) == rounds.run([], 3) == []
-    assert drafter.finish_prompt([], layout.allocate("extend", 0)) == []
+    nobody = SamplingBatch.of([])
+    assert rounds.run([], DraftShape(0), []) == rounds.run([], rounds.shape, []) == []
+    check_empty(drafter, drafter.finish_prompt([], layout.allocate("extend", 0), nobody))
     drafter.observe_prompt([PromptChunk([5, 6, 7], 2, 3, [1])], layout.allocate("extend", 1))  # no next token yet
-    assert drafter.finish_prompt([], layout.allocate("extend", 0)) == []
+    check_empty(drafter, drafter.finish_prompt([], layout.allocate("extend", 0), nobody))
     assert rounds.stats.num_verified == 0
     for before, after in list(zip(pools, engine._kvs, strict=True))[: 2 if drafter.is_shifted else 1]:
         assert torch.equal(before, after)  # STANDALONE alone has a row of its own for a prompt's last token
 
 
+def check_empty(drafter: Drafter, state: DraftState) -> None:
+    """Zero rows of the very fields, widths and dtypes that live rows have."""
+    live = dict(drafter.allocate(2).present())
+    assert {name: (0, *value.shape[1:]) for name, value in live.items()} == {
+        name: tuple(value.shape) for name, value in state.present()
+    }
+    assert all(value.dtype == live[name].dtype for name, value in state.present())
+
+
 @pytest.fixture(params=["standalone", "ngram", *KINDS, *LAYERED, HYPER])
-def idle_engine(request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path: Path) -> Engine:
+def idle(request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path: Path) -> Rounds:
     model = checkpoint("hyper_llama" if request.param == HYPER else "llama")
     if request.param == "ngram":
         drafting: dict[str, Any] = {"speculative": "ngram"}
@@ -175,25 +187,25 @@ def idle_engine(request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path
         drafting = {"speculative": "standalone", "draft_model": str(model)}
     else:
         drafting = settings(request.param, model, tmp_path)
-    return Engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting))
+    return Rounds(Engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting)), 2)
 
 
-def test_idle_inputs(idle_engine: Engine) -> None:
-    check_idle(idle_engine)
+def test_idle_inputs(idle: Rounds) -> None:
+    check_idle(idle)
 
 
-def test_idle_inputs_of_the_wrong_width_are_caught(idle_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_inputs_of_the_wrong_width_are_caught(idle: Rounds, monkeypatch: pytest.MonkeyPatch) -> None:
     """The defect: an idle input made of the model's hidden size, whatever the live ones have."""
 
     def allocate(layout: HiddenLayout, phase: Any, num_rows: int, device: Any = "cpu") -> torch.Tensor | None:
         return None if layout.spec(phase) is None else torch.zeros(num_rows, 16)
 
     monkeypatch.setattr(HiddenLayout, "allocate", allocate)
-    if idle_engine.speculation.hidden.spec("extend") is None:
-        check_idle(idle_engine)  # nothing to be wide
+    if idle.engine.speculation.hidden.spec("extend") is None:
+        check_idle(idle)  # nothing to be wide
     else:
         with pytest.raises(ValueError, match=r"extend state of .*not .*16"):
-            check_idle(idle_engine)
+            check_idle(idle)
 
 
 # --- batches that empty and fill ----------------------------------------------------------------------------------
@@ -256,16 +268,20 @@ def check_filter_and_join(pair: NodePair) -> None:
 def record_rounds(pair: NodePair) -> list[dict[str, list[int]]]:
     """What each round proposes, by request."""
     rounds: list[dict[str, list[int]]] = []
-    drafter = pair.decode.engine.drafter
-    propose = drafter.propose
+    drafter, of_node = pair.decode.engine.drafter, pair.decode.rounds
+    propose, run = drafter.propose, of_node.run
 
-    def recording(sequences: Any, num_steps: int) -> Any:
-        drafted = propose(sequences, num_steps)
-        rids = [sequence.unit.rid for sequence in sequences]
-        rounds.append(dict(zip(rids, drafted.tolist(), strict=True)))
-        return drafted
+    def running(sequences: Any, *rest: Any) -> Any:
+        rounds.append({sequence.unit.rid: [] for sequence in sequences})
+        return run(sequences, *rest)
 
-    drafter.propose = recording
+    def recording(rows: Any, shape: Any) -> Any:
+        drafts = propose(rows, shape)
+        for rid, tokens in zip(rounds[-1], drafts.tokens.tolist(), strict=True):
+            rounds[-1][rid] = tokens
+        return drafts
+
+    drafter.propose, of_node.run = recording, running
     return rounds
 
 
@@ -286,11 +302,9 @@ def test_states_of_the_batch_before_are_caught(joining_pair: NodePair, monkeypat
     drafter = joining_pair.decode.engine.drafter
     observe = type(drafter).observe
 
-    def at_old_places(self: Any, sequences: Any, *rest: Any) -> None:
-        observe(self, sequences, *rest)
-        states = [sequence.draft for sequence in sequences]
-        for sequence, state in zip(sequences, [*states[-1:], *states[:-1]], strict=True):
-            sequence.draft = state
+    def at_old_places(self: Any, *rest: Any) -> DraftState:
+        state = observe(self, *rest)
+        return state.select(torch.arange(len(state)).roll(1))
 
     monkeypatch.setattr(type(drafter), "observe", at_old_places)
     with pytest.raises(AssertionError, match="join"):

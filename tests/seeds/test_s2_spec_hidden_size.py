@@ -7,6 +7,7 @@ right text: only drafts get worse. So a canary travels in the last column of the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from node_pair import NodePair, params
 from baton.decode_node.config import DecodeConfig
 from baton.engine.batch import BatchRow, ForwardBatch
 from baton.engine.draft_row import get_draft, set_draft
-from baton.engine.drafters.base import DraftState
+from baton.engine.drafters.base import Drafter, DraftState
 from baton.engine.drafters.registry import read_speculation
+from baton.engine.drafters.shifted import ShiftedDrafter
 from baton.engine.model_config import ModelConfig
 from baton.engine.startup import load_engine
 from baton.metadata import hidden_layout
@@ -85,24 +87,24 @@ def test_every_place_is_as_wide_as_all_streams(
 # --- through the handoff ------------------------------------------------------------------------------------------
 
 
-def check_canaries(monkeypatch: pytest.MonkeyPatch, pair: NodePair, width: int, mangle: Any = None) -> None:
+def check_canaries(
+    monkeypatch: pytest.MonkeyPatch, pair: NodePair, width: int, write: Any = set_draft, read_back: Any = get_draft
+) -> None:
     """Prefill writes one canary a row into the last column; decode reads back all rows, whole, canaries included."""
     sent: dict[float, torch.Tensor] = {}
     got: dict[float, torch.Tensor] = {}
 
     def mark(row: MetadataBuffers, draft: DraftState) -> None:
         assert draft.hidden is not None
-        draft.hidden = draft.hidden.clone()
-        draft.hidden[-1] = 1000.0 + len(sent)
-        sent[1000.0 + len(sent)] = draft.hidden
-        (mangle or set_draft)(row, draft)
+        marked = replace(draft, hidden=draft.hidden.clone())
+        marked.hidden[0, -1] = 1000.0 + len(sent)
+        sent[1000.0 + len(sent)] = marked.hidden[0]
+        write(row, marked)
 
-    def read(row: MetadataBuffers, layout: HiddenLayout) -> DraftState:
-        draft = get_draft(row, layout)
+    def read(row: MetadataBuffers, drafter: Drafter, token_ids: list[int]) -> DraftState:
+        draft = read_back(row, drafter, token_ids)
         assert draft.hidden is not None
-        if draft.hidden.shape[0] < width:  # only where a defect was put back
-            draft.hidden = torch.cat([draft.hidden, torch.zeros(width - draft.hidden.shape[0])])
-        got[float(draft.hidden[-1])] = draft.hidden
+        got[float(draft.hidden[0, -1])] = draft.hidden[0]
         return draft
 
     monkeypatch.setattr("baton.prefill_node.node.set_draft", mark)
@@ -151,13 +153,25 @@ def test_a_row_that_is_cut_in_silence_is_caught_by_the_canary(
 
     def cut(row: MetadataBuffers, draft: DraftState) -> None:
         assert draft.hidden is not None
-        set_draft(row, DraftState(draft.tokens, draft.hidden[: row.get("recurrent_hidden").shape[0]]))
+        set_draft(row, replace(draft, hidden=draft.hidden[:, :SIZE]))
 
+    def fill(row: MetadataBuffers, drafter: Drafter, token_ids: list[int]) -> DraftState:
+        draft = whole(drafter, 1)
+        assert draft.hidden is not None and draft.tokens is not None
+        draft.hidden[0, :SIZE] = row.get("recurrent_hidden")
+        draft.tokens[0] = row.get("topk_index")
+        return draft
+
+    def whole(self: Any, num_rows: int) -> DraftState:
+        return replace(allocate(self, num_rows), hidden=torch.zeros(num_rows, 4 * SIZE))
+
+    allocate = ShiftedDrafter.allocate
+    monkeypatch.setattr(ShiftedDrafter, "allocate", whole)  # rounds themselves are right
     monkeypatch.setattr(HiddenLayout, "_recurrent", one_stream)
     monkeypatch.setattr(HiddenLayout, "check", lambda *_: None)
     pair = make_pair(*target_and_head(checkpoint, 4, tmp_path))
     with pytest.raises(AssertionError, match="a canary is missing"):
-        check_canaries(monkeypatch, pair, SIZE * 4, cut)
+        check_canaries(monkeypatch, pair, SIZE * 4, cut, fill)
 
 
 @pytest.mark.parametrize("place", ["extend", "everywhere"])

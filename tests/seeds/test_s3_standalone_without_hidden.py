@@ -17,8 +17,10 @@ from drafters import perturbed, settings
 from node_pair import NodePair, params
 from solo import Solo, caught
 
-from baton.engine.drafters import sampling, standalone
+from baton.engine import trees
+from baton.engine.drafters import standalone
 from baton.engine.engine import Engine
+from baton.engine.slots import Slots
 from baton.metadata.buffers import MetadataBuffers
 from baton.metadata.hidden_layout import HiddenLayout, HiddenSpec
 from baton.metadata.node_info import HandoffSchema, PoolLayout
@@ -105,13 +107,20 @@ def test_no_state_in_layout_rounds_or_row(model: Path, tmp_path: Path, make_pair
     sequence = solo.start(PROMPT, params(30))
     for num_steps in (3, 0, 2):
         solo.round([sequence], num_steps)
-        assert sequence.draft is not None and sequence.draft.hidden is None and sequence.draft.tokens is None
+        assert solo.draft(sequence).present() == []
+    check_no_tensors(solo.rounds.slots)
     pair = make_pair(model, **drafter)
     pair.submit("r", PROMPT, params(60))
     pair.step_until(lambda: pair.decode.scheduler.running)
     [running] = pair.decode.scheduler.running
-    assert running.draft is not None and running.draft.hidden is None and running.draft.tokens is None
+    assert pair.decode.rounds.slots.draft(running.slot).present() == []
+    check_no_tensors(pair.decode.rounds.slots)
     pair.run()
+
+
+def check_no_tensors(slots: Slots) -> None:
+    """No row of any slot holds a state, also none of rounds that left the draft out."""
+    assert slots._draft.present() == [] and slots._missed is None and slots.missed(0, 1) is None
 
 
 # --- none that matters ---
@@ -163,7 +172,7 @@ def test_spoilt_hidden_states_change_nothing(model: Path, tmp_path: Path) -> Non
 def test_a_draft_that_reads_them_is_caught(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The defect: the target's state is kept for the draft and mixed into what it sees next."""
     kept: list[torch.Tensor] = []
-    states, sample_ahead = Engine.states, sampling.sample_ahead
+    states, sample_ahead = Engine.states, trees.sample_ahead
 
     def keeping(self: Engine, batch: Any) -> Any:
         result = states(self, batch)
@@ -201,5 +210,5 @@ def test_through_the_handoff_with_caches_under_pressure(model: Path, tmp_path: P
         key: result.ids for key, result in plain.results.items()
     }
     assert tight.decode.stats().preemptions > 0
-    stats = tight.decode.rounds.stats  # type: ignore[union-attr]
+    stats = tight.decode.rounds.stats
     assert 0.2 < stats.num_accepted / stats.num_drafted < 0.95, stats
