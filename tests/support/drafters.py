@@ -55,16 +55,18 @@ def perturbed(model: Path, directory: Path, size: float) -> Path:
 # --- drafters that are always right ---
 
 
-def make_bigram(model: Path, directory: Path) -> Path:
+def make_bigram(model: Path, directory: Path, context: float = 0.0) -> Path:
     """A copy of `model` whose next token depends on the last alone: every branch adds nothing, rows of the embedding
-    have unit RMS. Then a head that returns the embedding of its token is the target."""
+    have unit RMS. Then a head that returns the embedding of its token is the target. `context` is the share of every
+    branch that is left, for a target that such a head is right about often."""
     shutil.copytree(model, directory)
     path = directory / "model.safetensors"
     tensors = load_file(path)
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor.zero_()
+            tensor *= context
     embedding = tensors["model.embed_tokens.weight"]
+    embedding[0] = embedding[1].flip(0)  # transformers leaves the padding token's at zero
     embedding /= embedding.square().mean(1, keepdim=True).sqrt()
     save_file(tensors, path, {"format": "pt"})
     return directory
