@@ -34,6 +34,10 @@ class Sequence:
     ended: Ended | None = None
 
     @property
+    def salt(self) -> str:
+        return self.request.salt
+
+    @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.prompt_len
 

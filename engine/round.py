@@ -96,6 +96,11 @@ class Running(Protocol):
     sampling: SamplingState  # its history is the slot's
     num_missed: int  # rows since the drafter last saw one; beyond MAX_MISSED it never will again
 
+    @property
+    def salt(self) -> str:
+        """Requests of one salt may learn from each other."""
+        ...
+
 
 def run_round(
     engine: Engine, drafter: Drafter | None, slots: Slots, inputs: RoundInputs, shape: DraftShape, needs: Needs
@@ -218,6 +223,8 @@ class Rounds:
     def release(self, sequence: Running) -> None:
         """The sequence is over, if it ever ran."""
         if sequence.slot is not None:
+            if isinstance(self.drafter, NgramDrafter):
+                self.drafter.forget(sequence.slot, sequence.token_ids, sequence.salt)
             self.slots.give_back(sequence.slot)
             sequence.slot = None
 
@@ -287,7 +294,10 @@ class Rounds:
             table[row, num_pages:] = 0
         slots[num_seqs:], columns[num_seqs:], missed[num_seqs:], table[num_seqs:] = self.slots.padding, 0, 0, 0
         if isinstance(self.drafter, NgramDrafter) and shape.num_steps and sequences:
-            found = [self.drafter.lookup(sequence.token_ids, shape.num_steps) for sequence in sequences]
+            found = [
+                self.drafter.lookup(_slot(sequence), sequence.token_ids, sequence.salt, shape.num_steps)
+                for sequence in sequences
+            ]
             inputs.proposed[:num_seqs, : shape.num_steps] = torch.tensor(found, dtype=torch.int64)
         return RoundInputs(*(each.to(self.engine.device) for each in inputs))
 

@@ -1,12 +1,12 @@
-"""NGRAM: prompt lookup (Saxena 2023). What followed the latest earlier occurrence of the last tokens is proposed.
+"""NGRAM: prompt lookup (Saxena 2023). What followed the last tokens where they stood before is proposed: in the
+request's own text, else in finished requests of the same salt, which share one structure (suffixes.py).
 
-No model and no state: proposals are a function of the sequence's tokens, so nothing crosses a handoff. It needs the
+No model and no state on the device: proposals are a function of tokens, so nothing crosses a handoff. It needs the
 tokens on the CPU before a round, which is the declared path without overlap.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -15,13 +15,15 @@ from ...metadata.hidden_layout import HiddenLayout
 from ..sampling_batch import SamplingBatch
 from ..trees import Drafts, DraftShape
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
+from .suffixes import MIN_MATCH, OwnSuffixes, SharedSuffixes
 
 MAX_NGRAM = 4
 MIN_NGRAM = 1
+SHARED_TOKENS = 1 << 18  # of finished requests, some 65 bytes each
 
 
 class NgramDrafter:
-    """Owns nothing."""
+    """Owns the texts that it looks in: those of running sequences, by slot, and of finished ones."""
 
     name = "ngram"
     is_shifted = False
@@ -30,6 +32,8 @@ class NgramDrafter:
     def __init__(self, hidden: HiddenLayout, shape: DraftShape) -> None:
         self.shape = shape
         self.hidden = hidden
+        self._own: dict[int, OwnSuffixes] = {}
+        self._shared = SharedSuffixes(SHARED_TOKENS)
 
     def allocate(self, num_rows: int) -> DraftState:
         return DraftState()
@@ -39,9 +43,19 @@ class NgramDrafter:
         assert rows.proposed is not None
         return Drafts(rows.proposed[:, : shape.num_steps])
 
-    def lookup(self, token_ids: Sequence[int], num_steps: int) -> list[int]:
-        """What follows `token_ids`, padded to `num_steps`."""
-        return lookup(token_ids, num_steps)
+    def lookup(self, slot: int, token_ids: Sequence[int], salt: str, num_steps: int) -> list[int]:
+        """What may follow `token_ids`, which have grown since the slot's last lookup; padded to `num_steps` by the last
+        token. Finished requests are asked where only a short suffix stood in the own text before."""
+        own = self._own.setdefault(slot, OwnSuffixes())
+        own.extend(token_ids[len(own) :])
+        found = own.lookup(num_steps, MIN_MATCH, MAX_NGRAM) or self._shared.lookup(token_ids, salt, num_steps)
+        found = found or own.lookup(num_steps, MIN_NGRAM, MIN_MATCH - 1) or []
+        return found + [token_ids[-1]] * (num_steps - len(found))
+
+    def forget(self, slot: int, token_ids: Sequence[int], salt: str) -> None:
+        """The slot's sequence is over; others may find its text from now on."""
+        if self._own.pop(slot, None) is not None:
+            self._shared.add(token_ids, salt)
 
     def observe(self, rows: RoundRows, hidden: Tensor | None, targets: Tensor, num_accepted: Tensor) -> DraftState:
         return DraftState()
@@ -51,23 +65,3 @@ class NgramDrafter:
 
     def finish_prompt(self, tails: Sequence[PromptTail], hidden: Tensor | None, sampling: SamplingBatch) -> DraftState:
         return DraftState()
-
-
-def lookup(token_ids: Sequence[int], num_steps: int) -> list[int]:
-    """`num_steps` tokens after the latest earlier occurrence of the longest suffix that has one, padded."""
-    ids = array("i", token_ids)
-    data, width = ids.tobytes(), ids.itemsize
-    for length in range(min(MAX_NGRAM, len(ids) - 1), MIN_NGRAM - 1, -1):
-        at = _rfind(data, data[-length * width :], len(data) - width, width)
-        if at is not None:
-            following = ids[at + length :].tolist()[:num_steps]
-            return following + [ids[-1]] * (num_steps - len(following))
-    return [ids[-1]] * num_steps
-
-
-def _rfind(data: bytes, suffix: bytes, end: int, width: int) -> int | None:
-    """Index of the last token at which `suffix` begins, ending before byte `end`."""
-    at = data.rfind(suffix, 0, end)
-    while at >= 0 and at % width:
-        at = data.rfind(suffix, 0, at + len(suffix) - 1)
-    return at // width if at >= 0 else None

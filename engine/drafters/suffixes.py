@@ -158,6 +158,9 @@ class OwnSuffixes:
         self._data = bytearray()  # of _ids
         self.extend(token_ids)
 
+    def __len__(self) -> int:
+        return len(self._ids)
+
     def extend(self, token_ids: Sequence[int]) -> None:
         new = array("i", token_ids)
         self._ids.extend(new)

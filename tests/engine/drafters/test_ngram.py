@@ -1,27 +1,51 @@
-"""Prompt lookup against a plain search."""
+"""Which text is asked, in which order. The lookups themselves: test_suffixes.py."""
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+import pytest
 
-from baton.engine.drafters.ngram import MAX_NGRAM, lookup
-
-
-def plain_lookup(ids: list[int], num_steps: int) -> list[int]:
-    for length in range(min(MAX_NGRAM, len(ids) - 1), 0, -1):
-        for at in range(len(ids) - length - 1, -1, -1):
-            if ids[at : at + length] == ids[-length:]:
-                following = ids[at + length : at + length + num_steps]
-                return following + [ids[-1]] * (num_steps - len(following))
-    return [ids[-1]] * num_steps
+from baton.engine.drafters.ngram import NgramDrafter
+from baton.engine.trees import DraftShape
+from baton.metadata.hidden_layout import HiddenLayout
 
 
-@given(st.lists(st.integers(0, 300), min_size=1, max_size=40), st.integers(0, 6))
-def test_equals_a_plain_search(ids: list[int], num_steps: int) -> None:
-    assert lookup(ids, num_steps) == plain_lookup(ids, num_steps)
+@pytest.fixture
+def drafter() -> NgramDrafter:
+    return NgramDrafter(HiddenLayout(algorithm="ngram", target_hidden_size=8), DraftShape(4))
 
 
-@given(st.lists(st.sampled_from([0, 1, 256, 65536, 65537]), min_size=1, max_size=30), st.integers(0, 4))
-def test_bytes_of_neighbours_are_no_token(ids: list[int], num_steps: int) -> None:
-    assert lookup(ids, num_steps) == plain_lookup(ids, num_steps)
+def finish(drafter: NgramDrafter, token_ids: list[int], salt: str = "") -> None:
+    drafter.lookup(9, token_ids, salt, 1)
+    drafter.forget(9, token_ids, salt)
+
+
+def test_the_own_text_comes_first(drafter: NgramDrafter) -> None:
+    finish(drafter, [1, 2, 3, 9, 9, 9, 9])
+    assert drafter.lookup(0, [1, 2, 3, 4, 5, 1, 2, 3], "", 4) == [4, 5, 1, 2]
+
+
+def test_finished_requests_come_before_short_matches(drafter: NgramDrafter) -> None:
+    own = [7, 3, 4, 1, 2, 3]  # a 3 stood there before, followed by a 4
+    assert drafter.lookup(0, own, "", 2) == [4, 1]
+    finish(drafter, [1, 2, 3, 8, 8])
+    assert drafter.lookup(0, own, "", 2) == [8, 8]
+    assert drafter.lookup(1, own, "another tenant", 2) == [4, 1]
+
+
+def test_nothing_found_repeats_the_last_token(drafter: NgramDrafter) -> None:
+    assert drafter.lookup(0, [5], "", 3) == [5, 5, 5]
+    assert drafter.lookup(1, [1, 2, 1], "", 4) == [2, 1, 1, 1]
+
+
+def test_a_slot_starts_anew(drafter: NgramDrafter) -> None:
+    drafter.lookup(0, [1, 2, 3, 4, 1, 2, 3], "", 1)
+    drafter.forget(0, [1, 2, 3, 4, 1, 2, 3], "a")
+    assert drafter.lookup(0, [6, 1, 2, 3], "b", 2) == [3, 3]
+
+
+def test_a_sequence_grows(drafter: NgramDrafter) -> None:
+    text = [1, 2, 3, 4]
+    for token in [5, 1, 2, 3, 4]:
+        text.append(token)
+        drafter.lookup(0, text, "", 2)
+    assert drafter.lookup(0, text, "", 3) == [5, 1, 2]
