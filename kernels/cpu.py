@@ -140,6 +140,20 @@ def attend(
     return torch.from_numpy(out.reshape(num_tokens, -1))
 
 
+def attend_stored(
+    q: torch.Tensor, kv: torch.Tensor, layer: int, block_table: torch.Tensor, seq_lens: torch.Tensor
+) -> torch.Tensor:
+    """One rotated query a sequence over KV that is stored already: `q` [num_seqs, num_heads, head_dim] -> the same
+    shape. `kv` as `attend` takes it, `block_table` [num_seqs, max_pages] and `seq_lens` [num_seqs] int64."""
+    assert q.shape[0] == block_table.shape[0] == seq_lens.shape[0] and q.shape[1] % kv.shape[3] == 0, (
+        q.shape,
+        kv.shape,
+    )
+    out = np.empty(tuple(q.shape), dtype=np.float32)
+    _compiled().attend_stored(q.contiguous().numpy(), kv.numpy(), layer, block_table.numpy(), seq_lens.numpy(), out)
+    return torch.from_numpy(out)
+
+
 def _parts(query_lens: Sequence[int], seq_lens: np.ndarray) -> tuple[slice, ...]:
     """Runs of sequences with about equal work, as many as torch has threads and work is worth."""
     num_threads = min(torch.get_num_threads(), len(seq_lens))

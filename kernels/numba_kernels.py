@@ -128,6 +128,20 @@ def attend(
 
 
 @_compiled(_SUMS)
+def attend_stored(q, kv, layer, block_table, seq_lens, out):
+    """One query a sequence, `q` and `out` [num_seqs, num_heads, head_dim], over all slots of its length."""
+    num_heads, head_dim = out.shape[1:]
+    scores = np.empty((num_heads, seq_lens.max()), np.float32)
+    scale = np.float32(_ONE / np.sqrt(np.float32(head_dim)))
+    for seq in range(seq_lens.shape[0]):
+        end = seq_lens[seq]
+        _scores(q[seq], scale, kv, layer, block_table[seq], 0, end, scores)
+        for head in range(num_heads):
+            _softmax(scores[head, :end])
+        _weighted_values(scores, kv, layer, block_table[seq], 0, end, out[seq])
+
+
+@_compiled(_SUMS)
 def _norm_heads(heads, weight, eps):
     """`heads` [num_heads, head_dim] in place."""
     for head in range(heads.shape[0]):

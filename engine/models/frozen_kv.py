@@ -7,6 +7,7 @@ u = norm(y);  logits = u @ output.T;  g = post_projection(u), of the target's wi
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ...kernels import cpu
 from ...kernels.attention import paged_attention
 from ...kernels.norm import rms_norm
 from ...kernels.rotary import apply_rotary_
@@ -86,16 +88,23 @@ class FrozenKvHead:
         target's hidden_size]. Writes no KV."""
         config = self._file.config
         eps, num_tokens = config.rms_norm_eps, batch.num_tokens
-        plan = batch.attention_plan(config.num_kv_heads, (None,), self._target.dtype)
+        attend = self._attention(batch, kv)
         cos, sin = self._rotary(batch.positions, self._target.dtype)
         x = self._pre_projection(torch.cat([F.embedding(batch.input_ids, self._target.weights.embedding), hidden], 1))
         for layer, source in zip(self._layers, self._file.target_layers, strict=True):
             q = layer.q(rms_norm(x, layer.attention_norm, eps)).view(num_tokens, config.num_heads, config.head_dim)
             apply_rotary_(q, cos, sin)
-            x = x + layer.attention_out(paged_attention(q, kv[source], plan, None).view(num_tokens, -1))
+            x = x + layer.attention_out(attend(q, source).view(num_tokens, -1))
             x = x + layer.down(silu_mul(layer.gate_up(rms_norm(x, layer.mlp_norm, eps))))
         final = rms_norm(x, self._norm, eps)
         return FrozenOutput(self._post_projection(final), self._lm_head(final).float())
+
+    def _attention(self, batch: ForwardBatch, kv: torch.Tensor) -> Callable[[torch.Tensor, int], torch.Tensor]:
+        """Attends queries [num_tokens, num_heads, head_dim] to a layer of the target."""
+        if cpu.compiled(kv):
+            return lambda q, layer: cpu.attend_stored(q, kv, layer, batch.block_table, batch.seq_lens)
+        plan = batch.attention_plan(self._file.config.num_kv_heads, (None,), self._target.dtype)
+        return lambda q, layer: paged_attention(q, kv[layer], plan, None)
 
 
 def read_frozen_kv(directory: Path, target: ModelConfig) -> FrozenKvFile:

@@ -242,3 +242,14 @@ def test_without_numba_torch_serves() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines() == ["False tensor(1.)", "0.7310585975646973"]
     assert done.stderr.count("numba cannot be used") == 1
+
+
+@pytest.mark.parametrize("shape", ["ragged decode", "first token"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_attention_to_stored_keys_equals_the_reference(shape: str, page_size: int) -> None:
+    case = Case(*SHAPES[shape], page_size=page_size)
+    q = case.qkv.view(len(case.qkv), -1, case.head_dim)[:, : case.num_heads]
+    kv = case.kv.nan_to_num()
+    ours = cpu.attend_stored(q, kv, LAYER, case.table, torch.tensor(case.seq_lens))
+    expected = paged_attention_ref(q, kv[LAYER], case.table, case.query_lens, case.seq_lens, None)
+    torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=0)
