@@ -35,8 +35,8 @@ from .request import (
     Unit,
 )
 
-PROTOCOL_MIN = 2
-PROTOCOL_MAX = 2
+PROTOCOL_MIN = 3
+PROTOCOL_MAX = 3
 
 MAX_BATCH = 4096
 HUB_FRAME_BYTES = 64 << 20  # a tokenizer is the largest message on the hub

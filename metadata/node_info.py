@@ -8,6 +8,8 @@ from msgspec import Meta
 
 from .request import MAX_CONTEXT, Count, Digest, Index, Message, Name, Seconds, Text, TokenId
 
+MAX_FROZEN_LAYERS = 256
+
 Role = Literal["prefill", "decode"]
 
 
@@ -38,6 +40,8 @@ class HandoffSchema(Message, frozen=True):
     row: Annotated[tuple[RowField, ...], Meta(max_length=64)]
     key_lookahead: Annotated[int, Meta(ge=0, le=64)]  # a page is keyed by its tokens and the next this many
     checksum: Name
+    # by layer of a drafter that has no KV of its own: the target layer whose KV it attends to
+    frozen_layers: Annotated[tuple[Index, ...], Meta(max_length=MAX_FROZEN_LAYERS)] = ()
 
 
 class ModelCard(Message, frozen=True):

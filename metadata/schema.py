@@ -6,13 +6,14 @@ from it: pages, checksums and metadata rows. Imports no torch: the router uses i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import xxhash
 
 from .errors import ConfigError
-from .node_info import HandoffSchema, PoolLayout, Role, RowField
+from .node_info import MAX_FROZEN_LAYERS, HandoffSchema, PoolLayout, Role, RowField
 from .request import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
@@ -97,12 +98,14 @@ def make_schema(
     draft_topk: int = 0,
     draft_rows: int = 1,
     ranks_trees: bool = False,
+    frozen_layers: tuple[int, ...] = (),
     checksums: bool = True,
 ) -> HandoffSchema:
     """The schema of one pairing.
 
     `draft_topk` proposals are handed over for each of `draft_rows` rows (n-layer MTP has n), 0 for none; their scores
-    only where `ranks_trees`. Several MTP layers hand their state on within a row, if at all, so none travels. Raises
+    only where `ranks_trees`. Several MTP layers hand their state on within a row, if at all, so none travels.
+    `frozen_layers` names, for each layer of a FROZEN_KV_MTP head, the target layer whose KV it attends to. Raises
     ConfigError when the parts do not belong together.
     """
     if algorithm not in ALGORITHMS:
@@ -114,6 +117,7 @@ def make_schema(
         )
     if hidden is not None and hidden.algorithm != algorithm:
         raise ConfigError(f"hidden layout is of algorithm {hidden.algorithm!r}, the schema of {algorithm!r}")
+    _check_frozen_layers(algorithm, target, frozen_layers)
     fields = _sampled_fields() + _draft_fields(hidden, draft_topk * draft_rows, ranks_trees)
     return HandoffSchema(
         algorithm=algorithm,
@@ -123,6 +127,7 @@ def make_schema(
         row=tuple(fields),
         key_lookahead=_key_lookahead(algorithm, hidden),
         checksum="xxh3_64" if checksums else "none",
+        frozen_layers=frozen_layers,
     )
 
 
@@ -197,6 +202,8 @@ def describe(schema: HandoffSchema) -> str:
     words = [f"algorithm {schema.algorithm}", f"page_size {schema.page_size}", f"target {pool_words(schema.target)}"]
     if schema.draft is not None:
         words.append(f"draft {pool_words(schema.draft)}")
+    if schema.frozen_layers:
+        words.append(f"draft on KV of target layers {layer_words(schema.frozen_layers)}")
     words.append(f"{page_bytes(schema)} bytes a page, {row_bytes(schema)} a row, checksum {schema.checksum}")
     return ", ".join(words)
 
@@ -206,9 +213,26 @@ def pool_words(pool: PoolLayout) -> str:
     return f"{pool.num_layers} layers x {pool.num_kv_heads} kv heads x {pool.head_dim} {pool.dtype}"
 
 
+def layer_words(layers: Sequence[int]) -> str:
+    """Numbers of layers in words."""
+    return ", ".join(str(layer) for layer in layers)
+
+
 def digest(schema: HandoffSchema) -> str:
     """A short name of the layout: equal exactly for equal schemas."""
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(schema))
+
+
+def _check_frozen_layers(algorithm: str, target: PoolLayout, layers: tuple[int, ...]) -> None:
+    if bool(layers) != (algorithm == "frozen_kv_mtp"):
+        raise ConfigError(
+            f"algorithm {algorithm!r} {'reads' if not layers else 'does not read'} KV of named target layers,"
+            f" but frozen_layers is {layers}"
+        )
+    if len(layers) > MAX_FROZEN_LAYERS or not all(0 <= layer < target.num_layers for layer in layers):
+        raise ConfigError(
+            f"frozen_layers {layers}: at most {MAX_FROZEN_LAYERS}, of target layers 0 to {target.num_layers - 1}"
+        )
 
 
 def _sampled_fields() -> list[RowField]:
@@ -254,6 +278,8 @@ def _flat(schema: HandoffSchema) -> dict[str, Any]:
     for name, pool in (("target", schema.target), ("draft", schema.draft)):
         if pool is not None:
             flat |= {f"{name}.{key}": value for key, value in msgspec.structs.asdict(pool).items()}
+    if schema.frozen_layers:
+        flat["frozen_layers"] = layer_words(schema.frozen_layers)
     flat["row order"] = " ".join(field.name for field in schema.row)
     flat |= {f"row.{field.name}": f"{field.width} x {field.dtype}" for field in schema.row}
     return flat

@@ -15,6 +15,7 @@ from ..metadata.schema import (
     blocks_per_page,
     field_bytes,
     handoff_bytes,
+    layer_words,
     page_bytes,
     pool_page_bytes,
     pool_words,
@@ -92,7 +93,7 @@ def _words(group: Group) -> list[str]:
     return [
         f"model {group.key.model}, algorithm {layout.algorithm}, {layout.page_size} tokens a page; {nodes}",
         f"target KV: {_pool(layout.target, layout.page_size)}",
-        f"draft KV: {_pool(layout.draft, layout.page_size)}",
+        f"draft KV: {_pool(layout.draft, layout.page_size)}{_frozen(layout)}",
         f"a page{' of both' if layout.draft else ''}: {page_bytes(layout):,} bytes, checked {_checksum(layout)}",
         f"prefix caches know a page by {_key(layout.key_lookahead)}",
         f"metadata row: {row_bytes(layout):,} bytes, one for each choice of a request, after the last page",
@@ -104,6 +105,12 @@ def _words(group: Group) -> list[str]:
 
 def _pool(pool: PoolLayout | None, page_size: int) -> str:
     return "none" if pool is None else f"{pool_words(pool)}, {pool_page_bytes(pool, page_size):,} bytes a page"
+
+
+def _frozen(layout: HandoffSchema) -> str:
+    if not layout.frozen_layers:
+        return ""
+    return f"; the drafter attends to KV of target layers {layer_words(layout.frozen_layers)}"
 
 
 def _checksum(layout: HandoffSchema) -> str:

@@ -62,6 +62,7 @@ class Speculation:
             draft_topk=self.shape.topk if hands_proposal else 0,
             draft_rows=self.hidden.num_mtp_layers,
             ranks_trees=hands_proposal and not self.shape.is_chain,
+            frozen_layers=() if self.frozen is None else self.frozen.target_layers,
             checksums=checksums,
         )
 

@@ -10,7 +10,7 @@ import pytest
 
 from baton.metadata.errors import ConfigError
 from baton.metadata.hidden_layout import HiddenLayout
-from baton.metadata.node_info import PoolLayout
+from baton.metadata.node_info import HandoffSchema, PoolLayout
 from baton.metadata.schema import (
     ROW_KINDS,
     blocks_per_page,
@@ -48,7 +48,7 @@ PLAIN_FIELDS = ["first_token", "num_cached", "num_logprobs", "logprobs", "top_id
         ("eagle", DRAFT, {"draft_topk": 4, "ranks_trees": True}, ["topk_index", "topk_score", "recurrent_hidden"], 1),
         ("eagle", DRAFT, {}, ["recurrent_hidden"], 1),
         ("eagle3", DRAFT, {"draft_topk": 4}, ["topk_index", "recurrent_hidden"], 1),
-        ("frozen_kv_mtp", None, {}, ["recurrent_hidden"], 0),
+        ("frozen_kv_mtp", None, {"frozen_layers": (0, 7)}, ["recurrent_hidden"], 0),
     ],
 )
 def test_fields_by_algorithm(algorithm, draft, more, extra_fields, lookahead):
@@ -114,6 +114,31 @@ def test_wider_streams_on_one_side_are_a_difference():
     assert differences(a, b) == ["row.recurrent_hidden: 32 x float32 here, 128 x float32 there"]
 
 
+def frozen(*layers: int):
+    return make_schema(TARGET, None, 16, "frozen_kv_mtp", hidden("frozen_kv_mtp"), frozen_layers=layers)
+
+
+def test_another_map_of_frozen_layers_is_a_difference():
+    """Also the order counts: it is by layer of the drafter."""
+    assert differences(frozen(0, 7), frozen(0, 6)) == ["frozen_layers: 0, 7 here, 0, 6 there"]
+    assert differences(frozen(0, 7), frozen(7, 0)) == ["frozen_layers: 0, 7 here, 7, 0 there"]
+    assert "frozen_layers: 7 here, absent there" in differences(frozen(7), make_schema(TARGET, None, 16))
+    assert len({digest(frozen(*layers)) for layers in ((0, 7), (7, 0), (0, 6), (7,))}) == 4
+    both = msgspec.msgpack.decode(msgspec.msgpack.encode(frozen(0, 7)), type=HandoffSchema)
+    assert both == frozen(0, 7)
+
+
+@pytest.mark.parametrize("layers", [(8,), (0, -1), (0,) * 257, ()])
+def test_layers_that_the_target_lacks_are_refused(layers):
+    with pytest.raises(ConfigError, match="frozen_layers"):
+        frozen(*layers)
+
+
+def test_only_frozen_kv_names_layers():
+    with pytest.raises(ConfigError, match=r"'ngram' does not read .*frozen_layers is \(1,\)"):
+        make_schema(TARGET, None, 16, "ngram", hidden("ngram"), frozen_layers=(1,))
+
+
 @pytest.mark.parametrize(
     ("algorithm", "draft", "of"),
     [("eagle", None, "eagle"), ("none", DRAFT, "none"), ("magic", None, "none"), ("none", None, "eagle")],
@@ -126,6 +151,8 @@ def test_parts_that_do_not_belong_together_are_refused(algorithm, draft, of):
 
 def test_describe_names_the_sizes():
     assert "page_size 16" in describe(make_schema(TARGET, None, 16))
+    assert "draft on KV of target layers 0, 7" in describe(frozen(0, 7))
+    assert "layers 0" not in describe(make_schema(TARGET, None, 16))
 
 
 def test_the_router_gets_the_schema_without_torch():

@@ -90,6 +90,12 @@ def test_without_hidden_state(make_system: Callable[..., System], algorithm: str
     assert any(line == "prefix caches know a page by its own tokens" for line in words)
 
 
+def test_the_layers_that_a_drafter_without_kv_reads_are_told(make_system: Callable[..., System]) -> None:
+    group, words = told(make_system, layout("frozen_kv_mtp", frozen_layers=(1, 0)))
+    assert group["schema"]["frozen_layers"] == [1, 0]
+    assert "draft KV: none; the drafter attends to KV of target layers 1, 0" in words
+
+
 def test_a_field_that_the_router_does_not_know_is_shown(make_system: Callable[..., System]) -> None:
     plain = layout("none")
     schema = HandoffSchema(

@@ -21,10 +21,14 @@ from .test_request_life import own, wait_until
     [
         ({"layout": make_layout(page_size=32)}, ("page_size", "32", "16")),
         ({"layout": make_layout(dtype="bfloat16")}, ("dtype", "bfloat16", "float32")),
+        (
+            {"layout": msgspec.structs.replace(make_layout(), frozen_layers=(0, 1))},
+            ("frozen_layers: 0, 1 here, absent there",),
+        ),
         ({"target_fingerprint": "e" * 16}, ("weights", "e" * 16, "f" * 16)),
         ({"draft_fingerprint": "d" * 16}, ("draft weights", "d" * 16, "None")),
-        ({"protocol_min": 3, "protocol_max": 4}, ("protocol", "3..4", "2..2")),
-        ({"protocol_min": 1, "protocol_max": 1}, ("protocol", "1..1", "2..2")),
+        ({"protocol_min": 4, "protocol_max": 5}, ("protocol", "4..5", "3..3")),
+        ({"protocol_min": 1, "protocol_max": 2}, ("protocol", "1..2", "3..3")),
     ],
 )
 def test_a_node_that_fits_nobody_is_refused(make_system: Callable[..., System], changes: Any, words: Any) -> None:
