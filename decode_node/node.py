@@ -43,7 +43,7 @@ from .sequence import Sequence
 logger = logging.getLogger(__name__)
 
 STEP_LIMIT_S = 60.0  # of one round; a longer one means that the node is stuck
-_MAX_MEASURED = 64  # sequences of a round that is timed at the start
+_MAX_MEASURED = 16  # sequences of the largest round that is timed at the start; larger ones are extrapolated
 
 
 class DecodeNode:
