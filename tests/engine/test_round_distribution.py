@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafters import perturbed
+from drafters import make_bigram, make_right, perturbed
 from scipy import stats
 from solo import Solo
 
 from baton.engine import round as rounds
+from baton.engine import trees
 from baton.engine.batch import BatchRow
 from baton.engine.pages import Owner
 from baton.engine.sampling import sample
@@ -35,14 +36,29 @@ P_VALUE = 1e-3  # below it a distribution is another one
 Cases = dict[str, Any]
 
 
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+PAGES = {"page_size": 16, "num_pages": 3 * NUM_DRAWS + 1200, "num_slots": NUM_DRAWS}
+
+
 @pytest.fixture
 def solo(checkpoint: Callable[..., Path], tmp_path: Path) -> Solo:
     """A target and a draft that agree on about half of the tokens."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    model = checkpoint("llama", vocab_size=VOCAB, **sizes)
+    model = checkpoint("llama", vocab_size=VOCAB, **SIZES)
     draft = perturbed(model, tmp_path / "draft", 0.15)
-    num_pages = 3 * NUM_DRAWS + 1200
-    return Solo(model, speculative="standalone", draft_model=str(draft), page_size=16, num_pages=num_pages)
+    return Solo(model, speculative="standalone", draft_model=str(draft), **PAGES)
+
+
+@pytest.fixture
+def grow(checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[[int], Solo]:
+    """A target whose tokens depend on all before them, though most on the last, and a head that knows the last alone:
+    it drafts trees of `topk`."""
+
+    def make(topk: int) -> Solo:
+        model = make_bigram(checkpoint("llama", vocab_size=VOCAB, **SIZES), tmp_path / "target", context=0.5)
+        head = make_right("eagle", model, tmp_path / "head")
+        return Solo(model, speculative="eagle", draft_model=str(head), draft_topk=topk, draft_steps=NUM_STEPS, **PAGES)
+
+    return make
 
 
 def exact(solo: Solo, params: SamplingParams) -> np.ndarray:
@@ -114,8 +130,36 @@ def test_output_has_the_targets_distribution(solo: Solo, fields: Cases) -> None:
 def test_emitting_what_follows_rejected_drafts_is_caught(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison itself: tokens sampled after drafts that the target would not have chosen are distributed
     otherwise."""
-    monkeypatch.setattr(rounds, "_count_accepted", lambda drafts, targets: [drafts.shape[1]] * drafts.shape[0])
+    monkeypatch.setattr(rounds, "accept_chain", lambda drafts, targets, limits: trees.Path(None, limits))
     fields = {"temperature": 1.0}
+    drawn, _ = draw(solo, fields)
+    with pytest.raises(AssertionError):
+        check(drawn, exact(solo, SamplingParams(max_tokens=8, **fields)))
+
+
+@pytest.mark.parametrize(("topk", "fields"), [(2, CASES[0]), (3, CASES[1]), (2, CASES[2])])
+def test_output_of_trees_has_the_targets_distribution(grow: Callable[[int], Solo], topk: int, fields: Cases) -> None:
+    solo = grow(topk)
+    drawn, acceptance = draw(solo, fields)
+    assert 0.2 < acceptance < 0.9, acceptance
+    check(drawn, exact(solo, SamplingParams(max_tokens=8, **fields)))
+
+
+def test_emitting_what_follows_rejected_nodes_is_caught(
+    grow: Callable[[int], Solo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The defect: the path through a tree goes by the drafter's scores where no child is the target's token."""
+    accept = trees.accept_tree
+
+    def hopeful(drafts: trees.Drafts, targets: torch.Tensor, limits: torch.Tensor, num_steps: int) -> trees.Path:
+        path = accept(drafts, targets, limits, num_steps)
+        assert path.nodes is not None
+        best = torch.where(path.num_accepted == 0, 1, path.nodes[:, 1])
+        nodes = torch.cat([path.nodes[:, :1], best.unsqueeze(1), path.nodes[:, 2:]], dim=1)
+        return trees.Path(nodes, path.num_accepted.clamp(min=1))
+
+    monkeypatch.setattr(rounds, "accept_tree", hopeful)
+    solo, fields = grow(2), {"temperature": 1.0}
     drawn, _ = draw(solo, fields)
     with pytest.raises(AssertionError):
         check(drawn, exact(solo, SamplingParams(max_tokens=8, **fields)))
