@@ -18,8 +18,8 @@ from .trees import DraftShape
 FIRST_GUESS = 0.7  # acceptance before anything is known
 _CLEARLY_BETTER = 1.04
 _EXPLORED_SHARE = 0.01
-_OWN_DECAY, _ALL_DECAY = 0.9, 0.98  # of what was seen, a round
-_ALL_WEIGHT = 2.0  # tries that the average of all sequences counts for in one sequence's estimate
+_OWN_DECAY, _ALL_DECAY = 0.95, 0.98  # of what was seen, a round
+_ALL_WEIGHT = 4.0  # tries that the average of all sequences counts for in one sequence's estimate
 
 
 class _Rate:

@@ -1,0 +1,139 @@
+"""How much a round drafts: the choice that brings most tokens a second, and what is not known is not asked for free."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from baton.engine.adaptive import StepChooser
+from baton.engine.step_times import StepTimes
+from baton.engine.trees import DraftShape
+
+SIZES, STEPS = (1, 4, 16), (0, 1, 5)
+
+
+def linear_times(plain: float, per_step: float, per_row: float) -> StepTimes:
+    """Seconds of plain + steps * per_step + rows * per_row."""
+    return StepTimes({(size, k): plain + k * per_step + size * (k + 1) * per_row for size in SIZES for k in STEPS})
+
+
+CHEAP = (1.0, 0.15, 0.001)  # a machine that waits for weights
+DEAR = (1.0, 0.1, 1.0)  # one that computes every row
+
+
+def run(
+    chooser: StepChooser, times: StepTimes, rate: float, num_seqs: int, num_rounds: int, seed: int = 0
+) -> tuple[list[int], float]:
+    """Steps of each round, and tokens a second; a draft is right with `rate`."""
+    rng, chosen, seconds, tokens = random.Random(seed), [], 0.0, 0
+    slots = list(range(num_seqs))
+    for _ in range(num_rounds):
+        steps = chooser.choose(slots, [chooser.shape.num_steps] * num_seqs)
+        accepted = [next((i for i in range(steps) if rng.random() > rate), steps) for _ in slots]
+        took = times.seconds(num_seqs, steps)
+        chooser.observe(slots, steps, [steps] * num_seqs, accepted, took)
+        chosen.append(steps)
+        seconds += took
+        tokens += sum(accepted) + num_seqs
+    return chosen, tokens / seconds
+
+
+def make(times: tuple[float, float, float]) -> tuple[StepChooser, StepTimes]:
+    return StepChooser(DraftShape(5), linear_times(*times), 16), linear_times(*times)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
+@pytest.mark.parametrize("num_seqs", [1, 3, 16])
+@pytest.mark.parametrize("times", [CHEAP, DEAR], ids=["cheap", "dear"])
+def test_never_more_than_two_percent_slower_than_off_and_near_the_best(
+    rate: float, num_seqs: int, times: tuple[float, float, float]
+) -> None:
+    chooser, real = make(times)
+    run(chooser, real, rate, num_seqs, 50)
+    chosen, speed = run(chooser, real, rate, num_seqs, 2000, seed=1)
+    off = num_seqs / real.seconds(num_seqs, 0)
+    fixed = []
+    for steps in range(6):
+        expected = num_seqs * sum(rate**i for i in range(steps + 1))
+        fixed.append(expected / real.seconds(num_seqs, steps))
+    assert speed > 0.98 * off, chosen
+    assert speed > 0.9 * max(fixed), (speed, fixed)
+
+
+def test_it_keeps_to_a_choice_that_is_about_as_good() -> None:
+    chooser, real = make(CHEAP)
+    chosen, _ = run(chooser, real, 0.6, 4, 600)
+    assert sum(a != b for a, b in itertools.pairwise(chosen)) < 40, chosen
+
+
+def test_it_tries_again_once_drafts_are_better() -> None:
+    chooser, real = make(CHEAP)
+    chosen, _ = run(chooser, real, 0.0, 2, 400)
+    assert sum(chosen[100:]) <= 4, chosen  # some tries
+    chosen, _ = run(chooser, real, 0.95, 2, 1200)
+    assert chosen[-1] == 5, chosen[-50:]
+
+
+def test_sequences_differ() -> None:
+    """One whose drafts are right is not held back by another's, and a new one in a slot starts anew."""
+    chooser, _ = make(CHEAP)
+    for _ in range(40):
+        chooser.observe([0, 1], 5, [5, 5], [5, 0], 1.8)
+    assert chooser.acceptance(0) > 0.9 > 0.3 > chooser.acceptance(1)
+    assert chooser.choose([0], [5]) == 5
+    chooser.admit(1)
+    assert chooser.acceptance(1) == pytest.approx(chooser.acceptance(15))
+
+
+def test_not_more_than_anybody_can_use() -> None:
+    chooser, _ = make(CHEAP)
+    assert chooser.choose([0, 1], [2, 1]) <= 2
+    assert chooser.choose([0, 1], [0, 0]) == 0
+
+
+def test_a_tree_is_drafted_whole_or_not_at_all() -> None:
+    shape = DraftShape(5, 2, 12)
+    chooser = StepChooser(shape, linear_times(*CHEAP), 16)
+    chosen, _ = run(chooser, linear_times(*CHEAP), 0.8, 2, 50)
+    assert set(chosen) <= {0, 5} and 5 in chosen
+    assert chooser.choose([0], [3]) in (0, 5)
+
+
+def test_times_between_and_beyond_the_measured_ones() -> None:
+    times = linear_times(1.0, 0.2, 0.01)
+    for size in (1, 2, 4, 10, 16, 40):
+        for steps in range(6):
+            assert times.seconds(size, steps) == pytest.approx(1.0 + 0.2 * steps + 0.01 * size * (steps + 1))
+
+
+def test_times_follow_what_rounds_take() -> None:
+    times = linear_times(1.0, 0.2, 0.0)
+    for _ in range(200):
+        times.observe(4, 0, 2.0)  # contexts have grown: all rounds take twice as long
+    assert times.seconds(4, 0) == pytest.approx(2.0, rel=0.01)
+    assert times.seconds(4, 5) > 2.5
+    for _ in range(400):
+        times.observe(4, 0, 2.0)
+        times.observe(4, 5, 8.0)
+    assert times.seconds(4, 5) == pytest.approx(8.0, rel=0.1) and times.seconds(4, 0) == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_pause_says_little() -> None:
+    times = linear_times(1.0, 0.2, 0.0)
+    times.observe(1, 0, 1000.0)
+    assert times.seconds(1, 0) < 1.2
+
+
+def test_measuring_runs_each_kind_and_drops_the_first_run() -> None:
+    calls: list[tuple[int, int]] = []
+
+    def run_round(size: int, steps: int) -> float:
+        calls.append((size, steps))
+        return 50.0 if calls.count((size, steps)) == 1 else 1.0 + steps
+
+    times = StepTimes.measure(run_round, 8, range(6))
+    assert set(calls) == {(size, steps) for size in (1, 4, 8) for steps in (0, 1, 5)}
+    assert times.seconds(8, 5) == pytest.approx(6.0) and times.seconds(2, 3) == pytest.approx(4.0)
+    assert StepTimes.measure(lambda size, steps: 1.0 + size + steps, 1, (0, 4)).seconds(1, 4) == pytest.approx(6.0)

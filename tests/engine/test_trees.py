@@ -1,0 +1,137 @@
+"""Trees: who descends from whom, which path is accepted, how a dynamic tree grows; against plain loops."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from baton.engine.sampling_batch import SamplingBatch
+from baton.engine.sampling_state import SamplingState
+from baton.engine.trees import Drafts, DraftShape, accept_chain, accept_tree, ancestry, grow_tree
+from baton.metadata.request import SamplingParams
+
+VOCAB = 23
+
+
+def random_parents(rng: random.Random, num_drafts: int, max_depth: int) -> list[int]:
+    parents, depths = [], [0]
+    for node in range(1, num_drafts + 1):
+        parent = rng.choice([each for each in range(node) if depths[each] < max_depth])
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
+    return parents
+
+
+def path_to(parents: list[int], node: int) -> list[int]:
+    """From the root."""
+    path = [node]
+    while node:
+        node = parents[node - 1]
+        path.insert(0, node)
+    return path
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ancestry_and_acceptance_equal_a_plain_walk(seed: int) -> None:
+    rng = random.Random(seed)
+    num_seqs, num_drafts, num_steps = 3, rng.randint(1, 12), rng.randint(1, 5)
+    parents = [random_parents(rng, num_drafts, num_steps) for _ in range(num_seqs)]
+    tokens = []
+    for each in parents:  # siblings differ
+        row: list[int] = []
+        for node in range(1, num_drafts + 1):
+            taken = {row[other - 1] for other in range(1, node) if each[other - 1] == each[node - 1]}
+            row.append(rng.choice([token for token in range(16) if token not in taken]))
+        tokens.append(row)
+    targets = [[rng.randrange(4) for _ in range(num_drafts + 1)] for _ in range(num_seqs)]
+    for row, (each, target) in enumerate(zip(parents, targets, strict=True)):  # follow a path some way
+        leaf = path_to(each, rng.randint(0, num_drafts))
+        for up, down in itertools.pairwise(leaf):
+            target[up] = tokens[row][down - 1]
+    limits = [rng.randint(0, num_steps) for _ in range(num_seqs)]
+
+    visible, depths = ancestry(torch.tensor(parents), num_steps)
+    drafts = Drafts(torch.tensor(tokens), torch.tensor(parents))
+    accepted = accept_tree(drafts, torch.tensor(targets), torch.tensor(limits), num_steps)
+    assert accepted.nodes is not None
+    for row in range(num_seqs):
+        for node in range(num_drafts + 1):
+            path = path_to(parents[row], node)
+            assert visible[row, node].nonzero().flatten().tolist() == sorted(path)
+            assert depths[row, node] == len(path) - 1
+        node, path = 0, [0]
+        while len(path) - 1 < limits[row]:
+            children = [child for child in range(1, num_drafts + 1) if parents[row][child - 1] == node]
+            node = next((child for child in children if tokens[row][child - 1] == targets[row][node]), -1)
+            if node < 0:
+                break
+            path.append(node)
+        assert accepted.num_accepted[row] == len(path) - 1
+        assert accepted.nodes[row, : len(path)].tolist() == path
+        assert accepted.nodes.shape == (num_seqs, num_steps + 1)
+
+
+def test_a_chain_is_accepted_up_to_the_first_difference_and_the_limit() -> None:
+    drafts = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 9, 3], [1, 2, 3]])
+    targets = torch.tensor([[1, 2, 3, 4], [0, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
+    path = accept_chain(drafts, targets, torch.tensor([3, 3, 3, 2]))
+    assert path.nodes is None and path.num_accepted.tolist() == [3, 0, 1, 2]
+
+
+def model(path: list[int], seed: int) -> torch.Tensor:
+    """A made-up drafter: its logits are a function of the tokens since the root."""
+    generator = torch.Generator().manual_seed(hash((seed, *path)) % 2**31)
+    return torch.randn(VOCAB, generator=generator) * 3
+
+
+def plain_tree(shape: DraftShape, seed: int) -> list[tuple[list[int], float]]:
+    """Paths (tokens from the root) with their scores, of all candidates, by loops."""
+    found: list[tuple[list[int], float]] = []
+    frontier: list[tuple[list[int], float]] = [([], 0.0)]
+    for _ in range(shape.num_steps):
+        children = []
+        for path, score in frontier:
+            best = model(path, seed).log_softmax(0).topk(shape.topk)
+            children += [
+                ([*path, i], score + v) for i, v in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            ]
+        found += children
+        frontier = sorted(children, key=lambda each: -each[1])[: shape.topk]
+    return found
+
+
+@pytest.mark.parametrize("shape", [DraftShape(1, 3, 2), DraftShape(2, 2, 6), DraftShape(4, 3, 9), DraftShape(5, 4, 20)])
+def test_a_dynamic_tree_has_the_best_candidates(shape: DraftShape) -> None:
+    seeds = [3, 4]
+    states = [SamplingState(SamplingParams(max_tokens=9, temperature=0.0), [1], vocab_size=VOCAB) for _ in seeds]
+    width = 7  # the state is the path so far, then -1s
+
+    def state_of(path: list[int]) -> list[float]:
+        return [float(each) for each in path] + [-1.0] * (width - len(path))
+
+    def expand(
+        step: int, tokens: torch.Tensor, states: torch.Tensor, visible: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert visible.shape == (len(seeds), shape.topk, step * shape.topk)
+        assert visible.sum(2).eq(step).all()  # a node and its ancestors, one of each step
+        paths = [
+            [[int(each) for each in state if each >= 0] + [token] for state, token in zip(row, own, strict=True)]
+            for row, own in zip(states.tolist(), tokens.tolist(), strict=True)
+        ]
+        after = torch.tensor([[state_of(path) for path in row] for row in paths])
+        logits = [model(path, seed) for seed, row in zip(seeds, paths, strict=True) for path in row]
+        return after, torch.stack(logits)
+
+    first = torch.stack([model([], seed) for seed in seeds]).log_softmax(1).topk(shape.topk)
+    root = torch.tensor([state_of([]) for _ in seeds])
+    drafts = grow_tree(shape, (first.indices, first.values), root, SamplingBatch.of(states), expand)
+    assert drafts.parents is not None and drafts.tokens.shape == (len(seeds), shape.num_tokens)
+    for row, seed in enumerate(seeds):
+        parents, tokens = drafts.parents[row].tolist(), drafts.tokens[row].tolist()
+        assert all(parent < node for node, parent in enumerate(parents, start=1))
+        ours = {tuple(tokens[node - 1] for node in path_to(parents, leaf)[1:]) for leaf in range(1, len(tokens) + 1)}
+        best = sorted(plain_tree(shape, seed), key=lambda each: -each[1])[: shape.num_tokens]
+        assert ours == {tuple(path) for path, _ in best}
