@@ -15,7 +15,8 @@ import torch
 from drafters import ALL, SHIFTED, settings, target_of
 from heads import LAYERED
 from node_pair import params
-from solo import Running, Solo, caught, coach
+from scratch import check_against_scratch
+from solo import Solo, caught, coach
 
 from baton.engine.drafters.base import DraftState, RoundRows
 from baton.engine.round import Rounds
@@ -23,7 +24,6 @@ from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.slots import Slots
 from baton.metadata.request import SamplingParams
 
-BOUND = 1e-4
 LENS = (7, 12, 3, 9)
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -90,28 +90,6 @@ def check(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> list[int]:
             assert sequence.token_ids == truths[index][: len(sequence.token_ids)], index
             check_against_scratch(solo, sequence)
     return [count for sequence in sequences for count in sequence.num_accepted]
-
-
-def check_against_scratch(solo: Solo, sequence: Running) -> None:
-    scratch = solo.from_scratch(sequence)
-    assert float((solo.target_kv(sequence) - solo.target_kv(scratch)).abs().max()) < BOUND
-    if sequence.num_missed == 0:  # else the next round that drafts begins by catching up
-        check_state(solo.draft(sequence), solo.draft(scratch))
-        kv, anew = solo.draft_kv(sequence), solo.draft_kv(scratch)
-        if kv is not None and anew is not None:
-            assert float((kv - anew).abs().max()) < BOUND
-    solo.rounds.release(scratch)
-
-
-def check_state(ours: DraftState, theirs: DraftState) -> None:
-    """Equal but for the last bits, field by field, also which fields there are."""
-    fields, anew = dict(ours.present()), dict(theirs.present())
-    assert fields.keys() == anew.keys()
-    for name, value in fields.items():
-        if value.is_floating_point():
-            assert float((value - anew[name]).abs().max()) < BOUND * float(anew[name].abs().max()), name
-        else:
-            assert value.tolist() == anew[name].tolist(), name
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -8,20 +8,21 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from drafters import ALL, NAMES, SHIFTED, settings, target_of
 from node_pair import params
-from solo import Running, Solo, caught, coach, frozen_fields, spied
+from scratch import check_against_scratch
+from solo import POISON, Solo, caught, coach, spied
 
-from baton.engine.batch import BatchRow
+from baton.engine.batch import ForwardBatch
 from baton.engine.drafters import frozen_kv, shifted, standalone
-from baton.engine.drafters.base import DraftState
+from baton.engine.drafters.base import DraftState, RoundRows
+from baton.engine.trees import Drafts, DraftShape
 
 PROMPT = [random.Random(5).randrange(512) for _ in range(7)]
-BOUND = 1e-4
 
 MakeSolo = Callable[..., Solo]
 Row = tuple[list[int], list[int]]  # tokens, positions
@@ -39,24 +40,28 @@ def make_solo(checkpoint: Callable[..., Path], tmp_path: Path) -> MakeSolo:
 # --- where forwards stand ---
 
 
-def forwards(solo: Solo, num_steps: int, num_rounds: int = 2) -> tuple[list[list[Row]], list[Running]]:
+class Before(NamedTuple):
+    """A sequence as it was before a round."""
+
+    num_computed: int
+    token_ids: list[int]
+    first_draft: int | None  # where the state proposes it
+
+
+def forwards(solo: Solo, num_steps: int, num_rounds: int = 2) -> tuple[list[list[Row]], list[Before]]:
     """Every forward of the drafter, for the prompt and for each round; the sequence as it was before each round."""
     groups: list[list[Row]] = []
-    before: list[Running] = []
+    before: list[Before] = []
     with spied(solo.drafter) as log:
         sequence = solo.start(PROMPT, params(40))
         for _ in range(num_rounds + 1):
             groups.append([(each.tokens, each.positions) for each in log])
             log.clear()
-            before.append(copy_of(sequence))
+            tokens = solo.draft(sequence).tokens
+            first = None if tokens is None else int(tokens[0, 0])
+            before.append(Before(sequence.num_computed, list(sequence.token_ids), first))
             solo.round([sequence], num_steps)
     return groups, before
-
-
-def copy_of(sequence: Running) -> Running:
-    return Running(
-        7, list(sequence.token_ids), sequence.num_computed, sequence.pages, sequence.sampling, sequence.draft
-    )
 
 
 def expected(name: str, num_steps: int, L: int, tokens: list[int]) -> list[list[int]]:  # noqa: N803
@@ -85,8 +90,7 @@ def check_positions(name: str, solo: Solo, num_steps: int) -> None:
         if name not in SHIFTED and rows:  # the first is fed the bonus token
             assert rows[0][0] == sequence.token_ids[-1:]
         elif num_steps > 1:  # the first is fed d_1
-            assert sequence.draft is not None and sequence.draft.tokens is not None
-            assert rows[0][0] == [int(sequence.draft.tokens)]
+            assert rows[0][0] == [sequence.first_draft]
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])
@@ -100,13 +104,13 @@ def test_a_forward_one_position_off_is_caught(name: str, make_solo: MakeSolo, mo
     solo = make_solo(name)
     module = {"standalone": standalone, "frozen-kv-mtp": frozen_kv}.get(name, shifted)
 
-    def late(ids: Any, position: int, *rest: Any) -> BatchRow:
-        return BatchRow(ids, position + (len(ids) == 1 and position > 6), *rest)
+    class OneOff(ForwardBatch):
+        @classmethod
+        def uniform(cls, input_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> ForwardBatch:
+            is_off = name == "frozen-kv-mtp" or positions.shape[1] == 1
+            return ForwardBatch.uniform(input_ids, positions + is_off, *rest)
 
-    def bonus_position(ids: Any, position: int, *rest: Any) -> BatchRow:
-        return BatchRow(ids, position + 1, *rest)
-
-    monkeypatch.setattr(module, "BatchRow", bonus_position if name == "frozen-kv-mtp" else late)
+    monkeypatch.setattr(module, "ForwardBatch", OneOff)
     with caught():
         check_positions(name, solo, 3)
 
@@ -117,23 +121,6 @@ def test_frozen_forwards_see_only_the_targets_rows(make_solo: MakeSolo) -> None:
         sequence = solo.start(PROMPT, params(40))
         solo.round([sequence], 4)
     assert [each.seq_lens for each in log] == [(7,)] * 4
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_round_changes_nothing_but_the_draft_state(name: str, make_solo: MakeSolo) -> None:
-    """Tokens, positions, pages and the caller's own draft state are bytewise what they were."""
-    solo = make_solo(name)
-    sequence = solo.start(PROMPT, params(40, temperature=1.0, seed=1, presence_penalty=0.5))
-    for num_steps in (1, 4):
-        state, fields = sequence.draft, frozen_fields(sequence)
-        assert state is not None and sequence.sampling.output_counts is not None
-        kept = [None if each is None else each.clone() for each in (state.tokens, state.hidden)]
-        counts = sequence.sampling.output_counts.clone()
-        solo.rounds.run([sequence], num_steps)
-        assert frozen_fields(sequence) == fields
-        assert torch.equal(sequence.sampling.output_counts, counts)
-        for was, each in zip(kept, (state.tokens, state.hidden), strict=True):
-            assert was is each or (was is not None and each is not None and torch.equal(was, each))
 
 
 # --- what rounds leave behind ---
@@ -149,28 +136,10 @@ def check_kv(name: str, solo: Solo, monkeypatch: pytest.MonkeyPatch) -> list[int
     sequence = solo.start(PROMPT, asked)
     for num_steps in (1, 3, 5, 2, 4, 1, 5):
         solo.poison(sequence)
-        solo.round([sequence], min(num_steps, solo.drafter.num_steps))
+        solo.round([sequence], min(num_steps, solo.drafter.shape.num_steps))
         assert sequence.token_ids == truth[: len(sequence.token_ids)]
         check_against_scratch(solo, sequence)
     return sequence.num_accepted
-
-
-def check_against_scratch(solo: Solo, sequence: Running) -> None:
-    scratch = solo.from_scratch(sequence)
-    ours, theirs = solo.draft_kv(sequence), solo.draft_kv(scratch)
-    assert (ours is None) == (theirs is None)
-    if ours is not None and theirs is not None:
-        assert float((ours - theirs).abs().max()) < BOUND, (ours - theirs).abs().amax((0, 1, 2, 4))
-    check_state(sequence.draft, scratch.draft)
-
-
-def check_state(ours: DraftState | None, theirs: DraftState | None) -> None:
-    assert ours is not None and theirs is not None
-    assert (ours.tokens is None) == (theirs.tokens is None) and (ours.hidden is None) == (theirs.hidden is None)
-    if ours.tokens is not None and theirs.tokens is not None:
-        assert ours.tokens.tolist() == theirs.tokens.tolist()
-    if ours.hidden is not None and theirs.hidden is not None:
-        assert float((ours.hidden - theirs.hidden).abs().max()) < BOUND * float(theirs.hidden.abs().max())
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -185,15 +154,13 @@ def test_rows_kept_from_drafting_are_caught(name: str, make_solo: MakeSolo, monk
     head's own states instead of the target's."""
     solo = make_solo(name)
 
-    def observe(
-        self: Any, sequences: Any, hidden: torch.Tensor, targets: torch.Tensor, num_accepted: list[int]
-    ) -> None:
-        for row, (sequence, count) in enumerate(zip(sequences, num_accepted, strict=True)):
-            rows = [BatchRow([0], sequence.num_computed + count, sequence.pages)]
-            last = self._forward(rows, targets[row, count : count + 1], hidden[row, count : count + 1], is_extend=True)
-            state = sequence.sampling.ahead(count + 1, targets[row, : count + 1])
-            token = shifted.sample_ahead(self._head.logits(last), [state], targets[:1, :0])
-            sequence.draft = DraftState(token, last[0])
+    def observe(self: Any, rows: RoundRows, hidden: Any, targets: Any, num_accepted: torch.Tensor) -> DraftState:
+        at = num_accepted.unsqueeze(1)
+        position = rows.lengths.unsqueeze(1) + at
+        states = hidden.gather(1, at.unsqueeze(2).expand(-1, -1, hidden.shape[2])).squeeze(1)
+        end = position.squeeze(1) + 1
+        recurrent = self._forward(rows, targets.gather(1, at), position, end, states, is_extend=True)
+        return self._state(recurrent, rows.after(targets, num_accepted))
 
     monkeypatch.setattr(shifted.ShiftedDrafter, "observe", observe)
     with caught():
@@ -207,14 +174,13 @@ def test_a_slot_left_empty_after_full_acceptance_is_caught(
     solo = make_solo("standalone")
     propose = standalone.StandaloneDrafter.propose
 
-    def hasty(self: Any, sequences: Any, num_steps: int) -> torch.Tensor:
-        drafted = propose(self, sequences, num_steps)
-        for sequence in sequences:
-            kept = sequence.num_computed
-            sequence.num_computed += num_steps
-            solo.poison(sequence)
-            sequence.num_computed = kept
-        return drafted
+    def hasty(self: Any, rows: RoundRows, shape: DraftShape) -> Drafts:
+        drafts = propose(self, rows, shape)
+        page_size = self.kv.shape[4]
+        for length, table in zip(rows.lengths.tolist(), rows.block_table, strict=True):
+            slot = length + shape.num_steps
+            self.kv[:, table[slot // page_size], :, :, slot % page_size] = POISON
+        return drafts
 
     monkeypatch.setattr(standalone.StandaloneDrafter, "propose", hasty)
     with caught():

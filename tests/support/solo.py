@@ -284,4 +284,4 @@ def caught() -> Iterator[None]:
     """The block's check must fail: an assertion of the test itself, not a fault elsewhere."""
     with pytest.raises(AssertionError) as raised:
         yield
-    assert "/tests/seeds/" in str(raised.traceback[-1].path), raised.traceback[-1]
+    assert "/tests/" in str(raised.traceback[-1].path), raised.traceback[-1]
