@@ -6,6 +6,7 @@ import bisect
 import math
 from collections.abc import Callable, Collection, Mapping
 
+_ENOUGH_S = 0.5  # of measuring, where it is slow
 _COMMON_RATE, _OWN_RATE = 0.1, 0.05  # shares of an error that move everybody's correction, and one kind of round's own
 
 
@@ -26,15 +27,19 @@ class StepTimes:
 
     @classmethod
     def measure(cls, run: Callable[[int, int], float], max_size: int, steps: Collection[int]) -> StepTimes:
-        """`run(batch size, steps)` runs a round and returns its seconds. A few sizes, the first two of `steps`
-        and the last; the first run of each is not counted."""
+        """`run(batch size, steps)` runs a round and returns its seconds. A few sizes, the first two of `steps` and the
+        last; the first run of each is not counted. Sizes beyond two are left out once half a second has gone."""
         sizes = sorted({1, *(size for size in (4, 16) if size < max_size), max_size})
         steps = sorted({*sorted(steps)[:2], max(steps)})
         seconds: dict[tuple[int, int], float] = {}
-        for size in sizes:
+        spent_s = 0.0
+        for index, size in enumerate(sizes):
+            if index >= 2 and spent_s > _ENOUGH_S:
+                break
             for num_steps in steps:
-                run(size, num_steps)
-                seconds[size, num_steps] = min(run(size, num_steps) for _ in range(2))
+                runs = [run(size, num_steps) for _ in range(3)]
+                seconds[size, num_steps] = min(runs[1:])
+                spent_s += sum(runs)
         return cls(seconds)
 
     def seconds(self, size: int, num_steps: int) -> float:
