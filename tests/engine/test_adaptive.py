@@ -131,11 +131,11 @@ def test_measuring_runs_each_kind_and_drops_the_first_run() -> None:
 
     def run_round(size: int, steps: int) -> float:
         calls.append((size, steps))
-        return 0.01 * (5 if calls.count((size, steps)) == 1 else 1 + steps)
+        return 0.001 * (50 if calls.count((size, steps)) == 1 else 1 + steps)
 
     times = StepTimes.measure(run_round, 8, range(6))
     assert set(calls) == {(size, steps) for size in (1, 4, 8) for steps in (0, 1, 5)}
-    assert times.seconds(8, 5) == pytest.approx(0.06) and times.seconds(2, 3) == pytest.approx(0.04)
+    assert times.seconds(8, 5) == pytest.approx(0.006) and times.seconds(2, 3) == pytest.approx(0.004)
     assert StepTimes.measure(lambda size, steps: 1.0 + size + steps, 1, (0, 4)).seconds(1, 4) == pytest.approx(6.0)
 
 
