@@ -79,7 +79,7 @@ class DecodeScheduler:
         if self.preempted or len(self.running) + len(self.reserved) >= self.max_running:
             return False
         num_tokens = len(sequence.token_ids)
-        if not self._take_pages(sequence, num_tokens + self._two_rounds, (num_tokens - 1) // self.page_size):
+        if not self._take_pages(sequence, self._with_two_rounds(num_tokens), (num_tokens - 1) // self.page_size):
             return False
         self.reserved[sequence.unit] = sequence
         return True
@@ -142,10 +142,10 @@ class DecodeScheduler:
 
     # --- pages ---
 
-    @property
-    def _two_rounds(self) -> int:
-        """Slots that the next two rounds write, at most: the second begins where a fully accepted first one ends."""
-        return 1 + self.shape.num_steps + self.shape.num_slots
+    def _with_two_rounds(self, num_tokens: int) -> int:
+        """Slots of a sequence and its next two rounds: the second begins where a fully accepted first one ends. Not
+        beyond the context, which drafts may leave empty-handed."""
+        return max(num_tokens, min(num_tokens + 1 + self.shape.num_steps + self.shape.num_slots, self.context_len))
 
     def _round_shape(self) -> DraftShape:
         """How much to draft now: not more than the one that can use most."""
@@ -209,7 +209,7 @@ class DecodeScheduler:
             num_tokens = len(sequence.token_ids)
             headroom = len(self.running) * self.page_size
             if not self._take_pages(
-                sequence, num_tokens + self._two_rounds, (num_tokens - 1) // self.page_size, headroom
+                sequence, self._with_two_rounds(num_tokens), (num_tokens - 1) // self.page_size, headroom
             ):
                 return
             self.preempted.pop(0)

@@ -210,7 +210,7 @@ class Rounds:
         self.shape = DraftShape(0) if self.drafter is None else self.drafter.shape
         self.slots = Slots(num_slots, engine.model_config.vocab_size, self.drafter, engine.device)
         self.stats = RoundStats([0] * self.shape.num_steps)
-        num_tokens = engine.context_len + self.shape.num_slots + engine.speculation.hidden.num_target_rows
+        num_tokens = engine.context_len + 2 * self.shape.num_slots + engine.speculation.hidden.num_target_rows
         self._num_columns = -(-num_tokens // engine.pool.page_size) + 1
         self._buckets = {size: self._allocate(size) for size in sorted(buckets)}
 
