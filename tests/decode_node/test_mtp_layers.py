@@ -21,9 +21,11 @@ from safetensors.torch import load_file
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.batch import BatchRow, ForwardBatch
+from baton.engine.drafters.base import DraftState, RoundRows
 from baton.engine.drafters.registry import read_speculation
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.llama import LlamaModel
+from baton.engine.trees import Drafts, DraftShape
 from baton.metadata.errors import ConfigError
 from baton.prefill_node.job import PrefillJob
 
@@ -111,8 +113,9 @@ class Checked:
         self._layers = ScratchLayers(head, engine.model)
         self._num_right = itertools.cycle([0, 2, 3, 1, 3, 3, 0, 1])
         self.drafter = engine.drafter
-        self._propose = engine.drafter.propose
-        engine.drafter.propose = self._checked
+        self._sequences: list[Any] = []  # of the round that runs
+        self._run, self._propose = pair.decode.rounds.run, engine.drafter.propose
+        pair.decode.rounds.run, engine.drafter.propose = self._running, self._checked
 
     def generate(self, name: str, max_tokens: int = 19) -> None:
         for i, prompt in enumerate(CASES):
@@ -121,18 +124,22 @@ class Checked:
         for (rid, _), result in results.items():
             assert result.ids == self.plain[rid.split()[0]], rid
 
-    def _checked(self, sequences: Any, num_steps: int) -> torch.Tensor:
-        drafted = self._propose(sequences, num_steps).clone()
-        for row, sequence in enumerate(sequences):
-            self._check(sequence, drafted[row].tolist())
+    def _running(self, sequences: Any, *rest: Any) -> Any:
+        self._sequences = sequences
+        return self._run(sequences, *rest)
+
+    def _checked(self, rows: RoundRows, shape: DraftShape) -> Drafts:
+        drafted = self._propose(rows, shape).tokens.clone()
+        for row, sequence in enumerate(self._sequences):
+            self._check(sequence, rows.draft.row(row), drafted[row].tolist())
             text, at = self.plain[sequence.unit.rid.split()[0]], sequence.num_generated
             num_right = next(self._num_right)
-            for step in range(num_steps):
+            for step in range(shape.num_steps):
                 token = text[at + step] if at + step < len(text) else 0
                 drafted[row, step] = token if step < num_right else (token + 1) % 512
-        return drafted
+        return Drafts(drafted)
 
-    def _check(self, sequence: Any, proposed: list[int]) -> None:
+    def _check(self, sequence: Any, draft: DraftState, proposed: list[int]) -> None:
         self.num_checked += 1
         engine, num_rows = self.pair.decode.engine, sequence.num_computed
         page_size = engine.pool.page_size
@@ -142,8 +149,10 @@ class Checked:
         scratch = self._layers.run(sequence.token_ids, states)
 
         kept = min(NUM_LAYERS - 1, num_rows)
-        rows = sequence.draft.rows
+        assert draft.rows is not None and draft.recent is not None
+        rows, recent = draft.rows[0], draft.recent[0].tolist()
         assert rows.shape == (NUM_LAYERS - 1, states.shape[1])
+        assert recent[NUM_LAYERS - 1 - kept :] == sequence.token_ids[num_rows + 1 - kept :], sequence.unit
         assert torch.allclose(rows[NUM_LAYERS - 1 - kept :], states[num_rows - kept :], atol=1e-4), sequence.unit
         kv = self.drafter._kv[:, sequence.pages].transpose(2, 4).flatten(1, 2)  # [layer, slot, kv head, K|V, head_dim]
         for m in range(NUM_LAYERS):
@@ -207,10 +216,9 @@ def _rows_of_the_whole_round(checked: Checked) -> None:
     """The rows kept are the verify's last ones, not those before the accepted token."""
     observe = checked.drafter.observe
 
-    def mutated(sequences: Any, hidden: Any, *more: Any) -> None:
-        observe(sequences, hidden, *more)
-        for row, sequence in enumerate(sequences):
-            sequence.draft.rows = torch.cat([sequence.draft.rows, hidden[row]])[1 - NUM_LAYERS :]
+    def mutated(rows: RoundRows, hidden: torch.Tensor, *more: Any) -> DraftState:
+        state = observe(rows, hidden, *more)
+        return replace(state, rows=torch.cat([rows.draft.rows, hidden], dim=1)[:, 1 - NUM_LAYERS :])
 
     checked.drafter.observe = mutated
 
@@ -220,13 +228,14 @@ def _no_second_computation(checked: Checked) -> None:
     drafter = checked.drafter
     observe = drafter.observe
 
-    def mutated(sequences: Any, *more: Any) -> None:
+    def mutated(rows: RoundRows, *more: Any) -> DraftState:
         before = drafter._kv.clone()
-        observe(sequences, *more)
-        for sequence in sequences:
-            for position in range(max(0, sequence.num_computed + 1 - NUM_LAYERS), sequence.num_computed):
-                page, slot = sequence.pages[position // 4], position % 4
+        state = observe(rows, *more)
+        for length, pages in zip(rows.lengths.tolist(), rows.block_table.tolist(), strict=True):
+            for position in range(max(0, length + 1 - NUM_LAYERS), length):
+                page, slot = pages[position // 4], position % 4
                 drafter._kv[:, page, :, :, slot] = before[:, page, :, :, slot]
+        return state
 
     drafter.observe = mutated
 
@@ -288,7 +297,7 @@ def test_more_steps_than_layers_are_refused(checkpoint: Callable[..., Path], tmp
 
     def read(steps: int | None) -> int:
         config = DecodeConfig(model=str(model), speculative="mtp", draft_model=str(head), draft_steps=steps)
-        return read_speculation(config, model, ModelConfig.from_dir(model), "float32").num_steps
+        return read_speculation(config, model, ModelConfig.from_dir(model), "float32").shape.num_steps
 
     assert (read(1), read(3), read(None)) == (1, 3, 3)
     with pytest.raises(ConfigError, match=r"draft_steps is 4, but .* has 3 MTP layers"):
