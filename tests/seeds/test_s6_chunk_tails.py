@@ -69,25 +69,28 @@ def asked(index: int) -> Any:
 def run(pair: NodePair, name: str) -> list[Seen]:
     """All prompts, one after the other: matrix products depend on the batch in their last bits."""
     engine, rounds = pair.decode.engine, pair.decode.rounds
-    assert rounds is not None and engine.drafter is not None
+    assert engine.drafter is not None
     seen = [Seen() for _ in prompts()]
     original = rounds.run
 
-    def watching(sequences: Any, num_steps: int) -> Any:
+    current: list[int] = []  # the prompt whose round it is
+
+    def watching(sequences: Any, *rest: Any) -> Any:
         [sequence] = sequences
         index = int(sequence.unit.rid.removeprefix(name))
+        current[:] = [index]
         if not seen[index].proposals and len(engine._kvs) > 1:
             seen[index].kv = gather(engine._kvs[1], sequence.pages, sequence.num_computed)
-        results = original(sequences, num_steps)
+        results = original(sequences, *rest)
         seen[index].num_accepted.append(results[0].num_accepted)
         return results
 
     propose = engine.drafter.propose
 
-    def proposing(sequences: Any, num_steps: int) -> torch.Tensor:
-        drafted = propose(sequences, num_steps)
-        seen[int(sequences[0].unit.rid.removeprefix(name))].proposals += drafted.tolist()
-        return drafted
+    def proposing(rows: Any, shape: Any) -> Any:
+        drafts = propose(rows, shape)
+        seen[current[0]].proposals += drafts.tokens.tolist()
+        return drafts
 
     rounds.run, engine.drafter.propose = watching, proposing  # type: ignore[method-assign]
     for index, prompt in enumerate(prompts()):
@@ -237,10 +240,10 @@ def test_a_tail_offered_before_the_first_token_is_caught(
         node = pair.prefill
         finish = node.engine.drafter.finish_prompt  # type: ignore[union-attr]
 
-        def late(tails: Any, hidden: Any) -> Any:
+        def late(tails: Any, *rest: Any) -> Any:
             kvs = node.engine._kvs
             kept = [kvs[1][:, tail.pages[-1]].clone() for tail in tails]
-            drafts = finish(tails, hidden)
+            drafts = finish(tails, *rest)
             for tail, page in zip(tails, kept, strict=True):
                 kvs[1][:, tail.pages[-1]] = page
             return drafts
