@@ -24,31 +24,14 @@ from .batch import BatchRow, ForwardBatch
 from .drafters.base import Drafter, DraftState, PromptChunk, PromptTail, RoundRows
 from .drafters.ngram import NgramDrafter
 from .engine import Engine
+from .graphs import GREEDY, SAMPLED, RoundGraphs
 from .logprobs import Logprobs, compute_logprobs
+from .round_inputs import RoundInputs
 from .sampling import sample
 from .sampling_batch import SamplingBatch
 from .sampling_state import Needs, SamplingState
 from .slots import MAX_MISSED, Slots
 from .trees import Ancestry, Drafts, DraftShape, Path, accept_chain, accept_tree, ancestry
-
-
-class RoundInputs(NamedTuple):
-    """What the host writes before a round. Rows beyond its sequences are padding."""
-
-    slots: Tensor  # [num_seqs] int64
-    limits: Tensor  # [num_seqs] int64, drafts that may be accepted
-    num_missed: Tensor  # [num_seqs] int64, rows that the drafter has not seen
-    block_table: Tensor  # [num_seqs, num_columns] int64
-    proposed: Tensor  # [num_seqs, max_steps] int64, by a drafter on the host
-
-    @classmethod
-    def allocate(cls, num_seqs: int, num_columns: int, max_steps: int, device: torch.device | str) -> RoundInputs:
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(*shape, dtype=torch.int64, device=device)
-
-        return cls(
-            zeros(num_seqs), zeros(num_seqs), zeros(num_seqs), zeros(num_seqs, num_columns), zeros(num_seqs, max_steps)
-        )
 
 
 class RoundResult(NamedTuple):
@@ -123,7 +106,7 @@ def run_round(
         targets, is_valid, hidden, logits = _along(path, targets, is_valid, hidden, logits)
         engine.move_kv(inputs.block_table, *_moves(rows, path))
     draft = _observe(drafter, slots, inputs, rows, hidden, targets, path.num_accepted, shape)
-    slots.advance(inputs.slots, targets, path.num_accepted, draft)
+    slots.advance(inputs.slots, targets, path.num_accepted, draft, needs)
     logprobs = None
     if needs.num_logprobs is not None:
         logprobs = compute_logprobs(logits, targets.flatten(), needs.num_logprobs)
@@ -212,7 +195,16 @@ class Rounds:
         self.stats = RoundStats([0] * self.shape.num_steps)
         num_tokens = engine.context_len + 2 * self.shape.num_slots + engine.speculation.hidden.num_target_rows
         self._num_columns = -(-num_tokens // engine.pool.page_size) + 1
-        self._buckets = {size: self._allocate(size) for size in sorted(buckets)}
+        self._buckets = {size: self._allocate(size, is_static=True) for size in sorted(buckets)}
+        self._graphs: RoundGraphs[RoundResult] | None = None
+
+    def capture(self) -> None:
+        """Graphs of all buckets for requests without filters and penalties; others are captured when they come."""
+        inputs = [self._allocate(size, self.engine.device) for size in self._buckets]
+        shapes = [self.shape.with_steps(steps) for steps in self.shape.choices]
+        with torch.inference_mode():
+            self._graphs = RoundGraphs(self._run_captured, inputs, self.slots.padding)
+            self._graphs.capture(shapes, (GREEDY, SAMPLED))
 
     def admit(self, sequence: Running, length: int, draft: DraftState | None) -> None:
         """Give a sequence a slot: `length` tokens have KV, one more is known."""
@@ -239,8 +231,7 @@ class Rounds:
             if shape.num_steps:
                 limits = self._catch_up(sequences, limits)
             needs = Needs.any_of(sequence.sampling.needs for sequence in sequences)
-            inputs = self._fill(sequences, limits, shape)
-            result = run_round(self.engine, self.drafter, self.slots, inputs, shape, needs)
+            result = self._run(self._fill(sequences, limits, shape), shape, needs)
             accepted = self._read(sequences, result, limits)
         for sequence, each in zip(sequences, accepted, strict=True):
             if each.num_drafted:
@@ -256,7 +247,7 @@ class Rounds:
             inputs = self._fill([], [], self.shape, num_seqs)
             shape = self.shape.with_steps(num_steps)
             started = time.monotonic()
-            result = run_round(self.engine, self.drafter, self.slots, inputs, shape, Needs())
+            result = self._run(inputs, shape, GREEDY)
             result.num_accepted.tolist()
             return time.monotonic() - started
 
@@ -273,8 +264,21 @@ class Rounds:
         with torch.inference_mode():
             self.drafter.observe_prompt(chunks, hidden)
 
-    def _allocate(self, num_seqs: int) -> RoundInputs:
-        return RoundInputs.allocate(num_seqs, self._num_columns, max(1, self.shape.num_steps), "cpu")
+    def _run(self, inputs: RoundInputs, shape: DraftShape, needs: Needs) -> RoundResult:
+        """By a graph, where the inputs are a bucket's and there are graphs."""
+        if self._graphs is not None and len(inputs.slots) in self._buckets:
+            return self._graphs.replay(inputs, shape, needs)
+        return run_round(self.engine, self.drafter, self.slots, inputs.to(self.engine.device), shape, needs)
+
+    def _run_captured(self, inputs: RoundInputs, shape: DraftShape, needs: Needs) -> RoundResult:
+        if needs.processes:
+            self.slots.allocate_all()
+        return run_round(self.engine, self.drafter, self.slots, inputs, shape, needs)
+
+    def _allocate(self, num_seqs: int, device: torch.device | str = "cpu", *, is_static: bool = False) -> RoundInputs:
+        pinned = is_static and self.engine.device.type == "cuda" and device == "cpu"
+        max_steps = max(1, self.shape.num_steps)
+        return RoundInputs.allocate(num_seqs, self._num_columns, max_steps, device, pinned=pinned)
 
     def _fill(
         self, sequences: Sequence[Running], limits: Sequence[int], shape: DraftShape, at_least: int = 0
@@ -284,7 +288,7 @@ class Rounds:
         size = max(num_seqs, at_least)
         size = next((each for each in self._buckets if each >= size), size)
         inputs = self._buckets.get(size) or self._allocate(size)
-        slots, columns, missed, table = (each.numpy() for each in inputs[:4])
+        slots, columns, missed, table = (each.numpy() for each in inputs[1:5])
         slots[:num_seqs] = [_slot(sequence) for sequence in sequences]
         columns[:num_seqs] = limits
         missed[:num_seqs] = [sequence.num_missed for sequence in sequences]
@@ -299,7 +303,7 @@ class Rounds:
                 for sequence in sequences
             ]
             inputs.proposed[:num_seqs, : shape.num_steps] = torch.tensor(found, dtype=torch.int64)
-        return RoundInputs(*(each.to(self.engine.device) for each in inputs))
+        return inputs
 
     def _read(self, sequences: Sequence[Running], result: RoundResult, limits: Sequence[int]) -> list[Accepted]:
         """The one place where the host waits for a round."""

@@ -1,0 +1,104 @@
+"""CUDA graphs of rounds: one for each bucket, number of steps and kind of sampling, replayed in one launch.
+
+What is captured is `run_round` itself, over the bucket's static inputs and the slots. Capturing runs it over padding
+alone, so it reaches nobody. Requests that ask for different steps of sampling share a few kinds: to do more than a row
+asks for changes nothing of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+
+from ..metadata.request import MAX_TOP_LOGPROBS
+from .round_inputs import RoundInputs
+from .sampling_state import Needs
+from .trees import DraftShape
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+GREEDY = Needs()
+SAMPLED = Needs(is_random=True)
+FILTERED = Needs(is_random=True, ranks=True, cuts=True)
+EVERYTHING = Needs(True, True, True, True, True, True, MAX_TOP_LOGPROBS)
+KINDS = (GREEDY, SAMPLED, FILTERED, EVERYTHING)
+
+
+def covering(needs: Needs) -> Needs:
+    """The least of KINDS that does all that `needs` asks for."""
+    if needs.processes or needs.num_logprobs is not None:
+        return EVERYTHING
+    if needs.ranks or needs.cuts:
+        return FILTERED
+    return SAMPLED if needs.is_random else GREEDY
+
+
+class _Key(NamedTuple):
+    size: int  # of the bucket
+    shape: DraftShape
+    kind: Needs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Captured(Generic[Result]):
+    graph: torch.cuda.CUDAGraph
+    result: Result  # static tensors that every replay writes
+
+
+class RoundGraphs(Generic[Result]):
+    """Owns the graphs, their inputs on the device and their memory, which all share: one runs at a time."""
+
+    def __init__(
+        self, run: Callable[[RoundInputs, DraftShape, Needs], Result], inputs: Sequence[RoundInputs], padding: int
+    ) -> None:
+        """`run` reads nothing of a tensor on the host; `inputs` of each bucket, on the device; `padding` a slot."""
+        self._run = run
+        self._inputs = {len(each.slots): each for each in inputs}
+        self._padding = padding
+        self._captured: dict[_Key, _Captured[Result]] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, shapes: Sequence[DraftShape], kinds: Sequence[Needs]) -> None:
+        """All buckets, largest first, so that the smaller ones fit in its memory."""
+        started, before = time.monotonic(), torch.cuda.memory_reserved()
+        for size in sorted(self._inputs, reverse=True):
+            for shape in shapes:
+                for kind in kinds:
+                    self._capture(_Key(size, shape, kind))
+        logger.info(
+            "%d round graphs captured in %.1f s, %d MiB",
+            len(self._captured),
+            time.monotonic() - started,
+            (torch.cuda.memory_reserved() - before) >> 20,
+        )
+
+    def replay(self, inputs: RoundInputs, shape: DraftShape, needs: Needs) -> Result:
+        """Of a bucket's size, in host memory that stays as it is until the device has read it. The result is static:
+        read it before the next replay. A kind of sampling that nobody asked for before is captured now."""
+        key = _Key(len(inputs.slots), shape, covering(needs))
+        captured = self._captured.get(key) or self._capture(key)
+        self._inputs[key.size].block.copy_(inputs.block, non_blocking=True)
+        captured.graph.replay()
+        return captured.result
+
+    def _capture(self, key: _Key) -> _Captured[Result]:
+        inputs = self._inputs[key.size]
+        inputs.block.zero_()
+        inputs.slots.fill_(self._padding)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._run(inputs, key.shape, key.kind)  # compiles kernels and allocates what outlives a round
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = self._run(inputs, key.shape, key.kind)
+        captured = self._captured[key] = _Captured(graph, result)
+        return captured
