@@ -26,8 +26,10 @@ def run(plan: Plan) -> int:
     """Starts everything, blocks until a signal, stops everything. Returns the exit status."""
     for config in (plan.prefill, plan.decode):
         check_model(config)
+    plan = plan.settled()
     port = plan.router.port or free_port(plan.router.host)
     check_port(plan.router.host, port)
+    say(f"speculation: {plan.speculation}")
     run_dir = make_run_dir(plan.up.run_dir)
     children = [Child(command, run_dir) for command in commands(plan, free_port(), port)]
     client = Client.local(plan.router.host, port, plan.router.api_key)

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..decode_node.config import DecodeConfig
 from ..engine.config import EngineConfig
+from ..engine.drafters.choice import describe, find_drafter, settle
 from ..metadata.config import at_least, setting
 from ..metadata.errors import ConfigError
 from ..prefill_node.config import PrefillConfig
@@ -55,6 +56,18 @@ class Plan:
     router: RouterConfig
     prefill: PrefillConfig
     decode: DecodeConfig
+
+    def settled(self) -> Plan:
+        """The same with a drafter in place of "auto". Raises ModelError and ConfigError as the nodes would."""
+        prefill, decode = (settle(config, _model_dir(config)) for config in (self.prefill, self.decode))
+        return replace(self, prefill=prefill, decode=decode)
+
+    @property
+    def speculation(self) -> str:
+        """How decode nodes will speculate, in words."""
+        config, model_dir = self.decode, _model_dir(self.decode)
+        drafter = find_drafter(config, model_dir)
+        return describe(config.speculative, config.draft_steps, config.draft_topk, drafter, model_dir)
 
     def tables(self) -> dict[str, Any]:
         return {"up": self.up, "router": self.router, "prefill": self.prefill, "decode": self.decode}
@@ -104,7 +117,7 @@ def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:
                 node_id=name,
                 bind_host=LOOPBACK,
                 drain_timeout_s=drain,
-                model=str(Path(config.model or DEMO).resolve()),
+                model=str(_model_dir(config).resolve()),
                 threads=num_threads,
             )
             environ = {"OMP_NUM_THREADS": str(num_threads)}
@@ -134,9 +147,13 @@ def _gpus() -> list[str]:
     return [str(index) for index, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
 
 
+def _model_dir(config: EngineConfig) -> Path:
+    return Path(config.model) if config.model else DEMO
+
+
 def check_model(config: EngineConfig) -> None:
     """What can be seen without loading: raises ConfigError when the directory cannot be a checkpoint."""
-    path = Path(config.model) if config.model else DEMO
+    path = _model_dir(config)
     if not path.is_dir():
         raise ConfigError(f"--model {path}: no such directory")
     for name in ("config.json", "tokenizer.json"):

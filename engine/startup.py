@@ -49,6 +49,7 @@ def load_engine(config: EngineConfig) -> Engine:
     """Load the model and run it once. Raises ModelError and ConfigError."""
     started = time.monotonic()
     engine = Engine(config, LoadProgress())
+    logger.info("speculation: %s", engine.speculation.describe(engine.model_dir))
     engine.warm_up(config.chunk_tokens)
     logger.info(
         "%s ready on %s in %s: %d pages of %d tokens, %.1f s",

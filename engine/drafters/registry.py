@@ -23,6 +23,7 @@ from ..models.registry import load_model
 from ..trees import DraftShape
 from ..weights import Progress, fingerprint
 from .base import Drafter
+from .choice import describe, find_drafter, settle
 from .frozen_kv import FrozenKvDrafter
 from .mtp_layers import MtpLayersDrafter
 from .ngram import NgramDrafter
@@ -66,6 +67,11 @@ class Speculation:
             checksums=checksums,
         )
 
+    def describe(self, target_dir: Path) -> str:
+        """In words for logs: "eagle, 5 steps, drafter eagle/"."""
+        algorithm = self.algorithm.replace("_", "-")
+        return describe(algorithm, self.shape.num_steps, self.shape.topk, self.draft_dir, target_dir)
+
     @property
     def fingerprint(self) -> str | None:
         """Of the draft's weights and a head's own settings (chained, auxiliary layers ...); None without a draft."""
@@ -100,13 +106,11 @@ class Speculation:
 
 def read_speculation(config: EngineConfig, target_dir: Path, target: ModelConfig, dtype: HiddenDtype) -> Speculation:
     """Raises ConfigError for settings that cannot work together, ModelError for a draft directory that is none."""
-    algorithm = config.speculative
-    shape = _shape(config)
-    if algorithm in ("none", "ngram"):
-        if config.draft_model is not None:
-            raise ConfigError(f"speculative {algorithm} takes no draft_model, but {config.draft_model} was given")
+    config = settle(config, target_dir)
+    algorithm, shape = config.speculative, _shape(config)
+    draft_dir = find_drafter(config, target_dir)
+    if draft_dir is None:
         return Speculation(algorithm, shape, HiddenLayout(algorithm=algorithm, target_hidden_size=target.hidden_size))
-    draft_dir = _draft_dir(config.draft_model, algorithm, target_dir)
     if algorithm == "standalone":
         return _standalone(shape, target_dir, target, draft_dir)
     if algorithm == "frozen-kv-mtp":
@@ -139,16 +143,6 @@ def _shape(config: EngineConfig) -> DraftShape:
             f" {steps} to {most}"
         )
     return DraftShape(steps, topk, tokens)
-
-
-def _draft_dir(given: str | None, algorithm: str, target_dir: Path) -> Path:
-    """The directory given, else one of the algorithm's name inside the target's: a drafter shipped with its target."""
-    if given is not None:
-        return Path(given).expanduser()
-    shipped = sorted(target_dir.glob(f"{algorithm.replace('-', '_')}*/config.json"))
-    if not shipped:
-        raise ConfigError(f"speculative {algorithm} needs --draft-model DIR: {target_dir} ships no drafter for it")
-    return shipped[0].parent
 
 
 def _frozen_kv(shape: DraftShape, target: ModelConfig, draft_dir: Path, dtype: HiddenDtype) -> Speculation:

@@ -141,6 +141,15 @@ def test_the_router_command_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True)
 
 
+def test_baton_up_finds_the_drafter_without_torch() -> None:
+    code = (
+        "import argparse, sys; from baton.deploy import launcher; from baton.deploy.plan import make_plan;"
+        "assert make_plan(argparse.Namespace(), {}, {}).settled().speculation.startswith('eagle');"
+        "bad = {'torch', 'numpy', 'transformers', 'triton'} & set(sys.modules); assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True)
+
+
 def test_main_takes_arguments_and_returns_the_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("baton ")

@@ -276,6 +276,29 @@ def test_the_commands_of_a_plan() -> None:
     assert not any("hunter2" in word for item in made for word in item.argv)
 
 
+def flags_of(made: Plan) -> set[str]:
+    """What the nodes' command lines say of speculation."""
+    nodes = commands(made, node_port=5701, http_port=8001)[1:]
+    says = [{word for word in node.argv if word.startswith(("--speculative", "--draft"))} for node in nodes]
+    assert says[0] == says[1]
+    return says[0]
+
+
+def test_the_demo_model_speculates_unless_told_otherwise() -> None:
+    assert plan().settled().speculation == "eagle, 5 steps, drafter eagle/"
+    assert flags_of(plan().settled()) == {"--speculative=eagle", "--draft-steps=5"}
+    off = Plan(UpConfig(), RouterConfig(), PrefillConfig(speculative="none"), DecodeConfig(speculative="none"))
+    assert off.settled() == off
+    assert off.speculation == "none"
+
+
+def test_a_model_that_recommends_no_drafter_is_not_speculated(tmp_path: Path) -> None:
+    model = str(tmp_path)
+    made = Plan(UpConfig(), RouterConfig(), PrefillConfig(model=model), DecodeConfig(model=model)).settled()
+    assert made.speculation == "none"
+    assert flags_of(made) == {"--speculative=none"}
+
+
 @pytest.mark.parametrize("cores", [1, 2, 3, 4, 8, 64])
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 2), (1, 3), (4, 1)])
 def test_threads_are_divided(cores: int, prefill: int, decode: int) -> None:

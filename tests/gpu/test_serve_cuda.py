@@ -34,7 +34,7 @@ def test_output_equals_transformers(dtype: str, transport: str, cluster: Callabl
     prompts = [tokenizer.encode(text).ids for text in TEXTS]
     fields = {"temperature": 0, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
     with cluster() as running, ThreadPoolExecutor(len(prompts)) as threads:
-        running.start(node_flags=flags)
+        running.start(node_flags=[*flags, "--speculative", "none"])
         for _ in range(2):
             answers = list(threads.map(lambda prompt: running.complete(prompt, **fields), prompts))
             for prompt, answer in zip(prompts, answers, strict=True):
@@ -66,7 +66,7 @@ def test_speculation_changes_no_token(speculative: str, cluster: Callable[..., C
 def test_seeded_output_is_the_same_alone_and_in_a_batch(cluster: Callable[..., Cluster]) -> None:
     fields = {"temperature": 1, "top_p": 0.9, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
     with cluster() as running, ThreadPoolExecutor(8) as threads:
-        running.start(node_flags=["--device", "cuda", "--dtype", "float32"])
+        running.start(node_flags=["--device", "cuda", "--dtype", "float32", "--speculative", "none"])
 
         def ask(seed: int) -> list[int]:
             return running.complete(TEXTS[1], seed=seed, **fields)["choices"][0]["token_ids"]

@@ -24,6 +24,7 @@ from cluster import free_port, wait_until
 pytestmark = pytest.mark.integration
 
 BATON = [sys.executable, "-P", "-m", "baton.deploy.cli"]
+DEMO = Path(__file__).parents[2] / "deploy" / "demo"
 READY_S = 60
 
 
@@ -117,6 +118,26 @@ def test_up_answers_and_ctrl_c_leaves_nothing(tmp_path: Path, model_dir: Path) -
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", running.port))
+
+
+def test_the_demo_model_speculates_by_default(tmp_path: Path) -> None:
+    body = {"model": "demo", "prompt": "def main(", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    texts = []
+    for flags, words, is_speculated in (
+        (["--no-draft-adaptive"], "eagle, 5 steps, drafter eagle/", True),
+        (["--speculative", "none"], "none", False),
+    ):
+        with up(tmp_path, DEMO, *flags) as running:
+            assert f"\nspeculation: {words}\n" in f"\n{running.said}"
+            for node in ("prefill-0", "decode-0"):
+                log = (running.run_dir / f"{node}.log").read_text()
+                assert f"speculation: {words}\n" in log, log
+            answer = running.request("POST", "/v1/completions", body)[1]
+            assert (answer["usage"].get("speculation", {}).get("accepted_tokens", 0) > 0) is is_speculated, answer
+            texts.append(answer["choices"][0]["text"])
+            running.process.terminate()
+            assert running.process.wait(20) == 0, running.said
+    assert texts[0] == texts[1]
 
 
 def test_a_second_up_on_a_taken_port(tmp_path: Path, model_dir: Path) -> None:
