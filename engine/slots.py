@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..metadata.request import SamplingParams
 from .drafters.base import Drafter, DraftState, RoundRows
 from .sampling_batch import FLOATS, INTS, SamplingBatch, columns
 from .sampling_state import Needs, SamplingState
@@ -17,6 +18,7 @@ from .sampling_state import Needs, SamplingState
 MAX_MISSED = 64  # rows that a drafter can catch up on (the ring of DESIGN.md section 5)
 _LENGTH, _LAST_TOKEN = 0, 1  # before INTS
 _POSITION, _NUM_GENERATED = 2 + INTS.index("position"), 2 + INTS.index("num_generated")
+_PADDING = SamplingParams(max_tokens=1, temperature=0.0)
 _PADDING_LENGTH = 1
 
 
@@ -43,7 +45,9 @@ class Slots:
             assert missed is not None
             self._missed = missed.view(num_rows, MAX_MISSED + 1, extend.width)
         self._free = list(range(num_slots - 1, -1, -1))
-        self._reset_padding()
+        state = SamplingState(_PADDING, [0] * (_PADDING_LENGTH + 1), vocab_size=vocab_size, device=device)
+        self.load(self.padding, _PADDING_LENGTH, 0, state, None)
+        self._padding_ints = self._ints[:, self.padding].clone()
 
     @property
     def padding(self) -> int:
@@ -157,7 +161,6 @@ class Slots:
 
     def _reset_padding(self) -> None:
         """A greedy sequence of one token, whose pages are padding."""
-        self._ints[:, self.padding] = 0
-        self._ints[_LENGTH, self.padding] = _PADDING_LENGTH
+        self._ints[:, self.padding] = self._padding_ints
         if self._output_counts is not None:
             self._output_counts[self.padding] = 0
