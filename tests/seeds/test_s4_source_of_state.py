@@ -117,8 +117,10 @@ def test_state_left_by_row_of_the_batch_is_caught(
     solo = make_solo(name)
     advance = Slots.advance
 
-    def by_row(self: Slots, index: torch.Tensor, targets: Any, num_accepted: Any, draft: DraftState | None) -> None:
-        advance(self, index, targets, num_accepted, None)
+    def by_row(
+        self: Slots, index: torch.Tensor, targets: Any, count: Any, draft: DraftState | None, *rest: Any
+    ) -> None:
+        advance(self, index, targets, count, None, *rest)
         if draft is not None:
             self._draft.store(torch.arange(len(index)), draft)
 

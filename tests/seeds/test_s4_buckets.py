@@ -1,0 +1,267 @@
+"""S4 for static inputs: what a bucket's rounds bring is what the direct path brings, and padding reaches nobody.
+
+Largest bucket 2, batches of 1, 2, 3, 2, 3, 1 with K alternating 0, 1, 5 and limits of their own a row, partial
+acceptance; everything that a round could read by mistake is spoilt before it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafters import ALL, settings, target_of
+from node_pair import params
+from scratch import check_against_scratch, check_state
+from solo import POISON, Running, Solo, caught, coach
+
+from baton.engine.round import Rounds
+from baton.engine.round_inputs import RoundInputs
+from baton.engine.slots import MAX_MISSED, Slots
+from baton.metadata.request import SamplingParams
+
+LENS = (7, 12, 3)
+NUM_TOKENS = 50
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1},
+    {"temperature": 1.3, "logit_bias": {7: 2.0}, "presence_penalty": 0.3},
+]
+MEMBERS = ((0,), (1, 0), (2, 1, 0), (0, 2), (1, 2, 0), (2,))
+STEPS = (0, 1, 5)
+ROUNDS = [*zip(MEMBERS, itertools.cycle(STEPS)), *zip(MEMBERS, itertools.cycle((5, 0, 1)))]
+
+MakeSolo = Callable[..., Solo]
+
+
+@pytest.fixture
+def make_solo(checkpoint: Callable[..., Path], tmp_path: Path) -> MakeSolo:
+    written: dict[str, dict[str, Any]] = {}
+
+    def make(name: str, *buckets: int) -> Solo:
+        model = target_of(name, checkpoint)
+        if name not in written:
+            written[name] = settings(name, model, tmp_path)
+        return Solo(model, num_slots=5, buckets=buckets, num_pages=300, **written[name])
+
+    return make
+
+
+def asked(index: int) -> SamplingParams:
+    return params(60, seed=index, **PARAMS[index])
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(14)
+    return [[rng.randrange(512) for _ in range(num)] for num in LENS]
+
+
+def limits_of(members: Sequence[int], num_steps: int, turn: int) -> list[int]:
+    """In every batch one row takes all drafts, one half of them, one none; who, changes from round to round."""
+    return [(num_steps, num_steps // 2, 0)[(index + turn) % 3] for index in members]
+
+
+def start(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Running], dict[int, list[int]]]:
+    """The sequences, and what they will be; drafters are told most of it."""
+    truths: dict[int, list[int]] = {}
+    for index, prompt in enumerate(prompts()):
+        plain = solo.start(prompt, asked(index))
+        truths[index] = prompt + solo.run(plain, NUM_TOKENS, 0)
+        solo.rounds.release(plain)
+    coach(monkeypatch, truths, lambda seed, position: (position + 3 * seed) % 7 not in (2, 3))
+    return [solo.start(prompt, asked(index)) for index, prompt in enumerate(prompts())], truths
+
+
+def spoil(solo: Solo, sequences: Sequence[Running]) -> None:
+    """Plausible nonsense wherever a round must not look: in the static inputs what names a real sequence, in padding's
+    rows and page, and in slots beyond the tokens, large numbers."""
+    victim = sequences[0]
+    assert victim.slot is not None
+    for inputs in solo.rounds._buckets.values():
+        for each, value in zip(inputs[1:], (victim.slot, 5, 3, victim.pages[0], 1), strict=True):
+            each.fill_(value)
+    slots = solo.rounds.slots
+    for _, value in slots._draft.present():
+        value[slots.padding] = POISON if value.is_floating_point() else 7
+    if slots._missed is not None:
+        slots._missed[slots.padding] = POISON
+    for kv in solo.engine._kvs:
+        kv[:, 0] = POISON
+    for sequence in sequences:
+        solo.poison(sequence)
+
+
+class Outsiders:
+    """Bytes of everything that belongs to sequences outside a batch, and of the padding sequence."""
+
+    def __init__(self, solo: Solo, sequences: Sequence[Running]) -> None:
+        self._solo, self._sequences = solo, sequences
+        self._before = self._bytes()
+
+    def check(self) -> None:
+        for before, after in zip(self._before, self._bytes(), strict=True):
+            assert torch.equal(before, after)
+
+    def _bytes(self) -> list[torch.Tensor]:
+        slots, pages = self._solo.rounds.slots, [page for each in self._sequences for page in each.pages]
+        rows = [each.slot for each in self._sequences]
+        columns = [slots._top_p, slots._prompt_mask, slots._output_counts, slots._bias, slots._missed]
+        columns += [value for _, value in slots._draft.present()]
+        mine = [column[rows].clone() for column in columns if column is not None]
+        both = [column[:, [*rows, slots.padding]].clone() for column in (slots._ints, slots._floats)]
+        return mine + both + [kv[:, pages].clone() for kv in self._solo.engine._kvs]
+
+
+def check(bucketed: Solo, direct: Solo, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Round by round. Returns how many drafts each accepted."""
+    theirs, _ = start(direct, monkeypatch)
+    ours, truths = start(bucketed, monkeypatch)
+    for turn, (members, most) in enumerate(ROUNDS):
+        num_steps = min(most, bucketed.drafter.shape.num_steps)
+        limits = limits_of(members, num_steps, turn)
+        for solo, sequences in ((bucketed, ours), (direct, theirs)):
+            spoil(solo, sequences)
+            outsiders = Outsiders(solo, [each for i, each in enumerate(sequences) if i not in members])
+            results = solo.round([sequences[i] for i in members], num_steps, limits)
+            outsiders.check()
+            assert all(result.num_accepted <= limit for result, limit in zip(results, limits, strict=True))
+        for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            assert a.token_ids == b.token_ids == truths[index][: len(a.token_ids)], index
+            assert a.num_accepted == b.num_accepted and a.num_missed == b.num_missed
+            check_state(bucketed.draft(a), direct.draft(b))
+            check_against_scratch(bucketed, a)
+    return [count for sequence in ours for count in sequence.num_accepted]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_buckets_bring_what_the_direct_path_brings(
+    name: str, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucketed = make_solo(name, 2)
+    accepted = check(bucketed, make_solo(name), monkeypatch)
+    assert len(set(accepted)) > 2, accepted  # none, some, and all
+
+
+def test_several_buckets_are_each_used(make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest that holds the batch; in one of three, two rows of padding."""
+    bucketed = make_solo("eagle3", 1, 3)
+    check(bucketed, make_solo("eagle3"), monkeypatch)
+    assert {len(inputs.slots) for inputs in bucketed.rounds._buckets.values()} == {1, 3}
+
+
+# --- the defects put back ---
+
+
+def slot_of_a_sequence(inputs: RoundInputs, num_seqs: int) -> None:
+    """Padding rows are of a real sequence's slot."""
+    inputs.slots[num_seqs:] = inputs.slots[0]
+
+
+def pages_of_a_sequence(inputs: RoundInputs, num_seqs: int) -> None:
+    """Padding rows write into a real sequence's pages."""
+    inputs.block_table[num_seqs:] = inputs.block_table[0]
+
+
+def limits_of_the_round_before(inputs: RoundInputs, num_seqs: int) -> None:
+    inputs.limits[:num_seqs] = 5
+
+
+def missed_of_the_round_before(inputs: RoundInputs, num_seqs: int) -> None:
+    inputs.num_missed[:num_seqs] = 3
+
+
+@pytest.mark.parametrize(
+    "defect", [slot_of_a_sequence, pages_of_a_sequence, limits_of_the_round_before, missed_of_the_round_before]
+)
+def test_wrong_static_inputs_are_caught(
+    defect: Callable[[RoundInputs, int], None], make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucketed = make_solo("eagle3", 2)
+    fill = bucketed.rounds._fill
+
+    def wrong(sequences: Sequence[Any], *rest: Any) -> RoundInputs:
+        inputs = fill(sequences, *rest)
+        if len(sequences) <= 2:
+            defect(inputs, len(sequences))
+        return inputs
+
+    monkeypatch.setattr(bucketed.rounds, "_fill", wrong)
+    with caught():
+        check(bucketed, make_solo("eagle3"), monkeypatch)
+
+
+def test_a_padding_row_that_is_not_reset_is_caught(make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucketed, direct = make_solo("eagle3", 2), make_solo("eagle3")
+    monkeypatch.setattr(Slots, "_reset_padding", lambda self: None)
+    with caught():
+        check(bucketed, direct, monkeypatch)
+
+
+# --- rows left out ---
+
+
+@pytest.mark.parametrize("name", ["eagle", "standalone", "mtp3-deepseek", "mtp3-mimo"])
+@pytest.mark.parametrize("num_missed", [1, 2, MAX_MISSED])
+def test_the_drafter_catches_up(
+    name: str, num_missed: int, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After rounds without drafts, of one sequence more than of the other, the next one that drafts goes on from what a
+    recompute gives: what it proposes, and what it leaves."""
+    solo = make_solo(name, 2)
+    sequences = [solo.start(prompt, params(100, seed=1)) for prompt in prompts()[:2]]
+    solo.round(sequences, 2)
+    for at in range(num_missed):
+        solo.round(sequences if at else sequences[:1], 0)
+    assert [sequence.num_missed for sequence in sequences] == [num_missed, num_missed - 1]
+    caught_up: list[int] = []
+    observe_missed = Rounds._observe_missed
+
+    def checking(self: Rounds, *rest: Any) -> None:
+        observe_missed(self, *rest)
+        for sequence in sequences:
+            caught_up.append(sequence.num_missed)
+            check_against_scratch(solo, sequence)
+
+    monkeypatch.setattr(Rounds, "_observe_missed", checking)
+    for sequence in sequences:
+        solo.poison(sequence)
+    for num_steps in (1, 3):
+        assert [each.num_drafted for each in solo.round(sequences, num_steps)] == [num_steps] * 2
+        for sequence in sequences:
+            check_against_scratch(solo, sequence)
+    assert caught_up == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["eagle", "standalone", "mtp3-deepseek", "frozen-kv-mtp"])
+def test_a_sequence_beyond_the_ring_is_left_behind(name: str, make_solo: MakeSolo) -> None:
+    """It goes on without drafts, beside one that drafts; what has no KV of its own has nothing to catch up on."""
+    solo = make_solo(name, 2)
+    asked = params(100, seed=2, temperature=1.0)
+    plain, late, other = (solo.start(prompts()[0], asked) for _ in range(3))
+    truth = solo.run(plain, 80, 0)
+    for _ in range(MAX_MISSED + 1):
+        solo.round([late], 0)
+    for num_steps in (3, 1, 3):
+        solo.poison(late)
+        solo.poison(other)
+        results = solo.round([late, other], num_steps)
+        is_left = solo.drafter.has_kv
+        assert [each.num_drafted for each in results] == [0 if is_left else num_steps, num_steps]
+        check_against_scratch(solo, other)
+    assert (late.num_missed > MAX_MISSED) == solo.drafter.has_kv
+    for sequence in (late, other):
+        assert sequence.generated == truth[: len(sequence.generated)]
+
+
+def test_a_request_that_wants_no_drafts_is_left_behind_at_once(make_solo: MakeSolo) -> None:
+    solo = make_solo("eagle", 2)
+    sequence, other = (solo.start(prompts()[0], params(60, draft_steps=steps)) for steps in (0, None))
+    solo.round([sequence, other], 0)
+    results = solo.round([sequence, other], 3, [0, 3])
+    assert [each.num_drafted for each in results] == [0, 3]
+    assert sequence.num_missed > MAX_MISSED and other.num_missed == 0
+    check_against_scratch(solo, other)
