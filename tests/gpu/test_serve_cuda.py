@@ -54,7 +54,9 @@ def test_speculation_changes_no_token(speculative: str, cluster: Callable[..., C
     prompts = [tokenizer.encode(text).ids for text in TEXTS]
     fields = {"temperature": 0, "max_tokens": 60, "ignore_eos": True, "return_token_ids": True}
     with cluster() as running, ThreadPoolExecutor(len(prompts)) as threads:
-        running.start(node_flags=["--device", "cuda", "--dtype", "float32", "--speculative", speculative])
+        running.start(
+            node_flags=["--device", "cuda", "--dtype", "float32", "--speculative", speculative, "--no-draft-adaptive"]
+        )
         answers = list(threads.map(lambda prompt: running.complete(prompt, **fields), prompts))
     for prompt, answer in zip(prompts, answers, strict=True):
         reference.assert_greedy(prompt, answer["choices"][0]["token_ids"], reference.generate(prompt, 60))
