@@ -1,6 +1,7 @@
 """Tokens per second of the whole system over HTTP against transformers `generate`, alternating in one run.
 
     python tests/benchmarks/bench_serve.py [--model DIR] [--device cpu] [--dtype float32] [--threads 1] [--streams 1 8]
+        [--speculative eagle --draft-topk 2 --no-draft-adaptive ...]
 
 Both have the same model, dtype, device and threads, the same prompts, and generate greedily without a stop. Outputs are
 compared token for token in the same run (ties of the reference: tests/support/ties.py). On a shared CPU only the ratios
@@ -37,27 +38,26 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     reference = Reference(options.model, dtype=options.dtype, device=options.device)
     flags = ["--device", options.device, "--dtype", options.dtype, "--threads", str(options.threads)]
-    flags += ["--speculative", options.speculative]
+    flags += _speculation_flags(options)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory, Cluster(Path(directory), options.model) as cluster:
         cluster.start(node_flags=flags)
-        name = cluster.model_name
         tokenizer = _tokenizer(options.model)
         for num_streams in options.streams:
             prompts = [tokenizer.encode(f"{TEXT}# {i}\n").ids for i in range(num_streams)]
             length = min(len(prompt) for prompt in prompts)
             prompts = [prompt[-length:] for prompt in prompts]  # one length: transformers needs no padding
-            rows.append(_compare(cluster, name, reference, prompts, options))
+            rows.append(_compare(cluster, reference, prompts, options))
     _report(rows, reference, options)
 
 
 def _compare(
-    cluster: Cluster, name: str, reference: Reference, prompts: list[list[int]], options: argparse.Namespace
+    cluster: Cluster, reference: Reference, prompts: list[list[int]], options: argparse.Namespace
 ) -> dict[str, Any]:
     ours_s: list[float] = []
     theirs_s: list[float] = []
     for round_index in range(options.rounds + 1):
-        seconds, ours = _ours(cluster, name, prompts, options.tokens)
+        seconds, ours = complete_all(cluster, prompts, max_tokens=options.tokens, temperature=0)
         their_seconds, theirs = _theirs(reference, prompts, options.tokens)
         if round_index == 0:
             for prompt, mine, other in zip(prompts, ours, theirs, strict=True):
@@ -75,16 +75,19 @@ def _compare(
     }
 
 
-def _ours(cluster: Cluster, name: str, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[list[int]]]:
-    def one(prompt: list[int]) -> list[int]:
-        body = {"model": name, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
-        status, answer = cluster.post("/v1/completions", {**body, "return_token_ids": True}, timeout_s=600)
+def complete_all(cluster: Cluster, prompts: list[list[int]], **fields: Any) -> tuple[float, list[list[int]]]:
+    """Seconds until all of them, asked for at once, are complete, and their tokens; the i-th has seed i."""
+    fields = {"ignore_eos": True, "return_token_ids": True, "model": cluster.model_name, **fields}
+
+    def one(seed: int) -> list[int]:
+        body = {**fields, "prompt": prompts[seed], "seed": seed}
+        status, answer = cluster.post("/v1/completions", body, timeout_s=600)
         assert status == 200, answer
         return answer["choices"][0]["token_ids"]
 
     with ThreadPoolExecutor(len(prompts)) as threads:
         started = time.perf_counter()
-        outputs = list(threads.map(one, prompts))
+        outputs = list(threads.map(one, range(len(prompts))))
         return time.perf_counter() - started, outputs
 
 
@@ -97,7 +100,7 @@ def _theirs(reference: Reference, prompts: list[list[int]], num_tokens: int) -> 
 def _report(rows: list[dict[str, Any]], reference: Reference, options: argparse.Namespace) -> None:
     device = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
     print(f"model {options.model.resolve().name}, {options.dtype}, {device}, {options.threads} thread(s),", end=" ")
-    print(f"speculative {options.speculative},", end=" ")
+    print(f"{' '.join(_speculation_flags(options))},", end=" ")
     print(f"{options.tokens} tokens a stream, torch {torch.__version__}, ties {reference.num_ties}")
     print(f"{'streams':>8} {'baton tok/s':>12} {'transformers':>13} {'ratio':>6}  ratios of the rounds")
     for row in rows:
@@ -106,7 +109,17 @@ def _report(rows: list[dict[str, Any]], reference: Reference, options: argparse.
             f" {row['ratio']:>6.2f}  {row['ratios']}"
         )
     if options.json:
-        options.json.write_text(json.dumps({"device": device, "dtype": options.dtype, "rows": rows}, indent=1))
+        about = {"device": device, "dtype": options.dtype, "flags": _speculation_flags(options)}
+        options.json.write_text(json.dumps({**about, "rows": rows}, indent=1))
+
+
+def _speculation_flags(options: argparse.Namespace) -> list[str]:
+    """Those given, for the nodes."""
+    flags = ["--speculative", options.speculative]
+    for name in ("draft_model", "draft_steps", "draft_topk", "draft_tokens"):
+        if (value := getattr(options, name)) is not None:
+            flags += ["--" + name.replace("_", "-"), str(value)]
+    return flags if options.draft_adaptive else [*flags, "--no-draft-adaptive"]
 
 
 def _tokenizer(model: Path) -> Any:
@@ -122,7 +135,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--speculative", default="none", help="as of `baton up`, with the drafter the model ships")
+    parser.add_argument("--speculative", default="none", help="this and the flags of drafts: as of `baton up`")
+    parser.add_argument("--draft-model", type=Path)
+    parser.add_argument("--draft-steps", type=int)
+    parser.add_argument("--draft-topk", type=int)
+    parser.add_argument("--draft-tokens", type=int)
+    parser.add_argument("--draft-adaptive", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)

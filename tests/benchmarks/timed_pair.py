@@ -1,0 +1,226 @@
+"""A prefill and a decode node in one thread (tests/support/node_pair.py) that time themselves, and a judge of ties.
+
+Imported by bench_speculation.py, which puts tests/support on the path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from node_pair import NodePair, params
+from ties import TIE_BOUND
+
+from baton.decode_node.config import DecodeConfig
+from baton.decode_node.node import DecodeNode
+from baton.engine.batch import BatchRow
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.pages import Owner
+from baton.engine.sampling import tie_gap
+from baton.engine.sampling_batch import SamplingBatch
+from baton.engine.sampling_state import SamplingState
+from baton.engine.startup import load_engine, make_membership, transports
+from baton.metadata.bus import new_epoch
+from baton.metadata.handoff_client import HandoffClient
+from baton.metadata.request import SamplingParams
+from baton.metadata.schema import HandoffBytes, handoff_bytes
+from baton.prefill_node.config import PrefillConfig
+
+NUM_PAGES = 1536  # 64 streams of 256 tokens and the slots of their drafts
+TIMEOUT_S = 300.0
+
+
+class Case(NamedTuple):
+    """A drafter as users ask for it."""
+
+    name: str
+    model: Path
+    settings: dict[str, Any]  # of both nodes
+
+
+class Rounds(NamedTuple):
+    """Of one stream, those in which all K drafts could be accepted: not the last ones before max_tokens."""
+
+    count: int = 0
+    num_accepted: int = 0
+
+
+class Run(NamedTuple):
+    """What a decode node made of some requests."""
+
+    outputs: list[list[int]]
+    rounds: list[Rounds]
+    seconds: float  # in steps of the decode node that ran a round
+
+    @property
+    def num_tokens(self) -> int:
+        """Without the first tokens, which are prefill's."""
+        return sum(len(output) - 1 for output in self.outputs)
+
+
+class Handoff(NamedTuple):
+    """From a prompt's first token, its value known to the host, to the call of decode's first round."""
+
+    prefill_s: float  # draft extend, checksums, metadata row
+    decode_s: float  # pull, check, adopt, admit, and the messages between
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill_s + self.decode_s
+
+
+class TimedPair(NodePair):
+    """The decode node keeps no prefix cache: every prompt is handed over whole. The prefill node keeps one, so that
+    prompts that come again cost little time; `hand_over` wants new ones."""
+
+    def __init__(self, model: Path, *, is_adaptive: bool = False, **settings: Any) -> None:
+        """`settings` are of both nodes, device, dtype and threads among them."""
+        self._settings = {"num_pages": NUM_PAGES, **settings}
+        self._is_adaptive = is_adaptive
+        self._num_requests = 0
+        self._rounds: dict[str, Rounds] = {}  # by rid
+        self._has_run = False
+        self._decode_s = self._sampled_at = self._prefilled_at = self._round_at = 0.0
+        super().__init__(model)
+        self._watch()
+        self.step()  # both nodes hear that they are welcome
+
+    def generate(self, prompts: Sequence[Sequence[int]], each: Sequence[SamplingParams], num_streams: int) -> Run:
+        """All prompts, `num_streams` at a time."""
+        total = Run([], [], 0.0)
+        for start in range(0, len(prompts), num_streams):
+            part = slice(start, start + num_streams)
+            run = self._generate(prompts[part], each[part])
+            total = Run(total.outputs + run.outputs, total.rounds + run.rounds, total.seconds + run.seconds)
+        return total
+
+    def hand_over(self, prompt: Sequence[int]) -> Handoff:
+        """Of a request that is alone, its prompt unlike those before."""
+        self._round_at = 0.0
+        self._generate([prompt], [params(8)])
+        return Handoff(self._prefilled_at - self._sampled_at, self._round_at - self._prefilled_at)
+
+    @property
+    def num_steps(self) -> int:
+        """K, the most that a round drafts."""
+        return self.decode.rounds.shape.num_steps
+
+    def handoff_bytes(self, prompt_len: int) -> HandoffBytes:
+        return handoff_bytes(self.decode.engine.schema, prompt_len)
+
+    def step(self) -> None:
+        """As the base class does, with the decode node's time taken."""
+        sampled_at = self._sampled_at
+        self.prefill.step()
+        if self._sampled_at != sampled_at:
+            self._prefilled_at = time.perf_counter()
+        self._receive()
+        self._has_run, started = False, time.perf_counter()
+        self.decode.step()
+        if self._has_run:
+            self._decode_s += time.perf_counter() - started
+        self._receive()
+        self._dispatch()
+
+    def _generate(self, prompts: Sequence[Sequence[int]], each: Sequence[SamplingParams]) -> Run:
+        self._receive()  # the nodes' beats, while another pair ran: answered before silence is noticed
+        time.sleep(0.01)
+        rids: list[str] = []
+        for prompt, one in zip(prompts, each, strict=True):
+            rids.append(f"r{self._num_requests}")
+            self._num_requests += 1
+            self.submit(rids[-1], prompt, one)
+        self._decode_s = 0.0
+        self._rounds = dict.fromkeys(rids, Rounds())
+        self.run(TIMEOUT_S)
+        results = [self.results[rid, 0] for rid in rids]
+        self.results.clear()
+        assert all(result.ended is not None for result in results), [result.failed for result in results]
+        return Run([result.ids for result in results], [self._rounds[rid] for rid in rids], self._decode_s)
+
+    def _watch(self) -> None:
+        sample, run = self.prefill.engine.sample, self.decode.rounds.run
+
+        def sample_and_stamp(*args: Any) -> Any:
+            result = sample(*args)
+            self._sampled_at = time.perf_counter()
+            return result
+
+        def stamp_and_run(sequences: Sequence[Any], *args: Any) -> Any:
+            if sequences:
+                self._has_run = True
+                self._round_at = self._round_at or time.perf_counter()
+            results = run(sequences, *args)
+            for sequence, result in zip(sequences, results, strict=True):
+                if 0 < result.num_drafted == self.num_steps:
+                    count, num_accepted = self._rounds[sequence.unit.rid]
+                    self._rounds[sequence.unit.rid] = Rounds(count + 1, num_accepted + result.num_accepted)
+            return results
+
+        self.prefill.engine.sample = sample_and_stamp
+        self.decode.rounds.run = stamp_and_run
+
+    def _start_prefill(self, config: PrefillConfig) -> Any:
+        return super()._start_prefill(dataclasses.replace(config, **self._settings))
+
+    def _start_decode(self, config: DecodeConfig) -> Any:
+        config = dataclasses.replace(config, **self._settings, prefix_cache=False)
+        engine, epoch = load_engine(config), new_epoch()
+        handoff = HandoffClient(
+            "decode-0", epoch, engine.schema, engine.fingerprints, engine.memory, transports=transports(config)
+        )
+        membership = make_membership(config, "decode-0", "decode", engine, None, epoch, "")
+        node = DecodeNode(
+            engine, membership, handoff, config.max_running, config.chunk_tokens, is_adaptive=self._is_adaptive
+        )
+        return self._attach(node, membership)
+
+
+class Differences(NamedTuple):
+    """Of streams that should be equal."""
+
+    num_streams: int
+    num_differing: int
+    num_beyond_ties: int  # where the target's two best scores are further apart than the bound of promise P1
+
+    @classmethod
+    def sum(cls, parts: Iterable[Differences]) -> Differences:
+        return cls(*map(sum, zip(*parts, strict=True)))
+
+
+class Judge:
+    """Says of outputs that differ whether the target itself was at a tie, by an engine without a drafter."""
+
+    def __init__(self, model: Path, **settings: Any) -> None:
+        """`settings`: device, dtype and threads."""
+        self._engine = Engine(EngineConfig(model=str(model), num_pages=256, prefix_cache=False, **settings))
+
+    def compare(
+        self, prompts: Sequence[list[int]], each: Sequence[SamplingParams], run: Run, reference: Run
+    ) -> Differences:
+        """`run` against `reference`, stream by stream, up to the first difference."""
+        gaps = [
+            self._gap(prompt, one, theirs, ours)
+            for prompt, one, ours, theirs in zip(prompts, each, run.outputs, reference.outputs, strict=True)
+        ]
+        differing = [gap for gap in gaps if gap is not None]
+        bound = TIE_BOUND[self._engine.dtype_name]
+        return Differences(len(gaps), len(differing), sum(gap >= bound for gap in differing))
+
+    def _gap(self, prompt: list[int], one: SamplingParams, theirs: list[int], ours: list[int]) -> float | None:
+        """Between the two best scores where the outputs part; None where they are equal."""
+        if ours == theirs:
+            return None
+        assert len(ours) == len(theirs), (len(ours), len(theirs))
+        at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+        engine, ids = self._engine, [*prompt, *theirs[:at]]
+        pages = engine.pool.allocate(-(-len(ids) // engine.pool.page_size), Owner.REQUEST)
+        logits = engine.forward([BatchRow(ids, 0, pages)])
+        engine.pool.release(pages)
+        vocab_size, device = engine.model_config.vocab_size, engine.device
+        state = SamplingState(one, prompt, theirs[:at], vocab_size=vocab_size, device=device)
+        return float(tie_gap(logits, SamplingBatch.of([state], device)))
