@@ -10,15 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..metadata.request import SamplingParams
 from .drafters.base import Drafter, DraftState, RoundRows
 from .sampling_batch import FLOATS, INTS, SamplingBatch, columns
 from .sampling_state import Needs, SamplingState
 
 MAX_MISSED = 64  # rows that a drafter can catch up on (the ring of DESIGN.md section 5)
 _LENGTH, _LAST_TOKEN = 0, 1  # before INTS
-_POSITION, _NUM_GENERATED = 2 + INTS.index("position"), 2 + INTS.index("num_generated")
-_PADDING = SamplingParams(max_tokens=1, temperature=0.0)
+_POSITION, _NUM_GENERATED, _TOP_K = (2 + INTS.index(name) for name in ("position", "num_generated", "top_k"))
+_REPETITION = FLOATS.index("repetition_penalty")
 _PADDING_LENGTH = 1
 
 
@@ -32,6 +31,7 @@ class Slots:
         num_rows = num_slots + 1
         self._ints = torch.zeros(2 + len(INTS), num_rows, dtype=torch.int64, device=device)
         self._floats = torch.zeros(len(FLOATS), num_rows, device=device)
+        self._floats[_REPETITION] = 1.0
         self._top_p = torch.ones(num_rows, 1, dtype=torch.float64, device=device)
         self._prompt_mask: Tensor | None = None
         self._output_counts: Tensor | None = None
@@ -45,9 +45,7 @@ class Slots:
             assert missed is not None
             self._missed = missed.view(num_rows, MAX_MISSED + 1, extend.width)
         self._free = list(range(num_slots - 1, -1, -1))
-        state = SamplingState(_PADDING, [0] * (_PADDING_LENGTH + 1), vocab_size=vocab_size, device=device)
-        self.load(self.padding, _PADDING_LENGTH, 0, state, None)
-        self._padding_ints = self._ints[:, self.padding].clone()
+        self._reset_padding()
 
     @property
     def padding(self) -> int:
@@ -121,16 +119,7 @@ class Slots:
         draft = self._draft.select(index)
         return RoundRows(ints[_LENGTH], ints[_LAST_TOKEN], block_table, sampling, draft, proposed)
 
-    def allocate_all(self) -> None:
-        """All per-vocabulary columns, for graphs that must find them where they are for good."""
-        if self._prompt_mask is None:
-            self._prompt_mask, self._output_counts = self._per_token(torch.bool), self._per_token(torch.int32)
-        self._bias = self._per_token(torch.float32) if self._bias is None else self._bias
-        self._stops = self._per_token(torch.bool) if self._stops is None else self._stops
-
-    def advance(
-        self, index: Tensor, targets: Tensor, num_accepted: Tensor, draft: DraftState | None, needs: Needs
-    ) -> None:
+    def advance(self, index: Tensor, targets: Tensor, num_accepted: Tensor, draft: DraftState | None) -> None:
         """A round brought `targets` [num_seqs, K + 1] int64 up to column `num_accepted` [num_seqs], and the state for
         the next one, None where nothing was drafted."""
         ints, count = self._ints.index_select(1, index), num_accepted + 1
@@ -138,7 +127,7 @@ class Slots:
             ints[column] += count
         ints[_LAST_TOKEN] = targets.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
         self._ints.index_copy_(1, index, ints)
-        if needs.penalizes and self._output_counts is not None:
+        if self._output_counts is not None:
             step = torch.arange(targets.shape[1], device=targets.device)
             is_new = (step <= num_accepted.unsqueeze(1)).to(torch.int32)
             self._output_counts.index_put_((index.unsqueeze(1), targets), is_new, accumulate=True)
@@ -161,6 +150,8 @@ class Slots:
 
     def _reset_padding(self) -> None:
         """A greedy sequence of one token, whose pages are padding."""
-        self._ints[:, self.padding] = self._padding_ints
+        self._ints[:, self.padding] = 0
+        self._ints[_LENGTH, self.padding] = _PADDING_LENGTH
+        self._ints[_TOP_K, self.padding] = 1  # of any size but 0, which no row has
         if self._output_counts is not None:
             self._output_counts[self.padding] = 0
