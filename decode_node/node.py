@@ -18,7 +18,6 @@ import logging
 import time
 
 import msgspec
-import zmq
 
 from ..engine.adaptive import StepChooser
 from ..engine.draft_row import get_draft
@@ -31,9 +30,9 @@ from ..engine.trees import DraftShape
 from ..metadata.buffers import MetadataBuffers, Sampled
 from ..metadata.errors import ProtocolError
 from ..metadata.handoff_client import Arrived, HandoffClient, Revoked, TransferFailed
-from ..metadata.membership import IDLE_WAIT_S, Membership, RouterGone
+from ..metadata.membership import Membership, RouterGone
 from ..metadata.messages import Admitted, Cancel, Cancelled, Failed, Resend, Reserve, Reserved, Room
-from ..metadata.node_info import Load, NodeStats, PoolLedger
+from ..metadata.node_info import Load, NodeStats
 from ..metadata.request import TokenLogprobs, Unit, unpack_ids
 from ..metadata.session import Work
 from .outbox import Outbox
@@ -61,6 +60,7 @@ class DecodeNode:
     ):
         """`is_adaptive`: draft what pays, by times measured now and while it runs; else always all steps."""
         self.engine = engine
+        self.cache = engine.cache
         self.membership = membership
         self.handoff = handoff
         self.rounds = Rounds(engine, max_running)
@@ -108,7 +108,7 @@ class DecodeNode:
     def load(self) -> Load:
         scheduler = self.scheduler
         return Load(
-            free_pages=self.engine.cache.available,
+            free_pages=self.cache.available,
             running=len(scheduler.running) + len(scheduler.reserved),
             waiting=len(scheduler.preempted),
         )
@@ -135,22 +135,6 @@ class DecodeNode:
 
     def tickets(self) -> tuple[Unit, ...]:
         return tuple(self.scheduler.reserved)
-
-    def ledger(self) -> PoolLedger:
-        return self.engine.cache.ledger()
-
-    def flush(self) -> None:
-        self.engine.cache.flush()
-
-    def wait_s(self) -> float:
-        wait_s = self.handoff.wait_s()
-        return IDLE_WAIT_S if wait_s is None else wait_s
-
-    def sockets(self) -> list[zmq.Socket[bytes]]:
-        return self.handoff.sockets()
-
-    def close(self) -> None:
-        self.handoff.close()
 
     # --- messages ---
 

@@ -27,10 +27,6 @@ class Node(Member, Protocol):
         """Receive, compute, send. Returns whether there is more to compute at once."""
         ...
 
-    def close(self) -> None:
-        """Close what the node opened."""
-        ...
-
 
 class LoadProgress:
     """Logs how far the model has loaded, at most once a second, and the last line always."""
@@ -89,7 +85,7 @@ def serve(
         return 1
     finally:
         membership.close()
-        node.close()
+        node.handoff.close()
     return 0
 
 

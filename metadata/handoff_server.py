@@ -154,8 +154,12 @@ class HandoffServer:
             self._expire()
         return self._book.take_events()
 
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """What the loop polls for input."""
+        return [self.socket]
+
     def wait_s(self) -> float | None:
-        """How long the loop may wait on `socket` before it must poll; None: for ever."""
+        """How long the loop may wait on the socket before it must poll; None: for ever."""
         deadline = self._book.next_deadline()
         if self._has_more:
             return 0.0

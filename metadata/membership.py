@@ -44,6 +44,30 @@ class RouterGone:
     reason: str
 
 
+class Books(Protocol):
+    """Who owns the pages."""
+
+    def ledger(self) -> PoolLedger: ...
+
+    def flush(self) -> object:
+        """Empty the prefix cache of what nobody uses."""
+        ...
+
+
+class DataLink(Protocol):
+    """The node's end of the data links."""
+
+    def wait_s(self) -> float | None:
+        """How long the node may sleep at most, seconds; None: for ever."""
+        ...
+
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """What wakes the node besides the router's messages."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Member(Protocol):
     """What the membership needs of its node."""
 
@@ -52,27 +76,19 @@ class Member(Protocol):
         """Nothing is held for anybody."""
         ...
 
+    @property
+    def cache(self) -> Books: ...
+
+    @property
+    def handoff(self) -> DataLink: ...
+
     def load(self) -> Load: ...
 
     def stats(self) -> NodeStats: ...
 
-    def ledger(self) -> PoolLedger: ...
-
-    def flush(self) -> None:
-        """Empty the prefix cache of what nobody uses."""
-        ...
-
     def units(self) -> tuple[Unit, ...]: ...
 
     def tickets(self) -> tuple[Unit, ...]: ...
-
-    def wait_s(self) -> float:
-        """How long the node may sleep at most, seconds."""
-        ...
-
-    def sockets(self) -> list[zmq.Socket[bytes]]:
-        """What wakes the node besides the router's messages."""
-        ...
 
 
 class Membership:
@@ -133,7 +149,7 @@ class Membership:
                 case Inspect(query=query):
                     self._report_ledger(query)
                 case Flush(query=query):
-                    self.member.flush()
+                    self.member.cache.flush()
                     self._report_ledger(query)
                 case Drain():
                     self._is_asked_to_leave = True
@@ -162,9 +178,10 @@ class Membership:
         self.enter("idle", IDLE_LIMIT_S)
         poller = zmq.Poller()
         poller.register(self._wake_reader.fileno(), zmq.POLLIN)
-        for zmq_socket in (self._link.socket, *self.member.sockets()):
+        for zmq_socket in (self._link.socket, *self.member.handoff.sockets()):
             poller.register(zmq_socket, zmq.POLLIN)
-        poller.poll(max(0, int(1000 * min(IDLE_WAIT_S, self.member.wait_s()))))
+        wait_s = self.member.handoff.wait_s()
+        poller.poll(max(0, int(1000 * (IDLE_WAIT_S if wait_s is None else min(IDLE_WAIT_S, wait_s)))))
         with contextlib.suppress(BlockingIOError):
             self._wake_reader.recv(64)
 
@@ -216,7 +233,7 @@ class Membership:
         self.send(
             LedgerReport(
                 query=query,
-                pool=member.ledger(),
+                pool=member.cache.ledger(),
                 requests=member.units(),
                 tickets=member.tickets(),
                 load=member.load(),

@@ -18,7 +18,6 @@ import time
 from dataclasses import dataclass
 
 import torch
-import zmq
 
 from ..engine.batch import BatchRow
 from ..engine.draft_row import set_draft
@@ -30,9 +29,9 @@ from ..engine.sampling_state import SamplingState
 from ..engine.stopping import ended
 from ..metadata.buffers import MetadataBuffers, Sampled
 from ..metadata.handoff_server import HandoffServer
-from ..metadata.membership import IDLE_WAIT_S, Membership, RouterGone
+from ..metadata.membership import Membership, RouterGone
 from ..metadata.messages import Cancel, Cancelled, Failed, Prefill, PrefillDone, Resend
-from ..metadata.node_info import Load, NodeStats, PoolLedger
+from ..metadata.node_info import Load, NodeStats
 from ..metadata.request import Ended, Unit, unpack_ids
 from ..metadata.session import Work
 from ..metadata.tickets import TicketEnded
@@ -61,6 +60,7 @@ class PrefillNode:
 
     def __init__(self, engine: Engine, membership: Membership, handoff: HandoffServer, max_running: int, chunk: int):
         self.engine = engine
+        self.cache = engine.cache
         self.membership = membership
         self.handoff = handoff
         self.scheduler = PrefillScheduler(engine.cache, max_running, chunk)
@@ -94,7 +94,7 @@ class PrefillNode:
 
     def load(self) -> Load:
         return Load(
-            free_pages=self.engine.cache.available,
+            free_pages=self.cache.available,
             running=len(self.scheduler.computing) + len(self.scheduler.handing),
             waiting=len(self.scheduler.waiting),
             tickets=len(self._jobs),
@@ -118,22 +118,6 @@ class PrefillNode:
 
     def tickets(self) -> tuple[Unit, ...]:
         return tuple(self._jobs)
-
-    def ledger(self) -> PoolLedger:
-        return self.engine.cache.ledger()
-
-    def flush(self) -> None:
-        self.engine.cache.flush()
-
-    def wait_s(self) -> float:
-        wait_s = self.handoff.wait_s()
-        return IDLE_WAIT_S if wait_s is None else wait_s
-
-    def sockets(self) -> list[zmq.Socket[bytes]]:
-        return [self.handoff.socket]
-
-    def close(self) -> None:
-        self.handoff.close()
 
     # --- messages ---
 

@@ -239,8 +239,8 @@ def check_filter_and_join(pair: NodePair) -> None:
     for i, prompt in enumerate(PROMPTS):
         pair.submit(f"alone{i}", prompt, params(8))
         pair.run()
-    pair.prefill.flush()
-    pair.decode.flush()
+    pair.prefill.cache.flush()
+    pair.decode.cache.flush()
     gate, running = Gate(pair), pair.decode.scheduler.running
     for i in range(3):
         pair.submit(f"first{i}", PROMPTS[0], params(24))

@@ -180,11 +180,11 @@ class NodePair:
     def check_books(self) -> None:
         """Nothing is held for anybody, and every page can be freed."""
         for node in (self.prefill, self.decode):
-            ledger = node.ledger()
+            ledger = node.cache.ledger()
             assert not node.units() and not node.tickets(), (node.units(), node.tickets())
             assert ledger.request == ledger.ticket == ledger.cache_referenced == 0, ledger
-            node.flush()
-            ledger = node.ledger()
+            node.cache.flush()
+            ledger = node.cache.ledger()
             assert ledger.free + ledger.padding == node.engine.pool.num_pages, ledger
 
     def inspect(self, node: str) -> LedgerReport:
@@ -198,7 +198,7 @@ class NodePair:
     def close(self) -> None:
         for node in (self.prefill, self.decode):
             node.membership.close()
-            node.close()
+            node.handoff.close()
         self._socket.close()
         self._context.term()
 
