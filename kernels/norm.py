@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import cpu
+from . import cpu, gpu
 
 
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -15,8 +15,13 @@ def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Ten
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The same in fewer passes for float32: [..., size] -> [..., size], a new tensor."""
+    """The same in fewer passes on CUDA and for float32: [..., size] -> [..., size], a new tensor."""
     assert x.shape[-1:] == weight.shape, (x.shape, weight.shape)
+    if gpu.compiled(x):
+        from . import triton_norm
+
+        if triton_norm.serves(x, weight):
+            return triton_norm.rms_norm(x, weight, eps)
     if x.dtype != torch.float32:
         return rms_norm_ref(x, weight, eps)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # [..., 1]
@@ -28,6 +33,11 @@ def add_rms_norm_(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torc
     """hidden += delta (None: nothing), in place; returns `rms_norm` of it. `hidden`, `delta` [num_rows, size]."""
     if cpu.compiled(hidden):
         return cpu.add_rms_norm_(hidden, delta, weight, eps)
+    if gpu.compiled(hidden):
+        from . import triton_norm
+
+        if triton_norm.serves(hidden, weight):
+            return triton_norm.add_rms_norm_(hidden, delta, weight, eps)
     if delta is not None:
         hidden.add_(delta)
     return rms_norm(hidden, weight, eps)

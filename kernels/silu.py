@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from . import cpu
+from . import cpu, gpu
 
 
 def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
@@ -16,4 +16,8 @@ def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu_mul_ref`, in one call where a compiled kernel serves."""
+    if gpu.compiled(gate_up) and gate_up.is_contiguous():
+        from . import triton_silu
+
+        return triton_silu.silu_mul(gate_up)
     return cpu.silu_mul(gate_up) if cpu.compiled(gate_up) else silu_mul_ref(gate_up)

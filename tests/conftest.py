@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import triton_device  # noqa: F401 - before triton is imported, by transformers for one
 from checkpoints import make_checkpoint
 
 CheckpointFactory = Callable[..., Path]

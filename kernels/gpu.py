@@ -1,0 +1,32 @@
+"""Whether the Triton kernels serve a tensor: on CUDA, unless Triton is missing or BATON_TRITON=0 turns them off.
+
+Triton is imported where it is used first: a node on a CPU does without.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+def compiled(tensor: torch.Tensor) -> bool:
+    """Whether the kernels of kernels/triton_*.py serve tensors of this device."""
+    return tensor.is_cuda and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    if os.environ.get("BATON_TRITON") == "0":
+        return False
+    try:
+        import triton
+    except ImportError as error:
+        logger.warning("triton cannot be used (%s); kernels are torch's, and slower", error)
+        return False
+    logger.info("kernels by triton %s", triton.__version__)
+    return True

@@ -1,0 +1,100 @@
+"""`rms_norm` and `add_rms_norm_` of kernels/norm.py, one pass each.
+
+    y = x * rsqrt(mean(x^2) + eps) rounded to x's dtype, * weight
+
+Sums are float32. A row is summed by one program in an order that depends on its size alone, so a row's result does not
+depend on the rows beside it.
+"""
+
+# Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
+# ruff: noqa: N803
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_SIZE = 16384
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TILE = 1024  # elements of a program that works on several short rows
+
+
+def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether these functions take such tensors."""
+    return x.dtype == weight.dtype and x.dtype in _DTYPES and 0 < x.shape[-1] <= MAX_SIZE and x.stride(-1) == 1
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rms_norm_ref`: `x` [..., size], its last dimension contiguous, `weight` [size], one dtype -> a new contiguous
+    tensor. A view of heads, [num_tokens, num_heads, size], is read where it lies."""
+    size = x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = x if x.ndim == 3 else x.reshape(-1, 1, size)  # [num_outer, num_inner, size]
+    _launch(rows, None, weight, eps, out)
+    return out
+
+
+def add_rms_norm_(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """hidden += delta (None: nothing), in place, and `rms_norm` of it, a new contiguous tensor; `hidden` and `delta`
+    [num_rows, size], their last dimension contiguous."""
+    if delta is None:
+        return rms_norm(hidden, weight, eps)
+    assert hidden.ndim == 2 and delta.shape == hidden.shape and delta.dtype == hidden.dtype, (hidden.shape, delta.shape)
+    assert delta.shape[1] == 1 or delta.stride(1) == 1, delta.stride()
+    out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    _launch(hidden.unsqueeze(1), delta, weight, eps, out)
+    return out
+
+
+def _launch(
+    rows: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor
+) -> None:
+    """`rows` [num_outer, num_inner, size]; grid: blocks of rows."""
+    num_outer, num_inner, size = rows.shape
+    num_rows = num_outer * num_inner
+    assert weight.shape == (size,) and weight.is_contiguous(), (rows.shape, weight.shape)
+    assert serves(rows, weight), (rows.shape, rows.stride(), rows.dtype, weight.dtype)
+    if num_rows == 0:
+        return
+    block = triton.next_power_of_2(size)
+    rows_per_program = max(1, _TILE // block)
+    _rms_norm_kernel[(triton.cdiv(num_rows, rows_per_program),)](
+        rows, rows if delta is None else delta, weight, out, num_rows, num_inner, rows.stride(0), rows.stride(1),
+        0 if delta is None else delta.stride(0), eps, SIZE=size, BLOCK=block, ROWS=rows_per_program,
+        ADDS=delta is not None, num_warps=min(16, max(4, block // 512)),
+    )  # fmt: skip
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,  # [num_outer, num_inner, SIZE]; written where ADDS
+    delta_ptr,  # [num_rows, SIZE], read where ADDS
+    weight_ptr,  # [SIZE]
+    out_ptr,  # [num_rows, SIZE]
+    num_rows,
+    num_inner,
+    outer_stride,
+    inner_stride,
+    delta_stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    ADDS: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    columns = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
+    is_in = (rows < num_rows) & (columns < SIZE)
+    at = (rows // num_inner) * outer_stride + (rows % num_inner) * inner_stride + columns
+    x = tl.load(x_ptr + at, mask=is_in, other=0.0)
+    weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+    if ADDS:
+        delta = tl.load(delta_ptr + rows * delta_stride + columns, mask=is_in, other=0.0)
+        x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
+        tl.store(x_ptr + at, x, mask=is_in)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / SIZE + eps)
+    normed = (wide * scale).to(x.dtype).to(tl.float32)
+    tl.store(out_ptr + rows * SIZE + columns, (normed * weight).to(x.dtype), mask=is_in)

@@ -1,0 +1,103 @@
+"""The Triton norms against kernels/norm.py's specification."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_device import DEVICE, IS_INTERPRETED, ULP, random
+
+pytest.importorskip("triton")
+
+from baton.kernels import gpu, norm, triton_norm
+from baton.kernels.norm import rms_norm_ref
+
+EPS = 1e-5
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def assert_normed(actual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float = EPS) -> None:
+    expected = rms_norm_ref(x, weight, eps)
+    assert actual.shape == x.shape and actual.dtype == x.dtype and actual.is_contiguous()
+    torch.testing.assert_close(actual, expected, rtol=2 * ULP[x.dtype], atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 256), (5, 300), (17, 64), (3, 1), (2, 3, 40), (2, 2, 2, 8), (0, 64), (2, 16384)])
+def test_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight = random(*shape, dtype=dtype, scale=3.0), random(shape[-1], dtype=dtype, seed=1)
+    before = x.clone()
+    assert_normed(triton_norm.rms_norm(x, weight, EPS), x, weight)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e4])
+def test_eps_and_large_numbers(scale: float) -> None:
+    x, weight = random(4, 96, scale=scale), random(96, seed=1)
+    assert_normed(triton_norm.rms_norm(x, weight, 1e-6), x, weight, 1e-6)
+
+
+def test_a_view_of_heads_is_read_where_it_lies() -> None:
+    x, weight = random(4, 6, 16), random(16, seed=1)
+    assert_normed(triton_norm.rms_norm(x[:, 1:3], weight, EPS), x[:, 1:3], weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 256), (9, 100), (0, 8)])
+def test_add_in_place(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    hidden, delta = random(num_rows, size, dtype=dtype), random(num_rows, size, dtype=dtype, seed=2)
+    weight, expected, kept = random(size, dtype=dtype, seed=1), hidden + delta, delta.clone()
+    actual = triton_norm.add_rms_norm_(hidden, delta, weight, EPS)
+    is_exact = not (IS_INTERPRETED and dtype is torch.bfloat16)
+    torch.testing.assert_close(hidden, expected, rtol=0 if is_exact else ULP[dtype], atol=0)
+    assert_normed(actual, hidden, weight)
+    assert torch.equal(delta, kept)
+
+
+def test_add_to_rows_apart_writes_nothing_between() -> None:
+    table, deltas, weight = random(5, 80), random(5, 90, seed=2), random(70, seed=1)
+    kept = table.clone()
+    hidden, delta = table[:, :70], deltas[:, 5:75]
+    assert_normed(triton_norm.add_rms_norm_(hidden, delta, weight, EPS), kept[:, :70] + delta, weight)
+    assert torch.equal(table[:, 70:], kept[:, 70:])
+    assert torch.equal(hidden, kept[:, :70] + delta)
+
+
+def test_nothing_to_add() -> None:
+    hidden, weight = random(3, 70), random(70, seed=1)
+    kept = hidden.clone()
+    assert_normed(triton_norm.add_rms_norm_(hidden, None, weight, EPS), kept, weight)
+    assert torch.equal(hidden, kept)
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    x, weight = random(9, 48), random(48, seed=1)
+    together = triton_norm.rms_norm(x, weight, EPS)
+    alone = torch.cat([triton_norm.rms_norm(row.unsqueeze(0), weight, EPS) for row in x])
+    assert torch.equal(together, alone)
+
+
+def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """norm.py takes these kernels where they serve, and torch elsewhere."""
+    monkeypatch.setattr(gpu, "compiled", lambda _: True)
+    monkeypatch.setattr(norm.cpu, "compiled", lambda _: False)
+    calls: list[str] = []
+    for name in ("rms_norm", "add_rms_norm_"):
+        kernel = getattr(triton_norm, name)
+        monkeypatch.setattr(triton_norm, name, lambda *args, n=name, k=kernel: calls.append(n) or k(*args))
+    x, delta, weight = random(2, 32), random(2, 32, seed=2), random(32, seed=1)
+    assert_normed(norm.rms_norm(x, weight, EPS), x, weight)
+    assert_normed(norm.add_rms_norm_(x.clone(), delta, weight, EPS), x + delta, weight)
+    assert calls == ["rms_norm", "add_rms_norm_"]
+    strided = random(2, 64)[:, ::2]
+    torch.testing.assert_close(norm.rms_norm(strided, weight, EPS), rms_norm_ref(strided, weight, EPS))
+    assert len(calls) == 2
+
+
+def test_off_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu._has_triton.cache_clear()
+    monkeypatch.setenv("BATON_TRITON", "0")
+    assert not gpu.compiled(torch.empty(1, device=DEVICE))
+    assert not gpu._has_triton()
+    gpu._has_triton.cache_clear()
+    monkeypatch.delenv("BATON_TRITON")
+    assert gpu._has_triton() and gpu.compiled(torch.empty(1, device=DEVICE)) == (DEVICE == "cuda")

@@ -1,0 +1,41 @@
+"""The Triton gate against kernels/silu.py's specification."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_device import ULP, random
+
+pytest.importorskip("triton")
+
+from baton.kernels import gpu, silu, triton_silu
+from baton.kernels.silu import silu_mul_ref
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's exp overflows aloud
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 1024), (3, 1025), (5, 7), (0, 8), (2, 0)])
+def test_equals_the_reference(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    gate_up = random(num_rows, 2 * size, dtype=dtype, scale=3.0)
+    before = gate_up.clone()
+    actual = triton_silu.silu_mul(gate_up)
+    torch.testing.assert_close(actual, silu_mul_ref(gate_up), rtol=2 * ULP[dtype], atol=1e-6)
+    assert torch.equal(gate_up, before)
+
+
+def test_far_values() -> None:
+    gate_up = random(1, 8)
+    gate_up[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -0.0])
+    torch.testing.assert_close(triton_silu.silu_mul(gate_up), silu_mul_ref(gate_up), rtol=1e-6, atol=0)
+
+
+def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(gpu, "compiled", lambda _: True)
+    monkeypatch.setattr(silu.cpu, "compiled", lambda _: False)
+    monkeypatch.setattr(triton_silu, "silu_mul", lambda gate_up: calls.append(1) or silu_mul_ref(gate_up))
+    silu.silu_mul(random(2, 8))
+    assert len(calls) == 1
+    silu.silu_mul(random(2, 16)[:, ::2])
+    assert len(calls) == 1
