@@ -119,7 +119,16 @@ class Slots:
         draft = self._draft.select(index)
         return RoundRows(ints[_LENGTH], ints[_LAST_TOKEN], block_table, sampling, draft, proposed)
 
-    def advance(self, index: Tensor, targets: Tensor, num_accepted: Tensor, draft: DraftState | None) -> None:
+    def allocate_all(self) -> None:
+        """All per-vocabulary columns, for graphs that must find them where they are for good."""
+        if self._prompt_mask is None:
+            self._prompt_mask, self._output_counts = self._per_token(torch.bool), self._per_token(torch.int32)
+        self._bias = self._per_token(torch.float32) if self._bias is None else self._bias
+        self._stops = self._per_token(torch.bool) if self._stops is None else self._stops
+
+    def advance(
+        self, index: Tensor, targets: Tensor, num_accepted: Tensor, draft: DraftState | None, needs: Needs
+    ) -> None:
         """A round brought `targets` [num_seqs, K + 1] int64 up to column `num_accepted` [num_seqs], and the state for
         the next one, None where nothing was drafted."""
         ints, count = self._ints.index_select(1, index), num_accepted + 1
@@ -127,7 +136,7 @@ class Slots:
             ints[column] += count
         ints[_LAST_TOKEN] = targets.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
         self._ints.index_copy_(1, index, ints)
-        if self._output_counts is not None:
+        if needs.penalizes and self._output_counts is not None:
             step = torch.arange(targets.shape[1], device=targets.device)
             is_new = (step <= num_accepted.unsqueeze(1)).to(torch.int32)
             self._output_counts.index_put_((index.unsqueeze(1), targets), is_new, accumulate=True)
