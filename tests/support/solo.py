@@ -71,7 +71,10 @@ class Solo:
     ) -> list[Running]:
         """Prompts of one length, in one batch."""
         vocab_size = self.engine.model_config.vocab_size
-        states = [SamplingState(p, ids, vocab_size=vocab_size) for ids, p in zip(prompts, params, strict=True)]
+        states = [
+            SamplingState(p, ids, vocab_size=vocab_size, device=self.engine.device)
+            for ids, p in zip(prompts, params, strict=True)
+        ]
         pages = [self._allocate(len(ids) + p.max_tokens + 16) for ids, p in zip(prompts, params, strict=True)]
         extend, logits = self._compute(prompts, pages, chunk)
         tokens, _ = self.engine.sample(logits, states)
@@ -113,7 +116,10 @@ class Solo:
         pages = self._allocate(len(known) + 16)
         extend, _ = self._compute([known], [pages], len(known))
         prompt, output = sequence.token_ids[: sequence.prompt_len], sequence.generated
-        sampling = SamplingState(sequence.sampling.params, prompt, output, vocab_size=sequence.sampling.vocab_size)
+        known_by = sequence.sampling
+        sampling = SamplingState(
+            known_by.params, prompt, output, vocab_size=known_by.vocab_size, device=self.engine.device
+        )
         scratch = Running(sequence.prompt_len, list(sequence.token_ids), len(known), pages, sampling)
         self.rounds.admit(scratch, len(known), self._finish([scratch], extend))
         return scratch
@@ -166,7 +172,7 @@ class Solo:
             *known, bonus = sequence.token_ids
             rows = None if extend is None else extend[i, :-1][max(0, len(known) - 1 - num_rows) :]
             tails.append(PromptTail(known, bonus, sequence.pages, rows))
-        sampling = SamplingBatch.of([sequence.sampling for sequence in sequences])
+        sampling = SamplingBatch.of([sequence.sampling for sequence in sequences], self.engine.device)
         with torch.inference_mode():
             return self.drafter.finish_prompt(tails, None if extend is None else extend[:, -1], sampling)
 
