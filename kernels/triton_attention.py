@@ -1,0 +1,360 @@
+"""Attention of new tokens over paged KV on a GPU: `paged_attention_ref` (attention.py) without gathering pages first.
+
+The query heads of one kv head share its keys, so the rows of a tile are (token, query head of the kv head), token by
+token, and a tile runs over keys with a softmax that is corrected as it goes (FlashAttention-2, arXiv:2307.08691).
+
+    decode_attention   few new tokens, as many in every sequence, causal or a tree. A sequence's keys are split among
+                       programs, whose parts a second kernel combines (Flash-Decoding)
+    extend_attention   any number of new tokens (triton_extend.py)
+
+No wrapper reads a tensor's value on the host: grids depend on shapes, a program without work leaves at once, and all of
+a forward can be held by a CUDA graph. How much work a program has, it reads from `seq_lens`.
+"""
+
+# ruff: noqa: N803, N806, SIM108
+# pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .attention import Tree
+from .triton_store import token_rows
+
+MAX_DECODE_QUERY_LEN = 64  # causal tokens a sequence beyond which tiles are full enough without splits
+_TILE_BYTES = 16 * 1024  # of keys, and of values
+_PROGRAMS_PER_SM = 3  # that run at once, by their shared memory
+_MIN_SPLIT = 64  # keys; shorter ones cost more to combine than they save
+_MAX_SPLITS = 64
+_INTERPRETED_SMS = 4
+_PACKED_ROWS = 16
+_RUN_TIME = ("query_len", "window", "num_splits", "table_stride", "num_words")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What all layers of one forward share. Tensors on the device; everything else follows from shapes."""
+
+    block_table: torch.Tensor  # [num_seqs, max_pages] int64
+    seq_lens: torch.Tensor  # [num_seqs] int64, after this forward; 0 for padding is fine
+    rows: torch.Tensor | None  # [num_tokens] int64, where new KV goes (`token_rows`); None: it is stored already
+    query_len: int | None  # of every sequence; None: `starts` says
+    starts: torch.Tensor | None  # [num_seqs + 1] int32, first token of each sequence, and the end
+    tree_starts: torch.Tensor | None  # [num_seqs] int64, as in `Tree`; None: causal
+    visible: torch.Tensor | None  # [num_tokens, num_words] int64: bit i of word w is column 64 w + i of a `Tree`
+    positions: torch.Tensor | None  # [num_tokens] int64 of the nodes of a tree, which windows count by
+
+    @classmethod
+    def uniform(
+        cls,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        query_len: int,
+        page_size: int,
+        tree: Tree | None = None,
+        positions: torch.Tensor | None = None,
+        *,
+        is_stored: bool = False,
+    ) -> Plan:
+        """`query_len` new tokens, the last slots, in each sequence; whose KV `is_stored` already, or will be by
+        `norm_rotate_store`."""
+        num_tokens = len(seq_lens) * query_len
+        rows = None if is_stored else token_rows(block_table, seq_lens, num_tokens, page_size, query_len)
+        if tree is not None:
+            assert tree.starts.shape == seq_lens.shape and tree.starts.is_contiguous(), tree.starts.shape
+            assert positions is not None and positions.shape == (num_tokens,), positions
+            visible = _pack(tree.visible, num_tokens)
+            return cls(block_table, seq_lens, rows, query_len, None, tree.starts, visible, positions)
+        starts = None
+        if query_len > MAX_DECODE_QUERY_LEN:
+            starts = torch.arange(0, num_tokens + 1, query_len, dtype=torch.int32, device=seq_lens.device)
+        return cls(block_table, seq_lens, rows, query_len, starts, None, None, None)
+
+    @classmethod
+    def ragged(
+        cls, block_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, num_tokens: int, page_size: int
+    ) -> Plan:
+        """Tokens starts[seq] .. starts[seq + 1] - 1 are new; `starts` [num_seqs + 1] int32, the last `num_tokens`."""
+        rows = token_rows(block_table, seq_lens, num_tokens, page_size, None, starts)
+        return cls(block_table, seq_lens, rows, None, starts, None, None, None)
+
+
+class DecodeTiles(NamedTuple):
+    """How `decode_attention` is cut."""
+
+    block_m: int  # rows, of tokens and query heads
+    block_n: int  # keys
+    num_splits: int  # programs that share a sequence's keys
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def choose(cls, q: torch.Tensor, kv_layer: torch.Tensor, num_seqs: int, max_pages: int) -> DecodeTiles:
+        """From shapes and the device alone."""
+        num_kv_heads, page_size = kv_layer.shape[2:4]
+        num_rows = q.shape[0] // num_seqs * (q.shape[1] // num_kv_heads)
+        block_m = min(64, max(16, triton.next_power_of_2(num_rows)))
+        num_programs = num_seqs * num_kv_heads * triton.cdiv(num_rows, block_m)
+        wanted = triton.cdiv(_num_sms(q.device) * _PROGRAMS_PER_SM, num_programs)
+        num_splits = max(1, min(wanted, triton.cdiv(max_pages * page_size, _MIN_SPLIT), _MAX_SPLITS))
+        return cls(block_m, tile_keys(kv_layer), num_splits, 4, 3)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    plan: Plan,
+    window: int | None = None,
+    tiles: DecodeTiles | None = None,
+) -> torch.Tensor:
+    """`paged_attention_ref` of a uniform plan, causal or a tree: [num_tokens, num_heads, head_dim] -> a new tensor.
+
+    `q` may be strided by token (a view of qkv); `kv_layer` as in attention.py, contiguous, of q's dtype: float32,
+    bfloat16 or float16; products in that dtype, sums in float32. Slots beyond a sequence's length are not read; a row
+    that sees no slot is 0."""
+    num_tokens, num_heads, head_dim = check_shapes(q, kv_layer, plan)
+    num_kv_heads, page_size, query_len = kv_layer.shape[2], kv_layer.shape[3], plan.query_len
+    num_seqs, max_pages = plan.block_table.shape
+    assert query_len is not None and num_tokens == num_seqs * query_len, (num_tokens, num_seqs, query_len)
+    tiles = tiles or DecodeTiles.choose(q, kv_layer, num_seqs, max_pages)
+    group, num_splits, visible = num_heads // num_kv_heads, tiles.num_splits, plan.visible
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    parts = stats = None
+    if num_splits > 1:
+        parts = torch.empty((num_tokens * num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
+        stats = torch.empty((2, num_tokens * num_heads, num_splits), dtype=torch.float32, device=q.device)
+    _decode_kernel[(num_kv_heads * triton.cdiv(query_len * group, tiles.block_m), num_splits, num_seqs)](
+        out, parts, stats, q, kv_layer, plan.block_table, plan.seq_lens,
+        plan.tree_starts, visible, None if window is None else plan.positions,
+        query_len, window or 0, num_splits, q.stride(0), plan.block_table.stride(0),
+        0 if visible is None else visible.shape[1], softmax_scale(head_dim),
+        IS_TREE=visible is not None, HAS_WINDOW=window is not None, HAS_PARTS=num_splits > 1,
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, PAGE_SIZE=page_size, HEAD_DIM=head_dim,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(head_dim),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    if parts is not None:
+        _combine_kernel[(num_tokens * num_heads,)](
+            out, parts, stats, num_splits, num_tokens * num_heads * num_splits,
+            HEAD_DIM=head_dim, SPLITS=triton.next_power_of_2(num_splits), BLOCK_D=padded(head_dim), num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def check_shapes(q: torch.Tensor, kv_layer: torch.Tensor, plan: Plan) -> tuple[int, int, int]:
+    """(num_tokens, num_heads, head_dim)."""
+    num_tokens, num_heads, head_dim = q.shape
+    assert kv_layer.dim() == 5 and kv_layer.shape[1] == 2 and kv_layer.shape[4] == head_dim, (q.shape, kv_layer.shape)
+    assert num_heads % kv_layer.shape[2] == 0 and q.dtype == kv_layer.dtype, (q.shape, kv_layer.shape, q.dtype)
+    assert q.stride(1) == head_dim and q.stride(2) == 1 and kv_layer.is_contiguous(), q.stride()
+    assert plan.block_table.stride(1) == 1 and plan.seq_lens.is_contiguous(), plan.block_table.stride()
+    return num_tokens, num_heads, head_dim
+
+
+def padded(head_dim: int) -> int:
+    """What a tile holds of a head."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def softmax_scale(head_dim: int) -> float:
+    """Of scores whose exponentials have base 2."""
+    return head_dim**-0.5 * math.log2(math.e)
+
+
+def tile_keys(kv_layer: torch.Tensor) -> int:
+    """At most 64, the bits of a word."""
+    return min(64, max(16, _TILE_BYTES // (padded(kv_layer.shape[4]) * kv_layer.itemsize)))
+
+
+def _pack(visible: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """`visible` [num_tokens, num_columns] bool -> [num_tokens, num_words] int64."""
+    num_columns = visible.shape[1]
+    assert visible.shape[0] == num_tokens and visible.dtype == torch.bool and visible.is_contiguous(), visible.shape
+    words = torch.empty((num_tokens, triton.cdiv(num_columns, 64)), dtype=torch.int64, device=visible.device)
+    _pack_kernel[(triton.cdiv(num_tokens, _PACKED_ROWS), words.shape[1])](
+        words, visible, num_tokens, num_columns, ROWS=_PACKED_ROWS, num_warps=4
+    )
+    return words
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit
+def load_pages(table_ptr, first, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pages of slots first .. first + BLOCK_N - 1, `first` a multiple of BLOCK_N: [BLOCK_N] int32, one for all where a
+    page holds the tile. A loop asks for its next tile's, so that keys never wait for a page number. Page numbers fit in
+    32 bits, which makes one wide multiplication of an address."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        pages = tl.load(table_ptr + first // PAGE_SIZE, mask=first < end, other=0)
+    else:
+        slots = first + tl.arange(0, BLOCK_N)
+        pages = tl.load(table_ptr + slots // PAGE_SIZE, mask=slots < end, other=0)
+    return pages.to(tl.int32)
+
+
+@triton.jit
+def weigh(scores, scale, values, sums, total, highest):
+    """One tile of the running softmax in base 2: `scores` [BLOCK_M, BLOCK_N], to be multiplied by `scale`, -inf where
+    unseen. A row starts with the least float32 as `highest`, so that one that has seen nothing makes no NaN; NaN of
+    scores stays."""
+    new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
+    weights = tl.exp2(scores * scale - new_highest[:, None])
+    correction = tl.exp2(highest - new_highest)
+    total = total * correction + tl.sum(weights, 1)
+    sums = tl.dot(weights.to(values.dtype), values, sums * correction[:, None], input_precision="ieee")
+    return sums, total, new_highest
+
+
+@triton.jit
+def quotient(sums, total):
+    """Sums over totals; 0 where nothing was seen."""
+    return sums / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
+def _visible_bits(visible_ptrs, column, num_words):
+    """Columns `column` .. column + 63 of rows that begin at `visible_ptrs`, as bits; columns below 0 are seen."""
+    word, shift = (column + 0x40000000) // 64 - 0x40000000 // 64, (column + 0x40000000) % 64  # rounded down
+    low = _visible_word(visible_ptrs, word, num_words).to(tl.uint64, bitcast=True)
+    high = _visible_word(visible_ptrs, word + 1, num_words).to(tl.uint64, bitcast=True)
+    shift = shift.to(tl.uint64)
+    return ((low >> shift) | ((high << 1) << (63 - shift))).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def _visible_word(visible_ptrs, word, num_words):
+    bits = tl.load(visible_ptrs + word, mask=(word >= 0) & (word < num_words), other=0)
+    return tl.where(word < 0, -1, bits)
+
+
+@triton.jit(do_not_specialize=("num_tokens", "num_columns"))
+def _pack_kernel(words_ptr, visible_ptr, num_tokens, num_columns, ROWS: tl.constexpr):
+    """Grid: (tokens / ROWS, words)."""
+    rows, bits = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, 64)
+    columns, is_row = tl.program_id(1) * 64 + bits, rows < num_tokens
+    inside = is_row[:, None] & (columns < num_columns)[None, :]
+    visible = tl.load(visible_ptr + (rows * num_columns)[:, None] + columns[None, :], mask=inside, other=0)
+    words = tl.sum((visible != 0).to(tl.int64) << bits.to(tl.int64)[None, :], 1)
+    tl.store(words_ptr + rows * tl.num_programs(1) + tl.program_id(1), words, mask=is_row)
+
+
+@triton.jit(do_not_specialize=_RUN_TIME)
+def _decode_kernel(
+    out_ptr, parts_ptr, stats_ptr, q_ptr, kv_ptr, table_ptr, seq_lens_ptr, tree_starts_ptr, visible_ptr, positions_ptr,
+    query_len, window, num_splits, q_stride, table_stride, num_words, scale,
+    IS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_PARTS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid: (kv heads * tiles of rows, splits, sequences)."""
+    kv_head, tile = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
+    split, seq = tl.program_id(1), tl.program_id(2)
+    seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
+    table_ptr += seq.to(tl.int64) * table_stride
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = rows < query_len * GROUP
+    tokens = tl.minimum(rows // GROUP, query_len - 1)  # of the sequence
+    heads = kv_head * GROUP + rows % GROUP
+    batch_tokens = seq * query_len + tokens  # of the forward
+    first_new = seq_len - query_len
+    last_seen = first_new + tokens  # by causality
+
+    begin, end = 0, seq_len
+    if not IS_TREE:
+        end = tl.max(last_seen, 0) + 1
+    lowest = tl.zeros_like(tokens)
+    if HAS_WINDOW:
+        if IS_TREE:
+            lowest = tl.load(positions_ptr + batch_tokens).to(tl.int32) - window + 1
+        else:
+            lowest = last_seen - window + 1
+        begin = tl.maximum(tl.min(lowest, 0), 0) // BLOCK_N * BLOCK_N
+    share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), num_splits) * BLOCK_N
+    begin += split * share
+    end = tl.minimum(end, begin + share)
+
+    dims = tl.arange(0, BLOCK_D)
+    is_dim = dims[None, :] < HEAD_DIM
+    out_rows = batch_tokens.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
+    q_rows = batch_tokens.to(tl.int64) * q_stride + heads * HEAD_DIM
+    q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=is_row[:, None] & is_dim, other=0.0)
+    k_ptrs = kv_ptr + kv_head * (PAGE_SIZE * HEAD_DIM) + dims[None, :]
+    V_OFFSET: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
+    if IS_TREE:
+        tree_start = tl.load(tree_starts_ptr + seq).to(tl.int32)
+        visible_ptrs = visible_ptr + batch_tokens * num_words
+
+    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    highest = tl.full([BLOCK_M], -3.4028234663852886e38, tl.float32)
+    pages = load_pages(table_ptr, begin, end, PAGE_SIZE, BLOCK_N)
+    for first in range(begin, end, BLOCK_N):
+        slots = first + tl.arange(0, BLOCK_N)
+        is_inside = slots < end
+        offsets = pages.to(tl.int64) * (2 * V_OFFSET) + slots % PAGE_SIZE * HEAD_DIM
+        tile_ptrs = k_ptrs + offsets[:, None]
+        pages = load_pages(table_ptr, first + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
+        is_loaded = is_inside[:, None] & is_dim
+        k = tl.load(tile_ptrs, mask=is_loaded, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if IS_TREE:
+            bits = _visible_bits(visible_ptrs, first - tree_start, num_words)
+            is_seen = is_inside[None, :] & ((bits[:, None] >> (slots - first)[None, :].to(tl.int64) & 1) != 0)
+        else:
+            is_seen = slots[None, :] <= tl.minimum(last_seen, end - 1)[:, None]
+        if HAS_WINDOW:
+            key_positions = slots
+            if IS_TREE:  # a node's position is no slot
+                is_new = is_inside & (slots >= first_new)
+                new = tl.load(positions_ptr + seq * query_len + slots - first_new, mask=is_new, other=0).to(tl.int32)
+                key_positions = tl.where(is_new, new, slots)
+            is_seen = is_seen & (key_positions[None, :] >= lowest[:, None])
+        scores = tl.where(is_seen, scores, float("-inf"))
+        v = tl.load(tile_ptrs + V_OFFSET, mask=is_loaded, other=0.0)
+        sums, total, highest = weigh(scores, scale, v, sums, total, highest)
+
+    is_stored = is_row[:, None] & is_dim
+    if HAS_PARTS:
+        part_rows = out_rows * num_splits + split
+        stats_stride = tl.num_programs(2).to(tl.int64) * query_len * (NUM_KV_HEADS * GROUP) * num_splits
+        tl.store(stats_ptr + part_rows, highest, mask=is_row)
+        tl.store(stats_ptr + stats_stride + part_rows, total, mask=is_row)
+        if begin < end:
+            tl.store(parts_ptr + part_rows[:, None] * HEAD_DIM + dims[None, :], sums, mask=is_stored)
+    else:
+        out = quotient(sums, total).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out_rows[:, None] * HEAD_DIM + dims[None, :], out, mask=is_stored)
+
+
+@triton.jit(do_not_specialize=("num_splits", "stats_stride"))
+def _combine_kernel(
+    out_ptr, parts_ptr, stats_ptr, num_splits, stats_stride,
+    HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid: (num_tokens * num_heads). Splits without keys have total 0 and no sums."""
+    row = tl.program_id(0).to(tl.int64)
+    splits, dims = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
+    is_split, is_dim = splits < num_splits, dims[None, :] < HEAD_DIM
+    stats = stats_ptr + row * num_splits + splits
+    highest = tl.load(stats, mask=is_split, other=-3.4028234663852886e38)
+    total = tl.load(stats + stats_stride, mask=is_split, other=0.0)
+    parts = parts_ptr + (row * num_splits + splits)[:, None] * HEAD_DIM + dims[None, :]
+    sums = tl.load(parts, mask=is_split[:, None] & is_dim, other=0.0)
+    is_used = total != 0.0
+    weights = tl.where(is_used, tl.exp2(highest - tl.max(highest, 0)), 0.0)
+    sums = tl.sum(tl.where(is_used[:, None], sums, 0.0) * weights[:, None], 0)
+    total = tl.sum(total * weights, 0)
+    out = sums / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + row * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)

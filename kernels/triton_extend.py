@@ -1,0 +1,149 @@
+"""Attention of prefill chunks over paged KV on a GPU: `extend_attention`, the other half of triton_attention.py.
+
+Tiles of BLOCK_M rows (token, query head of a kv head) of one sequence run over all slots up to their last token's; a
+tile of few tokens and all query heads of a kv head meets few keys that only some of its rows see. Sequences are ragged
+and their lengths live on the device: tile t belongs to the last sequence s with starts[s] * group // BLOCK_M + s <= t,
+which leaves each sequence at least as many tiles as it has and bounds their number by the shapes.
+"""
+
+# ruff: noqa: N803, N806
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .triton_attention import Plan, check_shapes, load_pages, padded, quotient, softmax_scale, tile_keys, weigh
+
+_SEQS = 32
+
+
+class ExtendTiles(NamedTuple):
+    """How `extend_attention` is cut."""
+
+    block_m: int  # rows, of tokens and query heads
+    block_n: int  # keys
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def choose(cls, kv_layer: torch.Tensor) -> ExtendTiles:
+        """From shapes alone."""
+        if kv_layer.dtype == torch.float32:  # no tensor cores; for tests more than for speed
+            return cls(32, min(32, tile_keys(kv_layer)), 4, 2)
+        return cls(128, tile_keys(kv_layer), 8, 3)
+
+
+def extend_attention(
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    plan: Plan,
+    window: int | None = None,
+    tiles: ExtendTiles | None = None,
+) -> torch.Tensor:
+    """`paged_attention_ref` of a plan with `starts`, causal: [num_tokens, num_heads, head_dim] -> a new tensor. Strides
+    and dtypes as `decode_attention` takes them."""
+    num_tokens, num_heads, head_dim = check_shapes(q, kv_layer, plan)
+    num_kv_heads, page_size, starts = kv_layer.shape[2], kv_layer.shape[3], plan.starts
+    num_seqs = len(plan.seq_lens)
+    assert starts is not None and plan.visible is None and starts.shape == (num_seqs + 1,), plan
+    tiles = tiles or ExtendTiles.choose(kv_layer)
+    group = num_heads // num_kv_heads
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    _extend_kernel[(num_tokens * group // tiles.block_m + num_seqs, num_kv_heads)](
+        out, q, kv_layer, plan.block_table, plan.seq_lens, starts,
+        num_seqs, window or 0, q.stride(0), plan.block_table.stride(0), softmax_scale(head_dim),
+        HAS_WINDOW=window is not None, NUM_KV_HEADS=num_kv_heads, GROUP=group, PAGE_SIZE=page_size, HEAD_DIM=head_dim,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(head_dim), SEQS=_SEQS,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=("num_seqs", "window", "table_stride"))
+def _extend_kernel(
+    out_ptr, q_ptr, kv_ptr, table_ptr, seq_lens_ptr, starts_ptr, num_seqs, window, q_stride, table_stride, scale,
+    HAS_WINDOW: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SEQS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (most tiles there can be, kv heads). The last tiles of a sequence, which have most keys, come first."""
+    tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    seq = _sequence(starts_ptr, num_seqs, tile, GROUP, BLOCK_M, SEQS)
+    start = tl.load(starts_ptr + seq)
+    query_len = tl.load(starts_ptr + seq + 1) - start
+    first_row = (tile - start * GROUP // BLOCK_M - seq) * BLOCK_M
+    if first_row < query_len * GROUP:
+        seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
+        table_ptr += seq.to(tl.int64) * table_stride
+        rows = first_row + tl.arange(0, BLOCK_M)
+        is_row = rows < query_len * GROUP
+        tokens = tl.minimum(rows // GROUP, query_len - 1)  # of the sequence
+        heads = kv_head * GROUP + rows % GROUP
+        last_seen = seq_len - query_len + tokens
+        end = tl.max(last_seen, 0) + 1
+        # Keys below `full` are seen by all rows, whole tiles of them need no mask
+        begin, full = 0, (seq_len - query_len + first_row // GROUP + 1) // BLOCK_N * BLOCK_N
+        if HAS_WINDOW:
+            begin = tl.maximum(tl.min(last_seen, 0) - window + 1, 0) // BLOCK_N * BLOCK_N
+            full = begin
+
+        dims = tl.arange(0, BLOCK_D)
+        is_dim = dims[None, :] < HEAD_DIM
+        batch_tokens = (start + tokens).to(tl.int64)
+        q_ptrs = q_ptr + (batch_tokens * q_stride + heads * HEAD_DIM)[:, None] + dims[None, :]
+        q = tl.load(q_ptrs, mask=is_row[:, None] & is_dim, other=0.0)
+        k_ptrs = kv_ptr + kv_head * (PAGE_SIZE * HEAD_DIM) + dims[None, :]
+        V_OFFSET: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
+        sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        highest = tl.full([BLOCK_M], -3.4028234663852886e38, tl.float32)
+        pages = load_pages(table_ptr, begin, end, PAGE_SIZE, BLOCK_N)
+        for first in range(begin, full, BLOCK_N):
+            slots = first + tl.arange(0, BLOCK_N)
+            offsets = pages.to(tl.int64) * (2 * V_OFFSET) + slots % PAGE_SIZE * HEAD_DIM
+            tile_ptrs = k_ptrs + offsets[:, None]
+            pages = load_pages(table_ptr, first + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
+            k = _load(tile_ptrs, is_dim, HEAD_DIM == BLOCK_D)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            v = _load(tile_ptrs + V_OFFSET, is_dim, HEAD_DIM == BLOCK_D)
+            sums, total, highest = weigh(scores, scale, v, sums, total, highest)
+        for first in range(full, end, BLOCK_N):
+            slots = first + tl.arange(0, BLOCK_N)
+            is_inside = slots < end
+            offsets = pages.to(tl.int64) * (2 * V_OFFSET) + slots % PAGE_SIZE * HEAD_DIM
+            tile_ptrs = k_ptrs + offsets[:, None]
+            pages = load_pages(table_ptr, first + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
+            k = tl.load(tile_ptrs, mask=is_inside[:, None] & is_dim, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            is_seen = slots[None, :] <= last_seen[:, None]
+            if HAS_WINDOW:
+                is_seen = is_seen & (slots[None, :] > (last_seen - window)[:, None])
+            scores = tl.where(is_seen, scores, float("-inf"))
+            v = tl.load(tile_ptrs + V_OFFSET, mask=is_inside[:, None] & is_dim, other=0.0)
+            sums, total, highest = weigh(scores, scale, v, sums, total, highest)
+        out = quotient(sums, total).to(out_ptr.dtype.element_ty)
+        out_rows = batch_tokens * (NUM_KV_HEADS * GROUP) + heads
+        tl.store(out_ptr + out_rows[:, None] * HEAD_DIM + dims[None, :], out, mask=is_row[:, None] & is_dim)
+
+
+@triton.jit
+def _sequence(starts_ptr, num_seqs, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SEQS: tl.constexpr):
+    """The last sequence whose tiles begin at `tile` or before."""
+    count = 0
+    for first in range(0, num_seqs, SEQS):
+        seqs = first + tl.arange(0, SEQS)
+        starts = tl.load(starts_ptr + seqs, mask=seqs < num_seqs, other=0)
+        begins = (seqs < num_seqs) & (starts * GROUP // BLOCK_M + seqs <= tile)
+        count += tl.sum(begins.to(tl.int32), 0)
+    return count - 1
+
+
+@triton.jit
+def _load(ptrs, is_dim, IS_WHOLE: tl.constexpr):
+    if IS_WHOLE:
+        return tl.load(ptrs)
+    return tl.load(ptrs, mask=is_dim, other=0.0)

@@ -1,0 +1,162 @@
+"""Queries and keys made ready and keys and values stored, on a GPU, in one launch a layer.
+
+For every token: RMS norm of its query and key heads (kernels/norm.py; where the model has one), rotation of both
+(kernels/rotary.py), keys and values into their slots. `token_rows` says once a forward where those are.
+
+Nothing here reads a value on the host: grids depend on shapes alone, so that a CUDA graph can hold it all.
+"""
+
+# ruff: noqa: N803
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_TOKENS = 64  # a program of `_rows_kernel`
+_SEQS = 64
+_HEADS = 16  # a program of `_store_kernel`
+_RUN_TIME = ("num_tokens", "num_seqs", "query_len", "table_stride", "max_pages")  # must not compile anew for a value
+
+
+def token_rows(
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_tokens: int,
+    page_size: int,
+    query_len: int | None,
+    starts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Where new tokens go: [num_tokens] int64, page * page_size + slot in the page; -1 for a token whose slot is below
+    0 or beyond the table, which is stored nowhere.
+
+    `block_table` [num_seqs, max_pages] and `seq_lens` [num_seqs] int64 (after the forward). Sequences have `query_len`
+    new tokens each or, where that is None, those from starts[seq] to starts[seq + 1]; `starts` [num_seqs + 1] int32."""
+    num_seqs, max_pages = block_table.shape
+    assert block_table.dtype == seq_lens.dtype == torch.int64 and seq_lens.shape == (num_seqs,), seq_lens
+    assert block_table.stride(1) == 1 and seq_lens.is_contiguous(), block_table.stride()
+    rows = torch.empty(num_tokens, dtype=torch.int64, device=block_table.device)
+    if query_len is not None:
+        assert num_tokens == num_seqs * query_len, (num_tokens, num_seqs, query_len)
+    else:
+        assert starts is not None and starts.shape == (num_seqs + 1,) and starts.dtype == torch.int32, starts
+    _rows_kernel[(triton.cdiv(num_tokens, _TOKENS),)](
+        rows, block_table, seq_lens, starts, num_tokens, num_seqs, query_len or 0, block_table.stride(0), max_pages,
+        PAGE_SIZE=page_size, TOKENS=_TOKENS, SEQS=_SEQS, num_warps=2,
+    )  # fmt: skip
+    return rows
+
+
+def norm_rotate_store(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv_layer: torch.Tensor,
+    rows: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """Norm (`norms` of queries and keys, [head_dim] each; None: not) and rotate; the queries stay in `qkv`, keys and
+    values go to the pages. Returns the queries, [num_tokens, num_heads, head_dim], a view of `qkv`.
+
+    `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], the keys in it are not changed; `cos`, `sin`
+    [num_tokens, 1, head_dim], `sin` signed, contiguous; `kv_layer` [num_pages, 2, num_kv_heads, page_size, head_dim],
+    contiguous; `rows` as `token_rows` says. A norm is rounded to the dtype before its weight, a rotation once."""
+    _, _, num_kv_heads, page_size, head_dim = kv_layer.shape
+    num_tokens, num_all_heads = qkv.shape[0], qkv.shape[1] // head_dim
+    num_heads = num_all_heads - 2 * num_kv_heads
+    assert qkv.shape[1] == num_all_heads * head_dim and num_heads > 0 and head_dim % 2 == 0, (qkv.shape, kv_layer.shape)
+    assert cos.shape == sin.shape == (num_tokens, 1, head_dim) and rows.shape == (num_tokens,), (cos.shape, rows.shape)
+    assert qkv.stride(1) == 1 and cos.is_contiguous() and sin.is_contiguous() and kv_layer.is_contiguous()
+    assert qkv.dtype == kv_layer.dtype and all(norm.shape == (head_dim,) for norm in norms or ()), (qkv.dtype, norms)
+    q_norm, k_norm = (None, None) if norms is None else norms
+    _store_kernel[(num_tokens, triton.cdiv(num_all_heads, _HEADS))](
+        qkv, cos, sin, kv_layer, rows, q_norm, k_norm, qkv.stride(0), eps,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, PAGE_SIZE=page_size, HEAD_DIM=head_dim,
+        HEADS=min(_HEADS, triton.next_power_of_2(num_all_heads)), HALF=triton.next_power_of_2(head_dim // 2),
+        num_warps=4,
+    )  # fmt: skip
+    return qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
+
+
+@triton.jit
+def _count_up_to(starts_ptr, num_seqs, limit, SEQS: tl.constexpr):
+    """How many of starts[0 .. num_seqs - 1], which ascend, are at most `limit` [n]: [n] int32."""
+    count = tl.zeros_like(limit)
+    for first in range(0, num_seqs, SEQS):
+        seqs = first + tl.arange(0, SEQS)
+        starts = tl.load(starts_ptr + seqs, mask=seqs < num_seqs, other=0x7FFFFFFF)
+        count += tl.sum((starts[None, :] <= limit[:, None]).to(tl.int32), 1)
+    return count
+
+
+@triton.jit(do_not_specialize=_RUN_TIME)
+def _rows_kernel(
+    rows_ptr, table_ptr, seq_lens_ptr, starts_ptr, num_tokens, num_seqs, query_len, table_stride, max_pages,
+    PAGE_SIZE: tl.constexpr, TOKENS: tl.constexpr, SEQS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tokens / TOKENS)."""
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inside = tokens < num_tokens
+    if starts_ptr is None:
+        seqs = tokens // query_len
+        num_after = query_len - tokens % query_len
+    else:
+        seqs = _count_up_to(starts_ptr, num_seqs, tl.minimum(tokens, num_tokens - 1), SEQS) - 1
+        num_after = tl.load(starts_ptr + seqs + 1) - tokens
+    slots = tl.load(seq_lens_ptr + seqs, mask=inside, other=0).to(tl.int32) - num_after
+    columns = slots // PAGE_SIZE
+    stored = inside & (slots >= 0) & (columns < max_pages)
+    pages = tl.load(table_ptr + seqs.to(tl.int64) * table_stride + columns, mask=stored, other=0)
+    tl.store(rows_ptr + tokens, tl.where(stored, pages * PAGE_SIZE + slots % PAGE_SIZE, -1), mask=inside)
+
+
+@triton.jit
+def _store_kernel(
+    qkv_ptr, cos_ptr, sin_ptr, kv_ptr, rows_ptr, q_norm_ptr, k_norm_ptr, qkv_stride, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Grid: (num_tokens, all heads / HEADS). A program has [HEADS, HALF] numbers of either half of its heads."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    dims = tl.arange(0, HALF)[None, :]
+    half: tl.constexpr = HEAD_DIM // 2
+    inside = (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & (dims < half)
+    is_q, is_rotated = heads < NUM_HEADS, heads < NUM_HEADS + NUM_KV_HEADS
+    row = tl.load(rows_ptr + token)
+    source = qkv_ptr + token * qkv_stride + heads * HEAD_DIM + dims
+    a = tl.load(source, mask=inside, other=0.0)
+    b = tl.load(source + half, mask=inside, other=0.0)
+    turn = token * HEAD_DIM + dims
+    cos_a = tl.load(cos_ptr + turn, mask=dims < half, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos_ptr + turn + half, mask=dims < half, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin_ptr + turn, mask=dims < half, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin_ptr + turn + half, mask=dims < half, other=0.0).to(tl.float32)
+    x, y = a.to(tl.float32), b.to(tl.float32)
+    if q_norm_ptr is not None:
+        scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / HEAD_DIM + eps)[:, None]
+        x = (x * scale).to(a.dtype).to(tl.float32) * _weight(q_norm_ptr, k_norm_ptr, is_q, dims, half)
+        y = (y * scale).to(a.dtype).to(tl.float32) * _weight(q_norm_ptr + half, k_norm_ptr + half, is_q, dims, half)
+        x, y = x.to(a.dtype).to(tl.float32), y.to(a.dtype).to(tl.float32)
+    first = tl.where(is_rotated, (x * cos_a + y * sin_a).to(a.dtype), a)
+    second = tl.where(is_rotated, (y * cos_b + x * sin_b).to(a.dtype), b)
+    tl.store(source, first, mask=inside & is_q)
+    tl.store(source + half, second, mask=inside & is_q)
+    # K heads, then V heads, follow one another in a page as they do in qkv
+    page, slot = row // PAGE_SIZE, row % PAGE_SIZE
+    block = page * (2 * NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM) + slot * HEAD_DIM
+    target = kv_ptr + block + (heads - NUM_HEADS) * (PAGE_SIZE * HEAD_DIM) + dims
+    stored = inside & (heads >= NUM_HEADS) & (row >= 0)
+    tl.store(target, first, mask=stored)
+    tl.store(target + half, second, mask=stored)
+
+
+@triton.jit
+def _weight(q_norm_ptr, k_norm_ptr, is_q, dims, half: tl.constexpr):
+    """[heads, dims] float32, each head its own kind's."""
+    q_weight = tl.load(q_norm_ptr + dims, mask=dims < half, other=0.0)
+    k_weight = tl.load(k_norm_ptr + dims, mask=dims < half, other=0.0)
+    return tl.where(is_q, q_weight, k_weight).to(tl.float32)
