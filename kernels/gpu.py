@@ -20,6 +20,15 @@ def compiled(tensor: torch.Tensor) -> bool:
 
 
 @functools.cache
+def dependent_launch() -> bool:
+    """Whether kernels are launched while the one before still runs (programmatic dependent launch): each fetches what
+    no kernel writes, its weights, then waits for the end of all kernels before it. BATON_DEPENDENT_LAUNCH=1 asks for
+    it; compute capability 9.0 has it."""
+    wants = os.environ.get("BATON_DEPENDENT_LAUNCH") == "1"
+    return wants and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+@functools.cache
 def _has_triton() -> bool:
     if os.environ.get("BATON_TRITON") == "0":
         return False

@@ -15,6 +15,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from . import gpu
 
 MAX_SIZE = 16384
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -63,11 +66,12 @@ def _launch(
     _rms_norm_kernel[(triton.cdiv(num_rows, rows_per_program),)](
         rows, rows if delta is None else delta, weight, out, num_rows, num_inner, rows.stride(0), rows.stride(1),
         0 if delta is None else delta.stride(0), eps, SIZE=size, BLOCK=block, ROWS=rows_per_program,
-        ADDS=delta is not None, num_warps=min(16, max(4, block // 512)),
+        ADDS=delta is not None, DEPENDENT=gpu.dependent_launch(), num_warps=min(16, max(4, block // 512)),
+        launch_pdl=gpu.dependent_launch(),
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x_ptr,  # [num_outer, num_inner, SIZE]; written where ADDS
     delta_ptr,  # [num_rows, SIZE], read where ADDS
@@ -83,13 +87,17 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADDS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     columns = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     is_in = (rows < num_rows) & (columns < SIZE)
     at = (rows // num_inner) * outer_stride + (rows % num_inner) * inner_stride + columns
-    x = tl.load(x_ptr + at, mask=is_in, other=0.0)
     weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    x = tl.load(x_ptr + at, mask=is_in, other=0.0)
     if ADDS:
         delta = tl.load(delta_ptr + rows * delta_stride + columns, mask=is_in, other=0.0)
         x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)

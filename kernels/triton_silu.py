@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from . import gpu
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 1024
@@ -21,7 +24,10 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, size)
     if out.numel():
-        _silu_mul_kernel[(num_rows, triton.cdiv(size, _BLOCK))](gate_up, out, size, BLOCK=_BLOCK)
+        dependent = gpu.dependent_launch()
+        _silu_mul_kernel[(num_rows, triton.cdiv(size, _BLOCK))](
+            gate_up, out, size, BLOCK=_BLOCK, DEPENDENT=dependent, launch_pdl=dependent
+        )
     return out
 
 
@@ -34,11 +40,14 @@ def silu_mul_of(gate, up):
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     """Grid: (num_rows, blocks of columns)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_in = columns < size
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     gate = tl.load(gate_up_ptr + row * 2 * size + columns, mask=is_in, other=0.0)
     up = tl.load(gate_up_ptr + row * 2 * size + size + columns, mask=is_in, other=0.0)
     tl.store(out_ptr + row * size + columns, silu_mul_of(gate, up), mask=is_in)

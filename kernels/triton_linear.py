@@ -1,0 +1,298 @@
+"""y = x W^T + b for the few rows of a decode step, where the time is that of reading W once.
+
+`linear` and `gated_linear` choose, by the shape alone, one of two kernels or torch (cuBLAS):
+
+    vector   1 to 8 rows. A program holds a tile of a few rows of W, multiplies it by each row of x and sums: no tensor
+             cores, all loads in flight at once.
+    dot      2 to 32 rows. x is padded to 16 or 32 rows for the tensor cores; tiles of W pass through shared memory, a
+             few ahead. Where W has few rows its columns are split over programs too; their float32 partial sums are
+             added by a second small kernel, in a fixed order.
+
+Products of 16-bit numbers are exact in float32 and so are summed. The result of a row does not depend on the rows
+beside it, but on which kernel is taken, which depends on how many there are.
+
+With `gpu.dependent_launch` a kernel fetches its first weights while the kernel before still runs.
+"""
+
+# Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
+# ruff: noqa: N803
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from . import gpu
+from .triton_silu import silu_mul, silu_mul_of
+
+MAX_ROWS = 32
+_MAX_VECTOR_ROWS = 8
+_DTYPES = (torch.bfloat16, torch.float16)
+_LINE = tl.constexpr(64)  # 16-bit elements of a cache line
+_SUM_BLOCK = 1024
+
+
+class Config(NamedTuple):
+    """How a product is launched."""
+
+    kind: Literal["vector", "dot"]
+    block_n: int  # rows of W of a program
+    block_k: int  # columns of W worked on at once
+    num_warps: int = 4
+    num_stages: int = 4  # dot: tiles on their way
+    split_k: int = 1  # dot: programs that share the columns of a row of W
+
+
+# Rows of x up to each bound share a configuration.
+ROW_CLASSES = (1, 4, 8, 16, 32)
+# (rows of W, columns of W) -> one configuration for each of ROW_CLASSES; None: torch, gated `linear` and `silu_mul`.
+# Measured on an H200 by tests/benchmarks/bench_kernels_dense.py; other shapes take `_default`.
+Table = dict[tuple[int, int], tuple[Config | None, ...]]
+TABLE: Table = {}
+GATED_TABLE: Table = {}  # block_n counts rows of the gate, each with one of up
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, config: Config | None = None) -> Tensor:
+    """`F.linear`: x [num_rows, in_size], weight [out_size, in_size], bias [out_size] -> [num_rows, out_size].
+
+    Float32, more than MAX_ROWS rows and unusual strides go to torch; `config` asks for a kernel."""
+    config = config or choose(x, weight)
+    if config is None:
+        return F.linear(x, weight, bias)
+    num_rows, out_size = x.shape[0], weight.shape[0]
+    out = torch.empty((num_rows, out_size), dtype=x.dtype, device=x.device)
+    if config.split_k == 1:
+        _launch(x, weight, bias, out, config, is_gated=False)
+        return out
+    dependent = gpu.dependent_launch()
+    parts = torch.empty((config.split_k, num_rows, out_size), dtype=torch.float32, device=x.device)
+    _launch(x, weight, None, parts, config, is_gated=False)
+    _sum_kernel[(num_rows, triton.cdiv(out_size, _SUM_BLOCK))](
+        parts, weight if bias is None else bias, out, num_rows, out_size, SPLITS=config.split_k, BLOCK=_SUM_BLOCK,
+        HAS_BIAS=bias is not None, DEPENDENT=dependent, launch_pdl=dependent,
+    )  # fmt: skip
+    return out
+
+
+def gated_linear(x: Tensor, weight: Tensor, config: Config | None = None) -> Tensor:
+    """`silu_mul(linear(x, weight))` in one kernel: weight [2 * size, in_size], gate first -> [num_rows, size]."""
+    assert weight.shape[0] % 2 == 0, weight.shape
+    config = config or choose(x, weight, is_gated=True)
+    if config is None or config.split_k > 1:
+        return silu_mul(linear(x, weight, None, config))
+    out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
+    _launch(x, weight, None, out, config, is_gated=True)
+    return out
+
+
+def choose(x: Tensor, weight: Tensor, *, is_gated: bool = False) -> Config | None:
+    """The configuration of a product; None: torch's."""
+    num_rows, (out_size, in_size) = x.shape[0], weight.shape
+    if not (0 < num_rows <= MAX_ROWS and x.dtype == weight.dtype and x.dtype in _DTYPES):
+        return None
+    if x.stride(1) != 1 or not weight.is_contiguous() or in_size % 16 or x.stride(0) % 8:
+        return None
+    row_class = next(index for index, bound in enumerate(ROW_CLASSES) if num_rows <= bound)
+    stored = (GATED_TABLE if is_gated else TABLE).get((out_size, in_size))
+    return _default(num_rows, out_size, in_size, is_gated) if stored is None else stored[row_class]
+
+
+def _default(num_rows: int, out_size: int, in_size: int, is_gated: bool) -> Config:
+    """For shapes that were not measured: enough programs for about two on each of some 130 processors."""
+    if num_rows == 1:
+        is_large = not is_gated and out_size * in_size >= 1 << 25
+        return Config("vector", 2 if is_large else 1, min(2048, triton.next_power_of_2(in_size)))
+    if is_gated:
+        return Config("dot", 32, 128)
+    num_blocks = triton.cdiv(out_size, 32)
+    split_k = 1
+    while split_k < 8 and num_blocks * split_k < 264 and in_size // (2 * split_k) >= 1024:
+        split_k *= 2
+    return Config("dot", 32, 256, split_k=split_k)
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: Config, *, is_gated: bool) -> None:
+    """`out` is [num_rows, size], or [split_k, num_rows, size] float32 partial sums."""
+    num_rows, in_size = x.shape
+    size = weight.shape[0] // (2 if is_gated else 1)
+    assert weight.shape[1] == in_size and out.shape[-2:] == (num_rows, size), (x.shape, weight.shape, out.shape)
+    assert bias is None or (bias.shape == (size,) and bias.is_contiguous() and not is_gated), bias
+    assert 0 < num_rows <= MAX_ROWS and x.stride(1) == 1 and weight.is_contiguous() and out.is_contiguous(), x.stride()
+    grid, dependent = (triton.cdiv(size, config.block_n), config.split_k), gpu.dependent_launch()
+    tensors = (x, weight, weight if bias is None else bias, out)
+    # K is a constant of the kernel for a vector, whose loop it unrolls
+    if config.kind == "vector":
+        assert num_rows == 1 or (num_rows <= _MAX_VECTOR_ROWS and config.block_k >= in_size), (num_rows, config)
+        assert config.split_k == 1, config
+        _vector_kernel[grid](
+            *tensors, size, x.stride(0), M=num_rows, K=in_size, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+            HAS_BIAS=bias is not None, IS_GATED=is_gated, DEPENDENT=dependent,
+            num_warps=config.num_warps, launch_pdl=dependent,
+        )  # fmt: skip
+        return
+    part = triton.cdiv(in_size, config.split_k * config.block_k) * config.block_k  # columns of a program
+    _dot_kernel[grid](
+        *tensors, num_rows, size, in_size, x.stride(0), part, BLOCK_M=16 if num_rows <= 16 else 32,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, IS_EVEN=in_size % (config.split_k * config.block_k) == 0,
+        IS_PART=out.ndim == 3, HAS_BIAS=bias is not None, IS_GATED=is_gated, DEPENDENT=dependent,
+        LINES=max(1, triton.next_power_of_2(config.num_stages * config.block_k) // _LINE.value),
+        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=dependent,
+    )  # fmt: skip
+
+
+@triton.jit
+def _prefetch(ptrs):
+    """Ask for the cache lines that pointers lie in."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _vector_kernel(
+    x_ptr,  # [M, K]
+    weight_ptr,  # [size, K], gated [2 * size, K]
+    bias_ptr,  # [size]
+    out_ptr,  # [M, size]
+    size,
+    x_stride,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Grid: (blocks of rows of W, 1). M > 1: BLOCK_K holds a whole row."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    at = weight_ptr + tl.minimum(rows, size - 1).to(tl.int64)[:, None] * K + k[None, :]
+    is_k = (k < K)[None, :]
+    weight = tl.load(at, mask=is_k, other=0.0, eviction_policy="evict_first")
+    if IS_GATED:
+        up_at = at + size.to(tl.int64) * K
+        up_weight = tl.load(up_at, mask=is_k, other=0.0, eviction_policy="evict_first")
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    for m in tl.static_range(M):
+        x = tl.load(x_ptr + m * x_stride + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+        products = weight.to(tl.float32) * x
+        if IS_GATED:
+            up_products = up_weight.to(tl.float32) * x
+        for start in tl.static_range(BLOCK_K, K, BLOCK_K):  # none where M > 1
+            is_k = (start + k < K)[None, :]
+            x = tl.load(x_ptr + start + k, mask=start + k < K, other=0.0).to(tl.float32)[None, :]
+            products += tl.load(at + start, mask=is_k, other=0.0, eviction_policy="evict_first").to(tl.float32) * x
+            if IS_GATED:
+                up = tl.load(up_at + start, mask=is_k, other=0.0, eviction_policy="evict_first")
+                up_products += up.to(tl.float32) * x
+        y = tl.sum(products, axis=1)  # [BLOCK_N]
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + rows, mask=rows < size, other=0.0).to(tl.float32)
+        y = y.to(out_ptr.dtype.element_ty)
+        if IS_GATED:
+            y = silu_mul_of(y, tl.sum(up_products, axis=1).to(y.dtype))
+        tl.store(out_ptr + m * size + rows, y, mask=rows < size)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _dot_kernel(
+    x_ptr,  # [num_rows, in_size]
+    weight_ptr,  # [size, in_size], gated [2 * size, in_size]
+    bias_ptr,  # [size]
+    out_ptr,  # [num_rows, size]; IS_PART: [splits, num_rows, size] float32
+    num_rows,
+    size,
+    in_size,
+    x_stride,
+    part,  # columns of W of a program
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_PART: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    """Grid: (blocks of rows of W, splits of its columns). Works on y^T = W x^T, [BLOCK_N, BLOCK_M]."""
+    begin = tl.program_id(1) * part
+    end = tl.minimum(begin + part, in_size)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_ptrs = weight_ptr + tl.minimum(rows, size - 1).to(tl.int64)[:, None] * in_size
+    up_offset = size.to(tl.int64) * in_size
+    if DEPENDENT:
+        gdc_launch_dependents()
+        lines = begin + tl.arange(0, LINES)[None, :] * _LINE
+        _prefetch(row_ptrs + tl.minimum(lines, in_size - 1))
+        if IS_GATED:
+            _prefetch(row_ptrs + up_offset + tl.minimum(lines, in_size - 1))
+        gdc_wait()
+    m, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for start in range(begin, end, BLOCK_K):
+        at = row_ptrs + (start + k)[None, :]
+        x_at = x_ptr + m[None, :] * x_stride + (start + k)[:, None]
+        is_x = m[None, :] < num_rows
+        if IS_EVEN:
+            weight = tl.load(at, eviction_policy="evict_first")
+            x = tl.load(x_at, mask=is_x, other=0.0)
+        else:
+            weight = tl.load(at, mask=(start + k < end)[None, :], other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_at, mask=is_x & (start + k < end)[:, None], other=0.0)
+        y = tl.dot(weight, x, y)
+        if IS_GATED:
+            if IS_EVEN:
+                weight = tl.load(at + up_offset, eviction_policy="evict_first")
+            else:
+                weight = tl.load(at + up_offset, mask=(start + k < end)[None, :], other=0.0)
+            up = tl.dot(weight, x, up)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + rows, mask=rows < size, other=0.0).to(tl.float32)[:, None]
+    is_out = (rows < size)[:, None] & (m < num_rows)[None, :]
+    out_at = m[None, :] * size + rows[:, None]
+    if IS_PART:
+        tl.store(out_ptr + tl.program_id(1) * num_rows * size + out_at, y, mask=is_out)
+    else:
+        y = y.to(out_ptr.dtype.element_ty)
+        if IS_GATED:
+            y = silu_mul_of(y, up.to(y.dtype))
+        tl.store(out_ptr + out_at, y, mask=is_out)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _sum_kernel(
+    parts_ptr,  # [SPLITS, num_rows, size] float32
+    bias_ptr,  # [size]
+    out_ptr,  # [num_rows, size]
+    num_rows,
+    size,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Grid: (num_rows, blocks of columns)."""
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_in = columns < size
+    at = tl.program_id(0) * size + columns
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    y = tl.zeros((BLOCK,), dtype=tl.float32)
+    for split in tl.static_range(SPLITS):
+        y += tl.load(parts_ptr + split * num_rows * size + at, mask=is_in, other=0.0)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + columns, mask=is_in, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=is_in)

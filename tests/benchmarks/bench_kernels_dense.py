@@ -1,0 +1,401 @@
+"""Norms, gate, sampler and small-batch products in CUDA graphs: Triton kernels against torch and cuBLAS.
+
+    python tests/benchmarks/bench_kernels_dense.py [--parts noise small linear chain] [--models 8b 1b]
+                                                   [--rows 1 4 8 16 32] [--json FILE]
+
+    noise    the bits of the noise on this GPU against those of the reference on the CPU, and draws against torch's
+    small    norms, gate, argmax, top-k: microseconds; inputs stay in L2, as they do in a decode step
+    linear   every product of a decode step with every candidate configuration: microseconds and TB/s of weights. Calls
+             go round copies of the weights of over 400 MB, so that none is in L2. The last lines are what TABLE
+             and GATED_TABLE of kernels/triton_linear.py should hold: torch where no kernel is 1 % faster
+    chain    all norms, products and gates of a decode step (no attention), each layer with weights of its own, with
+             the configurations that `linear` found or the stored ones: torch, Triton, Triton with dependent launch
+
+A call's time is that of a graph of many calls over their number, the median of 7 replays. Each candidate's result is
+compared with float32 before it is timed. The ceiling is the H200's measured read bandwidth, 4.7 TB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from baton.kernels import gpu, noise, triton_linear, triton_noise, triton_norm, triton_sample, triton_silu
+from baton.kernels.norm import rms_norm_ref
+from baton.kernels.silu import silu_mul_ref
+from baton.kernels.triton_linear import ROW_CLASSES, Config, gated_linear, linear
+
+PEAK = 4.7  # TB/s
+ROTATED_BYTES = 400e6  # eight times the L2
+REPLAY_BYTES = 4e9  # weights read by a replay: a millisecond
+VOCAB_SIZE = 128256
+DTYPE = torch.bfloat16
+NUM_THREADS = 8  # that compile
+Case = tuple[str, int, Callable[[], object], Callable[[], object]]  # name, bytes moved, kernel, torch
+
+
+class Model(NamedTuple):
+    """Llama-3's shapes."""
+
+    num_layers: int
+    hidden_size: int
+    mlp_size: int
+    qkv_size: int
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        hidden = self.hidden_size
+        return {
+            "qkv": (self.qkv_size, hidden),
+            "o": (hidden, hidden),
+            "gate_up": (2 * self.mlp_size, hidden),
+            "down": (hidden, self.mlp_size),
+            "head": (VOCAB_SIZE, hidden),
+        }
+
+
+MODELS = {"8b": Model(32, 4096, 14336, 6144), "1b": Model(16, 2048, 8192, 3072)}
+
+
+def microseconds(calls: list[Callable[[], object]], num_rounds: int = 1) -> float:
+    """Of a call, in a graph of `calls` `num_rounds` times over."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(num_rounds):
+            for call in calls:
+                call()
+    times = []
+    for _ in range(9):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[2:]) * 1e3 / (len(calls) * num_rounds)
+
+
+def random(*shape: int, scale: float = 1.0, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype).mul_(scale)
+
+
+def set_dependent_launch(is_on: bool) -> None:
+    os.environ["BATON_DEPENDENT_LAUNCH"] = "1" if is_on else "0"
+    gpu.dependent_launch.cache_clear()
+
+
+# --- noise and the small kernels --------------------------------------------------------------------------------------
+
+
+def torch_scores(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Tensor:
+    """As engine/sampling.py without filters and processors, with torch's operations alone."""
+    scores, temperature = logits.float(), temperatures.unsqueeze(1)
+    is_greedy = temperature == 0
+    perturbed = (scores - scores.amax(1, keepdim=True)).div_(temperature.masked_fill(is_greedy, 1.0))
+    perturbed.add_(noise.gumbel_noise_ref(seeds, positions, logits.shape[1]))
+    return torch.where(is_greedy, scores, perturbed)
+
+
+def draw_columns(num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    seeds = torch.randint(0, 2**63 - 1, (num_rows,), device="cuda")
+    positions = torch.randint(0, 2**31 - 1, (num_rows,), device="cuda")
+    return seeds, positions, torch.full((num_rows,), 0.8, device="cuda")
+
+
+def bench_noise() -> dict[str, Any]:
+    bits = torch.randint(-(2**31), 2**31, (1 << 24,), dtype=torch.int64).to(torch.int32)
+    on_cpu = noise.gumbel_from_bits_ref(bits).view(torch.int32)
+    kernel = triton_noise.gumbel_from_bits(bits.cuda()).cpu().view(torch.int32)
+    on_gpu = noise.gumbel_from_bits_ref(bits.cuda()).cpu().view(torch.int32)
+    wrong, wrong_torch = (int((other != on_cpu).sum()) for other in (kernel, on_gpu))
+    logits, columns = random(512, VOCAB_SIZE, scale=2.0), draw_columns(512)
+    expected = torch.cat([
+        torch_scores(rows.cpu(), *(c.cpu() for c in cut)).argmax(1)
+        for rows, *cut in zip(logits.split(64), *(c.split(64) for c in columns), strict=True)
+    ])  # fmt: skip
+    tokens = triton_sample.perturbed_argmax(logits, *columns).token_ids.cpu()
+    wrong_tokens = int((tokens != expected).sum())
+    print(f"noise: of {len(bits)} values {wrong} differ from the CPU's bits (torch on this GPU: {wrong_torch});")
+    print(f"       of 512 draws from {VOCAB_SIZE} ids {wrong_tokens} differ from the CPU's")
+    return {"wrong_bits": wrong, "wrong_bits_torch": wrong_torch, "wrong_tokens": wrong_tokens}
+
+
+def bench_small() -> list[dict[str, Any]]:
+    results = []
+    for num_rows in (1, 8, 32, 256):
+        cases = [case for size in (2048, 4096) for case in norm_cases(num_rows, size)]
+        cases += [gate_case(num_rows, size) for size in (8192, 14336)]
+        if num_rows <= 32:
+            cases += sample_cases(num_rows)
+        for name, num_bytes, kernel, reference in cases:
+            ours, theirs = microseconds([kernel] * 20), microseconds([reference] * 20)
+            result = {"name": name, "rows": num_rows, "us": ours, "torch_us": theirs, "tb_s": num_bytes / ours / 1e6}
+            results.append(result)
+            print(f"{name:32} {num_rows:4} rows {ours:8.2f} us ({result['tb_s']:.2f} TB/s), torch {theirs:8.2f} us")
+    return results
+
+
+def norm_cases(num_rows: int, size: int) -> Iterator[Case]:
+    x, delta, weight = random(num_rows, size), random(num_rows, size, scale=0.0), random(size)
+
+    def with_torch() -> Tensor:
+        x.add_(delta)
+        return rms_norm_ref(x, weight, 1e-5)
+
+    torch.testing.assert_close(triton_norm.rms_norm(x, weight, 1e-5), rms_norm_ref(x, weight, 1e-5))
+    num_bytes, args = 2 * x.numel() * x.element_size(), (weight, 1e-5)
+    yield f"rms_norm {size}", num_bytes, lambda: triton_norm.rms_norm(x, *args), lambda: rms_norm_ref(x, *args)
+    yield f"add_rms_norm_ {size}", 2 * num_bytes, lambda: triton_norm.add_rms_norm_(x, delta, *args), with_torch
+
+
+def gate_case(num_rows: int, size: int) -> Case:
+    gate_up = random(num_rows, 2 * size)
+    torch.testing.assert_close(triton_silu.silu_mul(gate_up), silu_mul_ref(gate_up))
+    num_bytes = 3 * num_rows * size * gate_up.element_size()
+    return f"silu_mul {size}", num_bytes, lambda: triton_silu.silu_mul(gate_up), lambda: silu_mul_ref(gate_up)
+
+
+def sample_cases(num_rows: int) -> Iterator[Case]:
+    columns = draw_columns(num_rows)
+    for dtype in (torch.float32, DTYPE):
+        logits = random(num_rows, VOCAB_SIZE, scale=2.0, dtype=dtype)
+        name, num_bytes = f"{VOCAB_SIZE} {str(dtype)[6:]}", logits.numel() * logits.element_size()
+
+        def argmax(logits: Tensor = logits) -> object:
+            return triton_sample.perturbed_argmax(logits, *columns)
+
+        def topk(logits: Tensor = logits) -> object:
+            return triton_sample.perturbed_topk(logits, 8, *columns)
+
+        def topk_torch(logits: Tensor = logits) -> object:
+            scores = torch_scores(logits, *columns)
+            return scores.topk(8).values - scores.logsumexp(1, keepdim=True)
+
+        def greedy(logits: Tensor = logits) -> object:
+            return triton_sample.perturbed_argmax(logits)
+
+        yield f"greedy {name}", num_bytes, greedy, lambda logits=logits: logits.argmax(1)
+        yield f"draw {name}", num_bytes, argmax, lambda logits=logits: torch_scores(logits, *columns).argmax(1)
+        yield f"top 8 {name}", num_bytes, topk, topk_torch
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def candidates(num_rows: int, shape: tuple[int, int], is_gated: bool) -> Iterator[Config]:
+    """What is worth a try; what does not fit in shared memory is passed over."""
+    (out_size, in_size), whole = shape, triton.next_power_of_2(shape[1])
+    if num_rows == 1:
+        for block_n, block_k, num_warps in itertools.product((1, 2, 4), sorted({1024, 2048, 4096, whole}), (4, 8)):
+            if block_k <= whole and 2048 <= block_n * block_k * (1 + is_gated) <= 128 * num_warps * 32:
+                yield Config("vector", block_n, block_k, num_warps)
+    elif num_rows <= 8:
+        for block_n, num_warps in itertools.product((1, 2, 4), (4, 8, 16)):
+            if whole <= block_n * whole * (1 + is_gated) <= 32 * num_warps * (128 if num_rows <= 4 else 64):
+                yield Config("vector", block_n, whole, num_warps)
+    tiles = [(16, 256, 5), (16, 512, 4), (32, 128, 5), (32, 256, 3), (32, 256, 4), (64, 64, 6), (64, 128, 3)]
+    tiles += [(64, 128, 5), (64, 256, 3), (128, 64, 4), (128, 128, 3)]
+    for (block_n, block_k, num_stages), split_k in itertools.product(tiles, (1, 2, 4, 8)):
+        num_programs = triton.cdiv(out_size // (1 + is_gated), block_n) * split_k
+        if split_k > 1 and (num_programs > 1100 or in_size // split_k < 2 * block_k or is_gated):
+            continue
+        if num_programs >= 64:
+            yield Config("dot", block_n, block_k, 8 if block_n == 128 else 4, num_stages, split_k)
+
+
+def bench_matrix(shape: tuple[int, int], row_counts: list[int], is_gated: bool) -> list[dict[str, Any]]:
+    """Candidates by number of rows, fastest first; the config None is torch's."""
+    num_bytes = shape[0] * shape[1] * 2
+    num_copies = max(2, -(-int(ROTATED_BYTES) // num_bytes))
+    weights = [random(*shape, scale=shape[1] ** -0.5) for _ in range(num_copies)]
+    num_rounds = -(-int(REPLAY_BYTES) // (num_copies * num_bytes))
+    product = gated_linear if is_gated else linear
+    results = []
+    for num_rows in row_counts:
+        x = random(num_rows, shape[1])
+        exact = F.linear(x.float(), weights[0].float())
+        exact = silu_mul_ref(exact) if is_gated else exact
+
+        def with_torch(weight: Tensor, x: Tensor = x) -> Tensor:
+            y = F.linear(x, weight)
+            return triton_silu.silu_mul(y) if is_gated else y
+
+        def timed(config: Config | None, call: Callable[[Tensor], Tensor], exact: Tensor = exact) -> dict[str, Any]:
+            error = (call(weights[0]).float() - exact).abs().max().item()
+            us = microseconds([lambda weight=weight: call(weight) for weight in weights], num_rounds)
+            return {"config": config, "us": us, "tb_s": num_bytes / us / 1e6, "error": error}
+
+        compile_all(list(candidates(num_rows, shape, is_gated)), lambda c, x=x: product(x, weights[0], config=c))
+        times = [timed(None, with_torch)]
+        bound = 2 * times[0]["error"] + 1e-3  # as exact as cuBLAS, but for luck
+        for config in candidates(num_rows, shape, is_gated):
+            try:
+                times.append(timed(config, lambda weight, config=config, x=x: product(x, weight, config=config)))
+            except OutOfResources:
+                continue
+            if times[-1]["error"] > bound:
+                print(f"WRONG: {shape} {num_rows} rows {times[-1]}")
+                times.pop()
+        results.append({"rows": num_rows, "times": sorted(times, key=lambda each: each["us"])})
+    return results
+
+
+def compile_all(configs: list[Config], launch: Callable[[Config], object]) -> None:
+    """Side by side, as compilation takes most of the time."""
+
+    def attempt(config: Config) -> None:
+        with contextlib.suppress(OutOfResources), torch.inference_mode():
+            launch(config)
+
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        list(threads.map(attempt, configs))
+    torch.cuda.synchronize()
+
+
+def best_of(times: list[dict[str, Any]]) -> Config | None:
+    """The fastest, where it beats torch by 1 %."""
+    plain = next(each["us"] for each in times if each["config"] is None)
+    return times[0]["config"] if times[0]["us"] < 0.99 * plain else None
+
+
+def bench_linear(models: list[str], row_counts: list[int]) -> list[dict[str, Any]]:
+    results = []
+    for model in models:
+        for name, shape in MODELS[model].matrices.items():
+            for is_gated in (False, True) if name == "gate_up" else (False,):
+                start, label = time.perf_counter(), f"{model} {name}{' gated' if is_gated else ''}"
+                measured = bench_matrix(shape, row_counts, is_gated)
+                print(f"{label} {shape}: {time.perf_counter() - start:.0f} s")
+                for row in measured:
+                    plain = next(each for each in row["times"] if each["config"] is None)
+                    print(f"  {row['rows']:3} rows: cuBLAS {plain['us']:7.2f} us {plain['tb_s']:.2f} TB/s")
+                    for each in row["times"][:4]:
+                        share = each["tb_s"] / PEAK
+                        print(
+                            f"            {each['us']:7.2f} us {each['tb_s']:.2f} TB/s ({share:.0%}) {each['config']}"
+                        )
+                results.append({"name": label, "shape": shape, "is_gated": is_gated, "rows": measured})
+                store(shape, measured, is_gated)
+                torch.cuda.empty_cache()
+    for name, table in (("TABLE", triton_linear.TABLE), ("GATED_TABLE", triton_linear.GATED_TABLE)):
+        print(f"{name} = {{")
+        for shape, configs in table.items():
+            print(f"    {shape}: ({', '.join(map(literal, configs))}),")
+        print("}")
+    return results
+
+
+def store(shape: tuple[int, int], measured: list[dict[str, Any]], is_gated: bool) -> None:
+    """Each class of rows takes what is best for its largest number of rows, or for the nearest one measured."""
+    best = {row["rows"]: best_of(row["times"]) for row in measured}
+    table = triton_linear.GATED_TABLE if is_gated else triton_linear.TABLE
+    configs = []
+    for bound in ROW_CLASSES:
+        config = best[min(best, key=lambda rows: abs(rows - bound))]
+        fits = config is None or config.kind == "dot" or bound in best
+        configs.append(config if fits else None)
+    table[shape] = tuple(configs)
+
+
+def literal(config: Config | None) -> str:
+    return "None" if config is None else f'Config("{config.kind}", {", ".join(map(str, config[1:]))})'
+
+
+# --- a decode step without attention ----------------------------------------------------------------------------------
+
+
+def bench_chain(models: list[str], row_counts: list[int]) -> list[dict[str, Any]]:
+    results = []
+    for model in models:
+        results += [{"model": model, **result} for result in bench_steps(MODELS[model], row_counts, model)]
+        torch.cuda.empty_cache()
+    return results
+
+
+def bench_steps(model: Model, row_counts: list[int], name: str) -> Iterator[dict[str, Any]]:
+    shapes = [shape for matrix, shape in model.matrices.items() if matrix != "head"]
+    layers = [[random(*shape, scale=shape[1] ** -0.5) for shape in shapes] for _ in range(model.num_layers)]
+    head, norm = random(*model.matrices["head"], scale=model.hidden_size**-0.5), random(model.hidden_size)
+    num_bytes = 2 * (sum(weight.numel() for layer in layers for weight in layer) + head.numel())
+    for num_rows in row_counts:
+        hidden = random(num_rows, model.hidden_size)
+        step_of = {"torch": torch_step, "triton": triton_step, "dependent": triton_step}
+        times, outputs = {}, {}
+        for mode, step in step_of.items():
+            set_dependent_launch(mode == "dependent")
+            outputs[mode] = step(hidden, layers, head, norm)
+            times[mode] = microseconds([lambda step=step, hidden=hidden: step(hidden, layers, head, norm)])
+        set_dependent_launch(False)
+        difference = ((outputs["triton"] - outputs["torch"]).norm() / outputs["torch"].norm()).item()
+        is_same = torch.equal(outputs["triton"], outputs["dependent"])
+        line = ", ".join(f"{mode} {us:8.1f} us ({num_bytes / us / 1e6:.2f} TB/s)" for mode, us in times.items())
+        print(f"{name} {num_rows:3} rows: {line}; relative difference {difference:.1e}, dependent the same: {is_same}")
+        yield {"rows": num_rows, "difference": difference, "is_same": is_same, **times}
+
+
+def torch_step(hidden: Tensor, layers: list[list[Tensor]], head: Tensor, norm: Tensor) -> Tensor:
+    hidden, delta = hidden.clone(), None
+    for qkv, out, gate_up, down in layers:
+        hidden = hidden if delta is None else hidden.add_(delta)
+        attended = F.linear(rms_norm_ref(hidden, norm, 1e-5), qkv)[:, : out.shape[1]]
+        hidden.add_(F.linear(attended, out))
+        delta = F.linear(silu_mul_ref(F.linear(rms_norm_ref(hidden, norm, 1e-5), gate_up)), down)
+    return F.linear(rms_norm_ref(hidden.add_(delta), norm, 1e-5), head).float()
+
+
+def triton_step(hidden: Tensor, layers: list[list[Tensor]], head: Tensor, norm: Tensor) -> Tensor:
+    hidden, delta = hidden.clone(), None
+    for qkv, out, gate_up, down in layers:
+        attended = linear(triton_norm.add_rms_norm_(hidden, delta, norm, 1e-5), qkv)[:, : out.shape[1]]
+        normed = triton_norm.add_rms_norm_(hidden, linear(attended, out), norm, 1e-5)
+        delta = linear(gated_linear(normed, gate_up), down)
+    return linear(triton_norm.add_rms_norm_(hidden, delta, norm, 1e-5), head).float()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = ["noise", "small", "linear", "chain"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--rows", nargs="+", type=int, default=list(ROW_CLASSES))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    assert torch.cuda.is_available(), "these kernels are measured on a GPU"
+    set_dependent_launch(False)
+    report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    report["triton"] = triton.__version__
+    runs = {
+        "noise": bench_noise,
+        "small": bench_small,
+        "linear": lambda: bench_linear(args.models, args.rows),
+        "chain": lambda: bench_chain(args.models, args.rows),
+    }
+    with torch.inference_mode():
+        for part in args.parts:
+            report[part] = runs[part]()
+            if args.json:  # after each part, as the next may fail
+                args.json.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The products of few rows against float64, and what is left to torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton_device import DEVICE, IS_INTERPRETED, random
+
+pytest.importorskip("triton")
+
+from baton.kernels import triton_linear
+from baton.kernels.silu import silu_mul_ref
+from baton.kernels.triton_linear import MAX_ROWS, Config, choose, gated_linear, linear
+
+NAN = float("nan")
+HALF = torch.float16  # the interpreter multiplies matrices of no bfloat16
+DTYPES = [torch.float16] if IS_INTERPRETED else [torch.float16, torch.bfloat16]
+TOLERANCE = {torch.float16: 3e-3, torch.bfloat16: 2e-2}  # of sums of variance 1: rounding of the result, twice if gated
+CASES = [  # (num_rows, out_size, in_size, config): odd numbers of rows of W, columns that no tile divides
+    (1, 70, 272, Config("vector", 1, 256)),
+    (1, 7, 272, Config("vector", 4, 64)),
+    (1, 33, 512, Config("vector", 2, 512)),
+    (3, 70, 272, Config("vector", 2, 512)),
+    (8, 5, 64, Config("vector", 4, 64)),
+    (1, 34, 128, Config("dot", 16, 64)),
+    (5, 70, 272, Config("dot", 32, 64)),
+    (16, 32, 256, Config("dot", 32, 64, split_k=2)),
+    (17, 70, 272, Config("dot", 32, 64, split_k=3)),
+    (32, 64, 48, Config("dot", 16, 64, split_k=4)),
+]
+
+
+def operands(num_rows: int, out_size: int, in_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x, weight and bias inside larger tensors of NaN, so that reading beyond them shows."""
+    x = torch.full((num_rows + 2, in_size + 8), NAN, dtype=dtype, device=DEVICE)[1:-1, :in_size]
+    weight = torch.full((out_size + 4, in_size), NAN, dtype=dtype, device=DEVICE)[2:-2]
+    bias = torch.full((out_size + 16,), NAN, dtype=dtype, device=DEVICE)[8:-8]
+    x.copy_(random(num_rows, in_size))
+    weight.copy_(random(out_size, in_size, seed=1, scale=in_size**-0.5))
+    bias.copy_(random(out_size, seed=2))
+    return x, weight, bias
+
+
+def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert actual.dtype == dtype and actual.is_contiguous()
+    torch.testing.assert_close(actual.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "out_size", "in_size", "config"), CASES)
+def test_every_kernel(num_rows: int, out_size: int, in_size: int, config: Config, dtype: torch.dtype) -> None:
+    x, weight, bias = operands(num_rows, out_size, in_size, dtype)
+    plain = F.linear(x.double(), weight.double())
+    assert_near(linear(x, weight, None, config), plain, dtype)
+    assert_near(linear(x, weight, bias, config), plain + bias.double(), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "out_size", "in_size", "config"), CASES)
+def test_every_kernel_gated(num_rows: int, out_size: int, in_size: int, config: Config, dtype: torch.dtype) -> None:
+    x, weight, _ = operands(num_rows, 2 * out_size, in_size, dtype)
+    expected = silu_mul_ref(F.linear(x.double(), weight.double()))
+    actual = gated_linear(x, weight, config)
+    assert actual.shape == (num_rows, out_size)
+    assert_near(actual, expected, dtype)
+
+
+def test_a_vector_of_bfloat16() -> None:
+    x, weight, bias = operands(2, 40, 96, torch.bfloat16)
+    expected = F.linear(x.double(), weight.double(), bias.double())
+    assert_near(linear(x, weight, bias, Config("vector", 2, 128)), expected, torch.bfloat16)
+
+
+@pytest.mark.parametrize("config", [Config("vector", 2, 64), Config("dot", 16, 32, split_k=2)])
+def test_a_row_does_not_depend_on_the_others(config: Config) -> None:
+    x, weight, _ = operands(3, 40, 64, HALF)
+    together = linear(x, weight, None, config)
+    x[0], x[2] = 7.0, NAN
+    assert torch.equal(linear(x, weight, None, config)[1], together[1])
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 32])
+def test_chosen_by_shape(num_rows: int) -> None:
+    x, weight, bias = operands(num_rows, 70, 160, HALF)
+    config = choose(x, weight)
+    assert config is not None and (config.kind == "vector") == (num_rows == 1)
+    assert_near(linear(x, weight, bias), F.linear(x.double(), weight.double(), bias.double()), HALF)
+    assert_near(gated_linear(x, weight), silu_mul_ref(F.linear(x.double(), weight.double())), HALF)
+
+
+def test_stored_configurations_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = (Config("vector", 4, 32), None, Config("dot", 16, 32), None, Config("dot", 32, 32))
+    monkeypatch.setattr(triton_linear, "TABLE", {(70, 160): stored})
+    chosen = [choose(*operands(num_rows, 70, 160, HALF)[:2]) for num_rows in (1, 2, 4, 5, 8, 9, 16, 17, 32)]
+    assert chosen == [stored[0], None, None, stored[2], stored[2], None, None, stored[4], stored[4]]
+    assert choose(*operands(1, 70, 160, HALF)[:2], is_gated=True) != stored[0]
+
+
+def test_every_stored_configuration_can_be_launched() -> None:
+    for (out_size, in_size), configs in [*triton_linear.TABLE.items(), *triton_linear.GATED_TABLE.items()]:
+        assert len(configs) == len(triton_linear.ROW_CLASSES)
+        for bound, config in zip(triton_linear.ROW_CLASSES, configs, strict=True):
+            if config is not None and config.kind == "vector":
+                assert bound == 1 or (bound <= 8 and config.block_k >= in_size), (out_size, in_size, bound)
+
+
+def test_what_torch_does() -> None:
+    x, weight, bias = operands(MAX_ROWS + 1, 20, 32, HALF)
+    one = x[:1]
+    others = [
+        (x, weight),
+        (x[:0], weight),
+        (one.float(), weight.float()),
+        (one[:, :24], weight[:, :24].contiguous()),
+        (one[:, ::2], weight[:, :16].contiguous()),
+        (one, weight.T.contiguous().T),
+    ]
+    for rows, matrix in others:
+        assert choose(rows, matrix) is None, (rows.shape, matrix.shape)
+        expected = F.linear(rows, matrix, bias.to(rows.dtype))
+        assert torch.equal(linear(rows, matrix, bias.to(rows.dtype)), expected)
+    assert choose(one, weight) is not None
+    assert_near(gated_linear(x, weight), silu_mul_ref(F.linear(x.double(), weight.double())), HALF)

@@ -1,0 +1,206 @@
+"""The Triton sampler against kernels/noise.py to the bit, and against the formula of engine/sampling.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from triton_device import DEVICE, random
+
+pytest.importorskip("triton")
+
+from baton.engine.sampling import sample
+from baton.engine.sampling_batch import SamplingBatch
+from baton.engine.sampling_state import SamplingState
+from baton.kernels.noise import gumbel_from_bits_ref, gumbel_noise_ref
+from baton.kernels.triton_noise import gumbel_from_bits, perturb_
+from baton.kernels.triton_sample import perturbed_argmax, perturbed_topk
+from baton.metadata.request import SamplingParams
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's infinities are loud
+INF, NAN = float("inf"), float("nan")
+
+
+def draws(num_rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Random seeds and positions, the ends of their ranges among them."""
+    generator = torch.Generator().manual_seed(seed)
+    seeds = torch.randint(0, 2**63 - 1, (num_rows,), generator=generator)
+    positions = torch.randint(0, 2**31 - 1, (num_rows,), generator=generator)
+    seeds[:1], positions[1:2] = 2**63 - 1, 2**31 - 1
+    return seeds.to(DEVICE), positions.to(DEVICE)
+
+
+def temperatures(num_rows: int) -> Tensor:
+    """Greedy and others in turn."""
+    return torch.tensor([0.7, 0.0, 1.0, 1.3, 1e-6], device=DEVICE).repeat(num_rows)[:num_rows]
+
+
+def scores_ref(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor) -> Tensor:
+    """engine/sampling.py without filters and processors, on the CPU."""
+    scores, temperature = logits.cpu().float(), temperature.cpu().unsqueeze(1)
+    is_greedy = temperature == 0
+    perturbed = (scores - scores.amax(1, keepdim=True)).div_(temperature.masked_fill(is_greedy, 1.0))
+    perturbed += gumbel_noise_ref(seeds.cpu(), positions.cpu(), logits.shape[1])
+    return torch.where(is_greedy, scores, perturbed)
+
+
+def same_bits(actual: Tensor, expected: Tensor) -> bool:
+    return torch.equal(actual.cpu().view(torch.int32), expected.cpu().view(torch.int32))
+
+
+# --- noise ------------------------------------------------------------------------------------------------------------
+
+
+def test_noise_of_bits_equals_the_reference() -> None:
+    ends = [k for centre in (0, 2**31, 2**32) for k in range(centre - 300, centre + 300) if 0 <= k < 2**32]
+    ends += [min(2**32 - 1, max(0, 2**k + sign)) for k in range(33) for sign in (-1, 0, 1)]
+    some = torch.randint(-(2**31), 2**31, (200_001,), generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    bits = torch.cat([torch.tensor([r - (r >> 31 << 32) for r in ends], dtype=torch.int32), some])
+    assert same_bits(gumbel_from_bits(bits.to(DEVICE)), gumbel_from_bits_ref(bits))
+
+
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 1), (3, 1023), (2, 2049), (0, 5)])
+def test_perturb_equals_the_reference(num_rows: int, vocab_size: int) -> None:
+    seeds, positions = draws(num_rows)
+    scores = random(num_rows, vocab_size)
+    scores[:, ::7] = -INF
+    expected = scores.cpu() + gumbel_noise_ref(seeds.cpu(), positions.cpu(), vocab_size)
+    assert perturb_(scores, seeds, positions) is scores
+    assert same_bits(scores, expected)
+
+
+def test_perturb_writes_its_rows_only() -> None:
+    table = torch.zeros(4, 700, device=DEVICE)
+    perturb_(table[1:3], *draws(2))
+    assert table[1:3].all() and not table[0].any() and not table[3].any()
+
+
+# --- argmax -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 1), (5, 1023), (7, 2500), (0, 9)])
+def test_argmax_equals_the_formula(num_rows: int, vocab_size: int, dtype: torch.dtype) -> None:
+    logits, (seeds, positions) = random(num_rows, vocab_size, dtype=dtype, scale=4.0), draws(num_rows)
+    before, temperature = logits.clone(), temperatures(num_rows)
+    choice = perturbed_argmax(logits, seeds, positions, temperature)
+    expected = scores_ref(logits, seeds, positions, temperature).argmax(1)
+    assert choice.token_ids.tolist() == expected.tolist()
+    assert choice.is_valid.all() and torch.equal(logits, before)
+    assert perturbed_argmax(logits).token_ids.tolist() == logits.cpu().float().argmax(1).tolist()
+
+
+def test_many_draws_equal_the_formula() -> None:
+    """Flat logits, so that the noise decides, in many rows: a wrong last bit of it shows."""
+    logits, (seeds, positions) = random(48, 300, scale=0.01), draws(48)
+    temperature = torch.full((48,), 0.9, device=DEVICE)
+    choice = perturbed_argmax(logits, seeds, positions, temperature)
+    assert choice.token_ids.tolist() == scores_ref(logits, seeds, positions, temperature).argmax(1).tolist()
+
+
+def test_argmax_equals_the_sampler_of_the_engine() -> None:
+    params = [SamplingParams(max_tokens=8, temperature=t, seed=s) for t, s in ((0.0, 1), (1.0, 2), (0.4, 3))]
+    states = [SamplingState(each, [1, 2, 3], vocab_size=1500) for each in params]
+    logits, batch = random(3, 1500, scale=3.0), SamplingBatch.of(states, DEVICE)
+    choice = perturbed_argmax(logits, batch.seeds, batch.positions, batch.temperature.squeeze(1))
+    assert choice.token_ids.tolist() == sample(logits, batch).token_ids.tolist()
+
+
+def test_the_lowest_of_equals() -> None:
+    logits = torch.zeros(3, 3000, device=DEVICE)
+    logits[0, [1500, 1501, 2900]] = 1.0
+    logits[1] = -1.0
+    logits[1, 700], logits[1, 2000] = -0.0, 0.0
+    assert perturbed_argmax(logits).token_ids.tolist() == [1500, 700, 0]
+
+
+def test_infinities() -> None:
+    """As torch's argmax has it: a row that is excluded whole, infinite logits, and one token that may be drawn."""
+    logits = random(4, 1200)
+    logits[0], logits[2, 1100], logits[3] = -INF, INF, -INF
+    logits[3, 1100] = 2.0
+    seeds, positions = draws(4)
+    for temperature in (torch.zeros(4, device=DEVICE), torch.ones(4, device=DEVICE)):
+        choice = perturbed_argmax(logits, seeds, positions, temperature)
+        assert choice.token_ids.tolist() == scores_ref(logits, seeds, positions, temperature).argmax(1).tolist()
+        assert choice.is_valid.all()
+
+
+def test_a_nan_is_found_and_spoils_its_row_alone() -> None:
+    logits, (seeds, positions) = random(4, 2100), draws(4)
+    temperature = torch.tensor([0.0, 0.0, 1.0, 1.0], device=DEVICE)
+    expected = perturbed_argmax(logits, seeds, positions, temperature)
+    logits[0, 2000] = logits[0, 2050] = logits[2, 1500] = NAN
+    choice = perturbed_argmax(logits, seeds, positions, temperature)
+    assert choice.is_valid.tolist() == [False, True, False, True]
+    assert choice.token_ids[0] == 2000
+    assert choice.token_ids[1::2].tolist() == expected.token_ids[1::2].tolist()
+
+
+def test_rows_that_lie_apart_and_alone() -> None:
+    """A row's token depends on nothing beside the row."""
+    table, (seeds, positions), temperature = random(5, 1400), draws(5), temperatures(5)
+    table[:, 1300:] = 1e9
+    logits = table[:, :1300]
+    together = perturbed_argmax(logits, seeds, positions, temperature).token_ids
+    assert together.tolist() == scores_ref(logits, seeds, positions, temperature).argmax(1).tolist()
+    for row in range(5):
+        one = slice(row, row + 1)
+        alone = perturbed_argmax(logits[one], seeds[one], positions[one], temperature[one])
+        assert alone.token_ids.item() == together[row]
+
+
+# --- top-k ------------------------------------------------------------------------------------------------------------
+
+
+SHAPES = [(5, 2049, 4), (2, 5000, 16), (3, 17, 9), (1, 1, 1), (0, 9, 2)]  # num_rows, vocab_size, k
+
+
+@pytest.mark.parametrize(("num_rows", "vocab_size", "k"), SHAPES)
+@pytest.mark.parametrize("is_random", [True, False])
+def test_topk_equals_the_formula(num_rows: int, vocab_size: int, k: int, is_random: bool) -> None:
+    logits, (seeds, positions) = random(num_rows, vocab_size, scale=4.0), draws(num_rows)
+    temperature = temperatures(num_rows)
+    if is_random:
+        token_ids, log_softmax = perturbed_topk(logits, k, seeds, positions, temperature)
+        scores = scores_ref(logits, seeds, positions, temperature)
+    else:
+        token_ids, log_softmax = perturbed_topk(logits, k)
+        scores = logits.cpu()
+    best, expected_ids = scores.topk(k)
+    assert token_ids.tolist() == expected_ids.tolist()
+    expected = best - scores.logsumexp(1, keepdim=True)
+    torch.testing.assert_close(log_softmax.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_topk_of_equals_and_of_few() -> None:
+    """Equal scores by id; where fewer than k tokens are left, excluded ones follow with no probability."""
+    logits = torch.zeros(2, 4100, device=DEVICE)
+    logits[1] = -INF
+    logits[1, [3000, 4099]] = torch.tensor([1.0, 2.0], device=DEVICE)
+    token_ids, log_softmax = perturbed_topk(logits, 4)
+    assert token_ids.tolist() == [[0, 1, 2, 3], [4099, 3000, 0, 1]]
+    expected = torch.tensor([[-0.3132617, -1.3132617, -INF, -INF]])
+    torch.testing.assert_close(log_softmax[1:].cpu(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(log_softmax[0].cpu(), torch.full((4,), 4100.0).log().neg())
+
+
+@pytest.mark.parametrize("k", [0, 17, 9])
+def test_other_widths_are_refused(k: int) -> None:
+    with pytest.raises(AssertionError):
+        perturbed_topk(torch.zeros(1, 8 if k == 9 else 64, device=DEVICE), k)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        lambda s, p, t: (s, p, None),
+        lambda s, p, t: (s.int(), p, t),
+        lambda s, p, t: (s, p[:2], t),
+        lambda s, p, t: (s, p, t.double()),
+        lambda s, p, t: (s, p, t.unsqueeze(1)),
+    ],
+)
+def test_other_columns_are_refused(columns) -> None:
+    with pytest.raises(AssertionError):
+        perturbed_argmax(random(3, 8), *columns(*draws(3), temperatures(3)))
