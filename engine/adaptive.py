@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from .step_times import StepTimes
 from .trees import DraftShape
 
-FIRST_GUESS = 0.7  # acceptance before anything is known
+FIRST_GUESS = 0.85  # acceptance before anything is known: high, so that drafts are tried
 _CLEARLY_BETTER = 1.04
 _EXPLORED_SHARE = 0.01
 _OWN_DECAY, _ALL_DECAY = 0.95, 0.98  # of what was seen, a round
