@@ -24,13 +24,13 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .attention import Tree
 from .triton_store import token_rows
 
 MAX_DECODE_QUERY_LEN = 64  # causal tokens a sequence beyond which tiles are full enough without splits
-_TILE_BYTES = 16 * 1024  # of keys, and of values
-_PROGRAMS_PER_SM = 3  # that run at once, by their shared memory
+_TILE_BYTES = 16 * 1024  # of keys, and of values; half of it in float32, which has no tensor cores and spills
 _MIN_SPLIT = 64  # keys; shorter ones cost more to combine than they save
 _MAX_SPLITS = 64
 _INTERPRETED_SMS = 4
@@ -94,6 +94,7 @@ class DecodeTiles(NamedTuple):
     num_splits: int  # programs that share a sequence's keys
     num_warps: int
     num_stages: int
+    dependent: bool = False  # start before the launch before has ended, and wait for it (Hopper)
 
     @classmethod
     def choose(cls, q: torch.Tensor, kv_layer: torch.Tensor, num_seqs: int, max_pages: int) -> DecodeTiles:
@@ -102,9 +103,10 @@ class DecodeTiles(NamedTuple):
         num_rows = q.shape[0] // num_seqs * (q.shape[1] // num_kv_heads)
         block_m = min(64, max(16, triton.next_power_of_2(num_rows)))
         num_programs = num_seqs * num_kv_heads * triton.cdiv(num_rows, block_m)
-        wanted = triton.cdiv(_num_sms(q.device) * _PROGRAMS_PER_SM, num_programs)
+        num_at_once = _num_sms(q.device) * (3 if block_m == 16 else 2)  # by their shared memory
+        wanted = triton.cdiv(num_at_once, num_programs)
         num_splits = max(1, min(wanted, triton.cdiv(max_pages * page_size, _MIN_SPLIT), _MAX_SPLITS))
-        return cls(block_m, tile_keys(kv_layer), num_splits, 4, 3)
+        return cls(block_m, tile_keys(kv_layer), num_splits, num_warps=4, num_stages=2 if block_m == 64 else 3)
 
 
 def decode_attention(
@@ -124,6 +126,7 @@ def decode_attention(
     num_seqs, max_pages = plan.block_table.shape
     assert query_len is not None and num_tokens == num_seqs * query_len, (num_tokens, num_seqs, query_len)
     tiles = tiles or DecodeTiles.choose(q, kv_layer, num_seqs, max_pages)
+    assert plan.visible is None or tiles.block_n <= 64, tiles
     group, num_splits, visible = num_heads // num_kv_heads, tiles.num_splits, plan.visible
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     parts = stats = None
@@ -135,15 +138,16 @@ def decode_attention(
         plan.tree_starts, visible, None if window is None else plan.positions,
         query_len, window or 0, num_splits, q.stride(0), plan.block_table.stride(0),
         0 if visible is None else visible.shape[1], softmax_scale(head_dim),
-        IS_TREE=visible is not None, HAS_WINDOW=window is not None, HAS_PARTS=num_splits > 1,
+        IS_TREE=visible is not None, HAS_WINDOW=window is not None, HAS_PARTS=num_splits > 1, DEPENDENT=tiles.dependent,
         NUM_KV_HEADS=num_kv_heads, GROUP=group, PAGE_SIZE=page_size, HEAD_DIM=head_dim,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(head_dim),
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=tiles.dependent,
     )  # fmt: skip
     if parts is not None:
         _combine_kernel[(num_tokens * num_heads,)](
             out, parts, stats, num_splits, num_tokens * num_heads * num_splits,
-            HEAD_DIM=head_dim, SPLITS=triton.next_power_of_2(num_splits), BLOCK_D=padded(head_dim), num_warps=4,
+            HEAD_DIM=head_dim, SPLITS=triton.next_power_of_2(num_splits), BLOCK_D=padded(head_dim),
+            DEPENDENT=tiles.dependent, num_warps=4, launch_pdl=tiles.dependent,
         )  # fmt: skip
     return out
 
@@ -170,7 +174,8 @@ def softmax_scale(head_dim: int) -> float:
 
 def tile_keys(kv_layer: torch.Tensor) -> int:
     """At most 64, the bits of a word."""
-    return min(64, max(16, _TILE_BYTES // (padded(kv_layer.shape[4]) * kv_layer.itemsize)))
+    num_bytes = _TILE_BYTES // 2 if kv_layer.dtype == torch.float32 else _TILE_BYTES
+    return min(64, max(16, num_bytes // (padded(kv_layer.shape[4]) * kv_layer.itemsize)))
 
 
 def _pack(visible: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -254,11 +259,14 @@ def _pack_kernel(words_ptr, visible_ptr, num_tokens, num_columns, ROWS: tl.const
 def _decode_kernel(
     out_ptr, parts_ptr, stats_ptr, q_ptr, kv_ptr, table_ptr, seq_lens_ptr, tree_starts_ptr, visible_ptr, positions_ptr,
     query_len, window, num_splits, q_stride, table_stride, num_words, scale,
-    IS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_PARTS: tl.constexpr,
+    IS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: (kv heads * tiles of rows, splits, sequences)."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     kv_head, tile = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
     split, seq = tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
@@ -273,7 +281,7 @@ def _decode_kernel(
 
     begin, end = 0, seq_len
     if not IS_TREE:
-        end = tl.max(last_seen, 0) + 1
+        end = tl.maximum(tl.max(last_seen, 0) + 1, 0)
     lowest = tl.zeros_like(tokens)
     if HAS_WINDOW:
         if IS_TREE:
@@ -341,9 +349,12 @@ def _decode_kernel(
 @triton.jit(do_not_specialize=("num_splits", "stats_stride"))
 def _combine_kernel(
     out_ptr, parts_ptr, stats_ptr, num_splits, stats_stride,
-    HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (num_tokens * num_heads). Splits without keys have total 0 and no sums."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
     is_split, is_dim = splits < num_splits, dims[None, :] < HEAD_DIM

@@ -34,8 +34,8 @@ class ExtendTiles(NamedTuple):
     def choose(cls, kv_layer: torch.Tensor) -> ExtendTiles:
         """From shapes alone."""
         if kv_layer.dtype == torch.float32:  # no tensor cores; for tests more than for speed
-            return cls(32, min(32, tile_keys(kv_layer)), 4, 2)
-        return cls(128, tile_keys(kv_layer), 8, 3)
+            return cls(32, min(32, tile_keys(kv_layer)), num_warps=8, num_stages=2)
+        return cls(128, tile_keys(kv_layer), num_warps=8, num_stages=3)
 
 
 def extend_attention(

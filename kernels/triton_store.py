@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _TOKENS = 64  # a program of `_rows_kernel`
 _SEQS = 64
@@ -57,13 +58,15 @@ def norm_rotate_store(
     rows: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
+    dependent: bool = False,
 ) -> torch.Tensor:
     """Norm (`norms` of queries and keys, [head_dim] each; None: not) and rotate; the queries stay in `qkv`, keys and
     values go to the pages. Returns the queries, [num_tokens, num_heads, head_dim], a view of `qkv`.
 
     `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], the keys in it are not changed; `cos`, `sin`
     [num_tokens, 1, head_dim], `sin` signed, contiguous; `kv_layer` [num_pages, 2, num_kv_heads, page_size, head_dim],
-    contiguous; `rows` as `token_rows` says. A norm is rounded to the dtype before its weight, a rotation once."""
+    contiguous; `rows` as `token_rows` says. A norm is rounded to the dtype before its weight, a rotation once.
+    `dependent`: start before the launch before has ended, and wait for it (Hopper)."""
     _, _, num_kv_heads, page_size, head_dim = kv_layer.shape
     num_tokens, num_all_heads = qkv.shape[0], qkv.shape[1] // head_dim
     num_heads = num_all_heads - 2 * num_kv_heads
@@ -76,7 +79,7 @@ def norm_rotate_store(
         qkv, cos, sin, kv_layer, rows, q_norm, k_norm, qkv.stride(0), eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, PAGE_SIZE=page_size, HEAD_DIM=head_dim,
         HEADS=min(_HEADS, triton.next_power_of_2(num_all_heads)), HALF=triton.next_power_of_2(head_dim // 2),
-        num_warps=4,
+        DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
     )  # fmt: skip
     return qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
 
@@ -117,9 +120,12 @@ def _rows_kernel(
 def _store_kernel(
     qkv_ptr, cos_ptr, sin_ptr, kv_ptr, rows_ptr, q_norm_ptr, k_norm_ptr, qkv_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (num_tokens, all heads / HEADS). A program has [HEADS, HALF] numbers of either half of its heads."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     dims = tl.arange(0, HALF)[None, :]

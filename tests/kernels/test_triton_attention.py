@@ -188,6 +188,17 @@ def test_padding_rows() -> None:
         assert (out[8:] == 0).all()
 
 
+def test_what_lay_in_memory_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is written that is read: here of more splits than there are tiles of keys."""
+    case = Case((2, 2), (2, 30))
+
+    def empty(shape: tuple[int, ...], **options: object) -> torch.Tensor:
+        return torch.full(shape, float("nan"), **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    case.check(case.decode(num_splits=5, block_n=16))
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
 def test_nan_of_a_broken_model_stays_nan() -> None:
     case = Case((1, 1), (40, 9))
