@@ -163,6 +163,7 @@ def bench_store(num_tokens: int, args: argparse.Namespace) -> None:
 
 def per_layer(call: Callable[[int], object], num_layers: int) -> float:
     """Seconds of call(layer): the median replay of a graph over all layers."""
+    torch.cuda.synchronize()  # inputs were made on another stream
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         call(0)

@@ -299,6 +299,7 @@ def test_a_graph_holds_a_forward(tree_before: int | None) -> None:
         return decode_attention(q, kv, Plan.uniform(table, lens, 4, 16, tree, positions), 40)
 
     fill(case)
+    torch.cuda.synchronize()  # inputs were made on another stream
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         forward()
