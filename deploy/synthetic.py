@@ -1,6 +1,7 @@
 """Checkpoints of real sizes without downloads, for benchmarks and tests: random weights, or a planted text.
 
-    python -m baton.deploy.synthetic llama-3.1-8b DIR                                  # random
+    python -m baton.deploy.synthetic llama-3.1-8b DIR              # random
+    python -m baton.deploy.synthetic llama-3.1-8b DIR --planted
 
 Tensors are drawn one by one, on the GPU where there is one, and never more than a shard of them is held. The same seed
 gives the same values on the same kind of device. Text is `t17 t4 ...`, one word a token.
@@ -164,11 +165,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, help="fewer or more layers than the original has")
+    parser.add_argument("--planted", action="store_true", help="a text that is known in advance (planted_text.py)")
     options = parser.parse_args(arguments)
     fields = ARCHITECTURES[options.architecture] | {"dtype": options.dtype}
     if options.layers is not None:
         fields["num_hidden_layers"] = options.layers
-    write_random(options.directory, fields, seed=options.seed)
+    if options.planted:
+        from .planted import write_planted
+
+        write_planted(options.directory, fields, seed=options.seed)
+    else:
+        write_random(options.directory, fields, seed=options.seed)
     print(f"wrote {options.directory}")
 
 

@@ -1,0 +1,122 @@
+"""A text known in advance: the rule by which a planted model (planted.py) continues any prompt, in plain integers.
+
+A token id stands for a code, and a code is (high, low): code = high * base + low. The next token's
+
+    low digit    is the current token's, plus one, modulo `base`
+    high digit   has `num_bits` bits; bit i is a bit of an earlier token, the source of read i, and there are two kinds:
+                 by position   the token `offset` back, or the first where there are fewer
+                 by content    of all tokens so far the one whose key is nearest to a target made of the current token;
+                               near means a small key XOR target, as a number
+
+Every code has a key, a hash of `key_bits` bits, and what is read of a token is a bit of a hash of its key: tokens of
+one key are as near as each other and all give the same bit, so every prompt has exactly one continuation. Any id may
+stand in a prompt; ids are scattered over the vocabulary, and only the first `num_codes` codes are ever generated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+MAX_CODES = 32_000  # no more than a published EAGLE-3 head's vocabulary
+MAX_KEY_BITS = 13
+OFFSETS = (1, 4)  # of the reads by position
+_MIN_BASE = 16
+
+
+class Read(NamedTuple):
+    """Where one bit comes from."""
+
+    offset: int | None  # tokens back; None: by content
+    rotation: int = 0  # target = (key of the current token, its bits rotated up) ^ mask
+    mask: int = 0
+
+
+class PlantedText:
+    """The rule for one size of vocabulary."""
+
+    def __init__(self, vocab_size: int) -> None:
+        """Raises ValueError for a vocabulary that is too small."""
+        self.vocab_size = vocab_size
+        most = min(MAX_CODES, vocab_size // 2)
+        self.num_bits = int(math.log2(max(1, most // _MIN_BASE)))
+        if self.num_bits < len(OFFSETS) + 2:
+            raise ValueError(f"a vocabulary of {vocab_size} is too small to plant a text in; take 512 or more")
+        self.base = most >> self.num_bits
+        self.num_codes = self.base << self.num_bits
+        self.key_bits = min(MAX_KEY_BITS, (self.num_codes - 1).bit_length())
+        self.reads = self._reads()
+        step = next(n for n in range(int(vocab_size * 0.618), vocab_size) if math.gcd(n, vocab_size) == 1)
+        self.ids = np.arange(vocab_size, dtype=np.int64) * step % vocab_size  # [vocab_size] by code, aliases included
+        self.raw_codes = np.empty_like(self.ids)  # [vocab_size] by id; those from num_codes on are aliases
+        self.raw_codes[self.ids] = np.arange(vocab_size)
+        codes = self.raw_codes % self.num_codes
+        self.low, self.high = codes % self.base, codes // self.base  # each [vocab_size] by id
+        self.keys = _hash(codes + 1) & ((1 << self.key_bits) - 1)  # [vocab_size] by id
+        salts = np.arange(1, self.num_bits + 1) * 0x9E3779B1
+        self.values = _hash(self.keys[:, None] ^ salts) >> 9 & 1  # [vocab_size, num_bits] by id
+
+    def successor(self, token_ids: Sequence[int]) -> int:
+        """The token after `token_ids`, one or more ids of the vocabulary."""
+        ids = np.asarray(token_ids, dtype=np.int64)
+        return self._after(ids, self.keys[ids])
+
+    def continuation(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """The `num_tokens` tokens after a prompt."""
+        num_prompt = len(prompt)
+        ids = np.empty(num_prompt + num_tokens, dtype=np.int64)
+        ids[:num_prompt] = prompt
+        keys = self.keys[ids[:num_prompt]]
+        keys = np.concatenate([keys, np.empty(num_tokens, dtype=np.int64)])
+        for end in range(num_prompt, len(ids)):
+            ids[end] = self._after(ids[:end], keys[:end])
+            keys[end] = self.keys[ids[end]]
+        return ids[num_prompt:].tolist()
+
+    def sources(self, token_ids: Sequence[int]) -> list[list[int]]:
+        """For each read the positions that it may be served from: one by position, those of the nearest key else."""
+        ids = np.asarray(token_ids, dtype=np.int64)
+        keys, found = self.keys[ids], []
+        for read in self.reads:
+            if read.offset is not None:
+                found.append([max(0, len(ids) - 1 - read.offset)])
+            else:
+                distances = keys ^ self.target(int(keys[-1]), read)
+                found.append(np.flatnonzero(distances == distances.min()).tolist())
+        return found
+
+    def target(self, key: int, read: Read) -> int:
+        """What a read by content looks for, after a token of this key."""
+        full = (1 << self.key_bits) - 1
+        return ((key << read.rotation | key >> self.key_bits - read.rotation) & full) ^ read.mask
+
+    def _after(self, ids: np.ndarray, keys: np.ndarray) -> int:
+        last, high = int(ids[-1]), 0
+        for bit, read in enumerate(self.reads):
+            if read.offset is not None:
+                source = max(0, len(ids) - 1 - read.offset)
+            else:
+                source = int((keys ^ self.target(int(keys[-1]), read)).argmin())
+            high |= int(self.values[ids[source], bit]) << bit
+        return int(self.ids[high * self.base + (int(self.low[last]) + 1) % self.base])
+
+    def _reads(self) -> tuple[Read, ...]:
+        """The reads by position are the second and the last but one."""
+        by_position = {1: OFFSETS[0], self.num_bits - 2: OFFSETS[1]}
+        masks = _hash(np.arange(1, self.num_bits + 1)) & ((1 << self.key_bits) - 1)
+        return tuple(
+            Read(by_position[bit]) if bit in by_position else Read(None, (2 * bit + 1) % self.key_bits, int(masks[bit]))
+            for bit in range(self.num_bits)
+        )
+
+
+def _hash(values: np.ndarray) -> np.ndarray:
+    """A 32-bit mixer (MurmurHash3's finalizer), elementwise: int64 -> int64."""
+    mixed = values.astype(np.uint64) & 0xFFFFFFFF
+    for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
+        mixed ^= mixed >> np.uint64(shift)
+        mixed = mixed * np.uint64(factor) & np.uint64(0xFFFFFFFF)
+    return (mixed ^ mixed >> np.uint64(16)).astype(np.int64)

@@ -1,0 +1,30 @@
+"""Small synthetic models of the shapes that CI can afford."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from baton.deploy.synthetic import ARCHITECTURES
+
+_SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 1024,
+    "max_position_embeddings": 16384,
+    "dtype": "bfloat16",
+}
+
+
+def small(architecture: str = "llama-3.1-8b", **fields: Any) -> dict[str, Any]:
+    """config.json of an architecture made small."""
+    return ARCHITECTURES[architecture] | _SMALL | fields
+
+
+def random_prompt(num_tokens: int, seed: int = 0, vocab_size: int = 1024) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(vocab_size) for _ in range(num_tokens)]
