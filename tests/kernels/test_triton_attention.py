@@ -273,6 +273,13 @@ def test_rows_of_slots_that_are_not_there() -> None:
     assert token_rows(table, lens, 4, 4, None, starts).tolist() == [24, -1, 35, -1]
 
 
+def test_a_token_without_a_row_is_stored_nowhere() -> None:
+    pool = torch.full((3, 2, 2, 4, 16), 7.0, device=DEVICE)
+    qkv, turn = torch.randn(1, 6 * 16, device=DEVICE), torch.ones(1, 1, 16, device=DEVICE)
+    norm_rotate_store(qkv, turn, turn, pool[1:], torch.tensor([-1], device=DEVICE))
+    assert (pool == 7).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
 @pytest.mark.parametrize("tree_before", [None, 3])
