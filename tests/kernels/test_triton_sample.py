@@ -9,12 +9,15 @@ from triton_device import DEVICE, random
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from baton.engine.sampling import sample
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
 from baton.kernels.noise import gumbel_from_bits_ref, gumbel_noise_ref
 from baton.kernels.triton_noise import gumbel_from_bits, perturb_
-from baton.kernels.triton_sample import perturbed_argmax, perturbed_topk
+from baton.kernels.triton_sample import _perturbed, perturbed_argmax, perturbed_topk
 from baton.metadata.request import SamplingParams
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's infinities are loud
@@ -98,6 +101,23 @@ def test_many_draws_equal_the_formula() -> None:
     assert choice.token_ids.tolist() == scores_ref(logits, seeds, positions, temperature).argmax(1).tolist()
 
 
+@triton.jit
+def _scores_kernel(logits_ptr, out_ptr, seeds_ptr, positions_ptr, temperature, VOCAB_SIZE: tl.constexpr):  # noqa: N803
+    row, ids = tl.program_id(0), tl.arange(0, VOCAB_SIZE)
+    logits = tl.load(logits_ptr + row * VOCAB_SIZE + ids)
+    seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+    scores = _perturbed(logits, tl.max(logits, axis=0), temperature, seed, position, ids)
+    tl.store(out_ptr + row * VOCAB_SIZE + ids, scores)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_scores_equal_the_formula_to_the_bit(temperature: float) -> None:
+    logits, (seeds, positions) = random(4, 1024, scale=4.0), draws(4)
+    scores = torch.empty_like(logits)
+    _scores_kernel[(4,)](logits, scores, seeds, positions, temperature, VOCAB_SIZE=1024, enable_fp_fusion=False)
+    assert same_bits(scores, scores_ref(logits, seeds, positions, torch.full((4,), temperature)))
+
+
 def test_argmax_equals_the_sampler_of_the_engine() -> None:
     params = [SamplingParams(max_tokens=8, temperature=t, seed=s) for t, s in ((0.0, 1), (1.0, 2), (0.4, 3))]
     states = [SamplingState(each, [1, 2, 3], vocab_size=1500) for each in params]
@@ -131,6 +151,7 @@ def test_a_nan_is_found_and_spoils_its_row_alone() -> None:
     temperature = torch.tensor([0.0, 0.0, 1.0, 1.0], device=DEVICE)
     expected = perturbed_argmax(logits, seeds, positions, temperature)
     logits[0, 2000] = logits[0, 2050] = logits[2, 1500] = NAN
+    logits.view(torch.int32)[0, 2000] ^= -(2**31)  # its sign is no matter
     choice = perturbed_argmax(logits, seeds, positions, temperature)
     assert choice.is_valid.tolist() == [False, True, False, True]
     assert choice.token_ids[0] == 2000
