@@ -1,18 +1,19 @@
 """The attention of one forward, layer by layer: from fused q, k, v to the attended values, keeping KV in its pages.
 
-Two ways to the same numbers: compiled kernels that read pages where they lie (float32 on a CPU, few new tokens a
-sequence) and torch operations that gather them first (all else: CUDA, 16 bits, prefill chunks, where the copy is small
-beside the products)."""
+Three ways to the same numbers: compiled kernels that read pages where they lie, on CUDA (Triton) and on a CPU (float32,
+few new tokens a sequence), and torch operations that gather them first (all else: 16 bits and prefill chunks on a CPU,
+where the copy is small beside the products)."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
-from ..kernels import cpu
+from ..kernels import cpu, gpu
 from ..kernels.attention import AttentionPlan, clear_fresh_pages, paged_attention, store_kv
 from ..kernels.norm import rms_norm
 from ..kernels.rotary import apply_rotary_
@@ -20,6 +21,9 @@ from .batch import ForwardBatch
 from .model_config import ModelConfig
 from .rope import RotaryEmbedding
 from .weights import LayerWeights
+
+if TYPE_CHECKING:
+    from ..kernels.triton_attention import Plan
 
 _MAX_COMPILED_QUERY_LEN = 16  # beyond, torch's matrix products win
 
@@ -36,6 +40,8 @@ def begin_attention(config: ModelConfig, rotary: RotaryEmbedding, batch: Forward
     shape = (config.num_layers, 2, config.num_kv_heads, batch.page_size, config.head_dim)
     assert (kv.shape[0], *kv.shape[2:]) == shape, (kv.shape, shape)
     cos_sin = rotary(batch.positions, kv.dtype)
+    if gpu.compiled(kv):
+        return _TritonAttention(config, triton_plan(batch), kv.unbind(0), *cos_sin)
     is_short = batch.tree is not None or max(batch.query_lens) <= _MAX_COMPILED_QUERY_LEN
     if is_short and cpu.compiled(kv):
         rows = cpu.PagedRows.build(
@@ -57,6 +63,40 @@ class _CompiledAttention:
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
         window = self.config.sliding_window[index]
         return cpu.attend(qkv, self.kv, index, self.rows, window, norms, self.config.rms_norm_eps)
+
+
+def triton_plan(batch: ForwardBatch, *, is_stored: bool = False) -> Plan:
+    """Of the kernels on CUDA; where all sequences have equally many new tokens nothing is read from the host."""
+    from ..kernels.triton_attention import Plan
+
+    table, seq_lens, query_lens = batch.block_table, batch.seq_lens, batch.query_lens
+    if len(set(query_lens)) == 1:
+        return Plan.uniform(
+            table, seq_lens, query_lens[0], batch.page_size, batch.tree, batch.positions, is_stored=is_stored
+        )
+    starts = torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32, device=table.device)
+    return Plan.ragged(table, seq_lens, starts, batch.num_tokens, batch.page_size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TritonAttention:
+    config: ModelConfig
+    plan: Plan
+    kv_layers: tuple[torch.Tensor, ...]  # each [num_pages, 2, num_kv_heads, page_size, head_dim]
+    cos: torch.Tensor  # [num_tokens, 1, head_dim]
+    sin: torch.Tensor  # [num_tokens, 1, head_dim], signed
+
+    def __call__(self, index: int, layer: LayerWeights, qkv: torch.Tensor) -> torch.Tensor:
+        from ..kernels.triton_attention import decode_attention
+        from ..kernels.triton_extend import extend_attention
+        from ..kernels.triton_store import norm_rotate_store
+
+        assert self.plan.rows is not None
+        norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+        kv_layer, eps = self.kv_layers[index], self.config.rms_norm_eps
+        q = norm_rotate_store(qkv, self.cos, self.sin, kv_layer, self.plan.rows, norms, eps, gpu.dependent_launch())
+        attend = decode_attention if self.plan.starts is None else extend_attention
+        return attend(q, kv_layer, self.plan, self.config.sliding_window[index]).flatten(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

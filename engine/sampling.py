@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels import gpu
 from ..kernels.noise import add_gumbel_noise_
 from .filters import keep_likely
 from .logprobs import Logprobs, compute_logprobs
@@ -37,13 +38,26 @@ def sample(logits: Tensor, batch: SamplingBatch, *, with_logprobs: bool = True) 
         batch: see `SamplingBatch.of`.
         with_logprobs: False for a draft, whose log-probabilities nobody wants.
     """
-    scores = logits if batch.needs.is_plain_greedy else perturbed_scores(logits, batch)
-    token_ids = scores.argmax(-1)  # promises the first of equals
+    token_ids, is_valid = _choose(logits, batch)
     logprobs, num_logprobs = None, batch.needs.num_logprobs
     if num_logprobs is not None and with_logprobs:
         logprobs = compute_logprobs(logits, token_ids, num_logprobs)
-    is_valid = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1).isnan().logical_not_()  # argmax finds a NaN first
     return SampleResult(token_ids, is_valid, logprobs)
+
+
+def _choose(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
+    """Token and whether it is one, each [num_rows]; on CUDA in one pass where nothing but noise is asked for."""
+    needs = batch.needs
+    if gpu.compiled(logits) and not (needs.processes or needs.ranks or needs.cuts):
+        from ..kernels.triton_sample import perturbed_argmax
+
+        if needs.is_random:
+            return perturbed_argmax(logits, batch.seeds, batch.positions, batch.temperature.squeeze(1))
+        return perturbed_argmax(logits)
+    scores = logits if needs.is_plain_greedy else perturbed_scores(logits, batch)
+    token_ids = scores.argmax(-1)  # promises the first of equals
+    found = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)  # argmax finds a NaN first
+    return token_ids, found.isnan().logical_not_()
 
 
 def perturbed_scores(logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -15,12 +15,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...kernels import cpu
+from ...kernels import cpu, gpu
 from ...kernels.attention import paged_attention
 from ...kernels.norm import rms_norm
 from ...kernels.rotary import apply_rotary_
 from ...kernels.silu import silu_mul
 from ...metadata.errors import ConfigError, ModelError
+from ..attention import triton_plan
 from ..batch import ForwardBatch
 from ..layers import Linear
 from ..model_config import ModelConfig
@@ -103,6 +104,11 @@ class FrozenKvHead:
         """Attends queries [num_tokens, num_heads, head_dim] to a layer of the target."""
         if cpu.compiled(kv):
             return lambda q, layer: cpu.attend_stored(q, kv, layer, batch.block_table, batch.seq_lens)
+        if gpu.compiled(kv):
+            from ...kernels.triton_attention import decode_attention
+
+            on_gpu = triton_plan(batch, is_stored=True)
+            return lambda q, layer: decode_attention(q, kv[layer], on_gpu)
         plan = batch.attention_plan(self._file.config.num_kv_heads, (None,), self._target.dtype)
         return lambda q, layer: paged_attention(q, kv[layer], plan, None)
 

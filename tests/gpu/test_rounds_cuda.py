@@ -1,0 +1,68 @@
+"""Rounds as CUDA graphs bring what the same function brings when it is called, whatever lies in padding."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafters import settings, target_of
+from node_pair import params
+from solo import POISON, Running, Solo
+
+PROMPTS = [[random.Random(i).randrange(512) for _ in range(num)] for i, num in enumerate((7, 12, 3))]
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1},
+    {"temperature": 1.3, "logit_bias": {7: 2.0}, "presence_penalty": 0.3},
+]
+MEMBERS = ((0,), (1, 0), (2, 1, 0), (0, 2), (1, 2, 0), (2,))
+CASES = [
+    *[(name, {}) for name in ("ngram", "standalone", "eagle3", "hyper-eagle", "frozen-kv-mtp", "mtp3-deepseek")],
+    ("eagle", {"draft_topk": 2, "draft_steps": 3}),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_tf32() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def run(solo: Solo) -> tuple[list[list[int]], list[list[int]]]:
+    """Tokens and accepted counts of three sequences in batches that grow and shrink, with other limits in each."""
+    sequences = [solo.start(prompt, params(60, seed=i, **PARAMS[i])) for i, prompt in enumerate(PROMPTS)]
+    most = solo.rounds.shape.num_steps
+    for turn in range(18):
+        members, share = MEMBERS[turn % 6], (2, 0, 1)[(turn + turn // 6) % 3]
+        num_steps = most if share == 2 or not solo.rounds.shape.is_chain else share
+        limits = [(num_steps, num_steps // 2, 0)[(i + turn) % 3] for i in members]
+        spoil(solo, sequences)
+        solo.round([sequences[i] for i in members], num_steps if share else 0, limits if share else None)
+    return [each.token_ids for each in sequences], [each.num_accepted for each in sequences]
+
+
+def spoil(solo: Solo, sequences: list[Running]) -> None:
+    """Static inputs name the first sequence's slot and page; padding's rows and page hold large numbers."""
+    slots = solo.rounds.slots
+    for inputs in solo.rounds._buckets.values():
+        for each, value in zip(inputs[1:], (sequences[0].slot, 5, 3, sequences[0].pages[0], 1), strict=True):
+            each.fill_(value)
+    for _, value in slots._draft.present():
+        value[slots.padding] = POISON if value.is_floating_point() else 7
+    for kv in solo.engine._kvs:
+        kv[:, 0] = POISON
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES, ids=lambda each: each if isinstance(each, str) else "")
+def test_graphs_bring_what_direct_calls_bring(
+    name: str, shape: dict[str, int], checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = target_of(name, checkpoint)
+    drafting = settings(name, model, tmp_path) | shape
+    direct = run(Solo(model, device="cuda", num_pages=200, **drafting))
+    captured = Solo(model, device="cuda", num_pages=200, num_slots=5, buckets=(1, 2), **drafting)
+    captured.rounds.capture()
+    assert run(captured) == direct
