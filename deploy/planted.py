@@ -122,13 +122,13 @@ class PlantedModel:
         places = [place for place in self.places if spec.name.startswith(f"model.layers.{place.layer}.")]
         if len(spec.shape) == 1:
             return self.heads.norm_weight(spec.name, drawn.fill_(1.0), places)
-        drawn.mul_(self.heads.random_scale(spec, self.stream.random / math.sqrt(2 * self.config.num_layers)))
+        drawn.mul_(random_scale(spec, self.stream.random / math.sqrt(2 * self.config.num_layers)))
         if spec.name.endswith(("o_proj.weight", "down_proj.weight")):
             drawn[: self.dims.size] = 0.0
         projection = spec.name.rsplit(".", 2)[-2]
         if projection == "q_proj":  # random heads do not see what reads look for
             for place in places:
-                drawn.view(-1, self.config.head_dim, drawn.shape[1])[:, self.heads.gain_dims(place.read)] = 0.0
+                self.heads.blind(drawn, place.read)
         for place in places:
             self._plant(projection, drawn, place)
         return drawn
@@ -162,14 +162,8 @@ class PlantedModel:
                 pass
 
     def _lm_head(self, drawn: Tensor) -> Tensor:
-        text, dims, scale = self.text, self.dims, self.stream.scale
-        drawn.mul_(RANDOM_LOGIT / math.sqrt(2 * RANDOM_ENERGY * self.config.hidden_size))
-        drawn[:, : dims.size] = 0.0
-        rows = torch.from_numpy(text.ids[: text.num_codes]).to(drawn.device)
-        low, bits = code_tensors(text, drawn.device)
-        drawn[rows, dims.low.start + (low - 1) % text.base] = GAMMA / scale
-        drawn[rows, dims.result] = bits * (GAMMA / 2 / (RESULT * scale))
-        return drawn
+        rows = torch.from_numpy(self.text.ids[: self.text.num_codes])
+        return comparing(drawn, self.text, self.dims, rows, self.stream.scale, RESULT * self.stream.scale)
 
 
 class Heads:
@@ -216,6 +210,10 @@ class Heads:
             rows[pair, self.dims.key.start + bit if read.offset is None else self.dims.one] = 1.0
         return rows / self.scale * (1.0 if self.config.qk_norm else gain.unsqueeze(1))
 
+    def blind(self, q_proj: Tensor, read: Read) -> None:
+        """Take from all query heads what this read looks at."""
+        q_proj.view(-1, self.config.head_dim, q_proj.shape[1])[:, self.gain_dims(read)] = 0.0
+
     def gain_dims(self, read: Read) -> list[int]:
         """Dimensions of a head that the read uses."""
         return self._gain(read)[0].nonzero().flatten().tolist()
@@ -227,13 +225,6 @@ class Heads:
             used = self.gain_dims(place.read)
             weight[used] = gain[used] * math.sqrt(len(self._pairs(place.read)) / self.config.head_dim)
         return weight
-
-    def random_scale(self, spec: TensorSpec, added: float) -> float:
-        """Of a random matrix; `added`: what a sublayer adds to each dimension of the stream, about."""
-        scale = 1 / math.sqrt(spec.shape[1])
-        if spec.name.endswith("o_proj.weight"):
-            return scale * added
-        return scale * added * 2 if spec.name.endswith("down_proj.weight") else scale
 
     def _pairs(self, read: Read) -> list[int]:
         half = self.config.head_dim // 2
@@ -315,11 +306,24 @@ def embedding(
     return drawn
 
 
-def code_tensors(text: PlantedText, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of every code: its low digit [num_codes] int64, the bits of its high one [num_codes, num_bits] +-1."""
-    codes = torch.arange(text.num_codes, device=device)
-    bits = torch.arange(text.num_bits, device=device)
-    return codes % text.base, _signs((codes // text.base).unsqueeze(1) >> bits & 1)
+def random_scale(spec: TensorSpec, added: float) -> float:
+    """Of a random matrix; `added`: what a sublayer adds to each dimension of the stream, about."""
+    scale = 1 / math.sqrt(spec.shape[1])
+    if spec.name.endswith("o_proj.weight"):
+        return scale * added
+    return scale * added * 2 if spec.name.endswith("down_proj.weight") else scale
+
+
+def comparing(drawn: Tensor, text: PlantedText, dims: Dims, rows: Tensor, low_scale: float, bit_scale: float) -> Tensor:
+    """[num_rows, hidden_size] of normal noise, in place -> an lm_head that compares the low digit, which it sees as
+    `low_scale`, and the bits, seen as +-`bit_scale`; code c has the row rows[c], `rows` [num_codes] int64."""
+    drawn.mul_(RANDOM_LOGIT / math.sqrt(2 * RANDOM_ENERGY * drawn.shape[1]))
+    drawn[:, : dims.size] = 0.0
+    rows, codes = rows.to(drawn.device), torch.arange(text.num_codes, device=drawn.device)
+    bits = (codes // text.base).unsqueeze(1) >> torch.arange(text.num_bits, device=drawn.device) & 1
+    drawn[rows, dims.low.start + (codes - 1) % text.base] = GAMMA / low_scale
+    drawn[rows, dims.result] = _signs(bits) * (GAMMA / 2 / bit_scale)
+    return drawn
 
 
 def _signs(bits: Tensor) -> Tensor:

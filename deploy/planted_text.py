@@ -41,7 +41,9 @@ class PlantedText:
     def __init__(self, vocab_size: int) -> None:
         """Raises ValueError for a vocabulary that is too small."""
         self.vocab_size = vocab_size
-        most = min(MAX_CODES, vocab_size // 2)
+        self.draft_vocab_size = most = min(
+            MAX_CODES, vocab_size // 2
+        )  # the ids of the first codes: all that is generated
         self.num_bits = int(math.log2(max(1, most // _MIN_BASE)))
         if self.num_bits < len(OFFSETS) + 2:
             raise ValueError(f"a vocabulary of {vocab_size} is too small to plant a text in; take 512 or more")
@@ -55,9 +57,9 @@ class PlantedText:
         self.raw_codes[self.ids] = np.arange(vocab_size)
         codes = self.raw_codes % self.num_codes
         self.low, self.high = codes % self.base, codes // self.base  # each [vocab_size] by id
-        self.keys = _hash(codes + 1) & ((1 << self.key_bits) - 1)  # [vocab_size] by id
+        self.keys = hashed(codes + 1) & ((1 << self.key_bits) - 1)  # [vocab_size] by id
         salts = np.arange(1, self.num_bits + 1) * 0x9E3779B1
-        self.values = _hash(self.keys[:, None] ^ salts) >> 9 & 1  # [vocab_size, num_bits] by id
+        self.values = hashed(self.keys[:, None] ^ salts) >> 9 & 1  # [vocab_size, num_bits] by id
 
     def successor(self, token_ids: Sequence[int]) -> int:
         """The token after `token_ids`, one or more ids of the vocabulary."""
@@ -106,14 +108,14 @@ class PlantedText:
     def _reads(self) -> tuple[Read, ...]:
         """The reads by position are the second and the last but one."""
         by_position = {1: OFFSETS[0], self.num_bits - 2: OFFSETS[1]}
-        masks = _hash(np.arange(1, self.num_bits + 1)) & ((1 << self.key_bits) - 1)
+        masks = hashed(np.arange(1, self.num_bits + 1)) & ((1 << self.key_bits) - 1)
         return tuple(
             Read(by_position[bit]) if bit in by_position else Read(None, (2 * bit + 1) % self.key_bits, int(masks[bit]))
             for bit in range(self.num_bits)
         )
 
 
-def _hash(values: np.ndarray) -> np.ndarray:
+def hashed(values: np.ndarray) -> np.ndarray:
     """A 32-bit mixer (MurmurHash3's finalizer), elementwise: int64 -> int64."""
     mixed = values.astype(np.uint64) & 0xFFFFFFFF
     for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):

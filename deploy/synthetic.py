@@ -1,7 +1,7 @@
 """Checkpoints of real sizes without downloads, for benchmarks and tests: random weights, or a planted text.
 
-    python -m baton.deploy.synthetic llama-3.1-8b DIR              # random
-    python -m baton.deploy.synthetic llama-3.1-8b DIR --planted
+    python -m baton.deploy.synthetic llama-3.1-8b DIR                                                   # random
+    python -m baton.deploy.synthetic llama-3.1-8b DIR --planted --drafter eagle3 --acceptance 0.8     # and DIR/eagle3
 
 Tensors are drawn one by one, on the GPU where there is one, and never more than a shard of them is held. The same seed
 gives the same values on the same kind of device. Text is `t17 t4 ...`, one word a token.
@@ -95,11 +95,11 @@ def write_random(directory: Path, fields: dict[str, Any], *, seed: int = 0, shar
     return directory
 
 
-def write_config(directory: Path, fields: dict[str, Any]) -> ModelConfig:
-    """config.json, read back. Raises ModelError for what Baton does not compute."""
+def write_config(directory: Path, fields: dict[str, Any], architecture: str | None = None) -> ModelConfig:
+    """config.json, read back (as `architecture`). Raises ModelError for what Baton does not compute."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(_SHARED | fields, indent=2) + "\n")
-    return ModelConfig.from_dir(directory)
+    return ModelConfig.from_dir(directory, architecture)
 
 
 def random_tensor(spec: TensorSpec, config: ModelConfig, seed: int) -> Tensor:
@@ -166,14 +166,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, help="fewer or more layers than the original has")
     parser.add_argument("--planted", action="store_true", help="a text that is known in advance (planted_text.py)")
+    parser.add_argument("--drafter", choices=["eagle3"], help="a head beside a planted model, in DIR/eagle3")
+    parser.add_argument("--acceptance", type=float, default=0.8, help="share of tokens that the head proposes right")
     options = parser.parse_args(arguments)
+    if options.drafter and not options.planted:
+        parser.error("--drafter needs --planted")
     fields = ARCHITECTURES[options.architecture] | {"dtype": options.dtype}
     if options.layers is not None:
         fields["num_hidden_layers"] = options.layers
     if options.planted:
         from .planted import write_planted
+        from .planted_eagle3 import write_planted_eagle3
 
-        write_planted(options.directory, fields, seed=options.seed)
+        model = write_planted(options.directory, fields, seed=options.seed)
+        if options.drafter:
+            write_planted_eagle3(options.directory / "eagle3", model, options.acceptance, seed=options.seed)
     else:
         write_random(options.directory, fields, seed=options.seed)
     print(f"wrote {options.directory}")
