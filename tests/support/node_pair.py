@@ -74,7 +74,14 @@ class _Entry:
 class NodePair:
     """`submit` requests, then `run` until all have ended. Reservations go to decode first come, first served."""
 
-    def __init__(self, model: Path, *, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        model: Path,
+        *,
+        prefill: dict[str, Any] | None = None,
+        decode: dict[str, Any] | None = None,
+        is_adaptive: bool = False,
+    ):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
@@ -86,7 +93,7 @@ class NodePair:
             "threads": 1,
         }
         self.prefill = self._start_prefill(PrefillConfig(**common, **(prefill or {})))
-        self.decode = self._start_decode(DecodeConfig(**common, **(decode or {})))
+        self.decode = self._start_decode(DecodeConfig(**common, **(decode or {})), is_adaptive)
         self.results: dict[tuple[str, int], Result] = {}
         self.admitted: list[Admitted] = []
         self.done: dict[str, PrefillDone] = {}
@@ -115,14 +122,15 @@ class NodePair:
             PrefillNode(engine, membership, handoff, config.max_running, config.chunk_tokens), membership
         )
 
-    def _start_decode(self, config: DecodeConfig) -> DecodeNode:
+    def _start_decode(self, config: DecodeConfig, is_adaptive: bool) -> DecodeNode:
         engine, epoch = load_engine(config), new_epoch()
         handoff = HandoffClient(
             "decode-0", epoch, engine.schema, engine.fingerprints, engine.memory, transports=transports(config)
         )
         membership = make_membership(config, "decode-0", "decode", engine, None, epoch, "")
         return self._attach(
-            DecodeNode(engine, membership, handoff, config.max_running, config.chunk_tokens), membership
+            DecodeNode(engine, membership, handoff, config.max_running, config.chunk_tokens, is_adaptive=is_adaptive),
+            membership,
         )
 
     @staticmethod

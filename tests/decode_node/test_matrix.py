@@ -1,0 +1,220 @@
+"""Output is that of speculation off, token for token, over the whole matrix of how it can be computed:
+
+    {algorithm} x {chain, tree} x {bucket, direct} x {whole prompts, page-size chunks}     one pair of nodes each
+    x {cold, prefix hit} x {alone, mixed batch with joins and finishes} x {preempted, not}  phases of that pair
+
+A phase runs all requests of tests/support/matrix.py, greedy and seeded ones, and shows that it was what it says.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import drafters
+import pytest
+from heads import ALGORITHM, HYPER, write_head
+from matrix import ASKS, PAGE_SIZE, Case, Plain, Watch, coach, scarce_pages
+from node_pair import NodePair, Result
+
+from baton.decode_node import node
+from baton.engine.round import Rounds
+
+CHAINS = {
+    "ngram": 3,
+    "standalone": 4,
+    "eagle": 3,
+    "eagle3": 5,
+    "mtp-deepseek": 3,
+    "mtp3-deepseek": 3,
+    "mtp3-mimo": 3,
+    "frozen-kv-mtp": 4,
+    HYPER: 3,
+}  # steps
+TREES = {"eagle": 3, "eagle3": 2, "mtp-mimo": 2, "frozen-kv-mtp": 3, HYPER: 2}  # topk, of three steps
+DRAFTS = [(name, 1) for name in CHAINS] + list(TREES.items())
+TREE_TOKENS = {2: 8, 3: 10}  # by topk
+BUCKETS = {"buckets": (2, 5), "direct": ()}
+CHUNKS = {"whole": 64, "pages": PAGE_SIZE}
+NUM_PAGES = 160
+FEW_PAGES = 24  # for the decode node's requests where they are preempted
+
+
+class Cell(NamedTuple):
+    """A phase of a pair."""
+
+    is_hit: bool
+    is_mixed: bool
+    is_preempted: bool
+
+    def __str__(self) -> str:
+        words = ("hit" if self.is_hit else "cold", "mixed" if self.is_mixed else "alone")
+        return " ".join((*words, "preempted") if self.is_preempted else words)
+
+
+CELLS = [  # in an order in which a hit finds what the phase before it left
+    Cell(is_hit, is_mixed, is_preempted)
+    for is_mixed in (False, True)
+    for is_hit, is_preempted in ((False, True), (False, False), (True, False), (True, True))
+]
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Callable[..., Path]) -> Callable[[Path], Plain]:
+    """The reference of a model, computed once."""
+    return functools.cache(Plain.of)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """`settings(name, topk, model)`: of both nodes, with a drafter written once."""
+    directory = tmp_path_factory.mktemp("drafters")
+
+    @functools.cache
+    def draft_dir(name: str, model: Path) -> Path:
+        if name == "standalone":
+            return drafters.perturbed(model, directory / name, 0.03)
+        unlike = {"hidden_size": 24} if name in ("eagle3", "frozen-kv-mtp") else {}
+        return write_head(directory / name, name, model, **unlike)
+
+    def get(name: str, topk: int, model: Path) -> dict[str, Any]:
+        steps = CHAINS[name] if topk == 1 else 3
+        if name == "ngram":
+            return {"speculative": "ngram", "draft_steps": steps}
+        shape = {"draft_steps": steps, "draft_topk": topk, "draft_tokens": steps if topk == 1 else TREE_TOKENS[topk]}
+        return {"speculative": ALGORITHM.get(name, name), "draft_model": str(draft_dir(name, model)), **shape}
+
+    return get
+
+
+@pytest.fixture
+def make_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NodePair]]:
+    """A pair of nodes of these settings, whose rounds use `buckets`."""
+    pairs: list[NodePair] = []
+
+    def make(model: Path, buckets: tuple[int, ...] = (), *, is_adaptive: bool = False, **both: Any) -> NodePair:
+        monkeypatch.setattr(node, "Rounds", functools.partial(Rounds, buckets=buckets))
+        both = {"page_size": PAGE_SIZE, "num_pages": NUM_PAGES, "max_running": 8, **both}
+        pairs.append(NodePair(model, prefill=both, decode=both, is_adaptive=is_adaptive))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.check_books()
+        pair.close()
+
+
+def run_cell(pair: NodePair, cell: Cell, cases: list[Case]) -> None:
+    """All requests once, as the cell says."""
+    if not cell.is_hit:
+        pair.prefill.cache.flush()
+        pair.decode.cache.flush()
+    pair.results.clear()
+    pair.admitted.clear()
+    stats = pair.decode.stats()
+    if cell.is_mixed:
+        with scarce_pages(pair, FEW_PAGES) if cell.is_preempted else nullcontext():
+            run_mixed(pair, cell, cases)
+    else:
+        run_each_alone(pair, cell, cases)
+    for case in cases:
+        case.check([pair.results[key] for key in sorted(pair.results) if key[0] == name_of(cell, case)])
+    num_preempted = pair.decode.stats().preemptions - stats.preemptions
+    num_recomputed = pair.decode.stats().computed_tokens - stats.computed_tokens
+    if cell.is_preempted:
+        assert num_preempted > 1 and (num_recomputed > 9 or cell.is_hit), (cell, num_preempted, num_recomputed)
+    else:
+        assert num_preempted == num_recomputed == 0, (cell, num_preempted, num_recomputed)
+    check_hits(pair, cell)
+
+
+def name_of(cell: Cell, case: Case) -> str:
+    return f"{cell} {case.ask.name}"
+
+
+def run_each_alone(pair: NodePair, cell: Cell, cases: list[Case]) -> None:
+    for case in cases:
+        pair.submit(name_of(cell, case), case.prompt, case.params)
+        result = pair.results[name_of(cell, case), 0]
+        if cell.is_preempted:
+            pair.step_until(lambda result=result: len(result.ids) > 2)
+            preempt(pair, cell)
+        pair.run()
+
+
+def run_mixed(pair: NodePair, cell: Cell, cases: list[Case]) -> None:
+    """Some begin together, others join when the first has come some way."""
+    for is_late in (False, True):
+        for case in cases:
+            if case.ask.is_late == is_late:
+                pair.submit(name_of(cell, case), case.prompt, case.params, n=case.ask.n)
+        first: Result = pair.results[name_of(cell, cases[0]), 0]
+        pair.step_until(lambda first=first: len(first.ids) > 2)
+    if cell.is_preempted:
+        for _ in range(3):  # beside those for want of pages
+            pair.step_until(lambda: len(pair.decode.scheduler.running) > 1 or pair.is_done)
+            preempt(pair, cell)
+            for _ in range(3):
+                pair.step()
+    pair.run()
+
+
+def preempt(pair: NodePair, cell: Cell) -> None:
+    """The youngest, if there is one; a cold one finds nothing of its own when it comes back."""
+    scheduler = pair.decode.scheduler
+    if scheduler.running:
+        scheduler._preempt(scheduler.running[-1])
+    if not cell.is_hit:
+        pair.decode.cache.flush()
+
+
+def check_hits(pair: NodePair, cell: Cell) -> None:
+    num_hits = sum(bool(result.ended and result.ended.num_cached) for result in pair.results.values())
+    num_pages = sum(admitted.have_pages for admitted in pair.admitted)
+    if cell.is_hit:
+        assert num_hits > len(ASKS) // 2, (cell, num_hits)
+        assert num_pages > 0 or cell.is_preempted, cell
+    elif not (cell.is_mixed and cell.is_preempted):  # a choice that waits for pages finds its own prompt
+        assert num_hits == num_pages == 0, (cell, num_hits, num_pages)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("buckets", BUCKETS)
+@pytest.mark.parametrize(("name", "topk"), DRAFTS, ids=[f"{name}-{'tree' if k > 1 else 'chain'}" for name, k in DRAFTS])
+def test_output_is_that_of_speculation_off(
+    name: str,
+    topk: int,
+    buckets: str,
+    chunk: str,
+    checkpoint: Callable[..., Path],
+    plain: Callable[[Path], Plain],
+    settings: Callable[..., dict[str, Any]],
+    make_pair: Callable[..., NodePair],
+) -> None:
+    model = drafters.target_of(name, checkpoint)
+    reference = plain(model)
+    pair = make_pair(model, BUCKETS[buckets], chunk_tokens=CHUNKS[chunk], **settings(name, topk, model))
+    if name != "standalone":  # whose own KV would be of other tokens
+        coach(pair, reference.truths)
+    watch = Watch.of(pair)
+    for cell in CELLS:
+        run_cell(pair, cell, reference.cases)
+    check_coverage(pair, watch, BUCKETS[buckets])
+
+
+def check_coverage(pair: NodePair, watch: Watch, buckets: tuple[int, ...]) -> None:
+    """Over all phases, everything happened that the matrix is about."""
+    stats, shape = pair.decode.rounds.stats, pair.decode.rounds.shape
+    assert stats.num_drafted > stats.num_accepted > 0 and stats.accepted_at[-1] > 0, stats
+    assert watch.num_joins > 4 and watch.num_leaves > 4, (watch.num_joins, watch.num_leaves)
+    assert any({0, 1, shape.num_steps} <= limits for limits in watch.limits), watch.limits
+    assert watch.num_stops_inside > 0
+    assert (watch.num_moves > 0) == (not shape.is_chain)
+    sizes = set(watch.sizes)
+    if buckets:
+        assert {(1, 2), (2, 2), (5, 5), (6, 6)} <= sizes and ((3, 5) in sizes or (4, 5) in sizes), sizes
+    else:
+        assert all(num_seqs == size for num_seqs, size in sizes) and len(sizes) > 4, sizes

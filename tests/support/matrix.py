@@ -1,0 +1,256 @@
+"""Requests whose output must not depend on how it is computed, what it must be, and what shows that a run was the one
+that it should be.
+
+The reference is a pair of nodes without speculation, one request at a time. Its tokens are checked once more in a
+single pass over each whole sequence, and none of them is a near tie: so every comparison here is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from node_pair import NodePair, Result, params, replace
+
+from baton.engine.batch import BatchRow
+from baton.engine.drafters.base import RoundRows
+from baton.engine.pages import Owner
+from baton.engine.round import Accepted
+from baton.engine.sampling import sample, tie_gap
+from baton.engine.sampling_batch import SamplingBatch
+from baton.engine.sampling_state import SamplingState
+from baton.engine.trees import Drafts, DraftShape
+from baton.metadata.request import SamplingParams, choice_seed
+
+PAGE_SIZE = 4
+LEAST_GAP = 1e-3  # between the two best scores of any token: ten times what promise P1 calls a tie
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request. Its prompt and seed follow from its place in the list."""
+
+    name: str
+    prompt_len: int
+    params: SamplingParams
+    n: int = 1
+    stop_at: int | None = None  # the output token of that index ends the request where it comes first
+    is_late: bool = False  # joins a batch that is under way
+
+
+ASKS = (
+    Ask("greedy", 9, params(24)),
+    Ask("one step", 12, params(11, num_logprobs=2, draft_steps=1)),
+    Ask("never drafted", 6, params(9, temperature=1.0, frequency_penalty=0.3, draft_steps=0)),
+    Ask("choices", 11, params(14, temperature=1.0, top_p=0.9, repetition_penalty=1.2, num_logprobs=0), n=2),
+    Ask("stopped", 13, params(24), stop_at=7, is_late=True),
+    Ask(
+        "biased",
+        4,
+        params(12, temperature=0.8, top_k=40, min_p=0.01, presence_penalty=0.4, logit_bias={7: 2.0, 11: -3.0}),
+        is_late=True,
+    ),
+    Ask("stopped later", 7, params(20, temperature=1.2, min_tokens=9, draft_steps=2), stop_at=4, is_late=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """An `Ask` of one model, with what must come out."""
+
+    ask: Ask
+    prompt: list[int]
+    params: SamplingParams
+    expected: list[Result]  # by choice
+
+    def texts(self) -> Iterator[tuple[int, list[int]]]:
+        """By the seed of each choice, the whole sequence."""
+        for choice, result in enumerate(self.expected):
+            yield choice_seed(self.params.seed, choice), self.prompt + result.ids
+
+    def check(self, results: Sequence[Result]) -> None:
+        """`results` are those of the first choices."""
+        for choice, (ours, theirs) in enumerate(zip(results, self.expected, strict=False)):
+            where = (self.ask.name, choice)
+            assert ours.failed is None and ours.ended is not None and theirs.ended is not None, (where, ours)
+            assert ours.ids == theirs.ids, where
+            assert (ours.ended.reason, ours.ended.stop_id) == (theirs.ended.reason, theirs.ended.stop_id), where
+            assert len(ours.logprobs) == len(theirs.logprobs), where
+            for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+                assert one.top_ids == other.top_ids, where
+                gaps = [a - b for a, b in zip(one.top_logprobs, other.top_logprobs, strict=True)]
+                assert max(map(abs, [one.logprob - other.logprob, *gaps])) < LEAST_GAP, (where, one, other)
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """What speculation must not change, for one model."""
+
+    cases: list[Case]
+    truths: dict[int, list[int]]  # by seed, the whole sequence, beyond its end where a stop token ends it
+
+    @classmethod
+    def of(cls, model: Path, asks: Sequence[Ask] = ASKS) -> Plain:
+        pair = NodePair(model, prefill={"page_size": PAGE_SIZE}, decode={"page_size": PAGE_SIZE})
+        with closing(pair):
+            plain = cls([], {})
+            for index, ask in enumerate(asks):
+                plain._add(pair, ask, index)
+            pair.check_books()
+        return plain
+
+    def _add(self, pair: NodePair, ask: Ask, index: int) -> None:
+        """With the first prompt, of some tried, whose output has no near tie."""
+        asked = replace(ask.params, seed=100 + index)
+        for attempt in range(20):
+            generator = torch.Generator().manual_seed(100 * index + attempt)
+            prompt = torch.randint(1, 512, (ask.prompt_len,), generator=generator).tolist()
+            case = free = Case(ask, prompt, asked, run_alone(pair, f"{index} free", prompt, asked, ask.n))
+            if ask.stop_at is not None:
+                stopped = replace(asked, stop_ids=(free.expected[0].ids[ask.stop_at],))
+                case = Case(ask, prompt, stopped, run_alone(pair, f"{index}", prompt, stopped, ask.n))
+            if _least_gap(pair, case) > LEAST_GAP:
+                break
+        else:
+            raise AssertionError(f"near ties everywhere: {ask}")
+        for (seed, text), (_, whole) in zip(case.texts(), free.texts(), strict=True):
+            self.truths[seed] = whole if whole[: len(text)] == text else text
+        self.cases.append(case)
+
+
+def run_alone(pair: NodePair, rid: str, prompt: list[int], asked: SamplingParams, n: int = 1) -> list[Result]:
+    pair.submit(rid, prompt, asked, n=n)
+    results = pair.run()
+    return [results.pop((rid, choice)) for choice in range(n)]
+
+
+def _least_gap(pair: NodePair, case: Case) -> float:
+    """Between the two best scores of any token; checks that every token follows from one forward over the whole."""
+    engine, gaps = pair.prefill.engine, []
+    longest = len(case.prompt) + case.params.max_tokens
+    pages = engine.pool.allocate(-(-longest // PAGE_SIZE), Owner.REQUEST)
+    for choice, result in enumerate(case.expected):
+        states = [
+            SamplingState(case.params, case.prompt, result.ids[:i], vocab_size=512, choice=choice)
+            for i in range(len(result.ids))
+        ]
+        with torch.inference_mode():
+            logits = engine.forward([BatchRow(case.prompt + result.ids[:-1], 0, pages, len(result.ids))])
+            batch = SamplingBatch.of(states)
+            gaps.append(float(tie_gap(logits, batch).min()))
+            assert sample(logits, batch).token_ids.tolist() == result.ids or gaps[-1] < LEAST_GAP, case.ask
+    engine.pool.release(pages)
+    return min(gaps)
+
+
+# --- drafters that are often right ---
+
+
+def coach(pair: NodePair, truths: dict[int, list[int]]) -> None:
+    """Let what the decode node's drafter proposes be the target's own token at about two positions of three. In a tree
+    the right nodes are not the first ones, so their KV has to move."""
+    drafter: Any = pair.decode.engine.drafter
+    propose = drafter.propose
+
+    def coached(rows: RoundRows, shape: DraftShape) -> Drafts:
+        drafts = propose(rows, shape)
+        tokens = drafts.tokens.clone()
+        for row, (seed, length) in enumerate(zip(rows.sampling.seeds.tolist(), rows.lengths.tolist(), strict=True)):
+            following = truths.get(seed, [])[length + 1 : length + 1 + shape.num_steps]  # padding has no seed of these
+            told = [(length + step + seed) % 12 not in (2, 6, 7) for step in range(len(following))]
+            path = _path(drafts, row, shape.num_steps, length)
+            for node, token, is_told in zip(path, following, told, strict=False):
+                if is_told:
+                    tokens[row, node - 1] = token
+        return drafts._replace(tokens=tokens)
+
+    drafter.propose = coached
+
+
+def _path(drafts: Drafts, row: int, num_steps: int, salt: int) -> list[int]:
+    """Nodes from the root's child on, one a step; in a tree one of its longest branches, that `salt` chooses."""
+    if drafts.parents is None:
+        return list(range(1, num_steps + 1))
+    branches = [[0]]
+    for node, parent in enumerate(drafts.parents[row].tolist(), start=1):
+        branches.append([*branches[parent], node])
+    longest = max(map(len, branches))
+    branches = [branch for branch in branches if len(branch) == longest]
+    return branches[-1 - salt % len(branches)][1:]
+
+
+# --- what a run was like ---
+
+
+@dataclass(slots=True)
+class Watch:
+    """What the decode node's rounds were like, from when it was built on."""
+
+    members: list[set[str]] = field(default_factory=list)  # rids, one set a round
+    num_old: list[int] = field(default_factory=list)  # how many of them had generated three tokens or more
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # sequences, and rows with padding
+    limits: list[set[int]] = field(default_factory=list)
+    num_stops_inside: int = 0  # accepted runs that go on behind a stop token
+    num_moves: int = 0  # accepted nodes of trees that were not where their KV belongs
+
+    @classmethod
+    def of(cls, pair: NodePair) -> Watch:
+        watch, rounds = cls(), pair.decode.rounds
+        run, fill, move = rounds.run, rounds._fill, pair.decode.engine.move_kv
+
+        def watching(sequences: Any, shape: DraftShape, limits: Sequence[int]) -> list[Accepted]:
+            if sequences:
+                watch.members.append({sequence.unit.rid for sequence in sequences})
+                watch.num_old.append(sum(sequence.num_generated > 2 for sequence in sequences))
+                watch.limits.append(set(limits))
+            results = run(sequences, shape, limits)
+            for sequence, result in zip(sequences, results, strict=True):
+                stops = set(sequence.request.params.stop_ids)
+                watch.num_stops_inside += bool(stops.intersection(result.token_ids[:-1]))
+            return results
+
+        def filling(sequences: Any, *rest: Any) -> Any:
+            inputs = fill(sequences, *rest)
+            watch.sizes.append((len(sequences), len(inputs.slots)))
+            return inputs
+
+        def moving(block_table: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+            watch.num_moves += int((sources != targets).sum())
+            move(block_table, sources, targets)
+
+        rounds.run, rounds._fill, pair.decode.engine.move_kv = watching, filling, moving
+        return watch
+
+    @property
+    def num_joins(self) -> int:
+        """Rounds in which somebody new met somebody who was under way."""
+        pairs = zip(self.members, self.members[1:], self.num_old[1:], strict=False)
+        return sum(bool(after - before) and num_old > 0 for before, after, num_old in pairs)
+
+    @property
+    def num_leaves(self) -> int:
+        """Rounds after which somebody left while others went on."""
+        pairs = zip(self.members, self.members[1:], strict=False)
+        return sum(bool(before - after) and bool(before & after) for before, after in pairs)
+
+
+@contextmanager
+def scarce_pages(pair: NodePair, num_left: int) -> Iterator[None]:
+    """The decode node has only `num_left` pages to give, cached ones among them."""
+    engine = pair.decode.engine
+    held = engine.cache.allocate(engine.cache.available - num_left, Owner.REQUEST)
+    try:
+        yield
+    finally:
+        engine.pool.release(held)
+
+
+def force_steps(pair: NodePair, choose: Callable[[int], int]) -> None:
+    """The adaptive decode node drafts `choose(index of the round)` steps, as far as anybody can use them."""
+    chooser, count = pair.decode.chooser, iter(range(1 << 30))
+    assert chooser is not None
+    chooser.choose = lambda slots, usable: choose(next(count))
