@@ -56,7 +56,7 @@ def _choose(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         return perturbed_argmax(logits)
     scores = logits if needs.is_plain_greedy else perturbed_scores(logits, batch)
     token_ids = scores.argmax(-1)  # promises the first of equals
-    found = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)  # argmax finds a NaN first
+    found = scores.gather(1, token_ids.unsqueeze(1)).squeeze(1)  # argmax finds a NaN first, and noise spreads it
     return token_ids, found.isnan().logical_not_()
 
 

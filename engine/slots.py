@@ -44,6 +44,9 @@ class Slots:
             missed = drafter.hidden.allocate("extend", num_rows * (MAX_MISSED + 1), device)
             assert missed is not None
             self._missed = missed.view(num_rows, MAX_MISSED + 1, extend.width)
+        column = torch.zeros(2 + len(INTS), dtype=torch.int64)
+        column[_LENGTH], column[_TOP_K] = _PADDING_LENGTH, 1  # of any rank but 0, which no row has
+        self._padding_ints = column.to(device)
         self._free = list(range(num_slots - 1, -1, -1))
         self._reset_padding()
 
@@ -159,8 +162,6 @@ class Slots:
 
     def _reset_padding(self) -> None:
         """A greedy sequence of one token, whose pages are padding."""
-        self._ints[:, self.padding] = 0
-        self._ints[_LENGTH, self.padding] = _PADDING_LENGTH
-        self._ints[_TOP_K, self.padding] = 1  # of any size but 0, which no row has
+        self._ints[:, self.padding].copy_(self._padding_ints)
         if self._output_counts is not None:
             self._output_counts[self.padding] = 0

@@ -172,6 +172,14 @@ def test_extremes_give_valid_tokens(temperature: float, fields: dict[str, object
     assert tie_gap(logits, batch)[2:].tolist() == [INF, INF]
 
 
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}])
+def test_a_row_with_a_logit_that_is_no_number_is_not_valid(fields: dict[str, object]) -> None:
+    logits = random_logits(3)
+    logits[1, 200] = float("nan")
+    result = sample(logits, SamplingBatch.of([state(seed=3, **fields)] * 3))
+    assert result.is_valid.tolist() == [True, False, True]
+
+
 def test_low_temperature_is_greedy_and_high_is_not() -> None:
     logits = random_logits(50)
     assert draw(logits, *[state(temperature=1e-6, seed=1)] * 50) == logits.argmax(1).tolist()
