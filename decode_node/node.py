@@ -22,6 +22,7 @@ import msgspec
 from ..engine.adaptive import StepChooser
 from ..engine.draft_row import get_draft
 from ..engine.engine import NO_NUMBERS, Engine
+from ..engine.graphs import graph_sizes
 from ..engine.round import Accepted, Rounds
 from ..engine.sampling_state import SamplingState
 from ..engine.step_times import StepTimes
@@ -63,7 +64,8 @@ class DecodeNode:
         self.cache = engine.cache
         self.membership = membership
         self.handoff = handoff
-        self.rounds = Rounds(engine, max_running)
+        self.rounds = Rounds(engine, max_running, buckets=graph_sizes(engine.kv, max_running))
+        self.rounds.capture()
         self.chooser: StepChooser | None = None
         if is_adaptive and self.rounds.shape.num_steps:
             times = StepTimes.measure(self.rounds.measure, min(max_running, _MAX_MEASURED), self.rounds.shape.choices)

@@ -15,6 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from ..kernels import gpu
 from ..metadata.request import MAX_TOP_LOGPROBS
 from .round_inputs import RoundInputs
 from .sampling_state import Needs
@@ -38,6 +39,15 @@ def covering(needs: Needs) -> Needs:
     if needs.ranks or needs.cuts:
         return FILTERED
     return SAMPLED if needs.is_random else GREEDY
+
+
+def graph_sizes(kv: torch.Tensor, max_running: int) -> list[int]:
+    """Buckets worth a graph: powers of two and `max_running`; none where kernels would read values on the host."""
+    if not gpu.compiled(kv):
+        return []
+    return sorted(
+        {*(1 << power for power in range(max_running.bit_length()) if 1 << power <= max_running), max_running}
+    )
 
 
 class _Key(NamedTuple):

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..kernels import gpu
 from ..kernels.attention import Tree
 from ..metadata.request import TokenLogprobs
 from .batch import BatchRow, ForwardBatch
@@ -199,7 +200,10 @@ class Rounds:
         self._graphs: RoundGraphs[RoundResult] | None = None
 
     def capture(self) -> None:
-        """Graphs of all buckets for requests without filters and penalties; others are captured when they come."""
+        """On CUDA: graphs of all buckets for requests without filters and penalties; others are captured when they
+        come."""
+        if not gpu.compiled(self.engine.kv):
+            return
         inputs = [self._allocate(size, self.engine.device) for size in self._buckets]
         shapes = [self.shape.with_steps(steps) for steps in self.shape.choices]
         with torch.inference_mode():
