@@ -1,0 +1,368 @@
+"""Figures of the engine on one CUDA GPU, against floors that are measured on it: `python -m baton.deploy.bench_gpu`.
+
+    python -m baton.deploy.synthetic llama-3.2-1b /tmp/1b
+    python -m baton.deploy.bench_gpu --model /tmp/1b [--drafter DIR] [--json FILE] [--only decode prefill offline rounds]
+
+Times are of whole steps as a node runs them, by the host's clock. The floor
+of a step is the larger of its bytes over the read bandwidth and its operations over the matrix rate, both measured first.
+Before a step is timed its logits are compared with those of plain torch operations on the same pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..engine.batch import BatchRow
+from ..engine.config import EngineConfig
+from ..engine.engine import Engine
+from ..engine.pages import Owner
+from ..engine.round import Rounds
+from ..engine.sampling_state import SamplingState
+from ..engine.trees import DraftShape
+from ..metadata.request import SamplingParams
+
+CONTEXT = 1024
+BATCHES = (1, 8, 64, 256)
+NUM_STEPS = 64  # of a timed run
+PAGE_SIZE = 64
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """What rounds need of a sequence (engine/round.py `Running`)."""
+
+    token_ids: list[int]
+    pages: list[int]
+    sampling: SamplingState
+    slot: int | None = None
+    num_missed: int = 0
+    salt: str = ""
+    num_accepted: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the device can do."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+def main() -> None:
+    options = _options()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    limits = measure_limits()
+    started = time.monotonic()
+    settings: dict[str, Any] = {"speculative": "none"}
+    if options.drafter:
+        settings = {"speculative": options.speculative, "draft_model": options.drafter, "draft_steps": options.steps}
+    engine = Engine(
+        EngineConfig(
+            model=options.model,
+            device="cuda",
+            dtype="bfloat16",
+            page_size=PAGE_SIZE,
+            num_pages=options.num_tokens // PAGE_SIZE + 1,
+            context_len=options.context_len,
+            chunk_tokens=8192,
+            prefix_cache=False,
+            **settings,
+        )
+    )
+    torch.cuda.synchronize()
+    loaded_s = time.monotonic() - started
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "commit": _commit(),
+        "model": Path(options.model).name,
+        "dtype": "bfloat16",
+        "page_size": PAGE_SIZE,
+        "read_TB_per_s": limits.bytes_per_s / 1e12,
+        "matrix_TFLOP_per_s": limits.flops_per_s / 1e12,
+        "load_s": round(loaded_s, 2),
+    }
+    say(f"{report}")
+    started = time.monotonic()
+    rounds = Rounds(engine, max(options.batches), buckets=options.batches)
+    rounds.capture()
+    report["capture_s"] = round(time.monotonic() - started, 2)
+    parts: dict[str, Callable[[], Any]] = {
+        "decode": lambda: [decode(engine, rounds, batch, limits) for batch in options.batches],
+        "rounds": lambda: [speculate(engine, rounds, batch) for batch in options.batches if batch <= 64],
+        "prefill": lambda: [prefill(engine, limits, *each) for each in ((1, 1024), (1, 8192), (16, 2048))],
+        "offline": lambda: offline(engine, rounds),
+    }
+    for name in options.only:
+        if name != "rounds" or engine.drafter is not None:
+            report[name] = parts[name]()
+    if options.json:
+        Path(options.json).write_text(json.dumps(report, indent=1))
+
+
+def measure_limits() -> Limits:
+    """Best of a few streaming sums of 4 GiB, and a bf16 product of 8192^3."""
+    numbers = torch.ones(1 << 30, dtype=torch.float32, device="cuda")
+    read_s = best_s(numbers.sum)
+    del numbers
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    product_s = best_s(lambda: a @ b)
+    return Limits((4 << 30) / read_s, 2 * 8192**3 / product_s)
+
+
+def best_s(run: Callable[[], Any], times: int = 10) -> float:
+    """Shortest of `times` runs, by events."""
+    run()
+    best = float("inf")
+    for _ in range(times):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        best = min(best, start.elapsed_time(stop) / 1e3)
+    return best
+
+
+def weight_bytes(engine: Engine) -> tuple[int, int]:
+    """(bytes, products) of the matrices that a decode step reads: all but the embedding."""
+    config = engine.model_config
+    qkv = config.hidden_size * (config.q_size + 2 * config.num_kv_heads * config.head_dim)
+    layer = qkv + config.q_size * config.hidden_size + 3 * config.hidden_size * config.intermediate_size
+    count = config.num_layers * layer + config.hidden_size * config.vocab_size
+    return 2 * count, count
+
+
+def floor_s(engine: Engine, num_tokens: int, kv_tokens: int, limits: Limits, num_logits: int | None = None) -> float:
+    """Of a step of `num_tokens` new tokens that reads `kv_tokens` tokens' KV."""
+    config = engine.model_config
+    weights, products = weight_bytes(engine)
+    kv_bytes = kv_tokens * config.num_layers * 2 * config.num_kv_heads * config.head_dim * 2
+    head = config.hidden_size * config.vocab_size
+    flops = 2 * num_tokens * (products - head) + 2 * (num_tokens if num_logits is None else num_logits) * head
+    return max((weights + kv_bytes) / limits.bytes_per_s, flops / limits.flops_per_s)
+
+
+def start(engine: Engine, rounds: Rounds, batch: int, num_new: int) -> list[Running]:
+    """Sequences of CONTEXT tokens, computed as prompts, each with room for `num_new` more."""
+    generator = torch.Generator().manual_seed(batch)
+    sequences: list[Running] = []
+    params = SamplingParams(max_tokens=num_new, temperature=0.0)
+    num_pages = -(-(CONTEXT + num_new + 64) // PAGE_SIZE)
+    for first in range(0, batch, 8):
+        prompts = torch.randint(
+            0, engine.card.vocab_size, (min(8, batch - first), CONTEXT), generator=generator
+        ).tolist()
+        pages = [engine.pool.allocate(num_pages, Owner.REQUEST) for _ in prompts]
+        computed = engine.compute([BatchRow(ids, 0, own) for ids, own in zip(prompts, pages, strict=True)])
+        draft = _draft(engine, prompts, pages, computed.extend, computed.logits)
+        for row, (ids, own, token) in enumerate(zip(prompts, pages, computed.logits.argmax(1).tolist(), strict=True)):
+            state = SamplingState(params, ids, [token], vocab_size=engine.model_config.vocab_size, device=engine.device)
+            sequence = Running([*ids, token], own, state)
+            rounds.admit(sequence, CONTEXT, None if draft is None else draft.row(row))
+            sequences.append(sequence)
+    return sequences
+
+
+def _draft(
+    engine: Engine, prompts: list[list[int]], pages: list[list[int]], extend: torch.Tensor | None, logits: torch.Tensor
+) -> Any:
+    if engine.drafter is None:
+        return None
+    from ..engine.drafters.base import PromptChunk, PromptTail
+    from ..engine.sampling_batch import SamplingBatch
+
+    chunks = [PromptChunk(ids, 0, len(ids), own) for ids, own in zip(prompts, pages, strict=True)]
+    tokens = logits.argmax(1).tolist()
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    states = [
+        SamplingState(params, ids, [token], vocab_size=logits.shape[1])
+        for ids, token in zip(prompts, tokens, strict=True)
+    ]
+    with torch.inference_mode():
+        engine.drafter.observe_prompt(chunks, extend)
+        ends = torch.tensor([len(ids) for ids in prompts], device=engine.device).cumsum(0) - 1
+        num_rows = engine.drafter.hidden.num_target_rows
+        tails = []
+        for ids, own, token, end in zip(prompts, pages, tokens, ends.tolist(), strict=True):
+            rows = None if extend is None else extend[end - num_rows : end]
+            tails.append(PromptTail(ids, token, own, rows))
+        last = None if extend is None else extend[ends]
+        return engine.drafter.finish_prompt(tails, last, SamplingBatch.of(states, engine.device))
+
+
+def stop(engine: Engine, rounds: Rounds, sequences: Sequence[Running]) -> None:
+    for sequence in sequences:
+        rounds.release(sequence)
+        engine.pool.release(sequence.pages)
+
+
+def run_rounds(rounds: Rounds, sequences: Sequence[Running], shape: DraftShape, num_rounds: int) -> float:
+    """Seconds a round, the host's work and its wait for each result included."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(num_rounds):
+        results = rounds.run(sequences, shape, [shape.num_steps] * len(sequences))
+        for sequence, result in zip(sequences, results, strict=True):
+            sequence.token_ids.extend(result.token_ids)
+            sequence.num_accepted.append(result.num_accepted)
+            sequence.sampling.num_generated += len(result.token_ids)
+    return (time.perf_counter() - started) / num_rounds
+
+
+def decode(engine: Engine, rounds: Rounds, batch: int, limits: Limits) -> dict[str, Any]:
+    """A step of one token a sequence."""
+    sequences = start(engine, rounds, batch, 4 * NUM_STEPS + 64)
+    shape = rounds.shape.with_steps(0)
+    run_rounds(rounds, sequences, shape, 8)
+    step_s = statistics.median(run_rounds(rounds, sequences, shape, NUM_STEPS) for _ in range(3))
+    length = len(sequences[0].token_ids) - 1.5 * NUM_STEPS
+    graph_s = _graph_seconds(rounds, sequences, shape)
+    stop(engine, rounds, sequences)
+    floor = floor_s(engine, batch, int(batch * length), limits)
+    row = {
+        "batch": batch,
+        "step_ms": step_s * 1e3,
+        "gpu_ms": graph_s * 1e3,
+        "floor_ms": floor * 1e3,
+        "x_floor": step_s / floor,
+    }
+    say("decode " + _words(row))
+    return row
+
+
+def _graph_seconds(rounds: Rounds, sequences: Sequence[Running], shape: DraftShape) -> float:
+    """Of the round's graph alone, replayed back to back."""
+    inputs = rounds._fill(sequences, [shape.num_steps] * len(sequences), shape)
+    needs = sequences[0].sampling.needs
+
+    def several() -> None:
+        for _ in range(16):
+            rounds._run(inputs, shape, needs)
+
+    return best_s(several, 3) / 16
+
+
+def speculate(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
+    """A round of all steps against a step without drafts, and tokens a second."""
+    del engine
+    sequences = start(rounds.engine, rounds, batch, 8 * NUM_STEPS + 64)
+    row: dict[str, Any] = {"batch": batch}
+    plain_s = run_rounds(rounds, sequences, rounds.shape.with_steps(0), 24)
+    stop(rounds.engine, rounds, sequences)
+    for steps in sorted({3, rounds.shape.num_steps}):
+        if steps not in rounds.shape.choices:
+            continue
+        sequences = start(rounds.engine, rounds, batch, 8 * NUM_STEPS + 64)
+        shape = rounds.shape.with_steps(steps)
+        run_rounds(rounds, sequences, shape, 4)
+        round_s = run_rounds(rounds, sequences, shape, 40)
+        accepted = statistics.mean(statistics.mean(each.num_accepted[4:]) for each in sequences)
+        stop(rounds.engine, rounds, sequences)
+        row |= {
+            f"k{steps}_ms": round_s * 1e3,
+            f"k{steps}_over_plain": round_s / plain_s,
+            f"k{steps}_tokens_a_round": 1 + accepted,
+            f"k{steps}_speedup": (1 + accepted) * plain_s / round_s,
+        }
+    say("round " + _words({"plain_ms": plain_s * 1e3} | row))
+    return row
+
+
+def prefill(engine: Engine, limits: Limits, num_prompts: int, num_tokens: int) -> dict[str, Any]:
+    """`num_prompts` prompts at once, in chunks of 8192 tokens as a node computes them."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(0, engine.card.vocab_size, (num_prompts, num_tokens), generator=generator).tolist()
+    num_pages = -(-num_tokens // PAGE_SIZE)
+    pages = [engine.pool.allocate(num_pages, Owner.REQUEST) for _ in prompts]
+    at_once = max(1, 8192 // num_tokens)
+
+    def run() -> None:
+        for first in range(0, num_prompts, at_once):
+            group = slice(first, first + at_once)
+            rows = [BatchRow(ids, 0, own) for ids, own in zip(prompts[group], pages[group], strict=True)]
+            engine.compute(rows).logits.argmax(1).tolist()
+
+    run()
+    seconds: list[float] = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    for own in pages:
+        engine.pool.release(own)
+    took, total = statistics.median(seconds), num_prompts * num_tokens
+    _, products = weight_bytes(engine)
+    config = engine.model_config
+    head = config.hidden_size * config.vocab_size
+    attention = 2 * 2 * num_prompts * num_tokens * num_tokens / 2 * config.num_layers * config.q_size
+    floor = (2 * total * (products - head) + 2 * num_prompts * head + attention) / limits.flops_per_s
+    row = {
+        "prompts": num_prompts,
+        "tokens": num_tokens,
+        "ms": took * 1e3,
+        "tokens_per_s": total / took,
+        "x_floor": took / floor,
+    }
+    say("prefill " + _words(row))
+    return row
+
+
+def offline(engine: Engine, rounds: Rounds) -> dict[str, Any]:
+    """256 requests of 1,024 tokens in, 256 out, all at once, without speculation."""
+    started = time.perf_counter()
+    sequences = start(engine, rounds, 256, 256)
+    prefill_s = time.perf_counter() - started
+    shape = rounds.shape.with_steps(0)
+    decode_s = run_rounds(rounds, sequences, shape, 255) * 255
+    stop(engine, rounds, sequences)
+    total_s = prefill_s + decode_s
+    row = {"prefill_s": prefill_s, "decode_s": decode_s, "total_s": total_s, "output_tokens_per_s": 256 * 256 / total_s}
+    say("offline " + _words(row))
+    return row
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _words(row: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
+    )
+
+
+def _commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--drafter", help="directory of an EAGLE-3 head")
+    parser.add_argument("--speculative", default="eagle3")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--num-tokens", type=int, default=256 * 1600, help="KV tokens of the pool")
+    parser.add_argument("--context-len", type=int, default=16384)
+    parser.add_argument("--only", nargs="+", default=["decode", "rounds", "prefill", "offline"])
+    parser.add_argument("--json", metavar="FILE")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
