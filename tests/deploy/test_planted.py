@@ -253,7 +253,9 @@ def verify(context: Context, known: list[int], nodes: list[int], visible: torch.
     """The target's token after each node of the tree in the test above."""
     start = len(known) - 1
     context.engine.kv.copy_(context.kv)
-    context.engine.forward([BatchRow(known[:-1], 0, context.pages)])
+    num_kept = len(context.prompt) - 1
+    if known[num_kept:-1]:
+        context.engine.forward([BatchRow(known[num_kept:-1], num_kept, context.pages)])
     batch = ForwardBatch.uniform(
         torch.tensor([nodes]),
         torch.tensor([[start, start + 1, start + 1, start + 1, start + 2]]),
