@@ -1,11 +1,10 @@
 """Figures of the engine on one CUDA GPU, against floors that are measured on it: `python -m baton.deploy.bench_gpu`.
 
     python -m baton.deploy.synthetic llama-3.2-1b /tmp/1b
-    python -m baton.deploy.bench_gpu --model /tmp/1b [--drafter DIR] [--json FILE] [--only decode prefill offline rounds]
+    python -m baton.deploy.bench_gpu --model /tmp/1b [--drafter DIR] [--json FILE] [--only decode prefill]
 
-Times are of whole steps as a node runs them, by the host's clock. The floor
-of a step is the larger of its bytes over the read bandwidth and its operations over the matrix rate, both measured first.
-Before a step is timed its logits are compared with those of plain torch operations on the same pages.
+Times are of whole steps as a node runs them, by the host's clock. The floor of a step is the larger of its bytes over
+the read bandwidth and its operations over the matrix rate, both measured first.
 """
 
 from __future__ import annotations

@@ -55,8 +55,83 @@ ROW_CLASSES = (1, 4, 8, 16, 32)
 # (rows of W, columns of W) -> one configuration for each of ROW_CLASSES; None: torch, gated `linear` and `silu_mul`.
 # Measured on an H200 by tests/benchmarks/bench_kernels_dense.py; other shapes take `_default`.
 Table = dict[tuple[int, int], tuple[Config | None, ...]]
-TABLE: Table = {}
-GATED_TABLE: Table = {}  # block_n counts rows of the gate, each with one of up
+TABLE: Table = {
+    (3072, 2048): (Config("vector", 4, 2048, 4, 4, 1), None, None, None, None),
+    (2048, 2048): (
+        Config("vector", 2, 2048, 8, 4, 1),
+        Config("vector", 4, 2048, 4, 4, 1),
+        Config("dot", 64, 128, 4, 5, 4),
+        Config("dot", 64, 64, 4, 6, 4),
+        Config("dot", 64, 64, 4, 6, 4),
+    ),
+    (16384, 2048): (
+        Config("vector", 1, 2048, 4, 4, 1),
+        Config("dot", 64, 128, 4, 3, 1),
+        Config("dot", 64, 128, 4, 3, 1),
+        Config("dot", 64, 128, 4, 3, 1),
+        Config("dot", 64, 128, 4, 3, 1),
+    ),
+    (2048, 8192): (
+        Config("vector", 1, 8192, 4, 4, 1),
+        Config("dot", 64, 128, 4, 5, 4),
+        Config("dot", 64, 128, 4, 5, 4),
+        Config("dot", 64, 128, 4, 5, 4),
+        Config("dot", 64, 128, 4, 5, 4),
+    ),
+    (128256, 2048): (
+        Config("vector", 2, 2048, 8, 4, 1),
+        Config("dot", 64, 64, 4, 6, 1),
+        Config("dot", 128, 128, 8, 3, 1),
+        Config("dot", 128, 128, 8, 3, 1),
+        Config("dot", 64, 64, 4, 6, 1),
+    ),
+    (6144, 4096): (
+        Config("vector", 1, 4096, 8, 4, 1),
+        Config("dot", 64, 128, 4, 5, 1),
+        Config("dot", 64, 128, 4, 5, 1),
+        Config("dot", 64, 128, 4, 5, 1),
+        Config("dot", 64, 128, 4, 5, 1),
+    ),
+    (4096, 4096): (
+        Config("vector", 1, 2048, 8, 4, 1),
+        Config("dot", 64, 128, 4, 3, 4),
+        Config("dot", 64, 128, 4, 5, 2),
+        Config("dot", 64, 128, 4, 5, 2),
+        Config("dot", 64, 128, 4, 5, 1),
+    ),
+    (28672, 4096): (Config("vector", 1, 2048, 8, 4, 1), None, None, None, None),
+    (4096, 14336): (
+        Config("vector", 1, 4096, 8, 4, 1),
+        Config("dot", 64, 128, 4, 5, 2),
+        Config("dot", 64, 128, 4, 5, 2),
+        Config("dot", 64, 128, 4, 5, 2),
+        Config("dot", 64, 128, 4, 5, 2),
+    ),
+    (128256, 4096): (
+        Config("vector", 2, 2048, 4, 4, 1),
+        Config("dot", 64, 128, 4, 3, 1),
+        Config("dot", 64, 128, 4, 3, 1),
+        Config("dot", 64, 128, 4, 3, 1),
+        Config("dot", 64, 128, 4, 3, 1),
+    ),
+}
+# block_n counts rows of the gate, each with one of up
+GATED_TABLE: Table = {
+    (16384, 2048): (
+        Config("vector", 1, 2048, 8, 4, 1),
+        Config("dot", 64, 64, 4, 6, 1),
+        Config("dot", 64, 64, 4, 6, 1),
+        Config("dot", 64, 64, 4, 6, 1),
+        Config("dot", 64, 64, 4, 6, 1),
+    ),
+    (28672, 4096): (
+        Config("vector", 1, 2048, 8, 4, 1),
+        Config("dot", 128, 128, 8, 3, 1),
+        Config("dot", 64, 128, 4, 3, 1),
+        Config("dot", 64, 128, 4, 3, 1),
+        Config("dot", 128, 128, 8, 3, 1),
+    ),
+}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, config: Config | None = None) -> Tensor:

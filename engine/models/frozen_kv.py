@@ -19,7 +19,6 @@ from ...kernels import cpu, gpu
 from ...kernels.attention import paged_attention
 from ...kernels.norm import rms_norm
 from ...kernels.rotary import apply_rotary_
-from ...kernels.silu import silu_mul
 from ...metadata.errors import ConfigError, ModelError
 from ..attention import triton_plan
 from ..batch import ForwardBatch
@@ -96,7 +95,7 @@ class FrozenKvHead:
             q = layer.q(rms_norm(x, layer.attention_norm, eps)).view(num_tokens, config.num_heads, config.head_dim)
             apply_rotary_(q, cos, sin)
             x = x + layer.attention_out(attend(q, source).view(num_tokens, -1))
-            x = x + layer.down(silu_mul(layer.gate_up(rms_norm(x, layer.mlp_norm, eps))))
+            x = x + layer.down(layer.gate_up.gated(rms_norm(x, layer.mlp_norm, eps)))
         final = rms_norm(x, self._norm, eps)
         return FrozenOutput(self._post_projection(final), self._lm_head(final).float())
 

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from ...kernels.norm import add_rms_norm_, rms_norm
-from ...kernels.silu import silu_mul
 from ...metadata.errors import ConfigError, ModelError
 from ...metadata.hidden_layout import spec_hidden_size
 from ..attention import Attention, begin_attention
@@ -110,7 +109,7 @@ def finish_layer(
     """The rest of a head's decoder layer after the input norm; `x` [num_tokens, hidden_size] is added to in place."""
     delta = layer.attention_out(attend(index, layer, layer.qkv(normed)))
     normed = add_rms_norm_(x, delta, layer.mlp_norm, eps)
-    return x.add_(layer.down(silu_mul(layer.gate_up(normed))))
+    return x.add_(layer.down(layer.gate_up.gated(normed)))
 
 
 # --- reading ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 
 from ...kernels.norm import add_rms_norm_
-from ...kernels.silu import silu_mul
 from ..attention import Attention, begin_attention
 from ..batch import ForwardBatch
 from ..weights import LayerWeights, StreamSite
@@ -52,7 +51,7 @@ def stream_layer(streams: torch.Tensor, index: int, layer: LayerWeights, attend:
     normed = add_rms_norm_(_read(streams, layer.attention_site), None, layer.attention_norm, eps)
     streams = _write(streams, layer.attention_site, layer.attention_out(attend(index, layer, layer.qkv(normed))))
     normed = add_rms_norm_(_read(streams, layer.mlp_site), None, layer.mlp_norm, eps)
-    return _write(streams, layer.mlp_site, layer.down(silu_mul(layer.gate_up(normed))))
+    return _write(streams, layer.mlp_site, layer.down(layer.gate_up.gated(normed)))
 
 
 def _read(streams: torch.Tensor, site: StreamSite) -> torch.Tensor:

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from ...kernels.norm import add_rms_norm_
-from ...kernels.silu import silu_mul
 from ..attention import begin_attention
 from ..batch import ForwardBatch
 from ..model_config import ModelConfig
@@ -70,7 +69,7 @@ class LlamaModel:
                 aux[index] = hidden.clone()
             delta = layer.attention_out(attend(index, layer, layer.qkv(normed)))
             normed = add_rms_norm_(hidden, delta, layer.mlp_norm, eps)
-            delta = layer.down(silu_mul(layer.gate_up(normed)))
+            delta = layer.down(layer.gate_up.gated(normed))
         final = add_rms_norm_(hidden, delta, self.weights.norm, eps)
         aux[len(self.weights.layers)] = hidden
         return TargetStates(final, final, [aux[index] for index in aux_layers])
