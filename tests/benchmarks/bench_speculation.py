@@ -114,7 +114,7 @@ def _measure(
                         case.model,
                         is_adaptive=mode == "adaptive",
                         **machine,
-                        **({} if mode == "off" else case.settings),
+                        **({"speculative": "none"} if mode == "off" else case.settings),
                     )
                 )
             )

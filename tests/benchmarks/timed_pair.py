@@ -15,7 +15,6 @@ from node_pair import NodePair, params
 from ties import TIE_BOUND
 
 from baton.decode_node.config import DecodeConfig
-from baton.decode_node.node import DecodeNode
 from baton.engine.batch import BatchRow
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
@@ -23,9 +22,6 @@ from baton.engine.pages import Owner
 from baton.engine.sampling import tie_gap
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
-from baton.engine.startup import load_engine, make_membership, transports
-from baton.metadata.bus import new_epoch
-from baton.metadata.handoff_client import HandoffClient
 from baton.metadata.request import SamplingParams
 from baton.metadata.schema import HandoffBytes, handoff_bytes
 from baton.prefill_node.config import PrefillConfig
@@ -80,12 +76,11 @@ class TimedPair(NodePair):
     def __init__(self, model: Path, *, is_adaptive: bool = False, **settings: Any) -> None:
         """`settings` are of both nodes, device, dtype and threads among them."""
         self._settings = {"num_pages": NUM_PAGES, **settings}
-        self._is_adaptive = is_adaptive
         self._num_requests = 0
         self._rounds: dict[str, Rounds] = {}  # by rid
         self._has_run = False
         self._decode_s = self._sampled_at = self._prefilled_at = self._round_at = 0.0
-        super().__init__(model)
+        super().__init__(model, is_adaptive=is_adaptive)
         self._watch()
         self.step()  # both nodes hear that they are welcome
 
@@ -167,17 +162,8 @@ class TimedPair(NodePair):
     def _start_prefill(self, config: PrefillConfig) -> Any:
         return super()._start_prefill(dataclasses.replace(config, **self._settings))
 
-    def _start_decode(self, config: DecodeConfig) -> Any:
-        config = dataclasses.replace(config, **self._settings, prefix_cache=False)
-        engine, epoch = load_engine(config), new_epoch()
-        handoff = HandoffClient(
-            "decode-0", epoch, engine.schema, engine.fingerprints, engine.memory, transports=transports(config)
-        )
-        membership = make_membership(config, "decode-0", "decode", engine, None, epoch, "")
-        node = DecodeNode(
-            engine, membership, handoff, config.max_running, config.chunk_tokens, is_adaptive=self._is_adaptive
-        )
-        return self._attach(node, membership)
+    def _start_decode(self, config: DecodeConfig, is_adaptive: bool) -> Any:
+        return super()._start_decode(dataclasses.replace(config, **self._settings, prefix_cache=False), is_adaptive)
 
 
 class Differences(NamedTuple):
@@ -197,7 +183,9 @@ class Judge:
 
     def __init__(self, model: Path, **settings: Any) -> None:
         """`settings`: device, dtype and threads."""
-        self._engine = Engine(EngineConfig(model=str(model), num_pages=256, prefix_cache=False, **settings))
+        self._engine = Engine(
+            EngineConfig(model=str(model), num_pages=256, prefix_cache=False, speculative="none", **settings)
+        )
 
     def compare(
         self, prompts: Sequence[list[int]], each: Sequence[SamplingParams], run: Run, reference: Run

@@ -21,7 +21,6 @@ from matrix import ASKS, PAGE_SIZE, Case, Plain, Watch, coach, scarce_pages
 from node_pair import NodePair, Result
 
 from baton.decode_node import node
-from baton.engine.round import Rounds
 
 CHAINS = {
     "ngram": 3,
@@ -96,7 +95,7 @@ def make_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NodePai
     pairs: list[NodePair] = []
 
     def make(model: Path, buckets: tuple[int, ...] = (), *, is_adaptive: bool = False, **both: Any) -> NodePair:
-        monkeypatch.setattr(node, "Rounds", functools.partial(Rounds, buckets=buckets))
+        monkeypatch.setattr(node, "graph_sizes", lambda *_: list(buckets))
         both = {"page_size": PAGE_SIZE, "num_pages": NUM_PAGES, "max_running": 8, **both}
         pairs.append(NodePair(model, prefill=both, decode=both, is_adaptive=is_adaptive))
         return pairs[-1]
