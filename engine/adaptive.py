@@ -10,6 +10,7 @@ drafts adds to a credit, and a round with one is run when the credit pays for it
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from .step_times import StepTimes
@@ -54,13 +55,9 @@ class StepChooser:
     def choose(self, slots: Sequence[int], usable: Sequence[int]) -> int:
         """Steps of a round of these sequences, each of which could use `usable` drafts."""
         num_seqs, most = len(slots), max(usable)
-        rates = [self.acceptance(slot) for slot in slots]
         choices = [steps for steps in self.shape.choices if steps <= most or (most and not self.shape.is_chain)] or [0]
-        speeds = {
-            steps: sum(map(_expected, rates, (min(steps, each) for each in usable)))
-            / self.times.seconds(num_seqs, steps)
-            for steps in choices
-        }
+        tokens = self._expected(slots, usable)
+        speeds = {steps: tokens[steps] / self.times.seconds(num_seqs, steps) for steps in choices}
         best = max(speeds, key=lambda steps: (speeds[steps], -steps))
         last = min(choices, key=lambda steps: abs(steps - self.num_steps))
         self.num_steps = best if speeds[best] > _CLEARLY_BETTER * speeds[last] else last
@@ -82,6 +79,16 @@ class StepChooser:
         own, average = self._own[slot], self._all.num_right / self._all.num_tries
         return (own.num_right + _ALL_WEIGHT * average) / (own.num_tries + _ALL_WEIGHT)
 
+    def _expected(self, slots: Sequence[int], usable: Sequence[int]) -> list[float]:
+        """Tokens of a round of 0, 1, .. steps: a sequence's 1 + rate + .. + rate ** drafts."""
+        tokens = [float(len(slots))] + [0.0] * self.shape.num_steps
+        for slot, limit in zip(slots, usable, strict=True):
+            rate = power = self.acceptance(slot)
+            for steps in range(1, limit + 1):
+                tokens[steps] += power
+                power *= rate
+        return list(itertools.accumulate(tokens))
+
     def _explore(self, num_seqs: int, choices: Sequence[int]) -> int:
         """0, or a step once it is paid for: a round of it, and one to catch up, that might bring nothing."""
         plain_s = self.times.seconds(num_seqs, 0)
@@ -91,12 +98,3 @@ class StepChooser:
             return 0
         self._credit_s = 0.0
         return tried
-
-
-def _expected(rate: float, num_drafts: int) -> float:
-    """Tokens of a round: 1 + rate + .. + rate ** num_drafts."""
-    total = power = 1.0
-    for _ in range(num_drafts):
-        power *= rate
-        total += power
-    return total

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 
 _ENOUGH_S = 0.5  # of measuring, where it is slow
 _COMMON_RATE, _OWN_RATE = 0.1, 0.05  # shares of an error that move everybody's correction, and one kind of round's own
+_MAX_ERROR = 0.3  # of a logarithm; more is a pause of the machine or a kernel that compiles, and says little
+_FORGOTTEN = 0.995  # what is kept of a correction a round, while rounds of its kind are not run
 
 
 class StepTimes:
@@ -22,6 +24,7 @@ class StepTimes:
         self._sizes = sorted({size for size, _ in seconds})
         self._steps = sorted({steps for _, steps in seconds})
         assert self._steps[0] == 0 and len(seconds) == len(self._sizes) * len(self._steps), sorted(seconds)
+        self._known: dict[tuple[int, int], float] = {}  # what `_table` found
         self._log_common = 0.0
         self._log_own = {False: 0.0, True: 0.0}  # by whether anything is drafted
 
@@ -44,21 +47,26 @@ class StepTimes:
 
     def seconds(self, size: int, num_steps: int) -> float:
         """Of a round of `size` sequences; sizes and steps beyond those measured are extrapolated."""
-        correction = math.exp(self._log_common + self._log_own[num_steps > 0])
-        return correction * self._table(size, num_steps)
+        return math.exp(self._log_common + self._log_own[num_steps > 0]) * self._table(size, num_steps)
 
     def observe(self, size: int, num_steps: int, seconds: float) -> None:
         """A round took so long."""
         error = math.log(max(seconds, 1e-6) / self.seconds(size, num_steps))
-        error = max(-1.0, min(1.0, error))  # a pause of the machine says little
+        error = max(-_MAX_ERROR, min(_MAX_ERROR, error))
         self._log_common += _COMMON_RATE * error
         self._log_own[num_steps > 0] += _OWN_RATE * error
+        self._log_own[num_steps == 0] *= _FORGOTTEN
 
     def _table(self, size: int, num_steps: int) -> float:
-        def at(column: int) -> float:
-            return _between(self._sizes, size, lambda row: self._seconds[row, column])
+        """Kept, since every round asks."""
+        known = self._known.get((size, num_steps))
+        if known is None:
 
-        return max(1e-9, _between(self._steps, num_steps, at))
+            def at(column: int) -> float:
+                return _between(self._sizes, size, lambda row: self._seconds[row, column])
+
+            known = self._known[size, num_steps] = max(1e-9, _between(self._steps, num_steps, at))
+        return known
 
 
 def _between(known: list[int], x: int, value: Callable[[int], float]) -> float:

@@ -149,3 +149,12 @@ def test_a_slow_machine_measures_two_sizes() -> None:
     times = StepTimes.measure(run_round, 16, range(6))
     assert sizes == {1, 4}
     assert times.seconds(16, 2) == pytest.approx(4.8)
+
+
+def test_a_slow_start_is_forgotten() -> None:
+    """The first rounds with drafts compile kernels; that must not speak against drafts for good."""
+    chooser, real = make(CHEAP)
+    for _ in range(10):
+        chooser.observe([0], 5, [5], [4], 100.0)
+    chosen, _ = run(chooser, real, 0.9, 1, 600)
+    assert sum(each == 5 for each in chosen[-100:]) > 90, chosen
