@@ -233,13 +233,9 @@ class DecodeScheduler:
     def _cache_pages(self, sequence: Sequence) -> None:
         """Hand whole computed pages to the prefix cache; the sequence goes on reading its own block table."""
         assert sequence.lease is not None, sequence.unit
-        num_pages = max(0, sequence.num_computed - sequence.num_missed) // self.page_size  # no holes in draft KV
-        self.cache.insert(
-            sequence.token_ids[: sequence.num_computed],
-            sequence.pages[:num_pages],
-            sequence.request.salt,
-            sequence.lease,
-        )
+        known = sequence.token_ids[: max(0, sequence.num_computed - sequence.num_missed)]  # no holes in draft KV
+        pages = sequence.pages[: len(known) // self.page_size]
+        self.cache.insert(known, pages, sequence.request.salt, sequence.lease)
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.lease is None:  # preempted: it holds nothing
