@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,9 +101,11 @@ def make_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NodePai
         return pairs[-1]
 
     yield make
-    for pair in pairs:
-        pair.check_books()
-        pair.close()
+    with ExitStack() as stack:
+        for pair in pairs:
+            stack.callback(pair.close)
+        for pair in pairs:
+            pair.check_books()
 
 
 def run_cell(pair: NodePair, cell: Cell, cases: list[Case]) -> None:
@@ -111,7 +113,6 @@ def run_cell(pair: NodePair, cell: Cell, cases: list[Case]) -> None:
     if not cell.is_hit:
         pair.prefill.cache.flush()
         pair.decode.cache.flush()
-    pair.results.clear()
     pair.admitted.clear()
     stats = pair.decode.stats()
     if cell.is_mixed:
@@ -119,15 +120,16 @@ def run_cell(pair: NodePair, cell: Cell, cases: list[Case]) -> None:
             run_mixed(pair, cell, cases)
     else:
         run_each_alone(pair, cell, cases)
-    for case in cases:
-        case.check([pair.results[key] for key in sorted(pair.results) if key[0] == name_of(cell, case)])
+    results = [[pair.results[key] for key in sorted(pair.results) if key[0] == name_of(cell, case)] for case in cases]
+    for case, choices in zip(cases, results, strict=True):
+        case.check(choices)
     num_preempted = pair.decode.stats().preemptions - stats.preemptions
     num_recomputed = pair.decode.stats().computed_tokens - stats.computed_tokens
     if cell.is_preempted:
         assert num_preempted > 1 and (num_recomputed > 9 or cell.is_hit), (cell, num_preempted, num_recomputed)
     else:
         assert num_preempted == num_recomputed == 0, (cell, num_preempted, num_recomputed)
-    check_hits(pair, cell)
+    check_hits(pair, cell, [choice for choices in results for choice in choices])
 
 
 def name_of(cell: Cell, case: Case) -> str:
@@ -170,8 +172,8 @@ def preempt(pair: NodePair, cell: Cell) -> None:
         pair.decode.cache.flush()
 
 
-def check_hits(pair: NodePair, cell: Cell) -> None:
-    num_hits = sum(bool(result.ended and result.ended.num_cached) for result in pair.results.values())
+def check_hits(pair: NodePair, cell: Cell, results: list[Result]) -> None:
+    num_hits = sum(bool(result.ended and result.ended.num_cached) for result in results)
     num_pages = sum(admitted.have_pages for admitted in pair.admitted)
     if cell.is_hit:
         assert num_hits > len(ASKS) // 2, (cell, num_hits)

@@ -109,10 +109,10 @@ class Plain:
         for attempt in range(20):
             generator = torch.Generator().manual_seed(100 * index + attempt)
             prompt = torch.randint(1, 512, (ask.prompt_len,), generator=generator).tolist()
-            case = free = Case(ask, prompt, asked, run_alone(pair, f"{index} free", prompt, asked, ask.n))
+            case = free = Case(ask, prompt, asked, run_alone(pair, f"{index}.{attempt} free", prompt, asked, ask.n))
             if ask.stop_at is not None:
                 stopped = replace(asked, stop_ids=(free.expected[0].ids[ask.stop_at],))
-                case = Case(ask, prompt, stopped, run_alone(pair, f"{index}", prompt, stopped, ask.n))
+                case = Case(ask, prompt, stopped, run_alone(pair, f"{index}.{attempt}", prompt, stopped, ask.n))
             if _least_gap(pair, case) > LEAST_GAP:
                 break
         else:
@@ -125,7 +125,7 @@ class Plain:
 def run_alone(pair: NodePair, rid: str, prompt: list[int], asked: SamplingParams, n: int = 1) -> list[Result]:
     pair.submit(rid, prompt, asked, n=n)
     results = pair.run()
-    return [results.pop((rid, choice)) for choice in range(n)]
+    return [results[rid, choice] for choice in range(n)]
 
 
 def _least_gap(pair: NodePair, case: Case) -> float:
