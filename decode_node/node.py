@@ -89,6 +89,7 @@ class DecodeNode:
 
     def step(self) -> bool:
         """Receive, admit, compute, send. Returns whether there is more to compute at once."""
+        started = time.monotonic()
         for message in self.membership.receive():
             self._handle(message)
         admitted = [sequence for event in self.handoff.poll() if (sequence := self._arrive(event)) is not None]
@@ -96,7 +97,7 @@ class DecodeNode:
         plan = self.scheduler.plan()
         if plan.rows or plan.decoding:
             self.membership.enter("decode", STEP_LIMIT_S)
-            self._compute(plan)
+            self._compute(plan, started)
         for sequence in plan.failed:
             self._fail(sequence.unit, "out_of_pages", "the pool cannot hold this request alone", is_retryable=False)
         self._offer_room()
@@ -275,8 +276,8 @@ class DecodeNode:
 
     # --- rounds ---
 
-    def _compute(self, plan: Plan) -> None:
-        """One step of everybody in the plan."""
+    def _compute(self, plan: Plan, step_started: float) -> None:
+        """One step of everybody in the plan, which began at `step_started`."""
         self._num_steps += 1
         if plan.rows:
             computed = self.engine.compute(plan.rows)
@@ -285,15 +286,17 @@ class DecodeNode:
                 sequence.num_computed += len(row.input_ids)
                 self._num_recomputed += len(row.input_ids)
         started = time.monotonic()
+        slots = _slots(plan.decoding)
         results = self.rounds.run(plan.decoding, plan.shape, plan.limits)
-        if self.chooser is not None and results:
-            num_accepted = [each.num_accepted for each in results]
-            limits = [each.num_drafted for each in results]
-            seconds = time.monotonic() - started
-            self.chooser.observe(_slots(plan.decoding), plan.shape.num_steps, limits, num_accepted, seconds)
+        seconds = time.monotonic() - started
         for sequence, accepted in zip(plan.decoding, results, strict=True):
             self._accept(sequence, accepted)
         self._send(plan.decoding)
+        if self.chooser is not None and results:
+            num_accepted = [each.num_accepted for each in results]
+            limits = [each.num_drafted for each in results]
+            overhead_s = time.monotonic() - step_started - seconds
+            self.chooser.observe(slots, plan.shape.num_steps, limits, num_accepted, seconds, overhead_s)
 
     def _choose(self, sequences: list[Sequence], usable: list[int]) -> DraftShape:
         assert self.chooser is not None

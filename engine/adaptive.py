@@ -20,6 +20,7 @@ FIRST_GUESS = 0.85  # acceptance before anything is known: high, so that drafts 
 _CLEARLY_BETTER = 1.04
 _EXPLORED_SHARE = 0.01
 _OWN_DECAY, _ALL_DECAY = 0.95, 0.98  # of what was seen, a round
+_OVERHEAD_RATE = 0.1
 _ALL_WEIGHT = 4.0  # tries that the average of all sequences counts for in one sequence's estimate
 
 
@@ -47,6 +48,7 @@ class StepChooser:
         self._all = _Rate(FIRST_GUESS, 1.0)
         self._own = [_Rate() for _ in range(num_slots)]
         self._credit_s = 0.0
+        self._overhead_s = 0.0  # of a step beyond its round
 
     def admit(self, slot: int) -> None:
         """Another sequence has the slot now."""
@@ -57,16 +59,24 @@ class StepChooser:
         num_seqs, most = len(slots), max(usable)
         choices = [steps for steps in self.shape.choices if steps <= most or (most and not self.shape.is_chain)] or [0]
         tokens = self._expected(slots, usable)
-        speeds = {steps: tokens[steps] / self.times.seconds(num_seqs, steps) for steps in choices}
+        speeds = {steps: tokens[steps] / self._seconds(num_seqs, steps) for steps in choices}
         best = max(speeds, key=lambda steps: (speeds[steps], -steps))
         last = min(choices, key=lambda steps: abs(steps - self.num_steps))
         self.num_steps = best if speeds[best] > _CLEARLY_BETTER * speeds[last] else last
         return self._explore(num_seqs, choices) if self.num_steps == 0 else self.num_steps
 
     def observe(
-        self, slots: Sequence[int], num_steps: int, limits: Sequence[int], num_accepted: Sequence[int], seconds: float
+        self,
+        slots: Sequence[int],
+        num_steps: int,
+        limits: Sequence[int],
+        num_accepted: Sequence[int],
+        seconds: float,
+        overhead_s: float = 0.0,
     ) -> None:
-        """A round of `num_steps` was run: by sequence, how many drafts it would have taken and how many it took."""
+        """A round of `num_steps` was run: by sequence, how many drafts it would have taken and how many it took;
+        `overhead_s` is what the node's step took beside it."""
+        self._overhead_s += _OVERHEAD_RATE * (min(overhead_s, seconds) - self._overhead_s)
         self.times.observe(len(slots), num_steps, seconds)
         for slot, limit, accepted in zip(slots, limits, num_accepted, strict=True):
             if limit:
@@ -78,6 +88,10 @@ class StepChooser:
         """Estimate for a draft whose predecessors were right."""
         own, average = self._own[slot], self._all.num_right / self._all.num_tries
         return (own.num_right + _ALL_WEIGHT * average) / (own.num_tries + _ALL_WEIGHT)
+
+    def _seconds(self, num_seqs: int, num_steps: int) -> float:
+        """Of a step with such a round."""
+        return self.times.seconds(num_seqs, num_steps) + self._overhead_s
 
     def _expected(self, slots: Sequence[int], usable: Sequence[int]) -> list[float]:
         """Tokens of a round of 0, 1, .. steps: a sequence's 1 + rate + .. + rate ** drafts."""
@@ -91,10 +105,10 @@ class StepChooser:
 
     def _explore(self, num_seqs: int, choices: Sequence[int]) -> int:
         """0, or a step once it is paid for: a round of it, and one to catch up, that might bring nothing."""
-        plain_s = self.times.seconds(num_seqs, 0)
+        plain_s = self._seconds(num_seqs, 0)
         self._credit_s += _EXPLORED_SHARE * plain_s
         tried = choices[min(1, len(choices) - 1)]
-        if self._credit_s < self.times.seconds(num_seqs, tried) + plain_s:
+        if self._credit_s < self._seconds(num_seqs, tried) + plain_s:
             return 0
         self._credit_s = 0.0
         return tried

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..kernels import gpu
 from ..kernels.attention import Tree
-from ..metadata.request import TokenLogprobs
+from ..metadata.request import SamplingParams, TokenLogprobs
 from .batch import BatchRow, ForwardBatch
 from .drafters.base import Drafter, DraftState, PromptChunk, PromptTail, RoundRows
 from .drafters.ngram import NgramDrafter
@@ -33,6 +33,8 @@ from .sampling_batch import SamplingBatch
 from .sampling_state import Needs, SamplingState
 from .slots import MAX_MISSED, Slots
 from .trees import Ancestry, Drafts, DraftShape, Path, accept_chain, accept_tree, ancestry
+
+_MEASURED = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 class RoundResult(NamedTuple):
@@ -84,6 +86,18 @@ class Running(Protocol):
     def salt(self) -> str:
         """Requests of one salt may learn from each other."""
         ...
+
+
+@dataclass(slots=True)
+class _Padding:
+    """A `Running` that is nobody."""
+
+    slot: int | None
+    token_ids: list[int]
+    pages: list[int]
+    sampling: SamplingState
+    num_missed: int = 0
+    salt: str = ""
 
 
 def run_round(
@@ -246,14 +260,12 @@ class Rounds:
         return accepted
 
     def measure(self, num_seqs: int, num_steps: int) -> float:
-        """Seconds of a round of `num_seqs` padding rows."""
-        with torch.inference_mode():
-            inputs = self._fill([], [], self.shape, num_seqs)
-            shape = self.shape.with_steps(num_steps)
-            started = time.monotonic()
-            result = self._run(inputs, shape, GREEDY)
-            result.num_accepted.tolist()
-            return time.monotonic() - started
+        """Seconds of a round of `num_seqs` sequences that are padding, the host's part included."""
+        sampling = SamplingState(_MEASURED, [0, 0], vocab_size=self.engine.model_config.vocab_size)
+        sequence = _Padding(self.slots.padding, [0, 0], [], sampling)
+        started = time.monotonic()
+        self.run([sequence] * num_seqs, self.shape.with_steps(num_steps), [0] * num_seqs)
+        return time.monotonic() - started
 
     def recompute(self, sequences: Sequence[Running], rows: Sequence[BatchRow], hidden: Tensor | None) -> None:
         """After a preemption: tokens of `sequences` were computed again, as `rows` say, with these extend states
@@ -284,13 +296,10 @@ class Rounds:
         max_steps = max(1, self.shape.num_steps)
         return RoundInputs.allocate(num_seqs, self._num_columns, max_steps, device, pinned=pinned)
 
-    def _fill(
-        self, sequences: Sequence[Running], limits: Sequence[int], shape: DraftShape, at_least: int = 0
-    ) -> RoundInputs:
+    def _fill(self, sequences: Sequence[Running], limits: Sequence[int], shape: DraftShape) -> RoundInputs:
         """The smallest bucket that holds the batch, or inputs of its own size, filled; all beyond it is padding."""
         num_seqs = len(sequences)
-        size = max(num_seqs, at_least)
-        size = next((each for each in self._buckets if each >= size), size)
+        size = next((each for each in self._buckets if each >= num_seqs), num_seqs)
         inputs = self._buckets.get(size) or self._allocate(size)
         slots, columns, missed, table = (each.numpy() for each in inputs[1:5])
         slots[:num_seqs] = [_slot(sequence) for sequence in sequences]
@@ -301,7 +310,7 @@ class Rounds:
             table[row, :num_pages] = sequence.pages
             table[row, num_pages:] = 0
         slots[num_seqs:], columns[num_seqs:], missed[num_seqs:], table[num_seqs:] = self.slots.padding, 0, 0, 0
-        if isinstance(self.drafter, NgramDrafter) and shape.num_steps and sequences:
+        if isinstance(self.drafter, NgramDrafter) and shape.num_steps:
             found = [
                 self.drafter.lookup(_slot(sequence), sequence.token_ids, sequence.salt, shape.num_steps)
                 for sequence in sequences
