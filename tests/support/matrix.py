@@ -45,13 +45,13 @@ class Ask:
 ASKS = (
     Ask("greedy", 9, params(24)),
     Ask("one step", 12, params(11, num_logprobs=2, draft_steps=1)),
-    Ask("never drafted", 6, params(9, temperature=1.0, frequency_penalty=0.3, draft_steps=0)),
-    Ask("choices", 11, params(14, temperature=1.0, top_p=0.9, repetition_penalty=1.2, num_logprobs=0), n=2),
+    Ask("never drafted", 6, params(9, temperature=1.0, frequency_penalty=1.5, draft_steps=0)),
+    Ask("choices", 11, params(14, temperature=1.0, top_p=0.9, repetition_penalty=1.6, num_logprobs=0), n=2),
     Ask("stopped", 13, params(24), stop_at=7, is_late=True),
     Ask(
         "biased",
         4,
-        params(12, temperature=0.8, top_k=40, min_p=0.01, presence_penalty=0.4, logit_bias={7: 2.0, 11: -3.0}),
+        params(12, temperature=0.8, top_k=40, min_p=0.01, presence_penalty=1.0, logit_bias={7: 2.0, 11: -3.0}),
         is_late=True,
     ),
     Ask("stopped later", 7, params(20, temperature=1.2, min_tokens=9, draft_steps=2), stop_at=4, is_late=True),
