@@ -6,7 +6,6 @@ where the copy is small beside the products)."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -66,16 +65,14 @@ class _CompiledAttention:
 
 
 def triton_plan(batch: ForwardBatch, *, is_stored: bool = False) -> Plan:
-    """Of the kernels on CUDA; where all sequences have equally many new tokens nothing is read from the host."""
+    """Of the kernels on CUDA. Prompts and their chunks, of whatever lengths, share one kernel; rounds have another."""
     from ..kernels.triton_attention import Plan
 
-    table, seq_lens, query_lens = batch.block_table, batch.seq_lens, batch.query_lens
-    if len(set(query_lens)) == 1:
-        return Plan.uniform(
-            table, seq_lens, query_lens[0], batch.page_size, batch.tree, batch.positions, is_stored=is_stored
-        )
-    starts = torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32, device=table.device)
-    return Plan.ragged(table, seq_lens, starts, batch.num_tokens, batch.page_size)
+    table, seq_lens = batch.block_table, batch.seq_lens
+    if batch.starts is not None:
+        return Plan.ragged(table, seq_lens, batch.starts, batch.num_tokens, batch.page_size)
+    query_len = batch.query_lens[0]
+    return Plan.uniform(table, seq_lens, query_len, batch.page_size, batch.tree, batch.positions, is_stored=is_stored)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,6 +6,7 @@ its pages hold already.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,7 @@ class ForwardBatch:
     logit_rows: torch.Tensor | None  # [num_logits] int64, rows of the states whose logits are wanted; None: all
     page_size: int
     tree: Tree | None = None  # of draft tokens; None: a token sees all before it
+    starts: torch.Tensor | None = None  # [num_seqs + 1] int32, first token of each sequence; None: as many in each
 
     @property
     def num_tokens(self) -> int:
@@ -72,6 +74,7 @@ class ForwardBatch:
             block_table=torch.from_numpy(block_table).to(device),
             logit_rows=_int64(logit_rows, device),
             page_size=page_size,
+            starts=torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32, device=device),
         )
 
     @classmethod

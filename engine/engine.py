@@ -20,6 +20,7 @@ from ..metadata.request import SamplingParams, TokenLogprobs
 from ..metadata.schema import block_bytes, page_bytes, page_layer_bytes, pools
 from .batch import BatchRow, ForwardBatch
 from .config import DtypeChoice, EngineConfig
+from .drafters.base import PromptChunk, PromptTail
 from .drafters.registry import Speculation, read_speculation
 from .model_card import read_card
 from .model_config import ModelConfig
@@ -38,7 +39,8 @@ NO_NUMBERS = "the model's logits at position {position} are not numbers; try ano
 LEASE_STEPS = 8  # a decode node that recomputes a chunk renews no lease meanwhile
 _DEFAULT_POOL_TOKENS = 65_536
 _MEMORY_SHARE = 0.25  # of what is free, for a pool of the default size
-_WARM_UP = SamplingParams(max_tokens=1, temperature=1.0, seed=1)
+_WARM_UP = (SamplingParams(max_tokens=1, temperature=1.0, seed=1), SamplingParams(max_tokens=1, temperature=0.0))
+_WARM_UP_SIZES = (1, 4, 8, 16, 32)  # rows of a product that have kernels of their own on CUDA
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -88,18 +90,33 @@ class Engine:
         self.drafter = self.speculation.load(self.model, self._kvs[0], draft_kv, progress)
 
     def warm_up(self, chunk_tokens: int) -> None:
-        """Run a decode step and a chunk, so that no request pays for first calls. Sets `lease_s` by the chunk."""
+        """Run steps and a chunk, by the drafter too, so that no request pays for first calls, and no node falls silent
+        while a kernel compiles. Sets `lease_s` by the chunk."""
         num_pages = min(-(-chunk_tokens // self.pool.page_size), self.pool.num_free)
         pages = self.pool.allocate(num_pages, Owner.REQUEST)
         num_tokens = min(chunk_tokens, num_pages * self.pool.page_size, self.context_len)
         step_s = 0.0
-        states = [SamplingState(_WARM_UP, [0], vocab_size=self.model_config.vocab_size, device=self.device)]
-        for num_new in (1, num_tokens, num_tokens):
+        sizes = [size for size in _WARM_UP_SIZES if size < num_tokens] if self.device.type == "cuda" else [1]
+        for num_new in (*sizes, num_tokens, num_tokens):
             started = time.monotonic()
-            self.sample(self.forward([BatchRow([0] * num_new, 0, pages)]), states)
+            computed = self.compute([BatchRow([0] * num_new, 0, pages)])
+            for params in _WARM_UP:
+                state = SamplingState(params, [0], vocab_size=self.model_config.vocab_size, device=self.device)
+                self.sample(computed.logits, [state])
+            self._warm_up_drafter(num_new, pages, computed.extend)
             step_s = time.monotonic() - started
         self.lease_s = max(MIN_LEASE_S, LEASE_STEPS * step_s)
         self.pool.release(pages)
+
+    def _warm_up_drafter(self, num_tokens: int, pages: list[int], extend: torch.Tensor | None) -> None:
+        if self.drafter is None:
+            return
+        ids, num_rows = [0] * num_tokens, self.drafter.hidden.num_target_rows
+        state = SamplingState(_WARM_UP[0], ids, [0], vocab_size=self.model_config.vocab_size, device=self.device)
+        rows, last = (None, None) if extend is None else (extend[-1 - num_rows : -1], extend[-1:])
+        with torch.inference_mode():
+            self.drafter.observe_prompt([PromptChunk(ids, 0, num_tokens, pages)], extend)
+            self.drafter.finish_prompt([PromptTail(ids, 0, pages, rows)], last, SamplingBatch.of([state], self.device))
 
     @property
     def kv(self) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""Whether the Triton kernels serve a tensor: on CUDA, unless Triton is missing or BATON_TRITON=0 turns them off.
+"""Whether the Triton kernels serve a tensor: on CUDA, where BATON_TRITON=1 asks for them.
+
+Not the default yet: measured and compared in one process only, not behind HTTP (docs/performance.md).
 
 Triton is imported where it is used first: a node on a CPU does without.
 """
@@ -30,7 +32,7 @@ def dependent_launch() -> bool:
 
 @functools.cache
 def _has_triton() -> bool:
-    if os.environ.get("BATON_TRITON") == "0":
+    if os.environ.get("BATON_TRITON") != "1":
         return False
     try:
         import triton

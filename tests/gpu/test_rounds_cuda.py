@@ -13,6 +13,8 @@ from drafters import settings, target_of
 from node_pair import params
 from solo import POISON, Running, Solo
 
+from baton.kernels import gpu
+
 PROMPTS = [[random.Random(i).randrange(512) for _ in range(num)] for i, num in enumerate((7, 12, 3))]
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -27,7 +29,9 @@ CASES = [
 
 
 @pytest.fixture(autouse=True)
-def _no_tf32() -> None:
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only with our kernels can a round be captured."""
+    monkeypatch.setattr(gpu, "_has_triton", lambda: True)
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
