@@ -90,8 +90,8 @@ class Engine:
         self.drafter = self.speculation.load(self.model, self._kvs[0], draft_kv, progress)
 
     def warm_up(self, chunk_tokens: int) -> None:
-        """Run steps and a chunk, by the drafter too, so that no request pays for first calls, and no node falls silent
-        while a kernel compiles. Sets `lease_s` by the chunk."""
+        """Run steps and a chunk, on CUDA by the drafter too, so that no request pays for first calls, and no node falls
+        silent while a kernel compiles. Sets `lease_s` by the chunk."""
         num_pages = min(-(-chunk_tokens // self.pool.page_size), self.pool.num_free)
         pages = self.pool.allocate(num_pages, Owner.REQUEST)
         num_tokens = min(chunk_tokens, num_pages * self.pool.page_size, self.context_len)
@@ -109,7 +109,7 @@ class Engine:
         self.pool.release(pages)
 
     def _warm_up_drafter(self, num_tokens: int, pages: list[int], extend: torch.Tensor | None) -> None:
-        if self.drafter is None:
+        if self.drafter is None or self.device.type != "cuda":
             return
         ids, num_rows = [0] * num_tokens, self.drafter.hidden.num_target_rows
         state = SamplingState(_WARM_UP[0], ids, [0], vocab_size=self.model_config.vocab_size, device=self.device)
