@@ -54,10 +54,11 @@ def _choose(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         if needs.is_random:
             return perturbed_argmax(logits, batch.seeds, batch.positions, batch.temperature.squeeze(1))
         return perturbed_argmax(logits)
-    scores = logits if needs.is_plain_greedy else perturbed_scores(logits, batch)
-    token_ids = scores.argmax(-1)  # promises the first of equals
-    found = scores.gather(1, token_ids.unsqueeze(1)).squeeze(1)  # argmax finds a NaN first, and noise spreads it
-    return token_ids, found.isnan().logical_not_()
+    if needs.is_plain_greedy:
+        token_ids = logits.argmax(-1)  # promises the first of equals
+        found = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)  # argmax finds a NaN first
+        return token_ids, found.isnan().logical_not_()
+    return perturbed_scores(logits, batch).argmax(-1), logits.isnan().any(1).logical_not_()
 
 
 def perturbed_scores(logits: Tensor, batch: SamplingBatch) -> Tensor:
