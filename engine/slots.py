@@ -54,10 +54,6 @@ class Slots:
     def padding(self) -> int:
         return self.num_slots
 
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
     def take(self) -> int:
         """A free slot; whoever takes it loads it, and gives it back."""
         assert self._free, "more sequences run than there are slots"
