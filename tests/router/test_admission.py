@@ -169,7 +169,7 @@ def test_load_is_spread(make_system: Callable[..., System]) -> None:
         wait_until(lambda: sum(len(own(node, m.Reserve)) for node in decodes) == 8)
         system.behaviour.hold.set()
         assert [future.result()[0] for future in futures] == [200] * 8
-    assert [len(own(node, m.Reserve)) for node in decodes] == [4, 4]
+    assert max(len(own(node, m.Reserve)) for node in decodes) <= 5  # four each, but for a canary's place
 
 
 def test_equal_prefixes_meet_on_one_prefill_node(make_system: Callable[..., System]) -> None:
