@@ -12,6 +12,7 @@ import zmq
 from .addresses import parse_address
 from .errors import ConfigError, ProtocolError
 from .logs import Throttle
+from .messages import unseal
 
 DRAIN_LIMIT = 256  # messages taken from a socket before others get their turn
 QUEUE_LEN = 8192  # messages queued for one peer, each way
@@ -39,9 +40,12 @@ def routing_id(node_id: str, epoch: str) -> bytes:
 
 
 def decode_frame(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
-    """The message in one frame. Raises ProtocolError, and nothing else, whatever the bytes are."""
+    """The message in one frame (messages.encode). Raises ProtocolError, and nothing else, whatever the bytes are."""
+    body = unseal(frame)
+    if body is None:
+        raise ProtocolError(f"{len(frame)} bytes do not fit their checksum: damaged, or of another protocol")
     try:
-        return decoder.decode(frame)
+        return decoder.decode(body)
     except _MalformedFrame as error:
         raise ProtocolError(f"{type(error).__name__}: {str(error)[:200]}") from None
 

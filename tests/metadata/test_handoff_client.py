@@ -30,6 +30,7 @@ from handoff_nodes import (
     unit,
 )
 
+from baton.metadata.bus import decode_frame
 from baton.metadata.curve import KeyPair
 from baton.metadata.handoff_client import MAX_PULLS, Arrived, HandoffClient, Revoked, TransferFailed
 from baton.metadata.handoff_server import HandoffServer
@@ -405,7 +406,7 @@ class Liar:
     def receive(self, kind: type) -> Any:
         while True:
             self.holder, frame = self.socket.recv_multipart()
-            message = to_prefill_decoder.decode(frame)
+            message = decode_frame(to_prefill_decoder, frame)
             if isinstance(message, kind):
                 return message
 

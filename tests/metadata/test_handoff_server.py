@@ -12,6 +12,7 @@ import zmq
 from handoff_nodes import FINGERPRINTS, SCHEMA, make_client, make_row, make_server, named, peer_of, spin, unit
 
 from baton.metadata.addresses import host_identity
+from baton.metadata.bus import decode_frame
 from baton.metadata.checksums import page_checksums
 from baton.metadata.curve import KeyPair
 from baton.metadata.errors import ConfigError
@@ -31,6 +32,7 @@ from baton.metadata.messages import (
     Revoke,
     UnknownClaim,
     encode,
+    seal,
     to_decode_decoder,
 )
 from baton.metadata.node_info import HandoffSchema, PoolLayout
@@ -78,7 +80,7 @@ class Decode:
             self.events += server.poll()
             if self.socket.poll(1):
                 payload, *data = self.socket.recv_multipart()
-                message = to_decode_decoder.decode(payload)
+                message = decode_frame(to_decode_decoder, payload)
                 if isinstance(message, kind):
                     return message, b"".join(data)
         raise AssertionError(f"no {kind} came")
@@ -227,7 +229,9 @@ def test_an_ack_before_the_final_offer_is_dropped(server, decode):
     [
         b"",
         b"\xc1",
-        b"\x93" * 5000,
+        seal(b""),
+        seal(b"\xc1"),
+        seal(b"\x93" * 5000),
         encode({"type": "claim", "unit": ["r", MAX_CHOICES, 0], "have": 0}),
         encode({"type": "claim", "unit": ["r", 0, 0], "have": -1}),
         encode({"type": "claim", "unit": ["r", 0, 0], "have": 0, "more": 1}),

@@ -20,7 +20,17 @@ from baton.metadata.curve import KeyPair
 from baton.metadata.errors import ConfigError
 from baton.metadata.hub import Hub
 from baton.metadata.link import Link
-from baton.metadata.messages import Cancel, Cancelled, Hello, HelloAgain, RouterBeat, ToNode, ToRouter, encode
+from baton.metadata.messages import (
+    Cancel,
+    Cancelled,
+    Hello,
+    HelloAgain,
+    RouterBeat,
+    ToNode,
+    ToRouter,
+    encode,
+    seal,
+)
 
 PEER = b"node:1"
 DONE = Cancelled(rid="r", attempt=0)
@@ -152,7 +162,9 @@ def _bad_frames(sample: Any) -> Iterator[tuple[str, list[bytes]]]:
 async def test_bad_frames_are_counted_and_dropped(
     router: Router, raw: zmq.Socket[bytes], sample: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for count, (name, frames) in enumerate(_bad_frames(sample), 1):
+    bad = list(_bad_frames(sample))
+    bad += [(f"sealed {name}", [seal(frame) for frame in frames]) for name, frames in bad]  # past the checksum
+    for count, (name, frames) in enumerate(bad, 1):
         raw.send_multipart(frames)
         await until(lambda: router.hub.dropped_frames >= count)  # noqa: B023
         assert router.hub.dropped_frames == count, name
@@ -193,7 +205,7 @@ async def test_a_node_drops_bad_frames_too(router: Router, link: Link) -> None:
     await until(lambda: router.messages)
     wrong: Any = DONE
     assert router.hub.send(PEER, wrong)
-    router.hub._send_frame(PEER, b"\x91" * 100_000)
+    router.hub._send_frame(PEER, seal(b"\x91" * 100_000))
     router.hub._send_frame(PEER, b"")
     good = Cancel(router_epoch="e0", rid="r", attempt=0, choices=None, reason="")
     router.hub.send(PEER, good)

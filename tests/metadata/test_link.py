@@ -12,7 +12,7 @@ from baton.metadata.bus import QUEUE_LEN, bound_address
 from baton.metadata.curve import KeyPair
 from baton.metadata.errors import ConfigError
 from baton.metadata.link import Link
-from baton.metadata.messages import Cancelled, Drain, HelloAgain, RouterBeat, ToNode, encode
+from baton.metadata.messages import Cancelled, Drain, HelloAgain, RouterBeat, ToNode, encode, seal
 
 DONE = Cancelled(rid="r", attempt=0)
 BEAT = RouterBeat(router_epoch="e")
@@ -79,7 +79,15 @@ def test_receive_is_bounded_and_keeps_order(router: BareRouter, link: Link) -> N
 
 def test_bad_frames_are_counted_and_left_out(router: BareRouter, link: Link) -> None:
     good = encode(BEAT)
-    for frames in ([b""], [b"\xc1"], [good[:-1]], [good + b"\0"], [good, good], [encode(DONE)], [b"\x91" * 100_000]):
+    for frames in (
+        [b""],
+        [b"\xc1"],
+        [good[:-1]],
+        [good + b"\0"],
+        [good, good],
+        [encode(DONE)],
+        [seal(b"\x91" * 100_000)],
+    ):
         router.socket.send_multipart([b"node:1", *frames])
     router.socket.send_multipart([b"node:1", encode(Drain(router_epoch="e"))])
     assert receive(link, 1) == [Drain(router_epoch="e")]

@@ -9,6 +9,8 @@ import msgspec
 import pytest
 
 from baton.metadata import messages as m
+from baton.metadata.bus import decode_frame
+from baton.metadata.errors import ProtocolError
 from baton.metadata.request import GenerationRequest, SamplingParams, Unit, choice_seed, pack_ids, unpack_ids
 
 DIRECTIONS = {
@@ -26,7 +28,7 @@ CASES = [
 def test_round_trip_and_wrong_directions(kind: type, direction: str, sample: Any) -> None:
     for seed in range(20):
         message = sample(kind, seed)
-        frame = m.encode(message)
+        frame = msgspec.msgpack.encode(message)
         assert DIRECTIONS[direction][1].decode(frame) == message
         for other, (_, decoder) in DIRECTIONS.items():
             if other != direction:
@@ -37,7 +39,7 @@ def test_round_trip_and_wrong_directions(kind: type, direction: str, sample: Any
 @pytest.mark.parametrize(("kind", "direction"), CASES)
 def test_plain_msgpack_reads_and_writes_the_same(kind: type, direction: str, sample: Any) -> None:
     message = sample(kind, 1)
-    plain = msgpack.unpackb(m.encode(message), strict_map_key=False)
+    plain = msgpack.unpackb(msgspec.msgpack.encode(message), strict_map_key=False)
     assert plain["type"] == message.__struct_config__.tag
     assert set(plain) == {"type", *message.__struct_fields__}
     assert DIRECTIONS[direction][1].decode(msgpack.packb(plain)) == message
@@ -46,7 +48,7 @@ def test_plain_msgpack_reads_and_writes_the_same(kind: type, direction: str, sam
 @pytest.mark.parametrize(("kind", "direction"), CASES)
 def test_unknown_and_missing_fields_are_refused(kind: type, direction: str, sample: Any) -> None:
     decoder = DIRECTIONS[direction][1]
-    plain = msgpack.unpackb(m.encode(sample(kind, 2)), strict_map_key=False)
+    plain = msgpack.unpackb(msgspec.msgpack.encode(sample(kind, 2)), strict_map_key=False)
     with pytest.raises(msgspec.ValidationError, match="unknown field"):
         decoder.decode(msgpack.packb({**plain, "from_the_future": 1}))
     fields = msgspec.structs.fields(kind)
@@ -59,10 +61,25 @@ def test_unknown_and_missing_fields_are_refused(kind: type, direction: str, samp
 
 @pytest.mark.parametrize(("kind", "direction"), CASES)
 def test_truncated_frames_are_refused(kind: type, direction: str, sample: Any) -> None:
-    frame = m.encode(sample(kind, 3))
+    frame = msgspec.msgpack.encode(sample(kind, 3))
     for length in range(len(frame)):
         with pytest.raises((msgspec.MsgspecError, UnicodeDecodeError)):
             DIRECTIONS[direction][1].decode(frame[:length])
+
+
+@pytest.mark.parametrize(("kind", "direction"), CASES)
+def test_no_flipped_bit_and_no_missing_byte_passes(kind: type, direction: str, sample: Any) -> None:
+    message, decoder = sample(kind, 4), DIRECTIONS[direction][1]
+    frame = m.encode(message)
+    assert decode_frame(decoder, frame) == message
+    damaged = [frame[:length] for length in range(len(frame))]
+    for place in range(len(frame)):
+        flipped = bytearray(frame)
+        flipped[place] ^= 1 << place % 8
+        damaged.append(bytes(flipped))
+    for bad in damaged:
+        with pytest.raises(ProtocolError, match="do not fit their checksum"):
+            decode_frame(decoder, bad)
 
 
 def test_tags_are_unique() -> None:
@@ -75,7 +92,7 @@ def test_bounds_are_enforced(sample: Any) -> None:
 
     def refused(decoder: Any, message: Any) -> None:
         with pytest.raises(msgspec.ValidationError):
-            decoder.decode(m.encode(message))
+            decoder.decode(msgspec.msgpack.encode(message))
 
     refused(m.to_router_decoder, m.Cancelled(rid="", attempt=0))
     refused(m.to_router_decoder, m.Cancelled(rid="r" * 129, attempt=0))
@@ -121,4 +138,4 @@ def test_choice_seeds() -> None:
 def test_a_column_costs_what_its_ids_cost() -> None:
     units = tuple(Unit(f"request-{i}", 0, 0) for i in range(256))
     ones = pack_ids([1] * 256)
-    assert len(m.encode(m.Tokens(units, ones, ones, ones))) < 256 * (12 + 18) + 100
+    assert len(msgspec.msgpack.encode(m.Tokens(units, ones, ones, ones))) < 256 * (12 + 18) + 100

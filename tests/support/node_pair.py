@@ -14,7 +14,7 @@ import zmq
 from baton.decode_node.config import DecodeConfig
 from baton.decode_node.node import DecodeNode
 from baton.engine.startup import load_engine, make_membership, transports
-from baton.metadata.bus import new_epoch
+from baton.metadata.bus import decode_frame, new_epoch
 from baton.metadata.handoff_client import HandoffClient
 from baton.metadata.handoff_server import HandoffServer
 from baton.metadata.membership import Membership
@@ -225,7 +225,7 @@ class NodePair:
                 sender, body = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._handle(sender, to_router_decoder.decode(body))
+            self._handle(sender, decode_frame(to_router_decoder, body))
 
     def _handle(self, sender: bytes, message: Any) -> None:
         match message:
