@@ -12,7 +12,7 @@ import zmq
 from .addresses import parse_address
 from .errors import ConfigError, ProtocolError
 from .logs import Throttle
-from .messages import unseal
+from .seal import unseal
 
 DRAIN_LIMIT = 256  # messages taken from a socket before others get their turn
 QUEUE_LEN = 8192  # messages queued for one peer, each way

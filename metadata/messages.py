@@ -16,8 +16,8 @@ from typing import Annotated
 
 import msgspec
 from msgspec import Meta
-from xxhash import xxh3_64_digest
 
+from . import seal
 from .node_info import Capacity, HandoffSchema, Load, ModelCard, NodeStats, Peer, PoolLedger, Role
 from .request import (
     MAX_CHOICES,
@@ -42,7 +42,6 @@ PROTOCOL_MAX = 4
 MAX_BATCH = 4096
 HUB_FRAME_BYTES = 64 << 20  # a tokenizer is the largest message on the hub
 DATA_FRAME_BYTES = 64 << 20
-_CHECKSUM_BYTES = 8  # at the end of every frame
 
 # --- node -> router -----------------------------------------------------------------------------------------------
 
@@ -395,21 +394,4 @@ to_router_decoder = msgspec.msgpack.Decoder(ToRouter)
 to_node_decoder = msgspec.msgpack.Decoder(ToNode)
 to_prefill_decoder = msgspec.msgpack.Decoder(ToPrefill)
 to_decode_decoder = msgspec.msgpack.Decoder(ToDecode)
-_encode = msgspec.msgpack.Encoder().encode
-
-
-def encode(message: Message) -> bytes:
-    """A message as a frame: MessagePack, sealed. The inverse is bus.decode_frame."""
-    return seal(_encode(message))
-
-
-def seal(body: bytes) -> bytes:
-    """The bytes, and then the xxh3_64 of them. TCP's 16 bits of checksum let a damaged segment through now and then,
-    and a flipped bit in a column of token ids leaves a message that is as good as any."""
-    return body + xxh3_64_digest(body)
-
-
-def unseal(frame: bytes) -> bytes | None:
-    """The inverse of `seal`; None where bytes and checksum do not fit."""
-    body, checksum = frame[:-_CHECKSUM_BYTES], frame[-_CHECKSUM_BYTES:]
-    return body if xxh3_64_digest(body) == checksum else None
+encode = seal.encode

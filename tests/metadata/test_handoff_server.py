@@ -32,12 +32,12 @@ from baton.metadata.messages import (
     Revoke,
     UnknownClaim,
     encode,
-    seal,
     to_decode_decoder,
 )
 from baton.metadata.node_info import HandoffSchema, PoolLayout
 from baton.metadata.request import MAX_CHOICES, Unit, pack_ids, unpack_ids
 from baton.metadata.schema import make_schema, page_bytes
+from baton.metadata.seal import seal
 from baton.metadata.tickets import Claimed, TicketEnded
 
 

@@ -29,8 +29,8 @@ from baton.metadata.messages import (
     ToNode,
     ToRouter,
     encode,
-    seal,
 )
+from baton.metadata.seal import seal
 
 PEER = b"node:1"
 DONE = Cancelled(rid="r", attempt=0)

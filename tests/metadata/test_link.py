@@ -12,7 +12,8 @@ from baton.metadata.bus import QUEUE_LEN, bound_address
 from baton.metadata.curve import KeyPair
 from baton.metadata.errors import ConfigError
 from baton.metadata.link import Link
-from baton.metadata.messages import Cancelled, Drain, HelloAgain, RouterBeat, ToNode, encode, seal
+from baton.metadata.messages import Cancelled, Drain, HelloAgain, RouterBeat, ToNode, encode
+from baton.metadata.seal import seal
 
 DONE = Cancelled(rid="r", attempt=0)
 BEAT = RouterBeat(router_epoch="e")

@@ -27,8 +27,8 @@ from .test_request_life import own, wait_until
         ),
         ({"target_fingerprint": "e" * 16}, ("weights", "e" * 16, "f" * 16)),
         ({"draft_fingerprint": "d" * 16}, ("draft weights", "d" * 16, "None")),
-        ({"protocol_min": 4, "protocol_max": 5}, ("protocol", "4..5", "3..3")),
-        ({"protocol_min": 1, "protocol_max": 2}, ("protocol", "1..2", "3..3")),
+        ({"protocol_min": 5, "protocol_max": 6}, ("protocol", "5..6", "4..4")),
+        ({"protocol_min": 1, "protocol_max": 2}, ("protocol", "1..2", "4..4")),
     ],
 )
 def test_a_node_that_fits_nobody_is_refused(make_system: Callable[..., System], changes: Any, words: Any) -> None:
