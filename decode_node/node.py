@@ -248,6 +248,7 @@ class DecodeNode:
         return None
 
     def _admit(self, sequence: Sequence, event: Arrived, sampled: Sampled) -> None:
+        begun = time.monotonic()
         assert sequence.lease is not None
         have = len(sequence.lease.pages)
         num_prompt_pages = -(-len(sequence.token_ids) // self.engine.pool.page_size)
@@ -260,6 +261,7 @@ class DecodeNode:
         self.rounds.admit(sequence, sequence.num_computed, draft)
         if self.chooser is not None and sequence.slot is not None:
             self.chooser.admit(sequence.slot)
+        sequence.clock.start(sequence.num_generated)
         self._num_moved_pages += event.num_pages
         self._num_moved_bytes += event.num_bytes
         self._transfer_seconds += event.transfer_s
@@ -271,6 +273,7 @@ class DecodeNode:
                 num_pages=event.num_pages,
                 num_bytes=event.num_bytes,
                 have_pages=have,
+                times=msgspec.structs.replace(event.times, admit_s=time.monotonic() - begun),
             )
         )
 
@@ -304,6 +307,7 @@ class DecodeNode:
 
     def _accept(self, sequence: Sequence, accepted: Accepted) -> None:
         """Append what a round brought, up to the token that ends the sequence."""
+        sequence.clock.step(sequence.num_generated)
         sequence.num_rounds += accepted.num_drafted > 0
         sequence.num_drafted += accepted.num_drafted
         sequence.num_accepted += accepted.num_accepted
@@ -330,6 +334,8 @@ class DecodeNode:
                 num_rounds=sequence.num_rounds,
                 num_drafted=sequence.num_drafted,
                 num_accepted=sequence.num_accepted,
+                num_steps=sequence.clock.num_steps,
+                preemptions=tuple(sequence.clock.told),
             )
             logger.info("ended: %s", end.reason, extra={"rid": sequence.unit.rid})
             self.scheduler.finish(sequence)

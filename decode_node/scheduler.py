@@ -199,6 +199,7 @@ class DecodeScheduler:
         self.running.remove(sequence)
         self._release(sequence)
         sequence.num_computed = 0
+        sequence.clock.preempted(sequence.num_generated)
         self.num_preemptions += 1
         bisect.insort(self.preempted, sequence, key=_order)
 
@@ -215,6 +216,7 @@ class DecodeScheduler:
             self.preempted.pop(0)
             assert sequence.lease is not None
             sequence.num_computed = len(sequence.lease.pages) * self.page_size
+            sequence.clock.resumed()
             bisect.insort(self.running, sequence, key=_order)
 
     def _take_pages(self, sequence: Sequence, num_tokens: int, limit_pages: int, headroom: int = 0) -> bool:

@@ -8,6 +8,7 @@ from ..engine.prefix_cache import Lease
 from ..engine.sampling_state import SamplingState
 from ..engine.slots import MAX_MISSED
 from ..metadata.request import Ended, GenerationRequest, TokenLogprobs, Unit
+from .run_clock import RunClock
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +33,7 @@ class Sequence:
     num_drafted: int = 0
     num_accepted: int = 0
     ended: Ended | None = None
+    clock: RunClock = field(default_factory=RunClock)
 
     @property
     def salt(self) -> str:

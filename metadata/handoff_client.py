@@ -45,6 +45,7 @@ from .messages import (
 from .node_info import HandoffSchema, Peer
 from .request import Unit
 from .schema import page_bytes
+from .times import PullTimes
 from .transports.base import Landed
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Arrived(NamedTuple):
     transfer_s: float
     num_pages: int  # pulled, without those had
     num_bytes: int
+    times: PullTimes = PullTimes()
 
 
 class TransferFailed(NamedTuple):
@@ -285,7 +287,8 @@ class HandoffClient:
         except ProtocolError as error:
             self._fail(offer.unit, f"prefill node {link.peer.node_id}: {error}", tell=link)
             raise
-        inbound.start_clock(self._clock())
+        inbound.offered_at = self._clock()
+        inbound.start_clock(inbound.offered_at)
         if link.transport is not None:
             link.transport.fetch(moves)
         self._finish_if_whole(link, inbound)
@@ -327,12 +330,15 @@ class HandoffClient:
     def _finish_if_whole(self, link: Link, inbound: Inbound) -> None:
         if inbound.row is None or not inbound.is_whole:
             return
-        inbound.stop_clock(self._clock())
+        now = self._clock()
+        inbound.stop_clock(now)
         del self._inbound[inbound.unit]
         link.send(Ack(unit=inbound.unit))
         num_pages = len(inbound.pages) - inbound.have
         num_bytes = num_pages * page_bytes(self._schema)
-        self._events.append(Arrived(inbound.unit, inbound.row, inbound.moving_s, num_pages, num_bytes))
+        name = link.transport.name if link.transport is not None else ""
+        times = PullTimes(name, max(0.0, now - inbound.offered_at), num_repeated=inbound.num_repeated)
+        self._events.append(Arrived(inbound.unit, inbound.row, inbound.moving_s, num_pages, num_bytes, times))
 
     def _renew(self, link: Link, now: float) -> None:
         units = [inbound.unit for inbound in self._inbound.values() if inbound.epoch == link.peer.epoch]

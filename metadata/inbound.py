@@ -30,6 +30,7 @@ class Inbound:
     _offered: set[int] = field(default_factory=set[int])
     _num_pulls: dict[int, int] = field(default_factory=dict[int, int])
     _moving_since: float | None = None
+    offered_at: float = 0.0  # when the last offer was taken
 
     @property
     def is_whole(self) -> bool:
@@ -78,6 +79,11 @@ class Inbound:
         del self._moves[index], self.checksums[index]
         if not self._moves:
             self.stop_clock(now)
+
+    @property
+    def num_repeated(self) -> int:
+        """Pulls in vain."""
+        return sum(self._num_pulls.values())
 
     def count_pull(self, index: int) -> int:
         """How often the page has been pulled in vain, this time included."""

@@ -35,6 +35,7 @@ from .request import (
     TokenLogprobs,
     Unit,
 )
+from .times import PrefillTimes, PullTimes
 
 PROTOCOL_MIN = 4
 PROTOCOL_MAX = 4
@@ -105,6 +106,7 @@ class PrefillDone(Message, frozen=True, tag="prefill_done"):
     compute_s: Seconds
     num_cached: Count
     load: Load
+    times: PrefillTimes = PrefillTimes()
     # one entry a prompt token after the first, in the final chunk's order, when the request asked for them
     prompt_logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(max_length=MAX_CONTEXT)] = ()
 
@@ -117,6 +119,7 @@ class Admitted(Message, frozen=True, tag="admitted"):
     num_pages: Count
     num_bytes: Count
     have_pages: Count
+    times: PullTimes = PullTimes()
 
 
 class Tokens(Message, frozen=True, tag="tokens"):

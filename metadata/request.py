@@ -14,6 +14,7 @@ MAX_CONTEXT = 1 << 20  # tokens
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_DRAFT_STEPS = 15  # tokens drafted in a round
+MAX_PREEMPTIONS = 8  # told one by one; of more, neighbours are added up
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -104,6 +105,17 @@ class TokenLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=
     top_logprobs: Annotated[tuple[float, ...], Meta(max_length=MAX_TOP_LOGPROBS)] = ()
 
 
+class Preemption(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """One preemption of a unit, or several in a row, with the run that came before it."""
+
+    num_preemptions: Count
+    num_steps: Count  # before it, since the admission or the preemption before
+    num_tokens: Count
+    ran_s: Seconds
+    waited_s: Seconds  # without pages
+    recompute_s: Seconds  # from its pages to its next round
+
+
 class Ended(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Why a choice ended, with its totals."""
 
@@ -115,3 +127,5 @@ class Ended(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     num_rounds: Count = 0  # of speculation: how often the target verified drafts of this choice
     num_drafted: Count = 0
     num_accepted: Count = 0
+    num_steps: Count = 0  # rounds on the decode node, with and without drafts
+    preemptions: Annotated[tuple[Preemption, ...], Meta(max_length=MAX_PREEMPTIONS)] = ()

@@ -10,6 +10,7 @@ from ..engine.prefix_cache import Lease
 from ..engine.sampling_state import SamplingState
 from ..metadata.node_info import Peer
 from ..metadata.request import GenerationRequest, TokenLogprobs, Unit
+from ..metadata.times import MAX_CHUNKS, ChunkTimes, PrefillTimes, add_bounded
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +40,11 @@ class PrefillJob:
     extend_rows: torch.Tensor | None = None  # [<= num_target_rows + 1, extend width] of the last computed positions
     tickets: set[Unit] = field(default_factory=set)  # not ended yet
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    chunks: list[ChunkTimes] = field(default_factory=list)  # neighbours joined above MAX_CHUNKS
+    num_offers: int = 0
+    early_pages: int = 0  # offered before the prompt was computed
+    sample_s: float = 0.0
+    _idle_since: float | None = None
 
     @property
     def num_received(self) -> int:
@@ -57,6 +63,17 @@ class PrefillJob:
         if self.extend_rows is not None:
             kept = torch.cat([self.extend_rows, kept])[-num_rows:]
         self.extend_rows = kept.clone()
+
+    def note_chunk(self, num_tokens: int, begun: float, done: float) -> None:
+        """A step between these times computed so many of its tokens."""
+        idle_since = self.started if self._idle_since is None else self._idle_since
+        self._idle_since = done
+        add_bounded(self.chunks, ChunkTimes(1, num_tokens, max(0.0, begun - idle_since), done - begun), MAX_CHUNKS)
+
+    @property
+    def times(self) -> PrefillTimes:
+        """What the router is told for the request's timeline."""
+        return PrefillTimes(self.sample_s, self.num_offers, self.early_pages, tuple(self.chunks))
 
     @property
     def is_computed(self) -> bool:

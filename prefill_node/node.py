@@ -79,7 +79,8 @@ class PrefillNode:
         plan = self.scheduler.plan()
         if plan:
             self.membership.enter("prefill", STEP_LIMIT_S)
-            self._process(plan, self.engine.compute([row for _, row in plan]))
+            begun = time.monotonic()
+            self._process(plan, self.engine.compute([row for _, row in plan]), begun)
         return bool(self.scheduler.computing)
 
     @property
@@ -207,13 +208,16 @@ class PrefillNode:
         self._counts.cached_tokens += job.num_cached
         self._offer_pages(job)
 
-    def _process(self, plan: list[tuple[PrefillJob, BatchRow]], computed: Computed) -> None:
-        """What the forward brought: draft KV, pages to offer, log-probabilities of the prompt, first tokens."""
+    def _process(self, plan: list[tuple[PrefillJob, BatchRow]], computed: Computed, begun: float) -> None:
+        """What the forward, begun at that time, brought: draft KV, pages to offer, log-probabilities of the prompt,
+        first tokens."""
         self._counts.steps += 1
         if self.engine.drafter is not None:
             self._draft_chunks(self.engine.drafter, plan, computed.extend)
         at = num_tokens = 0
+        now = time.monotonic()
         for job, row in plan:
+            job.note_chunk(len(row.input_ids), begun, now)
             job_logits = computed.logits[at : at + row.num_logits]
             at += row.num_logits
             num_tokens += len(row.input_ids)
@@ -264,6 +268,7 @@ class PrefillNode:
             self._counts.generated_tokens += len(ids)
             ends = [self._append(state, token, job.num_cached) for state, token in zip(states, ids, strict=True)]
             self.membership.send(self.first_tokens.make(job, units, ids, logprobs, ends))
+            job.sample_s = time.monotonic() - job.computed
             drafts = self._draft_tails(job, states, ids)
             self._offer_pages(job)
             for unit, token, entry, end, draft in zip(units, ids, logprobs, ends, drafts, strict=True):
@@ -324,6 +329,8 @@ class PrefillNode:
             if unit in job.tickets:
                 self.handoff.offer(unit, indices, pages, [self.engine.pool.generation(page) for page in pages])
         job.num_offered = num_ready
+        job.num_offers += 1
+        job.early_pages = job.early_pages if job.is_computed else num_ready
 
     def _end_tickets(self) -> None:
         for event in self.handoff.poll():
@@ -347,6 +354,7 @@ class PrefillNode:
                 compute_s=max(0.0, job.computed - job.started),
                 num_cached=job.num_cached,
                 load=self.load(),
+                times=job.times,
                 prompt_logprobs=tuple(job.prompt_logprobs),
             )
         )
