@@ -29,12 +29,12 @@ from ..engine.step_times import StepTimes
 from ..engine.stopping import ended
 from ..engine.trees import DraftShape
 from ..metadata.buffers import MetadataBuffers, Sampled
-from ..metadata.errors import ProtocolError
+from ..metadata.errors import ProtocolError, RequestError
 from ..metadata.handoff_client import Arrived, HandoffClient, Revoked, TransferFailed
 from ..metadata.membership import Membership, RouterGone
 from ..metadata.messages import Admitted, Cancel, Cancelled, Failed, Resend, Reserve, Reserved, Room
 from ..metadata.node_info import Load, NodeStats
-from ..metadata.request import TokenLogprobs, Unit, unpack_ids
+from ..metadata.request import TokenLogprobs, Unit
 from ..metadata.session import Work
 from .outbox import Outbox
 from .scheduler import DecodeScheduler, Plan
@@ -159,9 +159,17 @@ class DecodeNode:
 
     def _reserve(self, message: Reserve) -> None:
         """Grant choices in order while they fit, and claim those granted."""
+        units = {Unit(message.rid, choice, message.attempt) for choice in message.choices}
+        if units.intersection(self.units()):
+            logger.warning("dropped a Reserve that came twice", extra={"rid": message.rid})
+            return
         granted: list[Sequence] = []
         for choice in message.choices:
-            sequence = self._sequence(message, choice)
+            try:
+                sequence = self._sequence(message, choice)
+            except RequestError as error:
+                self._fail(Unit(message.rid, choice, message.attempt), error.code, str(error), is_retryable=False)
+                continue
             if not self.scheduler.reserve(sequence):
                 self._refused_at = self.scheduler.num_releases
                 break
@@ -183,7 +191,7 @@ class DecodeNode:
 
     def _sequence(self, message: Reserve, choice: int) -> Sequence:
         request = message.request
-        prompt_ids, received_ids = unpack_ids(request.prompt_ids), unpack_ids(request.received_ids)
+        prompt_ids, received_ids = request.token_ids(self.engine.model_config.vocab_size, self.engine.context_len)
         sampling = SamplingState(
             request.params,
             prompt_ids,
@@ -231,7 +239,7 @@ class DecodeNode:
             case Arrived(unit=unit, row=row):
                 try:
                     self._row_buffer.unpack(row)
-                    sampled = self._row_buffer.get_sampled()
+                    sampled = self._row_buffer.get_sampled(self.engine.model_config.vocab_size)
                 except ProtocolError as error:
                     self.scheduler.finish(sequence)
                     self._fail(unit, error.code, str(error), is_retryable=False)

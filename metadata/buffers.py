@@ -102,11 +102,13 @@ class MetadataBuffers:
         self.set("logprobs", logprobs, row)
         self.set("top_ids", top_ids, row)
 
-    def get_sampled(self, row: int = 0) -> Sampled:
-        """Reads what `set_sampled` wrote. Raises ProtocolError where a peer's row cannot be."""
+    def get_sampled(self, vocab_size: int, row: int = 0) -> Sampled:
+        """Reads what `set_sampled` wrote. Raises ProtocolError where a peer's row cannot be, and where it names a token
+        or a drafter's proposal outside the vocabulary, with which no embedding could begin."""
         num_logprobs = int(self.get("num_logprobs", row))
         first_token, num_cached = int(self.get("first_token", row)), int(self.get("num_cached", row))
-        if not 0 <= num_logprobs <= 1 + MAX_TOP_LOGPROBS or first_token < 0 or num_cached < 0:
+        self._check_ids(vocab_size, row)
+        if not 0 <= num_logprobs <= 1 + MAX_TOP_LOGPROBS or num_cached < 0:
             raise ProtocolError(
                 f"a metadata row with first_token {first_token}, num_cached {num_cached}, num_logprobs {num_logprobs}"
             )
@@ -115,3 +117,11 @@ class MetadataBuffers:
         values: list[float] = self.get("logprobs", row)[:num_logprobs].cpu().numpy().tolist()
         top_ids: list[int] = self.get("top_ids", row)[: num_logprobs - 1].cpu().numpy().tolist()
         return Sampled(first_token, num_cached, TokenLogprobs(values[0], tuple(top_ids), tuple(values[1:])))
+
+    def _check_ids(self, vocab_size: int, row: int) -> None:
+        for name in ("first_token", "top_ids", "topk_index"):
+            if name in self:
+                ids = self.get(name, row)
+                low, high = int(ids.min()), int(ids.max())
+                if low < 0 or high >= vocab_size:
+                    raise ProtocolError(f"a metadata row whose {name} has {low} to {high} of {vocab_size} tokens")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import zmq
@@ -37,6 +37,17 @@ def routing_id(node_id: str, epoch: str) -> bytes:
     if len(name) > _MAX_ROUTING_ID:
         raise ConfigError(f"node id {node_id!r} is too long: with its epoch over {_MAX_ROUTING_ID} bytes")
     return name
+
+
+def receive_frames(socket: zmq.Socket[bytes], most: int, *, copy: bool = True) -> list[Any]:
+    """The frames of the next message: bytes, or `zmq.Frame` where `copy` is False. Of one with more than `most` frames
+    the first `most + 1` are kept, which the caller refuses. Raises zmq.Again when nothing waits."""
+    frames: list[Any] = [socket.recv(zmq.NOBLOCK, copy=copy)]
+    while socket.get(zmq.RCVMORE):
+        frame: Any = socket.recv(zmq.NOBLOCK, copy=copy)
+        if len(frames) <= most:
+            frames.append(frame)
+    return frames
 
 
 def decode_frame(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:

@@ -29,7 +29,7 @@ from .bus import (
     decode_frame,
     file_descriptor,
     has_input,
-    routing_id,
+    receive_frames,
 )
 from .curve import KeyPair, secure_server
 from .errors import ConfigError, ProtocolError
@@ -79,6 +79,7 @@ class Hub:
         self.address = bound_address(self._socket)
         self._dropped = DroppedFrames(logger, "hub")
         self._failed_handshakes = Throttle(_HANDSHAKE_LOG_S)
+        self._failures = Throttle()
         self._peers: set[bytes] = set()
         self._is_drain_scheduled = False
         self._probe_delays: list[float] = []
@@ -153,27 +154,17 @@ class Hub:
             if self._socket.closed:
                 return
             try:
-                sender, body = self._receive()
+                sender, *bodies = receive_frames(self._socket, 2)
             except zmq.Again:
                 self._is_drain_scheduled = False  # this recv looked at everything that the sends may have swallowed
                 return
-            self._take(sender, body)
+            self._take(sender, bodies)
         if not self._socket.closed:
             self._schedule_drain()
 
-    def _receive(self) -> tuple[bytes, bytes | None]:
-        """One whole message: its sender, and its body, or None when it has not exactly one frame."""
-        sender = self._socket.recv(zmq.NOBLOCK)
-        bodies: list[bytes] = []
-        while self._socket.get(zmq.RCVMORE):
-            frame = self._socket.recv(zmq.NOBLOCK)
-            if len(bodies) < 2:
-                bodies.append(frame)
-        return sender, bodies[0] if len(bodies) == 1 else None
-
-    def _take(self, sender: bytes, body: bytes | None) -> None:
+    def _take(self, sender: bytes, bodies: list[bytes]) -> None:
         try:
-            message = self._decode(sender, body)
+            message = self._decode(sender, bodies)
         except ProtocolError as error:
             self._dropped.add(sender, str(error))
             return
@@ -183,17 +174,20 @@ class Hub:
             self._peers.add(peer)
         try:
             self._on_message(peer, message)
+        except ProtocolError as error:
+            self._dropped.add(sender, str(error))
         except Exception as error:  # one message's failure; the others must still be served
-            self._report(error, f"while handling {type(message).__name__} of {peer!r}")
+            if self._failures.is_due():
+                self._report(error, f"while handling {type(message).__name__} of {peer!r}")
 
     @staticmethod
-    def _decode(sender: bytes, body: bytes | None) -> ToRouter:
-        if body is None:
+    def _decode(sender: bytes, bodies: list[bytes]) -> ToRouter:
+        if len(bodies) != 1:
             raise ProtocolError("a message must be one frame")
-        message = decode_frame(to_router_decoder, body)
+        message = decode_frame(to_router_decoder, bodies[0])
         if sender.endswith(BEAT_SUFFIX) and not isinstance(message, Beat):
             raise ProtocolError(f"{type(message).__name__} from a heartbeat socket")
-        if isinstance(message, Hello) and routing_id(message.node_id, message.epoch) != sender:
+        if isinstance(message, Hello) and f"{message.node_id}:{message.epoch}".encode() != sender:
             raise ProtocolError(f"Hello of {message.node_id}:{message.epoch} under another routing id")
         return message
 

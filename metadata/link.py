@@ -7,7 +7,7 @@ import logging
 import zmq
 
 from .addresses import parse_address, require_keys
-from .bus import DRAIN_LIMIT, DroppedFrames, configure_socket, decode_frame, routing_id
+from .bus import DRAIN_LIMIT, DroppedFrames, configure_socket, decode_frame, receive_frames, routing_id
 from .curve import KeyPair, secure_client
 from .errors import ConfigError, ProtocolError
 from .messages import HUB_FRAME_BYTES, ToNode, ToRouter, encode, to_node_decoder
@@ -80,7 +80,7 @@ class Link:
         messages: list[ToNode] = []
         for _ in range(limit):
             try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                frames = receive_frames(self.socket, 1)
             except zmq.Again:
                 break
             try:

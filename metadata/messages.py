@@ -20,8 +20,8 @@ from msgspec import Meta
 from . import seal
 from .node_info import Capacity, HandoffSchema, Load, ModelCard, NodeStats, Peer, PoolLedger, Role
 from .request import (
-    MAX_CHOICES,
     MAX_CONTEXT,
+    Choices,
     Count,
     Digest,
     Ended,
@@ -32,7 +32,7 @@ from .request import (
     Name,
     Seconds,
     Text,
-    TokenLogprobs,
+    TokenLogprobsColumn,
     Unit,
 )
 from .times import PrefillTimes, PullTimes
@@ -87,7 +87,7 @@ class Reserved(Message, frozen=True, tag="reserved"):
 
     rid: Name
     attempt: Index
-    granted: Annotated[tuple[Index, ...], Meta(max_length=MAX_CHOICES)]
+    granted: Choices
     load: Load
 
 
@@ -107,8 +107,7 @@ class PrefillDone(Message, frozen=True, tag="prefill_done"):
     num_cached: Count
     load: Load
     times: PrefillTimes = PrefillTimes()
-    # one entry a prompt token after the first, in the final chunk's order, when the request asked for them
-    prompt_logprobs: Annotated[tuple[TokenLogprobs, ...], Meta(max_length=MAX_CONTEXT)] = ()
+    prompt_logprobs: TokenLogprobsColumn = ()  # of the prompt's tokens after the first, when the request asked
 
 
 class Admitted(Message, frozen=True, tag="admitted"):
@@ -129,12 +128,14 @@ class Tokens(Message, frozen=True, tag="tokens"):
     firsts: Ids  # index of each unit's first token here, among its generated tokens
     counts: Ids  # how many tokens each unit has here
     ids: Ids  # all units' tokens, one after the other
-    logprobs: Annotated[
-        dict[Index, Annotated[tuple[TokenLogprobs, ...], Meta(max_length=MAX_CONTEXT)]], Meta(max_length=MAX_BATCH)
-    ] = {}
+    logprobs: Annotated[dict[Index, TokenLogprobsColumn], Meta(max_length=MAX_BATCH)] = {}
     ended: Annotated[dict[Index, Ended], Meta(max_length=MAX_BATCH)] = {}
     # prompt tokens found in prefill's cache, with the first tokens: a stop string may end the request right there
     num_cached: Count | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.firsts) == len(self.counts) == 4 * len(self.units) or len(self.ids) % 4:
+            raise ValueError(f"columns do not fit {len(self.units)} units")
 
 
 class Failed(Message, frozen=True, tag="failed"):
@@ -171,20 +172,9 @@ class Leaving(Message, frozen=True, tag="leaving"):
     reason: Text = ""
 
 
-ToRouter = (
-    Hello
-    | TokenizerFile
-    | Beat
-    | Reserved
-    | Room
-    | PrefillDone
-    | Admitted
-    | Tokens
-    | Failed
-    | Cancelled
-    | LedgerReport
-    | Leaving
-)
+OfNode = Hello | TokenizerFile | Beat | LedgerReport | Leaving
+OfWork = Reserved | Room | PrefillDone | Admitted | Tokens | Failed | Cancelled
+ToRouter = OfNode | OfWork
 
 
 # --- router -> node -----------------------------------------------------------------------------------------------
@@ -194,6 +184,19 @@ class RouterMessage(Message, frozen=True):
     """Every router message carries the router's epoch."""
 
     router_epoch: Digest
+
+
+class Dispatch(RouterMessage, frozen=True):
+    """What gives a node work: some choices of one attempt at a request."""
+
+    rid: Name
+    attempt: Index
+    choices: Choices
+    request: GenerationRequest
+
+    def __post_init__(self) -> None:
+        if not 0 < len(set(self.choices)) == len(self.choices):
+            raise ValueError(f"choices {self.choices} are none, or name one twice")
 
 
 class Welcome(RouterMessage, frozen=True, tag="welcome"):
@@ -218,24 +221,16 @@ class RouterBeat(RouterMessage, frozen=True, tag="router_beat"):
     """The router lives. No router message for 5 s: the node frees all of this router's requests."""
 
 
-class Reserve(RouterMessage, frozen=True, tag="reserve"):
+class Reserve(Dispatch, frozen=True, tag="reserve"):
     """Decode: take all pages of these choices' prompts (less those cached) plus two rounds, each all or nothing,
     in order; then claim the granted ones from `prefill`."""
 
-    rid: Name
-    attempt: Index
-    choices: Annotated[tuple[Index, ...], Meta(min_length=1, max_length=MAX_CHOICES)]
-    request: GenerationRequest
     prefill: Peer
 
 
-class Prefill(RouterMessage, frozen=True, tag="prefill"):
+class Prefill(Dispatch, frozen=True, tag="prefill"):
     """Prefill: compute the prompt once, sample each choice's first token, offer pages to `decode` (None: no ticket)."""
 
-    rid: Name
-    attempt: Index
-    choices: Annotated[tuple[Index, ...], Meta(min_length=1, max_length=MAX_CHOICES)]
-    request: GenerationRequest
     decode: Peer | None
 
 
@@ -244,7 +239,7 @@ class Cancel(RouterMessage, frozen=True, tag="cancel"):
 
     rid: Name
     attempt: Index
-    choices: Annotated[tuple[Index, ...], Meta(max_length=MAX_CHOICES)] | None
+    choices: Choices | None
     reason: Text
 
 
@@ -361,9 +356,7 @@ class Offer(Message, frozen=True, tag="offer"):
     indices: Ids  # place of each page in the ticket
     pages: Ids  # its number in prefill's pool
     generations: Annotated[bytes, Meta(max_length=8 * MAX_CONTEXT)]  # int64: how often the page had been allocated
-    checksums: Annotated[
-        bytes, Meta(max_length=DATA_FRAME_BYTES)
-    ]  # uint64 per (page, layer, K|V, kv head), target then draft
+    checksums: Annotated[bytes, Meta(max_length=DATA_FRAME_BYTES)]  # uint64 by (page, pool, layer, K|V, kv head)
     row: Annotated[bytes, Meta(max_length=1 << 24)] | None = None
     row_checksum: Count = 0
 

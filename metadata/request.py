@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 import xxhash
 from msgspec import Meta, Struct
 
+from .errors import RequestError
+
 MAX_CONTEXT = 1 << 20  # tokens
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -23,7 +25,9 @@ Count = Annotated[int, Meta(ge=0, le=2**62)]
 Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Ids = Annotated[bytes, Meta(max_length=4 * MAX_CONTEXT)]  # int32 little-endian
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Seconds = Annotated[float, Meta(ge=0)]
+ChoiceIndex = Annotated[int, Meta(ge=0, lt=MAX_CHOICES)]
+Choices = Annotated[tuple[ChoiceIndex, ...], Meta(max_length=MAX_CHOICES)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 FinishReason = Literal["stop", "length"]
 
@@ -60,7 +64,7 @@ class Unit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The identity of a unit of work: one choice of one request, in one attempt."""
 
     rid: Name
-    choice: Annotated[int, Meta(ge=0, lt=MAX_CHOICES)]
+    choice: ChoiceIndex
     attempt: Index
 
     def __str__(self) -> str:
@@ -96,6 +100,21 @@ class GenerationRequest(Message, frozen=True):
     salt: Digest = ""  # prefix caches match only within one salt
     prompt_logprobs: bool = False  # log-probabilities of the prompt's own tokens (echo with logprobs)
 
+    def __post_init__(self) -> None:
+        if len(self.prompt_ids) % 4 or len(self.received_ids) % 4:
+            raise ValueError(f"{len(self.prompt_ids)} and {len(self.received_ids)} bytes are no int32 columns")
+
+    def token_ids(self, vocab_size: int, context_len: int) -> tuple[list[int], list[int]]:
+        """Prompt and received ids. Raises RequestError when a model of that vocabulary and context cannot run them."""
+        prompt_ids, received_ids = unpack_ids(self.prompt_ids), unpack_ids(self.received_ids)
+        num_tokens = len(prompt_ids) + len(received_ids)
+        if not prompt_ids or num_tokens > context_len:
+            raise RequestError(f"a prompt of {num_tokens} tokens cannot be computed here: 1 to {context_len} can")
+        for ids in (prompt_ids, received_ids):
+            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+                raise RequestError(f"a prompt with ids {min(ids)} to {max(ids)}, of a vocabulary of {vocab_size}")
+        return prompt_ids, received_ids
+
 
 class TokenLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Log-probability of a token under the unprocessed distribution, and the most likely tokens' own."""
@@ -114,6 +133,9 @@ class Preemption(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     ran_s: Seconds
     waited_s: Seconds  # without pages
     recompute_s: Seconds  # from its pages to its next round
+
+
+TokenLogprobsColumn = Annotated[tuple[TokenLogprobs, ...], Meta(max_length=MAX_CONTEXT)]
 
 
 class Ended(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -28,11 +28,12 @@ from ..engine.sampling_batch import SamplingBatch
 from ..engine.sampling_state import SamplingState
 from ..engine.stopping import ended
 from ..metadata.buffers import MetadataBuffers, Sampled
+from ..metadata.errors import RequestError
 from ..metadata.handoff_server import HandoffServer
 from ..metadata.membership import Membership, RouterGone
 from ..metadata.messages import Cancel, Cancelled, Failed, Prefill, PrefillDone, Resend
 from ..metadata.node_info import Load, NodeStats
-from ..metadata.request import Ended, Unit, unpack_ids
+from ..metadata.request import Ended, Unit
 from ..metadata.session import Work
 from ..metadata.tickets import TicketEnded
 from .job import PrefillJob
@@ -141,7 +142,16 @@ class PrefillNode:
 
     def _submit(self, message: Prefill) -> None:
         request, params = message.request, message.request.params
-        prompt_ids, received_ids = unpack_ids(request.prompt_ids), unpack_ids(request.received_ids)
+        if any((job.rid, job.attempt) == (message.rid, message.attempt) for job in self.scheduler):
+            logger.warning("dropped a Prefill that came twice", extra={"rid": message.rid})
+            return
+        try:
+            prompt_ids, received_ids = request.token_ids(self.engine.model_config.vocab_size, self.engine.context_len)
+        except RequestError as error:
+            for choice in message.choices:
+                unit = Unit(message.rid, choice, message.attempt)
+                self.membership.send(Failed(unit=unit, code=error.code, message=str(error), retryable=False))
+            return
         choices = {
             Unit(message.rid, choice, message.attempt): SamplingState(
                 params,
@@ -166,11 +176,7 @@ class PrefillNode:
         )
         logger.info("prompt of %d tokens, %d choices", len(token_ids), len(choices), extra={"rid": job.rid})
         num_pages = -(-len(token_ids) // self.engine.pool.page_size)
-        if (
-            not token_ids
-            or self.scheduler.num_pages(job) > self.engine.pool.num_usable
-            or max(token_ids) >= self.engine.card.vocab_size
-        ):
+        if self.scheduler.num_pages(job) > self.engine.pool.num_usable:
             self._refuse(job, f"a prompt of {len(token_ids)} tokens cannot be computed here")
             return
         if job.decode is not None:

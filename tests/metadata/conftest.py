@@ -12,6 +12,9 @@ import pytest
 import uvloop
 from msgspec import inspect
 
+from baton.metadata.messages import Dispatch, Tokens
+from baton.metadata.request import pack_ids
+
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Asynchronous tests here run in the router's kind of loop."""
@@ -37,7 +40,8 @@ def _value(info: Any, rng: random.Random) -> Any:
     """A value of a described type, within its bounds; small, though bounds are hit."""
     match info:
         case inspect.StructType():
-            return info.cls(**{field.name: _value(field.type, rng) for field in info.fields})
+            fields = {field.name: _value(field.type, rng) for field in info.fields}
+            return info.cls(**fields | _fitting(info.cls, fields))
         case inspect.UnionType():
             return _value(rng.choice(info.types), rng)
         case inspect.IntType():
@@ -62,6 +66,16 @@ def _value(info: Any, rng: random.Random) -> Any:
             return dict(pairs)
         case _:
             raise AssertionError(f"a message field of a kind this test does not know: {info}")
+
+
+def _fitting(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
+    """What must be otherwise for the fields to go together."""
+    if kind is Tokens:
+        column = pack_ids(range(len(fields["units"])))
+        return {"firsts": column, "counts": column}
+    if issubclass(kind, Dispatch):
+        return {"choices": tuple(dict.fromkeys(fields["choices"])) or (0,)}
+    return {}
 
 
 @pytest.fixture

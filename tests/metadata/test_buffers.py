@@ -86,14 +86,26 @@ def test_sampled_fields_round_trip(num_top):
     source.set_sampled(Sampled(1, 1, TokenLogprobs(-9.0, tuple(range(20)), (-9.0,) * 20)))  # leaves nothing behind
     source.set_sampled(sampled)
     sink.unpack(source.pack())
-    assert sink.get_sampled() == sampled
+    assert sink.get_sampled(32000) == sampled
 
 
 def test_a_row_with_impossible_counts_is_refused():
     rows = MetadataBuffers(PLAIN)
     rows.set("num_logprobs", [22])
     with pytest.raises(ProtocolError, match="num_logprobs 22"):
-        rows.get_sampled()
+        rows.get_sampled(32000)
+
+
+@pytest.mark.parametrize("token", [-1, 32000, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("field", ["first_token", "top_ids", "topk_index"])
+def test_a_row_that_names_no_token_is_refused(field, token):
+    """An embedding would raise, in the middle of everybody's round."""
+    rows = MetadataBuffers(EAGLE)
+    rows.set(field, [0] * (rows.get(field).numel() - 1) + [31999])
+    rows.get_sampled(32000)
+    rows.set(field, [0] * (rows.get(field).numel() - 1) + [token])
+    with pytest.raises(ProtocolError, match=f"whose {field} has"):
+        rows.get_sampled(32000)
 
 
 def test_clear_zeroes_one_row():

@@ -17,7 +17,7 @@ import zmq
 
 from baton.metadata.bus import DRAIN_LIMIT, QUEUE_LEN, new_epoch, routing_id
 from baton.metadata.curve import KeyPair
-from baton.metadata.errors import ConfigError
+from baton.metadata.errors import ConfigError, ProtocolError
 from baton.metadata.hub import Hub
 from baton.metadata.link import Link
 from baton.metadata.messages import (
@@ -157,6 +157,7 @@ def _bad_frames(sample: Any) -> Iterator[tuple[str, list[bytes]]]:
     yield "bad utf-8", [b"\x83\xa4type\xa9cancelled\xa3rid\xa2\xff\xfe\xa7attempt\x00"]
     yield "a header bomb", [b"\xdd\xff\xff\xff\xff"]
     yield "another node's Hello", [encode(sample(Hello, node_id="node", epoch="1"))]
+    yield "a Hello longer than any routing id", [encode(sample(Hello, node_id="漢" * 128, epoch="1"))]
 
 
 async def test_bad_frames_are_counted_and_dropped(
@@ -293,6 +294,29 @@ async def test_a_failing_handler_harms_only_its_message(router: Router, link: Li
     await until(lambda: len(router.messages) == 2)
     assert len(failures) == 1
     assert "a bug" in failures[0]["message"]
+
+
+async def test_a_message_that_its_handler_refuses_is_a_dropped_frame(router: Router, link: Link) -> None:
+    def answer(peer: bytes, message: ToRouter) -> None:
+        raise ProtocolError("its columns do not fit together")
+
+    router.answer = answer
+    link.send(DONE)
+    await until(lambda: router.hub.dropped_frames == 1)
+
+
+async def test_failing_handlers_are_reported_once_a_second(router: Router, link: Link) -> None:
+    failures: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+
+    def answer(peer: bytes, message: ToRouter) -> None:
+        raise ValueError("a bug")
+
+    router.answer = answer
+    for _ in range(50):
+        link.send(DONE)
+    await until(lambda: len(router.messages) == 50)
+    assert 1 <= len(failures) <= 3
 
 
 CHILD = """

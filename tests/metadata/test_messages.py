@@ -10,7 +10,7 @@ import pytest
 
 from baton.metadata import messages as m
 from baton.metadata.bus import decode_frame
-from baton.metadata.errors import ProtocolError
+from baton.metadata.errors import ProtocolError, RequestError
 from baton.metadata.request import GenerationRequest, SamplingParams, Unit, choice_seed, pack_ids, unpack_ids
 
 DIRECTIONS = {
@@ -99,12 +99,14 @@ def test_bounds_are_enforced(sample: Any) -> None:
     refused(m.to_router_decoder, m.Cancelled(rid="r", attempt=-1))
     refused(m.to_router_decoder, m.Failed(Unit("r", 128, 0), "c", "m", True))
     refused(m.to_router_decoder, m.Failed(unit, "c", "m" * 4097, True))
-    refused(m.to_router_decoder, m.Tokens((unit,) * (m.MAX_BATCH + 1), b"", b"", b""))
+    many = bytes(4 * (m.MAX_BATCH + 1))
+    refused(m.to_router_decoder, m.Tokens((unit,) * (m.MAX_BATCH + 1), many, many, b""))
     refused(m.to_prefill_decoder, m.Renew((unit,) * (m.MAX_BATCH + 1)))
     request = GenerationRequest(b"", SamplingParams(max_tokens=1))
-    prefill = m.Prefill("e", "r", 0, (), request, None)
-    refused(m.to_node_decoder, prefill)
-    refused(m.to_node_decoder, msgspec.structs.replace(prefill, router_epoch="e" * 65, choices=(0,)))
+    refused(m.to_node_decoder, m.Prefill("e" * 65, "r", 0, (0,), request, None))
+    refused(m.to_node_decoder, m.Prefill("e", "r", 0, (m.MAX_BATCH,), request, None))
+    for seconds in (-1.0, 1e10, float("inf"), float("nan")):
+        refused(m.to_decode_decoder, m.LinkWelcome("p", "e", "zmq", seconds))
     for params in (
         SamplingParams(max_tokens=0),
         SamplingParams(max_tokens=1, temperature=-1.0),
@@ -114,6 +116,39 @@ def test_bounds_are_enforced(sample: Any) -> None:
         SamplingParams(max_tokens=1, draft_steps=16),
     ):
         refused(m.to_node_decoder, m.Prefill("e", "r", 0, (0,), GenerationRequest(b"", params), None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (m.Prefill, {"choices": ()}),
+        (m.Prefill, {"choices": (1, 0, 1)}),
+        (m.Reserve, {"choices": (2, 2)}),
+        (m.Prefill, {"request": {"prompt_ids": b"abc", "params": {"max_tokens": 1}}}),
+        (m.Prefill, {"request": {"prompt_ids": b"", "params": {"max_tokens": 1}, "received_ids": b"12345"}}),
+        (m.Tokens, {"firsts": b""}),
+        (m.Tokens, {"counts": bytes(4000)}),
+        (m.Tokens, {"ids": b"abc"}),
+        (m.Tokens, {"firsts": b"abc", "counts": b"abc"}),
+    ],
+)
+def test_columns_and_choices_that_do_not_go_together_are_refused(kind: type, changes: Any, sample: Any) -> None:
+    """By the decoder: behind it a node would stumble over them."""
+    decoder = m.to_router_decoder if kind is m.Tokens else m.to_node_decoder
+    plain = msgspec.to_builtins(sample(kind, 1), builtin_types=(bytes,))
+    assert decoder.decode(msgspec.msgpack.encode(plain)) == sample(kind, 1)
+    with pytest.raises(msgspec.ValidationError):
+        decoder.decode(msgspec.msgpack.encode(plain | changes))
+
+
+def test_a_prompt_must_be_one_that_the_model_can_run() -> None:
+    def request(prompt: list[int], received: list[int]) -> GenerationRequest:
+        return GenerationRequest(pack_ids(prompt), SamplingParams(max_tokens=1), pack_ids(received))
+
+    assert request([0, 9], [5]).token_ids(10, 3) == ([0, 9], [5])
+    for prompt, received in (([], []), ([], [1]), ([0, 1], [2, 3]), ([10], []), ([-1], []), ([1], [10]), ([1], [-5])):
+        with pytest.raises(RequestError):
+            request(prompt, received).token_ids(10, 3)
 
 
 def test_ids_are_little_endian_int32() -> None:

@@ -1,0 +1,75 @@
+"""A router's messages that come twice, or ask for what cannot be: the nodes live, and their books balance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from node_pair import ROUTER_EPOCH, NodePair, Result, params
+
+from baton.metadata.messages import Prefill, Reserve, encode
+from baton.metadata.node_info import Peer
+from baton.metadata.request import GenerationRequest, SamplingParams, pack_ids
+from baton.metadata.seal import seal
+
+
+@pytest.fixture
+def pair(checkpoint: Callable[..., Path]) -> Iterator[NodePair]:
+    pair = NodePair(checkpoint("llama"), prefill={"page_size": 4}, decode={"page_size": 4})
+    yield pair
+    pair.submit("last", [1, 2, 3], params(2))
+    assert pair.run()["last", 0].ended is not None, "the nodes do not serve any more"
+    pair.check_books()
+    pair.close()
+
+
+def test_dispatches_that_come_twice_run_once(pair: NodePair) -> None:
+    send = pair.send
+
+    def send_twice(node: str, message: Any) -> None:
+        for _ in range(1 + isinstance(message, Reserve | Prefill)):
+            send(node, message)
+
+    pair.submit("once", [1, 2, 3, 4, 5], params(6), n=2)
+    expected = [pair.run()["once", choice].ids for choice in (0, 1)]
+    pair.send = send_twice
+    pair.submit("twice", [1, 2, 3, 4, 5], params(6), n=2)
+    assert [pair.run()["twice", choice].ids for choice in (0, 1)] == expected
+
+
+HOSTILE = {  # prompt ids, received ids
+    "no tokens": ([], []),
+    "no prompt": ([], [1]),
+    "negative": ([-1, 2], []),
+    "beyond the vocabulary": ([1, 1 << 30], []),
+    "negative received": ([1], [-7]),
+    "beyond, received": ([1], [1 << 30]),
+    "beyond the context": ([1] * (1 << 17), []),
+}
+
+
+@pytest.mark.parametrize("node", ["prefill", "decode"])
+def test_prompts_that_no_model_can_run_fail_alone(pair: NodePair, node: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair, "_granted", lambda message: None)
+    peer = Peer(node_id="other", epoch="e", data_address="tcp://127.0.0.1:1")
+    for rid, (prompt, received) in HOSTILE.items():
+        pair.results[rid, 0] = Result()
+        request = GenerationRequest(pack_ids(prompt), SamplingParams(max_tokens=4), pack_ids(received))
+        kind = Prefill if node == "prefill" else Reserve
+        pair.send(node, kind(ROUTER_EPOCH, rid, 0, (0,), request, peer))
+    pair.step_until(lambda: all(pair.results[rid, 0].failed for rid in HOSTILE))
+    failed = [pair.results[rid, 0].failed for rid in HOSTILE]
+    assert {(each.code, each.retryable) for each in failed if each} == {("invalid_request_error", False)}
+    for rid in HOSTILE:
+        del pair.results[rid, 0]
+    monkeypatch.undo()
+
+
+def test_frames_that_are_no_messages_are_counted(pair: NodePair) -> None:
+    whole = encode(Prefill(ROUTER_EPOCH, "r", 0, (0,), GenerationRequest(bytes(4), SamplingParams(max_tokens=1)), None))
+    for frames in ([b""], [seal(b"\xc1")], [seal(b"\x91" * 5000)], [whole[:-1]], [whole, whole], [b"x"] * 500):
+        for name in ("prefill", "decode"):
+            pair._socket.send_multipart([pair._ids[name], *frames])
+    pair.step_until(lambda: all(node.stats().dropped_frames == 6 for node in (pair.prefill, pair.decode)))
