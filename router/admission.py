@@ -192,6 +192,7 @@ class Admission:
             entry.was_refused = True
             node.mark_full(now)
             node.units.difference_update(Unit(generation.rid, choice, attempt.number) for choice in asked)
+            generation.timeline.refused(generation.choices[choice] for choice in asked.difference(granted))
         if granted:
             attempt.choices = set(granted)
             node.units.update(Unit(generation.rid, choice, attempt.number) for choice in granted)
@@ -255,6 +256,7 @@ class Admission:
             decode.units.difference_update(Unit(generation.rid, choice, attempt.number) for choice in choices)
             del generation.attempts[attempt.number]
             return False
+        generation.timeline.reserving((generation.choices[choice] for choice in choices), attempt, now)
         return True
 
     def _dispatch(self, entry: Entry, attempt: Attempt, now: float) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from ..metadata.errors import BatonError, RequestError, Unavailable
-from . import debug, generate, handoff, openapi
+from . import debug, explain, generate, handoff, openapi
 from .api_types import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -241,5 +241,7 @@ _ROUTES: tuple[tuple[str, str, _Handler], ...] = (
     ("GET", "/debug/nodes", debug.nodes),
     ("GET", "/debug/ledger", debug.ledger),
     ("GET", "/debug/handoff", handoff.handoff),
+    ("GET", "/debug/requests", explain.recent),
+    ("GET", "/debug/requests/{rid}", explain.one),
     ("POST", "/admin/flush", debug.flush),
 )

@@ -25,6 +25,7 @@ from ..metadata.request import (
 from .detokenizer import make_detokenizer
 from .registry import Group, Node
 from .stop_strings import StopStrings
+from .timeline import Timeline
 
 MAX_AHEAD = 64  # messages held for one choice while an earlier one is missing
 
@@ -249,6 +250,7 @@ class Generation:
         "prompt_logprobs",
         "rid",
         "salt",
+        "timeline",
         "wants_prompt_logprobs",
     )
 
@@ -286,6 +288,7 @@ class Generation:
         self.is_canary = is_canary
         self._next_attempt = 0
         self.choices = [Choice(self, index, options) for index in range(num_choices)]
+        self.timeline = Timeline(rid, group.key.model, len(prompt_ids), num_choices, now)
 
     @property
     def num_generated(self) -> int:

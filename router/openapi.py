@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from .api_types import (
     TokenizeResponse,
 )
 from .errors import ErrorBody
+from .explain import Explanation, RecentRequests
 
 
 class _Route(NamedTuple):
@@ -45,6 +47,8 @@ _ROUTES = (
     _Route("get", "/debug/nodes", "Nodes, pairs and their figures"),
     _Route("get", "/debug/ledger", "The books of every node"),
     _Route("get", "/debug/handoff", "What a handoff holds, field by field and in bytes"),
+    _Route("get", "/debug/requests", "Live requests, and the last ones that are over", None, RecentRequests),
+    _Route("get", "/debug/requests/{rid}", "A request's life as parts that sum up to the whole", None, Explanation),
     _Route("post", "/admin/flush", "Empty the prefix caches"),
 )
 
@@ -92,6 +96,6 @@ def _operation(route: _Route, by_type: dict[type, dict[str, Any]]) -> dict[str, 
     }
     if route.request is not None:
         operation["requestBody"] = {"required": True, "content": content(route.request)}
-    if "{model}" in route.path:
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    for name in re.findall(r"{(\w+)}", route.path):
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
     return operation

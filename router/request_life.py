@@ -43,6 +43,7 @@ from .gaps import Gaps
 from .generation import Attempt, Choice, Generation
 from .metrics import Metrics
 from .registry import Node, Registry
+from .timeline import Finished, Outcome
 from .token_flow import TokenFlow
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class RequestLife:
         self.admission = Admission(epoch, config.max_waiting, self)
         self.health = PairHealth(self, config.canary_interval_s)
         self.generations: dict[str, Generation] = {}
+        self.finished = Finished()  # timelines of requests that are over
         self.on_ledger: Callable[[Node, LedgerReport], None] | None = None
         self._max_attempts = config.max_attempts
         self._timeout_s = config.request_timeout_s
@@ -89,6 +91,7 @@ class RequestLife:
         needs_decode = generation.params.max_tokens > 1
         self.admission.check_fits(generation.group, len(generation.prompt_ids), needs_decode=needs_decode)
         self.generations[generation.rid] = generation
+        generation.timeline.queued(time.monotonic())
         logger.info(
             "received: %d prompt tokens, %d choices, at most %d tokens",
             len(generation.prompt_ids),
@@ -102,7 +105,7 @@ class RequestLife:
         """Ends a request without telling its listener. Nothing happens when it is over already."""
         if generation.is_over:
             return
-        self._end(generation, reason)
+        self._end(generation, reason, "cancelled", reason)
         self.metrics.count_request(generation.group.key.model, "cancelled")
         logger.info("cancelled: %s", reason, extra={"rid": generation.rid})
 
@@ -170,6 +173,7 @@ class RequestLife:
 
     def dispatched(self, generation: Generation, attempt: Attempt, now: float) -> None:
         """An attempt has its nodes."""
+        generation.timeline.dispatched((generation.choices[index] for index in attempt.choices), attempt, now)
         if attempt.number == 0 and not generation.is_canary:
             self.metrics.dispatched(generation, now)
 
@@ -178,7 +182,7 @@ class RequestLife:
         if generation.is_over:
             return
         error.rid = generation.rid
-        self._end(generation, "it failed")
+        self._end(generation, "it failed", "failed", str(error))
         if not generation.is_canary:
             self.metrics.count_request(generation.group.key.model, "failed")
         logger.warning("failed: %s", error, extra={"rid": generation.rid})
@@ -199,6 +203,8 @@ class RequestLife:
         if generation.is_over:
             return
         logger.info("moves: %s", reason, extra={"rid": generation.rid})
+        for index in attempt.choices:
+            generation.timeline.moved(generation.choices[index], reason, time.monotonic())
         if entry is not None:  # it waits still
             self.admission.pump(generation.group)
         else:
@@ -230,7 +236,7 @@ class RequestLife:
         """Every choice has ended as it should."""
         if generation.is_over:
             return
-        self._end(generation, "it is complete")
+        self._end(generation, "it is complete", "done")
         if not generation.is_canary:
             self.metrics.done(generation, time.monotonic())
         logger.log(
@@ -250,6 +256,9 @@ class RequestLife:
         node.prefilling.pop((message.rid, message.attempt), None)
         self.metrics.prefill(node, message)
         generation = self.generations.get(message.rid)
+        timeline = generation.timeline if generation is not None else self.finished.get(message.rid)
+        if timeline is not None:
+            timeline.prefill_done(node.node_id, message)
         attempt = generation.attempts.get(message.attempt) if generation is not None else None
         if generation is not None and attempt is not None and attempt.prefill is node:
             attempt.prefill_done = True
@@ -267,6 +276,7 @@ class RequestLife:
         self.metrics.transfer(node, message)
         choice = self._flow.find(message.unit)
         if choice is not None and choice.attempt is not None and choice.attempt.decode is node:
+            choice.generation.timeline.admitted(choice, message, now)
             self.health.worked(choice.attempt.prefill, node, now)
 
     def _failed(self, node: Node, message: Failed) -> None:
@@ -292,6 +302,7 @@ class RequestLife:
         self._count_failure(generation, where)
         if not generation.is_over:
             logger.info("moves: %s", where, extra={"rid": generation.rid})
+            generation.timeline.moved(choice, where, time.monotonic())
             self._requeue(generation, {choice.index})
 
     def _tokenizer(self, node: Node, message: TokenizerFile) -> None:
@@ -317,10 +328,12 @@ class RequestLife:
 
     # --- ends and moves --------------------------------------------------------------------------------------------
 
-    def _end(self, generation: Generation, reason: str) -> None:
+    def _end(self, generation: Generation, reason: str, outcome: Outcome, error: str | None = None) -> None:
         """Frees everything, here and on the nodes."""
         generation.is_over = True
-        self.generations.pop(generation.rid, None)
+        generation.timeline.over(generation, outcome, error, time.monotonic())
+        if self.generations.pop(generation.rid, None) is not None and not generation.is_canary:
+            self.finished.add(generation.timeline)
         self.admission.withdraw(generation)
         for attempt in generation.attempts.values():
             self._release(generation, attempt, attempt.choices)

@@ -54,6 +54,9 @@ class TokenFlow:
                 if delta is not None:
                     self._deliver(choice, delta, is_over_at_node=ended is not None, now=now)
             place += count
+        if node.role == "prefill":  # which gives first tokens, and no others
+            for choice in filter(None, map(self.find, message.units)):
+                choice.generation.timeline.first_token(choice, now)
 
     def find(self, unit: Unit) -> Choice | None:
         """The choice that a unit is the present attempt of; None for what is over or moved."""
@@ -83,6 +86,7 @@ class TokenFlow:
             choice.generation.num_rounds += ended.num_rounds
             choice.generation.num_drafted += ended.num_drafted
             choice.generation.num_accepted += ended.num_accepted
+            choice.generation.timeline.ended(choice, ended)
         if choice.gap_since is not None:
             self._gaps.open(choice, node)
         elif had_gap:
@@ -97,6 +101,7 @@ class TokenFlow:
         if generation.first_token_at is None:
             generation.first_token_at = now
         if delta.finish_reason is not None:
+            generation.timeline.finishing(choice, now)
             self._life.choice_over(choice, is_over_at_node=is_over_at_node)
         generation.listener.on_delta(choice, delta)
         if delta.finish_reason is not None and generation.is_complete:
