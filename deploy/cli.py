@@ -22,7 +22,10 @@ _CONFIGS = {  # command, which is also the name of its TOML table: where its con
     "prefill": ("prefill_node.config", "PrefillConfig"),
     "decode": ("decode_node.config", "DecodeConfig"),
     "chat": ("deploy.chat", "ChatConfig"),
+    "explain": ("deploy.explain", "ExplainConfig"),
 }
+
+_RID_HELP = "the answer's x-request-id, or `id` in its body; without one the recent requests are listed"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -105,6 +108,8 @@ def _add_command_flags(name: str, parser: argparse.ArgumentParser) -> None:
     if name == "keys":
         parser.add_argument("file", metavar="FILE", help="the file to write; must not exist")
         return
+    if name == "explain":
+        parser.add_argument("rid", nargs="?", metavar="RID", help=_RID_HELP)
     parser.add_argument("--config", metavar="FILE", help=f"TOML file whose table [{name}] sets these options")
     parser.add_argument("--print-config", action="store_true", help="print the configuration in force as TOML and exit")
     for setting in _settings(name).values():
@@ -121,6 +126,8 @@ def _dispatch(name: str, args: argparse.Namespace) -> int:
     config = resolve(_config(name), args, tables.get(name, {}), os.environ)
     if args.print_config:
         return _print({name: config})
+    if name == "explain":
+        return _module("deploy.explain").run(config, args.rid)
     # Threads that spin while they wait take the cores of the other processes here: measured on two cores with three
     # threads, 140 tokens a second against 400. Must be set before torch loads its OpenMP.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

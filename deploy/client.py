@@ -57,15 +57,19 @@ class Client:
         """The names that GET /v1/models lists. Raises Unavailable or RequestError."""
         status, body = self._call("GET", "/v1/models")
         if status != 200:
-            raise _failure(status, body)
+            raise failure(status, body)
         return [model["id"] for model in json.loads(body)["data"]]
 
     def metrics(self) -> str:
         """The page of GET /metrics. Raises Unavailable or RequestError."""
         status, body = self._call("GET", "/metrics", timeout_s=2.0)
         if status != 200:
-            raise _failure(status, body)
+            raise failure(status, body)
         return body.decode("utf-8", "replace")
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        """Status and body of GET `path`. Raises Unavailable when nobody answers."""
+        return self._call("GET", path)
 
     def stream_chat(self, body: dict[str, Any]) -> Generator[str]:
         """The text pieces of a streamed chat completion. Closing the iterator cancels the request.
@@ -79,7 +83,7 @@ class Client:
             connection.request("POST", f"{self._path}/v1/chat/completions", payload, headers)
             response = connection.getresponse()
             if response.status != 200:
-                raise _failure(response.status, response.read())
+                raise failure(response.status, response.read())
             yield from _pieces(response)
         except (OSError, http.client.HTTPException) as error:
             raise self._unavailable(error) from None
@@ -123,7 +127,8 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
     raise Unavailable("the stream broke off before its end")
 
 
-def _failure(status: int, body: bytes) -> RequestError:
+def failure(status: int, body: bytes) -> RequestError:
+    """What a response that is no success says."""
     try:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):

@@ -20,8 +20,8 @@ from ..metadata.errors import ConfigError
 Config = TypeVar("Config")
 
 # Few on purpose: Kubernetes sets variables such as BATON_PORT in every pod beside a service called "baton".
-ENVIRONMENT = {"api_key": "BATON_API_KEY"}
-SECRETS = frozenset({"api_key"})
+ENVIRONMENT = {"api_key": "BATON_API_KEY", "admin_key": "BATON_ADMIN_KEY"}
+SECRETS = frozenset(ENVIRONMENT)
 
 
 @dataclass(frozen=True, slots=True)

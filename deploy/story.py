@@ -10,6 +10,7 @@ SUMMARIES = {
     "prefill": "start a node that computes prompts",
     "decode": "start a node that generates",
     "chat": "talk to a running model in the terminal",
+    "explain": "show where a request's time went",
     "keys": "make the key file with which processes on several hosts trust each other",
 }
 
@@ -38,7 +39,7 @@ configuration:
 when something is wrong:
   nothing starts       the last line on stderr says why; `baton up` names the log of the process that died
   it does not answer   GET /ready says what is missing, /debug/nodes who has joined, /debug/ledger who holds pages
-  it is slow           GET /metrics: queue, transfer and token times
+  it is slow           `baton explain` for one request's time; GET /metrics: queue, transfer and token times
   what travels         GET /debug/handoff?format=text: pages, every field beside them, bytes a request
   a crash              --log-level debug, and docs/operations.md
 """
