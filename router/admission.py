@@ -20,13 +20,13 @@ from ..metadata.request import Unit
 from .generation import Attempt, Generation
 from .pairing import DecodeFigures, PrefillFigures, PrefixAffinity, choose_decode, choose_prefill, page_hashes
 from .registry import Group, Node
+from .stranded import Stranded
 
 logger = logging.getLogger(__name__)
 
 WINDOW = 16  # reservations under way at once
 ANSWER_S = 10.0  # a reservation without an answer for so long is taken back
 FULL_S = 2.0  # a node that said "full" is asked again after so long at the latest
-UNPAIRED_S = 10.0  # waiting requests outlive the last node of a role by so long
 QUEUED_PER_SLOT = 2  # prompts that a prefill node may hold for each of its running slots
 
 
@@ -45,12 +45,20 @@ class Life(Protocol):
         """Ends a generation with an error."""
         ...
 
-    def move(self, generation: Generation, attempt: Attempt, reason: str) -> None:
-        """Ends an attempt and queues what is left of it anew."""
+    def unreachable(self, generation: Generation, attempt: Attempt, node: Node) -> None:
+        """A message of an attempt could not be sent to a node."""
+        ...
+
+    def unanswered(self, generation: Generation, attempt: Attempt) -> None:
+        """The decode node did not answer a reservation."""
         ...
 
     def is_usable(self, prefill: Node, decode: Node | None) -> bool:
-        """Whether this pair may be given requests (its last canary did not fail)."""
+        """Whether this pair may be given requests."""
+        ...
+
+    def why_unusable(self, group: Group) -> str:
+        """Why no pair of the group works, in words."""
         ...
 
     def dispatched(self, generation: Generation, attempt: Attempt, now: float) -> None:
@@ -61,7 +69,17 @@ class Life(Protocol):
 class Entry:
     """Choices of a generation that wait for a decode node. `pair` pins them (a canary's)."""
 
-    __slots__ = ("attempt", "choices", "generation", "hashes", "pages", "pair", "was_refused")
+    __slots__ = (
+        "attempt",
+        "choices",
+        "generation",
+        "hashes",
+        "num_computed",
+        "pages",
+        "pair",
+        "stranded_since",
+        "was_refused",
+    )
 
     def __init__(self, generation: Generation, choices: tuple[int, ...], pair: tuple[Node, Node] | None = None) -> None:
         self.generation = generation
@@ -69,31 +87,31 @@ class Entry:
         self.pair = pair
         self.attempt: Attempt | None = None  # the reservation under way
         self.was_refused = False
+        self.stranded_since: float | None = None  # no node there could take it, however idle
         page_size = generation.group.page_size
+        self.num_computed = len(generation.prompt_ids) + len(generation.choices[choices[0]].received)  # by prefill
         # one more token is generated and one is computed with it: the least that "two rounds" can mean
-        self.pages = -(-(len(self._computed()) + 2) // page_size)
+        self.pages = -(-(self.num_computed + 2) // page_size)
         self.hashes = page_hashes(generation.prompt_ids, page_size, generation.salt)
 
     @property
     def needs_decode(self) -> bool:
-        """False when one token is left: prefill gives it alone."""
-        return self.generation.choices[self.choices[0]].num_left > 1
-
-    def _computed(self) -> list[int]:
-        return self.generation.prompt_ids + self.generation.choices[self.choices[0]].received
+        """False when one token is left, which prefill gives alone, or only log-probabilities of the prompt are."""
+        choice = self.generation.choices[self.choices[0]]
+        return choice.num_left > 1 and choice.finish_reason is None
 
 
 class Admission:
     """Waiting requests of all groups, first come first served in each."""
 
-    def __init__(self, epoch: str, max_waiting: int, life: Life) -> None:
+    def __init__(self, epoch: str, max_waiting: int, life: Life, *, node_wait_s: float = 10.0) -> None:
         self.affinity = PrefixAffinity()
         self._epoch = epoch
         self._max_waiting = max_waiting
         self._life = life
         self._queues: dict[Group, deque[Entry]] = {}
         self._asked: dict[tuple[str, int], Entry] = {}
-        self._unpaired_since: dict[Group, float] = {}
+        self.stranded = Stranded(life, node_wait_s)
         self._granted_at: deque[float] = deque(maxlen=64)
 
     @property
@@ -124,6 +142,8 @@ class Admission:
             if role == "decode" and not needs_decode:
                 continue
             if not group.live(role):
+                if self.stranded.may_wait(group, time.monotonic()):
+                    continue
                 raise Unavailable(f"no {role} node serves model {group.key.model!r} now")
             need = -(-(prompt_len + (role == "decode")) // group.page_size)
             most = group.most_pages(role)
@@ -145,6 +165,7 @@ class Admission:
 
     def ask_now(self, entry: Entry) -> bool:
         """Asks for a pinned entry outside the queue; False when its nodes have no room. A refusal ends it."""
+        self._queues.setdefault(entry.generation.group, deque())
         return self._place(entry)
 
     def withdraw(self, generation: Generation) -> None:
@@ -194,6 +215,7 @@ class Admission:
             node.units.difference_update(Unit(generation.rid, choice, attempt.number) for choice in asked)
             generation.timeline.refused(generation.choices[choice] for choice in asked.difference(granted))
         if granted:
+            self.stranded.served(generation.group, now)
             attempt.choices = set(granted)
             node.units.update(Unit(generation.rid, choice, attempt.number) for choice in granted)
             self._dispatch(entry, attempt, now)
@@ -204,22 +226,16 @@ class Admission:
         return True
 
     def check(self, now: float) -> None:
-        """To be called a few times a second: overdue answers, nodes long full, groups long without nodes."""
+        """To be called a few times a second: overdue answers, nodes long full, requests long without nodes."""
         for entry in list(self._asked.values()):
             attempt = entry.attempt
             if attempt is not None and now - attempt.sent_at > ANSWER_S:
-                self._life.move(entry.generation, attempt, "the decode node did not answer the reservation")
+                self._life.unanswered(entry.generation, attempt)
         for group, queue in list(self._queues.items()):
             for node in group.live("decode"):
                 if node.full_since is not None and now - node.full_since > FULL_S:
                     node.full_since = None
-            if not queue or group.is_paired:
-                self._unpaired_since.pop(group, None)
-            elif now - self._unpaired_since.setdefault(group, now) > UNPAIRED_S:
-                for entry in list(queue):
-                    self._life.fail(
-                        entry.generation, Unavailable(f"all nodes of a role for model {group.key.model!r} are gone")
-                    )
+            self.stranded.check(group, queue, now)
             self.pump(group)
 
     def _place(self, entry: Entry) -> bool:
@@ -292,7 +308,7 @@ class Admission:
             extra={"rid": generation.rid},
         )
         if not self._life.send(prefill, message):
-            self._life.move(generation, attempt, f"prefill node {prefill.node_id} cannot be reached")
+            self._life.unreachable(generation, attempt, prefill)
 
     def _strike(self, entry: Entry, choices: set[int]) -> None:
         """These choices wait no more."""
@@ -346,7 +362,9 @@ class Admission:
             nodes = [entry.pair[0]]
         else:
             live = generation.group.live("prefill")
-            nodes = [node for node in live if self._life.is_usable(node, decode)]
+            need = -(-entry.num_computed // generation.group.page_size)
+            nodes = [node for node in live if node.hello.capacity.num_pages >= need]
+            nodes = [node for node in nodes if self._life.is_usable(node, decode)]
             nodes = [node for node in nodes if not generation.has_failed_on(node, decode)] or nodes
         page_size = generation.group.page_size
         figures = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -94,7 +95,9 @@ class Api:
                 raise Unavailable(registry.unready_reason())
             names = ", ".join(sorted({group.key.model for group in registry.groups.values()}))
             raise NotFound(f"model {model!r} is not served here; served are: {names}", param="model")
-        ready = [group for group in groups if group.is_paired]
+        now = time.monotonic()
+        served = [group for group in groups if self.life.admission.stranded.may_wait(group, now)]
+        ready = [group for group in served if group.is_paired] or served
         if not ready:
             raise Unavailable(f"model {model!r} cannot be served now: {registry.unready_reason()}")
         group = min(ready, key=self.life.admission.num_waiting_in)

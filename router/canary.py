@@ -1,8 +1,8 @@
 """Is a (prefill, decode) pair ready? A canary is a greedy request of several pages under a fresh salt that goes
 through exactly that pair; the group's known answer must come back.
 
-Pairs that served a request lately need none. A pair without room is not at fault. A pair whose canary failed gets no
-requests until a later canary passes.
+Pairs that served a request lately need none. A pair without room is not at fault. A pair whose canary failed, or on
+which a transfer failed, gets no requests until a later canary passes. A client that leaves says nothing of a pair.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 NUM_PAGES = 3
 NUM_TOKENS = 4
-RETRY_S = 2.0  # after a failure or while full
+RETRY_S = 2.0  # after a failed canary
+FULL_RETRY_S = 0.5  # after one that found no room
 TIMEOUT_S = 30.0
 TIE_GAP = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}  # best two log-probabilities nearer than this are a tie
 
@@ -40,14 +41,14 @@ class Answer(NamedTuple):
 class Pair:
     """What is known of one pair."""
 
-    __slots__ = ("canary", "failure", "is_doubted", "tried_at", "worked_at")
+    __slots__ = ("canary", "failure", "is_doubted", "retry_at", "worked_at")
 
     def __init__(self) -> None:
         self.worked_at: float | None = None
-        self.tried_at: float | None = None
+        self.retry_at = 0.0  # not before
         self.failure: str | None = None
         self.canary: Generation | None = None
-        self.is_doubted = False  # a request failed on it
+        self.is_doubted = False  # a request failed on it, but not in transfer
 
 
 class PairHealth:
@@ -65,8 +66,7 @@ class PairHealth:
         return any(
             self.state(prefill, decode) == "ready"
             for group in self._life.registry.groups.values()
-            for prefill in group.live("prefill")
-            for decode in group.live("decode")
+            for prefill, decode in group.pairs()
         )
 
     @property
@@ -74,6 +74,11 @@ class PairHealth:
         """Why no pair works, in words."""
         failures = [pair.failure for pair in self._pairs.values() if pair.failure is not None]
         return failures[0] if failures else self._life.registry.unready_reason()
+
+    def failure_in(self, group: Group) -> str:
+        """Why no pair of a group works, in words."""
+        failures = [self.state(*pair) for pair in group.pairs() if not self.is_usable(*pair)]
+        return failures[0] if failures else "its nodes know no common protocol version"
 
     def state(self, prefill: Node, decode: Node) -> str:
         """A word on one pair: ready, untried, or what is wrong with it."""
@@ -83,20 +88,27 @@ class PairHealth:
         return pair.failure or "ready"
 
     def is_usable(self, prefill: Node, decode: Node) -> bool:
-        """False after a failed canary."""
+        """False after a failed canary or transfer, and where the two know no common protocol."""
         pair = self._pairs.get((prefill.routing_id, decode.routing_id))
-        return pair is None or pair.failure is None
+        return (pair is None or pair.failure is None) and prefill.shares_protocol(decode.hello)
 
     def worked(self, prefill: Node, decode: Node, now: float) -> None:
         """A request went through the pair."""
         pair = self._pairs.setdefault((prefill.routing_id, decode.routing_id), Pair())
         pair.worked_at = now
 
-    def doubt(self, prefill: Node, decode: Node) -> None:
-        """A request failed on the pair: a canary looks into it soon."""
+    def doubt(self, prefill: Node, decode: Node, failure: str | None) -> None:
+        """A request failed on the pair: a canary looks into it at once. `failure`, of a transfer, in words: until then
+        the pair gets no requests."""
         pair = self._pairs.get((prefill.routing_id, decode.routing_id))
-        if pair is not None:
-            pair.is_doubted = True
+        if pair is None:
+            return
+        pair.is_doubted = True
+        if failure is not None and pair.failure is None:
+            name = f"{prefill.node_id} -> {decode.node_id}"
+            logger.warning("pair %s is taken out: %s", name, failure)
+            pair.failure = f"pair {name}: {failure}"
+            pair.retry_at = 0.0
 
     def forget(self, node: Node) -> None:
         """The node is gone, and with it all its pairs."""
@@ -108,22 +120,21 @@ class PairHealth:
         for group in self._life.registry.groups.values():
             if group.tokenizer is None:
                 continue
-            for prefill in group.live("prefill"):
-                for decode in group.live("decode"):
-                    pair = self._pairs.setdefault((prefill.routing_id, decode.routing_id), Pair())
-                    self._look_at(group, prefill, decode, pair, now)
+            for prefill, decode in group.pairs():
+                pair = self._pairs.setdefault((prefill.routing_id, decode.routing_id), Pair())
+                self._look_at(group, prefill, decode, pair, now)
 
     def _look_at(self, group: Group, prefill: Node, decode: Node, pair: Pair, now: float) -> None:
         if pair.canary is not None:
             if now - pair.canary.created_at > TIMEOUT_S:
                 self._life.fail(pair.canary, BatonError(f"no answer within {TIMEOUT_S:.0f} s"))
             return
-        if pair.tried_at is not None and now - pair.tried_at < RETRY_S:
+        if now < pair.retry_at:
             return
         has_worked_lately = pair.worked_at is not None and now - pair.worked_at < self._interval_s
         if has_worked_lately and pair.failure is None and not pair.is_doubted:
             return
-        pair.tried_at = now
+        pair.retry_at = now + RETRY_S
         pair.is_doubted = False
         run = _Canary(self, group, pair, prefill, decode)
         generation = Generation(
@@ -139,6 +150,7 @@ class PairHealth:
         pair.canary = generation
         if not self._life.submit_canary(generation, (prefill, decode)):
             pair.canary = None
+            pair.retry_at = now + FULL_RETRY_S
 
     def judge(self, group: Group, answer: Answer) -> str | None:
         """Compares an answer with the group's known one; the first becomes the known one. None when it is right."""
@@ -182,7 +194,9 @@ class _Canary:
 
     def on_error(self, _generation: Generation, error: BatonError) -> None:
         self._pair.canary = None
-        if not isinstance(error, PairFull):
+        if isinstance(error, PairFull):
+            self._pair.retry_at = time.monotonic() + FULL_RETRY_S
+        else:
             logger.error("pair %s: its canary failed: %s", self._name, error)
             self._pair.failure = f"pair {self._name}: its canary failed: {error}"
 

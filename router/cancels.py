@@ -5,14 +5,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from ..metadata.messages import Cancel, Cancelled, ToNode
 from .registry import Node
 
 logger = logging.getLogger(__name__)
 
-ACK_S = 1.0  # repeated when not acknowledged for so long
-MAX_TIMES = 4
+ACK_S = 1.0  # repeated when not acknowledged for so long, then for twice that, and so on
+MAX_ACK_S = 8.0
+
+
+class Unacked(NamedTuple):
+    """A Cancel on its way, of all choices of an attempt that were cancelled so far."""
+
+    message: Cancel
+    due_at: float
+    wait_s: float
+    num_acks: int  # that must come: one for each time it was sent with other choices
 
 
 class Cancels:
@@ -24,23 +34,34 @@ class Cancels:
 
     def send(self, node: Node, rid: str, attempt: int, choices: Iterable[int], reason: str) -> None:
         """Choices are always named: other attempts of the same request may run on the same node."""
-        named = tuple(sorted(choices))
-        message = Cancel(router_epoch=self._epoch, rid=rid, attempt=attempt, choices=named, reason=reason)
-        node.unacked[(rid, attempt)] = (time.monotonic(), 1, message)
+        before = node.unacked.get((rid, attempt))
+        named = set(choices).union(before.message.choices or () if before is not None else ())
+        message = Cancel(
+            router_epoch=self._epoch, rid=rid, attempt=attempt, choices=tuple(sorted(named)), reason=reason
+        )
+        num_acks = 1 + (before.num_acks if before is not None else 0)
+        node.unacked[(rid, attempt)] = Unacked(message, time.monotonic() + ACK_S, ACK_S, num_acks)
         self._send(node, message)
 
     def acknowledged(self, node: Node, message: Cancelled) -> None:
-        """The node holds nothing of it any more."""
-        node.unacked.pop((message.rid, message.attempt), None)
+        """The node holds nothing any more of what one message named."""
+        key = (message.rid, message.attempt)
+        unacked = node.unacked.get(key)
+        if unacked is None:
+            return
+        if unacked.num_acks > 1:
+            node.unacked[key] = unacked._replace(num_acks=unacked.num_acks - 1)
+        else:
+            del node.unacked[key]
 
     def repeat(self, node: Node, now: float) -> None:
-        """Sends again what is overdue; to be called a few times a second."""
-        for key, (sent_at, times, message) in list(node.unacked.items()):
-            if now - sent_at < ACK_S:
+        """Sends again what is overdue; to be called a few times a second. There is no last time: a node that lives
+        answers, and one that does not is given up with all it has."""
+        for key, unacked in list(node.unacked.items()):
+            if now < unacked.due_at:
                 continue
-            if times >= MAX_TIMES:
-                logger.warning("node %s did not acknowledge Cancel", node.node_id, extra={"rid": key[0]})
-                del node.unacked[key]
-                continue
-            node.unacked[key] = (now, times + 1, message)
-            self._send(node, message)
+            if unacked.wait_s >= MAX_ACK_S:
+                logger.warning("node %s does not acknowledge Cancel", node.node_id, extra={"rid": key[0]})
+            wait_s = min(2 * unacked.wait_s, MAX_ACK_S)
+            node.unacked[key] = Unacked(unacked.message, now + wait_s, wait_s, 1)
+            self._send(node, unacked.message)

@@ -23,6 +23,9 @@ class RouterConfig(ProcessConfig):
     request_timeout_s: float = setting(3600.0, "longest life of a request")
     drain_timeout_s: float = setting(10.0, "seconds that SIGTERM leaves running requests to finish")
     max_attempts: int = setting(4, "how often a request is tried when nodes fail under it")
+    node_wait_s: float = setting(
+        10.0, "how long requests wait for a node when none is left that can take them, before they end in an error"
+    )
     canary_interval_s: float = setting(30.0, "a pair of nodes without traffic for so long gets a canary request")
 
     def __post_init__(self) -> None:
@@ -31,6 +34,7 @@ class RouterConfig(ProcessConfig):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
         at_least(self, "drain_timeout_s", 0)
+        at_least(self, "node_wait_s", 0)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; it must be in 0..65535")
         if self.api_key == "":

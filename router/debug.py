@@ -62,8 +62,7 @@ async def nodes(api: Api, _request: web.Request) -> web.StreamResponse:
     pairs = [
         {"prefill": prefill.node_id, "decode": decode.node_id, "state": life.health.state(prefill, decode)}
         for group in life.registry.groups.values()
-        for prefill in group.live("prefill")
-        for decode in group.live("decode")
+        for prefill, decode in group.pairs()
     ]
     return web.json_response({"router_epoch": life.epoch, "nodes": listed, "pairs": pairs})
 

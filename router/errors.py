@@ -19,6 +19,18 @@ class NotFound(RequestError):
     code = "not_found"
 
 
+class DeadlineExceeded(BatonError):
+    """The request's own time limit, or the router's for all, is over."""
+
+    code = "timeout"
+
+
+class RequestCancelled(BatonError):
+    """Somebody else than the waiting client has cancelled the request."""
+
+    code = "cancelled"
+
+
 class Unauthorized(BatonError):
     """The API key is missing or wrong."""
 
@@ -68,8 +80,12 @@ def status_of(error: BatonError) -> int:
             return 401
         case Overloaded():
             return 429
+        case RequestCancelled():
+            return 499  # nginx's: clients do not try it again by themselves, as they do 409 and 5xx
         case Unavailable() | OutOfPages():
             return 503
+        case DeadlineExceeded():
+            return 504
         case _:
             return 500
 

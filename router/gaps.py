@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 
 from ..metadata.messages import Resend, ToNode
-from .generation import Attempt, Choice, Generation
+from .generation import Attempt, Choice
 from .registry import Node
 
 logger = logging.getLogger(__name__)
@@ -27,11 +27,11 @@ class Gaps:
         self,
         epoch: str,
         send: Callable[[Node, ToNode], bool],
-        move: Callable[[Generation, Attempt, str], None],
+        give_up: Callable[[Choice, Attempt], None],
     ) -> None:
         self._epoch = epoch
         self._send = send
-        self._move = move
+        self._give_up = give_up
         self._choices: set[Choice] = set()
 
     def open(self, choice: Choice, node: Node) -> None:
@@ -50,13 +50,13 @@ class Gaps:
                 self._ask(choice, now)
 
     def check_silence(self, choice: Choice, now: float) -> None:
-        """Asks the decode node when a choice has been silent for long: the last message may have been lost."""
+        """Asks the node that has the choice when it has been silent for long: its last message may have been lost."""
         attempt = choice.attempt
-        if attempt is None or attempt.decode is None or choice.finish_reason is not None or choice.seen_at is None:
+        if attempt is None or choice.finish_reason is not None:
             return
-        if now - max(choice.seen_at, choice.asked_at) > SILENCE_S:
+        if now - max(choice.seen_at or 0.0, choice.asked_at, attempt.sent_at) > SILENCE_S:
             choice.asked_at = now
-            self._resend(choice, attempt.decode)
+            self._resend(choice, attempt.decode or attempt.prefill)
 
     def _ask(self, choice: Choice, now: float) -> None:
         attempt, node = choice.attempt, choice.ahead_from
@@ -64,7 +64,7 @@ class Gaps:
             self._choices.discard(choice)
             return
         if choice.num_resends >= MAX_RESENDS:
-            self._move(choice.generation, attempt, f"tokens of {choice.unit} were lost and not sent again")
+            self._give_up(choice, attempt)
             return
         choice.num_resends += 1
         choice.gap_since = now

@@ -61,7 +61,7 @@ class Listener(Protocol):
 class Attempt:
     """One dispatch of some choices to a pair of nodes. `decode` is None where prefill alone gives the last token."""
 
-    __slots__ = ("choices", "decode", "dispatched", "number", "prefill", "prefill_done", "sent_at")
+    __slots__ = ("admitted", "choices", "decode", "dispatched", "number", "prefill", "prefill_done", "sent_at")
 
     def __init__(self, number: int, choices: set[int], prefill: Node, decode: Node | None, now: float) -> None:
         self.number = number
@@ -70,7 +70,13 @@ class Attempt:
         self.decode = decode
         self.dispatched = False  # Prefill was sent
         self.prefill_done = False
+        self.admitted: set[int] = set()  # choices whose pages decode has: prefill may go
         self.sent_at = now
+
+    @property
+    def pair(self) -> tuple[bytes, bytes | None]:
+        """Routing ids of its nodes."""
+        return _pair_of(self.prefill, self.decode)
 
     @property
     def nodes(self) -> list[Node]:
@@ -100,10 +106,13 @@ class Choice:
         "ahead_from",
         "asked_at",
         "attempt",
+        "failures",
         "finish_reason",
         "gap_since",
         "generation",
         "index",
+        "num_before",
+        "num_losses",
         "num_resends",
         "received",
         "seen_at",
@@ -118,6 +127,9 @@ class Choice:
         self.seen_at: float | None = None  # time of the last token
         self.gap_since: float | None = None  # since when a token is missing
         self.ahead_from: Node | None = None  # who sent what lies beyond the gap
+        self.num_before = 0  # tokens received before the present attempt
+        self.failures: list[tuple[bytes, bytes | None]] = []  # pairs that failed, none after more than a first token
+        self.num_losses = 0  # nodes that died under it, likewise
         self.num_resends = 0
         self.asked_at = 0.0  # when the last message was asked for that may have been lost
         self._ahead: list[Ahead] = []
@@ -172,8 +184,20 @@ class Choice:
     def restart(self) -> None:
         """The attempt is over without an end; the next one goes on from what was received."""
         self.attempt = self.gap_since = self.ahead_from = None
+        self.num_before = len(self.received)
         self.num_resends = 0
         self._ahead.clear()
+
+    def note_end(self, attempt: Attempt, *, is_loss: bool) -> None:
+        """The attempt failed, or (`is_loss`) lost a node. Counting starts anew where it brought more than the first
+        token, which every prefill node gives."""
+        if len(self.received) - self.num_before > 1:
+            self.failures.clear()
+            self.num_losses = 0
+        if is_loss:
+            self.num_losses += 1
+        else:
+            self.failures.append(attempt.pair)
 
     def _accept_one(self, token_id: int, logprobs: Sequence[TokenLogprobs]) -> Delta:
         """What `_accept` does, for the common case of one more token."""
@@ -234,6 +258,7 @@ class Generation:
         "attempts",
         "choices",
         "created_at",
+        "deadline",
         "failed_pairs",
         "first_token_at",
         "group",
@@ -243,7 +268,6 @@ class Generation:
         "num_accepted",
         "num_cached",
         "num_drafted",
-        "num_failures",
         "num_rounds",
         "params",
         "prompt_ids",
@@ -267,8 +291,10 @@ class Generation:
         salt: str = "",
         wants_prompt_logprobs: bool = False,
         now: float,
+        timeout_s: float | None = None,
         is_canary: bool = False,
     ) -> None:
+        """`timeout_s`: how long it may take from `now` on; None: as long as the router allows any request."""
         self.rid = rid
         self.group = group
         self.prompt_ids = prompt_ids
@@ -279,10 +305,10 @@ class Generation:
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self.num_cached: int | None = None  # the first attempt's
         self.num_rounds = self.num_drafted = self.num_accepted = 0  # of choices that nodes ended
-        self.num_failures = 0
         self.attempts: dict[int, Attempt] = {}
         self.failed_pairs: set[tuple[bytes, bytes | None]] = set()  # routing ids; others are tried first
         self.created_at = now
+        self.deadline = None if timeout_s is None else now + timeout_s
         self.first_token_at: float | None = None
         self.is_over = False
         self.is_canary = is_canary
@@ -304,7 +330,13 @@ class Generation:
 
     def note_failure(self, attempt: Attempt) -> None:
         """The next attempts prefer other pairs of nodes."""
-        self.failed_pairs.add(_pair_of(attempt.prefill, attempt.decode))
+        self.failed_pairs.add(attempt.pair)
+
+    def forgive(self, node: Node) -> None:
+        """The node is gone: what failed on it (its peers may have noticed first) failed because of that."""
+        self.failed_pairs = {pair for pair in self.failed_pairs if node.routing_id not in pair}
+        for choice in self.choices:
+            choice.failures = [pair for pair in choice.failures if node.routing_id not in pair]
 
     def has_failed_on(self, prefill: Node, decode: Node | None) -> bool:
         """Whether an attempt failed on this pair."""

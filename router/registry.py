@@ -1,7 +1,9 @@
 """Who is there: nodes, and the groups in which they can be paired.
 
-A group is the nodes that can hand requests over to each other: equal handoff schema, weights, protocol, model name
-and tokenizer. Several groups can serve one model; a request never moves between groups.
+A group is the nodes that can hand requests over to each other: equal handoff schema, weights, model name and
+tokenizer. Several groups can serve one model; a request never moves between groups. Within a group a prefill and a
+decode node make a pair when a protocol version exists that both and the router know, so that versions can be upgraded
+one node at a time.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..metadata import schema
 from ..metadata.bus import routing_id
@@ -31,6 +33,9 @@ from ..metadata.node_info import Load, ModelCard, NodeStats, Peer, Role
 from ..metadata.request import Unit
 from .tokenizer import ChatTemplate, TextTokenizer
 
+if TYPE_CHECKING:
+    from .cancels import Unacked
+
 logger = logging.getLogger(__name__)
 
 
@@ -40,7 +45,6 @@ class GroupKey(NamedTuple):
     schema_digest: str
     target: str
     draft: str | None
-    protocol: int
     model: str
     tokenizer: str
 
@@ -50,10 +54,13 @@ class Node:
 
     __slots__ = (
         "beat",
+        "evict_at",
         "full_since",
         "group",
         "hello",
-        "is_draining",
+        "is_cordoned",
+        "is_leaving",
+        "is_reachable",
         "last_seen",
         "load",
         "pledged_pages",
@@ -71,14 +78,17 @@ class Node:
         self.load = Load(free_pages=hello.capacity.num_pages, running=0, waiting=0)
         self.beat: Beat | None = None
         self.last_seen = now
-        self.is_draining = False
+        self.is_leaving = False  # by its own word
+        self.is_cordoned = False  # drained by an operator
+        self.evict_at: float | None = None  # what it holds then moves elsewhere
+        self.is_reachable = True  # False between a message that could not be sent and the next beat
         # What the router has given it since, or is giving it now
         self.prefilling: dict[tuple[str, int], int] = {}  # (rid, attempt) -> prompt tokens expected to be computed
         self.units: set[Unit] = set()  # decode: reserved or running
         self.pledged_pages = 0  # decode: reserved by requests whose answer is not here yet
         self.full_since: float | None = None  # decode: it refused, and has not shown more room since
         self.refused_at_free = 0
-        self.unacked: dict[tuple[str, int], tuple[float, int, ToNode]] = {}  # Cancels sent: (when, how often, message)
+        self.unacked: dict[tuple[str, int], Unacked] = {}  # Cancels sent, by (rid, attempt)
 
     @property
     def node_id(self) -> str:
@@ -87,6 +97,16 @@ class Node:
     @property
     def role(self) -> Role:
         return self.hello.role
+
+    @property
+    def is_draining(self) -> bool:
+        """It takes nothing new."""
+        return self.is_leaving or self.is_cordoned
+
+    def shares_protocol(self, other: Hello) -> bool:
+        """Whether a protocol version exists that it, the other node and the router know."""
+        lowest = max(PROTOCOL_MIN, self.hello.protocol_min, other.protocol_min)
+        return lowest <= min(PROTOCOL_MAX, self.hello.protocol_max, other.protocol_max)
 
     @property
     def peer(self) -> Peer:
@@ -127,12 +147,21 @@ class Group:
 
     def live(self, role: Role) -> list[Node]:
         """Nodes of a role that take new work."""
-        return [node for node in self.nodes.values() if node.role == role and not node.is_draining]
+        return [
+            node for node in self.nodes.values() if node.role == role and not node.is_draining and node.is_reachable
+        ]
+
+    def pairs(self) -> Iterator[tuple[Node, Node]]:
+        """Prefill and decode nodes that take new work and know a common protocol."""
+        for prefill in self.live("prefill"):
+            for decode in self.live("decode"):
+                if prefill.shares_protocol(decode.hello):
+                    yield prefill, decode
 
     @property
     def is_paired(self) -> bool:
-        """There is a node of each role, and text can become ids."""
-        return self.tokenizer is not None and bool(self.live("prefill")) and bool(self.live("decode"))
+        """There is a pair of nodes, and text can become ids."""
+        return self.tokenizer is not None and any(True for _ in self.pairs())
 
     @property
     def context_len(self) -> int:
@@ -214,13 +243,14 @@ class Registry:
     def beat(self, node: Node, beat: Beat, now: float) -> None:
         """A heartbeat. A node that says it is stuck is given up; it comes back with a new Hello when it moves again."""
         node.last_seen = now
+        node.is_reachable = True
         node.beat = beat
         node.set_load(beat.load)
         self._apply(self._liveness.hear(node.routing_id, beat))
 
     def leaving(self, node: Node, message: Leaving) -> None:
         """A node drains, or goes."""
-        node.is_draining = True
+        node.is_leaving = True
         if message.done:
             self.lose(node, "it left", level=logging.INFO)
         else:
@@ -232,7 +262,7 @@ class Registry:
             return
         del node.group.nodes[node.routing_id]
         self._liveness.remove(node.routing_id)
-        node.is_draining = True
+        node.is_leaving = True
         logger.log(level, "node %s (%s) is gone: %s", node.node_id, node.role, reason)
         self._on_lost(node, reason)
 
@@ -298,14 +328,14 @@ class Registry:
         others = [node for node in self.nodes.values() if node.role != hello.role]
         key = _key_of(hello)
         rivals = [node for node in others if node.group.key.model == hello.model.name]
-        if not rivals or any(node.group.key == key for node in rivals):
+        if not rivals or any(node.group.key == key and node.shares_protocol(hello) for node in rivals):
             return None
         return "it can be paired with nobody: " + "; ".join(_distance(hello, node) for node in rivals[:3])
 
     def _loneliness(self, node: Node) -> str | None:
         """A node whose model no node of the other role serves waits, and is told so."""
         others = [other for other in self.nodes.values() if other.role != node.role]
-        if not others or any(other.group is node.group for other in others):
+        if not others or any(other.group is node.group and other.shares_protocol(node.hello) for other in others):
             return None
         return (
             f"it can be paired with nobody yet: {node.role} node {node.node_id} serves model "
@@ -318,7 +348,6 @@ def _key_of(hello: Hello) -> GroupKey:
         schema.digest(hello.layout),
         hello.target_fingerprint,
         hello.draft_fingerprint,
-        min(PROTOCOL_MAX, hello.protocol_max),
         hello.model.name,
         hello.model.tokenizer_digest,
     )
@@ -333,7 +362,13 @@ def _distance(hello: Hello, node: Node) -> str:
         ("tokenizer", hello.model.tokenizer_digest, node.hello.model.tokenizer_digest),
     )
     phrases += [f"{name}: {here} here, {there} there" for name, here, there in pairs if here != there]
+    if not node.shares_protocol(hello):
+        phrases.append(f"protocol versions: {_versions(hello)} here, {_versions(node.hello)} there")
     return f"{node.role} node {node.node_id} of model {hello.model.name!r} differs in {', '.join(phrases)}"
+
+
+def _versions(hello: Hello) -> str:
+    return f"{hello.protocol_min}..{hello.protocol_max}"
 
 
 def _names(nodes: Iterable[Node]) -> str:

@@ -2,10 +2,11 @@
 
     submit -> waiting -> Reserve -> Prefill -> first Tokens (prefill) -> Admitted -> Tokens (decode) ... -> end
                  ^                                                                    |
-                 +-------- moved: a node failed or died, at most max_attempts ---------+
+                 +-------- moved: a node failed, died, or drains (moves.py) ----------+
 
-An end is: every choice has finished (by a node, or here by a stop string), an error, or the client's leaving. At each
-of the latter, and when a stop string is found, both legs get Cancel, repeated until they answer Cancelled.
+An end is: every choice has finished (by a node, or here by a stop string), an error (its deadline among them), or that
+somebody cancels it. At each of the latter, and when a stop string is found, both legs get Cancel, repeated until they
+answer Cancelled.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from ..metadata.errors import BatonError, ProtocolError, Unavailable
+from ..metadata.errors import BatonError, ProtocolError, TransferError, Unavailable
 from ..metadata.hub import Hub
 from ..metadata.messages import (
     Admitted,
@@ -33,16 +34,17 @@ from ..metadata.messages import (
     ToNode,
     ToRouter,
 )
-from ..metadata.request import Unit
 from .admission import Admission, Entry
 from .canary import PairHealth
 from .cancels import Cancels
 from .config import RouterConfig
-from .errors import from_node
+from .drains import Drains
+from .errors import DeadlineExceeded, RequestCancelled, from_node
 from .gaps import Gaps
 from .generation import Attempt, Choice, Generation
 from .metrics import Metrics
-from .registry import Node, Registry
+from .moves import Moves
+from .registry import Group, Node, Registry
 from .timeline import Finished, Outcome
 from .token_flow import TokenFlow
 
@@ -58,15 +60,17 @@ class RequestLife:
         self.epoch = epoch
         self.metrics = metrics
         self.registry = Registry(epoch, self._send_raw, self._joined, self._lost)
-        self.admission = Admission(epoch, config.max_waiting, self)
+        self.admission = Admission(epoch, config.max_waiting, self, node_wait_s=config.node_wait_s)
         self.health = PairHealth(self, config.canary_interval_s)
         self.generations: dict[str, Generation] = {}
         self.finished = Finished()  # timelines of requests that are over
         self.on_ledger: Callable[[Node, LedgerReport], None] | None = None
-        self._max_attempts = config.max_attempts
         self._timeout_s = config.request_timeout_s
-        self._gaps = Gaps(epoch, self.send, self.move)
+        self._drain_timeout_s = config.drain_timeout_s
+        self._gaps = Gaps(epoch, self.send, self._tokens_lost)
         self._cancels = Cancels(epoch, self.send)
+        self._moves = Moves(self, self._cancels, self._gaps, config.max_attempts)
+        self._drains = Drains(self.registry, self._moves)
         self._flow = TokenFlow(self, self._gaps, metrics)
         self._hub: Hub | None = None
         self._ticker: asyncio.TimerHandle | None = None
@@ -108,6 +112,32 @@ class RequestLife:
         self._end(generation, reason, "cancelled", reason)
         self.metrics.count_request(generation.group.key.model, "cancelled")
         logger.info("cancelled: %s", reason, extra={"rid": generation.rid})
+
+    def find(self, rid: str) -> list[Generation]:
+        """What runs or waits under the id of a response: one generation, or one for each of its prompts."""
+        return [
+            generation
+            for generation in self.generations.values()
+            if not generation.is_canary and (generation.rid == rid or generation.rid.rpartition("-")[0] == rid)
+        ]
+
+    def abort(self, generation: Generation, reason: str) -> None:
+        """Cancels a request on behalf of somebody else than who waits for it: its listener gets one clear error."""
+        if generation.is_over:
+            return
+        self.cancel(generation, reason)
+        generation.listener.on_error(generation, RequestCancelled(f"the request was cancelled: {reason}"))
+
+    def drain(self, node_id: str, timeout_s: float | None = None) -> Node:
+        """The node takes nothing new; what it has not finished after `timeout_s` (None: the router's drain_timeout_s)
+        goes on elsewhere. Raises NotFound."""
+        return self._drains.begin(node_id, self._drain_timeout_s if timeout_s is None else timeout_s)
+
+    def undrain(self, node_id: str) -> Node:
+        """Takes `drain` back. Raises NotFound."""
+        node = self._drains.undo(node_id)
+        self._joined(node)
+        return node
 
     def submit_canary(self, generation: Generation, pair: tuple[Node, Node]) -> bool:
         """Sends a request through one pair, outside the queue. False when the pair has no room now."""
@@ -168,8 +198,11 @@ class RequestLife:
     # --- what admission calls --------------------------------------------------------------------------------------
 
     def send(self, node: Node, message: ToNode) -> bool:
-        """Sends to a node; False when it is gone or its queue is full."""
-        return self._send_raw(node.routing_id, message)
+        """Sends to a node; False when it is gone or its queue is full: then it gets no request before its next beat."""
+        if self._send_raw(node.routing_id, message):
+            return True
+        node.is_reachable = False
+        return False
 
     def dispatched(self, generation: Generation, attempt: Attempt, now: float) -> None:
         """An attempt has its nodes."""
@@ -188,31 +221,22 @@ class RequestLife:
         logger.warning("failed: %s", error, extra={"rid": generation.rid})
         generation.listener.on_error(generation, error)
 
-    def move(self, generation: Generation, attempt: Attempt, reason: str, *, failed_at: Node | None = None) -> None:
-        """Ends an attempt whose nodes failed, and queues its choices anew, each from where it stands."""
-        if generation.is_over or attempt.number not in generation.attempts:
-            return
-        entry = self.admission.take_back(generation, attempt)
-        self._release(generation, attempt, attempt.choices)
-        del generation.attempts[attempt.number]
-        for node in attempt.nodes:
-            if node is not failed_at:
-                self._cancels.send(node, generation.rid, attempt.number, attempt.choices, "it moves to other nodes")
-        generation.note_failure(attempt)
-        self._count_failure(generation, reason)
-        if generation.is_over:
-            return
-        logger.info("moves: %s", reason, extra={"rid": generation.rid})
-        for index in attempt.choices:
-            generation.timeline.moved(generation.choices[index], reason, time.monotonic())
-        if entry is not None:  # it waits still
-            self.admission.pump(generation.group)
-        else:
-            self._requeue(generation, attempt.choices)
+    def unreachable(self, generation: Generation, attempt: Attempt, node: Node) -> None:
+        """A message of an attempt could not be sent to a node."""
+        self._moves.unreachable(generation, attempt, node)
+
+    def unanswered(self, generation: Generation, attempt: Attempt) -> None:
+        """The decode node did not answer a reservation."""
+        reason = "the decode node did not answer the reservation"
+        self._moves.failed(generation, attempt, attempt.choices, reason)
 
     def is_usable(self, prefill: Node, decode: Node | None) -> bool:
         """Whether this pair may be given requests (its last canary did not fail)."""
         return decode is None or self.health.is_usable(prefill, decode)
+
+    def why_unusable(self, group: Group) -> str:
+        """Why no pair of a group works, in words."""
+        return self.health.failure_in(group)
 
     # --- what token_flow.py calls ---------------------------------------------------------------------------------
 
@@ -276,34 +300,24 @@ class RequestLife:
         self.metrics.transfer(node, message)
         choice = self._flow.find(message.unit)
         if choice is not None and choice.attempt is not None and choice.attempt.decode is node:
+            choice.attempt.admitted.add(choice.index)
             choice.generation.timeline.admitted(choice, message, now)
             self.health.worked(choice.attempt.prefill, node, now)
 
     def _failed(self, node: Node, message: Failed) -> None:
         choice = self._flow.find(message.unit)
-        if choice is None or choice.attempt is None:
+        if choice is None or choice.attempt is None:  # over, or elsewhere: also what a client's leaving brought about
             return
         generation, attempt = choice.generation, choice.attempt
         where = f"{node.role} node {node.node_id}: {message.message}"
         if not message.retryable:
             self.fail(generation, from_node(message.code, where))
             return
-        for other in attempt.nodes:
-            if other is not node:
-                self._cancels.send(other, generation.rid, attempt.number, (choice.index,), "it moves")
-        self._release(generation, attempt, {choice.index})
-        attempt.choices.discard(choice.index)
-        if not attempt.choices:
-            attempt.prefill.prefilling.pop((generation.rid, attempt.number), None)
-            generation.attempts.pop(attempt.number, None)
-        generation.note_failure(attempt)
         if attempt.decode is not None:
-            self.health.doubt(attempt.prefill, attempt.decode)
-        self._count_failure(generation, where)
-        if not generation.is_over:
-            logger.info("moves: %s", where, extra={"rid": generation.rid})
-            generation.timeline.moved(choice, where, time.monotonic())
-            self._requeue(generation, {choice.index})
+            failure = where if message.code == TransferError.code else None
+            self.health.doubt(attempt.prefill, attempt.decode, failure)
+            self.health.look(time.monotonic())
+        self._moves.failed(generation, attempt, {choice.index}, where, at=node)
 
     def _tokenizer(self, node: Node, message: TokenizerFile) -> None:
         try:
@@ -321,12 +335,9 @@ class RequestLife:
         """Moves everything that a node held."""
         self.admission.affinity.forget(node.routing_id)
         self.health.forget(node)
-        for generation in list(self.generations.values()):
-            for attempt in list(generation.attempts.values()):
-                if node in attempt.nodes or (node is attempt.prefill and not attempt.dispatched):
-                    self.move(generation, attempt, f"{node.role} node {node.node_id}: {reason}", failed_at=node)
+        self._moves.lost(node, reason)
 
-    # --- ends and moves --------------------------------------------------------------------------------------------
+    # --- ends ------------------------------------------------------------------------------------------------------
 
     def _end(self, generation: Generation, reason: str, outcome: Outcome, error: str | None = None) -> None:
         """Frees everything, here and on the nodes."""
@@ -336,7 +347,7 @@ class RequestLife:
             self.finished.add(generation.timeline)
         self.admission.withdraw(generation)
         for attempt in generation.attempts.values():
-            self._release(generation, attempt, attempt.choices)
+            self._moves.release(generation, attempt, attempt.choices)
             if attempt.choices:
                 for node in attempt.nodes:
                     self._cancels.send(node, generation.rid, attempt.number, attempt.choices, reason)
@@ -344,26 +355,6 @@ class RequestLife:
         for choice in generation.choices:
             self._gaps.close(choice)
         self.admission.pump(generation.group)
-
-    def _release(self, generation: Generation, attempt: Attempt, choices: set[int]) -> None:
-        """The router counts these choices no more among what the attempt's nodes have."""
-        if attempt.decode is not None:
-            attempt.decode.units.difference_update(Unit(generation.rid, choice, attempt.number) for choice in choices)
-        if choices >= attempt.choices:
-            attempt.prefill.prefilling.pop((generation.rid, attempt.number), None)
-
-    def _count_failure(self, generation: Generation, reason: str) -> None:
-        generation.num_failures += 1
-        if generation.num_failures >= self._max_attempts or generation.is_canary:
-            self.fail(generation, Unavailable(f"given up after {generation.num_failures} attempts; the last: {reason}"))
-
-    def _requeue(self, generation: Generation, choices: set[int]) -> None:
-        """One entry a choice, because each goes on from its own tokens; the lowest ends up in front."""
-        for index in sorted(choices, reverse=True):
-            choice = generation.choices[index]
-            self._gaps.close(choice)
-            choice.restart()
-            self.admission.submit(Entry(generation, (index,)), first=True)
 
     # --- sending and timers ----------------------------------------------------------------------------------------
 
@@ -383,12 +374,20 @@ class RequestLife:
         self.health.look(now)
         for node in self.registry.nodes.values():
             self._cancels.repeat(node, now)
+        self._drains.check(now)
         for generation in list(self.generations.values()):
             self._check_times(generation, now)
 
     def _check_times(self, generation: Generation, now: float) -> None:
-        if now - generation.created_at > self._timeout_s:
-            self.fail(generation, Unavailable(f"the request took longer than {self._timeout_s:.0f} s"))
+        latest = generation.created_at + self._timeout_s
+        deadline = latest if generation.deadline is None else min(latest, generation.deadline)
+        if now > deadline:
+            limit_s = deadline - generation.created_at
+            self.fail(generation, DeadlineExceeded(f"the request took longer than its limit of {limit_s:g} s"))
             return
         for choice in generation.choices:
             self._gaps.check_silence(choice, now)
+
+    def _tokens_lost(self, choice: Choice, attempt: Attempt) -> None:
+        reason = f"tokens of {choice.unit} were lost and not sent again"
+        self._moves.failed(choice.generation, attempt, {choice.index}, reason)

@@ -153,7 +153,7 @@ class FakeNode(threading.Thread):
         self.cancelled: set[tuple[str, int, int | None]] = set()
         self._changes = changes
         self._posted: queue.Queue[tuple[float, m.ToRouter]] = queue.Queue()
-        self._is_stopped = threading.Event()
+        self._is_told_to_stop = threading.Event()
         self.is_silent = False
         self.link = Link(cluster.router, name, self.epoch, None)
 
@@ -176,7 +176,7 @@ class FakeNode(threading.Thread):
 
     def stop(self) -> None:
         """As by SIGKILL: the connection just closes."""
-        self._is_stopped.set()
+        self._is_told_to_stop.set()
         if self.is_alive():
             self.join(5)
 
@@ -210,7 +210,7 @@ class FakeNode(threading.Thread):
     def run(self) -> None:
         self.link.send(self.hello())
         beat_at = 0.0
-        while not self._is_stopped.is_set():
+        while not self._is_told_to_stop.is_set():
             now = time.monotonic()
             if now - beat_at > 0.1 and not self.is_silent:
                 beat_at = now

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from baton.metadata import messages as m
+from baton.metadata.node_info import Load
 from baton.metadata.request import Unit, unpack_ids
 
 from .conftest import System
@@ -102,18 +103,12 @@ def test_a_failure_is_tried_again_with_what_was_received(system: System) -> None
 
 
 def test_failures_end_in_one_clear_error(system: System) -> None:
-    def fail(node: FakeNode, message: m.Prefill) -> bool:
-        for choice in message.choices:
-            unit = Unit(message.rid, choice, message.attempt)
-            node.link.send(m.Failed(unit, "transfer_error", "the disk is on fire", True))
-        return True
-
-    system.behaviour.answer_prefill = fail
-    status, body, _ = system.complete()
+    system.behaviour.answer_prefill = lambda node, message: not is_canary(message) and fail_transfer(node, message)
+    status, body, _ = system.complete(n=3)
     assert status == 503
     assert "the disk is on fire" in body["error"]["message"]
     assert "4 attempts" in body["error"]["message"]
-    assert len(own(system.cluster.by_name("p0"), m.Prefill)) == 4
+    assert len(own(system.cluster.by_name("p0"), m.Prefill)) >= 4
     system.behaviour.answer_prefill = None
     assert system.complete()[0] == 200
 
@@ -271,8 +266,8 @@ def test_request_timeout(make_system: Callable[..., System]) -> None:
     system = make_system(router={"request_timeout_s": 0.5}).up()
     system.behaviour.hold = threading.Event()
     status, body, _ = system.complete()
-    assert status == 503
-    assert "longer than" in body["error"]["message"]
+    assert (status, body["error"]["code"]) == (504, "timeout")
+    assert "longer than its limit of 0.5 s" in body["error"]["message"]
     system.router.wait_idle()
 
 
@@ -294,6 +289,74 @@ def test_sigterm_drains(make_system: Callable[..., System]) -> None:
     drained.result(10)
     thread.join(5)
     assert result == [system.text]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("phase", ["queued", "prefilling", "decoding"])
+def test_a_request_may_have_a_time_limit_of_its_own(
+    make_system: Callable[..., System], monkeypatch: pytest.MonkeyPatch, phase: str, stream: bool
+) -> None:
+    """It ends in one clear error; whatever waits behind it goes on."""
+    system = make_system().up()
+    life = system.router.router.life
+    submit = life.submit
+
+    def limited(generation: Any) -> None:
+        generation.deadline = generation.created_at + 0.3
+        submit(generation)
+
+    monkeypatch.setattr(life, "submit", limited)
+    system.behaviour.hold = threading.Event()
+    if phase == "queued":
+        system.behaviour.answer_reserve = refuse
+    elif phase == "prefilling":
+        system.behaviour.answer_prefill = lambda node, message: True
+    status, body, _ = system.complete(stream=stream)
+    message = json.loads(stream_of(body)[-1]) if stream and phase == "decoding" else body
+    assert status == (200 if stream and phase == "decoding" else 504)
+    assert "longer than its limit of 0.3 s" in message["error"]["message"]
+    system.router.wait_idle()
+
+
+def test_a_running_request_can_be_found_and_aborted(system: System) -> None:
+    system.behaviour.hold = threading.Event()
+    life = system.router.router.life
+    results: list[Any] = []
+    prompts = ["a", "b"]
+    thread = threading.Thread(target=lambda: results.append(system.complete(prompt=prompts)))
+    thread.start()
+    reserves = wait_until(lambda: (own(system.cluster.by_name("d0"), m.Reserve)[1:] or None) and own_reserves(system))
+    rid = reserves[0].rid.rpartition("-")[0]
+    assert system.router.call(lambda: life.find("cmpl-nobody")) == []
+    assert [each.rid for each in system.router.call(lambda: life.find(rid))] == [f"{rid}-0", f"{rid}-1"]
+    assert [each.rid for each in system.router.call(lambda: life.find(f"{rid}-1"))] == [f"{rid}-1"]
+    system.router.call(lambda: [life.abort(each, "an operator said so") for each in life.find(rid)])
+    thread.join(5)
+    status, body, _ = results[0]
+    assert (status, body["error"]["code"]) == (499, "cancelled")
+    assert "an operator said so" in body["error"]["message"]
+    system.router.wait_idle()
+
+
+def own_reserves(system: System) -> list[Any]:
+    return own(system.cluster.by_name("d0"), m.Reserve)
+
+
+def refuse(node: FakeNode, message: Any) -> bool:
+    if not is_canary(message):
+        node.link.send(m.Reserved(message.rid, message.attempt, (), Load(free_pages=0, running=1, waiting=0)))
+    return not is_canary(message)
+
+
+def is_canary(message: Any) -> bool:
+    return message.rid.startswith("canary")
+
+
+def fail_transfer(node: FakeNode, message: m.Prefill) -> bool:
+    for choice in message.choices:
+        unit = Unit(message.rid, choice, message.attempt)
+        node.link.send(m.Failed(unit, "transfer_error", "the disk is on fire", True))
+    return True
 
 
 def first_token_only(node: FakeNode, message: m.Prefill) -> bool:
@@ -322,6 +385,10 @@ def text_of(system: System, *, stream: bool, **body: Any) -> str:
 def stream_events(system: System, **body: Any) -> list[str]:
     status, raw, _ = system.complete(stream=True, **body)
     assert status == 200, raw
+    return stream_of(raw)
+
+
+def stream_of(raw: bytes) -> list[str]:
     return [event.removeprefix("data: ") for event in raw.decode().strip().split("\n\n")]
 
 

@@ -1,0 +1,156 @@
+"""Requests that go on elsewhere: (prompt, received ids, parameters) are queued anew, in front of all others.
+
+A choice whose attempts *fail* is given up after `max_attempts` of them in a row. Nodes that *die* under it, or leave,
+are not its fault: it goes on as long as there are others, up to a bound that only a request reaches which itself kills
+nodes. Both counts start anew when an attempt brings more than its first token.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+from ..metadata.errors import BatonError, Unavailable
+from ..metadata.request import Unit
+from .admission import Admission, Entry
+from .cancels import Cancels
+from .gaps import Gaps
+from .generation import Attempt, Generation
+from .registry import Node
+
+logger = logging.getLogger(__name__)
+
+MAX_LOSSES = 16  # nodes in a row that died under a choice, before it is taken for the cause
+
+
+class Life(Protocol):
+    """What moves need of request_life.py."""
+
+    generations: dict[str, Generation]
+    admission: Admission
+
+    def fail(self, generation: Generation, error: BatonError) -> None:
+        """Ends a generation with an error."""
+        ...
+
+
+class Moves:
+    """Ends attempts, and queues their choices anew."""
+
+    def __init__(self, life: Life, cancels: Cancels, gaps: Gaps, max_attempts: int) -> None:
+        self._life = life
+        self._cancels = cancels
+        self._gaps = gaps
+        self._max_attempts = max_attempts
+
+    def failed(
+        self, generation: Generation, attempt: Attempt, choices: Iterable[int], reason: str, *, at: Node | None = None
+    ) -> None:
+        """An attempt failed for these choices: they try again, at most max_attempts times. `at` holds nothing of them
+        any more."""
+        generation.note_failure(attempt)
+        moved = self._stop(generation, attempt, set(choices), at)
+        for index in moved:
+            choice = generation.choices[index]
+            choice.note_end(attempt, is_loss=False)
+            if len(choice.failures) >= self._max_attempts or generation.is_canary:
+                times = len(choice.failures)
+                self._life.fail(generation, Unavailable(f"given up after {times} attempts; the last: {reason}"))
+                return
+        self._requeue(generation, moved, reason)
+
+    def lost(self, node: Node, reason: str) -> None:
+        """A node is gone. What it held goes on elsewhere; so does what waited for its pages."""
+        where = f"{node.role} node {node.node_id}: {reason}"
+        for generation in list(self._life.generations.values()):
+            generation.forgive(node)
+            for attempt in list(generation.attempts.values()):
+                if node is attempt.decode or node is attempt.prefill:
+                    self._lose(generation, attempt, node, where)
+
+    def unreachable(self, generation: Generation, attempt: Attempt, node: Node) -> None:
+        """A message to a node could not be sent: it is gone, or its queue is full."""
+        reason = f"{node.role} node {node.node_id} cannot be reached"
+        self._leave(generation, attempt, set(attempt.choices), reason, node)
+
+    def evict(self, node: Node, reason: str) -> None:
+        """A draining node has run out of time: what it holds still goes elsewhere."""
+        for generation in list(self._life.generations.values()):
+            for attempt in list(generation.attempts.values()):
+                if node in attempt.nodes or (node is attempt.prefill and not attempt.dispatched):
+                    moved = self._stop(generation, attempt, set(attempt.choices), None)
+                    self._requeue(generation, moved, f"{node.role} node {node.node_id}: {reason}")
+
+    def _lose(self, generation: Generation, attempt: Attempt, node: Node, where: str) -> None:
+        choices = set(attempt.choices)
+        if node is attempt.prefill and attempt.dispatched:
+            if attempt.prefill_done:
+                return
+            attempt.prefill_done = True  # nobody else will say so
+            if not (generation.wants_prompt_logprobs and generation.prompt_logprobs is None):
+                choices -= attempt.admitted
+        if not attempt.choices:
+            generation.attempts.pop(attempt.number, None)
+            self._compute_prompt_again(generation)
+        elif choices:
+            self._leave(generation, attempt, choices, where, node)
+
+    def _leave(self, generation: Generation, attempt: Attempt, choices: set[int], reason: str, gone: Node) -> None:
+        """The attempt has lost a node."""
+        moved = self._stop(generation, attempt, choices, gone)
+        for index in moved:
+            choice = generation.choices[index]
+            choice.note_end(attempt, is_loss=True)
+            if choice.num_losses > MAX_LOSSES or generation.is_canary:
+                error = Unavailable(f"given up after {choice.num_losses} nodes were lost under it; the last: {reason}")
+                self._life.fail(generation, error)
+                return
+        self._requeue(generation, moved, reason)
+
+    def _stop(self, generation: Generation, attempt: Attempt, choices: set[int], gone: Node | None) -> set[int]:
+        """Ends the attempt for these choices, here and on its nodes but `gone`. Returns those that must go on."""
+        if generation.is_over or attempt.number not in generation.attempts:
+            return set()
+        choices &= attempt.choices
+        if not choices:
+            return choices
+        self._life.admission.take_back(generation, attempt)
+        for node in attempt.nodes:
+            if node is not gone:
+                self._cancels.send(node, generation.rid, attempt.number, choices, "it moves to other nodes")
+        self.release(generation, attempt, choices)
+        attempt.choices -= choices
+        if not attempt.choices:
+            generation.attempts.pop(attempt.number, None)
+        return choices
+
+    def release(self, generation: Generation, attempt: Attempt, choices: set[int]) -> None:
+        """The router counts these choices no more among what the attempt's nodes have."""
+        if attempt.decode is not None:
+            attempt.decode.units.difference_update(Unit(generation.rid, choice, attempt.number) for choice in choices)
+        if choices >= attempt.choices:
+            attempt.prefill.prefilling.pop((generation.rid, attempt.number), None)
+
+    def _requeue(self, generation: Generation, choices: set[int], reason: str) -> None:
+        """One entry a choice, because each goes on from its own tokens; the lowest ends up in front. Choices whose
+        reservation had no answer yet are in the queue still."""
+        if not choices or generation.is_over:
+            return
+        logger.info("moves: %s", reason, extra={"rid": generation.rid})
+        for index in sorted(choices, reverse=True):
+            choice = generation.choices[index]
+            generation.timeline.moved(choice, reason, time.monotonic())
+            if choice.attempt is None:
+                continue
+            self._gaps.close(choice)
+            choice.restart()
+            self._life.admission.submit(Entry(generation, (index,)), first=True)
+        self._life.admission.pump(generation.group)
+
+    def _compute_prompt_again(self, generation: Generation) -> None:
+        """Every choice has ended, but the log-probabilities of the prompt died with prefill."""
+        is_missing = generation.wants_prompt_logprobs and generation.prompt_logprobs is None
+        if is_missing and all(choice.finish_reason is not None for choice in generation.choices):
+            self._life.admission.submit(Entry(generation, (0,)), first=True)

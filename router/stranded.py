@@ -1,0 +1,75 @@
+"""Requests that no node there could take, however idle: they wait a stated time for one, then end in one error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+from ..metadata.errors import BatonError, Unavailable
+from .generation import Generation
+from .registry import Group, Node
+
+if TYPE_CHECKING:
+    from .admission import Entry
+
+
+class Life(Protocol):
+    """What is asked of request_life.py."""
+
+    def fail(self, generation: Generation, error: BatonError) -> None:
+        """Ends a generation with an error."""
+        ...
+
+    def is_usable(self, prefill: Node, decode: Node | None) -> bool:
+        """Whether this pair may be given requests."""
+        ...
+
+    def why_unusable(self, group: Group) -> str:
+        """Why no pair of the group works, in words."""
+        ...
+
+
+class Stranded:
+    """Says which groups may be waited for, and who has waited long enough."""
+
+    def __init__(self, life: Life, node_wait_s: float) -> None:
+        self._life = life
+        self._node_wait_s = node_wait_s
+        self._served_at: dict[Group, float] = {}  # when a pair that takes requests was last there
+
+    def may_wait(self, group: Group, now: float) -> bool:
+        """Whether new requests are taken for the group: it can serve, or could lately."""
+        served_at = self._served_at.get(group)
+        return group.is_paired or (served_at is not None and now - served_at <= self._node_wait_s)
+
+    def served(self, group: Group, now: float) -> None:
+        """Nodes of the group have taken a request."""
+        self._served_at[group] = now
+
+    def check(self, group: Group, waiting: Iterable[Entry], now: float) -> None:
+        """To be called a few times a second for every group, with those who wait in it."""
+        pairs = [pair for pair in group.pairs() if self._life.is_usable(*pair)]
+        if pairs:
+            self._served_at[group] = now
+        prefill = max((prefill.hello.capacity.num_pages for prefill, _ in pairs), default=0)
+        decode = max((decode.hello.capacity.num_pages for _, decode in pairs), default=0)
+        alone = group.most_pages("prefill")
+        for entry in list(waiting):
+            num_prompt_pages = -(-entry.num_computed // group.page_size)
+            fits = num_prompt_pages <= prefill and entry.pages <= decode if entry.needs_decode else alone > 0
+            if fits or entry.attempt is not None or entry.generation.is_over:
+                entry.stranded_since = None
+            elif entry.stranded_since is None:
+                entry.stranded_since = now
+            elif now - entry.stranded_since > self._node_wait_s:
+                self._life.fail(entry.generation, Unavailable(self._reason(entry, pairs)))
+
+    def _reason(self, entry: Entry, pairs: list[tuple[Node, Node]]) -> str:
+        group = entry.generation.group
+        words = f"no node of model {group.key.model!r} could take the request for {self._node_wait_s:g} s: "
+        missing = [role for role in ("prefill", "decode") if not group.live(role)]
+        if missing:
+            return words + f"no {' and no '.join(missing)} node is left"
+        if not pairs:
+            return words + self._life.why_unusable(group)
+        return words + f"none has room for the {entry.pages} pages that it needs"
