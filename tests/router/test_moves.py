@@ -78,7 +78,7 @@ def test_killed_nodes_do_not_count_as_attempts(make_system: Make) -> None:
 
 
 def not_first_attempts(system: System) -> int:
-    return max(prefill.attempt for prefill in own(system.cluster.by_name("p0"), m.Prefill))
+    return max((prefill.attempt for prefill in own(system.cluster.by_name("p0"), m.Prefill)), default=-1)
 
 
 def test_a_request_that_kills_every_node_is_given_up(make_system: Make) -> None:
