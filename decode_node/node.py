@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,7 +24,7 @@ from ..engine.adaptive import StepChooser
 from ..engine.draft_row import get_draft
 from ..engine.engine import NO_NUMBERS, Engine
 from ..engine.graphs import graph_sizes
-from ..engine.round import Accepted, Rounds
+from ..engine.rounds import Accepted, Rounds, Submitted
 from ..engine.sampling_state import SamplingState
 from ..engine.step_times import StepTimes
 from ..engine.stopping import ended
@@ -46,6 +47,16 @@ STEP_LIMIT_S = 60.0  # of one round; a longer one means that the node is stuck
 _MAX_MEASURED = 16  # sequences of the largest round that is timed at the start; larger ones are extrapolated
 
 
+class _UnderWay(NamedTuple):
+    """A round that was submitted."""
+
+    sequences: list[Sequence]
+    slots: list[int]
+    submitted: Submitted
+    submitted_at: float  # monotonic seconds
+    step_started: float
+
+
 class DecodeNode:
     """One thread runs `step` for ever; everything here belongs to it."""
 
@@ -58,8 +69,10 @@ class DecodeNode:
         chunk: int,
         *,
         is_adaptive: bool = False,
+        overlaps: bool | None = None,
     ):
-        """`is_adaptive`: draft what pays, by times measured now and while it runs; else always all steps."""
+        """`is_adaptive`: draft what pays, by times measured now and while it runs; else always all steps. `overlaps`:
+        submit a round before the one before is read; None: where the device is not the host."""
         self.engine = engine
         self.cache = engine.cache
         self.membership = membership
@@ -79,6 +92,9 @@ class DecodeNode:
             choose=None if self.chooser is None else self._choose,
             on_finish=self.rounds.release,
         )
+        self._overlaps = engine.device.type != "cpu" if overlaps is None else overlaps
+        self._under_way: _UnderWay | None = None
+        self._settled_at = 0.0
         self.outbox = Outbox()
         self._orders = itertools.count()
         self._row_buffer = MetadataBuffers(engine.schema)
@@ -94,19 +110,19 @@ class DecodeNode:
             self._handle(message)
         admitted = [sequence for event in self.handoff.poll() if (sequence := self._arrive(event)) is not None]
         self._send(admitted)
-        plan = self.scheduler.plan()
-        if plan.rows or plan.decoding:
+        plan = self._plan()
+        if plan.rows or plan.decoding or self._under_way is not None:
             self.membership.enter("decode", STEP_LIMIT_S)
             self._compute(plan, started)
         for sequence in plan.failed:
             self._fail(sequence.unit, "out_of_pages", "the pool cannot hold this request alone", is_retryable=False)
         self._offer_room()
-        return bool(self.scheduler.running)
+        return bool(self.scheduler.running) or self._under_way is not None
 
     @property
     def is_idle(self) -> bool:
         """Nothing is held for anybody."""
-        return not any(True for _ in self.scheduler)
+        return self._under_way is None and not any(True for _ in self.scheduler)
 
     def load(self) -> Load:
         scheduler = self.scheduler
@@ -249,10 +265,8 @@ class DecodeNode:
             case TransferFailed(unit=unit, reason=reason, is_refused=is_refused):
                 self.scheduler.finish(sequence)
                 self._fail(unit, "transfer_error", reason, is_retryable=not is_refused)
-            case Revoked(unit=unit, finished=finished, reason=reason):
+            case Revoked():  # the router has it from prefill: the only token, or why there is none
                 self.scheduler.finish(sequence)
-                if not finished:  # else the first token was the last: the router has it from prefill
-                    self._fail(unit, "transfer_error", reason, is_retryable=True)
         return None
 
     def _admit(self, sequence: Sequence, event: Arrived, sampled: Sampled) -> None:
@@ -287,8 +301,19 @@ class DecodeNode:
 
     # --- rounds ---
 
+    def _plan(self) -> Plan:
+        """The next step, while a round may be under way."""
+        plan = self.scheduler.plan()
+        if self._under_way is None:
+            return plan
+        if plan.is_premature or plan.rows or self.rounds.reads_tokens(plan.decoding, plan.shape):
+            self.settle()
+            return self.scheduler.plan()
+        return plan
+
     def _compute(self, plan: Plan, step_started: float) -> None:
-        """One step of everybody in the plan, which began at `step_started`."""
+        """One step of everybody in the plan, which began at `step_started`: it is submitted, then the round before is
+        read, or this one where rounds do not overlap."""
         self._num_steps += 1
         if plan.rows:
             computed = self.engine.compute(plan.rows)
@@ -296,18 +321,46 @@ class DecodeNode:
             for sequence, row in zip(plan.sequences, plan.rows, strict=True):
                 sequence.num_computed += len(row.input_ids)
                 self._num_recomputed += len(row.input_ids)
-        started = time.monotonic()
-        slots = _slots(plan.decoding)
-        results = self.rounds.run(plan.decoding, plan.shape, plan.limits)
-        seconds = time.monotonic() - started
-        for sequence, accepted in zip(plan.decoding, results, strict=True):
+        begun: _UnderWay | None = None
+        if plan.decoding:
+            submitted_at = time.monotonic()
+            slots = _slots(plan.decoding)
+            submitted = self.rounds.submit(plan.decoding, plan.shape, plan.limits)
+            begun = _UnderWay(plan.decoding, slots, submitted, submitted_at, step_started)
+        self.settle()
+        if begun is not None:
+            for sequence, limit in zip(plan.decoding, begun.submitted.limits, strict=True):
+                sequence.num_coming = 1 + limit
+        self._under_way = begun
+        if not self._overlaps:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the round under way, if there is one, and take what it brought."""
+        done, self._under_way = self._under_way, None
+        if done is None:
+            return
+        results = self.rounds.collect(done.submitted)
+        now = time.monotonic()
+        seconds = now - max(done.submitted_at, self._settled_at)
+        self._settled_at = now
+        for sequence in done.sequences:
+            sequence.num_coming = 0
+        rows = zip(done.sequences, done.slots, results, strict=True)
+        lived = [(sequence, slot, each) for sequence, slot, each in rows if each is not None]
+        for sequence, _, accepted in lived:
             self._accept(sequence, accepted)
-        self._send(plan.decoding)
-        if self.chooser is not None and results:
-            num_accepted = [each.num_accepted for each in results]
-            limits = [each.num_drafted for each in results]
-            overhead_s = time.monotonic() - step_started - seconds
-            self.chooser.observe(slots, plan.shape.num_steps, limits, num_accepted, seconds, overhead_s)
+        self._send(done.sequences)
+        if self.chooser is not None and lived:
+            overhead_s = 0.0 if self._overlaps else time.monotonic() - done.step_started - seconds
+            self.chooser.observe(
+                [slot for _, slot, _ in lived],
+                done.submitted.shape.num_steps,
+                [each.num_drafted for _, _, each in lived],
+                [each.num_accepted for _, _, each in lived],
+                seconds,
+                overhead_s,  # hidden behind the next round where rounds overlap
+            )
 
     def _choose(self, sequences: list[Sequence], usable: list[int]) -> DraftShape:
         assert self.chooser is not None

@@ -10,6 +10,10 @@ Reserved sequences hold all pages of their prompt and of two rounds, so an arriv
 taken where pages are to be had; a sequence without them takes part in a round and accepts none. When pages run out for
 the next token itself, the youngest running sequence is preempted; older ones always advance, so everything finishes.
 While one is preempted, no new reservation is granted.
+
+A round may be planned while the one before is under way. Then a sequence is known only up to `num_coming` tokens: pages
+are found for all of them, and a sequence that certainly ends is left out. One that turns out to have ended takes part
+for nothing. Nobody is preempted then; the plan says `is_premature` instead.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ class Plan:
     sequences: list[Sequence] = field(default_factory=list)  # of `rows`
     rows: list[BatchRow] = field(default_factory=list)
     failed: list[Sequence] = field(default_factory=list)
+    is_premature: bool = False  # what the round under way brings must be known first, then plan again
 
 
 class DecodeScheduler:
@@ -96,22 +101,25 @@ class DecodeScheduler:
 
     def plan(self) -> Plan:
         """Resume what fits, find pages for everybody (preempting the youngest), and make the rows."""
-        self._resume()
-        plan = Plan(shape=self._round_shape())
+        if not self._is_under_way:
+            self._resume()
+        plan = Plan(shape=self._round_shape(), is_premature=bool(self.preempted) and self._is_under_way)
         budget = self.chunk_tokens
         for sequence in list(self.running):
             if sequence not in self.running:  # preempted for an older one
                 continue
             if sequence.num_to_compute == 1:
+                if self._ends(sequence):
+                    continue
                 limit = self._draft_limit(sequence, plan.shape)
-                if self._grow(sequence, sequence.num_computed + 1, plan.failed):
+                if self._grow(sequence, sequence.num_computed + sequence.num_coming + 1, plan):
                     plan.decoding.append(sequence)
                     plan.limits.append(limit)
             elif budget > 0:
                 num_new = min(sequence.num_to_compute - 1, budget)  # the last token is a round's
                 budget -= num_new
                 start, stop = sequence.num_computed, sequence.num_computed + num_new
-                if self._grow(sequence, stop, plan.failed):
+                if self._grow(sequence, stop, plan):
                     plan.sequences.append(sequence)
                     plan.rows.append(BatchRow(sequence.token_ids[start:stop], start, sequence.pages, 0))
         still = [(each, limit) for each, limit in zip(plan.decoding, plan.limits, strict=True) if each in self.running]
@@ -147,9 +155,23 @@ class DecodeScheduler:
         beyond the context, which drafts may leave empty-handed."""
         return max(num_tokens, min(num_tokens + 1 + self.shape.num_steps + self.shape.num_slots, self.context_len))
 
+    @property
+    def _is_under_way(self) -> bool:
+        return any(sequence.num_coming for sequence in self.running)
+
+    def _ends(self, sequence: Sequence) -> bool:
+        """The round under way brings its last token, or takes it to the end of the context."""
+        if not sequence.num_coming:
+            return False
+        return sequence.num_generated + 1 >= sequence.request.params.max_tokens or self._room(sequence) < 0
+
+    def _room(self, sequence: Sequence) -> int:
+        """Tokens that still fit into the context."""
+        return self.context_len - len(sequence.token_ids) - sequence.num_coming
+
     def _round_shape(self) -> DraftShape:
         """How much to draft now: not more than the one that can use most."""
-        decoding = [sequence for sequence in self.running if sequence.num_to_compute == 1]
+        decoding = [each for each in self.running if each.num_to_compute == 1 and not self._ends(each)]
         usable = [self._usable(sequence) for sequence in decoding]
         if not any(usable):
             return NO_DRAFTS
@@ -160,9 +182,8 @@ class DecodeScheduler:
         """Drafts that it could accept: within its context, its own wish, and what it still has to generate."""
         params = sequence.request.params
         wish = self.shape.num_steps if params.draft_steps is None else params.draft_steps
-        room = self.context_len - len(sequence.token_ids)
-        left = params.max_tokens - sequence.num_generated - 1
-        return 0 if sequence.is_left_behind else max(0, min(self.shape.num_steps, wish, room, left))
+        left = params.max_tokens - sequence.num_generated - 1 - bool(sequence.num_coming)
+        return 0 if sequence.is_left_behind else max(0, min(self.shape.num_steps, wish, self._room(sequence), left))
 
     def _draft_limit(self, sequence: Sequence, shape: DraftShape) -> int:
         """Drafts that it may accept in a round of `shape`, with pages for their slots. Nobody is preempted for them."""
@@ -170,25 +191,30 @@ class DecodeScheduler:
         if limit == 0:
             return 0
         num_slots = 1 + limit if shape.is_chain else shape.num_slots
-        missing = -(-(sequence.num_computed + num_slots) // self.page_size) - len(sequence.pages)
+        num_tokens = sequence.num_computed + sequence.num_coming + num_slots
+        missing = -(-num_tokens // self.page_size) - len(sequence.pages)
         if missing > self.cache.available:
             return 0
         if missing > 0:
             sequence.pages += self.cache.allocate(missing, Owner.REQUEST)
         return limit
 
-    def _grow(self, sequence: Sequence, num_tokens: int, failed: list[Sequence]) -> bool:
-        """Pages for `num_tokens` of `sequence`, preempting younger ones. False: it was itself preempted, or failed."""
+    def _grow(self, sequence: Sequence, num_tokens: int, plan: Plan) -> bool:
+        """Pages for `num_tokens` of `sequence`, preempting younger ones. False: it was itself preempted, or failed, or
+        nobody may be preempted now."""
         missing = -(-num_tokens // self.page_size) - len(sequence.pages)
         while missing > 0:
             try:
                 sequence.pages += self.cache.allocate(missing, Owner.REQUEST)
                 break
             except OutOfPages:
+                if self._is_under_way:
+                    plan.is_premature = True
+                    return False
                 youngest = self.running[-1]
                 if youngest is sequence and len(self.running) == 1 and not self.reserved:
                     self.finish(sequence)
-                    failed.append(sequence)
+                    plan.failed.append(sequence)
                     return False
                 self._preempt(youngest)
                 if youngest is sequence:

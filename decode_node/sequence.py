@@ -29,6 +29,7 @@ class Sequence:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index among the generated tokens
     slot: int | None = None  # of the rounds' state, from its admission on
     num_missed: int = 0  # rows that the drafter has not seen
+    num_coming: int = 0  # the most tokens that the round under way may bring; 0: it is in none
     num_rounds: int = 0
     num_drafted: int = 0
     num_accepted: int = 0

@@ -27,7 +27,7 @@ from ..engine.batch import BatchRow
 from ..engine.config import EngineConfig
 from ..engine.engine import Engine
 from ..engine.pages import Owner
-from ..engine.round import Rounds
+from ..engine.rounds import Rounds, Submitted
 from ..engine.sampling_state import SamplingState
 from ..engine.trees import DraftShape
 from ..metadata.request import SamplingParams
@@ -210,15 +210,24 @@ def stop(engine: Engine, rounds: Rounds, sequences: Sequence[Running]) -> None:
 
 
 def run_rounds(rounds: Rounds, sequences: Sequence[Running], shape: DraftShape, num_rounds: int) -> float:
-    """Seconds a round, the host's work and its wait for each result included."""
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    for _ in range(num_rounds):
-        results = rounds.run(sequences, shape, [shape.num_steps] * len(sequences))
-        for sequence, result in zip(sequences, results, strict=True):
+    """Seconds a round, the host's work included: each is submitted before the one before is read, as a node does it."""
+
+    def take(submitted: Submitted) -> None:
+        for sequence, result in zip(sequences, rounds.collect(submitted), strict=True):
+            assert result is not None
             sequence.token_ids.extend(result.token_ids)
             sequence.num_accepted.append(result.num_accepted)
             sequence.sampling.num_generated += len(result.token_ids)
+
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    under_way: Submitted | None = None
+    for _ in range(num_rounds):
+        before, under_way = under_way, rounds.submit(sequences, shape, [shape.num_steps] * len(sequences))
+        if before is not None:
+            take(before)
+    if under_way is not None:
+        take(under_way)
     return (time.perf_counter() - started) / num_rounds
 
 

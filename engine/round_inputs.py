@@ -1,4 +1,5 @@
-"""What the host writes before a round: one block of numbers, so that one copy takes it to the device."""
+"""What the host writes before a round, one block of numbers, so that one copy takes it to the device; and the way
+back."""
 
 from __future__ import annotations
 
@@ -43,3 +44,20 @@ class RoundInputs(NamedTuple):
         )
         slots, limits, num_missed = single
         return cls(block, slots, limits, num_missed, table.view(num_seqs, num_columns), proposed.view(num_seqs, -1))
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Itself on the host. From a CUDA device a copy that is there after the next `recorded_event` has happened."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def recorded_event(device: torch.device) -> torch.cuda.Event | None:
+    """Happens when the device has done all that was asked of it up to now; None where that is the case already."""
+    if device.type == "cpu":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event

@@ -138,32 +138,35 @@ class TimedPair(NodePair):
         return Run([result.ids for result in results], [self._rounds[rid] for rid in rids], self._decode_s)
 
     def _watch(self) -> None:
-        sample, run = self.prefill.engine.sample, self.decode.rounds.run
+        sample, rounds = self.prefill.engine.sample, self.decode.rounds
+        submit, collect = rounds.submit, rounds.collect
 
         def sample_and_stamp(*args: Any) -> Any:
             result = sample(*args)
             self._sampled_at = time.perf_counter()
             return result
 
-        def stamp_and_run(sequences: Sequence[Any], *args: Any) -> Any:
-            if sequences:
-                self._has_run = True
-                self._round_at = self._round_at or time.perf_counter()
-            results = run(sequences, *args)
-            for sequence, result in zip(sequences, results, strict=True):
-                if 0 < result.num_drafted == self.num_steps:
+        def stamp_and_submit(*args: Any) -> Any:
+            self._has_run = True
+            self._round_at = self._round_at or time.perf_counter()
+            return submit(*args)
+
+        def collect_and_count(submitted: Any) -> Any:
+            results = collect(submitted)
+            for sequence, result in zip(submitted.sequences, results, strict=True):
+                if result is not None and 0 < result.num_drafted == self.num_steps:
                     count, num_accepted = self._rounds[sequence.unit.rid]
                     self._rounds[sequence.unit.rid] = Rounds(count + 1, num_accepted + result.num_accepted)
             return results
 
         self.prefill.engine.sample = sample_and_stamp
-        self.decode.rounds.run = stamp_and_run
+        rounds.submit, rounds.collect = stamp_and_submit, collect_and_count
 
     def _start_prefill(self, config: PrefillConfig) -> Any:
         return super()._start_prefill(dataclasses.replace(config, **self._settings))
 
-    def _start_decode(self, config: DecodeConfig, is_adaptive: bool) -> Any:
-        return super()._start_decode(dataclasses.replace(config, **self._settings, prefix_cache=False), is_adaptive)
+    def _start_decode(self, config: DecodeConfig, *options: Any) -> Any:
+        return super()._start_decode(dataclasses.replace(config, **self._settings, prefix_cache=False), *options)
 
 
 class Differences(NamedTuple):

@@ -18,8 +18,7 @@ from solo import gather
 
 from baton.decode_node import node, sequence
 from baton.decode_node.scheduler import DecodeScheduler
-from baton.engine import round as rounds
-from baton.engine import slots
+from baton.engine import rounds, slots
 from baton.engine.step_times import StepTimes
 
 MakePair = Callable[..., NodePair]
@@ -49,13 +48,13 @@ def make_pair(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[..., Path], 
         monkeypatch.setattr(module, "MAX_MISSED", MAX_MISSED)
     monkeypatch.setattr(node.StepTimes, "measure", lambda *_: StepTimes({(1, 0): 1.0, (1, 1): 1.0}))
 
-    def make(name: str, model: Path, **settings: Any) -> NodePair:
+    def make(name: str, model: Path, *, overlaps: bool = False, **settings: Any) -> NodePair:
         settings = {"draft_steps": STEPS[name], "speculative": ALGORITHM.get(name, name)} | settings
         if name not in ("ngram", "standalone"):
             unlike = {"hidden_size": 24} if name in ("eagle3", "frozen-kv-mtp") else {}
             settings["draft_model"] = str(write_head(tmp_path / name, name, model, **unlike))
         both = {"page_size": PAGE_SIZE, "num_pages": 200, "max_running": 8, "chunk_tokens": 6, **settings}
-        pairs.append(NodePair(model, prefill=both, decode=both, is_adaptive=True))
+        pairs.append(NodePair(model, prefill=both, decode=both, is_adaptive=True, overlaps=overlaps))
         return pairs[-1]
 
     yield make
@@ -102,7 +101,7 @@ def test_output_is_that_of_speculation_off(
     settings: dict[str, Any] = {} if topk == 1 else {"draft_topk": topk, "draft_steps": 3}
     if name == "standalone":
         settings["draft_model"] = str(drafters.perturbed(model, tmp_path / name, 0.03))
-    pair = make_pair(name, model, **settings)
+    pair = make_pair(name, model, overlaps=schedule == "catches up", **settings)
     if name != "standalone":
         coach(pair, reference.truths)
     watch, caught_up, shape = Watch.of(pair), count_caught_up(pair), pair.decode.rounds.shape
@@ -130,6 +129,7 @@ def run_all(pair: NodePair, phase: str, reference: Plain) -> None:
         first = pair.results[f"{phase} {ASKS[0].name}", 0]
         pair.step_until(lambda first=first: len(first.ids) > 2)
         if phase == "preempted":
+            pair.decode.settle()
             for running in list(pair.decode.scheduler.running)[::2]:
                 pair.decode.scheduler._preempt(running)
     results = pair.run()
@@ -141,16 +141,16 @@ def run_all(pair: NodePair, phase: str, reference: Plain) -> None:
 def note_left_behind(pair: NodePair) -> set[str]:
     """Who speculates and is left behind, from now on, while others are not."""
     rids: set[str] = set()
-    run = pair.decode.rounds.run
+    collect = pair.decode.rounds.collect
 
-    def noting(sequences: Sequence[Any], shape: Any, limits: Sequence[int]) -> Any:
-        results = run(sequences, shape, limits)
-        if any(result.num_drafted for result in results):
-            asked = [each for each in sequences if each.request.params.draft_steps != 0]
+    def noting(submitted: Any) -> Any:
+        results = collect(submitted)
+        if any(submitted.limits) and submitted.shape.num_steps:
+            asked = [each for each in submitted.sequences if each.request.params.draft_steps != 0]
             rids.update(each.unit.rid for each in asked if each.is_left_behind)
         return results
 
-    pair.decode.rounds.run = noting
+    pair.decode.rounds.collect = noting
     return rids
 
 

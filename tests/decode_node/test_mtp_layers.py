@@ -114,8 +114,8 @@ class Checked:
         self._num_right = itertools.cycle([0, 2, 3, 1, 3, 3, 0, 1])
         self.drafter = engine.drafter
         self._sequences: list[Any] = []  # of the round that runs
-        self._run, self._propose = pair.decode.rounds.run, engine.drafter.propose
-        pair.decode.rounds.run, engine.drafter.propose = self._running, self._checked
+        self._submit, self._propose = pair.decode.rounds.submit, engine.drafter.propose
+        pair.decode.rounds.submit, engine.drafter.propose = self._submitting, self._checked
 
     def generate(self, name: str, max_tokens: int = 19) -> None:
         for i, prompt in enumerate(CASES):
@@ -124,9 +124,9 @@ class Checked:
         for (rid, _), result in results.items():
             assert result.ids == self.plain[rid.split()[0]], rid
 
-    def _running(self, sequences: Any, *rest: Any) -> Any:
+    def _submitting(self, sequences: Any, *rest: Any) -> Any:
         self._sequences = sequences
-        return self._run(sequences, *rest)
+        return self._submit(sequences, *rest)
 
     def _checked(self, rows: RoundRows, shape: DraftShape) -> Drafts:
         drafted = self._propose(rows, shape).tokens.clone()

@@ -18,7 +18,7 @@ from baton.decode_node.config import DecodeConfig
 from baton.decode_node.scheduler import Plan
 from baton.engine.drafters.base import Drafter, DraftState, PromptChunk
 from baton.engine.engine import Engine
-from baton.engine.round import Rounds
+from baton.engine.rounds import Rounds
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.startup import load_engine
 from baton.engine.trees import DraftShape

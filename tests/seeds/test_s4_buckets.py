@@ -19,8 +19,8 @@ from node_pair import params
 from scratch import check_against_scratch, check_state
 from solo import POISON, Running, Solo, caught, coach
 
-from baton.engine.round import Rounds
 from baton.engine.round_inputs import RoundInputs
+from baton.engine.rounds import Rounds
 from baton.engine.slots import MAX_MISSED, Slots
 from baton.metadata.request import SamplingParams
 

@@ -19,7 +19,7 @@ from scratch import check_against_scratch
 from solo import Solo, caught, coach
 
 from baton.engine.drafters.base import DraftState, RoundRows
-from baton.engine.round import Rounds
+from baton.engine.rounds import Rounds
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.slots import Slots
 from baton.metadata.request import SamplingParams

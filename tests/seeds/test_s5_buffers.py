@@ -18,7 +18,7 @@ from heads import LAYERED
 from node_pair import params
 from solo import Running, Solo, caught, frozen_fields
 
-from baton.engine import round as rounds
+from baton.engine import rounds
 from baton.engine.drafters.base import DraftState
 from baton.engine.round_inputs import RoundInputs
 from baton.engine.sampling_batch import INTS

@@ -71,18 +71,21 @@ def run(pair: NodePair, name: str) -> list[Seen]:
     engine, rounds = pair.decode.engine, pair.decode.rounds
     assert engine.drafter is not None
     seen = [Seen() for _ in prompts()]
-    original = rounds.run
+    submit, collect = rounds.submit, rounds.collect
 
     current: list[int] = []  # the prompt whose round it is
 
-    def watching(sequences: Any, *rest: Any) -> Any:
+    def submitting(sequences: Any, *rest: Any) -> Any:
         [sequence] = sequences
         index = int(sequence.unit.rid.removeprefix(name))
         current[:] = [index]
         if not seen[index].proposals and len(engine._kvs) > 1:
             seen[index].kv = gather(engine._kvs[1], sequence.pages, sequence.num_computed)
-        results = original(sequences, *rest)
-        seen[index].num_accepted.append(results[0].num_accepted)
+        return submit(sequences, *rest)
+
+    def collecting(submitted: Any) -> Any:
+        results = collect(submitted)
+        seen[current[0]].num_accepted.append(results[0].num_accepted)
         return results
 
     propose = engine.drafter.propose
@@ -92,11 +95,11 @@ def run(pair: NodePair, name: str) -> list[Seen]:
         seen[current[0]].proposals += drafts.tokens.tolist()
         return drafts
 
-    rounds.run, engine.drafter.propose = watching, proposing  # type: ignore[method-assign]
+    rounds.submit, rounds.collect, engine.drafter.propose = submitting, collecting, proposing  # type: ignore[method-assign]
     for index, prompt in enumerate(prompts()):
         pair.submit(f"{name}{index}", prompt, asked(index))
         pair.run()
-    rounds.run, engine.drafter.propose = original, propose  # type: ignore[method-assign]
+    rounds.submit, rounds.collect, engine.drafter.propose = submit, collect, propose  # type: ignore[method-assign]
     return seen
 
 

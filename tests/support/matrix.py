@@ -19,7 +19,7 @@ from node_pair import NodePair, Result, params, replace
 from baton.engine.batch import BatchRow
 from baton.engine.drafters.base import RoundRows
 from baton.engine.pages import Owner
-from baton.engine.round import Accepted
+from baton.engine.rounds import Accepted, Submitted
 from baton.engine.sampling import sample, tie_gap
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
@@ -195,22 +195,26 @@ class Watch:
     sizes: list[tuple[int, int]] = field(default_factory=list)  # sequences, and rows with padding
     limits: list[set[int]] = field(default_factory=list)
     num_stops_inside: int = 0  # accepted runs that go on behind a stop token
+    num_dead: int = 0  # sequences in rounds that were submitted before they were known to be over
     num_moves: int = 0  # accepted nodes of trees that were not where their KV belongs
 
     @classmethod
     def of(cls, pair: NodePair) -> Watch:
         watch, rounds = cls(), pair.decode.rounds
-        run, fill, move = rounds.run, rounds._fill, pair.decode.engine.move_kv
+        submit, collect, fill, move = rounds.submit, rounds.collect, rounds._fill, pair.decode.engine.move_kv
 
-        def watching(sequences: Any, shape: DraftShape, limits: Sequence[int]) -> list[Accepted]:
-            if sequences:
-                watch.members.append({sequence.unit.rid for sequence in sequences})
-                watch.num_old.append(sum(sequence.num_generated > 2 for sequence in sequences))
-                watch.limits.append(set(limits))
-            results = run(sequences, shape, limits)
-            for sequence, result in zip(sequences, results, strict=True):
-                stops = set(sequence.request.params.stop_ids)
-                watch.num_stops_inside += bool(stops.intersection(result.token_ids[:-1]))
+        def submitting(sequences: Any, shape: DraftShape, limits: Sequence[int]) -> Submitted:
+            watch.members.append({sequence.unit.rid for sequence in sequences})
+            watch.num_old.append(sum(sequence.num_generated > 2 for sequence in sequences))
+            watch.limits.append(set(limits))
+            return submit(sequences, shape, limits)
+
+        def collecting(submitted: Submitted) -> list[Accepted | None]:
+            results = collect(submitted)
+            for sequence, result in zip(submitted.sequences, results, strict=True):
+                watch.num_dead += result is None
+                stops = set(sequence.sampling.params.stop_ids)
+                watch.num_stops_inside += result is not None and bool(stops.intersection(result.token_ids[:-1]))
             return results
 
         def filling(sequences: Any, *rest: Any) -> Any:
@@ -222,7 +226,12 @@ class Watch:
             watch.num_moves += int((sources != targets).sum())
             move(block_table, sources, targets)
 
-        rounds.run, rounds._fill, pair.decode.engine.move_kv = watching, filling, moving
+        rounds.submit, rounds.collect, rounds._fill, pair.decode.engine.move_kv = (
+            submitting,
+            collecting,
+            filling,
+            moving,
+        )
         return watch
 
     @property

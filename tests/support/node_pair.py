@@ -81,6 +81,7 @@ class NodePair:
         prefill: dict[str, Any] | None = None,
         decode: dict[str, Any] | None = None,
         is_adaptive: bool = False,
+        overlaps: bool | None = None,
     ):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -93,7 +94,7 @@ class NodePair:
             "threads": 1,
         }
         self.prefill = self._start_prefill(PrefillConfig(**common, **(prefill or {})))
-        self.decode = self._start_decode(DecodeConfig(**common, **(decode or {})), is_adaptive)
+        self.decode = self._start_decode(DecodeConfig(**common, **(decode or {})), is_adaptive, overlaps)
         self.results: dict[tuple[str, int], Result] = {}
         self.admitted: list[Admitted] = []
         self.done: dict[str, PrefillDone] = {}
@@ -122,16 +123,15 @@ class NodePair:
             PrefillNode(engine, membership, handoff, config.max_running, config.chunk_tokens), membership
         )
 
-    def _start_decode(self, config: DecodeConfig, is_adaptive: bool) -> DecodeNode:
+    def _start_decode(self, config: DecodeConfig, is_adaptive: bool, overlaps: bool | None) -> DecodeNode:
         engine, epoch = load_engine(config), new_epoch()
         handoff = HandoffClient(
             "decode-0", epoch, engine.schema, engine.fingerprints, engine.memory, transports=transports(config)
         )
         membership = make_membership(config, "decode-0", "decode", engine, None, epoch, "")
-        return self._attach(
-            DecodeNode(engine, membership, handoff, config.max_running, config.chunk_tokens, is_adaptive=is_adaptive),
-            membership,
-        )
+        sizes = config.max_running, config.chunk_tokens
+        node = DecodeNode(engine, membership, handoff, *sizes, is_adaptive=is_adaptive, overlaps=overlaps)
+        return self._attach(node, membership)
 
     @staticmethod
     def _attach(node: Any, membership: Membership) -> Any:
@@ -162,7 +162,7 @@ class NodePair:
         self.step_until(lambda: self.is_done, timeout_s)
         return self.results
 
-    def step_until(self, condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    def step_until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         """Step both nodes until `condition()` holds."""
         deadline = time.monotonic() + timeout_s
         while not condition():

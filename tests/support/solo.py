@@ -24,7 +24,7 @@ from baton.engine.drafters import frozen_kv, mtp_layers, shifted, standalone
 from baton.engine.drafters.base import Drafter, DraftState, PromptChunk, PromptTail
 from baton.engine.engine import Engine
 from baton.engine.pages import Owner
-from baton.engine.round import Accepted, Rounds
+from baton.engine.rounds import Accepted, Rounds
 from baton.engine.sampling_batch import INTS, SamplingBatch
 from baton.engine.sampling_state import SamplingState
 from baton.metadata.request import SamplingParams
