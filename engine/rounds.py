@@ -7,8 +7,8 @@ the slots. Whatever is done to slots and pages between two rounds is ordered wit
 
 from __future__ import annotations
 
-import itertools
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -111,7 +111,7 @@ class Rounds:
         self.stats = RoundStats([0] * self.shape.num_steps)
         num_tokens = engine.context_len + 2 * self.shape.num_slots + engine.speculation.hidden.num_target_rows
         self._num_columns = -(-num_tokens // engine.pool.page_size) + 1
-        self._buckets = {size: itertools.cycle(self._allocate_two(size)) for size in sorted(buckets)}
+        self._buckets = {size: deque(self._allocate_two(size)) for size in sorted(buckets)}
         self._graphs: RoundGraphs[RoundResult] | None = None
 
     def capture(self) -> None:
@@ -228,7 +228,11 @@ class Rounds:
         """The smallest bucket that holds the batch, or inputs of its own size, filled; all beyond it is padding."""
         num_seqs = len(sequences)
         size = next((each for each in self._buckets if each >= num_seqs), num_seqs)
-        inputs = next(self._buckets[size]) if size in self._buckets else self._allocate(size)
+        if size in self._buckets:
+            self._buckets[size].rotate()
+            inputs = self._buckets[size][0]
+        else:
+            inputs = self._allocate(size)
         slots, columns, missed, table = (each.numpy() for each in inputs[1:5])
         slots[:num_seqs] = [_slot(sequence) for sequence in sequences]
         columns[:num_seqs] = limits

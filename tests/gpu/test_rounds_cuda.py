@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +52,7 @@ def run(solo: Solo) -> tuple[list[list[int]], list[list[int]]]:
 def spoil(solo: Solo, sequences: list[Running]) -> None:
     """Static inputs name the first sequence's slot and page; padding's rows and page hold large numbers."""
     slots = solo.rounds.slots
-    for inputs in solo.rounds._buckets.values():
+    for inputs in itertools.chain(*solo.rounds._buckets.values()):
         for each, value in zip(inputs[1:], (sequences[0].slot, 5, 3, sequences[0].pages[0], 1), strict=True):
             each.fill_(value)
     for _, value in slots._draft.present():

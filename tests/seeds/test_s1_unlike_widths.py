@@ -274,11 +274,11 @@ def record_rounds(pair: NodePair) -> list[dict[str, list[int]]]:
     """What each round proposes, by request."""
     rounds: list[dict[str, list[int]]] = []
     drafter, of_node = pair.decode.engine.drafter, pair.decode.rounds
-    propose, run = drafter.propose, of_node.run
+    propose, submit = drafter.propose, of_node.submit
 
-    def running(sequences: Any, *rest: Any) -> Any:
+    def submitting(sequences: Any, *rest: Any) -> Any:
         rounds.append({sequence.unit.rid: [] for sequence in sequences})
-        return run(sequences, *rest)
+        return submit(sequences, *rest)
 
     def recording(rows: Any, shape: Any) -> Any:
         drafts = propose(rows, shape)
@@ -286,7 +286,7 @@ def record_rounds(pair: NodePair) -> list[dict[str, list[int]]]:
             rounds[-1][rid] = tokens
         return drafts
 
-    drafter.propose, of_node.run = recording, running
+    drafter.propose, of_node.submit = recording, submitting
     return rounds
 
 
