@@ -99,7 +99,7 @@ def _choice(choice: dict[str, Any], total_s: float, block: str) -> Iterator[str]
         yield (f"{_line(part['name'], start_s, seconds, total_s)}  {bar}  {_details(part)}").rstrip()
         for place, (num_chunks, num_tokens, waited_s, compute_s) in enumerate(part.get("chunks", ())):
             name = f"  chunk {place + 1}" if num_chunks == 1 else f"  {num_chunks} chunks"
-            waited = f", after {_time(waited_s)} of other prompts" if waited_s >= 0.0005 else ""
+            waited = f", {_time(waited_s)} after the one before" if waited_s >= 0.0005 else ""
             yield f"{name:<26}{1000 * compute_s:>12,.1f}{'':{11 + BAR}}{num_tokens:,} tokens{waited}"
     if choice.get("num_forgotten"):
         yield f"  ({choice['num_forgotten']} parts in the middle are forgotten: their time counts as the part before)"
@@ -148,7 +148,8 @@ def _pull(part: dict[str, Any]) -> str:
     had = f", {part['had_pages']} more were cached" if part.get("had_pages") else ""
     again = f", {part['num_repeated']} pulled again" if part.get("num_repeated") else ""
     moving = f"; {_time(part.get('moving_s', 0.0))} on their way, overlap with prefill included"
-    return f"{part.get('num_pages', 0)} pages, {size:,.1f} MB{rate}{over}{had}{again}{moving}"
+    num_pages = part.get("num_pages", 0)
+    return f"{num_pages} page{'s' * (num_pages != 1)}, {size:,.1f} MB{rate}{over}{had}{again}{moving}"
 
 
 def _decode(part: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ class ChunkTimes(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
 
     num_chunks: Count
     num_tokens: Count
-    waited_s: Seconds  # since the chunk before, or the start: other prompts' turn
+    waited_s: Seconds  # since the chunk before, or the start: pages were offered, other prompts had their turn
     compute_s: Seconds  # of the whole step, which other prompts may share
 
 

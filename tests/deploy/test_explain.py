@@ -105,7 +105,7 @@ def test_a_timeline_for_people(server: Server, explain: Explain) -> None:
         assert words in rows["pull"]
     assert "d1, attempt 2, 20 tokens in 8 rounds, 12 of 40 drafts accepted" in rows["decode"]
     assert rows["chunk"].split()[:3] == ["chunk", "1", "250.0"]
-    assert "100 tokens, after 125.0 ms of other prompts" in rows["4"]
+    assert "100 tokens, 125.0 ms after the one before" in rows["4"]
     assert rows["sum"].split() == ["sum", "0.0", "2,000.0", "100%"]
 
 
