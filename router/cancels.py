@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from ..metadata.messages import Cancel, Cancelled, ToNode
+from ..metadata.messages import Cancel, Cancelled, Reserved, ToNode
+from .generation import Generation
 from .registry import Node
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,14 @@ class Cancels:
         num_acks = 1 + (before.num_acks if before is not None else 0)
         node.unacked[(rid, attempt)] = Unacked(message, time.monotonic() + ACK_S, ACK_S, num_acks)
         self._send(node, message)
+
+    def send_unwanted(self, node: Node, message: Reserved, generation: Generation | None) -> None:
+        """An answer to a reservation that nobody awaits: it is too late, or it has come twice."""
+        attempt = generation.attempts.get(message.attempt) if generation is not None else None
+        wanted = attempt.choices if attempt is not None and attempt.decode is node else set[int]()
+        unwanted = [choice for choice in message.granted if choice not in wanted]
+        if unwanted:
+            self.send(node, message.rid, message.attempt, unwanted, "it is over")
 
     def acknowledged(self, node: Node, message: Cancelled) -> None:
         """The node holds nothing any more of what one message named."""

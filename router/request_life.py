@@ -167,8 +167,8 @@ class RequestLife:
                 self.registry.beat(node, message, now)
                 self.admission.pump(node.group)
             case Reserved():
-                if not self.admission.reserved(node, message, now) and message.granted:
-                    self._cancels.send(node, message.rid, message.attempt, message.granted, "it is over")
+                if not self.admission.reserved(node, message, now):
+                    self._cancels.send_unwanted(node, message, self.generations.get(message.rid))
             case Room():
                 node.full_since = None
                 node.set_load(message.load)

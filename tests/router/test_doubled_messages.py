@@ -1,0 +1,58 @@
+"""A message that arrives twice does what it does once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton.metadata import messages as m
+from baton.metadata.request import Unit
+from baton.router import gaps
+
+from .conftest import System
+from .fake_nodes import FakeNode
+
+
+def test_an_answer_to_a_reservation_twice_cancels_nothing(system: System) -> None:
+    answers: list[m.Reserved] = []
+
+    def grant_twice(node: FakeNode, message: m.Reserve) -> bool:
+        node.reserve(message)
+        answers.append(m.Reserved(message.rid, message.attempt, message.choices, node.load()))
+        node.link.send(answers[-1])
+        return True
+
+    system.behaviour.answer_reserve = grant_twice
+    status, answer, _ = system.complete()
+    assert (status, answer["choices"][0]["text"]) == (200, system.text)
+    cancels = system.cluster.by_name("d0").got(m.Cancel)
+    assert len(answers) == 1 and not cancels, cancels
+
+
+def test_a_choice_that_its_node_lost_silently_moves(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gaps, "SILENCE_S", 0.3)
+    lost: list[Unit] = []
+
+    def forget(node: FakeNode, message: m.Prefill) -> bool:
+        if lost or message.rid.startswith("canary"):
+            return False
+        lost.append(Unit(message.rid, 0, message.attempt))
+        node.link.send(m.PrefillDone(message.rid, message.attempt, 0.0, 0.0, 0, node.load()))
+        return True
+
+    system.behaviour.answer_prefill = forget
+    answered: list[Any] = []
+
+    def answer_resend(message: m.ToNode) -> None:
+        if isinstance(message, m.Resend):
+            answered.append(message)
+            decode.link.send(m.Failed(message.unit, "unavailable", "not known", retryable=True))
+        else:
+            FakeNode.take(decode, message)
+
+    decode = system.cluster.by_name("d0")
+    decode.take = answer_resend  # type: ignore[method-assign]
+    status, answer, _ = system.complete()
+    assert (status, answer["choices"][0]["text"]) == (200, system.text)
+    assert [message.unit for message in answered] == lost
