@@ -141,7 +141,7 @@ class DecodeNode:
             pages_moved=self._num_moved_pages,
             bytes_moved=self._num_moved_bytes,
             checksum_failures=self.handoff.num_checksum_failures,
-            dropped_frames=self.membership.dropped_frames,
+            dropped_frames=self.membership.dropped_frames + self.handoff.dropped.count,
             transfer_seconds=self._transfer_seconds,
             num_rounds=self.rounds.stats.num_verified,
             num_drafted=self.rounds.stats.num_drafted,

@@ -28,6 +28,7 @@ from .inbound import Inbound
 from .memory import PageMemory
 from .messages import (
     MAX_BATCH,
+    MAX_REASON,
     Ack,
     Claim,
     Drop,
@@ -53,6 +54,7 @@ logger = logging.getLogger(__name__)
 DRAIN_MESSAGES = 256
 POLL_BYTES = 64 << 20  # of pages copied in one poll
 MAX_PULLS = 3  # of one page, before a wrong checksum fails the transfer
+AWAY_S = 0.5  # a longer time between two polls was not the peers'
 ANSWER_S = 5.0  # how long a peer whose connection lives may owe an answer: its loop may be in a long step
 
 
@@ -123,6 +125,7 @@ class HandoffClient:
         self._inbound: dict[Unit, Inbound] = {}
         self._events: list[Event] = []
         self._has_more = False
+        self._polled_at = clock()
         self.num_checksum_failures = 0
         self.dropped = DroppedFrames(logger, "data link")
 
@@ -147,12 +150,15 @@ class HandoffClient:
         inbound = self._inbound.get(unit)
         if inbound is not None:
             self._forget(inbound)
-            self._links[inbound.epoch].send(Drop(unit=unit, reason=reason))
+            self._links[inbound.epoch].send(Drop(unit=unit, reason=reason[:MAX_REASON]))
 
     def poll(self) -> list[Event]:
         """Goes on with everything, bounded, and returns what happened."""
         self._has_more = False
+        now = self._clock()
+        away_s, self._polled_at = max(0.0, now - self._polled_at - AWAY_S), now
         for link in list(self._links.values()):
+            link.last_heard += away_s  # a long step of ours, or a clock that jumped
             self._serve(link)
         for epoch, link in list(self._links.items()):
             if link.lost is not None:
@@ -352,7 +358,7 @@ class HandoffClient:
     def _fail(self, unit: Unit, reason: str, tell: Link | None, *, is_refused: bool = False) -> None:
         self._forget(self._inbound[unit])
         if tell is not None:
-            tell.send(Drop(unit=unit, reason=reason[:4096]))
+            tell.send(Drop(unit=unit, reason=reason[:MAX_REASON]))
         self._events.append(TransferFailed(unit, reason, is_refused))
 
     def _forget(self, inbound: Inbound) -> None:

@@ -13,9 +13,11 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from .bus import configure_socket, decode_frame
+from .addresses import require_keys
+from .bus import configure_socket, decode_frame, receive_frames
 from .curve import KeyPair, secure_client
 from .errors import ConfigError, ProtocolError, TransferError
+from .handoff_peers import LINK_BEAT_MS, LINK_SILENCE_MS
 from .memory import PageMemory
 from .messages import DATA_FRAME_BYTES, LinkHello, LinkWelcome, Pages, ToDecode, ToPrefill, encode, to_decode_decoder
 from .node_info import Peer
@@ -25,8 +27,6 @@ from .transports.zmq import ZmqTransport
 
 logger = logging.getLogger(__name__)
 
-LINK_BEAT_MS = 200  # libzmq's own heartbeat: it notices a stopped host or process, not a hanging loop
-LINK_SILENCE_MS = 1000
 FRAME_SLACK_BYTES = 1 << 20
 _LOSSES = {
     zmq.EVENT_DISCONNECTED: "the connection was closed",
@@ -88,13 +88,13 @@ class Link:
         Raises ProtocolError for what is no message of this protocol.
         """
         try:
-            frames: Any = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            frames: Any = receive_frames(self.socket, 2, copy=False)
         except zmq.Again:
             return None
-        self.last_heard = self._clock()
         message = decode_frame(to_decode_decoder, frames[0].bytes if len(frames[0]) <= DATA_FRAME_BYTES else b"")
         if len(frames) != (2 if isinstance(message, Pages) else 1):
             raise ProtocolError(f"{type(message).__name__} with {len(frames)} frames")
+        self.last_heard = self._clock()  # of a peer that sends junk only nothing was heard
         return message, frames[1].buffer if len(frames) == 2 else None
 
     def welcome(self, message: LinkWelcome) -> None:
@@ -133,6 +133,7 @@ class Link:
         self.socket.close(linger=0)
 
     def _connect(self, keys: KeyPair | None) -> None:
+        require_keys(self.peer.data_address, keys)
         page_bytes = sum(pool.num_layers * pool.page_layer_bytes for pool in self._memory)
         max_frame = max(DATA_FRAME_BYTES, page_bytes) + FRAME_SLACK_BYTES
         configure_socket(self.socket, self.peer.data_address, max_frame=max_frame)

@@ -13,19 +13,19 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
 
-from .addresses import any_port_of, host_identity, parse_address, require_keys
-from .bus import DroppedFrames, bound_address, configure_socket, decode_frame
+from .bus import DroppedFrames, bound_address, decode_frame, receive_frames
 from .checksums import page_checksums, row_checksum
-from .curve import KeyPair, secure_server
-from .errors import ConfigError, ProtocolError
+from .curve import KeyPair
+from .errors import ProtocolError
+from .handoff_peers import DecodePeer, bind_data_socket, can_use, objections
+from .logs import Throttle
 from .memory import PageMemory
 from .messages import (
-    DATA_FRAME_BYTES,
+    MAX_REASON,
     Ack,
     Claim,
     Drop,
@@ -46,31 +46,16 @@ from .messages import (
 )
 from .node_info import HandoffSchema
 from .request import Unit, pack_ids, unpack_ids
-from .schema import blocks_per_page, differences, page_bytes, row_bytes
+from .schema import blocks_per_page, page_bytes, row_bytes
 from .tickets import Claimed, Holder, Refund, Ticket, TicketBook, TicketEnded
-from .transports.zmq import pack_pages
+from .transports.zmq import MESSAGE_BYTES, pack_pages
 
 logger = logging.getLogger(__name__)
 
-LINK_BEAT_MS = 200  # libzmq's own heartbeat: it notices a stopped host or process, not a hanging loop
-LINK_SILENCE_MS = 1000
-CONTROL_FRAME_BYTES = 8 << 20
 DRAIN_MESSAGES = 256
 DRAIN_BYTES = 64 << 20  # of pages copied out in one poll
 MAX_LINKS = 1024
 MAX_UNSENT = 16  # messages of pages that wait for one decode node; ours never asks for that many
-
-
-@dataclass(slots=True)
-class _Link:
-    node_id: str
-    epoch: str
-    unsent: list[zmq.MessageTracker] = field(default_factory=list[zmq.MessageTracker])  # Pages that wait for the wire
-
-    @property
-    def num_unsent(self) -> int:
-        self.unsent = [tracker for tracker in self.unsent if not tracker.done]
-        return len(self.unsent)
 
 
 class HandoffServer:
@@ -100,19 +85,21 @@ class HandoffServer:
         self._transports = [name for name in transports if name != "local" or all(p.is_shared for p in self._memory)]
         self._lease_s, self._clock = lease_s, clock
         self._book = TicketBook(clock, lease_s)
-        self._links: dict[Holder, _Link] = {}
+        self._links: dict[Holder, DecodePeer] = {}
         self._known: dict[int, tuple[int, bytes]] = {}  # checksums kept with the page: its generation, theirs
         self._has_more = False
         self.dropped = DroppedFrames(logger, "data link")
-        self.socket = _bind(bind_host, keys, context)
+        self._refusals = Throttle()
+        self.socket = bind_data_socket(bind_host, keys, context)
         self.address = bound_address(self.socket)
 
     # --- the node's side -------------------------------------------------------------------------------------------
 
-    def open(self, unit: Unit, num_pages: int) -> None:
-        """Opens the unit's ticket. From here on its pages are the ticket's, until TicketEnded: it comes for every
-        ticket, exactly once. A ticket that nobody claims within a lease ends too."""
-        ticket = self._book.open(unit, num_pages)
+    def open(self, unit: Unit, num_pages: int, claimant: str | None = None) -> None:
+        """Opens the unit's ticket, for the decode node of epoch `claimant` (None: any). From here on its pages are the
+        ticket's, until TicketEnded: it comes for every ticket, exactly once. A ticket that nobody claims within a lease
+        ends too."""
+        ticket = self._book.open(unit, num_pages, claimant)
         logger.debug("%s ticket opened, %d pages%s", unit, num_pages, ", claimed" if ticket.holder else "")
 
     def offer(self, unit: Unit, indices: Sequence[int], pages: Sequence[int], generations: Sequence[int]) -> None:
@@ -144,14 +131,13 @@ class HandoffServer:
         when decode reads it no more: with its acknowledgement, or its lease."""
         ticket = self._book.revoke(unit, finished, reason)
         if ticket is not None and ticket.holder is not None:
-            self._send(ticket.holder, Revoke(unit=unit, finished=finished, reason=reason))
+            self._send(ticket.holder, Revoke(unit=unit, finished=finished, reason=reason[:MAX_REASON]))
 
     def poll(self) -> list[TicketEnded | Claimed]:
         """Drains the socket (bounded), ends leases, and returns what happened. The owner of a TicketEnded's pages
         frees them now."""
         self._has_more = not self._drain()
-        if not self._has_more:  # leases are judged only when every renewal that has arrived is counted
-            self._expire()
+        self._expire()
         return self._book.take_events()
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
@@ -185,7 +171,7 @@ class HandoffServer:
         num_bytes = 0
         for _ in range(DRAIN_MESSAGES):
             try:
-                holder, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                holder, *frames = receive_frames(self.socket, 2)
             except zmq.Again:
                 return True
             try:
@@ -204,7 +190,7 @@ class HandoffServer:
             self._meet(holder, message)
             return 0
         if holder not in self._links:
-            self._send(holder, LinkRefused(reason="this link was closed; open a new one"))
+            self._send(holder, LinkRefused(reason="this link was closed; open a new one"))  # it may be an older life's
             raise ProtocolError(f"{type(message).__name__} before LinkHello")
         match message:
             case Claim(unit=unit, have=have):
@@ -223,16 +209,22 @@ class HandoffServer:
         return 0
 
     def _meet(self, holder: Holder, hello: LinkHello) -> None:
-        reason = self._refusal(hello)
-        if reason is not None:
-            logger.warning("refused decode node %s: %s", hello.node_id, reason)
+        known = self._links.get(holder)
+        if known is not None and (known.node_id, known.epoch) != (hello.node_id, hello.epoch):
+            raise ProtocolError(f"LinkHello of {hello.node_id}:{hello.epoch} on the link of {known.node_id}")
+        reasons = objections(self._schema, self._fingerprints, self._transports, hello)
+        if reasons:
+            reason = f"prefill node {self.node_id} and decode node {hello.node_id}: {'; '.join(reasons)}"
+            if self._refusals.is_due():
+                logger.warning("refused a decode node: %s", reason)
             self._links.pop(holder, None)
-            self._send(holder, LinkRefused(reason=reason))
+            self._send(holder, LinkRefused(reason=reason[:MAX_REASON]))
             return
-        transport = next(name for name in hello.transports if self._can_use(name, hello.host))
-        self._prune_links()
-        self._links[holder] = _Link(hello.node_id, hello.epoch)
-        logger.info("decode node %s linked, pages travel by %s", hello.node_id, transport)
+        transport = next(name for name in hello.transports if can_use(name, self._transports, hello.host))
+        if known is None:
+            self._prune_links()
+            self._links[holder] = DecodePeer(hello.node_id, hello.epoch)
+            logger.info("decode node %s linked, pages travel by %s", hello.node_id, transport)
         is_local = transport == "local"
         self._send(
             holder,
@@ -248,27 +240,10 @@ class HandoffServer:
             ),
         )
 
-    def _refusal(self, hello: LinkHello) -> str | None:
-        """Why the two nodes cannot hand over, naming both values ("here" is this prefill node); None when they can."""
-        reasons = differences(self._schema, hello.layout)
-        theirs = (hello.target_fingerprint, hello.draft_fingerprint)
-        for name, here, there in zip(("target", "draft"), self._fingerprints, theirs, strict=True):
-            if here != there:
-                reasons.append(f"{name} weights: {here} here, {there} there")
-        if not any(self._can_use(name, hello.host) for name in hello.transports):
-            hosts = "same host" if hello.host == host_identity() else "another host"
-            reasons.append(
-                f"transports: {', '.join(self._transports)} here, {', '.join(hello.transports)} there ({hosts})"
-            )
-        return f"prefill node {self.node_id} and decode node {hello.node_id}: {'; '.join(reasons)}" if reasons else None
-
-    def _can_use(self, transport: str, host: str) -> bool:
-        return transport in self._transports and (transport != "local" or host == host_identity())
-
     def _claim(self, holder: Holder, unit: Unit, have: int) -> None:
-        match self._book.claim(unit, holder, have):
+        match self._book.claim(unit, holder, have, self._links[holder].epoch):
             case Refund(finished=finished, reason=reason):
-                self._send(holder, Revoke(unit=unit, finished=finished, reason=reason))
+                self._send(holder, Revoke(unit=unit, finished=finished, reason=reason[:MAX_REASON]))
             case Ticket() as ticket:
                 self._send_offer(ticket, sorted(ticket.pages))
             case None:
@@ -286,11 +261,7 @@ class HandoffServer:
             return 0  # it ended while the pull was on the way; the holder has been told
         indices = _unpack(pull.indices)
         num_bytes = len(indices) * page_bytes(self._schema)
-        if (
-            not indices
-            or len(set(indices)) < len(indices)
-            or num_bytes > max(DATA_FRAME_BYTES, page_bytes(self._schema))
-        ):
+        if not indices or len(set(indices)) < len(indices) or num_bytes > max(MESSAGE_BYTES, page_bytes(self._schema)):
             raise ProtocolError(f"pull of {len(indices)} pages of {pull.unit}", rid=pull.unit.rid)
         if self._links[holder].num_unsent >= MAX_UNSENT:
             raise ProtocolError(f"pull of {pull.unit}, but {MAX_UNSENT} are not taken yet", rid=pull.unit.rid)
@@ -334,7 +305,7 @@ class HandoffServer:
         return known[1]
 
     def _expire(self) -> None:
-        unknown, lapsed = self._book.expire()
+        unknown, lapsed = self._book.expire(is_all_read=not self._has_more)
         for unit, holder in unknown:
             self._send(holder, UnknownClaim(unit=unit))
         for unit, holder in lapsed:
@@ -372,22 +343,3 @@ def _unpack(ids: bytes) -> list[int]:
         return unpack_ids(ids)
     except ValueError as error:
         raise ProtocolError(f"a column of {len(ids)} bytes is no int32 column") from error
-
-
-def _bind(bind_host: str, keys: KeyPair | None, context: zmq.Context[zmq.Socket[bytes]] | None) -> zmq.Socket[bytes]:
-    address = any_port_of(bind_host)
-    require_keys(address, keys)
-    parse_address(address)
-    socket = (zmq.Context[zmq.Socket[bytes]].instance() if context is None else context).socket(zmq.ROUTER)
-    configure_socket(socket, address, max_frame=CONTROL_FRAME_BYTES)
-    socket.set(zmq.HEARTBEAT_IVL, LINK_BEAT_MS)
-    socket.set(zmq.HEARTBEAT_TIMEOUT, LINK_SILENCE_MS)
-    socket.router_mandatory = True
-    if keys is not None:
-        secure_server(socket, keys)
-    try:
-        socket.bind(address)
-    except zmq.ZMQError as error:
-        socket.close()
-        raise ConfigError(f"cannot serve pages on {address}: {error.strerror}") from error
-    return socket

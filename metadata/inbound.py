@@ -58,8 +58,8 @@ class Inbound:
             raise ProtocolError(f"offered indices {indices[:8]} are not within {self.have} and {len(self.pages)}")
         if len(set(indices)) != len(indices) or self._offered.intersection(indices):
             raise ProtocolError(f"indices {indices[:8]} were offered twice")
-        if any(not 0 < source < num_peer_pages for source in sources):
-            raise ProtocolError(f"offered pages {sources[:8]} are not in a pool of {num_peer_pages}")
+        if any(not 0 < source < num_peer_pages for source in sources) or len(set(sources)) != len(sources):
+            raise ProtocolError(f"offered pages {sources[:8]} are not in a pool of {num_peer_pages}, or twice")
         if offer.row is not None and (len(offer.row) != row_bytes(schema) or self.row is not None):
             raise ProtocolError(f"a metadata row of {len(offer.row)} bytes, not {row_bytes(schema)}, or a second one")
         generations: list[int] = np.frombuffer(offer.generations, "<i8").tolist()

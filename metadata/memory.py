@@ -118,25 +118,32 @@ def map_readonly(pid: int, fd: int, size: int) -> mmap.mmap:
     Raises TransferError unless it is a memfd of this user, of that size, sealed against writing and resizing.
     """
     path = f"/proc/{pid}/fd/{fd}"
-    try:
-        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise TransferError(f"cannot open the peer's pool {path}: {error.strerror}") from error
-    try:
-        _check(opened, path, size)
-        return mmap.mmap(opened, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    except OSError as error:
-        raise TransferError(f"cannot map the peer's pool {path}: {error.strerror}") from error
-    finally:
-        os.close(opened)
+    with contextlib.ExitStack() as stack:
+
+        def opened(name: str, flags: int) -> int:
+            handle = os.open(name, flags | os.O_CLOEXEC)
+            stack.callback(os.close, handle)
+            return handle
+
+        try:
+            named = opened(path, os.O_PATH)  # opens nothing yet: to open a device may be to set it going
+            _check_file(named, path, size)
+            readable = opened(f"/proc/self/fd/{named}", os.O_RDONLY)
+            _check_seals(readable, path)
+            return mmap.mmap(readable, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        except OSError as error:
+            raise TransferError(f"cannot open the peer's pool {path}: {error.strerror}") from error
 
 
-def _check(fd: int, path: str, size: int) -> None:
+def _check_file(fd: int, path: str, size: int) -> None:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
         raise TransferError(f"{path} is no pool of this user (uid {os.getuid()} here, {status.st_uid} there)")
     if status.st_size != size:
         raise TransferError(f"{path} has {status.st_size} bytes, the peer said {size}")
+
+
+def _check_seals(fd: int, path: str) -> None:
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:

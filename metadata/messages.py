@@ -41,6 +41,8 @@ PROTOCOL_MIN = 4
 PROTOCOL_MAX = 4
 
 MAX_BATCH = 4096
+MAX_REASON = 4096  # characters of a Text
+MIN_LEASE_S = 0.05
 HUB_FRAME_BYTES = 64 << 20  # a tokenizer is the largest message on the hub
 DATA_FRAME_BYTES = 64 << 20
 
@@ -335,7 +337,7 @@ class LinkWelcome(Message, frozen=True, tag="link_welcome"):
     node_id: Name
     epoch: Digest
     transport: Name
-    lease_s: Seconds
+    lease_s: Annotated[float, Meta(ge=MIN_LEASE_S, le=1e4)]  # a tiny one would be renewed all the time
     num_pages: Count = 0
     pid: Count = 0
     fds: Annotated[tuple[Count, ...], Meta(max_length=2)] = ()

@@ -111,7 +111,7 @@ class PrefillNode:
             computed_tokens=counts.computed_tokens,
             cached_tokens=counts.cached_tokens,
             generated_tokens=counts.generated_tokens,
-            dropped_frames=self.membership.dropped_frames,
+            dropped_frames=self.membership.dropped_frames + self.handoff.dropped.count,
         )
 
     def units(self) -> tuple[Unit, ...]:
@@ -181,7 +181,7 @@ class PrefillNode:
             return
         if job.decode is not None:
             for unit in choices:
-                self.handoff.open(unit, num_pages)
+                self.handoff.open(unit, num_pages, job.decode.epoch)
                 self._jobs[unit] = job
                 job.tickets.add(unit)
         self.scheduler.submit(job)

@@ -369,6 +369,13 @@ def test_an_address_that_is_none_fails_the_claim(nodes):
     assert all(f"r{n}" in {event.unit.rid for event in events} for n in range(3)) and not client.sockets()
 
 
+def test_no_page_crosses_the_network_without_keys(nodes):
+    client, target = make_client()
+    nodes += [*target, client]
+    client.claim(unit(), Peer(node_id="p", epoch="e", data_address="tcp://192.0.2.1:5700"), 0, [3])
+    assert "not on loopback" in spin([client], lambda events: events)[-1].reason
+
+
 def test_a_peer_that_never_answers_fails_the_claim(nodes):
     context = zmq.Context.instance()
     silent = context.socket(zmq.ROUTER)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -19,6 +20,7 @@ from baton.metadata.errors import ConfigError
 from baton.metadata.handoff_client import Arrived, TransferFailed
 from baton.metadata.handoff_server import MAX_UNSENT
 from baton.metadata.messages import (
+    MAX_REASON,
     Ack,
     Claim,
     Drop,
@@ -34,7 +36,7 @@ from baton.metadata.messages import (
     encode,
     to_decode_decoder,
 )
-from baton.metadata.node_info import HandoffSchema, PoolLayout
+from baton.metadata.node_info import HandoffSchema, PoolLayout, RowField
 from baton.metadata.request import MAX_CHOICES, Unit, pack_ids, unpack_ids
 from baton.metadata.schema import make_schema, page_bytes
 from baton.metadata.seal import seal
@@ -165,8 +167,30 @@ def test_pages_come_in_the_order_asked_for(server, decode):
 
 @pytest.mark.parametrize(
     "indices",
-    [pack_ids([2]), pack_ids([-1]), pack_ids([3]), pack_ids([0, 1 << 30]), b"", b"abc", pack_ids([1] * 30_000)],
-    ids=["not offered", "negative", "beyond", "one of two", "none", "no column", "too many"],
+    [
+        pack_ids([2]),
+        pack_ids([-1]),
+        pack_ids([3]),
+        pack_ids([0, 1 << 30]),
+        b"",
+        b"abc",
+        pack_ids([1] * 30_000),
+        pack_ids([0, 1, 0]),
+        pack_ids(range(-1500, 1500)),
+        pack_ids([-(1 << 31), 1 << 30]),
+    ],
+    ids=[
+        "not offered",
+        "negative",
+        "beyond",
+        "one of two",
+        "none",
+        "no column",
+        "too many",
+        "twice",
+        "more than a message",
+        "huge",
+    ],
 )
 def test_a_pull_outside_the_ticket_is_dropped_and_the_link_goes_on(server, decode, indices):
     claim(server, decode)
@@ -363,6 +387,16 @@ def test_a_refused_node_is_told_both_values(nodes):
     decode.events = []
     nodes.append(decode)
     assert "aaaaaaaaaaaaaaaa here, ffffffffffffffff there" in decode.get(server, LinkRefused).reason
+
+
+def test_a_refusal_is_no_longer_than_a_message_may_be(nodes, server):
+    """However many fields differ: the other side must be able to read why."""
+    decode = Decode(server.address, hello=False)
+    decode.events = []
+    nodes.append(decode)
+    rows = tuple(RowField(name=f"{number}" * 60, dtype="int32", width=1) for number in range(64))
+    decode.hello(layout=msgspec.structs.replace(SCHEMA, row=rows))
+    assert len(decode.get(server, LinkRefused).reason) == MAX_REASON
 
 
 def test_rows_and_offers_that_do_not_fit_are_our_bug(server):

@@ -6,6 +6,7 @@ import fcntl
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -89,6 +90,33 @@ def test_what_is_no_sealed_pool_is_not_mapped(tmp_path):
             map_readonly(os.getpid(), fd, size)
         if fd < 10_000:
             os.close(fd)
+
+
+def test_what_is_no_file_of_this_user_is_not_even_opened(monkeypatch):
+    """A peer names any descriptor: of a terminal, a tape, a pipe that somebody waits at."""
+    reader, writer = os.pipe()
+    real_open, opened = os.open, []
+
+    def watch(path, flags, *more, **named):
+        opened.append((str(path), flags))
+        return real_open(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", watch)
+    with pytest.raises(TransferError, match="no pool of this user"):
+        map_readonly(os.getpid(), reader, 4096)
+    assert [flags & os.O_PATH for _, flags in opened] == [os.O_PATH]
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_mapping_leaves_no_descriptor_behind(pool):
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for size in (pool.size, pool.size - 1):
+        try:
+            map_readonly(os.getpid(), pool.fd, size).close()
+        except TransferError:
+            assert size != pool.size
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_a_size_that_does_not_fit_the_layout_is_refused_before_mapping(pool):

@@ -1,0 +1,131 @@
+"""ZeroMQ sockets in memory, for tests that decide what arrives when: a context whose ROUTER and DEALER sockets share
+one process and one thread. Only what Baton's sockets use; nothing moves by itself, and nothing waits."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+Frames = list[bytes]
+Tamper = Callable[[bytes, Frames], list[Frames]]
+
+
+class Wire:
+    """In place of a zmq.Context. `tamper(holder, frames)` says what becomes of each message of a DEALER (holder) on its
+    way to a ROUTER: the messages that arrive in its place."""
+
+    def __init__(self) -> None:
+        self.routers: dict[str, WireSocket] = {}
+        self.tamper: Tamper = lambda _, frames: [frames]
+        self.numbers = itertools.count(1)
+
+    def socket(self, kind: int) -> Any:
+        return WireSocket(self, kind)
+
+    def dealer(self, address: str) -> WireSocket:
+        """A peer by hand."""
+        socket = WireSocket(self, zmq.DEALER)
+        socket.connect(address)
+        return socket
+
+
+class Sent:
+    """A tracker of a message that is on the wire already."""
+
+    done = True
+
+
+class Monitor:
+    """Tells of the end of a connection."""
+
+    def __init__(self) -> None:
+        self.events: deque[list[bytes]] = deque()
+
+    def recv_multipart(self, flags: int = 0) -> list[bytes]:
+        if not self.events:
+            raise zmq.Again
+        return self.events.popleft()
+
+    def close(self, linger: int = 0) -> None: ...
+
+
+class WireSocket:
+    """A ROUTER (bind) or a DEALER (connect)."""
+
+    linger = sndhwm = rcvhwm = maxmsgsize = handshake_ivl = ipv6 = router_mandatory = None
+
+    def __init__(self, wire: Wire, kind: int) -> None:
+        self.wire, self.kind = wire, kind
+        self.inbox: deque[list[bytes]] = deque()
+        self.peers: dict[bytes, WireSocket] = {}  # of a ROUTER
+        self.router: WireSocket | None = None  # of a DEALER
+        self.holder = b""
+        self.sent: list[Frames] = []
+        self.closed = False
+        self.monitor = Monitor()
+        self._rest: deque[Any] = deque()
+
+    def bind(self, address: str) -> None:
+        self.address = address.replace("*", str(next(self.wire.numbers)))
+        self.wire.routers[self.address] = self
+
+    def connect(self, address: str) -> None:
+        self.holder = b"\0%08d" % next(self.wire.numbers)
+        self.router = self.wire.routers.get(address)
+        if self.router is None:
+            self._lose()
+        else:
+            self.router.peers[self.holder] = self
+
+    def set(self, option: int, value: Any) -> None: ...
+
+    def get(self, option: int) -> Any:
+        if option == zmq.RCVMORE:
+            return bool(self._rest)
+        return self.address.encode() if option == zmq.LAST_ENDPOINT else 0
+
+    def recv(self, flags: int = 0, copy: bool = True) -> Any:
+        if not self._rest:
+            if not self.inbox:
+                raise zmq.Again
+            self._rest.extend(self.inbox.popleft())
+        frame = self._rest.popleft()
+        return frame if copy else zmq.Frame(frame)
+
+    def send(self, frame: bytes, flags: int = 0) -> None:
+        self.send_multipart([frame])
+
+    def send_multipart(self, frames: list[Any], flags: int = 0, copy: bool = True, track: bool = False) -> Sent:
+        frames = [bytes(memoryview(frame).cast("B")) for frame in frames]
+        if self.kind == zmq.ROUTER:
+            peer = self.peers.get(frames[0])
+            if peer is None:
+                raise zmq.ZMQError(zmq.EHOSTUNREACH)
+            peer.inbox.append(frames[1:])
+        elif self.router is not None:
+            self.sent.append(frames)
+            for each in self.wire.tamper(self.holder, frames):
+                self.router.inbox.append([self.holder, *each])
+        return Sent()
+
+    def get_monitor_socket(self, events: int) -> Any:
+        return self.monitor
+
+    def disable_monitor(self) -> None: ...
+
+    def close(self, linger: int | None = None) -> None:
+        self.closed = True
+        if self.router is not None:
+            self.router.peers.pop(self.holder, None)
+        for peer in self.peers.values():
+            peer._lose()
+        self.peers.clear()
+
+    def _lose(self) -> None:
+        self.router = None
+        self.monitor.events.append([struct.pack("=hi", zmq.EVENT_DISCONNECTED, 0), b""])
