@@ -32,7 +32,8 @@ def run(plan: Plan) -> int:
     say(f"speculation: {plan.speculation}")
     run_dir = make_run_dir(plan.up.run_dir)
     children = [Child(command, run_dir) for command in commands(plan, free_port(), port)]
-    client = Client.local(plan.router.host, port, plan.router.api_key)
+    key = plan.router.required_admin_key or next(iter(plan.router.client_keys), None)
+    client = Client.local(plan.router.host, port, key)
     with Signals() as signals:
         launcher = Launcher(plan, children, client, run_dir, signals)
         return launcher.run()
@@ -56,7 +57,7 @@ class Launcher:
                 child.start()
             if not self._wait_ready():
                 return self._stop()
-            print(banner(self._client, self._run_dir, has_key=self._plan.router.api_key is not None), flush=True)
+            print(banner(self._client, self._run_dir, has_key=bool(self._plan.router.client_keys)), flush=True)
             self._watch()
             return self._stop()
         except BatonError:

@@ -103,8 +103,8 @@ def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:
     address = f"tcp://{LOOPBACK}:{node_port}"
     drain = plan.up.stop_timeout_s
     router = replace(plan.router, port=http_port, node_address=address, drain_timeout_s=drain)
-    key = {ENVIRONMENT["api_key"]: router.api_key} if router.api_key else {}
-    made = [Command("router", "router", _argv("router", router), key)]
+    keys = {variable: key for name, variable in ENVIRONMENT.items() if (key := getattr(router, name))}
+    made = [Command("router", "router", _argv("router", router), keys)]
     threads = split_threads(len(os.sched_getaffinity(0)), plan.up.prefill, plan.up.decode)
     gpus = _gpus()
     for role, count, config in (("prefill", plan.up.prefill, plan.prefill), ("decode", plan.up.decode, plan.decode)):

@@ -2,25 +2,29 @@
 
     submit -> waiting (ids only, no pages) -> Reserve at a decode node -> Reserved -> Prefill -> running
 
-First come, first served: a request that no node had room for blocks all behind it, so that large requests are not
+The order is waiting.py's. A request that no node had room for blocks all behind it, so that large requests are not
 starved by small ones. As long as nobody was refused, up to WINDOW reservations are under way at once; a refused
-request can be overtaken only by those. A request that must move to other nodes goes to the front.
+request can be overtaken only by those and by one of higher priority.
+
+Who may wait at all is intake.py's part.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import defaultdict
 from typing import Protocol
 
-from ..metadata.errors import BatonError, Overloaded, RequestError, Unavailable
+from ..metadata.errors import BatonError, RequestError, Unavailable
 from ..metadata.messages import Prefill, Reserve, Reserved, ToNode
 from ..metadata.request import Unit
 from .generation import Attempt, Generation
-from .pairing import DecodeFigures, PrefillFigures, PrefixAffinity, choose_decode, choose_prefill, page_hashes
+from .intake import Bounds, Intake
+from .pairing import DecodeFigures, PrefillFigures, PrefixAffinity, choose_decode, choose_prefill
 from .registry import Group, Node
 from .stranded import Stranded
+from .waiting import Entry, WaitingQueue
 
 logger = logging.getLogger(__name__)
 
@@ -66,75 +70,26 @@ class Life(Protocol):
         ...
 
 
-class Entry:
-    """Choices of a generation that wait for a decode node. `pair` pins them (a canary's)."""
-
-    __slots__ = (
-        "attempt",
-        "choices",
-        "generation",
-        "hashes",
-        "num_computed",
-        "pages",
-        "pair",
-        "stranded_since",
-        "was_refused",
-    )
-
-    def __init__(self, generation: Generation, choices: tuple[int, ...], pair: tuple[Node, Node] | None = None) -> None:
-        self.generation = generation
-        self.choices = choices
-        self.pair = pair
-        self.attempt: Attempt | None = None  # the reservation under way
-        self.was_refused = False
-        self.stranded_since: float | None = None  # no node there could take it, however idle
-        page_size = generation.group.page_size
-        self.num_computed = len(generation.prompt_ids) + len(generation.choices[choices[0]].received)  # by prefill
-        # one more token is generated and one is computed with it: the least that "two rounds" can mean
-        self.pages = -(-(self.num_computed + 2) // page_size)
-        self.hashes = page_hashes(generation.prompt_ids, page_size, generation.salt)
-
-    @property
-    def needs_decode(self) -> bool:
-        """False when one token is left, which prefill gives alone, or only log-probabilities of the prompt are."""
-        choice = self.generation.choices[self.choices[0]]
-        return choice.num_left > 1 and choice.finish_reason is None
-
-
 class Admission:
-    """Waiting requests of all groups, first come first served in each."""
+    """Waiting requests of all groups."""
 
-    def __init__(self, epoch: str, max_waiting: int, life: Life, *, node_wait_s: float = 10.0) -> None:
+    def __init__(self, epoch: str, bounds: Bounds, life: Life, *, node_wait_s: float = 10.0) -> None:
         self.affinity = PrefixAffinity()
         self._epoch = epoch
-        self._max_waiting = max_waiting
         self._life = life
-        self._queues: dict[Group, deque[Entry]] = {}
+        self._queues: defaultdict[Group, WaitingQueue] = defaultdict(WaitingQueue)
+        self.intake = Intake(bounds, self._queues, life.fail)
         self._asked: dict[tuple[str, int], Entry] = {}
         self.stranded = Stranded(life, node_wait_s)
-        self._granted_at: deque[float] = deque(maxlen=64)
 
     @property
     def num_waiting(self) -> int:
         """Entries that wait, over all groups."""
-        return sum(map(len, self._queues.values()))
+        return self.intake.num_waiting
 
     def num_waiting_in(self, group: Group) -> int:
         """Entries that wait in one group."""
-        return len(self._queues.get(group, ()))
-
-    def check_room(self, num_requests: int) -> None:
-        """Raises Overloaded, with a guess from recent throughput, when so many more may not wait."""
-        waiting = self.num_waiting
-        if waiting + num_requests <= self._max_waiting:
-            return
-        span = time.monotonic() - self._granted_at[0] if self._granted_at else 0.0
-        rate = len(self._granted_at) / span if span > 0 else 1.0
-        excess = waiting + num_requests - self._max_waiting
-        raise Overloaded(
-            f"{waiting} requests wait already; at most {self._max_waiting} may",
-            retry_after_s=min(60.0, max(1.0, excess / max(rate, 1e-3))),
-        )
+        return len(self._queues[group])
 
     def check_fits(self, group: Group, prompt_len: int, *, needs_decode: bool) -> None:
         """Raises Unavailable without nodes, RequestError when no pool could ever hold the prompt and one token."""
@@ -156,27 +111,19 @@ class Admission:
 
     def submit(self, entry: Entry, *, first: bool = False) -> None:
         """Queues an entry, at the front when it was admitted before."""
-        queue = self._queues.setdefault(entry.generation.group, deque())
-        if first:
-            queue.appendleft(entry)
-        else:
-            queue.append(entry)
+        self._queues[entry.generation.group].add(entry, first=first)
         self.pump(entry.generation.group)
 
     def ask_now(self, entry: Entry) -> bool:
         """Asks for a pinned entry outside the queue; False when its nodes have no room. A refusal ends it."""
-        self._queues.setdefault(entry.generation.group, deque())
+        self._queues[entry.generation.group]  # from now on `check` looks after it
         return self._place(entry)
 
     def withdraw(self, generation: Generation) -> None:
         """Forgets a generation that is over. What nodes hold of it is the caller's part."""
         for attempt in generation.attempts.values():
             self.take_back(generation, attempt)
-        queue = self._queues.get(generation.group)
-        if queue and any(entry.generation is generation for entry in queue):
-            kept = [entry for entry in queue if entry.generation is not generation]
-            queue.clear()
-            queue.extend(kept)
+        self._queues[generation.group].withdraw(generation)
 
     def take_back(self, generation: Generation, attempt: Attempt) -> Entry | None:
         """No answer is awaited any more for this attempt. Returns its entry, None when none was awaited."""
@@ -190,14 +137,18 @@ class Admission:
 
     def pump(self, group: Group) -> None:
         """Gives nodes to those who wait, as far as there is room."""
-        queue = self._queues.get(group)
-        for entry in list(queue)[:WINDOW] if queue else ():
-            if entry.generation.is_over or not entry.choices:
+        now, pace = time.monotonic(), self.intake.pace(group)
+        num_under_way = 0
+        for entry in list(self._queues[group]):
+            if entry.generation.is_over or not entry.choices or self.intake.is_late(entry, now):
                 continue
-            if entry.attempt is None and not self._place(entry):
+            if (entry.attempt is None and not self._place(entry)) or entry.was_refused:
+                pace.blocked(now)
                 return
-            if entry.was_refused:
+            num_under_way += 1
+            if num_under_way == WINDOW:
                 return
+        pace.unblocked()
 
     def reserved(self, node: Node, message: Reserved, now: float) -> bool:
         """Decode's answer. False when nobody awaits it: then what it granted must be cancelled."""
@@ -235,6 +186,7 @@ class Admission:
             for node in group.live("decode"):
                 if node.full_since is not None and now - node.full_since > FULL_S:
                     node.full_since = None
+            self.intake.refuse_late(group, now)
             self.stranded.check(group, queue, now)
             self.pump(group)
 
@@ -283,8 +235,11 @@ class Admission:
             generation.choices[choice].attempt = attempt
         attempt.dispatched = True
         attempt.sent_at = now
+        if generation.dispatched_at is None:
+            generation.dispatched_at = now
         self._life.dispatched(generation, attempt, now)
-        self._granted_at.append(now)
+        if not generation.is_canary:
+            self.intake.pace(generation.group).granted(now)
         num_cached = self.affinity.num_matched(prefill.routing_id, entry.hashes) * generation.group.page_size
         prefill.prefilling[(generation.rid, attempt.number)] = len(generation.prompt_ids) - num_cached
         self.affinity.note(prefill.routing_id, entry.hashes)
@@ -313,9 +268,8 @@ class Admission:
     def _strike(self, entry: Entry, choices: set[int]) -> None:
         """These choices wait no more."""
         entry.choices = tuple(choice for choice in entry.choices if choice not in choices)
-        queue = self._queues.get(entry.generation.group)
-        if queue and not entry.choices and entry in queue:
-            queue.remove(entry)
+        if not entry.choices:
+            self._queues[entry.generation.group].remove(entry)
 
     def _refused(self, entry: Entry, node: Node) -> None:
         """Full is no failure, unless the largest decode node is empty and still has no room."""
@@ -329,8 +283,8 @@ class Admission:
             self._life.fail(
                 generation,
                 RequestError(
-                    f"the prompt's {len(generation.prompt_ids)} tokens and the room to generate do not fit the empty "
-                    f"pool of decode node {node.node_id}: {num_pages} pages of {generation.group.page_size} tokens",
+                    f"the prompt's {len(generation.prompt_ids)} tokens and the room to generate do not fit an empty "
+                    f"pool: the largest decode pool has {num_pages} pages of {generation.group.page_size} tokens",
                     param="prompt",
                 ),
             )

@@ -64,8 +64,16 @@ class WholeAnswer:
 class StreamedAnswer:
     """Server-sent events. An error before the first event is an HTTP error, a later one ends the stream."""
 
-    def __init__(self, request: web.Request, form: Form, options: StreamOptions | None, max_unread_bytes: int) -> None:
+    def __init__(
+        self,
+        request: web.Request,
+        form: Form,
+        options: StreamOptions | None,
+        max_unread_bytes: int,
+        set_paused: Callable[[Generation, bool], None],
+    ) -> None:
         self._form = form
+        self._set_paused = set_paused
         self._with_usage = bool(options and options.include_usage)
         self._is_continuous = self._with_usage and bool(options and options.continuous_usage_stats)
         self._generations: list[Generation] = []
@@ -73,8 +81,9 @@ class StreamedAnswer:
         self._held: list[tuple[Choice, Delta]] = []  # of prompts whose own log-probabilities have not come yet
         self._num_done = 0
         self._has_output = asyncio.Event()
+        self._has_pushed = False
         self._finished = _new_future()
-        self._stream = EventStream(request, max_unread_bytes)
+        self._stream = EventStream(request, max_unread_bytes, self._set_all_paused)
 
     def start(self, generations: list[Generation], submit: Callable[[Generation], None]) -> None:
         """Submits all generations. Raises what submit raises."""
@@ -87,7 +96,7 @@ class StreamedAnswer:
     async def answer(self, generations: list[Generation], headers: dict[str, str]) -> web.StreamResponse:
         """Streams until all generations have ended. Raises an error that came before any output."""
         await self._has_output.wait()
-        if self._finished.done():
+        if self._finished.done() and not self._has_pushed:
             self._finished.result()
         response = await self._stream.open(headers)
         try:
@@ -119,6 +128,10 @@ class StreamedAnswer:
     def on_error(self, _generation: Generation, error: BatonError) -> None:
         self._end(error)
 
+    def _set_all_paused(self, is_paused: bool) -> None:
+        for generation in self._generations:
+            self._set_paused(generation, is_paused)
+
     def _release(self, generation: Generation) -> None:
         ready = [item for item in self._held if item[0].generation is generation]
         self._held = [item for item in self._held if item[0].generation is not generation]
@@ -132,6 +145,7 @@ class StreamedAnswer:
         data = self._form.piece(self._places[choice], choice, delta, usage)
         if data:
             self._stream.push(data)
+            self._has_pushed = True
             self._has_output.set()
 
     def _end(self, error: BatonError | None) -> None:

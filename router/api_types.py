@@ -29,6 +29,20 @@ DraftSteps = Annotated[
         "the same whatever it is."
     ),
 ]
+Priority = Annotated[
+    Annotated[int, Meta(ge=-100, le=100)] | None,
+    Meta(
+        description="Who waits is served in the order of arrival within a priority, lower numbers first; 0 where none "
+        "is given. Ten seconds of waiting make up for one step of priority, so that nobody waits forever."
+    ),
+]
+TimeoutS = Annotated[
+    Annotated[float, Meta(gt=0)] | None,
+    Meta(
+        description="Seconds after which the answer is of no use: the request is then ended with status 408. One that "
+        "would not be done in time is refused at once with 429. At most the router's --request-timeout-s."
+    ),
+]
 FinishReason = Literal["stop", "length"]
 
 
@@ -67,8 +81,10 @@ class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
-    # Baton's extension
+    priority: Priority = None
+    # Baton's extensions
     draft_steps: DraftSteps = None
+    timeout_s: TimeoutS = None
     # accepted, without effect
     user: str | None = None
     store: bool | None = None
@@ -314,6 +330,13 @@ class ChatChunk(Struct, frozen=True, kw_only=True, omit_defaults=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | None = None
+
+
+class CancelledRequest(Struct, frozen=True):
+    """Answer of DELETE /v1/requests/{id}."""
+
+    id: str
+    cancelled: Literal[True] = True
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True):

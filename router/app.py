@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -13,7 +12,9 @@ from aiohttp import web
 
 from ..metadata.errors import BatonError, RequestError, Unavailable
 from . import debug, explain, generate, handoff, openapi
+from .access import CALLER, Access
 from .api_types import (
+    CancelledRequest,
     DetokenizeRequest,
     DetokenizeResponse,
     ModelInfo,
@@ -22,12 +23,14 @@ from .api_types import (
     TokenizeResponse,
 )
 from .config import RouterConfig
-from .errors import HttpRefusal, NotFound, Unauthorized, from_malformed, from_validation, response_of
+from .errors import HttpRefusal, NotFound, from_malformed, from_validation, response_of
 from .http_faults import reason_of
 from .metrics import CONTENT_TYPE, Metrics
 from .registry import Group
 from .request_life import RequestLife
+from .sse import limit_unread
 from .tokenizer import TextTokenizer
+from .underway import UnderWay
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +38,6 @@ _T = TypeVar("_T")
 _Handler = Callable[["Api", web.Request], Awaitable[web.StreamResponse]]
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
-_OPEN_ROUTES = ("/health",)
 
 
 class Api:
@@ -47,8 +49,8 @@ class Api:
         self.metrics = metrics
         self.is_draining = False
         self.ledgers = debug.LedgerDesk(life)
-        key = config.required_key
-        self._key = key.encode() if key is not None else None
+        self.access = Access(config)
+        self.under_way = UnderWay(life.abort)
 
     def application(self) -> web.Application:
         """The aiohttp application with all routes."""
@@ -92,21 +94,28 @@ class Api:
         groups = registry.groups_of(model)
         if not groups:
             if not registry.nodes:
-                raise Unavailable(registry.unready_reason())
+                raise Unavailable("no node has joined")
             names = ", ".join(sorted({group.key.model for group in registry.groups.values()}))
             raise NotFound(f"model {model!r} is not served here; served are: {names}", param="model")
         now = time.monotonic()
         served = [group for group in groups if self.life.admission.stranded.may_wait(group, now)]
         ready = [group for group in served if group.is_paired] or served
         if not ready:
-            raise Unavailable(f"model {model!r} cannot be served now: {registry.unready_reason()}")
+            missing = [role for role in ("prefill", "decode") if not any(group.live(role) for group in groups)]
+            why = f"it has no {' and no '.join(missing)} node" if missing else "its nodes are not ready"
+            raise Unavailable(f"model {model!r} cannot be served now: {why}")
         group = min(ready, key=self.life.admission.num_waiting_in)
         assert group.tokenizer is not None, "a paired group has its tokenizer"
         return group, group.tokenizer
 
     def response_headers(self, request: web.Request, response_id: str) -> dict[str, str]:
         """The request id that the client gave, else the response's own."""
-        return {"x-request-id": _header_id(request) or response_id}
+        return {"x-request-id": self.request_id(request, response_id)}
+
+    @staticmethod
+    def request_id(request: web.Request, response_id: str) -> str:
+        """What the answer's header calls the request: as the client did, else as its body does."""
+        return _header_id(request) or response_id
 
     def _bound(self, handler: _Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def call(request: web.Request) -> web.StreamResponse:
@@ -119,7 +128,8 @@ class Api:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         try:
-            self._authorize(request)
+            limit_unread(request, self.config.max_unread_s)
+            request[CALLER] = self.access.caller_of(request)
             response = await handler(request)
         except BatonError as error:
             response = response_of(error)
@@ -137,13 +147,6 @@ class Api:
         if not response.prepared and given is not None:
             response.headers["x-request-id"] = given
         return response
-
-    def _authorize(self, request: web.Request) -> None:
-        if self._key is None or request.path in _OPEN_ROUTES:
-            return
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(errors="replace"), self._key):
-            raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer KEY`")
 
 
 def _header_id(request: web.Request) -> str | None:
@@ -226,6 +229,12 @@ async def _detokenize(api: Api, request: web.Request) -> web.StreamResponse:
     return _json(DetokenizeResponse(tokenizer.decode(body.tokens)))
 
 
+async def _cancel(api: Api, request: web.Request) -> web.StreamResponse:
+    request_id = request.match_info["id"]
+    api.under_way.cancel(request_id, request[CALLER])
+    return _json(CancelledRequest(request_id))
+
+
 def _json(value: Any) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
@@ -235,6 +244,7 @@ _ROUTES: tuple[tuple[str, str, _Handler], ...] = (
     ("POST", "/v1/chat/completions", generate.chat_completions),
     ("GET", "/v1/models", _models),
     ("GET", "/v1/models/{model:.+}", _model),
+    ("DELETE", "/v1/requests/{id:.+}", _cancel),
     ("POST", "/tokenize", _tokenize),
     ("POST", "/detokenize", _detokenize),
     ("GET", "/health", _health),

@@ -37,6 +37,21 @@ class Unauthorized(BatonError):
     code = "invalid_api_key"
 
 
+class Forbidden(BatonError):
+    """The key is good, but not for this route."""
+
+    code = "admin_key_required"
+
+
+class NodeFault(BatonError):
+    """Nodes could not do it. Its text is for the log: nodes write what they like; `shown` is for the client."""
+
+    def __init__(self, message: str, code: str, shown: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code if code in _SHOWN else "node_failed"
+        self.shown = shown or _SHOWN.get(code, "a node failed at this request; its log says why")
+
+
 class HttpRefusal(BatonError):
     """The HTTP request itself is at fault: method, size or encoding of its body."""
 
@@ -62,6 +77,13 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
+_SHOWN = {
+    RequestError.code: "the nodes cannot serve this request: its prompt or its parameters are more than they can hold",
+    OutOfPages.code: "the request is larger than a decode node's memory: shorten the prompt or ask for fewer tokens",
+    Unavailable.code: "the node that served the request is gone",
+}
+_STATUS = {RequestError.code: 400, OutOfPages.code: 503, Unavailable.code: 503}
+_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 504: "timeout_error"}
 _PATH = re.compile(r"(?:`key` in )?`\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
@@ -72,12 +94,16 @@ def status_of(error: BatonError) -> int:
     match error:
         case HttpRefusal():
             return error.status
+        case NodeFault():
+            return _STATUS.get(error.code, 500)
         case NotFound():
             return 404
         case RequestError():
             return 400
         case Unauthorized():
             return 401
+        case Forbidden():
+            return 403
         case Overloaded():
             return 429
         case RequestCancelled():
@@ -91,13 +117,26 @@ def status_of(error: BatonError) -> int:
 
 
 def body_of(error: BatonError) -> ErrorBody:
-    """The JSON body of an error."""
+    """The JSON body of an error. It says nothing of our insides: what went wrong there is in the log."""
     status = status_of(error)
-    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
-        status, "invalid_request_error" if status < 500 else "server_error"
-    )
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     param = error.param if isinstance(error, RequestError) else None
-    return ErrorBody(ErrorDetail(str(error), kind, param, error.code if status != 400 else None))
+    if isinstance(error, NodeFault):
+        words = error.shown
+    else:
+        words = str(error) if status != 500 else "internal error; the router's log has the details"
+    return ErrorBody(ErrorDetail(words, kind, param, error.code if status != 400 else None))
+
+
+def outcome_of(error: BatonError) -> str:
+    """What a request that ended so is counted as."""
+    match error:
+        case Overloaded():
+            return "refused"
+        case RequestCancelled():
+            return "cancelled"
+        case _:
+            return "failed"
 
 
 def response_of(error: BatonError) -> web.Response:
@@ -105,8 +144,10 @@ def response_of(error: BatonError) -> web.Response:
     headers: dict[str, str] = {}
     if isinstance(error, Overloaded):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
-    elif isinstance(error, Unavailable):
+    elif isinstance(error, Unavailable) or (isinstance(error, NodeFault) and error.code == Unavailable.code):
         headers["Retry-After"] = "1"
+    elif isinstance(error, DeadlineExceeded):
+        headers["x-should-retry"] = "false"  # the official clients try a 504 again by themselves
     elif isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
     data = msgspec.json.encode(body_of(error))
@@ -128,6 +169,8 @@ def from_malformed(body: bytes, error: Exception) -> RequestError:
     """The body is no JSON. Python writes NaN and Infinity into JSON; then the field that holds it is named."""
     if isinstance(error, UnicodeDecodeError):
         return RequestError("the body is not valid UTF-8")
+    if isinstance(error, RecursionError):
+        return RequestError("the body is nested too deeply")
     try:
         fields: Any = json.loads(body) if len(body) < 1 << 20 else None
     except (ValueError, RecursionError):
@@ -137,14 +180,6 @@ def from_malformed(body: bytes, error: Exception) -> RequestError:
             if _holds_non_finite(value):
                 return RequestError(f"{name}: NaN and Infinity are no JSON numbers", param=str(name))  # pyright: ignore[reportUnknownArgumentType]
     return RequestError(f"the body is not valid JSON: {error}")
-
-
-def from_node(code: str, message: str) -> BatonError:
-    """The error that a node's `Failed` message stands for."""
-    for kind in (RequestError, OutOfPages, Unavailable):
-        if code == kind.code:
-            return kind(message)
-    return BatonError(message)
 
 
 def _holds_non_finite(value: Any) -> bool:

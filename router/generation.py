@@ -259,17 +259,20 @@ class Generation:
         "choices",
         "created_at",
         "deadline",
+        "dispatched_at",
         "failed_pairs",
         "first_token_at",
         "group",
         "is_canary",
         "is_over",
+        "is_paused",
         "listener",
         "num_accepted",
         "num_cached",
         "num_drafted",
         "num_rounds",
         "params",
+        "priority",
         "prompt_ids",
         "prompt_logprobs",
         "rid",
@@ -293,8 +296,10 @@ class Generation:
         now: float,
         timeout_s: float | None = None,
         is_canary: bool = False,
+        priority: int = 0,
     ) -> None:
-        """`timeout_s`: how long it may take from `now` on; None: as long as the router allows any request."""
+        """`timeout_s`: how long it may take from `now` on; None: as long as the router allows any request. Of those
+        that wait, lower numbers of `priority` go first."""
         self.rid = rid
         self.group = group
         self.prompt_ids = prompt_ids
@@ -308,9 +313,12 @@ class Generation:
         self.attempts: dict[int, Attempt] = {}
         self.failed_pairs: set[tuple[bytes, bytes | None]] = set()  # routing ids; others are tried first
         self.created_at = now
+        self.priority = priority
         self.deadline = None if timeout_s is None else now + timeout_s
+        self.dispatched_at: float | None = None  # when it first got nodes
         self.first_token_at: float | None = None
         self.is_over = False
+        self.is_paused = False  # its client does not read: no node works on it
         self.is_canary = is_canary
         self._next_attempt = 0
         self.choices = [Choice(self, index, options) for index in range(num_choices)]

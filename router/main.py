@@ -64,10 +64,13 @@ class Router:
             await self.stop()
             raise ConfigError(f"cannot serve HTTP on {config.host}:{config.port}: {error.strerror}") from error
         host, port = self._runner.addresses[0][:2]
+        self.api.access.is_local = ip_address(host).is_loopback
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         logger.info("serving HTTP on %s, nodes on %s", self.url, self.node_address)
-        if config.required_key is None and not ip_address(host).is_loopback:
+        if not self.api.access.is_local and not self.api.access.has_api_keys:
             logger.warning("no --api-key is set: whoever reaches %s can use it", self.url)
+        if not self.api.access.is_local and not self.api.access.has_admin_key:
+            logger.warning("no --admin-key is set: /admin and /debug are closed, since %s is not on loopback", self.url)
 
     async def drain(self) -> None:
         """Takes nothing new, and waits for running requests as long as the configuration allows."""

@@ -14,11 +14,13 @@ from typing import Protocol
 
 from ..metadata.errors import BatonError, Unavailable
 from ..metadata.request import Unit
-from .admission import Admission, Entry
+from .admission import Admission
 from .cancels import Cancels
+from .errors import NodeFault
 from .gaps import Gaps
 from .generation import Attempt, Generation
 from .registry import Node
+from .waiting import Entry
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ class Moves:
             choice.note_end(attempt, is_loss=False)
             if len(choice.failures) >= self._max_attempts or generation.is_canary:
                 times = len(choice.failures)
-                self._life.fail(generation, Unavailable(f"given up after {times} attempts; the last: {reason}"))
+                self._life.fail(generation, _given_up(f"after {times} attempts", reason))
                 return
         self._requeue(generation, moved, reason)
 
@@ -83,6 +85,34 @@ class Moves:
                     moved = self._stop(generation, attempt, set(attempt.choices), None)
                     self._requeue(generation, moved, f"{node.role} node {node.node_id}: {reason}")
 
+    def leave_nodes(self, generation: Generation, reason: str) -> None:
+        """Nothing of a request waits any more, nor is held by nodes."""
+        self._life.admission.withdraw(generation)
+        for attempt in generation.attempts.values():
+            self.release(generation, attempt, attempt.choices)
+            if attempt.choices:
+                for node in attempt.nodes:
+                    self._cancels.send(node, generation.rid, attempt.number, attempt.choices, reason)
+        generation.attempts.clear()
+
+    def pause(self, generation: Generation, reason: str) -> None:
+        """Takes a request off its nodes, until `resume`."""
+        logger.info("paused: %s", reason, extra={"rid": generation.rid})
+        self.leave_nodes(generation, reason)
+        for choice in generation.choices:
+            if choice.finish_reason is None:
+                generation.timeline.moved(choice, reason, time.monotonic())
+                self._gaps.close(choice)
+                choice.restart()
+        self._life.admission.pump(generation.group)
+
+    def resume(self, generation: Generation) -> None:
+        """What was paused goes on, from where it stands."""
+        logger.info("goes on", extra={"rid": generation.rid})
+        for choice in reversed(generation.choices):
+            if choice.finish_reason is None:
+                self._life.admission.submit(Entry(generation, (choice.index,)), first=True)
+
     def _lose(self, generation: Generation, attempt: Attempt, node: Node, where: str) -> None:
         choices = set(attempt.choices)
         if node is attempt.prefill and attempt.dispatched:
@@ -104,8 +134,7 @@ class Moves:
             choice = generation.choices[index]
             choice.note_end(attempt, is_loss=True)
             if choice.num_losses > MAX_LOSSES or generation.is_canary:
-                error = Unavailable(f"given up after {choice.num_losses} nodes were lost under it; the last: {reason}")
-                self._life.fail(generation, error)
+                self._life.fail(generation, _given_up(f"after {choice.num_losses} nodes were lost under it", reason))
                 return
         self._requeue(generation, moved, reason)
 
@@ -154,3 +183,7 @@ class Moves:
         is_missing = generation.wants_prompt_logprobs and generation.prompt_logprobs is None
         if is_missing and all(choice.finish_reason is not None for choice in generation.choices):
             self._life.admission.submit(Entry(generation, (0,)), first=True)
+
+
+def _given_up(when: str, reason: str) -> NodeFault:
+    return NodeFault(f"given up {when}; the last: {reason}", Unavailable.code, f"given up {when}")

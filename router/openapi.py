@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from .api_types import (
+    CancelledRequest,
     ChatChunk,
     ChatCompletion,
     ChatRequest,
@@ -39,6 +40,7 @@ _ROUTES = (
     _Route("post", "/v1/chat/completions", "Continue a conversation", ChatRequest, ChatCompletion, ChatChunk),
     _Route("get", "/v1/models", "The models that are served", None, ModelList),
     _Route("get", "/v1/models/{model}", "One model", None, ModelInfo),
+    _Route("delete", "/v1/requests/{id}", "Cancel a request by the id that its answer carries", None, CancelledRequest),
     _Route("post", "/tokenize", "Text to token ids", TokenizeRequest, TokenizeResponse),
     _Route("post", "/detokenize", "Token ids to text", DetokenizeRequest, DetokenizeResponse),
     _Route("get", "/health", "The router lives (needs no key)"),
@@ -96,6 +98,9 @@ def _operation(route: _Route, by_type: dict[type, dict[str, Any]]) -> dict[str, 
     }
     if route.request is not None:
         operation["requestBody"] = {"required": True, "content": content(route.request)}
-    for name in re.findall(r"{(\w+)}", route.path):
-        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
+    names = re.findall(r"{(\w+)}", route.path)
+    if names:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
     return operation

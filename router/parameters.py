@@ -30,6 +30,7 @@ _REFUSED_IN_CHAT = {
 
 def check_completion(body: CompletionRequest) -> None:
     """Raises RequestError for what /v1/completions does not serve."""
+    _check_common(body)
     if body.suffix:
         raise RequestError("suffix: insertion is not served", param="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -40,6 +41,7 @@ def check_completion(body: CompletionRequest) -> None:
 
 def check_chat(body: ChatRequest) -> None:
     """Raises RequestError for what /v1/chat/completions does not serve."""
+    _check_common(body)
     for name, words in _REFUSED_IN_CHAT.items():
         value = getattr(body, name)
         if value is not None and value != [] and not (name == "tool_choice" and value == "none"):
@@ -106,6 +108,24 @@ def sampling_params(
     )
 
 
+def asked_tokens(body: CommonRequest, context_len: int) -> int:
+    """Output tokens that the body asks for at most, before anything is known of its prompts."""
+    if isinstance(body, ChatRequest):
+        return body.max_completion_tokens or body.max_tokens or context_len
+    return body.max_tokens or DEFAULT_COMPLETION_TOKENS
+
+
+def timeout_s(body: CommonRequest, longest_s: float) -> float:
+    """Seconds that the request may take. Raises RequestError for more than the router's own limit."""
+    if body.timeout_s is None:
+        return longest_s
+    if body.timeout_s > longest_s:
+        raise RequestError(
+            f"timeout_s: {body.timeout_s:g} is above this router's limit of {longest_s:g} s", param="timeout_s"
+        )
+    return body.timeout_s
+
+
 def request_seed(body: CommonRequest) -> int:
     """The request's seed (0..2**62 - 1), a drawn one where none is given."""
     return secrets.randbits(62) if body.seed is None else body.seed % 2**62
@@ -119,6 +139,11 @@ def text_options(body: CommonRequest) -> TextOptions:
         include_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False,
     )
+
+
+def _check_common(body: CommonRequest) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options: needs stream to be true", param="stream_options")
 
 
 def _max_tokens(body: CommonRequest, prompt_len: int, context_len: int) -> int:

@@ -34,19 +34,21 @@ from ..metadata.messages import (
     ToNode,
     ToRouter,
 )
-from .admission import Admission, Entry
+from .admission import Admission
 from .canary import PairHealth
 from .cancels import Cancels
 from .config import RouterConfig
 from .drains import Drains
-from .errors import DeadlineExceeded, RequestCancelled, from_node
+from .errors import DeadlineExceeded, NodeFault, RequestCancelled, outcome_of
 from .gaps import Gaps
 from .generation import Attempt, Choice, Generation
+from .intake import Bounds
 from .metrics import Metrics
 from .moves import Moves
 from .registry import Group, Node, Registry
 from .timeline import Finished, Outcome
 from .token_flow import TokenFlow
+from .waiting import Entry
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +62,8 @@ class RequestLife:
         self.epoch = epoch
         self.metrics = metrics
         self.registry = Registry(epoch, self._send_raw, self._joined, self._lost)
-        self.admission = Admission(epoch, config.max_waiting, self, node_wait_s=config.node_wait_s)
+        bounds = Bounds(config.max_waiting, config.max_waiting_tokens, config.max_queue_s)
+        self.admission = Admission(epoch, bounds, self, node_wait_s=config.node_wait_s)
         self.health = PairHealth(self, config.canary_interval_s)
         self.generations: dict[str, Generation] = {}
         self.finished = Finished()  # timelines of requests that are over
@@ -87,8 +90,6 @@ class RequestLife:
             self.fail(generation, Unavailable("the router is shutting down"))
         if self._ticker is not None:
             self._ticker.cancel()
-
-    # --- what HTTP handlers call -----------------------------------------------------------------------------------
 
     def submit(self, generation: Generation) -> None:
         """Takes a request in; its listener hears of it from now on. Raises Overloaded, Unavailable, RequestError."""
@@ -128,6 +129,15 @@ class RequestLife:
         self.cancel(generation, reason)
         generation.listener.on_error(generation, RequestCancelled(f"the request was cancelled: {reason}"))
 
+    def set_paused(self, generation: Generation, is_paused: bool) -> None:
+        """Takes a request off its nodes, where it holds nothing from then on, or lets it go on from where it stands."""
+        if not generation.is_over and generation.is_paused != is_paused:
+            generation.is_paused = is_paused
+            if is_paused:
+                self._moves.pause(generation, "its client does not read")
+            else:
+                self._moves.resume(generation)
+
     def drain(self, node_id: str, timeout_s: float | None = None) -> Node:
         """The node takes nothing new; what it has not finished after `timeout_s` (None: the router's drain_timeout_s)
         goes on elsewhere. Raises NotFound."""
@@ -147,8 +157,6 @@ class RequestLife:
         del self.generations[generation.rid]
         generation.is_over = True
         return False
-
-    # --- what the hub calls ----------------------------------------------------------------------------------------
 
     def on_message(self, peer: bytes, message: ToRouter) -> None:
         """Every message of every node."""
@@ -195,8 +203,6 @@ class RequestLife:
         if node is not None:
             self.registry.lose(node, "its connection closed")
 
-    # --- what admission calls --------------------------------------------------------------------------------------
-
     def send(self, node: Node, message: ToNode) -> bool:
         """Sends to a node; False when it is gone or its queue is full: then it gets no request before its next beat."""
         if self._send_raw(node.routing_id, message):
@@ -217,7 +223,7 @@ class RequestLife:
         error.rid = generation.rid
         self._end(generation, "it failed", "failed", str(error))
         if not generation.is_canary:
-            self.metrics.count_request(generation.group.key.model, "failed")
+            self.metrics.count_request(generation.group.key.model, outcome_of(error))
         logger.warning("failed: %s", error, extra={"rid": generation.rid})
         generation.listener.on_error(generation, error)
 
@@ -237,8 +243,6 @@ class RequestLife:
     def why_unusable(self, group: Group) -> str:
         """Why no pair of a group works, in words."""
         return self.health.failure_in(group)
-
-    # --- what token_flow.py calls ---------------------------------------------------------------------------------
 
     def choice_over(self, choice: Choice, *, is_over_at_node: bool) -> None:
         """A choice has ended: by its node, or by a stop string that only the router sees."""
@@ -261,6 +265,7 @@ class RequestLife:
         if generation.is_over:
             return
         self._end(generation, "it is complete", "done")
+        self.admission.intake.served(generation, time.monotonic())
         if not generation.is_canary:
             self.metrics.done(generation, time.monotonic())
         logger.log(
@@ -272,8 +277,6 @@ class RequestLife:
             extra={"rid": generation.rid},
         )
         generation.listener.on_done(generation)
-
-    # --- other messages of nodes -----------------------------------------------------------------------------------
 
     def _prefill_done(self, node: Node, message: PrefillDone) -> None:
         node.set_load(message.load)
@@ -311,7 +314,7 @@ class RequestLife:
         generation, attempt = choice.generation, choice.attempt
         where = f"{node.role} node {node.node_id}: {message.message}"
         if not message.retryable:
-            self.fail(generation, from_node(message.code, where))
+            self.fail(generation, NodeFault(where, message.code))
             return
         if attempt.decode is not None:
             failure = where if message.code == TransferError.code else None
@@ -337,26 +340,16 @@ class RequestLife:
         self.health.forget(node)
         self._moves.lost(node, reason)
 
-    # --- ends ------------------------------------------------------------------------------------------------------
-
     def _end(self, generation: Generation, reason: str, outcome: Outcome, error: str | None = None) -> None:
         """Frees everything, here and on the nodes."""
         generation.is_over = True
         generation.timeline.over(generation, outcome, error, time.monotonic())
         if self.generations.pop(generation.rid, None) is not None and not generation.is_canary:
             self.finished.add(generation.timeline)
-        self.admission.withdraw(generation)
-        for attempt in generation.attempts.values():
-            self._moves.release(generation, attempt, attempt.choices)
-            if attempt.choices:
-                for node in attempt.nodes:
-                    self._cancels.send(node, generation.rid, attempt.number, attempt.choices, reason)
-        generation.attempts.clear()
+        self._moves.leave_nodes(generation, reason)
         for choice in generation.choices:
             self._gaps.close(choice)
         self.admission.pump(generation.group)
-
-    # --- sending and timers ----------------------------------------------------------------------------------------
 
     def _send_raw(self, peer: bytes, message: ToNode) -> bool:
         assert self._hub is not None, "the hub has not been started"
@@ -383,6 +376,7 @@ class RequestLife:
         deadline = latest if generation.deadline is None else min(latest, generation.deadline)
         if now > deadline:
             limit_s = deadline - generation.created_at
+            self.admission.intake.served(generation, now)
             self.fail(generation, DeadlineExceeded(f"the request took longer than its limit of {limit_s:g} s"))
             return
         for choice in generation.choices:

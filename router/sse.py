@@ -1,14 +1,19 @@
 """Server-sent events, written straight to the transport.
 
 The first thing that an event-loop tick has for a stream is written at once, outside any coroutine, so that a stream
-does not wait for the others of its decode step; whatever else the tick has for it follows in one write. A client that
-reads too slowly is found by the transport's unsent bytes, and cut off.
+does not wait for the others of its decode step; whatever else the tick has for it follows in one write.
+
+A client that reads too slowly is found by the transport's unsent bytes. Above `max_unread_bytes` its stream is paused:
+its request is taken off the nodes, where it then holds nothing, and goes on when most of that has been read. One that
+reads nothing for `max_unread_s` is cut off by the kernel (`limit_unread`), whatever it was sent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from collections.abc import Callable
 
 import msgspec
 from aiohttp import HttpVersion11, web
@@ -19,6 +24,7 @@ from .errors import body_of
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+POLL_S = 0.05  # how often a paused stream is looked at
 
 
 def event(value: object) -> bytes:
@@ -31,12 +37,24 @@ def error_event(error: BatonError) -> bytes:
     return event(body_of(error))
 
 
-class EventStream:
-    """One response of Content-Type text/event-stream. `push` may be called from anywhere on the event loop."""
+def limit_unread(request: web.Request, seconds: float) -> None:
+    """The connection breaks when its client takes nothing of what it was sent for so long (where the system can)."""
+    connection = request.get_extra_info("socket")
+    if connection is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(1000 * seconds)))
 
-    def __init__(self, request: web.Request, max_unread_bytes: int) -> None:
+
+class EventStream:
+    """One response of Content-Type text/event-stream. `push` may be called from anywhere on the event loop.
+
+    `set_paused(True)` is called when too much is unread, and with False when a quarter of that is left.
+    """
+
+    def __init__(self, request: web.Request, max_unread_bytes: int, set_paused: Callable[[bool], None]) -> None:
         self._request = request
         self._max_unread = max_unread_bytes
+        self._set_paused = set_paused
+        self._is_paused = False
         self._loop = asyncio.get_running_loop()
         self._pending: list[bytes] = []
         self._response: web.StreamResponse | None = None
@@ -87,6 +105,18 @@ class EventStream:
         if transport is None or transport.is_closing():
             return
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
-        if transport.get_write_buffer_size() > self._max_unread:
-            logger.warning("a client left %d bytes unread and is cut off", transport.get_write_buffer_size())
-            transport.abort()  # its handler is cancelled by that
+        if not self._is_paused and transport.get_write_buffer_size() > self._max_unread:
+            self._is_paused = True
+            self._loop.call_soon(self._set_paused, True)  # not now: this may be in the middle of a step's tokens
+            self._loop.call_later(POLL_S, self._poll)
+
+    def _poll(self) -> None:
+        """While paused: has the client read?"""
+        transport = self._request.transport
+        if transport is None or transport.is_closing():
+            return
+        if transport.get_write_buffer_size() > self._max_unread // 4:
+            self._loop.call_later(POLL_S, self._poll)
+            return
+        self._is_paused = False
+        self._set_paused(False)

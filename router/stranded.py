@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from ..metadata.errors import BatonError, Unavailable
+from .errors import NodeFault
 from .generation import Generation
 from .registry import Group, Node
 
 if TYPE_CHECKING:
-    from .admission import Entry
+    from .waiting import Entry
 
 
 class Life(Protocol):
@@ -62,14 +63,15 @@ class Stranded:
             elif entry.stranded_since is None:
                 entry.stranded_since = now
             elif now - entry.stranded_since > self._node_wait_s:
-                self._life.fail(entry.generation, Unavailable(self._reason(entry, pairs)))
+                self._life.fail(entry.generation, self._error(entry, pairs))
 
-    def _reason(self, entry: Entry, pairs: list[tuple[Node, Node]]) -> str:
+    def _error(self, entry: Entry, pairs: list[tuple[Node, Node]]) -> BatonError:
         group = entry.generation.group
         words = f"no node of model {group.key.model!r} could take the request for {self._node_wait_s:g} s: "
         missing = [role for role in ("prefill", "decode") if not group.live(role)]
         if missing:
-            return words + f"no {' and no '.join(missing)} node is left"
+            return Unavailable(words + f"no {' and no '.join(missing)} node is left")
         if not pairs:
-            return words + self._life.why_unusable(group)
-        return words + f"none has room for the {entry.pages} pages that it needs"
+            shown = words + "its nodes cannot work together now"
+            return NodeFault(words + self._life.why_unusable(group), Unavailable.code, shown)
+        return Unavailable(words + f"none has room for the {entry.pages} pages that it needs")

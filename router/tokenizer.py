@@ -147,7 +147,8 @@ class ChatTemplate:
         try:
             return self._template.render(variables)
         except Exception as error:  # a template is foreign code and may raise anything
-            raise RequestError(f"the model's chat template refuses these messages: {error}", param="messages") from None
+            words = str(error) if isinstance(error, TemplateError) else "they are not of the kind that it knows"
+            raise RequestError(f"the model's chat template refuses these messages: {words}", param="messages") from None
 
 
 class _GenerationTag(Extension):

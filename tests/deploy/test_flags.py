@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from baton.decode_node.config import DecodeConfig
 from baton.deploy.config_file import print_tables, read_tables
-from baton.deploy.flags import Parser, add_flag, by_name, resolve, settings_of, to_argv
+from baton.deploy.flags import ENVIRONMENT, Parser, add_flag, by_name, resolve, settings_of, to_argv
 from baton.deploy.plan import UpConfig
 from baton.metadata.config import setting
 from baton.metadata.errors import ConfigError
@@ -163,7 +163,7 @@ def test_every_real_setting_has_a_help_text_and_survives_both_ways(config: type)
     parser = Parser(prog="x")
     for item in settings_of(config):
         add_flag(parser, item)
-    secret = {"BATON_API_KEY": changed["api_key"]} if "api_key" in changed else {}
+    secret = {variable: changed[name] for name, variable in ENVIRONMENT.items() if name in changed}
     assert resolve(config, _parse(parser, []), table, secret) == value
     assert resolve(config, _parse(parser, to_argv(value)), {}, secret) == value
 

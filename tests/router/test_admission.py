@@ -101,8 +101,10 @@ def test_too_many_wait(make_system: Callable[..., System]) -> None:
         status, body, headers = system.complete()
         assert (status, body["error"]["type"]) == (429, "rate_limit_error")
         assert 1 <= int(headers["retry-after"]) <= 60
-        status, body, _ = system.complete(prompt=["a", "b", "c", "d"])
+        status, body, _ = system.complete(prompt=["a", "b", "c"])
         assert status == 429
+        status, body, _ = system.complete(prompt=["a", "b", "c", "d"])  # more than may ever wait
+        assert (status, body["error"]["param"]) == (400, "prompt")
         system.behaviour.hold.set()
         assert [future.result()[0] for future in served] == [200] * 4
     system.router.wait_idle()

@@ -17,7 +17,7 @@ from baton.router.config import RouterConfig
 from baton.router.main import run
 
 from .conftest import RunningRouter, System
-from .test_request_life import stream_events, wait_until
+from .test_request_life import stream_events
 
 START = (
     "import logging, sys; logging.basicConfig(level='INFO', stream=sys.stderr);"
@@ -66,24 +66,6 @@ def test_settings_that_cannot_work(name: str, value: object) -> None:
 def test_off_loopback_needs_keys() -> None:
     with pytest.raises(ConfigError, match="keys"):
         run(RouterConfig(port=0, node_address="tcp://0.0.0.0:5799"))
-
-
-def test_a_client_that_does_not_read(make_system: Callable[..., System]) -> None:
-    """Its output is not piled up without bound, and its request is cancelled on the nodes."""
-    system = make_system(router={"max_unread_bytes": 20_000}, context_len=200_000, num_pages=20_000)
-    system.cluster.script = lambda prompt, choice: [300] * 60_000
-    system.up()
-    system.behaviour.step_tokens = 1
-    host, port = system.router.url.removeprefix("http://").rsplit(":", 1)
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect((host, int(port)))
-        body = b'{"model": "fake", "prompt": "hello", "max_tokens": 60000, "stream": true}'
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        from baton.metadata import messages as m
-
-        wait_until(lambda: system.cluster.by_name("d0").got(m.Cancel), timeout=30)
-        system.router.wait_idle()
 
 
 def test_http_1_0_gets_a_plain_stream(system: System) -> None:

@@ -293,7 +293,7 @@ def test_requests_wait_for_the_probe_of_the_only_pair(make_system: Make) -> None
     system.behaviour.answer_prefill = fail_transfer
     status, body, _ = system.complete()
     assert status == 503
-    assert "the disk is on fire" in body["error"]["message"]
+    assert "its nodes cannot work together now" in body["error"]["message"]
     system.behaviour.answer_prefill = None
     system.router.wait_ready(8)
     assert text_of(system, stream=False) == system.text

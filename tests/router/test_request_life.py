@@ -102,18 +102,19 @@ def test_a_failure_is_tried_again_with_what_was_received(system: System) -> None
     assert body["usage"]["completion_tokens"] == 2 * len(system.say(system.text))
 
 
-def test_failures_end_in_one_clear_error(system: System) -> None:
+def test_failures_end_in_one_clear_error(system: System, caplog: pytest.LogCaptureFixture) -> None:
     system.behaviour.answer_prefill = lambda node, message: not is_canary(message) and fail_transfer(node, message)
     status, body, _ = system.complete(n=3)
     assert status == 503
-    assert "the disk is on fire" in body["error"]["message"]
     assert "4 attempts" in body["error"]["message"]
+    assert "the disk is on fire" not in body["error"]["message"]
+    assert "4 attempts; the last: prefill node p0: the disk is on fire" in caplog.text
     assert len(own(system.cluster.by_name("p0"), m.Prefill)) >= 4
     system.behaviour.answer_prefill = None
     assert system.complete()[0] == 200
 
 
-def test_an_error_in_mid_stream_is_the_last_event(system: System) -> None:
+def test_an_error_in_mid_stream_is_the_last_event(system: System, caplog: pytest.LogCaptureFixture) -> None:
     def fail_after_five(node: FakeNode, steps: list[m.Tokens]) -> list[m.Tokens]:
         for step in steps[:5]:
             node.link.send(step)
@@ -122,7 +123,10 @@ def test_an_error_in_mid_stream_is_the_last_event(system: System) -> None:
 
     system.behaviour.change_tokens = fail_after_five
     events = stream_events(system)
-    assert "the model broke" in json.loads(events[-1])["error"]["message"]
+    error = json.loads(events[-1])["error"]
+    assert (error["type"], error["code"]) == ("server_error", "node_failed")
+    assert "the model broke" not in error["message"]
+    assert "decode node d0: the model broke" in caplog.text
     assert sum("error" in event for event in events) == 1
 
 

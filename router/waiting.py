@@ -1,0 +1,119 @@
+"""The waiting queue of a group: who is served next.
+
+First come, first served within a priority. Priority works as a head start: an entry's turn is the time of its arrival,
+AGE_S earlier for each step of higher priority (a lower number). So waiting makes up for priority, the order of two
+entries never changes, and nobody is starved: none is overtaken by one that came more than AGE_S x the difference of
+their priorities after it. What was admitted before, and must move to other nodes, goes before all others.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+
+from .generation import Attempt, Generation
+from .pairing import page_hashes
+from .registry import Node
+
+AGE_S = 10.0  # seconds of waiting that make up for one step of priority
+
+Turn = tuple[float, int]  # smaller is served earlier; the second part tells entries of one time apart
+
+
+class Entry:
+    """Choices of a generation that wait for a decode node. `pair` pins them (a canary's)."""
+
+    __slots__ = (
+        "attempt",
+        "choices",
+        "generation",
+        "hashes",
+        "num_computed",
+        "pages",
+        "pair",
+        "stranded_since",
+        "turn",
+        "was_refused",
+    )
+
+    def __init__(self, generation: Generation, choices: tuple[int, ...], pair: tuple[Node, Node] | None = None) -> None:
+        self.generation = generation
+        self.choices = choices
+        self.pair = pair
+        self.attempt: Attempt | None = None  # the reservation under way
+        self.was_refused = False
+        self.stranded_since: float | None = None  # no node there could take it, however idle
+        self.turn: Turn = (0.0, 0)  # the queue sets it
+        page_size = generation.group.page_size
+        self.num_computed = len(generation.prompt_ids) + len(generation.choices[choices[0]].received)  # by prefill
+        # one more token is generated and one is computed with it: the least that "two rounds" can mean
+        self.pages = -(-(self.num_computed + 2) // page_size)
+        self.hashes = page_hashes(generation.prompt_ids, page_size, generation.salt)
+
+    @property
+    def needs_decode(self) -> bool:
+        """False when one token is left, which prefill gives alone, or only log-probabilities of the prompt are."""
+        choice = self.generation.choices[self.choices[0]]
+        return choice.num_left > 1 and choice.finish_reason is None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens that the router keeps for it."""
+        return len(self.generation.prompt_ids)
+
+    @property
+    def is_fresh(self) -> bool:
+        """No node has been asked for it: it may be refused without loss."""
+        return self.generation.dispatched_at is None and self.attempt is None and self.pair is None
+
+
+def turn_of(arrived_at: float, priority: int) -> float:
+    """When it is the turn of a request that arrived at `arrived_at` (monotonic seconds)."""
+    return arrived_at + AGE_S * priority
+
+
+class WaitingQueue:
+    """Entries in the order of their turns."""
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []
+        self._num_added = 0
+        self.num_tokens = 0  # prompt tokens of all entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries)
+
+    def add(self, entry: Entry, *, first: bool = False) -> None:
+        """Queues an entry by its turn, or before all others."""
+        self._num_added += 1
+        generation = entry.generation
+        at = float("-inf") if first else turn_of(generation.created_at, generation.priority)
+        entry.turn = (at, -self._num_added if first else self._num_added)
+        self._entries.insert(self._place(entry.turn), entry)
+        self.num_tokens += entry.num_tokens
+
+    def remove(self, entry: Entry) -> None:
+        """Takes an entry out; nothing happens when it is not here."""
+        place = self._place(entry.turn)
+        if place < len(self._entries) and self._entries[place] is entry:
+            del self._entries[place]
+            self.num_tokens -= entry.num_tokens
+
+    def withdraw(self, generation: Generation) -> None:
+        """Takes out all entries of a generation."""
+        for entry in [entry for entry in self._entries if entry.generation is generation]:
+            self.remove(entry)
+
+    def num_before(self, turn: float) -> int:
+        """How many are served before one with this turn that arrives now."""
+        return self._place((turn, self._num_added + 1))
+
+    def fresh_after(self, turn: float) -> list[Entry]:
+        """Entries that no node was asked for and whose turn is later, the last one first."""
+        return [entry for entry in reversed(self._entries[self.num_before(turn) :]) if entry.is_fresh]
+
+    def _place(self, turn: Turn) -> int:
+        return bisect_left(self._entries, turn, key=lambda entry: entry.turn)
