@@ -164,7 +164,14 @@ def _preempted(part: dict[str, Any]) -> str:
     return "its pages went to older requests" + (f", {num} times" if num > 1 else "")
 
 
-_FIGURES = {"queue": _queue, "prefill": _prefill, "pull": _pull, "decode": _decode, "preempted": _preempted}
+_FIGURES = {
+    "queue": _queue,
+    "paused": lambda part: part.get("reason", ""),
+    "prefill": _prefill,
+    "pull": _pull,
+    "decode": _decode,
+    "preempted": _preempted,
+}
 
 
 # --- the list ------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from .api_types import (
 )
 from .config import RouterConfig
 from .errors import HttpRefusal, NotFound, from_malformed, from_validation, response_of
+from .explain import ARRIVED, RESPONSE_ID
 from .http_faults import reason_of
 from .metrics import CONTENT_TYPE, Metrics
 from .registry import Group
@@ -72,6 +74,7 @@ class Api:
             data = await request.read()
         except web.RequestPayloadError as error:
             raise HttpRefusal(400, f"the body cannot be read: {reason_of(error)}") from None
+        request[ARRIVED] = time.monotonic()
         try:
             return decoder.decode(data)
         except msgspec.ValidationError as error:
@@ -108,6 +111,11 @@ class Api:
         assert group.tokenizer is not None, "a paired group has its tokenizer"
         return group, group.tokenizer
 
+    def new_id(self, request: web.Request, kind: str) -> str:
+        """An id for a request that generates; every answer to it carries one, errors too."""
+        request[RESPONSE_ID] = f"{kind}-{secrets.token_hex(12)}"
+        return request[RESPONSE_ID]
+
     def response_headers(self, request: web.Request, response_id: str) -> dict[str, str]:
         """The request id that the client gave, else the response's own."""
         return {"x-request-id": self.request_id(request, response_id)}
@@ -143,9 +151,9 @@ class Api:
             logger.exception("%s %s failed", request.method, request.path)
             response = response_of(BatonError("internal error; the router's log has the details"))
         self.metrics.count_http(response.status)
-        given = _header_id(request)
-        if not response.prepared and given is not None:
-            response.headers["x-request-id"] = given
+        request_id = _header_id(request) or request.get(RESPONSE_ID)
+        if not response.prepared and request_id is not None:
+            response.headers["x-request-id"] = request_id
         return response
 
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 FILTERS = ("outcome", "model", "node", "min_s", "limit")
 DEFAULT_LIMIT = 50
 
+RESPONSE_ID = web.RequestKey("response_id", str)  # of an HTTP request that generates
+ARRIVED = web.RequestKey("arrived", float)  # when its body had been read, monotonic seconds
+
 
 class Explanation(Struct, frozen=True):
     """GET /debug/requests/{rid}: the timelines of an id, the newest first: several prompts of one HTTP request have

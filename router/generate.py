@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +25,13 @@ _chat_decoder = msgspec.json.Decoder(ChatRequest)
 
 async def completions(api: Api, request: web.Request) -> web.StreamResponse:
     """POST /v1/completions."""
+    rid = api.new_id(request, "cmpl")
     body = await api.body(request, _completion_decoder)
     check_completion(body)
     group, tokenizer = api.group_of(body.model)
     given = _given_prompts(body)
     with admitted(api, request, body, group, len(given)):
         prompt_ids = await _prompt_ids(body, given, group, tokenizer)
-        rid = f"cmpl-{secrets.token_hex(12)}"
         rids = [rid] if len(given) == 1 else [f"{rid}-{place}" for place in range(len(given))]
         echoed = None
         if body.echo:
@@ -60,6 +59,7 @@ async def completions(api: Api, request: web.Request) -> web.StreamResponse:
 
 async def chat_completions(api: Api, request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions."""
+    rid = api.new_id(request, "chatcmpl")
     body = await api.body(request, _chat_decoder)
     check_chat(body)
     group, tokenizer = api.group_of(body.model)
@@ -73,7 +73,6 @@ async def chat_completions(api: Api, request: web.Request) -> web.StreamResponse
         )
         ids = await encode(tokenizer, text, group, "messages", add_special_tokens=bool(body.add_special_tokens))
         check_prompt(ids, group, "messages")
-        rid = f"chatcmpl-{secrets.token_hex(12)}"
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         form = ChatForm(rid, body.model, tokenizer, num_logprobs=num_logprobs, with_ids=bool(body.return_token_ids))
         return await serve(api, request, body, group, form, [(rid, ids)], num_logprobs=num_logprobs)

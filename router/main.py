@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import time
 from ipaddress import ip_address
@@ -22,6 +23,7 @@ from .config import RouterConfig
 from .http_faults import ClientFaults
 from .metrics import Metrics
 from .request_life import RequestLife
+from .tracing import Tracing, tracing_from
 
 logger = logging.getLogger(__name__)
 _http_logger = logging.getLogger("aiohttp.server")
@@ -37,6 +39,7 @@ class Router:
         self.life = RequestLife(config, new_epoch(), self.metrics)
         self.metrics.watch_nodes(self.life.registry.nodes.values, lambda: self.life.admission.num_waiting)
         self.api = Api(config, self.life, self.metrics)
+        self._tracing: Tracing | None = None
         self._hub: Hub | None = None
         self._runner: web.AppRunner | None = None
         self.url = ""
@@ -46,6 +49,8 @@ class Router:
         """Listens for nodes and clients. Raises ConfigError for an address that is taken or not allowed."""
         config = self.config
         keys = KeyPair.load(config.keys) if config.keys is not None else None
+        self._tracing = tracing_from(os.environ)
+        self.life.on_over = self._tracing.over if self._tracing is not None else None
         self._hub = Hub(config.node_address, self.life.epoch, keys, self.life.on_message, self.life.on_connection_lost)
         self.node_address = self._hub.address
         self.life.start(self._hub)
@@ -89,6 +94,8 @@ class Router:
             await self._runner.cleanup()
         if self._hub is not None:
             self._hub.close()
+        if self._tracing is not None:
+            await self._tracing.close()
 
     def _num_requests(self) -> int:
         return sum(not generation.is_canary for generation in self.life.generations.values())

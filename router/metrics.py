@@ -155,7 +155,7 @@ class Metrics:
 
     def dispatched(self, generation: Generation, now: float) -> None:
         """A request has nodes for the first time."""
-        self._queue.labels(generation.group.key.model).observe(now - generation.created_at)
+        self._queue.labels(generation.group.key.model).observe(now - generation.timeline.queued_at)
 
     def tokens(self, generation: Generation, choice: Choice, num_tokens: int, now: float) -> None:
         """A choice has new tokens. To be called before their time is noted."""

@@ -101,7 +101,7 @@ class Moves:
         self.leave_nodes(generation, reason)
         for choice in generation.choices:
             if choice.finish_reason is None:
-                generation.timeline.moved(choice, reason, time.monotonic())
+                generation.timeline.paused(choice, reason, time.monotonic())
                 self._gaps.close(choice)
                 choice.restart()
         self._life.admission.pump(generation.group)
@@ -111,6 +111,7 @@ class Moves:
         logger.info("goes on", extra={"rid": generation.rid})
         for choice in reversed(generation.choices):
             if choice.finish_reason is None:
+                generation.timeline.resumed(choice, time.monotonic())
                 self._life.admission.submit(Entry(generation, (choice.index,)), first=True)
 
     def _lose(self, generation: Generation, attempt: Attempt, node: Node, where: str) -> None:

@@ -26,7 +26,7 @@ class Part(Struct, frozen=True, omit_defaults=True):
     seconds: float = 0.0
     node: str = ""
     attempt: int | None = None
-    reason: str = ""  # queue: why it moved
+    reason: str = ""  # queue: why it moved; paused: why
     num_refused: int = 0  # queue: how often a decode node was full
     num_tokens: int = 0  # received in this part
     num_prompt: int = 0  # prefill: tokens computed
@@ -133,8 +133,8 @@ def _cuts(mark: Mark, following: Mark, num_prompt: int) -> Iterable[Cut]:
             return _handoff(span, leg, leg.admitted)
         case "decode" if leg is not None:
             return _decode(span, leg, num_tokens)
-        case "queue":
-            return [Cut(mark.at, Part("queue", reason=mark.reason, num_refused=mark.num_refused))]
+        case "queue" | "paused":
+            return [Cut(mark.at, Part(mark.stage, reason=mark.reason, num_refused=mark.num_refused))]
         case _:
             node = leg.decode or "" if leg is not None else ""
             attempt = leg.attempt if leg is not None else None

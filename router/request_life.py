@@ -46,7 +46,7 @@ from .intake import Bounds
 from .metrics import Metrics
 from .moves import Moves
 from .registry import Group, Node, Registry
-from .timeline import Finished, Outcome
+from .timeline import Finished, Outcome, Timeline
 from .token_flow import TokenFlow
 from .waiting import Entry
 
@@ -67,6 +67,7 @@ class RequestLife:
         self.health = PairHealth(self, config.canary_interval_s)
         self.generations: dict[str, Generation] = {}
         self.finished = Finished()  # timelines of requests that are over
+        self.on_over: Callable[[Timeline], None] | None = None
         self.on_ledger: Callable[[Node, LedgerReport], None] | None = None
         self._timeout_s = config.request_timeout_s
         self._drain_timeout_s = config.drain_timeout_s
@@ -346,6 +347,8 @@ class RequestLife:
         generation.timeline.over(generation, outcome, error, time.monotonic())
         if self.generations.pop(generation.rid, None) is not None and not generation.is_canary:
             self.finished.add(generation.timeline)
+            if self.on_over is not None:
+                self.on_over(generation.timeline)
         self._moves.leave_nodes(generation, reason)
         for choice in generation.choices:
             self._gaps.close(choice)

@@ -19,6 +19,7 @@ from ..metadata.errors import BatonError, Overloaded
 from .access import CALLER
 from .answers import StreamedAnswer, WholeAnswer
 from .api_types import CommonRequest
+from .explain import ARRIVED
 from .forms import Form
 from .generation import Generation
 from .intake import Asked
@@ -58,7 +59,8 @@ async def serve(
     wants_prompt_logprobs: bool = False,
 ) -> web.StreamResponse:
     """Answers for prompts, given as (request id, token ids). Raises what ends them before the first output."""
-    life, config, now = api.life, api.config, time.monotonic()
+    life, config = api.life, api.config
+    request_id = api.request_id(request, form.response_id)
     timeout = timeout_s(body, config.request_timeout_s)
     seed, options = request_seed(body), text_options(body)
     salt = xxhash.xxh3_128_hexdigest(body.cache_salt.encode()) if body.cache_salt else ""
@@ -77,7 +79,7 @@ async def serve(
             options=options,
             salt=salt,
             wants_prompt_logprobs=wants_prompt_logprobs,
-            now=now,
+            now=request[ARRIVED],
             priority=body.priority or 0,
             timeout_s=timeout,
         )
@@ -86,7 +88,9 @@ async def serve(
     num_tokens = sum(len(ids) for _, ids in prompts)
     max_tokens = max(generation.params.max_tokens for generation in generations)
     life.admission.intake.make_room(group, Asked(len(prompts), num_tokens, max_tokens, body.priority or 0, timeout))
-    ids = {form.response_id, api.request_id(request, form.response_id)}
+    for generation in generations:
+        generation.timeline.came_from(None if request_id == form.response_id else request_id, request.headers)
+    ids = {form.response_id, request_id}
     reason = "the client left"
     try:
         with api.under_way.listed(ids, request[CALLER], generations), _patience(api, generations):

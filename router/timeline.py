@@ -6,14 +6,15 @@ on their own clocks comes as durations, which explain.py places inside the route
 
     receive -> queue -> reserve -> prefill -> handoff -> decode -> finish
                  ^                                         |
-                 +------------- moved, with the reason ----+
+                 +------- moved, or paused and resumed ----+
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
@@ -29,9 +30,12 @@ MAX_MARKS = 64  # of a choice; of more, those after FIRST_MARKS are forgotten an
 FIRST_MARKS = 8
 MAX_REASON = 400  # characters
 KEPT_CHOICES = 1024  # of requests that are over
+CONTEXT_HEADERS = ("traceparent", "tracestate")  # of W3C Trace Context
+MAX_CONTEXT_HEADER = 512  # characters; longer ones are not passed on
+NO_CONTEXT: Mapping[str, str] = MappingProxyType({})
 
 Outcome = Literal["live", "done", "failed", "cancelled"]
-Stage = Literal["receive", "queue", "reserve", "prefill", "handoff", "decode", "finish"]
+Stage = Literal["receive", "queue", "reserve", "prefill", "handoff", "decode", "paused", "finish"]
 
 
 class Prefilled(NamedTuple):
@@ -64,7 +68,7 @@ class Mark(msgspec.Struct, gc=False):  # holds no container that could lead back
     stage: Stage
     num_tokens: int
     leg: Leg | None = None
-    reason: str = ""  # why it moved
+    reason: str = ""  # why it moved, or is paused
     num_refused: int = 0  # how often a decode node had no room for it
 
 
@@ -109,18 +113,21 @@ class Timeline:
         "num_cached",
         "num_prompt",
         "outcome",
+        "queued_at",
         "received_at",
         "rid",
+        "trace_context",
         "tracks",
     )
 
     def __init__(self, rid: str, model: str, num_prompt: int, num_choices: int, begun: float) -> None:
         self.rid = rid
         self.client_id: str | None = None  # its own x-request-id
+        self.trace_context: Mapping[str, str] = NO_CONTEXT  # its traceparent and tracestate headers
         self.model = model
         self.num_prompt = num_prompt
         self.num_cached: int | None = None
-        self.begun = begun
+        self.begun = self.queued_at = begun
         self.received_at = time.time() - (time.monotonic() - begun)  # wall clock, for people
         self.tracks = [Track(begun) for _ in range(num_choices)]
         self.outcome: Outcome = "live"
@@ -137,12 +144,20 @@ class Timeline:
     @property
     def num_moves(self) -> int:
         """How often a choice had to go on elsewhere."""
-        return sum(mark.reason != "" for track in self.tracks for mark in track.marks)
+        return sum(mark.stage == "queue" and mark.reason != "" for track in self.tracks for mark in track.marks)
 
     # --- what happens, in order ------------------------------------------------------------------------------------
 
+    def came_from(self, client_id: str | None, headers: Mapping[str, str]) -> None:
+        """What the HTTP request tells: its client's own id, and the client's span."""
+        self.client_id = client_id
+        if "traceparent" in headers:
+            context = {name: headers[name] for name in CONTEXT_HEADERS if name in headers}
+            self.trace_context = {name: value for name, value in context.items() if len(value) <= MAX_CONTEXT_HEADER}
+
     def queued(self, now: float) -> None:
         """It was taken in and waits for nodes."""
+        self.queued_at = now
         for track in self.tracks:
             track.enter(now, "queue", 0)
 
@@ -205,6 +220,14 @@ class Timeline:
     def moved(self, choice: Choice, reason: str, now: float) -> None:
         """It waits anew: a node failed, died or left."""
         self.tracks[choice.index].enter(now, "queue", len(choice.received), reason=reason)
+
+    def paused(self, choice: Choice, reason: str, now: float) -> None:
+        """No node works on it."""
+        self.tracks[choice.index].enter(now, "paused", len(choice.received), reason=reason)
+
+    def resumed(self, choice: Choice, now: float) -> None:
+        """It waits for nodes again."""
+        self.tracks[choice.index].enter(now, "queue", len(choice.received))
 
     def over(self, generation: Generation, outcome: Outcome, error: str | None, now: float) -> None:
         """Nothing follows but a late PrefillDone."""

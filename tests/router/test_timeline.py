@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import random
@@ -157,6 +158,8 @@ def random_stretch(rng: random.Random, timeline: Timeline, choices: list[Any], n
         lambda at: timeline.prefill_done("p0", prefill_done(number, told[0], told[1])),
         lambda at: timeline.ended(one, preempted),
         lambda at: timeline.moved(one, "it died", at),
+        lambda at: timeline.paused(one, "it does not read", at),
+        lambda at: timeline.resumed(one, at),
         lambda at: timeline.finishing(one, at),
     ]
     for event in events:
@@ -205,6 +208,25 @@ def test_refusals_do_not_add_marks() -> None:
     check_sums(life)
     assert seconds(life.choices[0]) == {"queue": 1000.0, "reserve": 1.0, "prefill": 1.0}
     assert life.choices[0].parts[0].num_refused == 1000
+
+
+def test_a_pause_is_no_move() -> None:
+    choices = fake_choices(1)
+    timeline = Timeline("r", "demo", 4, 1, 0.0)
+    timeline.queued(1.0)
+    timeline.paused(choices[0], "its client does not read", 2.0)
+    timeline.resumed(choices[0], 5.0)
+    life = end(timeline, choices, "cancelled", 6.0)
+    check_sums(life)
+    assert [(part.name, part.seconds, part.reason) for part in life.choices[0].parts] == [
+        ("receive", 1.0, ""),
+        ("queue", 1.0, ""),
+        ("paused", 3.0, "its client does not read"),
+        ("queue", 1.0, ""),
+    ]
+    assert timeline.num_moves == 0
+    timeline.moved(choices[0], "it died", 7.0)
+    assert timeline.num_moves == 1
 
 
 def test_a_life_of_endless_moves_is_bounded() -> None:
@@ -354,6 +376,48 @@ def test_a_client_that_leaves_and_an_error(system: System) -> None:
     assert [line["outcome"] for line in lines] == ["cancelled", "failed"]
     assert "the model broke" in explain(system, lines[1]["rid"])[0]["error"]
     assert explain(system, lines[0]["rid"])[0]["error"] == "the client left"
+
+
+def test_every_answer_carries_the_id_to_explain(system: System) -> None:
+    """Whole answers, streams, errors before and after the request was queued; the client's own id goes first."""
+    for body in ({}, {"stream": True}, {"n": 2}):
+        rid = system.complete(**body)[2]["x-request-id"]
+        assert explain(system, rid)[0]["rid"] == rid
+    for body in (b"{", b'{"model": "fake", "prompt": ""}', b'{"model": "none", "prompt": "x"}'):
+        status, _, headers = system.router.request("POST", "/v1/completions", body)
+        assert status >= 400
+        assert headers["x-request-id"].startswith("cmpl-")
+    assert system.router.request("POST", "/v1/chat/completions", b"{")[2]["x-request-id"].startswith("chatcmpl-")
+
+    def refuse(node: FakeNode, message: m.Prefill) -> bool:
+        node.link.send(m.Failed(Unit(message.rid, 0, message.attempt), "internal_error", "the model broke", False))
+        return True
+
+    system.behaviour.answer_prefill = refuse
+    rid = system.complete()[2]["x-request-id"]
+    assert explain(system, rid)[0]["outcome"] == "failed"
+    system.behaviour.answer_prefill = None
+    for _ in range(2):
+        body = {"model": "fake", "prompt": "hello", "max_tokens": 3}
+        _, answer, headers = system.router.request("POST", "/v1/completions", body, {"x-request-id": "my own"})
+        assert headers["x-request-id"] == "my own"
+    assert [life["client_id"] for life in explain(system, "my%20own")] == ["my own"] * 2
+    assert explain(system, answer["id"])[0]["client_id"] == "my own"
+
+
+def test_the_time_of_turning_text_into_tokens_is_told(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = system.router.call(lambda: next(iter(system.router.router.life.registry.groups.values())))
+    encode = group.tokenizer.encode
+
+    async def slow(*args: Any, **more: Any) -> list[int]:
+        await asyncio.sleep(0.05)
+        return await encode(*args, **more)
+
+    monkeypatch.setattr(group.tokenizer, "encode", slow)
+    [life] = explain(system, system.complete()[2]["x-request-id"])
+    assert life["choices"][0]["parts"][0]["name"] == "receive"
+    assert life["choices"][0]["parts"][0]["seconds"] >= 0.05
+    assert life["ttft_s"] >= 0.05
 
 
 def test_filters(system: System) -> None:

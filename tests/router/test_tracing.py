@@ -1,0 +1,216 @@
+"""Spans are the timeline's parts: same times, same figures, under the client's own span."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from itertools import pairwise
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from baton.router import spans as spans_module
+from baton.router import tracing as tracing_module
+from baton.router.spans import Spans
+from baton.router.timeline import Timeline
+from baton.router.tracing import Tracing, tracing_from
+
+from .conftest import System
+from .test_request_life import wait_until
+from .test_timeline import end, fake_choices, whole_life
+
+TRACE, CLIENT_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+class Collected:
+    """Spans that keep what they export."""
+
+    def __init__(self) -> None:
+        provider = TracerProvider(shutdown_on_exit=False)
+        self.exporter = InMemorySpanExporter()
+        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.spans = Spans(provider)
+
+    def all(self) -> list[ReadableSpan]:
+        return sorted(self.exporter.get_finished_spans(), key=lambda span: span.start_time or 0)
+
+    def roots(self) -> list[ReadableSpan]:
+        return [span for span in self.all() if span.kind is SpanKind.SERVER]
+
+    def below(self, parent: ReadableSpan) -> list[ReadableSpan]:
+        return [span for span in self.all() if span.parent and span.parent.span_id == parent.context.span_id]
+
+
+def length_s(span: ReadableSpan) -> float:
+    assert span.start_time is not None and span.end_time is not None
+    return (span.end_time - span.start_time) / 1e9
+
+
+def check_sums(collected: Collected, parent: ReadableSpan) -> list[ReadableSpan]:
+    """The spans below follow each other from the parent's beginning to its end."""
+    children = collected.below(parent)
+    assert children[0].start_time == parent.start_time
+    assert children[-1].end_time == parent.end_time
+    for child, following in pairwise(children):
+        assert child.end_time == following.start_time
+    return children
+
+
+def test_parts_and_chunks_are_spans() -> None:
+    timeline, _, life = whole_life()
+    collected = Collected()
+    collected.spans.export(timeline)
+    [root] = collected.roots()
+    assert (root.name, root.parent, length_s(root)) == ("generate demo", None, 9.5)
+    assert root.start_time == int(timeline.received_at * 1e9)
+    children = check_sums(collected, root)
+    assert [(span.name, length_s(span)) for span in children] == [
+        (part.name, pytest.approx(part.seconds, abs=1e-9)) for part in life.choices[0].parts
+    ]
+    by_name = {span.name: span for span in children}
+    assert by_name["pull"].attributes is not None
+    assert by_name["pull"].attributes["baton.num_bytes"] == 3_000_000
+    assert by_name["pull"].attributes["baton.node"] == "d0"
+    chunks = collected.below(by_name["prefill"])
+    assert [(span.name, length_s(span)) for span in chunks] == [("chunk", 0.25), ("chunk", 0.125)]
+    assert chunks[-1].end_time == by_name["prefill"].end_time
+    assert root.attributes is not None
+    assert root.attributes["gen_ai.usage.input_tokens"] == 628
+    assert root.attributes["gen_ai.usage.output_tokens"] == 21
+
+
+def test_choices_have_spans_of_their_own_and_errors_a_status() -> None:
+    choices = fake_choices(3)
+    timeline = Timeline("r", "demo", 4, 3, 0.0)
+    timeline.queued(1.0)
+    choices[1].received += [1, 2]
+    timeline.finishing(choices[1], 3.0)
+    end(timeline, choices, "failed", 4.0)
+    timeline.error = "the model broke"
+    collected = Collected()
+    collected.spans.export(timeline)
+    [root] = collected.roots()
+    assert root.status.status_code is StatusCode.ERROR
+    assert root.status.description == "the model broke"
+    below = collected.below(root)
+    assert sorted(span.name for span in below) == ["choice 0", "choice 1", "choice 2"]
+    assert sorted(len(check_sums(collected, span)) for span in below) == [2, 2, 3]
+
+
+@pytest.mark.parametrize("flags", ["00", "01"])
+def test_the_clients_trace_goes_on_and_its_flags_are_obeyed(flags: str) -> None:
+    timeline, _, _ = whole_life()
+    timeline.trace_context = {"traceparent": f"00-{TRACE}-{CLIENT_SPAN}-{flags}", "tracestate": "a=b"}
+    collected = Collected()
+    collected.spans.export(timeline)
+    if flags == "00":
+        assert collected.all() == []
+        return
+    [root] = collected.roots()
+    assert root.parent is not None
+    assert (root.parent.span_id, root.context.trace_id) == (int(CLIENT_SPAN, 16), int(TRACE, 16))
+    assert {span.context.trace_id for span in collected.all()} == {int(TRACE, 16)}
+    assert root.context.trace_state.get("a") == "b"
+
+
+def test_a_malformed_traceparent_begins_a_new_trace() -> None:
+    timeline, _, _ = whole_life()
+    timeline.trace_context = {"traceparent": "00-xyz", "tracestate": "\x00"}
+    collected = Collected()
+    collected.spans.export(timeline)
+    assert collected.roots()[0].parent is None
+
+
+def test_a_request_through_the_router(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing_module, "SETTLE_S", 0.0)
+    collected = Collected()
+    life = system.router.router.life
+    life.on_over = Tracing(collected.spans).over
+    headers = {"traceparent": f"00-{TRACE}-{CLIENT_SPAN}-01", "x-request-id": "mine"}
+    body = {"model": "fake", "prompt": "hello", "max_tokens": 100}
+    status, answer, _ = system.router.request("POST", "/v1/completions", body, headers)
+    assert status == 200
+    [root] = wait_until(collected.roots)
+    assert root.parent is not None
+    assert root.parent.span_id == int(CLIENT_SPAN, 16)
+    assert root.attributes is not None
+    assert root.attributes["gen_ai.response.id"] == answer["id"]
+    assert root.attributes["baton.client_id"] == "mine"
+    assert "decode" in [span.name for span in check_sums(collected, root)]
+
+
+async def test_what_waits_is_exported_before_the_end() -> None:
+    exported: list[Any] = []
+    events = SimpleNamespace(export=exported.append, close=lambda: exported.append("closed"))
+    tracing = Tracing(events)
+    timelines = [Timeline(f"r{place}", "demo", 1, 1, 0.0) for place in range(2)]
+    for timeline in timelines:
+        tracing.over(timeline)
+    assert exported == []
+    await tracing.close()
+    assert exported == [*timelines, "closed"]
+
+
+async def test_an_exporter_that_hangs_does_not_keep_the_router(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tracing_module, "CLOSE_S", 0.01)
+    released = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def hang() -> None:
+        asyncio.run_coroutine_threadsafe(released.wait(), loop).result(10)
+
+    await Tracing(SimpleNamespace(export=lambda _: None, close=hang)).close()
+    released.set()
+    assert "could not be sent" in caplog.text
+
+
+def test_only_a_standard_variable_starts_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="baton.router.tracing")
+    made: list[Any] = []
+
+    def importing(name: str, package: str | None = None) -> ModuleType | SimpleNamespace:
+        made.append(name)
+        if package is not None:
+            return spans_module
+        return SimpleNamespace(OTLPSpanExporter=InMemorySpanExporter)
+
+    monkeypatch.setattr(tracing_module, "import_module", importing)
+    assert tracing_from({}) is None
+    assert tracing_from({"OTEL_EXPORTER_OTLP_ENDPOINT": "", "OTEL_SERVICE_NAME": "x"}) is None
+    assert made == []
+    tracing = tracing_from({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318", PROTOCOL: "grpc"})
+    assert tracing is not None
+    assert "http://127.0.0.1:4318" in caplog.text
+    assert "not grpc" in caplog.text
+    asyncio.run(tracing.close())
+
+
+PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
+
+
+def test_a_missing_package_is_said_and_no_fault(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def importing(name: str, package: str | None = None) -> ModuleType:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(tracing_module, "import_module", importing)
+    assert tracing_from({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}) is None
+    assert "pip install 'baton-serve[otel]'" in caplog.text
+
+
+@pytest.mark.parametrize(("environ", "name"), [({}, "baton-router"), ({"OTEL_SERVICE_NAME": "ours"}, "ours")])
+def test_the_services_name(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], name: str) -> None:
+    monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
+    for key, value in environ.items():
+        monkeypatch.setenv(key, value)
+    make: Callable[[], Any] = spans_module._resource
+    assert make().attributes["service.name"] == name
