@@ -34,7 +34,7 @@ class Spans:
     @classmethod
     def batched(cls, exporter: SpanExporter) -> Spans:
         """Spans that a thread sends, in batches; when its queue is full they are dropped."""
-        provider = TracerProvider(resource=_resource())
+        provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(exporter))
         return cls(provider)
 

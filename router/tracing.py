@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+import time
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Protocol
@@ -49,9 +51,12 @@ class Tracing:
         for timeline, timer in list(self._waiting.items()):
             timer.cancel()
             self._export(timeline)
-        try:
-            await asyncio.wait_for(asyncio.to_thread(self._exporter.close), CLOSE_S)
-        except TimeoutError:
+        thread = threading.Thread(target=self._exporter.close, name="traces", daemon=True)  # which nobody need wait for
+        thread.start()
+        deadline = time.monotonic() + CLOSE_S
+        while thread.is_alive() and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        if thread.is_alive():
             logger.warning("the last traces could not be sent within %.0f s", CLOSE_S)
 
     def _export(self, timeline: Timeline) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
@@ -161,13 +162,8 @@ async def test_an_exporter_that_hangs_does_not_keep_the_router(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tracing_module, "CLOSE_S", 0.01)
-    released = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def hang() -> None:
-        asyncio.run_coroutine_threadsafe(released.wait(), loop).result(10)
-
-    await Tracing(SimpleNamespace(export=lambda _: None, close=hang)).close()
+    released = threading.Event()
+    await Tracing(SimpleNamespace(export=lambda _: None, close=lambda: released.wait(10))).close()
     released.set()
     assert "could not be sent" in caplog.text
 
