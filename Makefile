@@ -27,8 +27,10 @@ lint: setup
 types: setup
 	$(RUN)/basedpyright
 
+# Tests that start processes of their own run alone; 5: none of ARGS' tests was of that kind.
 test: lint types
-	$(RUN)/pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN)/pytest -n logical --maxprocesses 8 -m "not integration" $(ARGS) || [ $$? -eq 5 ]
+	$(RUN)/pytest -m integration $(ARGS) || [ $$? -eq 5 ]
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -2,7 +2,7 @@
 
 A round of K steps brings a sequence of acceptance a (of a draft whose predecessors were right) 1 + a + .. + a^K tokens,
 and takes what the table of times says for its batch. The K with the most tokens a second wins, 0 included, and keeps
-its place until another is clearly better.
+its place until another is clearly better; more clearly where nothing is drafted, since the drafter must catch up first.
 
 While nothing is drafted nothing is learnt, so a hundredth of the time is spent on trying again: every round without
 drafts adds to a credit, and a round with one is run when the credit pays for it.
@@ -18,6 +18,7 @@ from .trees import DraftShape
 
 FIRST_GUESS = 0.85  # acceptance before anything is known: high, so that drafts are tried
 _CLEARLY_BETTER = 1.04
+_BETTER_THAN_NOTHING = 1.06
 _EXPLORED_SHARE = 0.01
 _OWN_DECAY, _ALL_DECAY = 0.95, 0.98  # of what was seen, a round
 _OVERHEAD_RATE = 0.1
@@ -62,7 +63,8 @@ class StepChooser:
         speeds = {steps: tokens[steps] / self._seconds(num_seqs, steps) for steps in choices}
         best = max(speeds, key=lambda steps: (speeds[steps], -steps))
         last = min(choices, key=lambda steps: abs(steps - self.num_steps))
-        self.num_steps = best if speeds[best] > _CLEARLY_BETTER * speeds[last] else last
+        margin = _CLEARLY_BETTER if last else _BETTER_THAN_NOTHING
+        self.num_steps = best if speeds[best] > margin * speeds[last] else last
         return self._explore(num_seqs, choices) if self.num_steps == 0 else self.num_steps
 
     def observe(

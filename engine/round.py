@@ -39,7 +39,8 @@ def run_round(
     engine: Engine, drafter: Drafter | None, slots: Slots, inputs: RoundInputs, shape: DraftShape, needs: Needs
 ) -> RoundResult:
     """Stores the KV of all verified tokens and advances the slots. With `shape.num_steps` 0 nothing is drafted."""
-    rows = slots.read(inputs.slots, inputs.block_table, needs, inputs.proposed)
+    observes = drafter is not None and (shape.num_steps > 0 or not drafter.has_kv)
+    rows = slots.read(inputs.slots, inputs.block_table, needs, inputs.proposed, with_draft=observes)
     drafts, tree = Drafts(rows.lengths.new_empty(len(rows.lengths), 0)), None
     if drafter is not None and shape.num_steps:
         drafts = drafter.propose(rows, shape)
@@ -55,7 +56,7 @@ def run_round(
         path = accept_tree(drafts, targets, inputs.limits, shape.num_steps)
         targets, is_valid, hidden, logits = _along(path, targets, is_valid, hidden, logits)
         engine.move_kv(inputs.block_table, *_moves(rows, path))
-    draft = _observe(drafter, slots, inputs, rows, hidden, targets, path.num_accepted, shape)
+    draft = _observe(drafter, slots, inputs, rows, hidden, targets, path.num_accepted, observes)
     slots.advance(inputs.slots, targets, path.num_accepted, draft, needs)
     logprobs = None
     if needs.num_logprobs is not None:
@@ -122,12 +123,12 @@ def _observe(
     hidden: Tensor | None,
     targets: Tensor,
     num_accepted: Tensor,
-    shape: DraftShape,
+    observes: bool,
 ) -> DraftState | None:
     """The drafter's state for the next round. A round without drafts runs no draft extend: it keeps the row."""
     if drafter is None:
         return None
-    if shape.num_steps or not drafter.has_kv:
+    if observes:
         return drafter.observe(rows, hidden, targets, num_accepted)
     if hidden is not None:
         slots.keep_missed(inputs.slots, inputs.num_missed, hidden[:, 0])

@@ -95,8 +95,17 @@ class Slots:
         """A copy of one row."""
         return self._draft.row(slot)
 
-    def read(self, index: Tensor, block_table: Tensor, needs: Needs, proposed: Tensor | None = None) -> RoundRows:
-        """The rows `index` [num_seqs] int64, copied; what `needs` does not ask for is left out."""
+    def read(
+        self,
+        index: Tensor,
+        block_table: Tensor,
+        needs: Needs,
+        proposed: Tensor | None = None,
+        *,
+        with_draft: bool = True,
+    ) -> RoundRows:
+        """The rows `index` [num_seqs] int64, copied; what `needs` does not ask for is left out, and the drafter's state
+        without `with_draft`."""
         ints = self._ints.index_select(1, index)
         floats, top_p = self._floats, self._top_p
         if not needs.is_plain_greedy:
@@ -115,7 +124,7 @@ class Slots:
             rows(self._bias, needs.biases),
             rows(self._stops, needs.bans),
         )
-        draft = self._draft.select(index)
+        draft = self._draft.select(index) if with_draft else DraftState()
         return RoundRows(ints[_LENGTH], ints[_LAST_TOKEN], block_table, sampling, draft, proposed)
 
     def allocate_all(self) -> None:

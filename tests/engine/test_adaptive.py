@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from baton.engine.adaptive import StepChooser
+from baton.engine.adaptive import StepChooser, _Rate
 from baton.engine.step_times import StepTimes
 from baton.engine.trees import DraftShape
 
@@ -66,6 +66,21 @@ def test_it_keeps_to_a_choice_that_is_about_as_good() -> None:
     chooser, real = make(CHEAP)
     chosen, _ = run(chooser, real, 0.6, 4, 600)
     assert sum(a != b for a, b in itertools.pairwise(chosen)) < 40, chosen
+
+
+def test_drafts_that_hardly_pay_are_not_begun() -> None:
+    """Catching up would take more than they bring; once begun they go on."""
+    times = {(1, 0): 1.0, (1, 1): 1.4, (1, 5): 3.0}
+    for rate, is_begun in ((0.48, False), (0.56, True)):
+        chooser = StepChooser(DraftShape(5), StepTimes(times), 1)
+        for _ in range(60):
+            chooser.observe([0], 5, [5], [5], 3.0)
+        chooser.num_steps = 0
+        chooser._own[0] = _Rate(rate, 1000.0)
+        chooser._all = _Rate(rate, 1000.0)
+        assert bool(chooser.choose([0], [1])) == is_begun, rate
+    chooser.num_steps, chooser._own[0] = 1, _Rate(0.48, 1000.0)
+    assert chooser.choose([0], [1]) == 1
 
 
 def test_it_tries_again_once_drafts_are_better() -> None:

@@ -153,8 +153,8 @@ def test_rows_computed_again_are_no_more_than_declared(
     solo = make_solo(name)
     read = Slots.read
 
-    def early(self: Slots, *rest: Any) -> Any:
-        rows = read(self, *rest)
+    def early(self: Slots, *rest: Any, **options: Any) -> Any:
+        rows = read(self, *rest, **options)
         rows.lengths.sub_(1)
         return rows
 
