@@ -24,6 +24,9 @@ _CONFIGS = {  # command, which is also the name of its TOML table: where its con
     "chat": ("deploy.chat", "ChatConfig"),
     "explain": ("deploy.explain", "ExplainConfig"),
 }
+_FAULT_PLAN = (
+    "BATON_FAULT_PLAN"  # a file, for tests/chaos: it makes the process faulty, see metadata/transports/faulty.py
+)
 
 _RID_HELP = "the answer's x-request-id, or `id` in its body; without one the recent requests are listed"
 
@@ -123,6 +126,8 @@ def _dispatch(name: str, args: argparse.Namespace) -> int:
     if name == "up":
         plan = _module("deploy.plan").make_plan(args, tables, os.environ)
         return _print(plan.tables()) if args.print_config else _module("deploy.launcher").run(plan)
+    if _FAULT_PLAN in os.environ:
+        _module("metadata.transports.faulty").switch_on(os.environ[_FAULT_PLAN])
     config = resolve(_config(name), args, tables.get(name, {}), os.environ)
     if args.print_config:
         return _print({name: config})

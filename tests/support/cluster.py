@@ -72,6 +72,8 @@ class Process:
 class Cluster:
     """A router and nodes of one model on loopback."""
 
+    exit_s = EXIT_S  # what a process may take to go
+
     def __init__(self, directory: Path, model: Path | None) -> None:
         self.directory = directory
         self.model = model
@@ -125,7 +127,7 @@ class Cluster:
     def start_process(self, name: str, *argv: str) -> Process:
         """`baton *argv` in a process group of its own, its output in a log of its own."""
         log_path = self.directory / f"{name}-{len(list(self.directory.glob(f'{name}-*.log')))}.log"
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self.environ(name)}
         with log_path.open("wb") as log:
             popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", "baton.deploy.cli", *argv],
@@ -137,6 +139,10 @@ class Cluster:
             )
         self.processes[name] = Process(name, popen, log_path)
         return self.processes[name]
+
+    def environ(self, name: str) -> dict[str, str]:
+        """What is added to a process's environment."""
+        return {}
 
     def wait_ready(self, num_nodes: int = 0, timeout_s: float = READY_S) -> None:
         """Until /ready says yes and `num_nodes` have joined. Fails at once when a process has died."""
@@ -177,7 +183,7 @@ class Cluster:
             assert "Traceback" not in log, f"{path.name}\n{log[log.index('Traceback') - 500 :][:4000]}"
 
     def stop(self) -> None:
-        """SIGTERM to nodes and router; every process exits with 0 within 5 s and none of their children is left."""
+        """SIGTERM to nodes and router; every process exits with 0 in time and none of their children is left."""
         running = [process for process in self.processes.values() if process.popen.poll() is None]
         family = [child for process in running for child in psutil.Process(process.pid).children(recursive=True)]
         for process in self.processes.values():
@@ -185,7 +191,7 @@ class Cluster:
             assert not dead, f"{process.name} had exited with {process.popen.poll()} before it was asked to"
         for process in sorted(running, key=lambda process: process.name == "router"):
             process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + EXIT_S
+        deadline = time.monotonic() + self.exit_s
         for process in running:
             status = process.wait(max(0.1, deadline - time.monotonic()))
             assert status == 0, f"{process.name} exited with {status} after SIGTERM"

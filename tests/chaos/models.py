@@ -1,0 +1,95 @@
+"""One small target, a drafter of every algorithm for it, and requests with their right answers.
+
+The target's next token depends mostly, not only, on the last one, so that heads made for it are often right and wrong
+KV is noticed. No score along any answer is a near tie (tests/support/matrix.py), so that every comparison is exact.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import drafters
+from checkpoints import make_checkpoint
+from matrix import Ask, Plain
+from node_pair import params
+from streams import Known
+
+CONTEXT = 0.5  # share of every layer's branches that is left in the target
+ALGORITHMS = ("none", "ngram", "eagle", "eagle3", "mtp3", "standalone", "frozen-kv-mtp")
+ASKS = (
+    Ask("greedy", 40, params(180)),
+    Ask("sampled", 90, params(120, temperature=0.9, top_p=0.95)),
+    Ask("choices", 30, params(90, temperature=1.0, frequency_penalty=0.4, repetition_penalty=1.2), n=2),
+    Ask("stopped", 60, params(140, temperature=1.1, min_tokens=20), stop_at=70),
+    Ask("long prompt", 250, params(60, temperature=0.7)),
+    Ask("few tokens", 9, params(12)),
+    Ask("one token", 25, params(1)),
+    Ask("never drafted", 25, params(110, temperature=0.8, presence_penalty=0.5, draft_steps=0)),
+)
+
+
+def make_target(directory: Path) -> Path:
+    """The target, written once."""
+    target = directory / "target"
+    if not target.exists():
+        drafters.make_bigram(make_checkpoint(directory / "random"), target, CONTEXT)
+    return target
+
+
+def flags(algorithm: str, target: Path) -> list[str]:
+    """What makes a node speculate so, always with all steps. The drafter is written where it is not there yet."""
+    if algorithm == "none":
+        return ["--speculative", "none"]
+    if algorithm == "ngram":
+        return ["--speculative", "ngram", "--draft-steps", "3", "--no-draft-adaptive"]
+    name = "mtp3-deepseek" if algorithm == "mtp3" else algorithm
+    directory = target.parent / f"drafter-{name}"
+    if not directory.exists():
+        if algorithm == "mtp3":  # no head of three layers is made right; a random one is, now and then
+            drafters.settings(name, target, target.parent)
+            (target.parent / name).rename(directory)
+        elif algorithm == "standalone":
+            drafters.perturbed(target, directory, 0.3)
+        else:
+            drafters.make_right(name, target, directory)
+    steps = "3" if algorithm == "mtp3" else "4"
+    kind = "mtp" if algorithm == "mtp3" else algorithm
+    return ["--speculative", kind, "--draft-model", str(directory), "--draft-steps", steps, "--no-draft-adaptive"]
+
+
+def known_answers(target: Path) -> dict[str, Known]:
+    """By name: computed by one pair of nodes in this process, without speculation, one at a time; kept in a file."""
+    path = target.parent / "answers.json"
+    if not path.exists():
+        path.write_text(json.dumps([_answer(case) for case in Plain.of(target, ASKS).cases]))
+    return {each["name"]: _known(each) for each in json.loads(path.read_text())}
+
+
+def _answer(case: Any) -> dict[str, Any]:
+    asked = case.params
+    body = {
+        "prompt": case.prompt,
+        "n": case.ask.n,
+        "seed": asked.seed,
+        "max_tokens": asked.max_tokens,
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "min_tokens": asked.min_tokens,
+        "frequency_penalty": asked.frequency_penalty,
+        "presence_penalty": asked.presence_penalty,
+        "repetition_penalty": asked.repetition_penalty,
+        "stop_token_ids": list(asked.stop_ids),
+        "draft_steps": asked.draft_steps,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    ends = [(result.ended.reason, result.ended.stop_id) for result in case.expected]
+    return {"name": case.ask.name, "body": body, "ids": [result.ids for result in case.expected], "ends": ends}
+
+
+def _known(each: Mapping[str, Any]) -> Known:
+    ids = tuple(tuple(choice) for choice in each["ids"])
+    return Known(each["name"], each["body"] | {"model": "chaos"}, ids, tuple((end, stop) for end, stop in each["ends"]))

@@ -1,0 +1,285 @@
+"""Plays one scenario on a rig: load, fault, healing, judgement."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rig import REQUEST_S, Rig, role_of
+from scenarios import EVENTS, FRAMES, JUMPS_S, PAGES, PHASE_OF, STOPS_S, TAGS, Scenario
+from streams import HANG_S, Known, Stream
+
+from baton.metadata.transports.faulty import Strike
+
+REACH_S = 15.0  # how long a phase is waited for
+TIRING = (*FRAMES, *PAGES, "storm")  # they may befall every attempt of a request
+GIVEN_UP = "given up after"
+_STOPPED = {"SIGKILL": "kill", "SIGSTOP": "stop"}
+
+
+@dataclass
+class Result:
+    """What one scenario brought."""
+
+    scenario: Scenario
+    faults: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])  # by kind and phase
+    outcomes: Counter[str] = field(default_factory=Counter[str])
+    failures: list[str] = field(default_factory=list)  # why streams failed, where they may
+    defects: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    settle_s: float = 0.0
+    longest_stream_s: float = 0.0
+
+
+class Play:
+    """One scenario under way."""
+
+    def __init__(self, rig: Rig, answers: dict[str, Known], scenario: Scenario) -> None:
+        self.rig, self.answers, self.scenario = rig, answers, scenario
+        self.rng = random.Random(scenario.seed)
+        self.result = Result(scenario)
+        self.streams: list[Stream] = []
+        self._tails = {name: process.popen.pid for name, process in rig.processes.items()}
+        self._preempted = self._num_preempted()
+
+    def run(self) -> Result:
+        """Everything. Raises AssertionError when the cluster does not come back."""
+        started = time.monotonic()
+        self.rig.new_faults()
+        if self.scenario.phase == "idle":
+            self._strike()
+            time.sleep(self.rng.uniform(0.2, 1.5))
+            self._load()
+        else:
+            self._before()
+            self._load()
+            self._strike()
+        self._join()
+        self._collect()
+        self.rig.mend()
+        self.result.settle_s = self.rig.settle()
+        self._judge()
+        self.result.seconds = time.monotonic() - started
+        return self.result
+
+    # --- load ---
+
+    def _load(self) -> None:
+        scenario, rng = self.scenario, self.rng
+        names = list(self.answers)
+        chosen = rng.sample(names, rng.randint(4, 7))
+        if scenario.phase == "preempted":
+            chosen = [name for name in names if name not in ("one token", "few tokens")] * 2
+        if scenario.kind == "flood":
+            chosen = ["one token", "few tokens"] * 25 + chosen
+        if scenario.phase in ("decoding", "moving", "draining"):
+            chosen = list({*chosen, "greedy", "sampled"})
+        for name in chosen:
+            self.streams.append(Stream(self.rig.http_port, self.answers[name]))
+            if scenario.kind != "flood" and rng.random() < 0.3:
+                time.sleep(rng.uniform(0, 0.1))
+
+    def _before(self) -> None:
+        """Faults that lie in wait, or that all the load shall meet."""
+        scenario, rng = self.scenario, self.rng
+        kind, phase = scenario.kind, scenario.phase
+        if kind in ("kill", "stop") and (event := EVENTS.get((role_of(scenario.target), phase))):
+            self._lie_in_wait(scenario.target, kind, *event)
+        elif phase == "moving":
+            victims = [name for name in self.rig.nodes_wanted if role_of(name) == "decode"]
+            self._lie_in_wait(rng.choice(victims), "kill", "out:tokens", 30)
+        if phase not in ("moving", "draining"):
+            self._spoil()
+
+    def _lie_in_wait(self, name: str, kind: str, event: str, most: int) -> None:
+        self.rig.num_strikes += 1
+        number = signal.SIGKILL if kind == "kill" else signal.SIGSTOP
+        skip = self.rng.randint(0, most)
+        self.rig.new_plan(name, strike=Strike(self.rig.num_strikes, event, number, skip))
+
+    def _spoil(self) -> None:
+        """Spoils frames or pages of all nodes, where the scenario is of that kind."""
+        kind, rng = self.scenario.kind, self.rng
+        changes: dict[str, Any] = {"seed": rng.randrange(1 << 30)}
+        if kind == "storm":
+            changes |= {"frames": dict.fromkeys(FRAMES, 0.012), "pages": {"flip": 0.02, "stale": 0.004, "slow": 0.05}}
+        elif kind in FRAMES:
+            changes |= {"frames": {kind: rng.choice((0.1, 0.3, 1.0))}, "tags": TAGS[self.scenario.phase]}
+            changes["most"] = rng.randint(1, 6)
+        elif kind in PAGES:
+            most = 2 if kind == "page stale" else 8
+            changes |= {"pages": {kind.removeprefix("page "): rng.choice((0.05, 0.3))}, "most": rng.randint(1, most)}
+        else:
+            return
+        for name in self.rig.nodes_wanted:
+            strike = self.rig.plans[name].strike
+            self.rig.new_plan(name, **{**changes, "strike": strike})
+
+    # --- the fault ---
+
+    def _strike(self) -> None:
+        scenario = self.scenario
+        kind, phase, target = scenario.kind, scenario.phase, scenario.target
+        if phase == "moving":
+            self._until(lambda: bool(self._struck()))
+            time.sleep(self.rng.uniform(0, 0.4))
+            if target in {fault["name"] for fault in self.rig.struck}:  # it is dead already
+                target = self.rng.choice([name for name in self.rig.nodes_wanted if role_of(name) == "prefill"])
+        elif phase == "draining":
+            self._until(self._is_decoding)
+            self._signal(target, signal.SIGTERM, "restart")
+            time.sleep(self.rng.uniform(0, 0.3))
+        elif phase == "preempted":
+            self._until(self._is_preempted)
+        elif phase == "decoding":
+            self._until(self._is_decoding)
+        elif phase != "idle":
+            time.sleep(self.rng.uniform(0, 0.3))
+        if kind in ("kill", "stop") and (role_of(target), phase) in EVENTS:
+            self._until(lambda: bool(self._struck()))
+            self._let_go()
+        elif kind in ("kill", "stop", "restart", "router kill", "router stop", "router restart"):
+            self._signals("router" if kind.startswith("router") else target, kind.removeprefix("router "))
+        elif kind.startswith("partition"):
+            self._partition(target, kind.removeprefix("partition "))
+        elif kind.endswith("clock"):
+            name = "router" if kind.startswith("router") else target
+            self.rig.new_plan(name, clock_s=self.rig.plans[name].clock_s + self.rng.choice(JUMPS_S))
+        elif phase in ("moving", "draining", "idle"):
+            self._spoil()
+            time.sleep(1.0 if phase == "idle" else 0)
+
+    def _signals(self, name: str, kind: str) -> None:
+        numbers = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "restart": signal.SIGTERM}
+        label = f"router {kind}" if name == "router" else kind
+        self._signal(name, numbers[kind], label)
+        if kind == "stop":
+            self._let_go()
+        elif name == "router":
+            self.rig.revive_router()
+            if self.scenario.phase == "idle" and self.rng.random() < 0.7:
+                self.rig.settle()
+
+    def _signal(self, name: str, number: int, label: str) -> None:
+        self.rig.hit(name, number)
+        self.result.faults[label, self.scenario.phase] += 1
+
+    def _let_go(self) -> None:
+        """Whoever was stopped stays so for a while."""
+        stopped = {fault["name"] for fault in self.rig.struck if fault["kind"] == "SIGSTOP"} | self.rig.stopped
+        if not stopped:
+            return
+        time.sleep(self.rng.choice(STOPS_S))
+        for name in stopped:
+            self.rig.hit(name, signal.SIGCONT)
+
+    def _partition(self, target: str, weather: Any) -> None:
+        lines = [ends for ends in self.rig.lines if target in ends]
+        for ends in self.rng.sample(lines, self.rng.randint(1, len(lines))):
+            self.rig.lines[ends].weather = weather
+            self.result.faults[self.scenario.kind, self.scenario.phase] += 1
+        time.sleep(self.rng.choice(STOPS_S))
+        self.rig.lines.clear()
+
+    # --- what is seen ---
+
+    def _until(self, condition: Callable[[], bool]) -> bool:
+        """Until the condition holds, or all streams have ended, or it takes too long."""
+        deadline = time.monotonic() + REACH_S
+        while not condition():
+            if time.monotonic() > deadline or not any(stream.thread.is_alive() for stream in self.streams):
+                return False
+            time.sleep(0.005)
+        return True
+
+    def _is_decoding(self) -> bool:
+        return sum(stream.num_tokens for stream in self.streams) > self._tokens_wanted
+
+    @property
+    def _tokens_wanted(self) -> int:
+        return 10 + self.scenario.seed % 150
+
+    def _is_preempted(self) -> bool:
+        return any(report and report["load"]["waiting"] for report in self._reports().values())
+
+    def _reports(self) -> dict[str, Any]:
+        return self.rig.auditor.last.get("nodes", {})
+
+    def _num_preempted(self) -> Counter[str]:
+        return Counter({name: report["stats"]["preemptions"] for name, report in self._reports().items() if report})
+
+    def _struck(self) -> list[dict[str, Any]]:
+        """Strikes so far; collects what else was recorded."""
+        for fault in self.rig.new_faults():
+            kind, phase = fault["kind"], self.scenario.phase
+            if kind in _STOPPED:
+                self.rig.struck.append(fault)
+                self.result.faults[_STOPPED[kind], "decoding" if self.scenario.kind != _STOPPED[kind] else phase] += 1
+                if kind == "SIGSTOP":
+                    self.rig.stopped.add(fault["name"])
+                else:
+                    self.rig.processes[fault["name"]].is_expected_to_run = False
+            elif kind == "clock":
+                self.result.faults[self.scenario.kind, phase] += 1
+            else:
+                tag = fault["where"].partition(":")[2]
+                own = "moving" if fault["attempt"] else "pulling" if fault["where"] == "pull" else PHASE_OF.get(tag)
+                aimed = phase in ("preempted", "draining") or self.scenario.kind != "storm"
+                self.result.faults[kind, phase if aimed else own or phase] += 1
+        return self.rig.struck
+
+    # --- the end ---
+
+    def _join(self) -> None:
+        deadline = time.monotonic() + HANG_S + REQUEST_S
+        for stream in self.streams:
+            while stream.thread.is_alive() and time.monotonic() < deadline:
+                self._struck()
+                self._let_go()
+                stream.thread.join(0.1)
+
+    def _collect(self) -> None:
+        self._struck()
+        now = self._num_preempted()
+        for name, count in now.items():
+            more = count - self._preempted[name] if count >= self._preempted[name] else count
+            if more:
+                self.result.faults["out of pages", "preempted"] += more
+
+    def _judge(self) -> None:
+        result, kind = self.result, self.scenario.kind
+        moved = set(re.findall(r"cmpl-[0-9a-f]+", "\n".join(self._moves())))
+        for stream in self.streams:
+            name = stream.known.name
+            result.longest_stream_s = max(result.longest_stream_s, stream.seconds)
+            if stream.thread.is_alive():
+                result.defects.append(f"{name} ({stream.rid}) hangs after {stream.num_tokens} tokens")
+                result.outcomes["hung"] += 1
+                continue
+            result.defects += [f"{name} ({stream.rid}): {problem}" for problem in stream.problems]
+            if stream.outcome == "done":
+                result.outcomes["saved" if stream.rid in moved else "done"] += 1
+                continue
+            words = stream.error or f"the connection broke after {stream.num_tokens} tokens"
+            is_refused = words.startswith("429")
+            if is_refused and kind == "flood":
+                result.faults["queue full", "queued"] += 1
+            result.outcomes["refused" if is_refused else stream.outcome] += 1
+            result.failures.append(f"{name} ({stream.rid}): {words}")
+            may_fail = kind.startswith("router") or (kind in TIRING and GIVEN_UP in words)
+            if not is_refused and not may_fail:
+                result.defects.append(f"{name} ({stream.rid}) did not survive: {words}")
+        result.defects += [f"crash: {words}" for words in self.rig.crashes]
+        result.defects += [f"orphan: {words}" for words in self.rig.auditor.orphans]
+        self.rig.crashes.clear()
+        self.rig.auditor.orphans.clear()
+
+    def _moves(self) -> list[str]:
+        logs = [path.read_text(errors="replace") for path in self.rig.directory.glob("router-*.log")]
+        return [line for log in logs for line in log.splitlines() if " moves: " in line]

@@ -1,0 +1,252 @@
+"""A cluster whose processes are faulty when told, with a line that can be disturbed between any two of them."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from cluster import Cluster, Process, free_port, held, wait_until
+from partition import Lines
+
+from baton.metadata.transports.faulty import Plan
+
+NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+NODE_FLAGS = ["--model-name", "chaos", "--page-size", "8", "--chunk-tokens", "32", "--max-running", "5"]
+POOLS = {"prefill": "96", "decode": "66"}  # pages; a context of 512 tokens takes 64
+REQUEST_S = 90.0  # the router's bound for a request: one that needs so long was hung
+ROUTER_FLAGS = ["--request-timeout-s", f"{REQUEST_S:g}", "--canary-interval-s", "20", "--max-waiting", "40"]
+ROUTER_FLAGS += ["--drain-timeout-s", "20"]
+ORPHAN_S = 2.0  # what is over for the router is in no ledger after so long
+START_S = 120.0
+SETTLE_S = 40.0
+
+
+def role_of(name: str) -> str:
+    return name.rpartition("-")[0] or name
+
+
+class Rig(Cluster):
+    """A router and `nodes`. What is killed stays dead until `mend`."""
+
+    exit_s = 60.0  # the interpreter's own end takes seconds where many share the cores
+
+    def __init__(self, directory: Path, model: Path, flags: list[str], *, nodes: Iterable[str] = NODES, seed: int = 0):
+        directory.mkdir(parents=True, exist_ok=True)
+        super().__init__(directory, model)
+        self.flags = flags
+        self.nodes_wanted = tuple(nodes)
+        self.lines = Lines(seed)
+        self.data_ports = {name: free_port() for name in nodes if role_of(name) == "prefill"}
+        self.plans: dict[str, Plan] = {}
+        self.paths = {name: directory / f"{name}.plan" for name in ("router", *self.nodes_wanted)}
+        self.num_strikes = 0
+        self._faults_read: Counter[str] = Counter()
+        self.crashes: list[str] = []
+        self.stopped: set[str] = set()
+        self.struck: list[dict[str, Any]] = []  # processes that met their plan's strike
+        for name in self.nodes_wanted:
+            self.lines.open((name, "router"), self.node_port)
+            for prefill, port in self.data_ports.items():
+                if role_of(name) == "decode":
+                    self.lines.open((name, prefill), port)
+        for name in self.paths:
+            self.plan(name, Plan())
+        self.auditor = Auditor(self)
+
+    # --- processes ---
+
+    def begin(self) -> Rig:
+        self.start_router(*ROUTER_FLAGS)
+        for name in self.nodes_wanted:
+            self.start_wanted(name)
+        self.wait_ready(num_nodes=len(self.nodes_wanted), timeout_s=START_S)
+        self.auditor.start()
+        return self
+
+    def start_wanted(self, name: str) -> None:
+        flags = [*NODE_FLAGS, "--num-pages", POOLS[role_of(name)], *self.flags]
+        flags += ["--router", f"tcp://127.0.0.1:{self.lines[name, 'router'].port}"]
+        if name in self.data_ports:
+            flags += ["--bind-host", f"tcp://127.0.0.1:{self.data_ports[name]}"]
+        self.start_node(role_of(name), name, *flags)
+
+    def environ(self, name: str) -> dict[str, str]:
+        return {"BATON_FAULT_PLAN": str(self.paths[name])}
+
+    def is_running(self, name: str) -> bool:
+        process = self.processes.get(name)
+        return process is not None and process.popen.poll() is None
+
+    def hit(self, name: str, number: int) -> None:
+        """A signal to a process; SIGKILL and SIGTERM end it, SIGSTOP is undone by `mend`."""
+        process = self.processes[name]
+        if number in (signal.SIGKILL, signal.SIGTERM):
+            process.is_expected_to_run = False
+        if number == signal.SIGSTOP:
+            self.stopped.add(name)
+        if number == signal.SIGCONT:
+            self.stopped.discard(name)
+        if process.popen.poll() is None:
+            process.send_signal(number)
+
+    # --- plans ---
+
+    def plan(self, name: str, plan: Plan) -> None:
+        """What is wrong with a process from now on. Written at once and whole."""
+        aside = self.paths[name].with_suffix(".new")
+        aside.write_bytes(msgspec.json.encode(plan))
+        aside.rename(self.paths[name])
+        self.plans[name] = plan
+
+    def new_plan(self, name: str, **changes: Any) -> None:
+        """The process's connections go through our lines; `changes` on top."""
+        ends = {
+            f"tcp://127.0.0.1:{port}": f"tcp://127.0.0.1:{self.lines[name, prefill].port}"
+            for prefill, port in self.data_ports.items()
+            if role_of(name) == "decode"
+        }
+        clock_s = self.plans[name].clock_s if name in self.plans else 0.0
+        self.plan(name, Plan(**{"connect": ends, "clock_s": clock_s, **changes}))
+
+    def new_faults(self) -> list[dict[str, Any]]:
+        """What faulty processes recorded since the last call, each with its process's name."""
+        found: list[dict[str, Any]] = []
+        for name, path in self.paths.items():
+            record = path.with_suffix(".faults")
+            lines = record.read_text().splitlines() if record.exists() else []
+            found += [json.loads(line) | {"name": name} for line in lines[self._faults_read[name] :]]
+            self._faults_read[name] = len(lines)
+        return found
+
+    # --- afterwards ---
+
+    def mend(self) -> None:
+        """Fair weather, no plans, everybody runs. A process that died unasked is a defect, recorded in `crashes`."""
+        self.lines.clear()
+        for name in self.paths:
+            self.new_plan(name)
+        for name in list(self.stopped):
+            self.hit(name, signal.SIGCONT)
+        struck = {fault["name"] for fault in self.struck if fault["kind"] == "SIGKILL"}
+        for name in ("router", *self.nodes_wanted):
+            process = self.processes[name]
+            if not process.is_expected_to_run:
+                process.popen.wait(START_S)  # a drain goes by itself
+            if process.popen.poll() is None:
+                continue
+            if process.is_expected_to_run and name not in struck:
+                self.crashes.append(f"{name} exited with {process.popen.poll()}: {_end_of(process)}")
+            if name == "router":
+                self.revive_router()
+            else:
+                self.start_wanted(name)
+        self.struck.clear()
+
+    def revive_router(self) -> None:
+        """Another life of the router at the same addresses, once the old one is gone."""
+        self.processes["router"].popen.wait(START_S)
+        self.start_router(*ROUTER_FLAGS)
+
+    def settle(self) -> float:
+        """Until all are ready and the books are at rest. Returns the seconds from readiness to rest."""
+        self.wait_ready(num_nodes=len(self.nodes_wanted), timeout_s=START_S)
+        ready = time.monotonic()
+        wait_until(lambda: self._at_rest(), lambda: f"books at rest: {held(self.ledger())}", SETTLE_S)
+        return time.monotonic() - ready
+
+    def _at_rest(self) -> bool:
+        books = self.ledger()
+        books["router"]["canaries"] = 0  # they come and go
+        for report in books["nodes"].values():
+            if report and any("canary-" in unit for unit in report["requests"] + report["tickets"]):
+                return False
+        return not held(books)
+
+    def end(self) -> None:
+        """As `close`, and the threads."""
+        self.auditor.stop()
+        try:
+            self.close()
+        finally:
+            self.lines.close()
+
+    def abandon(self) -> None:
+        self.auditor.stop()
+        for name in list(self.stopped):
+            self.hit(name, signal.SIGCONT)
+        self.kill_all()
+        self.lines.close()
+
+
+def _end_of(process: Process) -> str:
+    return " | ".join(process.log.splitlines()[-12:])
+
+
+class Auditor:
+    """Asks for the ledger again and again. A unit that a node holds although the router has ended its request, or has
+    begun a later attempt of it, is an orphan: `longest` says how long the longest-lived one of each node was there."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self._since: dict[tuple[str, str], float] = {}
+        self.longest = 0.0
+        self.orphans: list[str] = []  # that outlived ORPHAN_S
+        self.max_wait: Counter[str] = Counter()  # most preempted sequences seen, by node
+        self.last: dict[str, Any] = {}
+        self.num_looks = 0
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="auditor", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._is_stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(30)
+
+    def _run(self) -> None:
+        while not self._is_stopped.wait(0.2):
+            try:
+                status, books = self._rig.request("GET", "/debug/ledger", timeout_s=12)
+            except (OSError, ValueError):
+                self._since.clear()
+                continue
+            if status == 200:
+                self._look(books)
+
+    def _look(self, books: dict[str, Any]) -> None:
+        self.last, now = books, time.monotonic()
+        self.num_looks += 1
+        alive, newest = set(books["router"]["requests"]), Counter[tuple[str, str]]()
+        entries: list[tuple[str, str, str, int]] = []
+        for name, report in books["nodes"].items():
+            for unit in {*report["requests"], *report["tickets"]} if report else ():
+                choice, _, attempt = unit.rpartition(".")
+                rid = choice.rpartition("/")[0]
+                if not rid.startswith("canary-"):
+                    entries.append((name, unit, choice, int(attempt)))
+                    newest[rid, choice] = max(newest[rid, choice], int(attempt))
+        orphans = {
+            (name, unit)
+            for name, unit, choice, attempt in entries
+            if choice.rpartition("/")[0] not in alive or attempt < newest[choice.rpartition("/")[0], choice]
+        }
+        self._since = {key: self._since.get(key, now) for key in orphans}
+        for (name, unit), since in self._since.items():
+            self.longest = max(self.longest, now - since)
+            where = f"{unit} at {name}"
+            if now - since > ORPHAN_S and where not in self.orphans:
+                self.orphans.append(where)
+
+
+def pick(rng: random.Random, names: Iterable[str]) -> str:
+    return rng.choice(sorted(names))

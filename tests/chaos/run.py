@@ -1,0 +1,101 @@
+"""Chaos by hand, as long as told:  python tests/chaos/run.py --minutes 60 --seed 7 --out chaos.json
+
+Every algorithm gets a cluster in its turn, of real processes, for a few scenarios. Writes the report after each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+
+from models import ALGORITHMS, flags, known_answers, make_target  # noqa: E402
+from play import Play, Result  # noqa: E402
+from rig import NODES, Rig  # noqa: E402
+from scenarios import KINDS, Scenario, generate  # noqa: E402
+from streams import Stream  # noqa: E402
+from tally import Tally  # noqa: E402
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--each", type=int, default=20, help="scenarios of one cluster")
+    parser.add_argument("--algorithms", nargs="*", default=list(ALGORITHMS))
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS))
+    parser.add_argument("--work", type=Path, help="directory for checkpoints and logs; kept where it is named")
+    parser.add_argument("--out", type=Path, default=Path("chaos.json"))
+    args = parser.parse_args()
+    work = args.work or Path(tempfile.mkdtemp(prefix="chaos-"))
+    work.mkdir(parents=True, exist_ok=True)
+    started, tally = time.monotonic(), Tally()
+    scenarios = generate(args.seed, NODES, tuple(args.kinds))
+    until = started + 60 * args.minutes
+    for round_number, algorithm in enumerate(itertools.cycle(args.algorithms)):
+        if time.monotonic() > until:
+            break
+        some = itertools.islice(scenarios, args.each)
+        run_cluster(work, algorithm, round_number, args.seed, some, until, tally, args.out)
+    tally.write(args.out, seconds=round(time.monotonic() - started), seed=args.seed)
+    print(tally.table())
+    print(json.dumps(tally.to_json(), indent=1))
+    if args.work is None:
+        shutil.rmtree(work, ignore_errors=True)
+    return 1 if tally.defects else 0
+
+
+def run_cluster(work, algorithm, number, seed, scenarios, until, tally, out) -> None:
+    target = make_target(work)
+    answers = known_answers(target)
+    rng = random.Random(seed * 1000 + number)
+    transport = rng.choice(("local", "zmq"))
+    directory = work / f"cluster-{number}-{algorithm}"
+    rig = Rig(directory, target, [*flags(algorithm, target), "--transport", transport], seed=seed)
+    print(f"--- {algorithm}, {transport}, {directory}", flush=True)
+    scenario: Scenario | None = None
+    try:
+        rig.begin()
+        check_clean(rig, answers)
+        for scenario in scenarios:
+            if time.monotonic() > until:
+                break
+            result = Play(rig, answers, scenario).run()
+            tally.add(algorithm, result)
+            tally.longest_orphan_s = max(tally.longest_orphan_s, rig.auditor.longest)
+            _say(result)
+            tally.write(out, seed=seed)
+        rig.end()
+    except (AssertionError, OSError, subprocess.TimeoutExpired) as error:
+        traceback.print_exc()
+        tally.defects.append(f"{algorithm}, {scenario}: the cluster did not come back: {str(error)[:2000]}")
+        tally.write(out, seed=seed)
+        rig.abandon()
+
+
+def check_clean(rig: Rig, answers) -> None:
+    """Without any fault, through all processes and with speculation, every answer is the known one."""
+    for known in answers.values():
+        stream = Stream(rig.http_port, known)
+        stream.thread.join(200)
+        assert stream.outcome == "done" and not stream.problems, (known.name, stream.error, stream.problems)
+
+
+def _say(result: Result) -> None:
+    faults = ", ".join(f"{count} {kind}/{phase}" for (kind, phase), count in sorted(result.faults.items()))
+    words = f"{result.seconds:5.1f} s  {result.scenario}: {faults or 'nothing'}; {dict(result.outcomes)}"
+    print(words, *(f"\n    DEFECT {defect}" for defect in result.defects), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
