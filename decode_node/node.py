@@ -232,6 +232,10 @@ class DecodeNode:
         sequence = next((each for each in self.scheduler if each.unit == unit), None) or self.outbox.find_ended(unit)
         if sequence is None:
             self._fail(unit, "unavailable", "the node does not know this request any more", is_retryable=True)
+        elif first > sequence.num_generated and unit in self.scheduler.reserved and not self.handoff.is_offered(unit):
+            # the router has had prefill's first token for long, and the offers that go with it are not here
+            self._drop(sequence, "an offer was lost")
+            self._fail(unit, "transfer_error", "an offer of the prefill node was lost", is_retryable=True)
         else:
             self.membership.send(self.outbox.again(sequence, first))
 

@@ -152,6 +152,11 @@ class HandoffClient:
             self._forget(inbound)
             self._links[inbound.epoch].send(Drop(unit=unit, reason=reason[:MAX_REASON]))
 
+    def is_offered(self, unit: Unit) -> bool:
+        """Whether prefill has said all that it has to say of a claimed unit: every page and the row."""
+        inbound = self._inbound.get(unit)
+        return inbound is not None and inbound.row is not None and inbound.is_offered
+
     def poll(self) -> list[Event]:
         """Goes on with everything, bounded, and returns what happened."""
         self._has_more = False

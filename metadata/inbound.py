@@ -33,9 +33,14 @@ class Inbound:
     offered_at: float = 0.0  # when the last offer was taken
 
     @property
+    def is_offered(self) -> bool:
+        """Whether every page has been offered."""
+        return len(self._offered) == len(self.pages) - self.have
+
+    @property
     def is_whole(self) -> bool:
         """Whether every page is here and checked."""
-        return not self._moves and len(self._offered) == len(self.pages) - self.have
+        return not self._moves and self.is_offered
 
     def missing(self) -> list[Move]:
         """Moves of the pages that were offered and are not here."""

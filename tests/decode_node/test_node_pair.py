@@ -217,6 +217,33 @@ def test_resend_gives_the_tokens_again(checkpoint: Callable[..., Path], make_pai
     assert failed is not None and failed.retryable
 
 
+@pytest.mark.parametrize("has_row", [False, True])
+def test_a_lost_offer_ends_the_attempt_when_the_router_asks(
+    has_row: bool, checkpoint: Callable[..., Path], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prompt in two chunks the first offer is lost, or the last one, which has the row."""
+    pair = make_pair(checkpoint("llama"), prefill={"page_size": 4, "chunk_tokens": 8}, decode={"page_size": 4})
+    take_offer, lost = pair.decode.handoff._take_offer, []
+
+    def lose(link: Any, offer: Any) -> None:
+        is_lost = not lost and (offer.row is not None) is has_row
+        lost.append(offer) if is_lost else take_offer(link, offer)
+
+    monkeypatch.setattr(pair.decode.handoff, "_take_offer", lose)
+    pair.submit("r", prompts(50, (14,))[0], params(8))
+    result = pair.results["r", 0]
+    pair.step_until(lambda: result.ids and lost)
+    for _ in range(20):
+        pair.step()
+    pair.send("decode", Resend(router_epoch=ROUTER_EPOCH, unit=Unit("r", 0, 0), first=0))  # the prompt might still wait
+    for _ in range(20):
+        pair.step()
+    assert pair.decode.units() and result.failed is None
+    pair.send("decode", Resend(router_epoch=ROUTER_EPOCH, unit=Unit("r", 0, 0), first=1))
+    failed = pair.run()["r", 0].failed
+    assert failed is not None and failed.retryable and "offer" in failed.message
+
+
 def test_another_router_frees_all_that_the_first_asked_for(
     checkpoint: Callable[..., Path], make_pair: MakePair
 ) -> None:
