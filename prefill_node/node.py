@@ -131,9 +131,7 @@ class PrefillNode:
                 self._cancel(rid, attempt, choices)
                 self.membership.send(Cancelled(rid=rid, attempt=attempt))
             case Resend(unit=unit):
-                tokens = self.first_tokens.again(unit)
-                if tokens is not None:
-                    self.membership.send(tokens)
+                self._resend(unit)
             case RouterGone():
                 for job in list(self.scheduler):
                     self._drop(job, set(job.choices), message.reason)
@@ -186,6 +184,14 @@ class PrefillNode:
                 job.tickets.add(unit)
         self.scheduler.submit(job)
 
+    def _resend(self, unit: Unit) -> None:
+        tokens = self.first_tokens.again(unit)
+        if tokens is not None:
+            self.membership.send(tokens)
+        elif not any(unit in job.choices for job in self.scheduler):
+            message = "the node does not know this request any more"
+            self.membership.send(Failed(unit=unit, code="unavailable", message=message, retryable=True))
+
     def _refuse(self, job: PrefillJob, reason: str, code: str = "invalid_request_error") -> None:
         for unit in job.choices:
             self.membership.send(Failed(unit=unit, code=code, message=reason, retryable=False))
@@ -205,6 +211,8 @@ class PrefillNode:
                 self.handoff.revoke(unit, False, reason)
         if not job.choices and not job.tickets:
             self._finish(job)
+        elif not job.choices:
+            self.scheduler.stop(job)
 
     # --- computing ---
 
@@ -240,7 +248,7 @@ class PrefillNode:
 
     def _score_prompt(self, job: PrefillJob, position: int, logits: torch.Tensor) -> None:
         """Log-probabilities of the prompt's tokens position + 1 .. under the logits of position .. ."""
-        targets = job.token_ids[position + 1 : position + 1 + logits.shape[0]]
+        targets = job.token_ids[position + 1 : min(position + 1 + logits.shape[0], job.prompt_len)]
         if targets:
             num_logprobs = job.request.params.num_logprobs or 0
             ids = torch.tensor(targets, dtype=torch.int64, device=logits.device)
@@ -348,6 +356,8 @@ class PrefillNode:
                 job.choices.pop(event.unit, None)
             if not job.tickets and (job.is_computed or not job.choices):
                 self._finish(job)
+            elif not job.choices:
+                self.scheduler.stop(job)
 
     def _finish(self, job: PrefillJob) -> None:
         self.scheduler.remove(job)

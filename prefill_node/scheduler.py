@@ -65,6 +65,13 @@ class PrefillScheduler:
         num_whole = len(job.token_ids) // self.page_size
         self.cache.insert(job.token_ids, job.pages[:num_whole], job.request.salt, job.lease)
 
+    def stop(self, job: PrefillJob) -> None:
+        """Nobody wants the prompt any more: no more of it is computed; its tickets have to end yet."""
+        for queue in (self.waiting, self.computing):
+            if job in queue:
+                queue.remove(job)
+                self.handing.append(job)
+
     def remove(self, job: PrefillJob) -> None:
         """Free all that the job holds, in any phase. No open ticket may name its pages any more."""
         assert not job.tickets, (job.rid, job.tickets)

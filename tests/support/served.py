@@ -1,0 +1,298 @@
+"""A real router in a thread, and real nodes of a small model that the test itself steps, one after the other.
+
+So a test decides between which two steps a node dies, leaves or hears of something; nothing depends on how fast the
+machine is.
+
+    with Served(model) as served:
+        served.start("prefill"), served.start("decode")
+        stream = served.ask(prompt="hello", max_tokens=20)
+        served.run(lambda: stream.num_tokens >= 3)
+        served.kill("decode-0")
+        served.finish(stream)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from baton.decode_node.config import DecodeConfig
+from baton.decode_node.node import DecodeNode
+from baton.engine.startup import load_engine, make_membership, transports
+from baton.metadata.bus import new_epoch
+from baton.metadata.handoff_client import HandoffClient
+from baton.metadata.handoff_server import HandoffServer
+from baton.metadata.membership import Membership
+from baton.prefill_node.config import PrefillConfig
+from baton.prefill_node.node import PrefillNode
+from baton.router.config import RouterConfig
+from baton.router.main import Router
+from baton.router.request_life import RequestLife
+
+Node = PrefillNode | DecodeNode
+
+
+class Stream:
+    """One streamed request in a thread of its own, and what has come of it, by choice."""
+
+    def __init__(self, port: int, body: dict[str, Any]) -> None:
+        self.ids: dict[int, list[int]] = {}
+        self.texts: dict[int, str] = {}
+        self.logprobs: dict[int, list[float]] = {}
+        self.finish: dict[int, tuple[str, Any]] = {}
+        self.usage: dict[str, Any] = {}
+        self.errors: list[dict[str, Any]] = []
+        self.rid = ""
+        self.is_over = False
+        self._body = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True, **body}
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, of all choices."""
+        return sum(map(len, self.ids.values()))
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        """All that must not depend on how it was computed, but for log-probabilities, which are near."""
+        details = self.usage.get("prompt_tokens_details") or {}
+        usage = [self.usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
+        return {
+            "ids": self.ids,
+            "texts": self.texts,
+            "finish": self.finish,
+            "usage": [*usage, details.get("cached_tokens")],
+            "errors": self.errors,
+        }
+
+    def leave(self) -> None:
+        """The client goes without a word."""
+        if self._connection.sock is not None:
+            self._connection.sock.shutdown(2)
+
+    def join(self) -> None:
+        """The thread is over: nothing comes any more."""
+        self._thread.join(10)
+        assert not self._thread.is_alive(), "the stream hangs"
+
+    def _read(self) -> None:
+        try:
+            self._connection.request("POST", "/v1/completions", json.dumps(self._body))
+            response = self._connection.getresponse()
+            if response.status != 200:
+                self.errors.append(json.loads(response.read())["error"])
+            else:
+                for line in response:
+                    if line.startswith(b"data: {"):
+                        self._take(json.loads(line[6:]))
+        except (OSError, ValueError, http.client.HTTPException):
+            pass  # the client has left
+        finally:
+            self._connection.close()
+            self.is_over = True
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if "error" in event:
+            self.errors.append(event["error"])
+            return
+        self.rid = event["id"]
+        self.usage = event.get("usage") or self.usage
+        for choice in event["choices"]:
+            index = choice["index"]
+            assert index not in self.finish, f"choice {index} goes on after its end"
+            self.texts[index] = self.texts.get(index, "") + choice["text"]
+            self.logprobs.setdefault(index, []).extend((choice.get("logprobs") or {}).get("token_logprobs", ()))
+            self.ids.setdefault(index, []).extend(choice.get("token_ids") or ())
+            if choice["finish_reason"] is not None:
+                self.finish[index] = (choice["finish_reason"], choice.get("stop_reason"))
+
+
+class Served:
+    """A router and nodes. `both` are settings of every node."""
+
+    def __init__(self, model: Path, *, router: dict[str, Any] | None = None, **both: Any) -> None:
+        self.model, self.both = model, {"page_size": 4, "chunk_tokens": 6, "num_pages": 128, "max_running": 16, **both}
+        self.nodes: dict[str, Node] = {}
+        self.held: set[str] = set()  # nodes that are not stepped
+        self._settings = {"port": 0, "node_address": "tcp://127.0.0.1:*", "canary_interval_s": 3600.0, **(router or {})}
+        self._start_router()
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self.nodes):
+            self.kill(name)
+        self.stop_router()
+
+    # --- the router ---
+
+    @property
+    def life(self) -> RequestLife:
+        return self._router.life
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Runs a function on the router's event loop."""
+
+        async def run() -> Any:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(10)
+
+    def stop_router(self) -> None:
+        """As by SIGKILL, as far as the nodes can tell."""
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(10)
+        assert not self._thread.is_alive() and not self._faults, self._faults
+
+    def restart_router(self) -> None:
+        """Another life of it at the same address for nodes."""
+        self._settings["node_address"] = self._router.node_address
+        self.stop_router()
+        self._start_router()
+
+    def _start_router(self) -> None:
+        is_up = threading.Event()
+        self._faults: list[dict[str, Any]] = []
+
+        async def run() -> None:
+            self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+            self._loop.set_exception_handler(lambda _, context: self._faults.append(context))
+            self._router = Router(RouterConfig(**self._settings))
+            await self._router.start()
+            is_up.set()
+            await self._stop.wait()
+            await self._router.stop()
+
+        self._thread = threading.Thread(target=lambda: uvloop.run(run()), daemon=True)
+        self._thread.start()
+        assert is_up.wait(10), "the router did not start"
+
+    # --- nodes ---
+
+    def start(self, role: str, name: str | None = None, **settings: Any) -> Node:
+        """Starts a node, which joins as it is stepped."""
+        name = name or f"{role}-{len([each for each in self.nodes if each.startswith(role)])}"
+        common = {"router": self._router.node_address, "model": str(self.model), "device": "cpu", "threads": 1}
+        make = _prefill if role == "prefill" else _decode
+        node = make(name, {**common, **self.both, **settings})
+        node.membership.member = node
+        node.membership.start()
+        self.nodes[name] = node
+        return node
+
+    def up(self, num_prefill: int = 1, num_decode: int = 1) -> Served:
+        """Starts nodes and steps them until every pair has passed its canary."""
+        for role, count in (("prefill", num_prefill), ("decode", num_decode)):
+            for _ in range(count):
+                self.start(role)
+        self.run(lambda: self._num_ready() == num_prefill * num_decode)
+        return self
+
+    def kill(self, name: str) -> None:
+        """As by SIGKILL: all its connections just close."""
+        node = self.nodes.pop(name)
+        self.held.discard(name)
+        node.membership.send = lambda message: None  # type: ignore[method-assign] - no last words
+        node.membership.close()
+        if isinstance(node.handoff, HandoffClient):
+            node.handoff._inbound.clear()
+        node.handoff.close()
+
+    def step(self) -> None:
+        """One turn of every node that is not held."""
+        is_busy = False
+        for name, node in list(self.nodes.items()):
+            if name not in self.held:
+                is_busy |= node.step()
+                node.membership.report()
+        time.sleep(0.0005 if is_busy else 0.002)  # the router's turn
+
+    def run(self, condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+        """Steps until the condition holds."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            self.step()
+            assert time.monotonic() < deadline, {name: node.units() for name, node in self.nodes.items()}
+
+    def _num_ready(self) -> int:
+        def count() -> int:
+            groups = self.life.registry.groups.values()
+            return sum(self.life.health.state(*pair) == "ready" for group in groups for pair in group.pairs())
+
+        return self.call(count)
+
+    # --- clients ---
+
+    def ask(self, **body: Any) -> Stream:
+        """Sends a streamed completion request."""
+        port = int(self._router.url.rpartition(":")[2])
+        return Stream(port, {"model": self.model.name, **body})
+
+    def finish(self, *streams: Stream, timeout_s: float = 60.0) -> None:
+        """Steps until the streams are over."""
+        self.run(lambda: all(stream.is_over for stream in streams), timeout_s)
+        for stream in streams:
+            stream.join()
+
+    def holder(self, role: str, stream: Stream | None = None) -> str | None:
+        """The name of a node of a role that holds a client's unit (of this stream)."""
+        for name, node in self.nodes.items():
+            for unit in node.units() if name.startswith(role) else ():
+                if not unit.rid.startswith("canary") and (stream is None or unit.rid == stream.rid):
+                    return name
+        return None
+
+    def check_books(self) -> None:
+        """Nothing is held for anybody within a second or so, and every page can be freed."""
+        self.run(lambda: not self.held_by_nodes() and not self.call(lambda: self.life.generations), 5.0)
+        for node in self.nodes.values():
+            node.cache.flush()
+            ledger = node.cache.ledger()
+            assert ledger.free + ledger.padding == node.engine.pool.num_pages, ledger
+
+    def held_by_nodes(self) -> list[str]:
+        """Who holds what, in words."""
+        found: list[str] = []
+        for name, node in self.nodes.items():
+            ledger = node.cache.ledger()
+            if node.units() or node.tickets() or ledger.request or ledger.ticket or ledger.cache_referenced:
+                found.append(f"{name}: {node.units()} {node.tickets()} {ledger}")
+        return found
+
+
+def _prefill(name: str, settings: dict[str, Any]) -> PrefillNode:
+    config, epoch = PrefillConfig(**settings), new_epoch()
+    engine = load_engine(config)
+    handoff = HandoffServer(
+        "127.0.0.1",
+        engine.schema,
+        engine.fingerprints,
+        engine.memory,
+        node_id=name,
+        epoch=epoch,
+        transports=transports(config),
+        lease_s=30.0,  # what must be free soon must not wait for it
+    )
+    membership: Membership = make_membership(config, name, "prefill", engine, None, epoch, handoff.address)
+    return PrefillNode(engine, membership, handoff, config.max_running, config.chunk_tokens)
+
+
+def _decode(name: str, settings: dict[str, Any]) -> DecodeNode:
+    config, epoch = DecodeConfig(**settings), new_epoch()
+    engine = load_engine(config)
+    handoff = HandoffClient(
+        name, epoch, engine.schema, engine.fingerprints, engine.memory, transports=transports(config)
+    )
+    membership = make_membership(config, name, "decode", engine, None, epoch, "")
+    return DecodeNode(engine, membership, handoff, config.max_running, config.chunk_tokens)
