@@ -74,7 +74,7 @@ class Play:
         scenario, rng = self.scenario, self.rng
         names = list(self.answers)
         chosen = rng.sample(names, rng.randint(4, 7))
-        if scenario.phase == "preempted":
+        if scenario.phase == "preempted" or scenario.kind == "storm":
             chosen = [name for name in names if name not in ("one token", "few tokens")] * 2
         if scenario.kind == "flood":
             chosen = ["one token", "few tokens"] * 25 + chosen

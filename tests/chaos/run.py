@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("--each", type=int, default=20, help="scenarios of one cluster")
     parser.add_argument("--algorithms", nargs="*", default=list(ALGORITHMS))
     parser.add_argument("--kinds", nargs="*", default=list(KINDS))
+    parser.add_argument("--pause-file", type=Path, help="while it exists no scenario begins")
     parser.add_argument("--work", type=Path, help="directory for checkpoints and logs; kept where it is named")
     parser.add_argument("--out", type=Path, default=Path("chaos.json"))
     args = parser.parse_args()
@@ -46,6 +47,7 @@ def main() -> int:
         if time.monotonic() > until:
             break
         some = itertools.islice(scenarios, args.each)
+        some = _paused(some, args.pause_file)
         run_cluster(work, algorithm, round_number, args.seed, some, until, tally, args.out)
     tally.write(args.out, seconds=round(time.monotonic() - started), seed=args.seed)
     print(tally.table())
@@ -53,6 +55,14 @@ def main() -> int:
     if args.work is None:
         shutil.rmtree(work, ignore_errors=True)
     return 1 if tally.defects else 0
+
+
+def _paused(scenarios: Iterable[Scenario], pause_file: Path | None) -> Iterator[Scenario]:
+    """As they are, but none while the file exists."""
+    for scenario in scenarios:
+        while pause_file is not None and pause_file.exists():
+            time.sleep(1)
+        yield scenario
 
 
 def run_cluster(work, algorithm, number, seed, scenarios, until, tally, out) -> None:
