@@ -332,6 +332,17 @@ class ChatChunk(Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_token_ids: list[int] | None = None
 
 
+class DrainRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /admin/nodes/{id}/drain, which may be left out."""
+
+    timeout_s: Annotated[
+        Annotated[float, Meta(ge=0, le=86400)] | None,
+        Meta(
+            description="Seconds after which what the node still holds moves elsewhere; by default --drain-timeout-s."
+        ),
+    ] = None
+
+
 class CancelledRequest(Struct, frozen=True):
     """Answer of DELETE /v1/requests/{id}."""
 

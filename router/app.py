@@ -265,4 +265,6 @@ _ROUTES: tuple[tuple[str, str, _Handler], ...] = (
     ("GET", "/debug/requests", explain.recent),
     ("GET", "/debug/requests/{rid}", explain.one),
     ("POST", "/admin/flush", debug.flush),
+    ("POST", "/admin/nodes/{id}/drain", debug.drain),
+    ("POST", "/admin/nodes/{id}/undrain", debug.undrain),
 )

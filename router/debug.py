@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 
 from ..metadata.messages import Flush, Inspect, LedgerReport
+from .api_types import DrainRequest
 from .registry import Node
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from .request_life import RequestLife
 
 ANSWER_S = 5.0
+_drain_decoder = msgspec.json.Decoder(DrainRequest)
 
 
 class LedgerDesk:
@@ -75,6 +77,19 @@ async def ledger(api: Api, _request: web.Request) -> web.StreamResponse:
 async def flush(api: Api, _request: web.Request) -> web.StreamResponse:
     """POST /admin/flush: empties the prefix caches of unreferenced pages, then reports the books."""
     return await _books(api, flush=True)
+
+
+async def drain(api: Api, request: web.Request) -> web.StreamResponse:
+    """POST /admin/nodes/{id}/drain: the node gets nothing new; after a time what it still holds moves elsewhere."""
+    body = await api.body(request, _drain_decoder) if request.can_read_body else DrainRequest()
+    node = api.life.drain(request.match_info["id"], body.timeout_s)
+    return web.json_response(_node(node, time.monotonic()))
+
+
+async def undrain(api: Api, request: web.Request) -> web.StreamResponse:
+    """POST /admin/nodes/{id}/undrain: the node gets requests again."""
+    node = api.life.undrain(request.match_info["id"])
+    return web.json_response(_node(node, time.monotonic()))
 
 
 async def _books(api: Api, *, flush: bool) -> web.StreamResponse:

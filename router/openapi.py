@@ -17,6 +17,7 @@ from .api_types import (
     CompletionRequest,
     DetokenizeRequest,
     DetokenizeResponse,
+    DrainRequest,
     ModelInfo,
     ModelList,
     TokenizeRequest,
@@ -52,6 +53,8 @@ _ROUTES = (
     _Route("get", "/debug/requests", "Live requests, and the last ones that are over", None, RecentRequests),
     _Route("get", "/debug/requests/{rid}", "A request's life as parts that sum up to the whole", None, Explanation),
     _Route("post", "/admin/flush", "Empty the prefix caches"),
+    _Route("post", "/admin/nodes/{id}/drain", "Give a node nothing new; move what it does not finish", DrainRequest),
+    _Route("post", "/admin/nodes/{id}/undrain", "Give a node requests again"),
 )
 
 
@@ -97,7 +100,7 @@ def _operation(route: _Route, by_type: dict[type, dict[str, Any]]) -> dict[str, 
         "responses": {"200": success, "default": {"description": "Error", "content": content(ErrorBody)}},
     }
     if route.request is not None:
-        operation["requestBody"] = {"required": True, "content": content(route.request)}
+        operation["requestBody"] = {"required": route.request is not DrainRequest, "content": content(route.request)}
     names = re.findall(r"{(\w+)}", route.path)
     if names:
         operation["parameters"] = [

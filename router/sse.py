@@ -57,6 +57,7 @@ class EventStream:
         self._is_paused = False
         self._loop = asyncio.get_running_loop()
         self._pending: list[bytes] = []
+        self._num_pending = 0  # bytes
         self._response: web.StreamResponse | None = None
         self._is_chunked = False
         self._has_written = False  # in this tick
@@ -65,6 +66,8 @@ class EventStream:
         """Sends whole events, now or at the end of this tick."""
         if self._response is None or self._has_written:
             self._pending.append(data)
+            self._num_pending += len(data)
+            self._limit()
             return
         self._has_written = True
         self._loop.call_soon(self._end_tick)
@@ -98,6 +101,7 @@ class EventStream:
         if self._pending:
             data = b"".join(self._pending)
             self._pending.clear()
+            self._num_pending = 0
             self._write(data)
 
     def _write(self, data: bytes) -> None:
@@ -105,17 +109,26 @@ class EventStream:
         if transport is None or transport.is_closing():
             return
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
-        if not self._is_paused and transport.get_write_buffer_size() > self._max_unread:
+        self._limit()
+
+    def _limit(self) -> None:
+        if not self._is_paused and self._num_unread > self._max_unread:
             self._is_paused = True
-            self._loop.call_soon(self._set_paused, True)  # not now: this may be in the middle of a step's tokens
             self._loop.call_later(POLL_S, self._poll)
+            self._set_paused(True)
+
+    @property
+    def _num_unread(self) -> int:
+        """Bytes that the system has not taken for the client."""
+        transport = self._request.transport
+        return self._num_pending + (transport.get_write_buffer_size() if transport is not None else 0)
 
     def _poll(self) -> None:
         """While paused: has the client read?"""
         transport = self._request.transport
         if transport is None or transport.is_closing():
             return
-        if transport.get_write_buffer_size() > self._max_unread // 4:
+        if self._num_unread > self._max_unread // 4:
             self._loop.call_later(POLL_S, self._poll)
             return
         self._is_paused = False

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import msgspec
 
+from baton.metadata import messages as m
 from baton.router import openapi
 from baton.router.api_types import CompletionRequest
 
 from .conftest import System
+from .test_request_life import own
 
 
 def test_nodes_and_ledger(system: System) -> None:
@@ -43,6 +46,29 @@ def test_metrics(system: System) -> None:
     assert float(figures['baton_http_responses_total{status="400"}']) == 2
     assert float(figures['baton_node_free_pages{model="fake",node="d0",role="decode"}']) == 512
     assert float(figures['baton_node_steps_total{model="fake",node="p0",role="prefill"}']) == 7
+
+
+def test_a_node_is_drained_and_put_back(make_system: Callable[..., System]) -> None:
+    system = make_system().up(1, 2)
+    request = system.router.request
+
+    def reserves(name: str) -> int:
+        return len(own(system.cluster.by_name(name), m.Reserve))
+
+    status, body, _ = request("POST", "/admin/nodes/d0/drain", {"timeout_s": 0})
+    assert (status, body["node_id"], body["is_draining"]) == (200, "d0", True)
+    for _ in range(3):
+        assert system.complete()[0] == 200
+    assert (reserves("d0"), reserves("d1")) == (0, 3)
+    assert request("POST", "/admin/nodes/d1/drain")[0] == 200, "the body may be left out"
+    assert request("POST", "/admin/nodes/d0/undrain")[1]["is_draining"] is False
+    assert system.complete()[0] == 200
+    assert (reserves("d0"), reserves("d1")) == (1, 3)
+    for path in ("drain", "undrain"):
+        status, body, _ = request("POST", f"/admin/nodes/nobody/{path}")
+        assert (status, body["error"]["code"]) == (404, "not_found")
+    for bad in ({"timeout_s": -1}, {"timeout": 1}, b"{", []):
+        assert request("POST", "/admin/nodes/d0/drain", bad)[0] == 400
 
 
 def test_openapi_comes_from_the_types(system: System) -> None:

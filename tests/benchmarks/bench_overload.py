@@ -1,0 +1,255 @@
+"""Goodput against offered load: real processes, requests that arrive whether or not earlier ones are done.
+
+    python tests/benchmarks/bench_overload.py [--seconds 20] [--bound-s 5] [--json FILE] [--png docs/overload.png]
+
+First the sustainable load is measured: requests per second while a fixed number of clients keep all slots busy. Then
+requests arrive at random times (Poisson) at multiples of it, up to ten. Goodput is how many a second were answered in
+full within the bound, counted over `--seconds` in a steady state: arrivals begin one bound earlier, and go on to the
+end. Two curves:
+
+    shedding    requests say how long their answer is of use (timeout_s = the bound)
+    patient     they do not, and the router lets them wait as long as it takes (--max-queue-s 3600), up to --max-waiting
+
+The plot needs matplotlib, which is no dependency of Baton: `pip install matplotlib` by hand, or leave --png out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from cluster import Cluster
+
+WORDS = (
+    "def",
+    "class",
+    "return",
+    "import",
+    "self",
+    "value",
+    "for",
+    "in",
+    "while",
+    "if",
+    "else",
+    "try",
+    "except",
+    "int",
+)
+MODES = {"shedding": [], "patient": ["--max-queue-s", "3600"]}
+
+
+class Answer(NamedTuple):
+    """One request: when it was sent and answered (seconds of this process's clock), and how."""
+
+    sent_at: float
+    done_at: float
+    status: int
+
+    @property
+    def seconds(self) -> float:
+        return self.done_at - self.sent_at
+
+
+class Load:
+    """Sends requests to one router and notes how they ended."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, body: dict[str, Any], seed: int) -> None:
+        self._session = session
+        self._url = f"{url}/v1/completions"
+        self._body = body
+        self._random = random.Random(seed)
+        self.answers: list[Answer] = []
+
+    async def request(self) -> None:
+        """One request, with a prompt of its own."""
+        prompt = " ".join(self._random.choices(WORDS, k=24))
+        sent_at = time.monotonic()
+        try:
+            async with self._session.post(self._url, json={**self._body, "prompt": prompt}) as response:
+                await response.read()
+                status = response.status
+        except (aiohttp.ClientError, TimeoutError):
+            status = 0
+        self.answers.append(Answer(sent_at, time.monotonic(), status))
+
+    async def closed(self, num_clients: int, seconds: float) -> None:
+        """So many clients, each with one request at a time."""
+        end = time.monotonic() + seconds
+
+        async def client() -> None:
+            while time.monotonic() < end:
+                await self.request()
+
+        await asyncio.gather(*(client() for _ in range(num_clients)))
+
+    async def open(self, rate: float, seconds: float) -> None:
+        """Poisson arrivals, `rate` a second; returns when all are answered."""
+        tasks: set[asyncio.Task[None]] = set()
+        begun = due = time.monotonic()
+        while due < begun + seconds:
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            tasks.add(asyncio.create_task(self.request()))
+            due += self._random.expovariate(rate)
+        await asyncio.gather(*tasks)
+
+
+async def sustainable(url: str, body: dict[str, Any], options: argparse.Namespace) -> float:
+    """Requests per second with all slots busy and a few waiting."""
+    async with _session() as session:
+        load = Load(session, url, body, seed=1)
+        begun = time.monotonic()
+        await load.closed(options.slots + 4, options.seconds + options.bound_s)
+    window = (begun + options.bound_s, begun + options.bound_s + options.seconds)
+    return sum(window[0] <= each.done_at < window[1] for each in load.answers) / options.seconds
+
+
+async def measure(
+    url: str, body: dict[str, Any], rate: float, options: argparse.Namespace, seed: int
+) -> dict[str, Any]:
+    """One offered load. Everything but the goodput is of requests that arrived in the window."""
+    async with _session() as session:
+        load = Load(session, url, body, seed)
+        start = time.monotonic() + options.bound_s
+        await load.open(rate, options.bound_s + options.seconds)
+    end = start + options.seconds
+    arrived = [each for each in load.answers if start <= each.sent_at < end]
+    good = [each for each in load.answers if each.status == 200 and each.seconds <= options.bound_s]
+    done = sorted(each.seconds for each in arrived if each.status == 200)
+    refused = sorted(each.seconds for each in arrived if each.status == 429)
+    return {
+        "offered_per_s": round(len(arrived) / options.seconds, 2),
+        "goodput_per_s": round(sum(start <= each.done_at < end for each in good) / options.seconds, 2),
+        "done": len(done),
+        "late": sum(seconds > options.bound_s for seconds in done),
+        "refused": len(refused),
+        "timed_out": sum(each.status == 504 for each in arrived),
+        "other": sum(each.status not in (200, 429, 504) for each in arrived),
+        "done_s_p50": _percentile(done, 50),
+        "done_s_p99": _percentile(done, 99),
+        "refused_s_p50": _percentile(refused, 50),
+    }
+
+
+def run_mode(mode: str, options: argparse.Namespace, base: float | None) -> dict[str, Any]:
+    """One cluster, all its loads. `base`: what is sustainable, if it was measured; requests a second."""
+    body: dict[str, Any] = {"max_tokens": options.tokens, "ignore_eos": True, "temperature": 0}
+    points: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as directory, Cluster(Path(directory), None) as cluster:
+        cluster.start_router(*MODES[mode])
+        cluster.start_node("prefill", "prefill-0", "--speculative", "none")
+        cluster.start_node("decode", "decode-0", "--speculative", "none", "--max-running", str(options.slots))
+        cluster.wait_ready(num_nodes=2)
+        body["model"] = cluster.model_name
+        _pin(cluster)
+        base = base or asyncio.run(sustainable(cluster.base_url, body, options))
+        if mode == "shedding":
+            body["timeout_s"] = options.bound_s
+        for place, multiple in enumerate(options.multiples):
+            rate = multiple * base
+            point = asyncio.run(measure(cluster.base_url, body, rate, options, seed=place + 2))
+            router = psutil.Process(cluster.processes["router"].pid)
+            points.append({"multiple": multiple, **point, "router_rss_mb": round(router.memory_info().rss / 1e6, 1)})
+            print(mode, json.dumps(points[-1]), flush=True)
+    goodputs = [point["goodput_per_s"] for point in points]
+    return {
+        "sustainable_per_s": round(base, 2),
+        "points": points,
+        "peak_goodput_per_s": max(goodputs),
+        "last_of_peak": round(goodputs[-1] / max(goodputs), 3),
+    }
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Goodput of all modes over the offered load, both in multiples of what is sustainable."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=130)
+    for mode, style in (("shedding", "o-"), ("patient", "s--")):
+        if mode in result["modes"]:
+            curve = result["modes"][mode]
+            base = curve["sustainable_per_s"]
+            points = curve["points"]
+            offered = [point["offered_per_s"] / base for point in points]
+            axes.plot(offered, [point["goodput_per_s"] / base for point in points], style, label=mode, markersize=4)
+    axes.set_xlabel("offered load / sustainable load")
+    axes.set_ylabel("goodput / sustainable load")
+    axes.set_title(f"Requests answered in full within {result['bound_s']:g} s")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def _pin(cluster: Cluster) -> None:
+    """The nodes on one core; the router and this process, which is all the clients, on another: so what nodes can do is
+    the same at every load."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        return
+    for name, pid in {**cluster.pids, "clients": 0}.items():
+        core = cores[1] if name in ("router", "clients") else cores[0]
+        for thread in psutil.Process(pid or os.getpid()).threads():
+            os.sched_setaffinity(thread.id, {core})
+
+
+def _session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=300), trust_env=False
+    )
+
+
+def _percentile(values: list[float], percent: int) -> float | None:
+    return round(statistics.quantiles(values, n=100)[percent - 1], 3) if len(values) > 1 else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of measurement for each load")
+    parser.add_argument("--bound-s", type=float, default=5.0, help="a later answer is of no use")
+    parser.add_argument("--slots", type=int, default=8, help="sequences that the decode node runs at once")
+    parser.add_argument("--tokens", type=int, default=32, help="of each answer")
+    parser.add_argument("--multiples", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 5, 7.5, 10])
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--png", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    result: dict[str, Any] = {
+        "cpus": os.cpu_count(),
+        "seconds": options.seconds,
+        "bound_s": options.bound_s,
+        "slots": options.slots,
+        "tokens": options.tokens,
+        "modes": {},
+    }
+    base: float | None = None
+    for mode in options.modes:
+        result["modes"][mode] = run_mode(mode, options, base)
+        base = result["modes"][mode]["sustainable_per_s"]
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if options.png is not None:
+        plot(result, options.png)
+    print(json.dumps({mode: each["last_of_peak"] for mode, each in result["modes"].items()}))
+
+
+if __name__ == "__main__":
+    main()
