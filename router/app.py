@@ -73,7 +73,8 @@ class Api:
         try:
             data = await request.read()
         except web.RequestPayloadError as error:
-            raise HttpRefusal(400, f"the body cannot be read: {reason_of(error)}") from None
+            logger.info("a body cannot be read: %s", reason_of(error))
+            raise HttpRefusal(400, "the body cannot be read: it is not what its headers say") from None
         request[ARRIVED] = time.monotonic()
         try:
             return decoder.decode(data)

@@ -1,13 +1,37 @@
-"""What clients do wrong below HTTP's meaning: the HTTP server's own log lines about it, without tracebacks."""
+"""What clients do wrong below HTTP's meaning: a line in the log, no traceback, and an answer like all others."""
 
 from __future__ import annotations
 
 import logging
 
 from aiohttp.http_exceptions import HttpProcessingError
-from aiohttp.web import RequestPayloadError
+from aiohttp.web import BaseRequest, RequestHandler, RequestPayloadError, StreamResponse
+
+from ..metadata.errors import BatonError
+from .errors import HttpRefusal, response_of
 
 logger = logging.getLogger(__name__)
+
+
+class Connection(RequestHandler):
+    """One connection of the HTTP server. What fails before a route is found gets an answer of ours, not aiohttp's."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> StreamResponse:
+        """The answer of a failed request, after which the connection is closed."""
+        super().handle_error(request, status, exc, message)  # logs, and raises where an answer has begun
+        is_encoding = "content-encoding" in (message or "").lower()
+        words = "the Content-Encoding of the body is not served" if is_encoding else "this is no proper HTTP request"
+        response = response_of(HttpRefusal(status, words) if status < 500 else BatonError("internal error"))
+        response.force_close()
+        return response
 
 
 class ClientFaults(logging.Filter):

@@ -20,7 +20,7 @@ from ..metadata.hub import Hub
 from ..metadata.logs import setup_logging
 from .app import Api
 from .config import RouterConfig
-from .http_faults import ClientFaults
+from .http_faults import ClientFaults, Connection
 from .metrics import Metrics
 from .request_life import RequestLife
 from .tracing import Tracing, tracing_from
@@ -28,6 +28,7 @@ from .tracing import Tracing, tracing_from
 logger = logging.getLogger(__name__)
 _http_logger = logging.getLogger("aiohttp.server")
 _http_logger.addFilter(ClientFaults())
+BACKLOG = 1024  # connections that wait to be accepted
 
 
 class Router:
@@ -42,6 +43,7 @@ class Router:
         self._tracing: Tracing | None = None
         self._hub: Hub | None = None
         self._runner: web.AppRunner | None = None
+        self._http: asyncio.Server | None = None
         self.url = ""
         self.node_address = ""
 
@@ -64,11 +66,11 @@ class Router:
         )
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, config.host, config.port).start()
+            self._http = await self._listen(self._runner)
         except OSError as error:
             await self.stop()
             raise ConfigError(f"cannot serve HTTP on {config.host}:{config.port}: {error.strerror}") from error
-        host, port = self._runner.addresses[0][:2]
+        host, port = self._http.sockets[0].getsockname()[:2]
         self.api.access.is_local = ip_address(host).is_loopback
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         logger.info("serving HTTP on %s, nodes on %s", self.url, self.node_address)
@@ -90,12 +92,25 @@ class Router:
         """Ends all requests and closes all sockets."""
         self.life.close()
         await asyncio.sleep(0)  # streams write their last event
+        if self._http is not None:
+            self._http.close()
         if self._runner is not None:
             await self._runner.cleanup()
         if self._hub is not None:
             self._hub.close()
         if self._tracing is not None:
             await self._tracing.close()
+
+    async def _listen(self, runner: web.AppRunner) -> asyncio.Server:
+        """As web.TCPSite does, with connections of our own kind."""
+        server, loop = runner.server, asyncio.get_running_loop()
+        assert server is not None, "the runner has been set up"
+        return await loop.create_server(
+            lambda: Connection(server, loop=loop, access_log=None, logger=_http_logger),  # pyright: ignore[reportArgumentType]
+            self.config.host,
+            self.config.port,
+            backlog=BACKLOG,
+        )
 
     def _num_requests(self) -> int:
         return sum(not generation.is_canary for generation in self.life.generations.values())
