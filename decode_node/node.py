@@ -25,7 +25,6 @@ from ..engine.draft_row import get_draft
 from ..engine.engine import NO_NUMBERS, Engine
 from ..engine.graphs import graph_sizes
 from ..engine.rounds import Accepted, Rounds, Submitted
-from ..engine.sampling_state import SamplingState
 from ..engine.step_times import StepTimes
 from ..engine.stopping import ended
 from ..engine.trees import DraftShape
@@ -39,7 +38,7 @@ from ..metadata.request import TokenLogprobs, Unit
 from ..metadata.session import Work
 from .outbox import Outbox
 from .scheduler import DecodeScheduler, Plan
-from .sequence import Sequence
+from .sequence import Sequence, new_sequence
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +181,7 @@ class DecodeNode:
         granted: list[Sequence] = []
         for choice in message.choices:
             try:
-                sequence = self._sequence(message, choice)
+                sequence = new_sequence(message, choice, next(self._orders), self.engine)
             except RequestError as error:
                 self._fail(Unit(message.rid, choice, message.attempt), error.code, str(error), is_retryable=False)
                 continue
@@ -204,29 +203,6 @@ class DecodeNode:
             self.handoff.claim(
                 sequence.unit, message.prefill, len(sequence.lease.pages), sequence.pages[:num_prompt_pages]
             )
-
-    def _sequence(self, message: Reserve, choice: int) -> Sequence:
-        request = message.request
-        prompt_ids, received_ids = request.token_ids(self.engine.model_config.vocab_size, self.engine.context_len)
-        sampling = SamplingState(
-            request.params,
-            prompt_ids,
-            received_ids,
-            vocab_size=self.engine.model_config.vocab_size,
-            choice=choice,
-            device=self.engine.device,
-        )
-        return Sequence(
-            unit=Unit(message.rid, choice, message.attempt),
-            order=next(self._orders),
-            request=request,
-            prompt_len=len(prompt_ids),
-            token_ids=prompt_ids + received_ids,
-            sampling=sampling,
-            pages=[],
-            lease=None,
-            num_sent=len(received_ids),
-        )
 
     def _resend(self, unit: Unit, first: int) -> None:
         sequence = next((each for each in self.scheduler if each.unit == unit), None) or self.outbox.find_ended(unit)

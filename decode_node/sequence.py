@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..engine.engine import Engine
 from ..engine.prefix_cache import Lease
 from ..engine.sampling_state import SamplingState
 from ..engine.slots import MAX_MISSED
+from ..metadata.messages import Reserve
 from ..metadata.request import Ended, GenerationRequest, TokenLogprobs, Unit
 from .run_clock import RunClock
 
@@ -60,3 +62,28 @@ class Sequence:
             self.logprobs[self.num_generated] = logprobs
         self.token_ids.append(token_id)
         self.sampling.append(token_id)
+
+
+def new_sequence(message: Reserve, choice: int, order: int, engine: Engine) -> Sequence:
+    """A choice of a reservation, without pages yet. Raises RequestError for ids that the model does not have."""
+    request = message.request
+    prompt_ids, received_ids = request.token_ids(engine.model_config.vocab_size, engine.context_len)
+    sampling = SamplingState(
+        request.params,
+        prompt_ids,
+        received_ids,
+        vocab_size=engine.model_config.vocab_size,
+        choice=choice,
+        device=engine.device,
+    )
+    return Sequence(
+        unit=Unit(message.rid, choice, message.attempt),
+        order=order,
+        request=request,
+        prompt_len=len(prompt_ids),
+        token_ids=prompt_ids + received_ids,
+        sampling=sampling,
+        pages=[],
+        lease=None,
+        num_sent=len(received_ids),
+    )
