@@ -302,14 +302,14 @@ class RequestLife:
 
     def _admitted(self, node: Node, message: Admitted, now: float) -> None:
         self.metrics.transfer(node, message)
-        choice = self._flow.find(message.unit)
+        choice = self._flow.find(message.unit, node)
         if choice is not None and choice.attempt is not None and choice.attempt.decode is node:
             choice.attempt.admitted.add(choice.index)
             choice.generation.timeline.admitted(choice, message, now)
             self.health.worked(choice.attempt.prefill, node, now)
 
     def _failed(self, node: Node, message: Failed) -> None:
-        choice = self._flow.find(message.unit)
+        choice = self._flow.find(message.unit, node)
         if choice is None or choice.attempt is None:  # over, or elsewhere: also what a client's leaving brought about
             return
         generation, attempt = choice.generation, choice.attempt

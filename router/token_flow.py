@@ -40,12 +40,14 @@ class TokenFlow:
         """A message of one step. Units that are over, or run elsewhere by now, are passed over. Raises ProtocolError
         or ValueError when its columns do not fit together."""
         ids = unpack_ids(message.ids)
+        if ids and min(ids) < 0:
+            raise ProtocolError(f"Tokens with id {min(ids)}", node=node.node_id)
         place = 0
         columns = zip(message.units, unpack_ids(message.firsts), unpack_ids(message.counts), strict=True)
         for row, (unit, first, count) in enumerate(columns):
             if count < 0 or first < 0 or place + count > len(ids):
                 raise ProtocolError(f"Tokens of {unit}: columns do not fit together", node=node.node_id)
-            choice = self.find(unit)
+            choice = self.find(unit, node)
             if choice is not None:
                 if message.num_cached is not None and choice.generation.num_cached is None:
                     choice.generation.num_cached = message.num_cached
@@ -55,18 +57,19 @@ class TokenFlow:
                     self._deliver(choice, delta, is_over_at_node=ended is not None, now=now)
             place += count
         if node.role == "prefill":  # which gives first tokens, and no others
-            for choice in filter(None, map(self.find, message.units)):
+            for choice in filter(None, (self.find(unit, node) for unit in message.units)):
                 choice.generation.timeline.first_token(choice, now)
 
-    def find(self, unit: Unit) -> Choice | None:
-        """The choice that a unit is the present attempt of; None for what is over or moved."""
+    def find(self, unit: Unit, node: Node) -> Choice | None:
+        """The choice that a unit is the present attempt of, on this node; None for what is over, moved or not its."""
         generation = self._life.generations.get(unit.rid)
         if generation is None or unit.choice >= len(generation.choices):
             return None
         choice = generation.choices[unit.choice]
-        if choice.attempt is None or choice.attempt.number != unit.attempt or choice.finish_reason is not None:
+        attempt = choice.attempt
+        if attempt is None or attempt.number != unit.attempt or choice.finish_reason is not None:
             return None
-        return choice
+        return choice if node in (attempt.prefill, attempt.decode) else None
 
     def _merge(
         self,

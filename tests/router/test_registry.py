@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 
 from baton.metadata import messages as m
+from baton.metadata.request import Ended
 
 from .conftest import System
 from .fake_nodes import make_layout
@@ -119,9 +121,31 @@ def test_tokens_whose_columns_do_not_fit(system: System) -> None:
     """A node's bad message is one message lost, not a router."""
     node = system.cluster.by_name("d0")
     node.post(m.Tokens((m.Unit("x", 0, 0),), bytes(4), b"\5\0\0\0", b""))
+    node.post(m.Tokens((m.Unit("x", 0, 0),), bytes(4), b"\1\0\0\0", b"\xff" * 4))
     time.sleep(0.1)
     assert not system.router.errors, "it is the node's fault, not ours"
     assert system.complete()[0] == 200
+
+
+def test_a_node_has_no_say_in_what_others_compute(system: System) -> None:
+    expected = system.complete()[1]["choices"][0]["text"]
+    other = system.cluster.add("decode", "d1")
+    wait_until(lambda: other.got(m.Welcome))
+    system.behaviour.hold = threading.Event()
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(system.complete()))
+    thread.start()
+    nodes = [system.cluster.by_name(name) for name in ("d0", "d1")]
+    wait_until(lambda: any(own(node, m.Reserve) and node.running for node in nodes))
+    thief, owner = sorted(nodes, key=lambda node: bool(node.running))
+    (tokens, *_) = owner.running[0][1]
+    (unit,) = tokens.units
+    thief.post(m.Failed(unit, "x", "not mine", False))
+    thief.post(m.Tokens((unit,), b"\1\0\0\0", b"\1\0\0\0", b"\7\0\0\0", ended={0: Ended("stop", 7, 1, 2, 0)}))
+    time.sleep(0.2)
+    system.behaviour.hold.set()
+    thread.join(10)
+    assert answers[0][1]["choices"][0]["text"] == expected
 
 
 def test_canary_compares_answers(make_system: Callable[..., System]) -> None:

@@ -101,12 +101,12 @@ class WireSocket:
         self.send_multipart([frame])
 
     def send_multipart(self, frames: list[Any], flags: int = 0, copy: bool = True, track: bool = False) -> Sent:
-        frames = [bytes(memoryview(frame).cast("B")) for frame in frames]
+        frames = [bytes(memoryview(frame).cast("B")) for frame in frames] or [b""]
         if self.kind == zmq.ROUTER:
             peer = self.peers.get(frames[0])
             if peer is None:
                 raise zmq.ZMQError(zmq.EHOSTUNREACH)
-            peer.inbox.append(frames[1:])
+            peer.inbox.append(frames[1:] or [b""])
         elif self.router is not None:
             self.sent.append(frames)
             for each in self.wire.tamper(self.holder, frames):

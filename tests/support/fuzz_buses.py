@@ -1,0 +1,299 @@
+"""Hostile frames against both ends of the bus: the router with all it knows, and a node's membership."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from typing import Any, get_args
+
+import msgspec
+import zmq
+from fuzz_frames import hostile_frames
+from fuzz_targets import Target
+from handoff_nodes import SCHEMA
+from samples import make_sample
+from wire import Wire
+
+from baton.deploy.plan import DEMO
+from baton.engine.model_card import read_tokenizer
+from baton.metadata import messages as m
+from baton.metadata.errors import BatonError, Refused, RequestError
+from baton.metadata.hub import Hub
+from baton.metadata.logs import Throttle
+from baton.metadata.membership import Membership
+from baton.metadata.node_info import Capacity, Load, ModelCard, NodeStats, PoolLedger
+from baton.metadata.request import Ended, SamplingParams, Unit, pack_ids
+from baton.router.config import RouterConfig
+from baton.router.generation import Choice, Delta, Generation
+from baton.router.metrics import Metrics
+from baton.router.request_life import RequestLife
+
+VOCAB_SIZE = 420
+LOAD = Load(free_pages=100, running=0, waiting=0)
+
+
+def make_hello(role: str, name: str, epoch: str = "1", digest: str = "t") -> m.Hello:
+    card = ModelCard(
+        name="fake",
+        context_len=512,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(1,),
+        bos_token_id=0,
+        tokenizer_digest=digest,
+        chat_template=None,
+    )
+    return m.Hello(
+        role=role, node_id=name, epoch=epoch, protocol_min=m.PROTOCOL_MIN, protocol_max=m.PROTOCOL_MAX, layout=SCHEMA,
+        target_fingerprint="f" * 16, draft_fingerprint=None, model=card,
+        capacity=Capacity(num_pages=100, page_size=4, max_running=16), data_address="tcp://127.0.0.1:1",
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+class Client:
+    """Who waits for a generation: it ends once."""
+
+    def __init__(self) -> None:
+        self.num_ends = 0
+        self.ids: list[int] = []
+
+    def on_delta(self, choice: Choice, delta: Delta, /) -> None:
+        assert not self.num_ends
+
+    def on_done(self, generation: Generation, /) -> None:
+        self.num_ends += 1
+
+    def on_error(self, generation: Generation, error: BatonError, /) -> None:
+        self.num_ends += 1
+
+
+class RouterTarget(Target):
+    """A hub and the life of requests behind it: nodes that lie, each under a routing id of its own."""
+
+    name = "hub and router"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.failures: list[dict[str, Any]] = []
+        self.loop.set_exception_handler(lambda _, context: self.failures.append(context))
+        self.nodes = [("prefill", "p0"), ("decode", "d0"), ("decode", "d1")]
+        self.number = 0
+        self.is_known = False
+        self.clients: dict[Generation, Client] = {}
+        self.tokenizer = read_tokenizer(DEMO)
+        self.loop.run_until_complete(self._start())
+
+    def feed(self, rng: random.Random) -> None:
+        self.loop.run_until_complete(self._feed(rng))
+        for context in self.failures:
+            raise context.get("exception") or AssertionError(context)
+
+    def close(self) -> None:
+        self.loop.run_until_complete(self._stop())
+        self.loop.close()
+
+    async def _start(self) -> None:
+        self.life = RequestLife(RouterConfig(canary_interval_s=3600.0), "e0", Metrics())
+        self.hub = Hub("tcp://127.0.0.1:*", "e0", None, self.life.on_message, self.life.on_connection_lost)
+        self.hub._failures = Throttle(0.0)
+        self.hub._loop = asyncio.get_running_loop()
+        self.asked: deque[tuple[bytes, Any]] = deque(maxlen=12)  # what nodes were given to do
+        self.hub.send = self._send  # type: ignore[method-assign]
+        self.life.start(self.hub)
+        self._join()
+
+    def _send(self, peer: bytes, message: Any) -> bool:
+        m.encode(message)
+        if isinstance(message, m.Reserve | m.Prefill):
+            self.asked.append((peer, message))
+        return True
+
+    def _join(self) -> None:
+        for role, name in self.nodes:
+            if f"{name}:1".encode() not in self.life.registry.nodes:
+                hello = make_hello(role, name, digest=self.tokenizer.digest)
+                self.hub._take(f"{name}:1".encode(), [m.encode(hello)])
+        if not self.is_known:
+            self.hub._take(b"p0:1", [m.encode(self.tokenizer)])
+            self.is_known = True
+
+    async def _feed(self, rng: random.Random) -> None:
+        if rng.random() < 0.1:
+            self._join()
+            self._submit(rng)
+        if self.clients and rng.random() < 0.02:
+            generation = rng.choice(list(self.clients))
+            del self.clients[generation]
+            self.life.cancel(generation, "its client left")
+        if self.asked and rng.random() < 0.6:
+            sender, message = self._answer(rng)
+        else:
+            sender = f"{rng.choice(self.nodes)[1]}:{rng.choice('1112')}".encode() + rng.choice([b"", b"", b":beat"])
+            message = self._valid(rng)
+        before = self.hub.dropped_frames
+        frames = [m.encode(message)] if rng.random() < 0.5 else hostile_frames(rng, message)
+        self.hub._take(sender, frames)
+        self.num_accepted += self.hub.dropped_frames == before
+        await asyncio.sleep(0)
+        self._check()
+
+    def _submit(self, rng: random.Random) -> None:
+        groups = [node.group for node in self.life.registry.nodes.values() if node.group.tokenizer is not None]
+        if not groups or len(self.life.generations) > 8:
+            return
+        self.number += 1
+        params = SamplingParams(max_tokens=rng.choice([1, 8, 100]))
+        client = Client()
+        generation = Generation(
+            f"r{self.number}",
+            groups[0],
+            [5, 6, 7],
+            params,
+            client,
+            num_choices=rng.choice([1, 2]),
+            now=time.monotonic(),
+        )
+        self.clients[generation] = client
+        try:
+            self.life.submit(generation)
+        except BatonError:
+            del self.clients[generation]
+
+    def _check(self) -> None:
+        for generation, client in list(self.clients.items()):
+            assert client.num_ends == (generation.rid not in self.life.generations), generation.rid
+            if client.num_ends:
+                del self.clients[generation]
+        assert len(self.life.registry.nodes) <= 2 * len(self.nodes)
+
+    async def _stop(self) -> None:
+        for generation in list(self.life.generations.values()):
+            self.life.cancel(generation, "the end")
+        assert not self.life.generations
+        held = [node.units for node in self.life.registry.nodes.values() if node.units]
+        assert not held, held
+        self.life.close()
+        self.hub.close()
+
+    def _answer(self, rng: random.Random) -> tuple[bytes, Any]:
+        """What a node that was given work could say now."""
+        peer, asked = rng.choice(list(self.asked))
+        rid, attempt, choice = asked.rid, asked.attempt, rng.choice(asked.choices)
+        unit = Unit(rid, choice, attempt)
+        generation = self.life.generations.get(rid)
+        first = len(generation.choices[choice].received) if generation is not None else 0
+        count = rng.choice([1, 1, 2, 5])
+        ended = {0: Ended("stop", 1, 3, first + count, 0)} if rng.random() < 0.2 else {}
+        ids = pack_ids(rng.randint(2, VOCAB_SIZE - 1) for _ in range(count))
+        tokens = m.Tokens((unit,), pack_ids([max(0, first + rng.choice([0, 0, 0, -1, 1]))]), pack_ids([count]), ids)
+        if isinstance(asked, m.Reserve):
+            makers = (
+                lambda: m.Reserved(rid=rid, attempt=attempt, granted=asked.choices, load=LOAD),
+                lambda: m.Admitted(unit, 0.1, 2, 4096, 0),
+                lambda: msgspec.structs.replace(tokens, ended=ended),
+                lambda: m.Reserved(rid=rid, attempt=attempt, granted=(), load=LOAD),
+                lambda: m.Failed(unit, "transfer_error", "it broke", rng.random() < 0.9),
+            )
+            return peer, rng.choices(makers, (6, 3, 8, 1, 1))[0]()
+        done = m.PrefillDone(rid=rid, attempt=attempt, queue_s=0.1, compute_s=0.1, num_cached=0, load=LOAD)
+        return peer, rng.choice([tokens, done])
+
+    def _valid(self, rng: random.Random) -> Any:
+        generations = list(self.life.generations.values())
+        rid = rng.choice(generations).rid if generations and rng.random() < 0.8 else "nobody"
+        attempt, choice = rng.choice([0, 0, 0, 1]), rng.choice([0, 0, 1])
+        unit = Unit(rid, choice, attempt)
+        count = rng.choice([1, 1, 2, 5])
+        ids = pack_ids(rng.randint(0, VOCAB_SIZE - 1) for _ in range(count))
+        ended = {0: Ended("stop", 1, 3, count, 0)} if rng.random() < 0.2 else {}
+        makers = (
+            lambda: m.Reserved(rid=rid, attempt=attempt, granted=rng.choice([(0,), (0, 1), ()]), load=LOAD),
+            lambda: m.Tokens((unit,), pack_ids([rng.choice([0, 1, 2])]), pack_ids([count]), ids, ended=ended),
+            lambda: m.Admitted(unit, 0.1, 2, 4096, 0),
+            lambda: m.PrefillDone(rid=rid, attempt=attempt, queue_s=0.1, compute_s=0.1, num_cached=0, load=LOAD),
+            lambda: m.Failed(unit, rng.choice(["transfer_error", "x"]), "it broke", rng.random() < 0.7),
+            lambda: m.Cancelled(rid=rid, attempt=attempt),
+            lambda: m.Beat(1, "idle", 0.0, 10.0, LOAD, NodeStats()),
+            lambda: m.Leaving(done=rng.random() < 0.5),
+            lambda: make_hello(
+                rng.choice(["prefill", "decode"]), rng.choice(["p0", "d0"]), rng.choice("12"), self.tokenizer.digest
+            ),
+            lambda: make_sample(rng.choice(get_args(m.ToRouter)), rng),
+        )
+        return rng.choices(makers, (4, 6, 2, 2, 2, 2, 2, 0.05, 0.5, 3))[0]()
+
+
+class _Books:
+    def ledger(self) -> PoolLedger:
+        return PoolLedger(free=1, padding=1, request=0, ticket=0, cache=0, cache_referenced=0)
+
+    def flush(self) -> None: ...
+
+
+class _Member:
+    """A node that holds nothing."""
+
+    is_idle = True
+    cache = _Books()
+
+    def load(self) -> Load:
+        return LOAD
+
+    def stats(self) -> NodeStats:
+        return NodeStats()
+
+    def units(self) -> tuple[Unit, ...]:
+        return ()
+
+    tickets = units
+
+
+class MembershipTarget(Target):
+    """A node's end of the bus, whose router lies: work comes out of it that the node can look at, or nothing."""
+
+    name = "link and session"
+
+    def __init__(self) -> None:
+        super().__init__()
+        wire: Any = Wire()
+        self.router = wire.socket(zmq.ROUTER)
+        self.router.bind("tcp://127.0.0.1:*")
+        file = m.TokenizerFile(digest="t", data=b"")
+        self.membership = Membership(make_hello("decode", "d0"), "tcp://127.0.0.1:1", lambda: file, None, 0.0)
+        self.membership.member = _Member()  # type: ignore[assignment]
+        self.membership._link.socket.close()
+        self.dealer = wire.dealer(self.router.address)
+        self.membership._link.socket = self.dealer
+
+    def feed(self, rng: random.Random) -> None:
+        before = self.membership.dropped_frames
+        self.router.send_multipart([self.dealer.holder, *hostile_frames(rng, self._valid(rng))])
+        try:
+            work = self.membership.receive()
+        except Refused:
+            work = []  # a router that refuses a node ends it: that is its right
+        self.num_accepted += self.membership.dropped_frames == before
+        for item in work:
+            if isinstance(item, m.Reserve | m.Prefill):
+                try:
+                    prompt_ids, received_ids = item.request.token_ids(VOCAB_SIZE, 512)
+                except RequestError:
+                    continue
+                assert prompt_ids and all(0 <= token < VOCAB_SIZE for token in prompt_ids + received_ids)
+                assert len({Unit(item.rid, choice, item.attempt) for choice in item.choices}) == len(item.choices) > 0
+        self.router.inbox.clear()
+        self.dealer.sent.clear()
+
+    def close(self) -> None:
+        self.membership.close()
+
+    def _valid(self, rng: random.Random) -> Any:
+        kind = rng.choice([*get_args(m.ToNode), *(m.Welcome, m.Reserve, m.Prefill) * 4])
+        message = make_sample(kind, rng)
+        if isinstance(message, m.Reserve | m.Prefill) and rng.random() < 0.7:
+            ids = [pack_ids(rng.randint(0, VOCAB_SIZE - 1) for _ in range(rng.randint(1, 4))) for _ in range(2)]
+            request = msgspec.structs.replace(message.request, prompt_ids=ids[0], received_ids=ids[1])
+            message = msgspec.structs.replace(message, request=request)
+        return msgspec.structs.replace(message, router_epoch="e0" if rng.random() < 0.95 else "e1")
