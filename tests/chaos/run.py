@@ -10,12 +10,14 @@ import itertools
 import json
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Iterator
+from http.client import HTTPException
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
@@ -39,6 +41,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="directory for checkpoints and logs; kept where it is named")
     parser.add_argument("--out", type=Path, default=Path("chaos.json"))
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and no process is left behind
     work = args.work or Path(tempfile.mkdtemp(prefix="chaos-"))
     work.mkdir(parents=True, exist_ok=True)
     started, tally = time.monotonic(), Tally()
@@ -87,10 +90,11 @@ def run_cluster(work, algorithm, number, seed, scenarios, until, tally, out) -> 
             _say(result)
             tally.write(out, seed=seed)
         rig.end()
-    except (AssertionError, OSError, subprocess.TimeoutExpired) as error:
+    except (AssertionError, OSError, HTTPException, subprocess.TimeoutExpired) as error:
         traceback.print_exc()
         tally.defects.append(f"{algorithm}, {scenario}: the cluster did not come back: {str(error)[:2000]}")
         tally.write(out, seed=seed)
+    finally:
         rig.abandon()
 
 
