@@ -324,10 +324,10 @@ def test_a_live_request(system: System) -> None:
     thread.start()
 
     def live() -> list[dict[str, Any]]:
-        lines = system.router.request("GET", "/debug/requests?outcome=live")[1]["requests"]
-        return [line for line in lines if names(explain(system, line["rid"])[0])[-1] == "decode"]
+        return system.router.request("GET", "/debug/requests?outcome=live")[1]["requests"]
 
-    [line] = wait_until(live)
+    wait_until(lambda: any(names(explain(system, line["rid"])[0])[-1] == "decode" for line in live()))
+    [line] = live()
     assert (line["num_tokens"], line["outcome"]) == (1, "live")
     system.behaviour.hold.set()
     thread.join(10)
@@ -355,6 +355,47 @@ def test_a_move_is_told_with_its_reason(make_system: Callable[..., System]) -> N
     assert nodes[-1] != victim.name
     listed = system.router.request("GET", f"/debug/requests?node={victim.name}")[1]["requests"]
     assert [line["num_moves"] for line in listed] == [1]
+
+
+def test_waiting_for_a_full_node_is_queueing(system: System) -> None:
+    tried: list[str] = []
+
+    def full_at_first(node: FakeNode, message: m.Reserve) -> bool:
+        tried.append(message.rid)
+        if tried.count(message.rid) > 2:
+            return False
+        node.link.send(m.Reserved(message.rid, message.attempt, (), Load(free_pages=0, running=1, waiting=0)))
+        node.post(m.Room(node.load()))
+        return True
+
+    system.behaviour.answer_reserve = full_at_first
+    [life] = explain(system, system.complete()[2]["x-request-id"])
+    assert names(life).count("queue") == names(life).count("reserve") == 1
+    assert next(part for part in life["choices"][0]["parts"] if part["name"] == "queue")["num_refused"] == 2
+    assert tried == [life["rid"]] * 3
+
+
+def test_a_paused_request(system: System) -> None:
+    system.behaviour.hold = threading.Event()
+    result: list[Any] = []
+    thread = threading.Thread(target=lambda: result.append(system.complete()))
+    thread.start()
+    life = system.router.router.life
+
+    def decoding() -> Any:
+        running = [each for each in life.generations.values() if not each.is_canary]
+        return running[0] if running and running[0].timeline.tracks[0].last.stage == "decode" else None
+
+    generation = wait_until(lambda: system.router.call(decoding))
+    system.router.call(lambda: life.set_paused(generation, True))
+    system.router.call(lambda: life.set_paused(generation, False))
+    system.behaviour.hold.set()
+    thread.join(10)
+    [told] = explain(system, result[0][2]["x-request-id"])
+    order = [name for name in names(told) if name in ("queue", "decode", "paused", "finish")]
+    assert order == ["queue", "decode", "paused", "queue", "decode", "finish"]
+    paused = next(part for part in told["choices"][0]["parts"] if part["name"] == "paused")
+    assert paused["reason"] == "its client does not read"
 
 
 def test_a_client_that_leaves_and_an_error(system: System) -> None:
