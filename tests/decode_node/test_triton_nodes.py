@@ -1,0 +1,55 @@
+"""Both nodes on the Triton kernels, as on a CUDA device, in Triton's interpreter: prompts in chunks, a prefix hit, a
+batch that changes, a preemption. Graphs are left out; the functions that they capture run directly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import drafters
+import pytest
+import triton_device
+from heads import write_head
+from matrix import PAGE_SIZE
+from node_pair import NodePair, params
+
+from baton.engine.rounds import Rounds
+from baton.kernels import gpu
+
+pytestmark = pytest.mark.skipif(
+    not triton_device.IS_INTERPRETED, reason="a GPU runs the kernels themselves (tests/gpu)"
+)
+
+PROMPTS = [[17, 4, 250, 33, 99, 8, 301, 12, 76], [5, 6, 7], [17, 4, 250, 33, 99, 8, 9, 9, 9, 9]]
+
+
+def outputs(model: Path, **settings: Any) -> list[list[int]]:
+    both = {"page_size": PAGE_SIZE, "num_pages": 64, "max_running": 4, "chunk_tokens": 8, **settings}
+    with closing(NodePair(model, prefill=both, decode=both, overlaps=True)) as pair:
+        for index, prompt in enumerate(PROMPTS):
+            pair.submit(f"{index}", prompt, params(5, temperature=float(index % 2), seed=index))
+        pair.step_until(lambda: len(pair.decode.scheduler.running) > 1)
+        pair.decode.settle()
+        if pair.decode.scheduler.running:
+            pair.decode.scheduler._preempt(pair.decode.scheduler.running[-1])
+        results = pair.run(500)
+        pair.check_books()
+        assert pair.decode.stats().preemptions > 0
+        return [results[f"{index}", 0].ids for index in range(len(PROMPTS))]
+
+
+@pytest.mark.timeout(600)  # the interpreter is slow where others work
+@pytest.mark.parametrize("name", ["none", "eagle3"])
+def test_output_is_that_of_the_cpu_kernels(
+    name: str, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = drafters.target_of(name, checkpoint) if name != "none" else checkpoint("qwen3", num_hidden_layers=1)
+    settings: dict[str, Any] = {}
+    if name != "none":
+        settings = {"speculative": name, "draft_model": str(write_head(tmp_path / name, name, model)), "draft_steps": 2}
+    expected = outputs(model)
+    monkeypatch.setattr(gpu, "compiled", lambda tensor: True)
+    monkeypatch.setattr(Rounds, "capture", lambda self: None)
+    assert outputs(model, **settings) == expected
