@@ -31,12 +31,16 @@ def run(plan: Plan) -> int:
     check_port(plan.router.host, port)
     say(f"speculation: {plan.speculation}")
     run_dir = make_run_dir(plan.up.run_dir)
-    children = [Child(command, run_dir) for command in commands(plan, free_port(), port)]
+    secured = plan.secured(run_dir)
+    children = [Child(command, run_dir) for command in commands(secured, free_port(), port)]
     key = plan.router.required_admin_key or next(iter(plan.router.client_keys), None)
     client = Client.local(plan.router.host, port, key)
-    with Signals() as signals:
-        launcher = Launcher(plan, children, client, run_dir, signals)
-        return launcher.run()
+    try:
+        with Signals() as signals:
+            return Launcher(secured, children, client, run_dir, signals).run()
+    finally:
+        if secured is not plan and secured.router.keys is not None:  # its last reader is gone
+            Path(secured.router.keys).unlink(missing_ok=True)
 
 
 class Launcher:

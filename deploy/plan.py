@@ -16,6 +16,7 @@ from ..decode_node.config import DecodeConfig
 from ..engine.config import EngineConfig
 from ..engine.drafters.choice import describe, find_drafter, settle
 from ..metadata.config import at_least, setting
+from ..metadata.curve import KeyPair
 from ..metadata.errors import ConfigError
 from ..prefill_node.config import PrefillConfig
 from ..router.config import RouterConfig
@@ -68,6 +69,21 @@ class Plan:
         config, model_dir = self.decode, _model_dir(self.decode)
         drafter = find_drafter(config, model_dir)
         return describe(config.speculative, config.draft_steps, config.draft_topk, drafter, model_dir)
+
+    def secured(self, run_dir: Path) -> Plan:
+        """The same with fresh keys, in a file of `run_dir` that the caller removes, unless keys are configured: nobody
+        else on this host can then join, or read what crosses sockets."""
+        if self.router.keys or self.prefill.keys or self.decode.keys:
+            return self
+        path = run_dir / f"cluster-{os.getpid()}.key"
+        path.unlink(missing_ok=True)
+        KeyPair.create(path)
+        return replace(
+            self,
+            router=replace(self.router, keys=str(path)),
+            prefill=replace(self.prefill, keys=str(path)),
+            decode=replace(self.decode, keys=str(path)),
+        )
 
     def tables(self) -> dict[str, Any]:
         return {"up": self.up, "router": self.router, "prefill": self.prefill, "decode": self.decode}

@@ -36,6 +36,7 @@ from baton.deploy.plan import (
 )
 from baton.deploy.rundir import make_run_dir
 from baton.deploy.terminal import Signals
+from baton.metadata.curve import KeyPair
 from baton.metadata.errors import ConfigError, Unavailable
 from baton.prefill_node.config import PrefillConfig
 from baton.router.config import RouterConfig
@@ -274,6 +275,26 @@ def test_the_commands_of_a_plan() -> None:
         assert "BATON_API_KEY" not in node.environ
     assert nodes[-1].environ["OMP_NUM_THREADS"] == "3"
     assert not any("hunter2" in word for item in made for word in item.argv)
+
+
+def test_processes_get_fresh_keys_of_their_own(tmp_path: Path) -> None:
+    """Nobody on this host can join without reading a file that is the user's alone; each run has other keys."""
+    seen = set()
+    for _ in range(2):
+        made = plan().secured(tmp_path)
+        (path,) = tmp_path.glob("*.key")
+        assert path.stat().st_mode & 0o777 == 0o600
+        seen.add(KeyPair.load(path))
+        assert all(f"--keys={path}" in command.argv for command in commands(made, node_port=5701, http_port=8001))
+    assert len(seen) == 2
+
+
+def test_configured_keys_are_used_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "mine"
+    KeyPair.create(path)
+    given = Plan(UpConfig(), RouterConfig(keys=str(path)), PrefillConfig(), DecodeConfig())
+    assert given.secured(tmp_path) is given
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def flags_of(made: Plan) -> set[str]:

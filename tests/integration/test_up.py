@@ -99,6 +99,8 @@ def test_up_answers_and_ctrl_c_leaves_nothing(tmp_path: Path, model_dir: Path) -
         assert f"http://127.0.0.1:{running.port}/v1" in said
         assert str(running.run_dir) in said
         assert {path.name for path in running.run_dir.glob("*.log")} == {"router.log", "prefill-0.log", "decode-0.log"}
+        (keys,) = running.run_dir.glob("*.key")
+        assert all(f"--keys={keys}" in process.cmdline() for process in family)
 
         # the line that it prints is one that works
         curl = re.search(r"(?m)^ *curl .*\\\n.*$", said)
@@ -115,6 +117,7 @@ def test_up_answers_and_ctrl_c_leaves_nothing(tmp_path: Path, model_dir: Path) -
         assert running.process.wait(20) == 0, running.said
         assert time.monotonic() - start < 8
         assert not _alive(family)
+        assert not keys.exists()
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", running.port))
