@@ -2,9 +2,9 @@
 
     python tests/benchmarks/bench_survival.py [--model DIR] [--kills 40] [--stops 10] [--streams 4] [--json FILE]
 
-One router, one prefill and three decode nodes, real processes, greedy streams. Each time a decode node that holds streams
-gets SIGKILL (then another takes its place) or SIGSTOP (later SIGCONT); for every stream on it, the time from the signal
-to its next token is taken. Every stream's tokens are compared with those of a run without faults.
+One router, one prefill and three decode nodes, real processes, greedy streams. Each time a decode node that holds
+streams gets SIGKILL (then another takes its place) or SIGSTOP (later SIGCONT); for every stream on it, the time from
+the signal to its next token is taken. Every stream's tokens are compared with those of a run without faults.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         cluster = Cluster(Path(directory), options.model)
         try:
-            cluster.start(1, 3)
+            cluster.start(1, 3, wait=False).wait_ready(num_nodes=4, timeout_s=240)
             clean = [_ask(cluster, place) for place in range(options.streams)]
             for stream in clean:
                 stream.join()

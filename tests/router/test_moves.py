@@ -123,6 +123,35 @@ def test_failures_are_counted_for_each_choice_and_forgotten_when_it_gets_on(make
     assert num_failed == [6] * 8
 
 
+@pytest.mark.parametrize("stop", ["ck br", "fox", None])
+def test_text_is_whole_wherever_the_node_dies(make_system: Make, stop: str | None) -> None:
+    """After each number of tokens: stop strings that lie across the cut, and bytes of one character on its two sides."""
+    system = make_system().up(1, 2)
+    expected = system.text if stop is None else system.text.split(stop)[0]
+    for place in range(len(system.say(system.text))):
+        system.behaviour.change_tokens = lambda node, steps, place=place: die_after(system, node, steps, place)
+        asking = Asking(system, **({} if stop is None else {"stop": stop, "min_tokens": 2}))
+        assert asking.join().text() == expected, f"cut after {place} tokens"
+        wait_until(lambda: len(system.router.router.life.registry.nodes) == 3)
+        wait_until(lambda: len(pairs_ready(system)) == 2)
+
+
+def die_after(system: System, node: FakeNode, steps: list[m.Tokens], place: int) -> list[m.Tokens]:
+    """The node of the first attempt sends so many messages and is gone for the router."""
+    if steps[0].units[0].attempt > 0:
+        return steps
+    for step in steps[:place]:
+        node.link.send(step)
+    node.reserved.clear()
+    node.link.send(m.Leaving(done=True))
+    return steps[:1]
+
+
+def pairs_ready(system: System) -> list[Any]:
+    body = system.router.request("GET", "/debug/nodes")[1]
+    return [pair for pair in body["pairs"] if pair["state"] == "ready"]
+
+
 def test_what_failed_on_a_node_that_dies_right_after_is_forgiven(make_system: Make) -> None:
     """Peers notice a death first, and say that the transfer failed: no attempt is used up by that."""
     system = make_system(router={"max_attempts": 1}).up(2, 1)

@@ -178,3 +178,65 @@ def test_canaries_have_fresh_salts_and_several_pages(make_system: Callable[..., 
     assert len({canary.request.salt for canary in canaries}) == len(canaries)
     assert len({canary.request.prompt_ids for canary in canaries}) == 1
     assert len(canaries[0].request.prompt_ids) // 4 > 3 * system.cluster.page_size
+
+
+def test_nodes_of_two_protocol_versions_serve_side_by_side(
+    make_system: Callable[..., System], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upgrade one node at a time: each pair that shares a version with the router serves, in one group."""
+    old, both, new = (7, 7), (7, 8), (8, 8)
+    monkeypatch.setattr("baton.router.registry.PROTOCOL_MIN", 7)
+    monkeypatch.setattr("baton.router.registry.PROTOCOL_MAX", 8)
+    system = make_system()
+    nodes = {"p-old": old, "p-both": both, "p-new": new, "d-both": both, "d-old": old}
+    for name, (lowest, highest) in nodes.items():
+        role = "prefill" if name.startswith("p") else "decode"
+        system.cluster.add(role, name, protocol_min=lowest, protocol_max=highest)
+        wait_until(lambda name=name: system.cluster.by_name(name).got(m.Welcome))
+    expected = {(p, d) for p in nodes for d in nodes if p[0] == "p" and d[0] == "d"} - {("p-new", "d-old")}
+    wait_until(lambda: {pair for pair, state in pair_states(system).items() if state == "ready"} == expected)
+    welcomed = {name: system.cluster.by_name(name).got(m.Welcome)[0].protocol for name in nodes}
+    assert welcomed == {"p-old": 7, "p-both": 8, "p-new": 8, "d-both": 8, "d-old": 7}
+    assert len(system.router.router.life.registry.groups) == 1
+    system.cluster.by_name("p-old").stop()
+    system.cluster.by_name("p-both").stop()
+    system.cluster.by_name("d-both").stop()
+    wait_until(lambda: len(system.router.router.life.registry.nodes) == 2)
+    assert pair_states(system) == {}, "nodes without a common version are a pair"
+    assert not own(system.cluster.by_name("d-old"), m.Reserve)
+
+
+def test_a_node_that_shares_no_protocol_version_with_anybody_is_refused(
+    make_system: Callable[..., System], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.router.registry.PROTOCOL_MIN", 7)
+    monkeypatch.setattr("baton.router.registry.PROTOCOL_MAX", 9)
+    system = make_system()
+    system.cluster.add("prefill", "p0", protocol_min=7, protocol_max=8)
+    wait_until(lambda: system.cluster.by_name("p0").got(m.Welcome))
+    node = system.cluster.add("decode", "d0", protocol_min=9, protocol_max=9)
+    assert "protocol versions: 9..9 here, 7..8 there" in wait_until(lambda: node.refusal)
+
+
+def test_cancels_of_one_attempt_are_acknowledged_one_by_one(system: System) -> None:
+    """The answer to the first says nothing of the second, which names more choices and may be lost."""
+    life, node = system.router.router.life, system.cluster.by_name("d0")
+    system.behaviour.ack_cancels = False
+    (known,) = (each for each in life.registry.nodes.values() if each.node_id == "d0")
+    system.router.call(lambda: life._cancels.send(known, "r", 0, [0], "a stop string"))
+    system.router.call(lambda: life._cancels.send(known, "r", 0, [2], "another"))
+    assert [cancel.choices for cancel in wait_until(lambda: len(node.got(m.Cancel)) == 2 and node.got(m.Cancel))] == [
+        (0,),
+        (0, 2),
+    ]
+    system.router.call(lambda: life._cancels.acknowledged(known, m.Cancelled("r", 0)))
+    assert ("r", 0) in known.unacked
+    again = wait_until(lambda: node.got(m.Cancel)[2:])
+    assert again[0].choices == (0, 2)
+    system.router.call(lambda: life._cancels.acknowledged(known, m.Cancelled("r", 0)))
+    assert not known.unacked
+
+
+def pair_states(system: System) -> dict[tuple[str, str], str]:
+    body = system.router.request("GET", "/debug/nodes")[1]
+    return {(pair["prefill"], pair["decode"]): pair["state"] for pair in body["pairs"]}
