@@ -125,7 +125,7 @@ def test_failures_are_counted_for_each_choice_and_forgotten_when_it_gets_on(make
 
 @pytest.mark.parametrize("stop", ["ck br", "fox", None])
 def test_text_is_whole_wherever_the_node_dies(make_system: Make, stop: str | None) -> None:
-    """After each number of tokens: stop strings that lie across the cut, and bytes of one character on its two sides."""
+    """After each number of tokens: stop strings that lie across the cut, bytes of one character on both its sides."""
     system = make_system().up(1, 2)
     expected = system.text if stop is None else system.text.split(stop)[0]
     for place in range(len(system.say(system.text))):
