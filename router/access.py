@@ -74,6 +74,10 @@ class Access:
             raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer KEY`")
         return caller or self._anyone
 
+    def may_operate(self, caller: Caller) -> bool:
+        """Whether the caller may be told of nodes and what happens on them."""
+        return caller.is_admin if self.has_admin_key else self.is_local
+
     @contextmanager
     def under_way(self, caller: Caller, num_sequences: int) -> Generator[None]:
         """Counts sequences as the caller's. Raises Overloaded above its limit, RequestError if it never fits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from ..metadata.errors import BatonError, RequestError, Unavailable
+from ..metadata.errors import BatonError, Overloaded, RequestError, Unavailable
 from . import debug, explain, generate, handoff, openapi
 from .access import CALLER, Access
 from .api_types import (
@@ -36,6 +37,9 @@ from .underway import UnderWay
 
 logger = logging.getLogger(__name__)
 
+BODY_S = 30.0  # a body must have arrived after so long
+MAX_BODIES = 32  # of the largest size, or more smaller ones, that are received at once
+
 _T = TypeVar("_T")
 _Handler = Callable[["Api", web.Request], Awaitable[web.StreamResponse]]
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
@@ -53,6 +57,7 @@ class Api:
         self.ledgers = debug.LedgerDesk(life)
         self.access = Access(config)
         self.under_way = UnderWay(life.abort)
+        self._num_body_bytes = 0  # of bodies that are being received
 
     def application(self) -> web.Application:
         """The aiohttp application with all routes."""
@@ -70,11 +75,7 @@ class Api:
             raise Unavailable("the router is shutting down")
         if (request.content_length or 0) > self.config.max_body_bytes:
             raise web.HTTPRequestEntityTooLarge(self.config.max_body_bytes, request.content_length or 0)
-        try:
-            data = await request.read()
-        except web.RequestPayloadError as error:
-            logger.info("a body cannot be read: %s", reason_of(error))
-            raise HttpRefusal(400, "the body cannot be read: it is not what its headers say") from None
+        data = await self._read(request)
         request[ARRIVED] = time.monotonic()
         try:
             return decoder.decode(data)
@@ -82,6 +83,23 @@ class Api:
             raise from_validation(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise from_malformed(data, error) from None
+
+    async def _read(self, request: web.Request) -> bytes:
+        """The body's bytes. Raises HttpRefusal for one that is broken or does not come, Overloaded for too many."""
+        size = self.config.max_body_bytes if request.content_length is None else request.content_length
+        if self._num_body_bytes + size > MAX_BODIES * self.config.max_body_bytes:
+            raise Overloaded("too many bodies are being received")
+        self._num_body_bytes += size
+        try:
+            async with asyncio.timeout(BODY_S):
+                return await request.read()
+        except TimeoutError:
+            raise HttpRefusal(408, f"the body did not arrive within {BODY_S:g} s") from None
+        except web.RequestPayloadError as error:
+            logger.info("a body cannot be read: %s", reason_of(error))
+            raise HttpRefusal(400, "the body cannot be read: it is not what its headers say") from None
+        finally:
+            self._num_body_bytes -= size
 
     def group_of(self, model: str | None) -> tuple[Group, TextTokenizer]:
         """The group with the shortest queue that serves a model; None means the only one served.
@@ -179,11 +197,13 @@ async def _health(_api: Api, _request: web.Request) -> web.StreamResponse:
     return web.json_response({"status": "ok"})
 
 
-async def _ready(api: Api, _request: web.Request) -> web.StreamResponse:
+async def _ready(api: Api, request: web.Request) -> web.StreamResponse:
     health = api.life.health
     if health.is_ready and not api.is_draining:
         return web.json_response({"status": "ready"})
-    raise Unavailable("the router is shutting down" if api.is_draining else health.reason)
+    if api.is_draining:
+        raise Unavailable("the router is shutting down")
+    raise Unavailable(health.reason if api.access.may_operate(request[CALLER]) else "no request could be served now")
 
 
 async def _metrics(api: Api, _request: web.Request) -> web.StreamResponse:

@@ -5,7 +5,8 @@
 First the sustainable load is measured: requests per second while a fixed number of clients keep all slots busy. Then
 requests arrive at random times (Poisson) at multiples of it, up to ten. Goodput is how many a second were answered in
 full within the bound, counted over `--seconds` in a steady state: arrivals begin one bound earlier, and go on to the
-end. Two curves:
+end. All loads are gone through several times, and medians taken: machines are not equally fast all the time.
+Two curves:
 
     shedding    requests say how long their answer is of use (timeout_s = the bound)
     patient     they do not, and the router lets them wait as long as it takes (--max-queue-s 3600), up to --max-waiting
@@ -24,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,7 +56,7 @@ MODES = {"shedding": [], "patient": ["--max-queue-s", "3600"]}
 
 
 class Answer(NamedTuple):
-    """One request: when it was sent and answered (seconds of this process's clock), and how."""
+    """One request: when it was sent and answered (seconds of this process's clock), and how; 0: not at all."""
 
     sent_at: float
     done_at: float
@@ -78,14 +80,15 @@ class Load:
     async def request(self) -> None:
         """One request, with a prompt of its own."""
         prompt = " ".join(self._random.choices(WORDS, k=24))
-        sent_at = time.monotonic()
+        sent_at, status = time.monotonic(), 0
         try:
             async with self._session.post(self._url, json={**self._body, "prompt": prompt}) as response:
                 await response.read()
                 status = response.status
         except (aiohttp.ClientError, TimeoutError):
-            status = 0
-        self.answers.append(Answer(sent_at, time.monotonic(), status))
+            pass
+        finally:
+            self.answers.append(Answer(sent_at, time.monotonic(), status))
 
     async def closed(self, num_clients: int, seconds: float) -> None:
         """So many clients, each with one request at a time."""
@@ -97,15 +100,18 @@ class Load:
 
         await asyncio.gather(*(client() for _ in range(num_clients)))
 
-    async def open(self, rate: float, seconds: float) -> None:
-        """Poisson arrivals, `rate` a second; returns when all are answered."""
+    async def open(self, rate: float, seconds: float, patience_s: float) -> None:
+        """Poisson arrivals, `rate` a second. Who is not answered `patience_s` after the last one leaves."""
         tasks: set[asyncio.Task[None]] = set()
         begun = due = time.monotonic()
         while due < begun + seconds:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             tasks.add(asyncio.create_task(self.request()))
             due += self._random.expovariate(rate)
-        await asyncio.gather(*tasks)
+        _, late = await asyncio.wait(tasks, timeout=patience_s)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
 
 
 async def sustainable(url: str, body: dict[str, Any], options: argparse.Namespace) -> float:
@@ -125,7 +131,7 @@ async def measure(
     async with _session() as session:
         load = Load(session, url, body, seed)
         start = time.monotonic() + options.bound_s
-        await load.open(rate, options.bound_s + options.seconds)
+        await load.open(rate, options.bound_s + options.seconds, options.bound_s)
     end = start + options.seconds
     arrived = [each for each in load.answers if start <= each.sent_at < end]
     good = [each for each in load.answers if each.status == 200 and each.seconds <= options.bound_s]
@@ -138,7 +144,8 @@ async def measure(
         "late": sum(seconds > options.bound_s for seconds in done),
         "refused": len(refused),
         "timed_out": sum(each.status == 504 for each in arrived),
-        "other": sum(each.status not in (200, 429, 504) for each in arrived),
+        "unanswered": sum(each.status == 0 for each in arrived),
+        "other": sum(each.status not in (0, 200, 429, 504) for each in arrived),
         "done_s_p50": _percentile(done, 50),
         "done_s_p99": _percentile(done, 99),
         "refused_s_p50": _percentile(refused, 50),
@@ -149,28 +156,40 @@ def run_mode(mode: str, options: argparse.Namespace, base: float | None) -> dict
     """One cluster, all its loads. `base`: what is sustainable, if it was measured; requests a second."""
     body: dict[str, Any] = {"max_tokens": options.tokens, "ignore_eos": True, "temperature": 0}
     points: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as directory, Cluster(Path(directory), None) as cluster:
+    with ExitStack() as stack:
+        cluster = Cluster(Path(stack.enter_context(tempfile.TemporaryDirectory())), None)
+        stack.callback(cluster.kill_all)  # how clusters stop is the tests' business
         cluster.start_router(*MODES[mode])
         cluster.start_node("prefill", "prefill-0", "--speculative", "none")
         cluster.start_node("decode", "decode-0", "--speculative", "none", "--max-running", str(options.slots))
         cluster.wait_ready(num_nodes=2)
         body["model"] = cluster.model_name
         _pin(cluster)
-        base = base or asyncio.run(sustainable(cluster.base_url, body, options))
+        base = base or options.sustainable or asyncio.run(sustainable(cluster.base_url, body, options))
         if mode == "shedding":
             body["timeout_s"] = options.bound_s
-        for place, multiple in enumerate(options.multiples):
+        multiples = options.multiples if mode == "shedding" else options.patient_multiples
+        for place, multiple in enumerate(multiples * (options.rounds if mode == "shedding" else 1)):
             rate = multiple * base
-            point = asyncio.run(measure(cluster.base_url, body, rate, options, seed=place + 2))
             router = psutil.Process(cluster.processes["router"].pid)
-            points.append({"multiple": multiple, **point, "router_rss_mb": round(router.memory_info().rss / 1e6, 1)})
+            before, begun = sum(router.cpu_times()[:2]), time.monotonic()
+            point = asyncio.run(measure(cluster.base_url, body, rate, options, seed=place + 2))
+            busy = (sum(router.cpu_times()[:2]) - before) / (time.monotonic() - begun)
+            rss = round(router.memory_info().rss / 1e6, 1)
+            points.append({"multiple": multiple, **point, "router_cpu": round(busy, 3), "router_rss_mb": rss})
             print(mode, json.dumps(points[-1]), flush=True)
-    goodputs = [point["goodput_per_s"] for point in points]
+    medians = {
+        multiple: statistics.median(point["goodput_per_s"] for point in points if point["multiple"] == multiple)
+        for multiple in multiples
+    }
+    finished = sum(point["done"] for point in points if point["multiple"] == multiples[-1])
+    late = sum(point["late"] for point in points if point["multiple"] == multiples[-1])
     return {
         "sustainable_per_s": round(base, 2),
+        "goodput_per_s": medians,
+        "last_of_peak": round(medians[multiples[-1]] / max(medians.values()), 3),
+        "in_time_of_done_at_last": round(1 - late / finished, 3) if finished else None,
         "points": points,
-        "peak_goodput_per_s": max(goodputs),
-        "last_of_peak": round(goodputs[-1] / max(goodputs), 3),
     }
 
 
@@ -186,9 +205,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
         if mode in result["modes"]:
             curve = result["modes"][mode]
             base = curve["sustainable_per_s"]
-            points = curve["points"]
-            offered = [point["offered_per_s"] / base for point in points]
-            axes.plot(offered, [point["goodput_per_s"] / base for point in points], style, label=mode, markersize=4)
+            medians = curve["goodput_per_s"]
+            line = axes.plot(list(medians), [each / base for each in medians.values()], style, label=mode, markersize=4)
+            singly = [(point["multiple"], point["goodput_per_s"] / base) for point in curve["points"]]
+            axes.scatter(*zip(*singly, strict=True), s=6, alpha=0.4, color=line[0].get_color())
     axes.set_xlabel("offered load / sustainable load")
     axes.set_ylabel("goodput / sustainable load")
     axes.set_title(f"Requests answered in full within {result['bound_s']:g} s")
@@ -227,7 +247,10 @@ def main() -> None:
     parser.add_argument("--bound-s", type=float, default=5.0, help="a later answer is of no use")
     parser.add_argument("--slots", type=int, default=8, help="sequences that the decode node runs at once")
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
-    parser.add_argument("--multiples", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 5, 7.5, 10])
+    parser.add_argument("--sustainable", type=float, metavar="X", help="requests per second, if it is known already")
+    parser.add_argument("--rounds", type=int, default=3, help="of all loads; medians are taken")
+    parser.add_argument("--multiples", type=float, nargs="+", default=[0.5, 0.75, 1, 1.25, 1.5, 2, 3, 5, 7.5, 10])
+    parser.add_argument("--patient-multiples", type=float, nargs="+", default=[1, 2, 5, 10])
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--png", type=Path, metavar="FILE")

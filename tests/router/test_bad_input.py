@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from baton.router import app
 from baton.router.config import RouterConfig
 
 from .conftest import System
+from .test_request_life import wait_until
 
 OK = {"model": "fake", "prompt": "hello", "max_tokens": 100}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}
@@ -162,6 +164,52 @@ def test_a_body_that_is_announced_too_large_is_not_waited_for(system: System) ->
     with socket.create_connection(("127.0.0.1", int(system.router.url.rsplit(":", 1)[1])), timeout=5) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n{")
         assert b" 413 " in connection.recv(1000)
+
+
+def send_in_part(system: System, length: int) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", int(system.router.url.rsplit(":", 1)[1])), timeout=5)
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n{" % length)
+    return connection
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "BODY_S", 0.2)
+    with send_in_part(system, 100) as connection:
+        answer = connection.recv(1000)
+        if b"\r\n\r\n{" not in answer:
+            answer += connection.recv(1000)
+    assert b" 408 " in answer
+    assert b"did not arrive within 0.2 s" in answer
+
+
+def test_bodies_that_are_received_at_once_are_bounded(make_system: Any) -> None:
+    system: System = make_system(router={"max_body_bytes": 1000}).up()
+    held = [send_in_part(system, 999) for _ in range(app.MAX_BODIES)]
+    wait_until(lambda: system.complete(prompt="a" * 100)[0] == 429)
+    for connection in held:
+        connection.close()
+    wait_until(lambda: system.complete()[0] == 200)
+
+
+def test_what_goes_wrong_inside_is_not_told(
+    system: System, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(model: str | None) -> None:
+        raise OSError(2, "No such file", "/srv/secret/place")
+
+    monkeypatch.setattr(system.router.router.api, "group_of", fail)
+    status, body, _ = system.complete()
+    assert (status, body["error"]["type"]) == (500, "server_error")
+    assert body["error"]["message"] == "internal error; the router's log has the details"
+    assert "/srv/secret/place" in caplog.text
+
+
+@pytest.mark.parametrize(("key", "is_told"), [("boss", True), ("client", False)])
+def test_why_the_router_is_not_ready_is_for_operators(make_router: Any, key: str, is_told: bool) -> None:
+    router = make_router(api_key="client", admin_key="boss")
+    status, body, _ = router.request("GET", "/ready", headers={"Authorization": f"Bearer {key}"})
+    assert status == 503
+    assert ("no node has joined" in body["error"]["message"]) == is_told
 
 
 def test_routes(system: System) -> None:
