@@ -75,6 +75,8 @@ class Api:
             raise Unavailable("the router is shutting down")
         if (request.content_length or 0) > self.config.max_body_bytes:
             raise web.HTTPRequestEntityTooLarge(self.config.max_body_bytes, request.content_length or 0)
+        if request.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
+            raise HttpRefusal(415, "a body with a Content-Encoding is not served; send it as it is")
         data = await self._read(request)
         request[ARRIVED] = time.monotonic()
         try:

@@ -19,6 +19,7 @@ from .pace import Pace
 from .registry import Group
 from .waiting import Entry, WaitingQueue, turn_of
 
+MARGIN_S = 0.15  # of what is counted as in time: an answer's way through busy processes
 PATIENCE_S = 0.25  # who has not waited so long is not given up as late: nodes may have room this moment
 
 
@@ -90,7 +91,7 @@ class Intake:
             )
         num_before = queue.num_before(turn_of(now, asked.priority))
         wait_s, service_s = pace.wait_s(num_before), pace.service_s(asked.max_tokens)
-        patience_s = min(self._bounds.wait_s, asked.timeout_s - service_s)
+        patience_s = min(self._bounds.wait_s, asked.timeout_s - service_s - MARGIN_S)
         if wait_s and wait_s > patience_s:
             num_excess = round((wait_s - max(0.0, patience_s)) * (num_before + 1) / wait_s)
             raise Overloaded(
@@ -117,7 +118,8 @@ class Intake:
         generation = entry.generation
         if not entry.is_fresh or generation.deadline is None or now - generation.created_at < PATIENCE_S:
             return False
-        return now + self._paces[generation.group].service_s(generation.params.max_tokens) > generation.deadline
+        service_s = self._paces[generation.group].service_s(generation.params.max_tokens)
+        return now + service_s + MARGIN_S > generation.deadline
 
     def refuse_late(self, group: Group, now: float) -> None:
         """Ends all requests of a group that are late. To be called a few times a second."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 MAX_RETRY_S = 60.0  # nobody is told to come back later than that
+NUM_SPREADS = 2  # above the mean: what takes longer is an exception
 _WEIGHT = 1 / 16  # of a new sample in a moving average
 
 
@@ -66,8 +67,8 @@ class Pace:
         """How long most requests of so many tokens at most take once they have nodes; 0 where nothing is known."""
         if self._service.mean is None or self._per_token.mean is None:
             return 0.0
-        per_token = self._per_token.mean + self._per_token.spread
-        return min(self._service.mean + self._service.spread, per_token * max_tokens)
+        per_token = self._per_token.mean + NUM_SPREADS * self._per_token.spread
+        return min(self._service.mean + NUM_SPREADS * self._service.spread, per_token * max_tokens)
 
     def retry_after_s(self, now: float, num_excess: int) -> float:
         """When a request that is refused should come again, which `num_excess` others must leave for.

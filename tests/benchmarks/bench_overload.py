@@ -11,6 +11,9 @@ Two curves:
     shedding    requests say how long their answer is of use (timeout_s = the bound)
     patient     they do not, and the router lets them wait as long as it takes (--max-queue-s 3600), up to --max-waiting
 
+With --simulated the nodes compute nothing and take a fixed time for a token (the router and the clients are as real as
+ever): what the machine has to spare then changes nothing, which on a shared machine is the only way to compare loads.
+
 The plot needs matplotlib, which is no dependency of Baton: `pip install matplotlib` by hand, or leave --png out.
 """
 
@@ -19,6 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import random
 import statistics
@@ -32,6 +36,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import psutil
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from cluster import Cluster
@@ -160,11 +165,16 @@ def run_mode(mode: str, options: argparse.Namespace, base: float | None) -> dict
         cluster = Cluster(Path(stack.enter_context(tempfile.TemporaryDirectory())), None)
         stack.callback(cluster.kill_all)  # how clusters stop is the tests' business
         cluster.start_router(*MODES[mode])
-        cluster.start_node("prefill", "prefill-0", "--speculative", "none")
-        cluster.start_node("decode", "decode-0", "--speculative", "none", "--max-running", str(options.slots))
+        if options.simulated:
+            nodes = _simulated_nodes(cluster.node_address, options)
+            stack.callback(nodes.kill)
+        else:
+            cluster.start_node("prefill", "prefill-0", "--speculative", "none")
+            cluster.start_node("decode", "decode-0", "--speculative", "none", "--max-running", str(options.slots))
         cluster.wait_ready(num_nodes=2)
         body["model"] = cluster.model_name
-        _pin(cluster)
+        if not options.simulated:
+            _pin(cluster)
         base = base or options.sustainable or asyncio.run(sustainable(cluster.base_url, body, options))
         if mode == "shedding":
             body["timeout_s"] = options.bound_s
@@ -219,6 +229,26 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
+def _simulated_nodes(address: str, options: argparse.Namespace) -> Any:
+    context = multiprocessing.get_context("spawn")
+    step_s = options.service_s / options.tokens
+    process = context.Process(target=simulate, args=(address, options.slots, step_s), daemon=True)
+    process.start()
+    return process
+
+
+def simulate(address: str, num_slots: int, step_s: float) -> None:
+    """A process with a prefill and a decode node that compute nothing: a token takes `step_s`, whatever the load."""
+    from router.fake_nodes import FakeCluster
+
+    cluster = FakeCluster(address, lambda prompt, choice: [300] * 512, max_running=num_slots)
+    cluster.behaviour.step_s = step_s
+    for role in ("prefill", "decode"):
+        cluster.add(role)
+    for node in cluster.nodes:
+        node.join()
+
+
 def _pin(cluster: Cluster) -> None:
     """The nodes on one core; the router and this process, which is all the clients, on another: so what nodes can do is
     the same at every load."""
@@ -248,6 +278,8 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=8, help="sequences that the decode node runs at once")
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     parser.add_argument("--sustainable", type=float, metavar="X", help="requests per second, if it is known already")
+    parser.add_argument("--simulated", action="store_true", help="nodes that compute nothing, at a pace of their own")
+    parser.add_argument("--service-s", type=float, default=0.4, help="that a simulated node takes for a request")
     parser.add_argument("--rounds", type=int, default=3, help="of all loads; medians are taken")
     parser.add_argument("--multiples", type=float, nargs="+", default=[0.5, 0.75, 1, 1.25, 1.5, 2, 3, 5, 7.5, 10])
     parser.add_argument("--patient-multiples", type=float, nargs="+", default=[1, 2, 5, 10])
@@ -261,6 +293,7 @@ def main() -> None:
         "bound_s": options.bound_s,
         "slots": options.slots,
         "tokens": options.tokens,
+        "nodes": "simulated" if options.simulated else "demo model",
         "modes": {},
     }
     base: float | None = None
