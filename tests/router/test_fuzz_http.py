@@ -124,7 +124,7 @@ headers = st.fixed_dictionaries(
         "Expect": st.just("100-continue"),
     },
 )
-INSIDES = re.compile(r"Traceback|\.py\b|baton\.|aiohttp|msgspec|site-packages|tcp://|[Pp]lease install|0x[0-9a-f]{6}")
+INSIDES = re.compile(r"Traceback|\.py\b|baton\.|aiohttp|msgspec|site-packages|tcp://|[Pp]lease install| at 0x[0-9a-f]{8}")
 requests = st.one_of(
     *[st.tuples(st.just("POST"), st.just(path), fields_of(path), headers) for path in kinds for _ in range(2)],
     st.tuples(st.just("POST"), st.sampled_from(list(kinds)), raw, headers),
