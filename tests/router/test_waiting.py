@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from baton.router.waiting import AGE_S, WaitingQueue, turn_of
 
-ARRIVALS = st.lists(st.tuples(st.integers(0, 500_000).map(lambda ms: ms / 1000), st.integers(-100, 100), st.booleans()), max_size=30)
+ARRIVALS = st.lists(
+    st.tuples(st.integers(0, 500_000).map(lambda ms: ms / 1000), st.integers(-100, 100), st.booleans()), max_size=30
+)
 
 
 def entry(arrived_at: float, priority: int, num_tokens: int = 1) -> Any:
