@@ -182,6 +182,7 @@ def soak(cluster: Cluster, options: argparse.Namespace) -> dict[str, Any]:
             "requests": dict(load.counts),
             "errors": dict(load.errors),
             "memory": report(samples) if len(samples) > 5 else {},
+            "anon_mib_every_5_min": {name: [sizes[name][1] for _, sizes in samples[::30]] for name in samples[0][1]},
             "machine": f"{platform.machine()}, Python {platform.python_version()}",
         }
         if options.json is not None:
