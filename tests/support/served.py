@@ -225,6 +225,10 @@ class Served:
             self.step()
             assert time.monotonic() < deadline, {name: node.units() for name, node in self.nodes.items()}
 
+    def known_nodes(self) -> set[str]:
+        """Names of the nodes that the router counts on."""
+        return self.call(lambda: {node.node_id for node in self.life.registry.nodes.values()})
+
     def _num_ready(self) -> int:
         def count() -> int:
             groups = self.life.registry.groups.values()
