@@ -305,7 +305,7 @@ def test_bad_input_is_refused_and_the_system_serves(demo: Cluster) -> None:
         assert answer["error"]["type"] == "invalid_request_error" and answer["error"]["message"]
         assert param is None or param in answer["error"]["message"]
     got, answer = demo.post("/v1/completions", b"{}", headers={"Content-Encoding": "gzip"})
-    assert got == 400, answer
+    assert got == 415, answer
     for extreme in (
         {"temperature": 1e-300},
         {"top_p": 1e-300},
@@ -369,7 +369,7 @@ def test_openapi_describes_the_routes_that_are_there(demo: Cluster) -> None:
     for path, methods in document["paths"].items():
         for method in methods:
             got, _ = demo.request(method.upper(), path.replace("{model}", "demo"), b"{}" if method == "post" else None)
-            assert got in (200, 400), (method, path, got)
+            assert got in ((404,) if "id}" in path else (200, 400)), (method, path, got)
     accepted = document["components"]["schemas"]["CompletionRequest"]["properties"]
     assert set(OK) <= set(accepted)
     answer = demo.complete(CODE, max_tokens=2)
