@@ -387,7 +387,7 @@ def test_head_and_unknown_routes(demo: Cluster) -> None:
 
 def test_a_request_is_explained_by_parts_that_sum_up(demo: Cluster) -> None:
     """What real nodes tell of chunks, pulls and rounds, in the router's frame."""
-    prompt = Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode("explain " + CODE * 100).ids
+    prompt = Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode("explain " + CODE * 150).ids
     rid = demo.complete(prompt, n=2, max_tokens=20, temperature=0, ignore_eos=True)["id"]
 
     def life() -> dict[str, Any]:
