@@ -67,7 +67,7 @@ class Pair:
     def claim(self, unit_, pages, have=0) -> None:
         self.client.claim(unit_, peer_of(self.server), have, pages)
 
-    def spin(self, *kinds: type, timeout_s: float = 5.0) -> list[Any]:
+    def spin(self, *kinds: type, timeout_s: float = 20.0) -> list[Any]:
         """Polls both until an event of each kind has come."""
         return spin(self.both, lambda events: all(named(events, kind) for kind in kinds), timeout_s)
 

@@ -55,7 +55,7 @@ class RunningRouter:
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(5)
 
-    def wait_ready(self, timeout: float = 5.0) -> None:
+    def wait_ready(self, timeout: float = 30.0) -> None:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             status, body, _ = self.request("GET", "/ready")
@@ -81,7 +81,7 @@ class RunningRouter:
         given = {name.lower(): value for name, value in given.items()}
         return status, json.loads(raw) if given.get("content-type", "").startswith("application/json") else raw, given
 
-    def wait_idle(self, timeout: float = 5.0) -> None:
+    def wait_idle(self, timeout: float = 30.0) -> None:
         """Waits until nothing is left of any request, in the router and by its count on the nodes."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:

@@ -162,7 +162,7 @@ class FakeNode(threading.Thread):
     def got(self, kind: type) -> list:
         return [message for message in self.log if isinstance(message, kind)]
 
-    def wait_for(self, kind: type, count: int = 1, timeout: float = 5.0) -> list:
+    def wait_for(self, kind: type, count: int = 1, timeout: float = 30.0) -> list:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             if len(self.got(kind)) >= count:

@@ -158,7 +158,7 @@ def test_waiting_requests_outlive_a_restart(make_system: Callable[..., System]) 
         system.behaviour.hold.set()
         system.cluster.nodes.pop()
         system.cluster.add("decode", "d0")
-        status, body, _ = future.result(10)
+        status, body, _ = future.result(60)
     assert (status, body["choices"][0]["text"]) == (200, system.text)
 
 

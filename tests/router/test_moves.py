@@ -341,7 +341,7 @@ def test_clients_that_leave_say_nothing_of_a_pair(make_system: Make) -> None:
         prefill = wait_until(lambda place=place: own(system.cluster.by_name("p0"), m.Prefill)[place:])[0]
         (generation,) = system.router.call(lambda rid=prefill.rid: life.find(rid))
         system.router.call(lambda generation=generation: life.abort(generation, "as if it had left"))
-        thread.join(5)
+        thread.join(60)
         failed = m.Failed(Unit(prefill.rid, 0, prefill.attempt), "transfer_error", "revoked", True)
         system.cluster.by_name("d0").post(failed)
     num_canaries = len([each for each in system.cluster.by_name("p0").got(m.Prefill) if is_canary(each)])

@@ -291,7 +291,7 @@ def test_sigterm_drains(make_system: Callable[..., System]) -> None:
     assert system.complete()[0] == 503
     assert router.request("GET", "/ready")[0] == 503
     drained.result(10)
-    thread.join(5)
+    thread.join(60)
     assert result == [system.text]
 
 
@@ -335,7 +335,7 @@ def test_a_running_request_can_be_found_and_aborted(system: System) -> None:
     assert [each.rid for each in system.router.call(lambda: life.find(rid))] == [f"{rid}-0", f"{rid}-1"]
     assert [each.rid for each in system.router.call(lambda: life.find(f"{rid}-1"))] == [f"{rid}-1"]
     system.router.call(lambda: [life.abort(each, "an operator said so") for each in life.find(rid)])
-    thread.join(5)
+    thread.join(60)
     status, body, _ = results[0]
     assert (status, body["error"]["code"]) == (499, "cancelled")
     assert "an operator said so" in body["error"]["message"]
@@ -396,7 +396,7 @@ def stream_of(raw: bytes) -> list[str]:
     return [event.removeprefix("data: ") for event in raw.decode().strip().split("\n\n")]
 
 
-def wait_until(get: Callable[[], Any], timeout: float = 5.0) -> Any:
+def wait_until(get: Callable[[], Any], timeout: float = 30.0) -> Any:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         value = get()

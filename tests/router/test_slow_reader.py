@@ -60,21 +60,21 @@ def test_a_client_that_does_not_read_holds_no_page_and_is_cut_off(make_system: C
     decode = system.cluster.by_name("d0")
     before = psutil.Process().memory_info().rss
     with open_stream(system):
-        wait_until(lambda: is_paused(system), timeout=5)
+        wait_until(lambda: is_paused(system))
         begun = time.monotonic()
         wait_until(lambda: not decode.reserved)
         assert own(decode, m.Cancel)
         grown = psutil.Process().memory_info().rss - before
         assert grown < 64 << 20, f"{grown >> 20} MB were piled up"
-        system.router.wait_idle(timeout=10)
-        assert 0.5 < time.monotonic() - begun < 6
+        system.router.wait_idle()
+        assert 0.5 < time.monotonic() - begun < 20
     assert system.complete(max_tokens=5)[0] == 200
 
 
 def test_a_client_that_pauses_gets_the_whole_text(make_system: Callable[..., System]) -> None:
     system = long_system(make_system)
     with open_stream(system) as client:
-        wait_until(lambda: is_paused(system), timeout=5)
+        wait_until(lambda: is_paused(system))
         wait_until(lambda: not system.cluster.by_name("d0").reserved)
         client.settimeout(20)
         data = bytearray()
@@ -98,9 +98,9 @@ def test_a_whole_answer_that_nobody_reads_is_let_go(make_system: Callable[..., S
     num_before = len(connections())
     with open_stream(system, stream=False) as client:
         wait_until(lambda: own(system.cluster.by_name("d0"), m.Reserve))
-        system.router.wait_idle(timeout=5)
+        system.router.wait_idle()
         client_port = client.getsockname()[1]
-        wait_until(lambda: not [each for each in connections() if each.raddr and each.raddr.port == client_port], 8)
+        wait_until(lambda: not [each for each in connections() if each.raddr and each.raddr.port == client_port])
     assert len(connections()) <= num_before
 
 

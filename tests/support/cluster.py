@@ -26,8 +26,8 @@ from typing import Any
 import psutil
 
 READY_S = 60.0
-IDLE_S = 10.0  # how long the books may take to balance after the last answer
-EXIT_S = 5.0
+IDLE_S = 30.0  # how long the books may take to balance after the last answer
+EXIT_S = 20.0
 TAIL_LINES = 40
 
 
@@ -307,7 +307,7 @@ def _not_free(ledger: dict[str, Any]) -> list[str]:
     ]
 
 
-def wait_until(condition: Callable[[], object], what: str | Callable[[], str], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], what: str | Callable[[], str], timeout_s: float = 30.0) -> None:
     """Polls `condition()` until it is true; fails with `what` (text, or a function that makes it) after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -69,7 +69,7 @@ def make_row(schema: HandoffSchema, seed: int = 7) -> bytes:
     return np.random.default_rng(seed).bytes(row_bytes(schema))
 
 
-def spin(nodes: Iterable[Any], until: Callable[[list[Any]], Any], timeout_s: float = 5.0) -> list[Any]:
+def spin(nodes: Iterable[Any], until: Callable[[list[Any]], Any], timeout_s: float = 20.0) -> list[Any]:
     """Polls the nodes in turn until `until(events so far)` is true; returns the events, in order."""
     nodes, events = list(nodes), []
     deadline = time.monotonic() + timeout_s

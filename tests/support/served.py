@@ -218,7 +218,7 @@ class Served:
                 node.membership.report()
         time.sleep(0.0005 if is_busy else 0.002)  # the router's turn
 
-    def run(self, condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+    def run(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         """Steps until the condition holds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -259,7 +259,7 @@ class Served:
 
     def check_books(self) -> None:
         """Nothing is held for anybody within a second or so, and every page can be freed."""
-        self.run(lambda: not self.held_by_nodes() and not self.call(lambda: self.life.generations), 5.0)
+        self.run(lambda: not self.held_by_nodes() and not self.call(lambda: self.life.generations), 30.0)
         for node in self.nodes.values():
             node.cache.flush()
             ledger = node.cache.ledger()
