@@ -156,7 +156,7 @@ def watch(node: PrefillNode | DecodeNode, rid: str, monkeypatch: pytest.MonkeyPa
     return heard
 
 
-def wait(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+def wait(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
