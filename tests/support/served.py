@@ -259,7 +259,7 @@ class Served:
 
     def check_books(self) -> None:
         """Nothing is held for anybody within a second or so, and every page can be freed."""
-        self.run(lambda: not self.held_by_nodes() and not self.call(lambda: self.life.generations), 30.0)
+        self.run(lambda: not self.held_by_nodes() and not self.call(lambda: self.life.generations), 10.0)
         for node in self.nodes.values():
             node.cache.flush()
             ledger = node.cache.ledger()
