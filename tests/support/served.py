@@ -181,8 +181,12 @@ class Served:
     # --- nodes ---
 
     def start(self, role: str, name: str | None = None, **settings: Any) -> Node:
-        """Starts a node, which joins as it is stepped."""
+        """Starts a node, which joins as it is stepped. A process takes longer to start than the router to notice that
+        one of that name has gone; so it is waited for here."""
         name = name or f"{role}-{len([each for each in self.nodes if each.startswith(role)])}"
+        deadline = time.monotonic() + 5.0
+        while name in self.known_nodes() and time.monotonic() < deadline:
+            time.sleep(0.002)
         common = {"router": self._router.node_address, "model": str(self.model), "device": "cpu", "threads": 1}
         make = _prefill if role == "prefill" else _decode
         node = make(name, {**common, **self.both, **settings})
