@@ -288,7 +288,7 @@ class DecodeNode:
             return plan
         if plan.is_premature or plan.rows or self.rounds.reads_tokens(plan.decoding, plan.shape):
             self.settle()
-            return self.scheduler.plan()
+            return self.scheduler.plan(plan.shape)
         return plan
 
     def _compute(self, plan: Plan, step_started: float) -> None:

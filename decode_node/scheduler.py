@@ -99,11 +99,12 @@ class DecodeScheduler:
 
     # --- one step ---
 
-    def plan(self) -> Plan:
-        """Resume what fits, find pages for everybody (preempting the youngest), and make the rows."""
+    def plan(self, shape: DraftShape | None = None) -> Plan:
+        """Resume what fits, find pages for everybody (preempting the youngest), and make the rows. `shape`: what was
+        chosen to draft already, by a plan that was premature; the choice is not asked for twice."""
         if not self._is_under_way:
             self._resume()
-        plan = Plan(shape=self._round_shape(), is_premature=bool(self.preempted) and self._is_under_way)
+        plan = Plan(shape=self._round_shape(shape), is_premature=bool(self.preempted) and self._is_under_way)
         budget = self.chunk_tokens
         for sequence in list(self.running):
             if sequence not in self.running:  # preempted for an older one
@@ -169,13 +170,15 @@ class DecodeScheduler:
         """Tokens that still fit into the context."""
         return self.context_len - len(sequence.token_ids) - sequence.num_coming
 
-    def _round_shape(self) -> DraftShape:
+    def _round_shape(self, chosen: DraftShape | None) -> DraftShape:
         """How much to draft now: not more than the one that can use most."""
         decoding = [each for each in self.running if each.num_to_compute == 1 and not self._ends(each)]
         usable = [self._usable(sequence) for sequence in decoding]
         if not any(usable):
             return NO_DRAFTS
-        shape = self.shape if self._choose is None else self._choose(decoding, usable)
+        shape = chosen
+        if shape is None:
+            shape = self.shape if self._choose is None else self._choose(decoding, usable)
         return shape.with_steps(min(shape.num_steps, max(usable))) if shape.is_chain else shape
 
     def _usable(self, sequence: Sequence) -> int:

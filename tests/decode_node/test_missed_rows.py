@@ -154,6 +154,20 @@ def note_left_behind(pair: NodePair) -> set[str]:
     return rids
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_try_after_rounds_without_drafts_is_run(
+    overlaps: bool, plain: Callable[[str], tuple[Path, Plain]], make_pair: MakePair
+) -> None:
+    """The tokens that catching up needs are waited for; the try is not lost over it."""
+    model, reference = plain("eagle")
+    pair = make_pair("eagle", model, overlaps=overlaps)
+    force_steps(pair, lambda index: 5 if index % 4 == 3 else 0)
+    watch = Watch.of(pair)
+    pair.submit("alone", reference.cases[0].prompt, reference.cases[0].params)
+    reference.cases[0].check([pair.run()["alone", 0]])
+    assert pair.decode.rounds.stats.num_drafted > 5, watch.limits
+
+
 def test_a_draft_that_is_the_target_is_always_accepted_after_catching_up(
     plain: Callable[[str], tuple[Path, Plain]], make_pair: MakePair
 ) -> None:
