@@ -72,6 +72,7 @@ class Process:
 class Cluster:
     """A router and nodes of one model on loopback."""
 
+    ready_s = READY_S
     exit_s = EXIT_S  # what a process may take to go
 
     def __init__(self, directory: Path, model: Path | None) -> None:
@@ -144,7 +145,7 @@ class Cluster:
         """What is added to a process's environment."""
         return {}
 
-    def wait_ready(self, num_nodes: int = 0, timeout_s: float = READY_S) -> None:
+    def wait_ready(self, num_nodes: int = 0, timeout_s: float | None = None) -> None:
         """Until /ready says yes and `num_nodes` have joined. Fails at once when a process has died."""
 
         def is_ready() -> bool:
@@ -156,7 +157,7 @@ class Cluster:
             except OSError:
                 return False
 
-        wait_until(is_ready, "the cluster is ready", timeout_s)
+        wait_until(is_ready, "the cluster is ready", self.ready_s if timeout_s is None else timeout_s)
 
     def __enter__(self) -> Cluster:
         return self
