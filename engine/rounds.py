@@ -128,7 +128,8 @@ class Rounds:
     def admit(self, sequence: Running, length: int, draft: DraftState | None) -> None:
         """Give a sequence a slot: `length` tokens have KV, one more is known."""
         sequence.slot = self.slots.take()
-        self.slots.load(sequence.slot, length, sequence.token_ids[-1], sequence.sampling, draft)
+        with torch.inference_mode():  # as rounds, which may have allocated columns
+            self.slots.load(sequence.slot, length, sequence.token_ids[-1], sequence.sampling, draft)
         sequence.sampling.forget_history()
 
     def release(self, sequence: Running) -> None:
