@@ -1,6 +1,4 @@
-"""Whether the Triton kernels serve a tensor: on CUDA, where BATON_TRITON=1 asks for them.
-
-Not the default yet: measured and compared in one process only, not behind HTTP (docs/performance.md).
+"""Whether the Triton kernels serve a tensor: on CUDA, unless BATON_TRITON=0 asks for torch's own operations.
 
 Triton is imported where it is used first: a node on a CPU does without.
 """
@@ -32,7 +30,7 @@ def dependent_launch() -> bool:
 
 @functools.cache
 def _has_triton() -> bool:
-    if os.environ.get("BATON_TRITON") != "1":
+    if os.environ.get("BATON_TRITON") == "0":
         return False
     try:
         import triton

@@ -8,14 +8,15 @@ single pass over each whole sequence, and none of them is a near tie: so every c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from node_pair import NodePair, Result, params, replace
 
+from baton.decode_node.scheduler import Plan
 from baton.engine.batch import BatchRow
 from baton.engine.drafters.base import RoundRows
 from baton.engine.pages import Owner
@@ -27,6 +28,7 @@ from baton.engine.trees import Drafts, DraftShape
 from baton.metadata.request import SamplingParams, choice_seed
 
 PAGE_SIZE = 4
+FEW_PAGES = 24  # for the decode node's requests where they are preempted
 LEAST_GAP = 1e-3  # between the two best scores of any token: ten times what promise P1 calls a tie
 
 
@@ -131,11 +133,12 @@ def run_alone(pair: NodePair, rid: str, prompt: list[int], asked: SamplingParams
 def _least_gap(pair: NodePair, case: Case) -> float:
     """Between the two best scores of any token; checks that every token follows from one forward over the whole."""
     engine, gaps = pair.prefill.engine, []
+    vocab_size = engine.model_config.vocab_size
     longest = len(case.prompt) + case.params.max_tokens
     pages = engine.pool.allocate(-(-longest // PAGE_SIZE), Owner.REQUEST)
     for choice, result in enumerate(case.expected):
         states = [
-            SamplingState(case.params, case.prompt, result.ids[:i], vocab_size=512, choice=choice)
+            SamplingState(case.params, case.prompt, result.ids[:i], vocab_size=vocab_size, choice=choice)
             for i in range(len(result.ids))
         ]
         with torch.inference_mode():
@@ -263,3 +266,113 @@ def force_steps(pair: NodePair, choose: Callable[[int], int]) -> None:
     chooser, count = pair.decode.chooser, iter(range(1 << 30))
     assert chooser is not None
     chooser.choose = lambda slots, usable: choose(next(count))
+
+
+# --- phases ---
+
+
+class Cell(NamedTuple):
+    """A phase of a pair."""
+
+    is_hit: bool
+    is_mixed: bool
+    is_preempted: bool
+
+    def __str__(self) -> str:
+        words = ("hit" if self.is_hit else "cold", "mixed" if self.is_mixed else "alone")
+        return " ".join((*words, "preempted") if self.is_preempted else words)
+
+
+CELLS = [  # in an order in which a hit finds what the phase before it left
+    Cell(is_hit, is_mixed, is_preempted)
+    for is_mixed in (False, True)
+    for is_hit, is_preempted in ((False, True), (False, False), (True, False), (True, True))
+]
+
+
+def run_cell(pair: NodePair, cell: Cell, cases: list[Case]) -> None:
+    """All requests once, as the cell says."""
+    if not cell.is_hit:
+        pair.prefill.cache.flush()
+        pair.decode.cache.flush()
+    pair.admitted.clear()
+    stats = pair.decode.stats()
+    if cell.is_mixed:
+        with scarce_pages(pair, FEW_PAGES) if cell.is_preempted else nullcontext():
+            run_mixed(pair, cell, cases)
+    else:
+        run_each_alone(pair, cell, cases)
+    results = [[pair.results[key] for key in sorted(pair.results) if key[0] == name_of(cell, case)] for case in cases]
+    for case, choices in zip(cases, results, strict=True):
+        case.check(choices)
+    num_preempted = pair.decode.stats().preemptions - stats.preemptions
+    num_recomputed = pair.decode.stats().computed_tokens - stats.computed_tokens
+    if cell.is_preempted:
+        assert num_preempted > 1 and (num_recomputed > 9 or cell.is_hit), (cell, num_preempted, num_recomputed)
+    else:
+        assert num_preempted == num_recomputed == 0, (cell, num_preempted, num_recomputed)
+    check_hits(pair, cell, [choice for choices in results for choice in choices])
+
+
+def name_of(cell: Cell, case: Case) -> str:
+    return f"{cell} {case.ask.name}"
+
+
+def run_each_alone(pair: NodePair, cell: Cell, cases: list[Case]) -> None:
+    for case in cases:
+        pair.submit(name_of(cell, case), case.prompt, case.params)
+        result = pair.results[name_of(cell, case), 0]
+        if cell.is_preempted:
+            pair.step_until(lambda result=result: len(result.ids) > 2)
+            preempt(pair, cell)
+        pair.run()
+
+
+def run_mixed(pair: NodePair, cell: Cell, cases: list[Case]) -> None:
+    """Some begin together, others join when the first has come some way; when hits have pages for all, all meet in one
+    round, however long their handoffs take."""
+    for is_late in (False, True):
+        for case in cases:
+            if case.ask.is_late == is_late:
+                pair.submit(name_of(cell, case), case.prompt, case.params, n=case.ask.n)
+        first: Result = pair.results[name_of(cell, cases[0]), 0]
+        pair.step_until(lambda first=first: len(first.ids) > 2)
+    if cell.is_hit and not cell.is_preempted:
+        with rounds_paused(pair):
+            pair.step_until(lambda: len(pair.decode.scheduler.running) == 1 + len(cases))
+    if cell.is_preempted:
+        for _ in range(3):  # beside those for want of pages
+            pair.step_until(lambda: len(pair.decode.scheduler.running) > 1 or pair.is_done)
+            preempt(pair, cell)
+            for _ in range(3):
+                pair.step()
+    pair.run()
+
+
+@contextmanager
+def rounds_paused(pair: NodePair) -> Iterator[None]:
+    """The decode node admits and computes nothing."""
+    scheduler = pair.decode.scheduler
+    plan, scheduler.plan = scheduler.plan, Plan
+    yield
+    scheduler.plan = plan
+
+
+def preempt(pair: NodePair, cell: Cell) -> None:
+    """The youngest, if there is one; a cold one finds nothing of its own when it comes back."""
+    scheduler = pair.decode.scheduler
+    pair.decode.settle()
+    if scheduler.running:
+        scheduler._preempt(scheduler.running[-1])
+    if not cell.is_hit:
+        pair.decode.cache.flush()
+
+
+def check_hits(pair: NodePair, cell: Cell, results: list[Result]) -> None:
+    num_hits = sum(bool(result.ended and result.ended.num_cached) for result in results)
+    num_pages = sum(admitted.have_pages for admitted in pair.admitted)
+    if cell.is_hit:
+        assert num_hits > len(ASKS) // 2, (cell, num_hits)
+        assert num_pages > 0 or cell.is_preempted, cell
+    elif not (cell.is_mixed and cell.is_preempted):  # a choice that waits for pages finds its own prompt
+        assert num_hits == num_pages == 0, (cell, num_hits, num_pages)

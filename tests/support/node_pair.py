@@ -93,8 +93,8 @@ class NodePair:
             "device": "cpu",
             "threads": 1,
         }
-        self.prefill = self._start_prefill(PrefillConfig(**common, **(prefill or {})))
-        self.decode = self._start_decode(DecodeConfig(**common, **(decode or {})), is_adaptive, overlaps)
+        self.prefill = self._start_prefill(PrefillConfig(**(common | (prefill or {}))))
+        self.decode = self._start_decode(DecodeConfig(**(common | (decode or {}))), is_adaptive, overlaps)
         self.results: dict[tuple[str, int], Result] = {}
         self.admitted: list[Admitted] = []
         self.done: dict[str, PrefillDone] = {}

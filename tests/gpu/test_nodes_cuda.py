@@ -1,0 +1,54 @@
+"""Both nodes on CUDA, their kernels compiled, rounds captured as graphs and overlapping: output is that of a CPU
+without speculation, token for token, over the phases of the matrix {cold, prefix hit} x {alone, mixed} x
+{preempted, not}."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matrix import CELLS, PAGE_SIZE, Plain, run_cell
+from node_pair import NodePair
+
+from baton.kernels import gpu
+
+DEMO = Path(__file__).parents[2] / "deploy" / "demo"
+CASES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "ngram": {"speculative": "ngram"},
+    "standalone": {"speculative": "standalone"},
+    "eagle": {"speculative": "eagle"},
+    "eagle tree": {"speculative": "eagle", "draft_steps": 3, "draft_topk": 2},
+    "eagle3": {"speculative": "eagle3"},
+    "mtp3": {"speculative": "mtp"},
+    "frozen-kv-mtp": {"speculative": "frozen-kv-mtp"},
+}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Callable[[], Plain]:
+    """The reference, on the CPU."""
+    return functools.cache(lambda: Plain.of(DEMO))
+
+
+@pytest.mark.parametrize("chunk", [PAGE_SIZE, 64])
+@pytest.mark.parametrize("name", CASES)
+def test_output_is_that_of_the_cpu(
+    name: str, chunk: int, plain: Callable[[], Plain], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = plain()
+    monkeypatch.setattr(gpu, "_has_triton", lambda: True)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    both = {"device": "cuda", "dtype": "float32", "page_size": PAGE_SIZE, "num_pages": 160, "max_running": 8}
+    both |= {"chunk_tokens": chunk, **CASES[name]}
+    with closing(NodePair(DEMO, prefill=both, decode=both)) as pair:
+        for cell in CELLS:
+            run_cell(pair, cell, reference.cases)
+        pair.check_books()
+        stats = pair.decode.rounds.stats
+    assert name == "none" or stats.num_drafted > stats.num_accepted > 0, stats
