@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -61,7 +60,6 @@ class Limits:
 
 def main() -> None:
     options = _options()
-    os.environ.setdefault("BATON_TRITON", "1")
     torch.backends.cuda.matmul.allow_tf32 = False
     limits = measure_limits()
     started = time.monotonic()

@@ -276,7 +276,7 @@ def write_planted(
     directory: Path, fields: dict[str, Any], *, seed: int = 0, shard_bytes: int = SHARD_BYTES
 ) -> PlantedModel:
     """As `write_random`, with a text planted. All shapes stay; embedding and head are two, and rotation is slower."""
-    own = {"tie_word_embeddings": False, "rope_theta": ROPE_THETA, "rope_scaling": None}
+    own = {"tie_word_embeddings": False, "rope_theta": ROPE_THETA, "rope_scaling": None, "planted": True}
     config = write_config(directory, fields | own)
     model, dtype = PlantedModel(config, seed), getattr(torch, config.checkpoint_dtype)
     write_shards(directory, ((spec.name, model.tensor(spec).to(dtype)) for spec in tensor_specs(config)), shard_bytes)

@@ -1,0 +1,190 @@
+"""The whole system on one GPU: HTTP, router, a prefill and a decode process, against the engine in this process.
+
+    python -m baton.deploy.synthetic llama-3.2-1b /tmp/1b --planted
+    python tests/benchmarks/bench_system.py --model /tmp/1b [--streams 1 16 64] [--prompt-len 1024] [--tokens 256]
+
+All streams of a round start at once. Time to first token (ttft) and between tokens (itl) are a client's, tokens a
+second are those of the whole round, prompts included; `engine` is a decode step of as many sequences in this process,
+measured afterwards with both nodes gone, and `share` what the system keeps of its speed while all streams generate. With
+a planted model every token of every stream is compared with the text that is known. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parent)]
+
+from bench_router import Stream  # noqa: E402
+from cluster import Cluster  # noqa: E402
+
+from baton.deploy import bench_gpu  # noqa: E402
+from baton.deploy.planted_text import PlantedText  # noqa: E402
+from baton.engine.config import EngineConfig  # noqa: E402
+from baton.engine.engine import Engine  # noqa: E402
+from baton.engine.rounds import Rounds  # noqa: E402
+
+PAGE_SIZE = 64
+
+
+def main() -> None:
+    options = _options()
+    report: dict[str, Any] = {"model": options.model.name, "prompt_len": options.prompt_len, "tokens": options.tokens}
+    report["transport"] = options.transport
+    with tempfile.TemporaryDirectory() as directory, Cluster(Path(directory), options.model) as cluster:
+        started = time.monotonic()
+        cluster.start(node_flags=_flags(options), wait=False)
+        cluster.wait_ready(num_nodes=2, timeout_s=240)
+        report["ready_s"] = round(time.monotonic() - started, 1)
+        report["points"] = [measure(cluster, options, num_streams) for num_streams in options.streams]
+        if options.logs:
+            for path in Path(directory).glob("*.log"):
+                (options.logs / path.name).write_bytes(path.read_bytes()[-200_000:])
+    if options.device == "cuda":
+        add_engine(options, report["points"])
+    text = json.dumps(report, indent=1)
+    if options.json:
+        options.json.write_text(text)
+    sys.stdout.write(text + "\n")
+
+
+def _flags(options: argparse.Namespace) -> list[str]:
+    num_pages = options.num_tokens // PAGE_SIZE + 1
+    flags = ["--device", options.device, "--page-size", str(PAGE_SIZE), "--num-pages", str(num_pages)]
+    flags += ["--chunk-tokens", str(options.chunk_tokens), "--max-running", str(max(options.streams))]
+    flags += ["--transport", options.transport, "--speculative", options.speculative, "--context-len", "16384"]
+    return flags
+
+
+def measure(cluster: Cluster, options: argparse.Namespace, num_streams: int) -> dict[str, Any]:
+    """The round in the middle, by tokens a second, of three; the first round, which warms up, is not counted."""
+    rounds = [one_round(cluster, options, num_streams, index) for index in range(options.rounds + 1)][1:]
+    return sorted(rounds, key=lambda row: row["tokens_per_s"])[len(rounds) // 2]
+
+
+def one_round(cluster: Cluster, options: argparse.Namespace, num_streams: int, index: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1000 * num_streams + index)
+    config = json.loads((options.model / "config.json").read_text())
+    vocab_size = config["vocab_size"]
+    prompts = torch.randint(0, vocab_size, (num_streams, options.prompt_len), generator=generator).tolist()
+    started = time.perf_counter()
+    streams = asyncio.run(ask(cluster, prompts, options.tokens))
+    wall_s = time.perf_counter() - started
+    outputs = [tokens_of(stream) for stream in streams]
+    num_wrong = count_wrong(prompts, outputs, options.tokens, vocab_size) if config.get("planted") else None
+    times = [np.array([at for at, ids in output for _ in ids]) for output in outputs]
+    begun = max(float(each[0]) for each in times)  # from when all have their first token
+    ended = min(float(each[-1]) for each in times)  # until the first has its last
+    together = sum(int(((each > begun) & (each <= ended)).sum()) for each in times)
+    ttft = sorted(float(each[0] - started) for each in times)
+    gaps = np.concatenate([np.diff(each) for each in times]) * 1e3
+    return {
+        "streams": num_streams,
+        "tokens_per_s": num_streams * options.tokens / wall_s,
+        "ttft_ms_p50": ttft[len(ttft) // 2] * 1e3,
+        "ttft_ms_max": ttft[-1] * 1e3,
+        "itl_ms_p50": float(np.percentile(gaps, 50)),
+        "itl_ms_p99": float(np.percentile(gaps, 99)),
+        "steady_tokens_per_s": together / (ended - begun) if ended > begun else 0.0,
+        "wrong_streams": num_wrong,
+    }
+
+
+async def ask(cluster: Cluster, prompts: Sequence[list[int]], num_tokens: int) -> list[Stream]:
+    name = cluster.model_name
+    return await asyncio.gather(*(_stream(cluster.http_port, name, prompt, num_tokens) for prompt in prompts))
+
+
+async def _stream(port: int, model: str, prompt: list[int], num_tokens: int) -> Stream:
+    fields = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True, "stream": True}
+    body = json.dumps({"model": model, "prompt": prompt, **fields}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    loop = asyncio.get_running_loop()
+    transport, stream = await loop.create_connection(lambda: Stream(head + body), "127.0.0.1", port)
+    try:
+        await asyncio.wait_for(stream.done, 300)
+    finally:
+        transport.close()
+    return stream
+
+
+def tokens_of(stream: Stream) -> list[tuple[float, list[int]]]:
+    """When each event was read, and the ids that it brought."""
+    found: list[tuple[float, list[int]]] = []
+    rest = b""
+    for at, data in stream.reads:
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: {"):
+                event = json.loads(line[len(b"data: ") :])
+                assert "error" not in event, event
+                found += [(at, choice.get("token_ids") or []) for choice in event["choices"]]
+    return found
+
+
+def count_wrong(
+    prompts: Sequence[list[int]], outputs: Sequence[list[tuple[float, list[int]]]], num_tokens: int, vocab_size: int
+) -> int:
+    """Streams that are not the planted text."""
+    text = PlantedText(vocab_size)
+    got = [[token for _, ids in output for token in ids] for output in outputs]
+    return sum(ids != text.continuation(prompt, num_tokens) for prompt, ids in zip(prompts, got, strict=True))
+
+
+def add_engine(options: argparse.Namespace, points: list[dict[str, Any]]) -> None:
+    """`engine_tokens_per_s` of a decode step in this process, and the share of it that the system keeps."""
+    config = EngineConfig(
+        model=str(options.model),
+        device="cuda",
+        page_size=PAGE_SIZE,
+        num_pages=options.num_tokens // PAGE_SIZE + 1,
+        context_len=16384,
+        chunk_tokens=8192,
+        prefix_cache=False,
+        speculative="none",
+    )
+    engine = Engine(config)
+    rounds = Rounds(engine, max(options.streams), buckets=options.streams)
+    rounds.capture()
+    for point in points:
+        sequences = bench_gpu.start(engine, rounds, point["streams"], options.tokens + 64)
+        shape = rounds.shape.with_steps(0)
+        bench_gpu.run_rounds(rounds, sequences, shape, 8)
+        step_s = statistics.median(bench_gpu.run_rounds(rounds, sequences, shape, 48) for _ in range(3))
+        bench_gpu.stop(engine, rounds, sequences)
+        point["engine_step_ms"] = step_s * 1e3
+        point["engine_tokens_per_s"] = point["streams"] / step_s
+        point["share"] = point["steady_tokens_per_s"] / point["engine_tokens_per_s"]
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--prompt-len", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--speculative", default="none")
+    parser.add_argument("--chunk-tokens", type=int, default=8192)
+    parser.add_argument("--num-tokens", type=int, default=131_072, help="KV tokens of each node's pool")
+    parser.add_argument("--logs", type=Path, help="directory that takes the processes' logs")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
