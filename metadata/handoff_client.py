@@ -279,10 +279,11 @@ class HandoffClient:
         return inbound
 
     def _start_waiting(self, link: Link) -> None:
-        """Queues what was offered before the transport was there."""
+        """Claims what waited for the welcome, and queues what was offered in spite of that."""
         if link.transport is not None:
             for inbound in self._inbound.values():
                 if inbound.epoch == link.peer.epoch:
+                    link.send(Claim(unit=inbound.unit, have=inbound.have))
                     link.transport.fetch(inbound.missing())
 
     def _take_offer(self, link: Link, offer: Offer) -> None:

@@ -74,8 +74,9 @@ class Link:
         return self.transport is None or self.transport.is_waiting
 
     def send(self, message: ToPrefill) -> None:
-        """Sends; a link that cannot take it is lost."""
-        if self.lost is not None:
+        """Sends; a link that cannot take it is lost. Before the welcome nothing is said but hello: where that was lost
+        on its way, the peer refuses whatever follows, and this must not look like an answer to hello."""
+        if self.lost is not None or (self.transport is None and not isinstance(message, LinkHello)):
             return
         try:
             self.socket.send(encode(message), zmq.NOBLOCK)

@@ -30,11 +30,12 @@ from handoff_nodes import (
     unit,
 )
 
+from baton.metadata import handoff_link
 from baton.metadata.bus import decode_frame
 from baton.metadata.curve import KeyPair
 from baton.metadata.handoff_client import MAX_PULLS, Arrived, HandoffClient, Revoked, TransferFailed
 from baton.metadata.handoff_server import HandoffServer
-from baton.metadata.messages import Claim, LinkHello, LinkWelcome, Offer, encode, to_prefill_decoder
+from baton.metadata.messages import LinkHello, LinkWelcome, Offer, encode, to_prefill_decoder
 from baton.metadata.node_info import Peer
 from baton.metadata.request import pack_ids
 from baton.metadata.schema import blocks_per_page, make_schema
@@ -332,6 +333,32 @@ def test_nodes_that_cannot_hand_over_are_refused_naming_both_values(nodes, setti
     assert client.tickets() == [] and client.sockets() == []
 
 
+def test_a_lost_hello_fails_the_claims_of_its_link_and_no_others(nodes, monkeypatch):
+    """What follows a hello that was damaged on its way must not be refused as if the nodes could never hand over."""
+    spoilt = []
+
+    def encode_once_wrong(message: Any) -> bytes:
+        if isinstance(message, LinkHello) and not spoilt:
+            spoilt.append(message)
+            return b"damaged"
+        return encode(message)
+
+    monkeypatch.setattr(handoff_link, "encode", encode_once_wrong)
+    server, source = make_server()
+    client, target = make_client(answer_s=0.3)
+    nodes += [*source, *target, server, client]
+    for name in ("r", "s", "given up"):
+        client.claim(unit(name), peer_of(server), 0, [3])
+    client.drop(unit("given up"), "cancelled")
+    failed = named(spin([server, client], lambda events: len(named(events, TransferFailed)) == 2), TransferFailed)
+    assert spoilt and not any(event.is_refused for event in failed), failed
+    server.open(unit(attempt=1), 1)
+    server.offer(unit(attempt=1), [0], [1], [1])
+    server.finish(unit(attempt=1), make_row(SCHEMA))
+    client.claim(unit(attempt=1), peer_of(server), 0, [3])
+    spin([server, client], lambda events: named(events, Arrived))
+
+
 def test_memory_that_cannot_be_mapped_falls_back_to_zmq(nodes, monkeypatch):
     server, source = make_server()
     client, target = make_client()
@@ -475,7 +502,7 @@ def test_offers_outside_the_ticket_fail_the_transfer_and_write_nothing(nodes, li
     client, target = make_client(transports=("zmq",))
     nodes += [*target, client]
     client.claim(unit(), liar.peer, 0, [3, 4])
-    liar.receive(Claim)
+    liar.receive(LinkHello)
     liar.send(welcome())
     liar.send(offer(**changes))
     failed = named(spin([client], lambda events: named(events, TransferFailed)), TransferFailed)[0]
@@ -519,7 +546,7 @@ def test_junk_is_counted_and_the_link_goes_on(nodes, liar, frames):
     client, target = make_client(transports=("zmq",))
     nodes += [*target, client]
     client.claim(unit(), liar.peer, 0, [3, 4])
-    liar.receive(Claim)
+    liar.receive(LinkHello)
     liar.send(welcome())
     liar.send(*frames)
     spin([client], lambda _: client.dropped.count == 1)

@@ -44,6 +44,8 @@ class Race:
         self.server.offer(unit(), [0, 1], pages, [1, 1])
         self.client.claim(unit(), peer_of(self.server), 0, [9, 4])
         self.prefill()
+        self.decode()  # welcomed: claims
+        self.prefill()
         self.server.finish(unit(), make_row(SCHEMA))
 
     def prefill(self, after_s: float = 0.0) -> None:
@@ -108,7 +110,6 @@ def test_a_page_used_again_in_the_middle_of_its_copy_is_found(monkeypatch: pytes
     no number, as after a fault of ours, the checksum shows it."""
     monkeypatch.setattr("baton.metadata.handoff_client.DRAIN_MESSAGES", 1)
     race = Race("local")
-    race.decode()  # the welcome is taken, the offer not yet
 
     class Torn:
         """The peer's pages, whose owner uses one again while its last layer is copied."""
