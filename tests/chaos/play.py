@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from evidence import Evidence
+from outages import Outages
 from rig import REQUEST_S, Rig, role_of
 from scenarios import EVENTS, FRAMES, JUMPS_S, PAGES, PHASE_OF, STOPS_S, TAGS, Scenario
 from streams import HANG_S, Known, Stream
@@ -45,7 +47,8 @@ class Play:
         self.rng = random.Random(scenario.seed)
         self.result = Result(scenario)
         self.streams: list[Stream] = []
-        self._tails = {name: process.popen.pid for name, process in rig.processes.items()}
+        self.evidence = Evidence(rig.directory)
+        self.outages = Outages()
         self._preempted = self._num_preempted()
 
     def run(self) -> Result:
@@ -242,7 +245,16 @@ class Play:
             while stream.thread.is_alive() and time.monotonic() < deadline:
                 self._struck()
                 self._let_go()
+                self._end_outages()
                 stream.thread.join(0.1)
+
+    def _end_outages(self) -> None:
+        """Where all nodes of a role are dead or have gone, one comes back."""
+        for role in self.outages.look(self.rig.serving(), time.monotonic()):
+            names = [name for name in self.rig.nodes_wanted if role_of(name) == role]
+            if all(self.rig.has_gone(name) for name in names):
+                self.rig.new_plan(names[0])
+                self.rig.start_wanted(names[0])
 
     def _collect(self) -> None:
         self._struck()
@@ -253,32 +265,38 @@ class Play:
                 self.result.faults["out of pages", "preempted"] += more
 
     def _judge(self) -> None:
-        result, kind = self.result, self.scenario.kind
+        result = self.result
         moved = set(re.findall(r"cmpl-[0-9a-f]+", "\n".join(self._moves())))
         for stream in self.streams:
-            name = stream.known.name
             result.longest_stream_s = max(result.longest_stream_s, stream.seconds)
-            if stream.thread.is_alive():
-                result.defects.append(f"{name} ({stream.rid}) hangs after {stream.num_tokens} tokens")
-                result.outcomes["hung"] += 1
-                continue
-            result.defects += [f"{name} ({stream.rid}): {problem}" for problem in stream.problems]
-            if stream.outcome == "done":
-                result.outcomes["saved" if stream.rid in moved else "done"] += 1
-                continue
-            words = stream.error or f"the connection broke after {stream.num_tokens} tokens"
-            is_refused = words.startswith("429")
-            if is_refused and kind == "flood":
-                result.faults["queue full", "queued"] += 1
-            result.outcomes["refused" if is_refused else stream.outcome] += 1
-            result.failures.append(f"{name} ({stream.rid}): {words}")
-            may_fail = kind.startswith("router") or (kind in TIRING and GIVEN_UP in words)
-            if not is_refused and not may_fail:
-                result.defects.append(f"{name} ({stream.rid}) did not survive: {words}")
+            defects = self._judge_stream(stream, has_moved=stream.rid in moved)
+            if defects:
+                defects[-1] += self.evidence.of(stream.rid)
+            result.defects += [f"{stream.known.name} ({stream.rid}) {words}" for words in defects]
         result.defects += [f"crash: {words}" for words in self.rig.crashes]
-        result.defects += [f"orphan: {words}" for words in self.rig.auditor.orphans]
+        for words in self.rig.auditor.orphans:
+            result.defects.append(f"orphan: {words}{self.evidence.of(words.partition('/')[0])}")
         self.rig.crashes.clear()
         self.rig.auditor.orphans.clear()
+
+    def _judge_stream(self, stream: Stream, *, has_moved: bool) -> list[str]:
+        """Counts its outcome; returns what must not be."""
+        result, kind = self.result, self.scenario.kind
+        if stream.thread.is_alive():
+            result.outcomes["hung"] += 1
+            return [f"hangs after {stream.num_tokens} tokens"]
+        defects = [f"went wrong: {problem}" for problem in stream.problems]
+        if stream.outcome == "done":
+            result.outcomes["saved" if has_moved else "done"] += 1
+            return defects
+        words = stream.error or f"the connection broke after {stream.num_tokens} tokens"
+        is_refused = words.startswith("429")
+        if is_refused and kind == "flood":
+            result.faults["queue full", "queued"] += 1
+        result.outcomes["refused" if is_refused else stream.outcome] += 1
+        result.failures.append(f"{stream.known.name} ({stream.rid}): {words}")
+        may_fail = kind.startswith("router") or (kind in TIRING and GIVEN_UP in words) or self.outages.excuse(words)
+        return defects if is_refused or may_fail else [*defects, f"did not survive: {words}"]
 
     def _moves(self) -> list[str]:
         logs = [path.read_text(errors="replace") for path in self.rig.directory.glob("router-*.log")]

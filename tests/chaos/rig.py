@@ -50,6 +50,7 @@ class Rig(Cluster):
         self.num_strikes = 0
         self._faults_read: Counter[str] = Counter()
         self.crashes: list[str] = []
+        self._welcomed: set[int] = set()  # processes
         self.stopped: set[str] = set()
         self.struck: list[dict[str, Any]] = []  # processes that met their plan's strike
         for name in self.nodes_wanted:
@@ -84,6 +85,19 @@ class Rig(Cluster):
     def is_running(self, name: str) -> bool:
         process = self.processes.get(name)
         return process is not None and process.popen.poll() is None
+
+    def has_gone(self, name: str) -> bool:
+        """Whether a process is over that was killed, or told to go."""
+        return not self.processes[name].is_expected_to_run and not self.is_running(name)
+
+    def serving(self) -> dict[str, bool]:
+        """By name, whether a node has been welcomed by a router, and neither killed nor told to go."""
+        lives = {name: self.processes[name] for name in self.nodes_wanted}
+        self._welcomed |= {life.pid for life in lives.values() if life.pid not in self._welcomed and _is_welcome(life)}
+        return {
+            name: life.pid in self._welcomed and life.is_expected_to_run and life.popen.poll() is None
+            for name, life in lives.items()
+        }
 
     def hit(self, name: str, number: int) -> None:
         """A signal to a process; SIGKILL and SIGTERM end it, SIGSTOP is undone by `mend`."""
@@ -184,6 +198,10 @@ class Rig(Cluster):
             self.hit(name, signal.SIGCONT)
         self.kill_all()
         self.lines.close()
+
+
+def _is_welcome(process: Process) -> bool:
+    return "joined router" in process.log
 
 
 def _end_of(process: Process) -> str:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
+from evidence import Evidence  # noqa: E402
 from models import ALGORITHMS, flags, known_answers, make_target  # noqa: E402
 from play import Play, Result  # noqa: E402
 from rig import NODES, Rig  # noqa: E402
@@ -78,13 +79,16 @@ def run_cluster(work, algorithm, number, seed, scenarios, until, tally, out) -> 
     rig = Rig(directory, target, [*flags(algorithm, target), "--transport", transport], seed=seed)
     print(f"--- {algorithm}, {transport}, {directory}", flush=True)
     scenario: Scenario | None = None
+    evidence = Evidence(directory)
     try:
         rig.begin()
         check_clean(rig, answers)
         for scenario in scenarios:
             if time.monotonic() > until:
                 break
-            result = Play(rig, answers, scenario).run()
+            play = Play(rig, answers, scenario)
+            evidence = play.evidence
+            result = play.run()
             tally.add(algorithm, result)
             tally.longest_orphan_s = max(tally.longest_orphan_s, rig.auditor.longest)
             _say(result)
@@ -92,7 +96,8 @@ def run_cluster(work, algorithm, number, seed, scenarios, until, tally, out) -> 
         rig.end()
     except (AssertionError, OSError, HTTPException, subprocess.TimeoutExpired) as error:
         traceback.print_exc()
-        tally.defects.append(f"{algorithm}, {scenario}: the cluster did not come back: {str(error)[:2000]}")
+        words = f"the cluster did not come back: {str(error)[:2000]}{evidence.of('')}"
+        tally.defects.append(f"{algorithm}, {scenario}: {words}")
         tally.write(out, seed=seed)
     finally:
         rig.abandon()
