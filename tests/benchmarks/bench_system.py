@@ -5,8 +5,8 @@
 
 All streams of a round start at once. Time to first token (ttft) and between tokens (itl) are a client's, tokens a
 second are those of the whole round, prompts included; `engine` is a decode step of as many sequences in this process,
-measured afterwards with both nodes gone, and `share` what the system keeps of its speed while all streams generate. With
-a planted model every token of every stream is compared with the text that is known. Prints one JSON object.
+measured afterwards with both nodes gone, and `share` what the system keeps of its speed while all streams generate.
+With a planted model every token of every stream is compared with the text that is known. Prints one JSON object.
 """
 
 from __future__ import annotations
