@@ -71,8 +71,8 @@ def main() -> None:
             model=options.model,
             device="cuda",
             dtype="bfloat16",
-            page_size=PAGE_SIZE,
-            num_pages=options.num_tokens // PAGE_SIZE + 1,
+            page_size=options.page_size,
+            num_pages=options.num_tokens // options.page_size + 1,
             context_len=options.context_len,
             chunk_tokens=8192,
             prefix_cache=False,
@@ -87,7 +87,7 @@ def main() -> None:
         "commit": _commit(),
         "model": Path(options.model).name,
         "dtype": "bfloat16",
-        "page_size": PAGE_SIZE,
+        "page_size": options.page_size,
         "read_TB_per_s": limits.bytes_per_s / 1e12,
         "matrix_TFLOP_per_s": limits.flops_per_s / 1e12,
         "load_s": round(loaded_s, 2),
@@ -158,7 +158,7 @@ def start(engine: Engine, rounds: Rounds, batch: int, num_new: int) -> list[Runn
     generator = torch.Generator().manual_seed(batch)
     sequences: list[Running] = []
     params = SamplingParams(max_tokens=num_new, temperature=0.0)
-    num_pages = -(-(CONTEXT + num_new + 64) // PAGE_SIZE)
+    num_pages = -(-(CONTEXT + num_new + 64) // engine.pool.page_size)
     for first in range(0, batch, 8):
         prompts = torch.randint(
             0, engine.card.vocab_size, (min(8, batch - first), CONTEXT), generator=generator
@@ -292,7 +292,7 @@ def prefill(engine: Engine, limits: Limits, num_prompts: int, num_tokens: int) -
     """`num_prompts` prompts at once, in chunks of 8192 tokens as a node computes them."""
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(0, engine.card.vocab_size, (num_prompts, num_tokens), generator=generator).tolist()
-    num_pages = -(-num_tokens // PAGE_SIZE)
+    num_pages = -(-num_tokens // engine.pool.page_size)
     pages = [engine.pool.allocate(num_pages, Owner.REQUEST) for _ in prompts]
     at_once = max(1, 8192 // num_tokens)
 
@@ -367,6 +367,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--num-tokens", type=int, default=256 * 1600, help="KV tokens of the pool")
     parser.add_argument("--context-len", type=int, default=16384)
+    parser.add_argument("--page-size", type=int, default=PAGE_SIZE)
     parser.add_argument("--only", nargs="+", default=["decode", "rounds", "prefill", "offline"])
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()

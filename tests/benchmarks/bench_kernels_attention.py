@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from baton.kernels.attention import Tree, paged_attention_ref
 from baton.kernels.triton_attention import DecodeTiles, Plan, decode_attention
@@ -73,7 +74,7 @@ def main() -> None:
         for num_seqs, (query_len, is_tree) in itertools.product((1, 32), ((6, False), (16, True), (61, True))):
             bench_decode(num_seqs, 1024, 16, query_len, is_tree, args)
     if args.only in (None, "extend"):
-        for num_seqs, query_len, seq_len in ((1, 8192, 8192), (16, 2048, 2048), (1, 512, 8192), (1, 1024, 1024)):
+        for num_seqs, query_len, seq_len in ((1, 8192, 8192), (4, 2048, 2048), (1, 512, 8192), (1, 1024, 1024)):
             for page_size in (16, 64):
                 bench_extend(num_seqs, query_len, seq_len, page_size, args)
     if args.only in (None, "store"):
@@ -136,11 +137,19 @@ def bench_extend(num_seqs: int, query_len: int, seq_len: int, page_size: int, ar
     if query_len == seq_len:
         layers = [pool.contiguous(layer) for layer in range(len(pool.kv))]
         batched = q.reshape(num_seqs, query_len, NUM_HEADS, HEAD_DIM).transpose(1, 2)
-        seconds = per_layer(
-            lambda layer: F.scaled_dot_product_attention(batched, *layers[layer], is_causal=True, enable_gqa=True),
-            len(layers),
-        )
-        _tell("  torch, contiguous", seconds, num_flops / seconds / 1e12, "TFLOP/s", num_flops / FLOP_PER_S)
+        for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+            with sdpa_kernel(backend):
+                out = F.scaled_dot_product_attention(batched, *layers[0], is_causal=True, enable_gqa=True)
+                out = out.transpose(1, 2).reshape(num_tokens, NUM_HEADS, HEAD_DIM)
+                torch.testing.assert_close(out, expected, atol=TOLERANCE, rtol=TOLERANCE)
+                seconds = per_layer(
+                    lambda layer: F.scaled_dot_product_attention(
+                        batched, *layers[layer], is_causal=True, enable_gqa=True
+                    ),
+                    len(layers),
+                )
+            note = f"torch, contiguous, {backend.name}"
+            _tell(name, seconds, num_flops / seconds / 1e12, "TFLOP/s", num_flops / FLOP_PER_S, note)
 
 
 def bench_store(num_tokens: int, args: argparse.Namespace) -> None:
@@ -204,7 +213,7 @@ def _other_decodes(chosen: DecodeTiles, is_tree: bool) -> list[DecodeTiles]:
 
 
 def _other_extends(chosen: ExtendTiles) -> list[ExtendTiles]:
-    options = ((64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2), (128, 64, 8, 4), (128, 128, 8, 2), (128, 32, 8, 3))
+    options = ((64, 64, 4, 3), (128, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2), (128, 128, 8, 2), (256, 64, 8, 3))
     return [tiles for each in options if (tiles := ExtendTiles(*each)) != chosen]
 
 
