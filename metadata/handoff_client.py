@@ -280,11 +280,10 @@ class HandoffClient:
 
     def _start_waiting(self, link: Link) -> None:
         """Claims what waited for the welcome, and queues what was offered in spite of that."""
-        if link.transport is not None:
-            for inbound in self._inbound.values():
-                if inbound.epoch == link.peer.epoch:
-                    link.send(Claim(unit=inbound.unit, have=inbound.have))
-                    link.transport.fetch(inbound.missing())
+        for inbound in self._inbound.values():
+            if inbound.epoch == link.peer.epoch and link.transport is not None:  # a send may lose the link
+                link.transport.fetch(inbound.missing())
+                link.send(Claim(unit=inbound.unit, have=inbound.have))
 
     def _take_offer(self, link: Link, offer: Offer) -> None:
         inbound = self._of(link, offer.unit)

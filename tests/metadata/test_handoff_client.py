@@ -359,6 +359,23 @@ def test_a_lost_hello_fails_the_claims_of_its_link_and_no_others(nodes, monkeypa
     spin([server, client], lambda events: named(events, Arrived))
 
 
+def test_a_link_that_takes_no_claims_is_lost_with_them(nodes, monkeypatch):
+    """The queue is full when the welcome has come: all that waited for it fails, and may be tried again."""
+    server, source = make_server()
+    client, target = make_client()
+    nodes += [*source, *target, server, client]
+    for name in ("r", "s"):
+        client.claim(unit(name), peer_of(server), 0, [3])
+
+    def refuse(message: Any) -> bytes:
+        raise zmq.Again
+
+    monkeypatch.setattr(handoff_link, "encode", refuse)
+    failed = named(spin([server, client], lambda events: len(named(events, TransferFailed)) == 2), TransferFailed)
+    assert all("does not take messages" in event.reason and not event.is_refused for event in failed)
+    assert client.tickets() == client.sockets() == []
+
+
 def test_memory_that_cannot_be_mapped_falls_back_to_zmq(nodes, monkeypatch):
     server, source = make_server()
     client, target = make_client()
