@@ -81,20 +81,22 @@ class JsonFormatter(logging.Formatter):
 
 
 class Throttle:
-    """Lets something happen at most once in `interval_s` seconds."""
+    """Lets something happen at most `most` times in `interval_s` seconds."""
 
-    def __init__(self, interval_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, interval_s: float = 1.0, clock: Callable[[], float] = time.monotonic, *, most: int = 1) -> None:
         self._interval_s = interval_s
         self._clock = clock
-        self._next = -math.inf
+        self._most = most
+        self._num_left = 0
+        self._next = -math.inf  # when as many may happen again
 
     def is_due(self) -> bool:
-        """True when it may happen now; the next time is then `interval_s` later."""
+        """True when it may happen now, which counts; `interval_s` after the first of `most` the count starts anew."""
         now = self._clock()
-        if now < self._next:
-            return False
-        self._next = now + self._interval_s
-        return True
+        if now >= self._next:
+            self._next, self._num_left = now + self._interval_s, self._most
+        self._num_left -= 1
+        return self._num_left >= 0
 
 
 class _BatonHandler(logging.StreamHandler[TextIO]):  # a type of its own, so that a second set-up finds the first

@@ -125,6 +125,12 @@ class Admission:
             self.take_back(generation, attempt)
         self._queues[generation.group].withdraw(generation)
 
+    def forget(self, group: Group) -> None:
+        """The group is no more; nobody waits in it."""
+        assert not self._queues.pop(group, ()), group.key
+        self.intake.forget(group)
+        self.stranded.forget(group)
+
     def take_back(self, generation: Generation, attempt: Attempt) -> Entry | None:
         """No answer is awaited any more for this attempt. Returns its entry, None when none was awaited."""
         entry = self._asked.pop((generation.rid, attempt.number), None)

@@ -115,6 +115,10 @@ class PairHealth:
         for key in [key for key in self._pairs if node.routing_id in key]:
             del self._pairs[key]
 
+    def forget_group(self, group: Group) -> None:
+        """The group is no more, and its answer with it."""
+        self._answers.pop(group, None)
+
     def look(self, now: float) -> None:
         """Starts the canaries that are due, and gives up those that hang."""
         for group in self._life.registry.groups.values():

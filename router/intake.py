@@ -66,6 +66,10 @@ class Intake:
         """How fast a group serves."""
         return self._paces[group]
 
+    def forget(self, group: Group) -> None:
+        """The group is no more."""
+        self._paces.pop(group, None)
+
     def check_room(self, group: Group, asked: Asked) -> None:
         """Raises Overloaded, with an honest guess of when to come again, when this may not wait now or would be late;
         RequestError when it may never.

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..metadata import schema
 from ..metadata.bus import routing_id
 from ..metadata.errors import ProtocolError
 from ..metadata.liveness import Change, PeerLiveness
+from ..metadata.logs import Throttle
 from ..metadata.messages import (
     PROTOCOL_MAX,
     PROTOCOL_MIN,
@@ -31,12 +32,17 @@ from ..metadata.messages import (
 )
 from ..metadata.node_info import Load, ModelCard, NodeStats, Peer, Role
 from ..metadata.request import Unit
+from .mismatch import distance, loneliness
+from .newcomers import PROOF_S, SILENCE_S, Newcomers, taken
 from .tokenizer import ChatTemplate, TextTokenizer
 
 if TYPE_CHECKING:
     from .cancels import Unacked
 
 logger = logging.getLogger(__name__)
+
+MAX_EMPTY_GROUPS = 16  # without nodes, kept for those that come back
+MAX_LINES = 32  # logged in a second of nodes that come and go
 
 
 class GroupKey(NamedTuple):
@@ -187,6 +193,8 @@ class Registry:
         self.groups: dict[GroupKey, Group] = {}
         self._tokenizers: dict[str, TextTokenizer] = {}
         self._liveness: PeerLiveness[bytes] = PeerLiveness()
+        self._newcomers = Newcomers()
+        self._lines = Throttle(most=MAX_LINES)
         self._epoch = epoch
         self._send = send
         self._on_joined = on_joined
@@ -194,26 +202,33 @@ class Registry:
 
     def greet_again(self, peer: bytes) -> None:
         """Answers a peer that is not known."""
-        self._send(peer, HelloAgain(router_epoch=self._epoch))
+        if peer not in self._newcomers:
+            self._send(peer, HelloAgain(router_epoch=self._epoch))
 
     def hello(self, peer: bytes, hello: Hello, now: float) -> None:
-        """A node introduces itself: it is let in, or refused with both sides' values."""
+        """A node introduces itself: it is let in, or refused with both sides' values; not at once where its name is
+        taken."""
         known = self.nodes.get(peer)
         if known is not None:
             self.lose(known, "it introduced itself anew")
-        reason = self._objection(hello, now)
+        if not self._has_free_name(hello, now):
+            if not self._newcomers.add(peer, hello, now):
+                self._refuse(peer, hello, taken(hello))
+            return
+        self._newcomers.remove(peer)
+        reason = self._objection(hello)
         if reason is not None:
-            logger.warning("node %s (%s) refused: %s", hello.node_id, hello.role, reason)
-            self._send(peer, Refusal(router_epoch=self._epoch, reason=reason[:4096]))
+            self._refuse(peer, hello, reason)
             return
         try:
             node = self._admit(hello, now)
         except ProtocolError as error:
-            self._send(peer, Refusal(router_epoch=self._epoch, reason=str(error)[:4096]))
+            self._refuse(peer, hello, str(error))
             return
         need_tokenizer = node.group.tokenizer is None
-        notice = self._loneliness(node) or ""
-        logger.info(
+        notice = loneliness(node, self.nodes.values()) or ""
+        self._log(
+            logging.INFO,
             "node %s (%s) joined: model %s, %d pages, %s",
             node.node_id,
             node.role,
@@ -222,7 +237,7 @@ class Registry:
             schema.describe(hello.layout),
         )
         if notice:
-            logger.warning("node %s: %s", node.node_id, notice)
+            self._log(logging.WARNING, "node %s: %s", node.node_id, notice)
         protocol = min(PROTOCOL_MAX, hello.protocol_max)
         self._send(
             peer, Welcome(router_epoch=self._epoch, protocol=protocol, need_tokenizer=need_tokenizer, notice=notice)
@@ -254,7 +269,7 @@ class Registry:
         if message.done:
             self.lose(node, "it left", level=logging.INFO)
         else:
-            logger.info("node %s (%s) drains", node.node_id, node.role)
+            self._log(logging.INFO, "node %s (%s) drains", node.node_id, node.role)
 
     def lose(self, node: Node, reason: str, level: int = logging.WARNING) -> None:
         """A node is gone; what it held is moved by whom `on_lost` tells."""
@@ -263,13 +278,37 @@ class Registry:
         del node.group.nodes[node.routing_id]
         self._liveness.remove(node.routing_id)
         node.is_leaving = True
-        logger.log(level, "node %s (%s) is gone: %s", node.node_id, node.role, reason)
+        self._log(level, "node %s (%s) is gone: %s", node.node_id, node.role, reason)
         self._on_lost(node, reason)
 
-    def check(self) -> None:
-        """Gives up nodes that are silent. To be called several times a second."""
+    def connection_lost(self, peer: bytes) -> None:
+        """A node's connection closed: it is dead, or comes back and introduces itself."""
+        self._newcomers.remove(peer)
+        if peer in self.nodes:
+            self.lose(self.nodes[peer], "its connection closed")
+
+    def check(self, now: float) -> None:
+        """Gives up nodes that are silent, answers those that wait for a name. To be called several times a second."""
         for change in self._liveness.check():
             self._apply(change)
+        for peer, hello, since in self._newcomers:
+            namesake = self._namesake(hello)
+            if namesake is not None and namesake.last_seen - since > PROOF_S:
+                self._newcomers.remove(peer)
+                self._refuse(peer, hello, taken(hello))
+            elif self._has_free_name(hello, now):
+                self.hello(peer, hello, now)
+
+    def trim(self, is_used: Callable[[Group], bool]) -> list[Group]:
+        """Forgets the oldest groups without nodes, but for a few and those in use. Returns them."""
+        empty = [group for group in self.groups.values() if not group.nodes]
+        old = [group for group in empty[: max(0, len(empty) - MAX_EMPTY_GROUPS)] if not is_used(group)]
+        for group in old:
+            del self.groups[group.key]
+        if old:
+            digests = {group.key.tokenizer for group in self.groups.values()}
+            self._tokenizers = {digest: each for digest, each in self._tokenizers.items() if digest in digests}
+        return old
 
     def groups_of(self, model: str) -> list[Group]:
         """The groups that serve a model name, also those without nodes just now."""
@@ -287,7 +326,7 @@ class Registry:
         """Why no request could be served, in words."""
         if not self.nodes:
             return "no node has joined"
-        lonely = [reason for node in self.nodes.values() if (reason := self._loneliness(node))]
+        lonely = [reason for node in self.nodes.values() if (reason := loneliness(node, self.nodes.values()))]
         if lonely:
             return lonely[0]
         if not any(group.tokenizer for group in self.groups.values() if group.nodes):
@@ -313,34 +352,40 @@ class Registry:
         self._liveness.add(node.routing_id)
         return node
 
-    def _objection(self, hello: Hello, now: float) -> str | None:
+    def _objection(self, hello: Hello) -> str | None:
         """Why this node cannot be let in."""
         if hello.protocol_max < PROTOCOL_MIN or hello.protocol_min > PROTOCOL_MAX:
             return (
                 f"protocol versions {hello.protocol_min}..{hello.protocol_max} of the node, "
                 f"{PROTOCOL_MIN}..{PROTOCOL_MAX} of the router"
             )
-        for node in list(self.nodes.values()):
-            if node.node_id == hello.node_id and node.hello.epoch != hello.epoch:
-                if now - node.last_seen < 1.0:
-                    return f"a node called {hello.node_id!r} is already here; give this one another --node-id"
-                self.lose(node, "another life of it has joined")
         others = [node for node in self.nodes.values() if node.role != hello.role]
         key = _key_of(hello)
         rivals = [node for node in others if node.group.key.model == hello.model.name]
         if not rivals or any(node.group.key == key and node.shares_protocol(hello) for node in rivals):
             return None
-        return "it can be paired with nobody: " + "; ".join(_distance(hello, node) for node in rivals[:3])
+        return "it can be paired with nobody: " + "; ".join(distance(hello, node) for node in rivals[:3])
 
-    def _loneliness(self, node: Node) -> str | None:
-        """A node whose model no node of the other role serves waits, and is told so."""
-        others = [other for other in self.nodes.values() if other.role != node.role]
-        if not others or any(other.group is node.group and other.shares_protocol(node.hello) for other in others):
-            return None
-        return (
-            f"it can be paired with nobody yet: {node.role} node {node.node_id} serves model "
-            f"{node.hello.model.name!r}, the {others[0].role} nodes here {_names(others)}"
-        )
+    def _namesake(self, hello: Hello) -> Node | None:
+        """Another node, or another life, of the same name."""
+        return next((node for node in self.nodes.values() if node.node_id == hello.node_id), None)
+
+    def _has_free_name(self, hello: Hello, now: float) -> bool:
+        """Whether nobody has its name. Who is silent loses it."""
+        namesake = self._namesake(hello)
+        if namesake is not None and now - namesake.last_seen >= SILENCE_S:
+            self.lose(namesake, "another life of it has joined")
+            return True
+        return namesake is None
+
+    def _refuse(self, peer: bytes, hello: Hello, reason: str) -> None:
+        self._log(logging.WARNING, "node %s (%s) refused: %s", hello.node_id, hello.role, reason)
+        self._send(peer, Refusal(router_epoch=self._epoch, reason=reason[:4096]))
+
+    def _log(self, level: int, words: str, *values: object) -> None:
+        """One line of a node that comes or goes, unless there were too many just now."""
+        if self._lines.is_due():
+            logger.log(level, words, *values)
 
 
 def _key_of(hello: Hello) -> GroupKey:
@@ -351,25 +396,3 @@ def _key_of(hello: Hello) -> GroupKey:
         hello.model.name,
         hello.model.tokenizer_digest,
     )
-
-
-def _distance(hello: Hello, node: Node) -> str:
-    """What differs between a newcomer and a node, both values named."""
-    phrases = schema.differences(hello.layout, node.hello.layout)
-    pairs = (
-        ("weights", hello.target_fingerprint, node.hello.target_fingerprint),
-        ("draft weights", hello.draft_fingerprint, node.hello.draft_fingerprint),
-        ("tokenizer", hello.model.tokenizer_digest, node.hello.model.tokenizer_digest),
-    )
-    phrases += [f"{name}: {here} here, {there} there" for name, here, there in pairs if here != there]
-    if not node.shares_protocol(hello):
-        phrases.append(f"protocol versions: {_versions(hello)} here, {_versions(node.hello)} there")
-    return f"{node.role} node {node.node_id} of model {hello.model.name!r} differs in {', '.join(phrases)}"
-
-
-def _versions(hello: Hello) -> str:
-    return f"{hello.protocol_min}..{hello.protocol_max}"
-
-
-def _names(nodes: Iterable[Node]) -> str:
-    return ", ".join(sorted({repr(node.hello.model.name) for node in nodes}))

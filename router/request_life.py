@@ -200,9 +200,7 @@ class RequestLife:
 
     def on_connection_lost(self, peer: bytes) -> None:
         """A node's connection closed: it is dead, or comes back and introduces itself."""
-        node = self.registry.nodes.get(peer)
-        if node is not None:
-            self.registry.lose(node, "its connection closed")
+        self.registry.connection_lost(peer)
 
     def send(self, node: Node, message: ToNode) -> bool:
         """Sends to a node; False when it is gone or its queue is full: then it gets no request before its next beat."""
@@ -365,7 +363,10 @@ class RequestLife:
         if now - self._slow_tick_at < 5 * TICK_S:
             return
         self._slow_tick_at = now
-        self.registry.check()
+        self.registry.check(now)
+        for group in self.registry.trim(self._is_used):
+            self.admission.forget(group)
+            self.health.forget_group(group)
         self.admission.check(now)
         self.health.look(now)
         for node in self.registry.nodes.values():
@@ -373,6 +374,9 @@ class RequestLife:
         self._drains.check(now)
         for generation in list(self.generations.values()):
             self._check_times(generation, now)
+
+    def _is_used(self, group: Group) -> bool:
+        return any(generation.group is group for generation in self.generations.values())
 
     def _check_times(self, generation: Generation, now: float) -> None:
         latest = generation.created_at + self._timeout_s

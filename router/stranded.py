@@ -47,6 +47,10 @@ class Stranded:
         """Nodes of the group have taken a request."""
         self._served_at[group] = now
 
+    def forget(self, group: Group) -> None:
+        """The group is no more."""
+        self._served_at.pop(group, None)
+
     def check(self, group: Group, waiting: Iterable[Entry], now: float) -> None:
         """To be called a few times a second for every group, with those who wait in it."""
         pairs = [pair for pair in group.pairs() if self._life.is_usable(*pair)]

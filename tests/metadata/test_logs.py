@@ -103,3 +103,15 @@ def test_throttle() -> None:
     assert not throttle.is_due()
     now = 1.0
     assert [throttle.is_due(), throttle.is_due()] == [True, False]
+
+
+def test_throttle_of_several() -> None:
+    now = 0.0
+    throttle = Throttle(1.0, lambda: now, most=3)
+    assert [throttle.is_due() for _ in range(5)] == [True, True, True, False, False]
+    now = 0.99
+    assert not throttle.is_due()
+    now = 1.5
+    assert [throttle.is_due() for _ in range(4)] == [True, True, True, False]
+    now = 2.4
+    assert not throttle.is_due()
