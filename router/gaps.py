@@ -1,7 +1,8 @@
 """Tokens that are missing: ZeroMQ loses queued messages when a connection breaks.
 
 A gap shows when later tokens arrive; after a quarter of a second the node is asked for what is missing, and when that
-does not help the choice moves to other nodes. The loss of a choice's *last* message shows only as silence.
+does not help the choice moves to other nodes. The loss of a choice's *last* message shows only as silence,
+and so does that of its first where decode's, which repeats it, does not come: prefill is asked for it before long.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 GAP_S = 0.25
 MAX_RESENDS = 3
+FIRST_S = 2.0  # a first token that has not come for so long may have been lost; prefill answers only once it has it
 SILENCE_S = 10.0  # a running choice without tokens for so long is asked for what may have been lost
 
 
@@ -50,13 +52,15 @@ class Gaps:
                 self._ask(choice, now)
 
     def check_silence(self, choice: Choice, now: float) -> None:
-        """Asks the node that has the choice when it has been silent for long: its last message may have been lost."""
+        """Asks the node that owes a choice its next token when it has been silent for long."""
         attempt = choice.attempt
         if attempt is None or choice.finish_reason is not None:
             return
-        if now - max(choice.seen_at or 0.0, choice.asked_at, attempt.sent_at) > SILENCE_S:
+        is_first = len(choice.received) == choice.num_before and not attempt.prefill_done
+        silence_s = now - max(choice.seen_at or 0.0, choice.asked_at, attempt.sent_at)
+        if silence_s > (FIRST_S if is_first else SILENCE_S):
             choice.asked_at = now
-            self._resend(choice, attempt.decode or attempt.prefill)
+            self._resend(choice, attempt.prefill if is_first or attempt.decode is None else attempt.decode)
 
     def _ask(self, choice: Choice, now: float) -> None:
         attempt, node = choice.attempt, choice.ahead_from

@@ -1,4 +1,4 @@
-"""A message that arrives twice does what it does once."""
+"""A message that arrives twice does what it does once, and one that never arrives is asked for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton.metadata import messages as m
-from baton.metadata.request import Unit
+from baton.metadata.request import Unit, pack_ids
 from baton.router import gaps
 
 from .conftest import System
@@ -56,3 +56,37 @@ def test_a_choice_that_its_node_lost_silently_moves(system: System, monkeypatch:
     status, answer, _ = system.complete()
     assert (status, answer["choices"][0]["text"]) == (200, system.text)
     assert [message.unit for message in answered] == lost
+
+
+def test_a_lost_first_token_is_asked_for_where_decode_has_nothing_to_repeat_it(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first token was lost on its way, and so were the offers: decode waits for them as long as prefill lives."""
+    monkeypatch.setattr(gaps, "FIRST_S", 0.3)
+    monkeypatch.setattr(gaps, "SILENCE_S", 0.6)
+    asked: list[tuple[str, int]] = []
+    prefill, decode = system.cluster.by_name("p0"), system.cluster.by_name("d0")
+
+    def lose(node: FakeNode, message: m.Prefill) -> bool:
+        return not asked and not message.rid.startswith("canary")
+
+    def answer_prefill_resend(message: m.ToNode) -> None:
+        if isinstance(message, m.Resend):
+            asked.append(("prefill", message.first))
+            first = m.Tokens((message.unit,), pack_ids([0]), pack_ids([1]), pack_ids(system.say(system.text)[:1]))
+            prefill.link.send(first)
+        else:
+            FakeNode.take(prefill, message)
+
+    def answer_decode_resend(message: m.ToNode) -> None:
+        if isinstance(message, m.Resend):
+            asked.append(("decode", message.first))
+            decode.link.send(m.Failed(message.unit, "transfer_error", "an offer was lost", retryable=True))
+        else:
+            FakeNode.take(decode, message)
+
+    system.behaviour.answer_prefill = lose
+    prefill.take, decode.take = answer_prefill_resend, answer_decode_resend  # type: ignore[method-assign]
+    status, answer, _ = system.complete()
+    assert (status, answer["choices"][0]["text"]) == (200, system.text)
+    assert asked == [("prefill", 0), ("decode", 1)]
