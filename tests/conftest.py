@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,11 @@ import triton_device  # noqa: F401 - before triton is imported, by transformers 
 from checkpoints import make_checkpoint
 
 CheckpointFactory = Callable[..., Path]
+
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as in a shell's background, which processes started here inherit
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,9 +154,13 @@ def test_nobody_listens() -> None:
 
 def test_ctrl_c_stops_the_answer_not_the_program(server: Server) -> None:
     controller, terminal = pty.openpty()
-    with subprocess.Popen(
-        [*CHAT, server.url], stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
-    ) as process:
+    with (
+        subprocess.Popen(
+            [*CHAT, server.url], stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
+        ) as process,
+        ExitStack() as stack,
+    ):
+        stack.callback(process.kill)  # whatever fails below must not wait for it
         os.close(terminal)
         os.write(controller, b"slow\n")
         seen = _read_until(controller, b"xxx")
