@@ -7,6 +7,7 @@ import json
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,25 @@ def test_sigterm_drains_a_node_and_another_goes_on(new_cluster: NewCluster) -> N
         thread.join()
     assert len(answers) == 6 and all(answer["usage"]["completion_tokens"] == 200 for answer in answers)
     cluster.complete("after", max_tokens=3)
+
+
+def test_sigterm_with_work_left_over_hands_it_on(new_cluster: NewCluster) -> None:
+    """A decode node that has no time to finish: its streams go on at the other, token for token."""
+    cluster = new_cluster()
+    cluster.start_router()
+    for role, name in (("prefill", "prefill-0"), ("decode", "decode-0"), ("decode", "decode-1")):
+        cluster.start_node(role, name, "--drain-timeout-s", "0.1")
+    cluster.wait_ready(num_nodes=3)
+    bodies = [{"prompt": f"hand it on {i}", "seed": i, "max_tokens": 250} for i in range(4)]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        expected = list(pool.map(partial(_stream, cluster), bodies))
+        streams = [pool.submit(_stream, cluster, body) for body in bodies]
+        wait_until(lambda: _running(cluster, "decode-0") > 0, "the node has work")
+        cluster.processes["decode-0"].send_signal(signal.SIGTERM)
+        assert cluster.processes["decode-0"].wait(10) == 0
+        assert [stream.result(30) for stream in streams] == expected
+    router, left = cluster.processes["router"].log, cluster.processes["decode-0"].log
+    assert "moves: decode node decode-0: it left" in router and "taking nothing new, finishing" in left, router
 
 
 def test_a_client_that_disconnects_frees_both_legs(cluster: Cluster) -> None:
@@ -166,6 +186,17 @@ def _status(cluster: Cluster, path: str) -> int:
         return cluster.get(path)[0]
     except OSError:
         return 0
+
+
+def _stream(cluster: Cluster, body: dict[str, Any]) -> tuple[list[int], list[str]]:
+    """The token ids of one stream, which ends as it should, and its finish reasons."""
+    more = {"model": cluster.model_name, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    status, text = cluster.post("/v1/completions", body | more)
+    events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    assert status == 200 and events[-1] == "[DONE]", text[-2000:]
+    choices = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
+    ids = [token for choice in choices for token in choice["token_ids"]]
+    return ids, [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
 
 
 def _says(process: Process, words: str) -> bool:
