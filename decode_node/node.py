@@ -322,7 +322,7 @@ class DecodeNode:
             return
         results = self.rounds.collect(done.submitted)
         now = time.monotonic()
-        seconds = now - max(done.submitted_at, self._settled_at)
+        seconds = now - max(done.step_started if self._overlaps else done.submitted_at, self._settled_at)
         self._settled_at = now
         for sequence in done.sequences:
             sequence.num_coming = 0
@@ -340,11 +340,13 @@ class DecodeNode:
                 [each.num_accepted for _, _, each in lived],
                 seconds,
                 overhead_s,  # hidden behind the next round where rounds overlap
+                done.submitted.num_caught_up,
             )
 
     def _choose(self, sequences: list[Sequence], usable: list[int]) -> DraftShape:
         assert self.chooser is not None
-        return self.rounds.shape.with_steps(self.chooser.choose(_slots(sequences), usable))
+        num_missed = self.rounds.num_missed(sequences)
+        return self.rounds.shape.with_steps(self.chooser.choose(_slots(sequences), usable, num_missed))
 
     def _accept(self, sequence: Sequence, accepted: Accepted) -> None:
         """Append what a round brought, up to the token that ends the sequence."""

@@ -70,6 +70,7 @@ class Submitted(NamedTuple):
     numbers: Tensor  # of RoundResult, on the host once `event` has happened
     logprobs: Logprobs | None  # likewise
     event: torch.cuda.Event | None  # None where the device is the host
+    num_caught_up: int  # rows that the drafter had not seen before
 
 
 class Running(Protocol):
@@ -151,6 +152,7 @@ class Rounds:
         the most that the round before may have brought.
 
         The round before may be under way, unless `reads_tokens`. At most two are under way."""
+        num_caught_up = self.num_missed(sequences) if shape.num_steps else 0
         with torch.inference_mode():
             if shape.num_steps:
                 limits = self._catch_up(sequences, limits)
@@ -165,7 +167,8 @@ class Rounds:
             is_missed = shape.num_steps == 0 or sequence.num_missed > MAX_MISSED
             if is_missed and self.drafter is not None and self.drafter.has_kv:
                 sequence.num_missed += 1  # nothing is accepted then
-        return Submitted(list(sequences), shape, list(limits), numbers, logprobs, recorded_event(self.engine.device))
+        event = recorded_event(self.engine.device)
+        return Submitted(list(sequences), shape, list(limits), numbers, logprobs, event, num_caught_up)
 
     def collect(self, submitted: Submitted) -> list[Accepted | None]:
         """Wait for a round. Rounds are collected in the order in which they were submitted. The caller appends the
@@ -182,7 +185,11 @@ class Rounds:
         """Whether a round of these needs to know on the host what the round before brought."""
         if shape.num_steps == 0:
             return False
-        return isinstance(self.drafter, NgramDrafter) or any(0 < each.num_missed <= MAX_MISSED for each in sequences)
+        return isinstance(self.drafter, NgramDrafter) or self.num_missed(sequences) > 0
+
+    def num_missed(self, sequences: Sequence[Running]) -> int:
+        """Rows that the drafter must catch up on before it drafts for these sequences."""
+        return sum(each.num_missed for each in sequences if each.num_missed <= MAX_MISSED)
 
     def measure(self, num_seqs: int, num_steps: int) -> float:
         """Seconds of a round of `num_seqs` sequences that are padding, the host's part included."""

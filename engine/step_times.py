@@ -7,16 +7,35 @@ import math
 from collections.abc import Callable, Collection, Mapping
 
 _ENOUGH_S = 0.5  # of measuring, where it is slow
-_COMMON_RATE, _OWN_RATE = 0.1, 0.05  # shares of an error that move everybody's correction, and one kind of round's own
-_MAX_ERROR = 0.3  # of a logarithm; more is a pause of the machine or a kernel that compiles, and says little
-_FORGOTTEN = 0.995  # what is kept of a correction a round, while rounds of its kind are not run
+_NUM_RUNS = 4
+_COMMON_RATE, _OWN_RATE = 0.05, 0.05  # shares of an error that move everybody's correction, and one kind's own
+_TRUST = 2.0  # how many measurements the table counts for: the first ones correct more
+_SPREAD, _ENOUGH = 0.1, 20  # of a measurement; 20 are worth no less than more, since old ones are forgotten
+_MAX_ERROR = 0.5  # of a logarithm; more is a pause of the machine or a kernel that compiles, and says little
+_CATCH_UP_CALL = 0.3  # of a round without drafts: a guess, since nothing is measured at the start
+_MAX_CATCH_UP_ERROR = 1.5
+_FORGOTTEN = 0.999  # what is kept a round of what speaks against drafts, while nothing is drafted
+
+
+class _Correction:
+    """A logarithm, and how often it was measured."""
+
+    __slots__ = ("count", "log")
+
+    def __init__(self, log: float = 0.0) -> None:
+        self.log, self.count = log, 0
+
+    def correct(self, error: float) -> None:
+        self.log += max(_OWN_RATE, 1 / (_TRUST + self.count)) * error
+        self.count += 1
 
 
 class StepTimes:
     """A table of seconds by (batch size, steps), linear between what was measured.
 
     The table is of short sequences on an idle machine. What rounds really take corrects it: by a factor for all, as the
-    machine and the contexts are, and one for rounds with drafts and for those without."""
+    machine and the contexts are, and by one for rounds with drafts and one for those without, of batches of about that
+    size. Catching up on rows that the drafter has not seen has a time of its own: so much a call and so much a row."""
 
     def __init__(self, seconds: Mapping[tuple[int, int], float]) -> None:
         """`seconds` holds, for each of some batch sizes, the same numbers of steps, 0 among them."""
@@ -26,12 +45,15 @@ class StepTimes:
         assert self._steps[0] == 0 and len(seconds) == len(self._sizes) * len(self._steps), sorted(seconds)
         self._known: dict[tuple[int, int], float] = {}  # what `_table` found
         self._log_common = 0.0
-        self._log_own = {False: 0.0, True: 0.0}  # by whether anything is drafted
+        self._own: dict[tuple[bool, int], _Correction] = {}  # by whether anything is drafted, and magnitude of the size
+        self._last = {False: _Correction(), True: _Correction()}  # used last, of rounds without and with drafts
+        self._catch_up = _Correction()
 
     @classmethod
     def measure(cls, run: Callable[[int, int], float], max_size: int, steps: Collection[int]) -> StepTimes:
         """`run(batch size, steps)` runs a round and returns its seconds. A few sizes, the first two of `steps` and the
-        last; the first run of each is not counted. Sizes beyond two are left out once half a second has gone."""
+        last, by turns, so that a busy machine is one for all of them; the first turn is not counted. Sizes beyond two
+        are left out once half a second has gone."""
         sizes = sorted({1, *(size for size in (4, 16) if size < max_size), max_size})
         steps = sorted({*sorted(steps)[:2], max(steps)})
         seconds: dict[tuple[int, int], float] = {}
@@ -39,23 +61,53 @@ class StepTimes:
         for index, size in enumerate(sizes):
             if index >= 2 and spent_s > _ENOUGH_S:
                 break
+            runs = [{num_steps: run(size, num_steps) for num_steps in steps} for _ in range(_NUM_RUNS)]
             for num_steps in steps:
-                runs = [run(size, num_steps) for _ in range(3)]
-                seconds[size, num_steps] = min(runs[1:])
-                spent_s += sum(runs)
+                seconds[size, num_steps] = min(each[num_steps] for each in runs[1:])
+            spent_s += sum(sum(each.values()) for each in runs)
         return cls(seconds)
 
     def seconds(self, size: int, num_steps: int) -> float:
         """Of a round of `size` sequences; sizes and steps beyond those measured are extrapolated."""
-        return math.exp(self._log_common + self._log_own[num_steps > 0]) * self._table(size, num_steps)
+        own = self._own.get((num_steps > 0, size.bit_length())) or self._last[num_steps > 0]
+        return math.exp(self._log_common + own.log) * self._table(size, num_steps)
 
-    def observe(self, size: int, num_steps: int, seconds: float) -> None:
-        """A round took so long."""
-        error = math.log(max(seconds, 1e-6) / self.seconds(size, num_steps))
-        error = max(-_MAX_ERROR, min(_MAX_ERROR, error))
-        self._log_common += _COMMON_RATE * error
-        self._log_own[num_steps > 0] += _OWN_RATE * error
-        self._log_own[num_steps == 0] *= _FORGOTTEN
+    def catch_up_seconds(self, num_rows: int) -> float:
+        """Of running the drafter over that many rows before a round."""
+        if num_rows == 0:
+            return 0.0
+        first = self._steps[min(1, len(self._steps) - 1)]
+        one, two = (self._table(size, first) - self._table(size, 0) for size in (1, 2))  # what a draft takes
+        call = max(one, _CATCH_UP_CALL * self._table(1, 0))
+        expected = call + (num_rows - 1) * max(0.0, two - one)
+        return expected * math.exp(self._log_common + self._catch_up.log)
+
+    def num_seen(self, size: int, num_steps: int) -> int:
+        """How many such rounds have corrected the table."""
+        own = self._own.get((num_steps > 0, size.bit_length()))
+        return 0 if own is None else own.count
+
+    def doubt(self, size: int) -> float:
+        """By how much the ratio of rounds with and without drafts may be wrong: little once many have been seen."""
+        counts = (min(_ENOUGH, self.num_seen(size, steps)) for steps in (0, 1))
+        return sum(_SPREAD / math.sqrt(1 + count) for count in counts)
+
+    def observe(self, size: int, num_steps: int, seconds: float, num_caught_up: int = 0) -> float:
+        """A round took so long, with catching up on that many rows. Returns the seconds that are believed."""
+        expected_s, catch_up_s = self.seconds(size, num_steps), self.catch_up_seconds(num_caught_up)
+        if num_caught_up:
+            error = _bounded(math.log(max(seconds - expected_s, 1e-6) / catch_up_s), _MAX_CATCH_UP_ERROR)
+            self._catch_up.correct(error)
+            return min(seconds, expected_s + catch_up_s * math.exp(_MAX_CATCH_UP_ERROR))
+        error = _bounded(math.log(max(seconds, 1e-6) / expected_s), _MAX_ERROR)
+        is_drafted = num_steps > 0
+        own = self._own.setdefault((is_drafted, size.bit_length()), _Correction(self._last[is_drafted].log))
+        self._last[is_drafted] = own
+        own.correct(error)
+        self._log_common += _COMMON_RATE * min(1.0, own.count / 8) * error
+        if not is_drafted and self._last[True].log > 0:
+            self._last[True].log *= _FORGOTTEN
+        return expected_s * math.exp(error)
 
     def _table(self, size: int, num_steps: int) -> float:
         """Kept, since every round asks."""
@@ -67,6 +119,10 @@ class StepTimes:
 
             known = self._known[size, num_steps] = max(1e-9, _between(self._steps, num_steps, at))
         return known
+
+
+def _bounded(error: float, bound: float) -> float:
+    return max(-bound, min(bound, error))
 
 
 def _between(known: list[int], x: int, value: Callable[[int], float]) -> float:

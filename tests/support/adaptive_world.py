@@ -1,0 +1,138 @@
+"""A decode node in name only: rounds that take given times and drafts that are right as often as given, for the tests
+of what chooses the steps (engine/adaptive.py). Nothing here reads a clock; a seed decides everything."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from baton.engine.adaptive import StepChooser
+from baton.engine.slots import MAX_MISSED
+from baton.engine.step_times import StepTimes
+from baton.engine.trees import DraftShape
+
+SIZES, MEASURED_STEPS = (1, 4, 16), (0, 1, 5)
+Table = Mapping[tuple[int, int], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What rounds take, in any unit: plain + steps * step + rows * row, and catching up call + rows * row_missed."""
+
+    plain: float
+    step: float
+    row: float
+    call: float = 0.0
+    row_missed: float = 0.0
+    has_draft_kv: bool = True
+    noise: float = 0.0  # standard deviation of the logarithm of what is measured
+    pauses: float = 0.0  # share of rounds that are measured as taking ten times as long
+    wrong: float = 1.0  # by what the table of times errs for rounds with drafts
+    wrong_plain: float = 1.0  # and for those without
+
+    def seconds(self, size: int, steps: int) -> float:
+        return self.plain + steps * self.step + size * (steps + 1) * self.row
+
+    def catch_up_seconds(self, num_rows: int) -> float:
+        return self.call + num_rows * self.row_missed if num_rows else 0.0
+
+    def table(self) -> StepTimes:
+        def known(size: int, steps: int) -> float:
+            return (self.wrong if steps else self.wrong_plain) * self.seconds(size, steps)
+
+        return StepTimes({(size, steps): known(size, steps) for size in SIZES for steps in MEASURED_STEPS})
+
+
+@dataclass(slots=True)
+class _Stream:
+    slot: int
+    text: Callable[[int], float]
+    num_tokens: int = 0
+    num_missed: int = 0
+
+
+@dataclass(slots=True)
+class World:
+    """`batch` streams of `length` tokens at a time, each followed by another; `text(stream, token)` is the chance that
+    a draft for that token is right."""
+
+    machine: Machine
+    text: Callable[[int, int], float]
+    batch: int
+    length: int = 128
+    shape: DraftShape = DraftShape(5)
+    seed: int = 0
+    fixed_steps: int | None = None  # instead of what a chooser says
+    num_tokens: int = 0
+    seconds: float = 0.0  # without noise and pauses, which would come without drafts as well
+    chosen: list[int] = field(default_factory=list)
+    chooser: StepChooser = field(init=False)
+    _rng: random.Random = field(init=False)
+    _streams: list[_Stream] = field(init=False)
+    _num_streams: int = 0
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(self.seed)
+        self.chooser = StepChooser(self.shape, self.machine.table(), self.batch)
+        self._streams = [self._begin(slot) for slot in range(self.batch)]
+        for number, stream in enumerate(self._streams[1:]):  # some way in, so that they do not end together
+            stream.num_tokens = number * self.length // self.batch
+
+    def run(self, num_tokens: int) -> float:
+        """Until each stream has brought about so many more. Returns the speed, 1 being that without drafts."""
+        tokens, seconds = self.num_tokens, self.seconds
+        while self.num_tokens - tokens < num_tokens * self.batch:
+            self._round()
+        return (self.num_tokens - tokens) * self.machine.seconds(self.batch, 0) / self.batch / (self.seconds - seconds)
+
+    def _begin(self, slot: int) -> _Stream:
+        number = self._num_streams
+        self._num_streams += 1
+        self.chooser.admit(slot)
+        return _Stream(slot, lambda token: self.text(number, token))
+
+    def _round(self) -> None:
+        slots = [stream.slot for stream in self._streams]
+        usable = [self._usable(stream) for stream in self._streams]
+        late = [stream for stream in self._streams if 0 < stream.num_missed <= MAX_MISSED]
+        num_rows = sum(stream.num_missed for stream in late)
+        steps = 0
+        if any(usable):
+            steps = self.chooser.choose(slots, usable, num_rows) if self.fixed_steps is None else self.fixed_steps
+            steps = min(steps, max(usable))
+        if steps == 0:
+            num_rows = 0
+        took = self.machine.seconds(self.batch, steps) + self.machine.catch_up_seconds(num_rows)
+        limits = [min(steps, most) for most in usable]
+        accepted = [self._accept(stream, most) for stream, most in zip(self._streams, limits, strict=True)]
+        measured = took * math.exp(self._rng.gauss(0.0, self.machine.noise))
+        if self._rng.random() < self.machine.pauses:
+            measured *= 10
+        self.chooser.observe(slots, steps, limits, accepted, measured, 0.0, num_rows)
+        self.seconds += took
+        self.chosen.append(steps)
+        for stream, brought in zip(list(self._streams), accepted, strict=True):
+            self._advance(stream, steps, 1 + brought)
+
+    def _advance(self, stream: _Stream, steps: int, num_tokens: int) -> None:
+        stream.num_tokens += num_tokens
+        self.num_tokens += num_tokens
+        if steps and stream.num_missed <= MAX_MISSED:
+            stream.num_missed = 0
+        elif self.machine.has_draft_kv:
+            stream.num_missed += 1
+        if stream.num_tokens >= self.length:
+            self._streams[stream.slot] = self._begin(stream.slot)
+
+    def _usable(self, stream: _Stream) -> int:
+        if stream.num_missed > MAX_MISSED:
+            return 0
+        return max(0, min(self.shape.num_steps, self.length - stream.num_tokens - 1))
+
+    def _accept(self, stream: _Stream, most: int) -> int:
+        for at in range(most):
+            if self._rng.random() >= stream.text(stream.num_tokens + at):
+                return at
+        return most
