@@ -6,13 +6,14 @@ where the copy is small beside the products)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
-from ..kernels import cpu, gpu
+from ..kernels import cpu, gpu, prompt_attention
 from ..kernels.attention import AttentionPlan, clear_fresh_pages, paged_attention, store_kv
 from ..kernels.norm import rms_norm
 from ..kernels.rotary import apply_rotary_
@@ -40,7 +41,8 @@ def begin_attention(config: ModelConfig, rotary: RotaryEmbedding, batch: Forward
     assert (kv.shape[0], *kv.shape[2:]) == shape, (kv.shape, shape)
     cos_sin = rotary(batch.positions, kv.dtype)
     if gpu.compiled(kv):
-        return _TritonAttention(config, triton_plan(batch), kv.unbind(0), *cos_sin)
+        prompts = Prompts.of(batch, kv) if set(config.sliding_window) == {None} else None
+        return _TritonAttention(config, triton_plan(batch), prompts, kv.unbind(0), *cos_sin)
     is_short = batch.tree is not None or max(batch.query_lens) <= _MAX_COMPILED_QUERY_LEN
     if is_short and cpu.compiled(kv):
         rows = cpu.PagedRows.build(
@@ -76,9 +78,49 @@ def triton_plan(batch: ForwardBatch, *, is_stored: bool = False) -> Plan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Prompts:
+    """How a batch with first tokens of prompts is cut for `prompt_attention`."""
+
+    pieces: tuple[tuple[int, int, bool], ...]  # first token, number, whether they are a prompt's first; all, in order
+    rest: Plan | None  # of all that are not, end to end
+    index: torch.Tensor | None  # [num_rest] int64, those tokens
+
+    @classmethod
+    def of(cls, batch: ForwardBatch, kv: torch.Tensor) -> Prompts | None:
+        """None where no sequence of the batch has enough of them, or there is no such attention."""
+        from ..kernels.triton_attention import Plan
+
+        whole = [
+            prompt_attention.whole_part(query_len) if prefix_len == 0 else 0
+            for query_len, prefix_len in zip(batch.query_lens, batch.prefix_lens, strict=False)
+        ]
+        if not any(whole) or not prompt_attention.serves(kv.device, kv.dtype, kv.shape[-1]):
+            return None
+        pieces: list[tuple[int, int, bool]] = []
+        seqs, index, starts = [], [], [0]
+        first = 0
+        for seq, (num_whole, query_len) in enumerate(zip(whole, batch.query_lens, strict=True)):
+            if num_whole:
+                pieces.append((first, num_whole, True))
+            if num_whole < query_len:
+                pieces.append((first + num_whole, query_len - num_whole, False))
+                seqs.append(seq)
+                index.extend(range(first + num_whole, first + query_len))
+                starts.append(len(index))
+            first += query_len
+        if not index:
+            return cls(tuple(pieces), None, None)
+        device, lens = batch.seq_lens.device, batch.seq_lens[seqs]
+        ends = torch.tensor(starts, dtype=torch.int32, device=device)
+        rest = Plan(batch.block_table[seqs], lens, None, None, ends, None, None, None)
+        return cls(tuple(pieces), rest, torch.tensor(index, device=device))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _TritonAttention:
     config: ModelConfig
     plan: Plan
+    prompts: Prompts | None
     kv_layers: tuple[torch.Tensor, ...]  # each [num_pages, 2, num_kv_heads, page_size, head_dim]
     cos: torch.Tensor  # [num_tokens, 1, head_dim]
     sin: torch.Tensor  # [num_tokens, 1, head_dim], signed
@@ -92,8 +134,27 @@ class _TritonAttention:
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
         kv_layer, eps = self.kv_layers[index], self.config.rms_norm_eps
         q = norm_rotate_store(qkv, self.cos, self.sin, kv_layer, self.plan.rows, norms, eps, gpu.dependent_launch())
+        if self.prompts is not None:
+            return self._attend_prompts(self.prompts, q, qkv, kv_layer)
         attend = decode_attention if self.plan.starts is None else extend_attention
         return attend(q, kv_layer, self.plan, self.config.sliding_window[index]).flatten(1)
+
+    def _attend_prompts(
+        self, prompts: Prompts, q: torch.Tensor, qkv: torch.Tensor, kv_layer: torch.Tensor
+    ) -> torch.Tensor:
+        from ..kernels.triton_extend import extend_attention
+
+        num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
+        k, v = qkv.unflatten(1, (-1, self.config.head_dim))[:, num_heads:].split(num_kv_heads, dim=1)
+        rest: Iterator[torch.Tensor] = iter(())
+        if prompts.rest is not None and prompts.index is not None:
+            out = extend_attention(q.index_select(0, prompts.index), kv_layer, prompts.rest)
+            rest = iter(out.split([num for _, num, is_whole in prompts.pieces if not is_whole]))
+        outs: list[torch.Tensor] = []
+        for first, num, is_whole in prompts.pieces:
+            tokens = slice(first, first + num)
+            outs.append(prompt_attention.prompt_attention(q[tokens], k[tokens], v[tokens]) if is_whole else next(rest))
+        return (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -43,6 +43,7 @@ class ForwardBatch:
     page_size: int
     tree: Tree | None = None  # of draft tokens; None: a token sees all before it
     starts: torch.Tensor | None = None  # [num_seqs + 1] int32, first token of each sequence; None: as many in each
+    prefix_lens: tuple[int, ...] = ()  # per sequence: tokens before the new ones, where the host knows them
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +76,7 @@ class ForwardBatch:
             logit_rows=_int64(logit_rows, device),
             page_size=page_size,
             starts=torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32, device=device),
+            prefix_lens=tuple(row.position for row in rows),
         )
 
     @classmethod

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
+from ..kernels import gpu, prompt_attention
 from ..metadata.errors import ConfigError
 from ..metadata.hidden_layout import HiddenDtype
 from ..metadata.memory import PageMemory
@@ -97,6 +98,8 @@ class Engine:
         num_tokens = min(chunk_tokens, num_pages * self.pool.page_size, self.context_len)
         step_s = 0.0
         sizes = [size for size in _WARM_UP_SIZES if size < num_tokens] if self.device.type == "cuda" else [1]
+        if gpu.compiled(self.kv) and prompt_attention.serves(self.device, self.kv.dtype, self.kv.shape[-1]):
+            sizes += range(prompt_attention.LEAST, num_tokens, prompt_attention.UNIT)
         for num_new in (*sizes, num_tokens, num_tokens):
             started = time.monotonic()
             computed = self.compute([BatchRow([0] * num_new, 0, pages)])

@@ -60,10 +60,10 @@ def norm_rotate_store(
     eps: float = 0.0,
     dependent: bool = False,
 ) -> torch.Tensor:
-    """Norm (`norms` of queries and keys, [head_dim] each; None: not) and rotate; the queries stay in `qkv`, keys and
-    values go to the pages. Returns the queries, [num_tokens, num_heads, head_dim], a view of `qkv`.
+    """Norm (`norms` of queries and keys, [head_dim] each; None: not) and rotate, in `qkv`; keys and values go to the
+    pages too. Returns the queries, [num_tokens, num_heads, head_dim], a view of `qkv`.
 
-    `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], the keys in it are not changed; `cos`, `sin`
+    `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; `cos`, `sin`
     [num_tokens, 1, head_dim], `sin` signed, contiguous; `kv_layer` [num_pages, 2, num_kv_heads, page_size, head_dim],
     contiguous; `rows` as `token_rows` says. A norm is rounded to the dtype before its weight, a rotation once.
     `dependent`: start before the launch before has ended, and wait for it (Hopper)."""
@@ -149,8 +149,8 @@ def _store_kernel(
         x, y = x.to(a.dtype).to(tl.float32), y.to(a.dtype).to(tl.float32)
     first = tl.where(is_rotated, (x * cos_a + y * sin_a).to(a.dtype), a)
     second = tl.where(is_rotated, (y * cos_b + x * sin_b).to(a.dtype), b)
-    tl.store(source, first, mask=inside & is_q)
-    tl.store(source + half, second, mask=inside & is_q)
+    tl.store(source, first, mask=inside & is_rotated)
+    tl.store(source + half, second, mask=inside & is_rotated)
     # K heads, then V heads, follow one another in a page as they do in qkv
     page, slot = row // PAGE_SIZE, row % PAGE_SIZE
     block = page * (2 * NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM) + slot * HEAD_DIM

@@ -261,7 +261,8 @@ def test_norm_rotate_store(with_norms: bool, head_dim: int, dtype: torch.dtype, 
     torch.testing.assert_close(out, q, **near)
     torch.testing.assert_close(case.kv, expected, equal_nan=True, **near)
     assert torch.equal(case.kv[:, 1].nan_to_num(), expected[:, 1].nan_to_num())
-    assert torch.equal(case.qkv.view_as(heads)[:, 6:], heads[:, 6:])
+    torch.testing.assert_close(case.qkv.view_as(heads)[:, 6:8], k, **near)
+    assert torch.equal(case.qkv.view_as(heads)[:, 8:], heads[:, 8:])
 
 
 def test_rows_of_slots_that_are_not_there() -> None:

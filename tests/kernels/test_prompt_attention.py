@@ -1,0 +1,69 @@
+"""Fused attention of prompts is the specification, and the same as reading the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from triton_device import DEVICE, ULP
+
+from baton.engine.batch import BatchRow
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.pages import Owner
+from baton.kernels import gpu, prompt_attention
+from baton.kernels.prompt_attention import prompt_attention_ref, whole_part
+
+DTYPES = [torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (8, 1)])
+@pytest.mark.parametrize("num_tokens", [1, 37, 128])
+def test_is_the_specification(num_tokens: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> None:
+    """From views of one tensor, as a forward has them."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, 64, generator=generator).to(DEVICE, dtype)
+    q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    out, expected = prompt_attention.prompt_attention(q, k, v), prompt_attention_ref(q, k, v)
+    assert out.is_contiguous() and out.dtype == dtype
+    torch.testing.assert_close(out, expected, atol=8 * ULP[dtype], rtol=8 * ULP[dtype])
+
+
+def test_few_sizes_only() -> None:
+    parts = {whole_part(num_tokens) for num_tokens in range(1, 8193)}
+    assert parts == {0, *range(2048, 8193, 1024)}
+    assert all(whole_part(num_tokens) <= num_tokens for num_tokens in range(1, 5000))
+
+
+@pytest.mark.parametrize("lengths", [[8], [3, 9, 4], [11, 2], [4, 5, 8]])
+def test_a_forward_is_the_same_with_it_and_without(
+    lengths: list[int], checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts cut into what it takes and a rest, beside chunks that begin later."""
+    monkeypatch.setattr(gpu, "compiled", lambda tensor: True)
+    config = EngineConfig(model=str(checkpoint("qwen3")), device=DEVICE, dtype="float32", page_size=4, num_pages=40)
+    outputs: list[torch.Tensor] = []
+    for serves in (False, True):
+        monkeypatch.setattr(prompt_attention, "serves", lambda *_, is_served=serves: is_served)
+        monkeypatch.setattr(prompt_attention, "UNIT", 4)
+        monkeypatch.setattr(prompt_attention, "LEAST", 4)
+        calls: list[int] = []
+        monkeypatch.setattr(
+            prompt_attention,
+            "prompt_attention",
+            lambda q, k, v, n=calls: n.append(len(q)) or prompt_attention_ref(q, k, v),
+        )
+        engine = Engine(config)
+        pages = [engine.pool.allocate(5, Owner.REQUEST) for _ in lengths]
+        ids = [[(7 * seq + 3 * i) % 500 for i in range(length + 6)] for seq, length in enumerate(lengths)]
+        firsts = [
+            BatchRow(all_ids[:length], 0, own, length) for all_ids, length, own in zip(ids, lengths, pages, strict=True)
+        ]
+        nexts = [BatchRow(all_ids[n:], n, own, 6) for all_ids, n, own in zip(ids, lengths, pages, strict=True)]
+        outputs.append(torch.cat([engine.forward(firsts), engine.forward([*nexts[1:], nexts[0]])]))
+        wanted = [length // 4 * 4 for length in lengths if length >= 4]
+        assert calls == (wanted * engine.model_config.num_layers if serves else []), calls
+    torch.testing.assert_close(outputs[1], outputs[0], atol=1e-4, rtol=1e-4)
