@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..engine.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeConfig(EngineConfig):
-    """Nothing of its own yet beyond what both kinds of node have."""
+    """A decode node computes prompts only after a preemption, while others wait for their next token."""
+
+    CUDA_CHUNK_TOKENS: ClassVar[int] = 1024

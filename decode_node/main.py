@@ -34,7 +34,7 @@ def run(config: DecodeConfig) -> int:
             membership,
             handoff,
             config.max_running,
-            config.chunk_tokens,
+            config.chunk(engine.device.type),
             is_adaptive=config.draft_adaptive,
         )
 

@@ -84,7 +84,7 @@ def main() -> None:
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "commit": _commit(),
+        "commit": options.commit or _commit(),
         "model": Path(options.model).name,
         "dtype": "bfloat16",
         "page_size": options.page_size,
@@ -369,6 +369,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--context-len", type=int, default=16384)
     parser.add_argument("--page-size", type=int, default=PAGE_SIZE)
     parser.add_argument("--only", nargs="+", default=["decode", "rounds", "prefill", "offline"])
+    parser.add_argument("--commit", help="of this tree, for the report (default: what git says)")
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
 

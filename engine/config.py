@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ..metadata.config import NodeConfig, at_least, setting
 
 Algorithm = Literal["none", "ngram", "standalone", "eagle", "eagle3", "mtp", "frozen-kv-mtp"]
+CHUNK_TOKENS = 512
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(NodeConfig):
     """What a node loads and how much of it. `None` means: the program decides from the model and the machine."""
+
+    CUDA_CHUNK_TOKENS: ClassVar[int] = 8192
 
     model: str | None = setting(None, "Hugging Face checkpoint directory (default: the demo model)", metavar="DIR")
     model_name: str | None = setting(None, "name that requests call the model by (default: the directory's name)")
@@ -22,7 +25,10 @@ class EngineConfig(NodeConfig):
     page_size: int = setting(16, "tokens a KV page")
     num_pages: int | None = setting(None, "KV pages of the pool (default: from free memory, at least four contexts)")
     max_running: int = setting(64, "requests computed at the same time")
-    chunk_tokens: int = setting(512, "prompt tokens computed in one step")
+    chunk_tokens: int | None = setting(
+        None,
+        "prompt tokens computed in one step (default: 512; on CUDA 8192 for a prefill node, 1024 for a decode node)",
+    )
     context_len: int | None = setting(None, "longest prompt plus output (default: the model's own)")
     prefix_cache: bool = setting(True, "keep finished requests' pages for prompts that begin alike")
     threads: int | None = setting(None, "CPU threads of this node's computation (default: half the cores)")
@@ -50,3 +56,7 @@ class EngineConfig(NodeConfig):
         NodeConfig.__post_init__(self)  # super() does not work in slotted dataclasses
         for name in ("num_pages", "threads", "max_running", "chunk_tokens"):
             at_least(self, name, 1)
+
+    def chunk(self, device: str) -> int:
+        """Prompt tokens of a step on this type of device."""
+        return self.chunk_tokens or (self.CUDA_CHUNK_TOKENS if device == "cuda" else CHUNK_TOKENS)

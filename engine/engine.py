@@ -68,7 +68,7 @@ class Engine:
         self.context_len = _context_len(config, self.model_config)
         num_pages = config.num_pages or _default_num_pages(self.context_len, self.schema, self.device)
         self.context_len = min(self.context_len, (num_pages - 1) * config.page_size)
-        _check_sizes(config, num_pages)
+        _check_size(num_pages)
         torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 2) // 2))
 
         dtype = _DTYPES[self.dtype_name]
@@ -230,11 +230,9 @@ def _context_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.context_len
 
 
-def _check_sizes(config: EngineConfig, num_pages: int) -> None:
+def _check_size(num_pages: int) -> None:
     if num_pages < 3:
         raise ConfigError(f"num_pages {num_pages} is too small: use 3 or more (one of them is padding)")
-    if config.chunk_tokens < 1 or config.max_running < 1:
-        raise ConfigError(f"chunk_tokens {config.chunk_tokens} and max_running {config.max_running} must be at least 1")
 
 
 def _default_num_pages(context_len: int, schema: HandoffSchema, device: torch.device) -> int:

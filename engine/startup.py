@@ -46,7 +46,7 @@ def load_engine(config: EngineConfig) -> Engine:
     started = time.monotonic()
     engine = Engine(config, LoadProgress())
     logger.info("speculation: %s", engine.speculation.describe(engine.model_dir))
-    engine.warm_up(config.chunk_tokens)
+    engine.warm_up(config.chunk(engine.device.type))
     logger.info(
         "%s ready on %s in %s: %d pages of %d tokens, %.1f s",
         engine.card.name,

@@ -39,6 +39,6 @@ def run(config: PrefillConfig) -> int:
     )
 
     def make_node(membership: Membership) -> PrefillNode:
-        return PrefillNode(engine, membership, handoff, config.max_running, config.chunk_tokens)
+        return PrefillNode(engine, membership, handoff, config.max_running, config.chunk(engine.device.type))
 
     return serve(config, name, "prefill", engine, keys, epoch, handoff.address, make_node)

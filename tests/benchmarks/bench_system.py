@@ -41,8 +41,8 @@ PAGE_SIZE = 64
 
 def main() -> None:
     options = _options()
-    report: dict[str, Any] = {"model": options.model.name, "prompt_len": options.prompt_len, "tokens": options.tokens}
-    report["transport"] = options.transport
+    said = ("commit", "prompt_len", "tokens", "transport", "speculative")
+    report: dict[str, Any] = {"model": options.model.name} | {name: getattr(options, name) for name in said}
     with tempfile.TemporaryDirectory() as directory, Cluster(Path(directory), options.model) as cluster:
         started = time.monotonic()
         cluster.start(node_flags=_flags(options), wait=False)
@@ -63,7 +63,7 @@ def main() -> None:
 def _flags(options: argparse.Namespace) -> list[str]:
     num_pages = options.num_tokens // PAGE_SIZE + 1
     flags = ["--device", options.device, "--page-size", str(PAGE_SIZE), "--num-pages", str(num_pages)]
-    flags += ["--chunk-tokens", str(options.chunk_tokens), "--max-running", str(max(options.streams))]
+    flags += ["--max-running", str(max(options.streams))]
     flags += ["--transport", options.transport, "--speculative", options.speculative, "--context-len", "16384"]
     return flags
 
@@ -179,9 +179,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--speculative", default="none")
-    parser.add_argument("--chunk-tokens", type=int, default=8192)
     parser.add_argument("--num-tokens", type=int, default=131_072, help="KV tokens of each node's pool")
     parser.add_argument("--logs", type=Path, help="directory that takes the processes' logs")
+    parser.add_argument("--commit", help="of this tree, for the report")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

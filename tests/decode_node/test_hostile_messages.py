@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from baton.metadata.seal import seal
 @pytest.fixture
 def pair(checkpoint: Callable[..., Path]) -> Iterator[NodePair]:
     pair = NodePair(checkpoint("llama"), prefill={"page_size": 4}, decode={"page_size": 4})
-    yield pair
-    pair.submit("last", [1, 2, 3], params(2))
-    assert pair.run()["last", 0].ended is not None, "the nodes do not serve any more"
-    pair.check_books()
-    pair.close()
+    with closing(pair):
+        yield pair
+        pair.submit("last", [1, 2, 3], params(2))
+        assert pair.run()["last", 0].ended is not None, "the nodes do not serve any more"
+        pair.check_books()
 
 
 def test_dispatches_that_come_twice_run_once(pair: NodePair) -> None:
@@ -52,14 +53,16 @@ HOSTILE = {  # prompt ids, received ids
 
 @pytest.mark.parametrize("node", ["prefill", "decode"])
 def test_prompts_that_no_model_can_run_fail_alone(pair: NodePair, node: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair, "_granted", lambda message: None)
+    answers: list[Any] = []
+    monkeypatch.setattr(pair, "_granted", answers.append)
     peer = Peer(node_id="other", epoch="e", data_address="tcp://127.0.0.1:1")
     for rid, (prompt, received) in HOSTILE.items():
         pair.results[rid, 0] = Result()
         request = GenerationRequest(pack_ids(prompt), SamplingParams(max_tokens=4), pack_ids(received))
         kind = Prefill if node == "prefill" else Reserve
         pair.send(node, kind(ROUTER_EPOCH, rid, 0, (0,), request, peer))
-    pair.step_until(lambda: all(pair.results[rid, 0].failed for rid in HOSTILE))
+    num_answers = len(HOSTILE) if node == "decode" else 0
+    pair.step_until(lambda: all(pair.results[rid, 0].failed for rid in HOSTILE) and len(answers) == num_answers)
     failed = [pair.results[rid, 0].failed for rid in HOSTILE]
     assert {(each.code, each.retryable) for each in failed if each} == {("invalid_request_error", False)}
     for rid in HOSTILE:

@@ -120,7 +120,7 @@ class NodePair:
         )
         membership = make_membership(config, "prefill-0", "prefill", engine, None, epoch, handoff.address)
         return self._attach(
-            PrefillNode(engine, membership, handoff, config.max_running, config.chunk_tokens), membership
+            PrefillNode(engine, membership, handoff, config.max_running, config.chunk(engine.device.type)), membership
         )
 
     def _start_decode(self, config: DecodeConfig, is_adaptive: bool, overlaps: bool | None) -> DecodeNode:
@@ -129,7 +129,7 @@ class NodePair:
             "decode-0", epoch, engine.schema, engine.fingerprints, engine.memory, transports=transports(config)
         )
         membership = make_membership(config, "decode-0", "decode", engine, None, epoch, "")
-        sizes = config.max_running, config.chunk_tokens
+        sizes = config.max_running, config.chunk(engine.device.type)
         node = DecodeNode(engine, membership, handoff, *sizes, is_adaptive=is_adaptive, overlaps=overlaps)
         return self._attach(node, membership)
 

@@ -293,7 +293,7 @@ def _prefill(name: str, settings: dict[str, Any]) -> PrefillNode:
         lease_s=30.0,  # what must be free soon must not wait for it
     )
     membership: Membership = make_membership(config, name, "prefill", engine, None, epoch, handoff.address)
-    return PrefillNode(engine, membership, handoff, config.max_running, config.chunk_tokens)
+    return PrefillNode(engine, membership, handoff, config.max_running, config.chunk(engine.device.type))
 
 
 def _decode(name: str, settings: dict[str, Any]) -> DecodeNode:
@@ -303,4 +303,4 @@ def _decode(name: str, settings: dict[str, Any]) -> DecodeNode:
         name, epoch, engine.schema, engine.fingerprints, engine.memory, transports=transports(config)
     )
     membership = make_membership(config, name, "decode", engine, None, epoch, "")
-    return DecodeNode(engine, membership, handoff, config.max_running, config.chunk_tokens)
+    return DecodeNode(engine, membership, handoff, config.max_running, config.chunk(engine.device.type))
