@@ -25,7 +25,8 @@ def run(config: DecodeConfig) -> int:
         engine.fingerprints,
         engine.memory,
         keys=keys,
-        transports=transports(config),
+        transports=transports(config, engine),
+        device=engine.device_pool,
     )
 
     def make_node(membership: Membership) -> DecodeNode:

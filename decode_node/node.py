@@ -253,8 +253,6 @@ class DecodeNode:
         begun = time.monotonic()
         assert sequence.lease is not None
         have = len(sequence.lease.pages)
-        num_prompt_pages = -(-len(sequence.token_ids) // self.engine.pool.page_size)
-        self.engine.adopt(sequence.pages[have:num_prompt_pages])
         self.scheduler.admit(event.unit)
         sequence.num_cached = sampled.num_cached
         sequence.append(sampled.first_token, sampled.logprobs)

@@ -18,9 +18,10 @@ from ..metadata.hidden_layout import HiddenDtype
 from ..metadata.memory import PageMemory
 from ..metadata.node_info import HandoffSchema, ModelCard, PoolLayout
 from ..metadata.request import SamplingParams, TokenLogprobs
-from ..metadata.schema import block_bytes, page_bytes, page_layer_bytes, pools
+from ..metadata.schema import block_bytes, on_gpu, page_bytes, page_layer_bytes, pools
 from .batch import BatchRow, ForwardBatch
 from .config import DtypeChoice, EngineConfig
+from .cuda_pool import CudaPool
 from .drafters.base import PromptChunk, PromptTail
 from .drafters.registry import Speculation, read_speculation
 from .model_card import read_card
@@ -64,7 +65,8 @@ class Engine:
         self.device = _choose_device(config.device)
         self.dtype_name = _choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
         self.speculation = read_speculation(config, self.model_dir, self.model_config, self.dtype_name)
-        self.schema = _schema(self.model_config, self.dtype_name, config, self.speculation)
+        schema = _schema(self.model_config, self.dtype_name, config, self.speculation)
+        self.schema = schema if self.device.type == "cpu" else on_gpu(schema)
         self.context_len = _context_len(config, self.model_config)
         num_pages = config.num_pages or _default_num_pages(self.context_len, self.schema, self.device)
         self.context_len = min(self.context_len, (num_pages - 1) * config.page_size)
@@ -81,12 +83,14 @@ class Engine:
         self.memory = [_allocate_memory(layout, num_pages, config.page_size) for layout in pools(self.schema)]
         self.pool = PagePool(num_pages, config.page_size, self.memory[0].generations)
         self.cache = PrefixCache(self.pool, self.schema.key_lookahead, enabled=config.prefix_cache)
-        self._mirrors = [
+        self._kvs = [
             torch.from_numpy(memory.pages).view(dtype).view(_kv_shape(layout, num_pages, config.page_size))
             for memory, layout in zip(self.memory, pools(self.schema), strict=True)
         ]
-        on_cpu = self.device.type == "cpu"
-        self._kvs = self._mirrors if on_cpu else [torch.zeros_like(each, device=self.device) for each in self._mirrors]
+        self.device_pool: CudaPool | None = None
+        if self.device.type == "cuda":  # `memory` is the host mirror then
+            self._kvs = [torch.zeros_like(each, device=self.device) for each in self._kvs]
+            self.device_pool = CudaPool(self._kvs, self.memory, has_checksums=config.checksums)
         draft_kv = self._kvs[1] if len(self._kvs) > 1 else None
         self.drafter = self.speculation.load(self.model, self._kvs[0], draft_kv, progress)
 
@@ -173,20 +177,6 @@ class Engine:
         new_pages, new_rows = block_table.gather(1, targets // page_size), targets % page_size
         for layer in self.kv:
             layer[new_pages, :, :, new_rows] = layer[pages, :, :, rows]
-
-    def publish(self, pages: Sequence[int]) -> None:
-        """Before pages are offered: their bytes lie in `memory`. On CPU the pools are the memory."""
-        if self._kvs is not self._mirrors and pages:
-            index = torch.tensor(pages, dtype=torch.int64)
-            for kv, mirror in zip(self._kvs, self._mirrors, strict=True):
-                mirror[:, index] = kv.index_select(1, index.to(self.device)).cpu()
-
-    def adopt(self, pages: Sequence[int]) -> None:
-        """After pages have arrived in `memory`: they lie in the pools."""
-        if self._kvs is not self._mirrors and pages:
-            index = torch.tensor(pages, dtype=torch.int64)
-            for kv, mirror in zip(self._kvs, self._mirrors, strict=True):
-                kv.index_copy_(1, index.to(self.device), mirror[:, index].to(self.device))
 
 
 def resolve_model(model: str | None) -> Path:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from ..metadata.addresses import parse_address, require_keys
 from ..metadata.curve import KeyPair
-from ..metadata.errors import Refused
+from ..metadata.errors import ConfigError, Refused
 from ..metadata.membership import Member, Membership
 from ..metadata.messages import PROTOCOL_MAX, PROTOCOL_MIN, Hello
 from ..metadata.node_info import Capacity, Role
@@ -132,6 +132,10 @@ def load_keys(config: EngineConfig, *addresses: str) -> KeyPair | None:
     return keys
 
 
-def transports(config: EngineConfig) -> tuple[str, ...]:
-    """The transports that the node may use, best first."""
-    return ("local", "zmq") if config.transport == "auto" else (config.transport,)
+def transports(config: EngineConfig, engine: Engine) -> tuple[str, ...]:
+    """The transports that the node may use, best first. Raises ConfigError where it can use none."""
+    if config.transport == "cuda_ipc" and engine.device_pool is None:
+        raise ConfigError(f"transport cuda_ipc needs device cuda, this node is on {engine.device.type}; use auto")
+    if config.transport != "auto":
+        return (config.transport,)
+    return ("local", "zmq") if engine.device_pool is None else ("cuda_ipc", "local", "zmq")

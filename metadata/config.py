@@ -42,8 +42,10 @@ class NodeConfig(ProcessConfig):
     router: str = setting("tcp://127.0.0.1:5700", "the router's address for nodes", metavar="tcp://HOST:PORT")
     node_id: str | None = setting(None, "name of this node, unique in the cluster (default: role-host-pid)")
     bind_host: str = setting("127.0.0.1", "address on which a prefill node serves pages; others must reach it")
-    transport: Literal["auto", "local", "zmq"] = setting(
-        "auto", "how pages travel: local (shared memory, one host), zmq (anywhere), auto (local where possible)"
+    transport: Literal["auto", "cuda_ipc", "local", "zmq"] = setting(
+        "auto",
+        "how pages travel: cuda_ipc (between GPUs of one host), local (shared memory, one host), zmq (anywhere), "
+        "auto (the first of them that both nodes can use)",
     )
     checksums: bool = setting(True, "check every page after its transfer")
     drain_timeout_s: float = setting(30.0, "seconds that SIGTERM leaves running requests to finish")

@@ -20,10 +20,12 @@ import zmq
 
 from .addresses import host_identity
 from .bus import DroppedFrames
-from .checksums import first_difference, page_checksums, row_checksum
+from .checksums import row_checksum
 from .curve import KeyPair
+from .device_pool import DevicePool
 from .errors import ProtocolError, TransferError
 from .handoff_link import Link
+from .handoff_pages import ReceivedPages
 from .inbound import Inbound
 from .memory import PageMemory
 from .messages import (
@@ -90,7 +92,8 @@ Event = Arrived | TransferFailed | Revoked
 
 
 class HandoffClient:
-    """Pulls pages of any number of prefill nodes into `memory` (target pool, then draft).
+    """Pulls pages of any number of prefill nodes into `memory` (target pool, then draft), or into the pools of `device`
+    whose mirror that is.
 
     `fingerprints` are the digests of target and draft weights; `transports` those to use, best first.
     """
@@ -105,11 +108,13 @@ class HandoffClient:
         *,
         keys: KeyPair | None = None,
         transports: Sequence[str] = ("local", "zmq"),
+        device: DevicePool | None = None,
         answer_s: float = ANSWER_S,
         clock: Callable[[], float] = time.monotonic,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
-        self._schema, self._memory, self._keys = schema, tuple(memory), keys
+        self._schema, self._memory, self._keys, self._device = schema, tuple(memory), keys, device
+        self._pages = ReceivedPages(schema, memory, device)
         self._answer_s, self._clock = answer_s, clock
         self._context = zmq.Context[zmq.Socket[bytes]].instance() if context is None else context
         self._hello = LinkHello(
@@ -143,6 +148,7 @@ class HandoffClient:
             self._events.append(TransferFailed(unit, str(error)))
             return
         self._inbound[unit] = Inbound(unit, peer.epoch, have, tuple(pages))
+        self._pages.expect(pages[have:])
         link.send(Claim(unit=unit, have=have))
 
     def drop(self, unit: Unit, reason: str) -> None:
@@ -210,7 +216,7 @@ class HandoffClient:
                 self._close(epoch, f"prefill node {peer.node_id} was restarted", is_refused=False)
         link = self._links.get(peer.epoch)
         if link is None:
-            link = Link(peer, self._hello, self._memory, self._keys, self._clock, self._context)
+            link = Link(peer, self._hello, self._memory, self._device, self._keys, self._clock, self._context)
             self._links[peer.epoch] = link
         return link
 
@@ -325,16 +331,15 @@ class HandoffClient:
             reason = f"{where} was reused: generation {landed.generation} there, {move.generation} offered"
             self._fail(move.unit, reason, tell=link)
             return
-        if self._schema.checksum != "none":
-            block = first_difference(page_checksums(self._memory, move.target), inbound.checksums[move.index])
-            if block is not None:
-                self.num_checksum_failures += 1
-                logger.warning("%s %s: checksum of block %d is wrong", move.unit, where, block)
-                if inbound.count_pull(move.index) >= MAX_PULLS:
-                    self._fail(move.unit, f"{where}: checksum of block {block} wrong {MAX_PULLS} times", tell=link)
-                else:
-                    link.transport.fetch([move])
-                return
+        block = self._pages.first_difference(landed, inbound.checksums[move.index])
+        if block is not None:
+            self.num_checksum_failures += 1
+            logger.warning("%s %s: checksum of block %d is wrong", move.unit, where, block)
+            if inbound.count_pull(move.index) >= MAX_PULLS:
+                self._fail(move.unit, f"{where}: checksum of block {block} wrong {MAX_PULLS} times", tell=link)
+            else:
+                link.transport.fetch([move])
+            return
         inbound.land(move.index, self._clock())
         self._finish_if_whole(link, inbound)
 

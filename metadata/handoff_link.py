@@ -10,18 +10,31 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from .addresses import require_keys
 from .bus import configure_socket, decode_frame, receive_frames
 from .curve import KeyPair, secure_client
+from .device_pool import DevicePool
 from .errors import ConfigError, ProtocolError, TransferError
 from .handoff_peers import LINK_BEAT_MS, LINK_SILENCE_MS
 from .memory import PageMemory
-from .messages import DATA_FRAME_BYTES, LinkHello, LinkWelcome, Pages, ToDecode, ToPrefill, encode, to_decode_decoder
+from .messages import (
+    DATA_FRAME_BYTES,
+    DeviceWelcome,
+    LinkHello,
+    LinkWelcome,
+    Pages,
+    ToDecode,
+    ToPrefill,
+    encode,
+    to_decode_decoder,
+)
 from .node_info import Peer
 from .transports.base import Transport
+from .transports.cuda_ipc import CudaIpcTransport
 from .transports.local import LocalTransport
 from .transports.zmq import ZmqTransport
 
@@ -46,6 +59,7 @@ class Link:
         peer: Peer,
         hello: LinkHello,
         memory: Sequence[PageMemory],
+        device: DevicePool | None,
         keys: KeyPair | None,
         clock: Callable[[], float],
         context: zmq.Context[zmq.Socket[bytes]],
@@ -58,7 +72,7 @@ class Link:
         self.num_pages = 0  # of the peer's pool
         self.lease_s = 1.0  # the peer's, once it has welcomed us
         self.last_heard = self.last_renewed = clock()
-        self._hello, self._memory, self._clock = hello, tuple(memory), clock
+        self._hello, self._memory, self._device, self._clock = hello, tuple(memory), device, clock
         self.socket = context.socket(zmq.DEALER)
         try:
             self._connect(keys)
@@ -99,7 +113,7 @@ class Link:
         return message, frames[1].buffer if len(frames) == 2 else None
 
     def welcome(self, message: LinkWelcome) -> None:
-        """Takes the transport agreed on. Where shared memory cannot be mapped, says hello again without it."""
+        """Takes the transport agreed on. Where the peer's memory cannot be mapped, says hello again without it."""
         if (message.node_id, message.epoch) != (self.peer.node_id, self.peer.epoch):
             self.lose(f"it is {message.node_id} of epoch {message.epoch}, not {self.peer.node_id} of {self.peer.epoch}")
         elif self.transport is not None or message.transport not in self._hello.transports:
@@ -145,30 +159,31 @@ class Link:
         self.socket.connect(self.peer.data_address)
 
     def _start(self, message: LinkWelcome) -> None:
-        if message.transport == ZmqTransport.name:
-            self.transport = ZmqTransport(self._memory, self.send)
-        else:
-            try:
-                self.transport = LocalTransport.map(self._memory, message)
-            except TransferError as error:
-                self._retry_without_local(str(error))
-                return
+        try:
+            self.transport = self._open(message)
+        except TransferError as error:
+            self._retry_without(message.transport, str(error))
+            return
         logger.info("linked to prefill node %s, pages travel by %s", self.peer.node_id, message.transport)
 
-    def _retry_without_local(self, reason: str) -> None:
-        others = tuple(name for name in self._hello.transports if name != LocalTransport.name)
+    def _open(self, message: LinkWelcome) -> Transport:
+        match message:
+            case DeviceWelcome(transport=CudaIpcTransport.name) if self._device is not None:
+                where = "this" if message.pools.device == self._device.device else "another"
+                logger.info("prefill node %s is on %s GPU", self.peer.node_id, where)
+                return CudaIpcTransport.map(self._memory, self._device, message)
+            case LinkWelcome(transport=LocalTransport.name):
+                return LocalTransport.map(self._memory, message)
+            case LinkWelcome(transport=ZmqTransport.name):
+                return ZmqTransport(self._memory, self.send)
+            case _:
+                raise TransferError(f"{type(message).__name__} does not say how to use transport {message.transport}")
+
+    def _retry_without(self, transport: str, reason: str) -> None:
+        others = tuple(name for name in self._hello.transports if name != transport)
         if not others:
             self.lose(reason)
             return
         logger.warning("prefill node %s: %s; pages will travel by %s", self.peer.node_id, reason, others[0])
-        hello = self._hello
-        self._hello = LinkHello(
-            node_id=hello.node_id,
-            epoch=hello.epoch,
-            layout=hello.layout,
-            target_fingerprint=hello.target_fingerprint,
-            draft_fingerprint=hello.draft_fingerprint,
-            transports=others,
-            host=hello.host,
-        )
+        self._hello = msgspec.structs.replace(self._hello, transports=others)
         self.send(self._hello)

@@ -18,6 +18,7 @@ from .schema import differences
 LINK_BEAT_MS = 200  # libzmq's own heartbeat: it notices a stopped host or process, not a hanging loop
 LINK_SILENCE_MS = 1000
 CONTROL_FRAME_BYTES = 8 << 20
+_SAME_HOST = ("cuda_ipc", "local")  # they read the peer's memory
 
 
 @dataclass(slots=True)
@@ -26,6 +27,7 @@ class DecodePeer:
 
     node_id: str
     epoch: str
+    transport: str
     unsent: list[zmq.MessageTracker] = field(default_factory=list[zmq.MessageTracker])
 
     @property
@@ -51,7 +53,7 @@ def objections(
 
 def can_use(transport: str, transports: Collection[str], host: str) -> bool:
     """Whether pages can travel by `transport`, one of ours, to a node on `host`."""
-    return transport in transports and (transport != "local" or host == host_identity())
+    return transport in transports and (transport not in _SAME_HOST or host == host_identity())
 
 
 def bind_data_socket(

@@ -15,12 +15,15 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import zmq
 
 from .bus import DroppedFrames, bound_address, decode_frame, receive_frames
-from .checksums import page_checksums, row_checksum
+from .checksums import row_checksum
 from .curve import KeyPair
+from .device_pool import DevicePool
 from .errors import ProtocolError
+from .handoff_pages import OfferedPages
 from .handoff_peers import DecodePeer, bind_data_socket, can_use, objections
 from .logs import Throttle
 from .memory import PageMemory
@@ -28,6 +31,7 @@ from .messages import (
     MAX_REASON,
     Ack,
     Claim,
+    DeviceWelcome,
     Drop,
     LinkHello,
     LinkRefused,
@@ -44,11 +48,11 @@ from .messages import (
     encode,
     to_prefill_decoder,
 )
-from .node_info import HandoffSchema
+from .node_info import DevicePools, HandoffSchema
 from .request import Unit, pack_ids, unpack_ids
-from .schema import blocks_per_page, page_bytes, row_bytes
+from .schema import page_bytes, row_bytes
 from .tickets import Claimed, Holder, Refund, Ticket, TicketBook, TicketEnded
-from .transports.zmq import MESSAGE_BYTES, pack_pages
+from .transports.zmq import MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +63,8 @@ MAX_UNSENT = 16  # messages of pages that wait for one decode node; ours never a
 
 
 class HandoffServer:
-    """Serves pages of `memory` (target pool, then draft) to any number of decode nodes.
+    """Serves pages of `memory` (target pool, then draft), or of the GPU whose mirror that is, to any number of decode
+    nodes.
 
     `fingerprints` are the digests of target and draft weights. `bind_host` is a host name or address, or `ipc://PATH`.
     """
@@ -74,19 +79,23 @@ class HandoffServer:
         node_id: str,
         epoch: str,
         keys: KeyPair | None = None,
-        transports: Sequence[str] = ("local", "zmq"),
+        transports: Sequence[str] = ("cuda_ipc", "local", "zmq"),
+        device: DevicePool | None = None,
         lease_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         self.node_id, self.epoch = node_id, epoch
         self._schema, self._fingerprints = schema, fingerprints
-        self._memory = tuple(memory)
-        self._transports = [name for name in transports if name != "local" or all(p.is_shared for p in self._memory)]
+        self._memory, self._device = tuple(memory), device
+        self._pages = OfferedPages(schema, memory, device)
+        impossible: set[str] = set() if all(pool.is_shared for pool in memory) else {"local", "cuda_ipc"}
+        if device is None or not device.handles:
+            impossible.add("cuda_ipc")
+        self._transports = [name for name in transports if name not in impossible]
         self._lease_s, self._clock = lease_s, clock
         self._book = TicketBook(clock, lease_s)
         self._links: dict[Holder, DecodePeer] = {}
-        self._known: dict[int, tuple[int, bytes]] = {}  # checksums kept with the page: its generation, theirs
         self._has_more = False
         self.dropped = DroppedFrames(logger, "data link")
         self._refusals = Throttle()
@@ -111,9 +120,7 @@ class HandoffServer:
             return
         ticket.offer(indices, pages, generations)
         self._memory[0].generations[list(pages)] = generations
-        for index in indices:
-            if index >= ticket.have:
-                ticket.checksums[index] = self._checksums(ticket.pages[index], ticket.generations[index])
+        self._digest(ticket, indices)
         self._send_offer(ticket, indices)
 
     def finish(self, unit: Unit, row: bytes) -> None:
@@ -223,22 +230,37 @@ class HandoffServer:
         transport = next(name for name in hello.transports if can_use(name, self._transports, hello.host))
         if known is None:
             self._prune_links()
-            self._links[holder] = DecodePeer(hello.node_id, hello.epoch)
+            known = self._links[holder] = DecodePeer(hello.node_id, hello.epoch, "")
+        if known.transport != transport:
             logger.info("decode node %s linked, pages travel by %s", hello.node_id, transport)
-        is_local = transport == "local"
-        self._send(
-            holder,
-            LinkWelcome(
-                node_id=self.node_id,
-                epoch=self.epoch,
-                transport=transport,
-                lease_s=self._lease_s,
-                num_pages=self._memory[0].num_pages,
-                pid=os.getpid() if is_local else 0,
-                fds=tuple(pool.fd for pool in self._memory if pool.fd is not None) if is_local else (),
-                sizes=tuple(pool.size for pool in self._memory) if is_local else (),
-            ),
+            known.transport = transport
+            self._bring_offered(holder)
+        self._send(holder, self._welcome(transport))
+
+    def _welcome(self, transport: str) -> LinkWelcome:
+        shared = {"cuda_ipc": self._memory[:1], "local": self._memory}.get(transport, ())
+        welcome = LinkWelcome(
+            node_id=self.node_id,
+            epoch=self.epoch,
+            transport=transport,
+            lease_s=self._lease_s,
+            num_pages=self._memory[0].num_pages,
+            pid=os.getpid() if shared else 0,
+            fds=tuple(pool.fd for pool in shared if pool.fd is not None),
+            sizes=tuple(pool.size for pool in shared),
         )
+        if transport != "cuda_ipc" or self._device is None:
+            return welcome
+        pools = DevicePools(device=self._device.device, handles=self._device.handles)
+        return DeviceWelcome(**msgspec.structs.asdict(welcome), pools=pools)
+
+    def _bring_offered(self, holder: Holder) -> None:
+        """The link's pages travel by another transport than when they were offered, if any were."""
+        if self._links[holder].transport == "local":
+            for unit in self._book.units:
+                ticket = self._book.get(unit)
+                if ticket is not None and ticket.holder == holder:
+                    self._pages.bring([ticket.pages[index] for index in ticket.checksums])
 
     def _claim(self, holder: Holder, unit: Unit, have: int) -> None:
         match self._book.claim(unit, holder, have, self._links[holder].epoch):
@@ -268,9 +290,7 @@ class HandoffServer:
         wrong = [index for index in indices if index not in ticket.pages or index < ticket.have]
         if wrong:
             raise ProtocolError(f"pull of {pull.unit} names pages {wrong[:4]} that were not offered", rid=pull.unit.rid)
-        pages = [ticket.pages[index] for index in indices]
-        frame = pack_pages(self._memory, pages)
-        generations = self._memory[0].generations[pages].astype("<i8").tobytes()
+        frame, generations = self._pages.pack([ticket.pages[index] for index in indices])
         self._send(holder, Pages(unit=pull.unit, indices=pull.indices, generations=generations), frame)
         return num_bytes
 
@@ -281,9 +301,9 @@ class HandoffServer:
         indices = [index for index in indices if index >= ticket.have]
         if not indices and ticket.row is None:
             return
-        for index in indices:
-            if index not in ticket.checksums:
-                ticket.checksums[index] = self._checksums(ticket.pages[index], ticket.generations[index])
+        self._digest(ticket, indices)
+        if self._links[ticket.holder].transport == "local":
+            self._pages.bring([ticket.pages[index] for index in indices])
         offer = Offer(
             unit=ticket.unit,
             num_pages=ticket.num_pages,
@@ -296,13 +316,11 @@ class HandoffServer:
         )
         self._send(ticket.holder, offer)
 
-    def _checksums(self, page: int, generation: int) -> bytes:
-        if not blocks_per_page(self._schema):
-            return b""
-        known = self._known.get(page)
-        if known is None or known[0] != generation:
-            known = self._known[page] = (generation, page_checksums(self._memory, page))
-        return known[1]
+    def _digest(self, ticket: Ticket, indices: Sequence[int]) -> None:
+        """The ticket has checksums of these pages, less those that its holder has."""
+        new = [index for index in indices if index >= ticket.have and index not in ticket.checksums]
+        pages, generations = [ticket.pages[index] for index in new], [ticket.generations[index] for index in new]
+        ticket.checksums |= zip(new, self._pages.checksums(pages, generations), strict=True)
 
     def _expire(self) -> None:
         unknown, lapsed = self._book.expire(is_all_read=not self._has_more)

@@ -39,8 +39,8 @@ class PageMemory:
     `pages` is uint8 [num_layers, num_pages, page_layer_bytes]; the engine's tensor is a view of it:
     `torch.from_numpy(memory.pages).view(dtype).view(num_layers, num_pages, 2, num_kv_heads, page_size, head_dim)`.
     `generations` is int64 [num_pages]; whoever allocates pages may count in it, `HandoffServer.offer` writes it too.
-    For a pool on a GPU this is a host mirror with the same page numbers: the engine copies a finished page into it
-    before `offer`, and out of it after `Arrived`.
+    For a pool on a GPU this is a host mirror with the same page numbers: pages lie in it while they travel by way of
+    the host. Where none do, only the generations take memory.
     """
 
     def __init__(

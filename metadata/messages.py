@@ -1,8 +1,8 @@
 """Every message that crosses a process border, typed and bounded (DESIGN.md section 3).
 
-Four directions, four unions, one typed decoder each; a message that does not belong to a direction is refused by
-the decoder. Unknown fields are refused: a new field means a new protocol version. Token ids travel as little-endian
-int32 bytes, batches as columns. Nothing here imports torch.
+Four directions, four unions, one typed decoder each; a message that does not belong to a direction is refused by the
+decoder. Unknown fields are refused: a new field or message means a new protocol version. Token ids travel as
+little-endian int32 bytes, batches as columns. Nothing here imports torch.
 
     router -> node     ToNode      over the hub (DEALER -> ROUTER), each carrying the router's epoch
     node   -> router   ToRouter    over the hub
@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from . import seal
-from .node_info import Capacity, HandoffSchema, Load, ModelCard, NodeStats, Peer, PoolLedger, Role
+from .node_info import Capacity, DevicePools, HandoffSchema, Load, ModelCard, NodeStats, Peer, PoolLedger, Role
 from .request import (
     MAX_CONTEXT,
     Choices,
@@ -38,7 +38,7 @@ from .request import (
 from .times import PrefillTimes, PullTimes
 
 PROTOCOL_MIN = 4
-PROTOCOL_MAX = 4
+PROTOCOL_MAX = 5  # with DeviceWelcome
 
 MAX_BATCH = 4096
 MAX_REASON = 4096  # characters of a Text
@@ -57,8 +57,7 @@ class Hello(Message, frozen=True, tag="hello"):
     epoch: Digest
     protocol_min: Index
     protocol_max: Index
-    # `layout` is named so, not `schema`, because the schema is compared as a wire layout, never by version
-    layout: HandoffSchema
+    layout: HandoffSchema  # named so, not `schema`: it is compared as a wire layout, never by version
     target_fingerprint: Digest
     draft_fingerprint: Digest | None
     model: ModelCard
@@ -344,6 +343,12 @@ class LinkWelcome(Message, frozen=True, tag="link_welcome"):
     sizes: Annotated[tuple[Count, ...], Meta(max_length=2)] = ()
 
 
+class DeviceWelcome(LinkWelcome, frozen=True, tag="device_welcome", kw_only=True):
+    """LinkWelcome for `cuda_ipc`, which only nodes of protocol 5 name. `fds`, `sizes`: of the target's pool alone."""
+
+    pools: DevicePools
+
+
 class LinkRefused(Message, frozen=True, tag="link_refused"):
     """The two nodes cannot hand over; the reason names both values."""
 
@@ -386,7 +391,7 @@ class UnknownClaim(Message, frozen=True, tag="unknown_claim"):
     unit: Unit
 
 
-ToDecode = LinkWelcome | LinkRefused | Offer | Pages | Revoke | UnknownClaim
+ToDecode = LinkWelcome | DeviceWelcome | LinkRefused | Offer | Pages | Revoke | UnknownClaim
 
 to_router_decoder = msgspec.msgpack.Decoder(ToRouter)
 to_node_decoder = msgspec.msgpack.Decoder(ToNode)

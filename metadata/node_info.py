@@ -44,6 +44,21 @@ class HandoffSchema(Message, frozen=True):
     frozen_layers: Annotated[tuple[Index, ...], Meta(max_length=MAX_FROZEN_LAYERS)] = ()
 
 
+class DeviceHandle(Message, frozen=True):
+    """How another process maps a pool in device memory: by CUDA's handle of the allocation that it lies in."""
+
+    handle: Annotated[bytes, Meta(min_length=64, max_length=64)]
+    offset: Count  # of the pool in the allocation, bytes
+    size: Count  # of the pool, bytes
+
+
+class DevicePools(Message, frozen=True):
+    """A node's pools on its GPU, target, then draft."""
+
+    device: Name  # its UUID
+    handles: Annotated[tuple[DeviceHandle, ...], Meta(min_length=1, max_length=2)]
+
+
 class ModelCard(Message, frozen=True):
     """What the router must know of a model to serve it without its files."""
 

@@ -19,6 +19,7 @@ from .request import MAX_TOP_LOGPROBS
 if TYPE_CHECKING:
     from .hidden_layout import HiddenLayout
 
+CPU_CHECKSUM, GPU_CHECKSUM = "xxh3_64", "multilinear64"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
 ALGORITHMS = ("none", "ngram", "standalone", "eagle", "eagle3", "mtp", "frozen_kv_mtp")
 WITH_DRAFT_POOL = ("standalone", "eagle", "eagle3", "mtp")
@@ -126,9 +127,14 @@ def make_schema(
         draft=draft,
         row=tuple(fields),
         key_lookahead=_key_lookahead(algorithm, hidden),
-        checksum="xxh3_64" if checksums else "none",
+        checksum=CPU_CHECKSUM if checksums else "none",
         frozen_layers=frozen_layers,
     )
+
+
+def on_gpu(schema: HandoffSchema) -> HandoffSchema:
+    """The schema of a node whose pools lie on a GPU, which computes checksums there (kernels/triton_pages.py)."""
+    return schema if schema.checksum == "none" else msgspec.structs.replace(schema, checksum=GPU_CHECKSUM)
 
 
 def pools(schema: HandoffSchema) -> tuple[PoolLayout, ...]:

@@ -34,7 +34,8 @@ def run(config: PrefillConfig) -> int:
         node_id=name,
         epoch=epoch,
         keys=keys,
-        transports=transports(config),
+        transports=transports(config, engine),
+        device=engine.device_pool,
         lease_s=engine.lease_s,
     )
 

@@ -338,7 +338,6 @@ class PrefillNode:
             return
         indices = list(range(job.num_offered, num_ready))
         offered = [job.pages_of(index)[job.num_offered : num_ready] for index in range(len(job.choices))]
-        self.engine.publish(list(dict.fromkeys(page for pages in offered for page in pages)))
         for unit, pages in zip(job.choices, offered, strict=True):
             if unit in job.tickets:
                 self.handoff.offer(unit, indices, pages, [self.engine.pool.generation(page) for page in pages])

@@ -30,10 +30,12 @@ class Move(Struct, frozen=True):
 
 
 class Landed(NamedTuple):
-    """A page that lies in our pool now, and the generation the source had after it was copied."""
+    """A page that has been copied, and the generation the source had after that. `checksums`: of our own copy, where
+    the page lies in a pool on a GPU already; None: it lies in `memory`, unchecked."""
 
     move: Move
     generation: int
+    checksums: bytes | None = None
 
 
 class Transport(ABC):

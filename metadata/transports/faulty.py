@@ -208,10 +208,11 @@ def switch_on(path: str) -> None:
     faults = FaultySocket.faults = Faults(Path(path))
     time.monotonic = faults.monotonic
     cast(Any, zmq.Context)._socket_class = FaultySocket
+    from .cuda_ipc import CudaIpcTransport
     from .local import LocalTransport
     from .zmq import ZmqTransport
 
-    for transport in (LocalTransport, ZmqTransport):
+    for transport in (CudaIpcTransport, LocalTransport, ZmqTransport):
         for name in ("step", "receive"):
             setattr(transport, name, _spoiling(getattr(transport, name), faults))
 
@@ -227,14 +228,23 @@ def _spoiling(move_pages: Callable[..., Iterator[Any]], faults: Faults) -> Calla
             if kind is not None:
                 faults.note(f"page {kind}", "pull", move.unit.attempt)
             if kind == "flip":
-                pages = faults.random.choice(transport.memory).pages
-                layer, byte = faults.random.randrange(pages.shape[0]), faults.random.randrange(pages.shape[2])
-                pages[layer, move.target, byte] ^= 1 << faults.random.randrange(8)
+                landed = _flipped(transport, landed, faults.random)
             elif kind == "slow":
                 time.sleep(0.05 * faults.random.random())
             yield landed._replace(generation=landed.generation + 1) if kind == "stale" else landed
 
     return spoil
+
+
+def _flipped(transport: Any, landed: Any, rng: random.Random) -> Any:
+    """Our copy of the page with one bit changed, on a GPU by way of the host."""
+    page, device = landed.move.target, getattr(transport, "device", None)
+    if device is not None:
+        device.store([page])
+    pages = rng.choice(transport.memory).pages
+    layer, byte = rng.randrange(pages.shape[0]), rng.randrange(pages.shape[2])
+    pages[layer, page, byte] ^= 1 << rng.randrange(8)
+    return landed if device is None else landed._replace(checksums=device.load([page])[0])
 
 
 def _damaged(parts: list[bytes], kind: str, rng: random.Random) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""The handoff as a decode node sees it, over both transports, against a real server."""
+"""The handoff as a decode node sees it, over all transports, against a real server."""
 
 from __future__ import annotations
 
@@ -47,6 +47,12 @@ def transport(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture(params=["local", "zmq", "cuda_ipc", "gpu local", "gpu zmq"])
+def way(request: pytest.FixtureRequest) -> str:
+    """A transport, between nodes on GPUs where it says so or can only be so."""
+    return request.param
+
+
 @pytest.fixture
 def nodes() -> Iterator[list[Any]]:
     """Whatever is appended here is closed afterwards, the last first."""
@@ -59,9 +65,10 @@ def nodes() -> Iterator[list[Any]]:
 class Pair:
     """A server and a client on one host, with their pools."""
 
-    def __init__(self, nodes: list[Any], transport: str, schema=SCHEMA, **server_settings: Any) -> None:
-        self.server, self.source = make_server(schema, **server_settings)
-        self.client, self.target = make_client(schema, transports=(transport,))
+    def __init__(self, nodes: list[Any], way: str, schema=SCHEMA, **server_settings: Any) -> None:
+        self.has_gpu, transport = way not in ("local", "zmq"), way.split()[-1]
+        self.server, self.source = make_server(schema, has_gpu=self.has_gpu, **server_settings)
+        self.client, self.target = make_client(schema, has_gpu=self.has_gpu, transports=(transport,))
         self.both = [self.server, self.client]
         nodes += [*self.source, *self.target, *self.both]
 
@@ -74,16 +81,16 @@ class Pair:
 
 
 @pytest.fixture
-def pair(nodes, transport) -> Pair:
-    return Pair(nodes, transport)
+def pair(nodes, way) -> Pair:
+    return Pair(nodes, way)
 
 
 # --- what should happen ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schema", [SCHEMA, DRAFT_SCHEMA], ids=["target", "target+draft"])
-def test_pages_are_pulled_as_they_are_offered_and_the_ticket_ends(nodes, transport, schema):
-    pair = Pair(nodes, transport, schema)
+def test_pages_are_pulled_as_they_are_offered_and_the_ticket_ends(nodes, way, schema):
+    pair = Pair(nodes, way, schema)
     pair.server.open(unit(), 3)
     pair.claim(unit(), [9, 4, 7])
     pair.server.offer(unit(), [0, 1], [5, 3], [1, 1])
@@ -149,9 +156,10 @@ def test_choices_share_pages_and_have_rows_of_their_own(pair):
         assert same_pages(pair.target, ours, pair.source, [5, 6, 10 + choice])
 
 
-def test_many_pages_take_several_messages(nodes, transport, monkeypatch):
-    monkeypatch.setattr("baton.metadata.transports.zmq.MESSAGE_BYTES", 3 * 3 * 2 * 2 * 4 * 8 * 4)  # 3 pages
-    pair = Pair(nodes, transport)
+def test_many_pages_take_several_messages(nodes, way, monkeypatch):
+    for size in ("zmq.MESSAGE_BYTES", "cuda_ipc.GATHER_BYTES"):
+        monkeypatch.setattr(f"baton.metadata.transports.{size}", 3 * 3 * 2 * 2 * 4 * 8 * 4)  # 3 pages
+    pair = Pair(nodes, way)
     order = np.random.default_rng(0).permutation(np.arange(1, 32)).tolist()
     pair.server.open(unit(), 31)
     pair.claim(unit(), list(range(10, 41)))
@@ -161,9 +169,9 @@ def test_many_pages_take_several_messages(nodes, transport, monkeypatch):
     assert same_pages(pair.target, range(10, 41), pair.source, order)
 
 
-def test_without_checksums_nothing_is_digested(nodes, transport):
+def test_without_checksums_nothing_is_digested(nodes, way):
     schema = make_schema(TARGET, None, 4, checksums=False)
-    pair = Pair(nodes, transport, schema)
+    pair = Pair(nodes, way, schema)
     pair.server.open(unit(), 1)
     pair.claim(unit(), [3])
     pair.server.offer(unit(), [0], [1], [1])
@@ -173,9 +181,9 @@ def test_without_checksums_nothing_is_digested(nodes, transport):
     assert same_pages(pair.target, [3], pair.source, [1])
 
 
-def test_one_client_pulls_from_two_servers(nodes, transport):
-    pair = Pair(nodes, transport)
-    second, source = make_server(seed=2, epoch="e2" * 8, node_id="p1")
+def test_one_client_pulls_from_two_servers(nodes, way):
+    pair = Pair(nodes, way)
+    second, source = make_server(seed=2, epoch="e2" * 8, node_id="p1", has_gpu=pair.has_gpu)
     nodes += [*source, second]
     for server, name, page in ((pair.server, "a", 3), (second, "b", 4)):
         server.open(unit(name), 1)
@@ -220,11 +228,12 @@ def test_drop_ends_the_ticket_and_frees_the_pages_at_once(pair):
     pair.client.drop(unit(), "twice")
 
 
-def test_no_page_is_written_after_drop(nodes, transport, monkeypatch):
+def test_no_page_is_written_after_drop(nodes, way, monkeypatch):
     """Pages that were queued or on their way when the claim was dropped leave no trace."""
     monkeypatch.setattr("baton.metadata.handoff_client.POLL_BYTES", 1)
     monkeypatch.setattr("baton.metadata.transports.zmq.MESSAGE_BYTES", 1)
-    pair = Pair(nodes, transport)
+    monkeypatch.setattr("baton.metadata.transports.cuda_ipc.GATHER_BYTES", 1)
+    pair = Pair(nodes, way)
     pair.server.open(unit(), 20)
     pair.server.offer(unit(), list(range(20)), list(range(1, 21)), [1] * 20)
     pair.claim(unit(), list(range(1, 21)))
@@ -289,6 +298,7 @@ def test_a_corrupted_page_is_found_repeated_and_fails_the_transfer(pair):
     assert pair.client.num_checksum_failures == MAX_PULLS and not named(events, Arrived)
 
 
+@pytest.mark.parametrize("way", ["local", "zmq", "cuda_ipc", "gpu zmq"])  # a mirror is copied once, before the offer
 def test_a_fault_in_passing_is_repaired_by_pulling_again(pair):
     pair.server.open(unit(), 1)
     pair.server.offer(unit(), [0], [1], [1])
@@ -301,8 +311,8 @@ def test_a_fault_in_passing_is_repaired_by_pulling_again(pair):
     assert same_pages(pair.target, [3], pair.source, [1])
 
 
-def test_a_page_used_again_under_the_ticket_is_noticed_by_its_generation(nodes, transport):
-    pair = Pair(nodes, transport, make_schema(TARGET, None, 4, checksums=False))
+def test_a_page_used_again_under_the_ticket_is_noticed_by_its_generation(nodes, way):
+    pair = Pair(nodes, way, make_schema(TARGET, None, 4, checksums=False))
     pair.server.open(unit(), 1)
     pair.server.offer(unit(), [0], [1], [3])
     pair.source[0].generations[1] += 1

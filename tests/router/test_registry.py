@@ -33,8 +33,8 @@ from .test_request_life import own, wait_until
         ),
         ({"target_fingerprint": "e" * 16}, ("weights", "e" * 16, "f" * 16)),
         ({"draft_fingerprint": "d" * 16}, ("draft weights", "d" * 16, "None")),
-        ({"protocol_min": 5, "protocol_max": 6}, ("protocol", "5..6", "4..4")),
-        ({"protocol_min": 1, "protocol_max": 2}, ("protocol", "1..2", "4..4")),
+        ({"protocol_min": 6, "protocol_max": 7}, ("protocol", "6..7", "4..5")),
+        ({"protocol_min": 1, "protocol_max": 2}, ("protocol", "1..2", "4..5")),
     ],
 )
 def test_a_node_that_fits_nobody_is_refused(make_system: Callable[..., System], changes: Any, words: Any) -> None:

@@ -18,7 +18,7 @@ from baton.metadata.handoff_server import HandoffServer
 from baton.metadata.memory import PageMemory
 from baton.metadata.node_info import HandoffSchema, Peer, PoolLayout
 from baton.metadata.request import Unit
-from baton.metadata.schema import block_bytes, make_schema, page_layer_bytes, pools, row_bytes
+from baton.metadata.schema import block_bytes, make_schema, on_gpu, page_layer_bytes, pools, row_bytes
 
 TARGET = PoolLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32")
 DRAFT = PoolLayout(num_layers=1, num_kv_heads=4, head_dim=16, dtype="bfloat16")
@@ -46,19 +46,37 @@ def make_memory(schema: HandoffSchema, num_pages: int, seed: int | None = None) 
 
 
 def make_server(
-    schema: HandoffSchema = SCHEMA, num_pages: int = 32, seed: int = 1, epoch: str = PREFILL_EPOCH, **more: Any
-) -> tuple[HandoffServer, list[PageMemory]]:
+    schema: HandoffSchema = SCHEMA,
+    num_pages: int = 32,
+    seed: int = 1,
+    epoch: str = PREFILL_EPOCH,
+    has_gpu: bool = False,
+    **more: Any,
+) -> tuple[HandoffServer, list[Any]]:
+    """The node and its pools; `has_gpu`: they lie on a FakeDevice."""
+    more = {"bind_host": "127.0.0.1", "fingerprints": FINGERPRINTS, "node_id": "p0", "epoch": epoch} | more
+    if has_gpu:
+        return _make_with_gpu(HandoffServer, schema, num_pages, seed, more)
     memory = make_memory(schema, num_pages, seed)
-    more = {"bind_host": "127.0.0.1", "fingerprints": FINGERPRINTS, "node_id": "p0"} | more
-    return HandoffServer(schema=schema, memory=memory, epoch=epoch, **more), memory
+    return HandoffServer(schema=schema, memory=memory, **more), memory
 
 
 def make_client(
-    schema: HandoffSchema = SCHEMA, num_pages: int = 48, **more: Any
-) -> tuple[HandoffClient, list[PageMemory]]:
-    memory = make_memory(schema, num_pages)
+    schema: HandoffSchema = SCHEMA, num_pages: int = 48, has_gpu: bool = False, **more: Any
+) -> tuple[HandoffClient, list[Any]]:
     more = {"node_id": "d0", "epoch": "d1" * 8, "fingerprints": FINGERPRINTS} | more
+    if has_gpu:
+        return _make_with_gpu(HandoffClient, schema, num_pages, None, more)
+    memory = make_memory(schema, num_pages)
     return HandoffClient(schema=schema, memory=memory, **more), memory
+
+
+def _make_with_gpu(kind: Any, schema: HandoffSchema, num_pages: int, seed: int | None, more: dict[str, Any]) -> Any:
+    from fake_device import FakeDevice
+
+    memory = make_memory(schema, num_pages)
+    device = FakeDevice(memory, has_checksums=schema.checksum != "none", seed=seed)
+    return kind(schema=on_gpu(schema), memory=memory, device=device, **more), device.views
 
 
 def peer_of(server: HandoffServer) -> Peer:

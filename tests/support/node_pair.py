@@ -115,7 +115,8 @@ class NodePair:
             engine.memory,
             node_id="prefill-0",
             epoch=epoch,
-            transports=transports(config),
+            transports=transports(config, engine),
+            device=engine.device_pool,
             lease_s=5.0,
         )
         membership = make_membership(config, "prefill-0", "prefill", engine, None, epoch, handoff.address)
@@ -126,7 +127,13 @@ class NodePair:
     def _start_decode(self, config: DecodeConfig, is_adaptive: bool, overlaps: bool | None) -> DecodeNode:
         engine, epoch = load_engine(config), new_epoch()
         handoff = HandoffClient(
-            "decode-0", epoch, engine.schema, engine.fingerprints, engine.memory, transports=transports(config)
+            "decode-0",
+            epoch,
+            engine.schema,
+            engine.fingerprints,
+            engine.memory,
+            transports=transports(config, engine),
+            device=engine.device_pool,
         )
         membership = make_membership(config, "decode-0", "decode", engine, None, epoch, "")
         sizes = config.max_running, config.chunk(engine.device.type)

@@ -289,7 +289,8 @@ def _prefill(name: str, settings: dict[str, Any]) -> PrefillNode:
         engine.memory,
         node_id=name,
         epoch=epoch,
-        transports=transports(config),
+        transports=transports(config, engine),
+        device=engine.device_pool,
         lease_s=30.0,  # what must be free soon must not wait for it
     )
     membership: Membership = make_membership(config, name, "prefill", engine, None, epoch, handoff.address)
@@ -300,7 +301,13 @@ def _decode(name: str, settings: dict[str, Any]) -> DecodeNode:
     config, epoch = DecodeConfig(**settings), new_epoch()
     engine = load_engine(config)
     handoff = HandoffClient(
-        name, epoch, engine.schema, engine.fingerprints, engine.memory, transports=transports(config)
+        name,
+        epoch,
+        engine.schema,
+        engine.fingerprints,
+        engine.memory,
+        transports=transports(config, engine),
+        device=engine.device_pool,
     )
     membership = make_membership(config, name, "decode", engine, None, epoch, "")
     return DecodeNode(engine, membership, handoff, config.max_running, config.chunk(engine.device.type))

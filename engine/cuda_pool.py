@@ -1,0 +1,270 @@
+"""The KV pools of a node on CUDA, for the handoff: shared with other processes by CUDA IPC, gathered, digested.
+
+Each pool lies in one allocation of cudaMalloc, whose handle another process of this host opens; it reads the whole
+allocation then, and CUDA cannot keep it from writing. What is copied for the handoff goes over a stream of its own;
+rounds and chunks are submitted to the current one.
+
+Handles by the driver's interface: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..kernels.pages import has_kernels, page_checksums
+from ..metadata.device_pool import MappedPools
+from ..metadata.errors import TransferError
+from ..metadata.memory import PageMemory
+from ..metadata.node_info import DeviceHandle
+
+if TYPE_CHECKING:
+    from ..kernels.triton_pages import PoolAddress
+
+logger = logging.getLogger(__name__)
+
+_STORE_BYTES = 64 << 20  # of pages that lie twice on the device while they are copied to the host
+_ALIGNMENT = 16  # of a pool, bytes: the kernels' widest access
+_LAZY_ENABLE_PEER_ACCESS = 1
+
+
+class CudaGather:
+    """A launch on the stream of the handoff (metadata/device_pool.py: Gather)."""
+
+    def __init__(self, event: torch.cuda.Event, num_pages: int, sums: torch.Tensor | None) -> None:
+        self._event, self._num_pages = event, num_pages
+        self._sums = sums  # [num_pages, checksums of a page] int64, pinned
+
+    @property
+    def is_done(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def checksums(self) -> list[bytes]:
+        assert self.is_done
+        return _as_bytes(self._sums, self._num_pages)
+
+
+class CudaMapping(NamedTuple):
+    """A peer's pools, mapped (metadata/device_pool.py: MappedPools)."""
+
+    pools: list[PoolAddress]
+    bases: list[int]
+    stream: torch.cuda.Stream
+
+    def close(self) -> None:
+        self.stream.synchronize()
+        for base in self.bases:
+            _driver().close(base)
+        self.bases.clear()
+
+
+class CudaPool:
+    """`kvs` are the pools, [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim] each, contiguous, on one
+    device; `memory` their host mirrors. See metadata/device_pool.py for what it does."""
+
+    def __init__(self, kvs: Sequence[torch.Tensor], memory: Sequence[PageMemory], *, has_checksums: bool) -> None:
+        self._device = kvs[0].device
+        self._pools = [kv.view(kv.shape[0], kv.shape[1], -1).view(torch.int32) for kv in kvs]  # words
+        self._block_words = [pool.block_bytes // 4 if has_checksums else 0 for pool in memory]
+        assert all(pool.block_bytes % 4 == 0 and kv.is_contiguous() for pool, kv in zip(memory, kvs, strict=True))
+        self._mirrors = [torch.from_numpy(pool.pages).view(torch.int32) for pool in memory]
+        self._page_bytes = sum(pool.num_layers * pool.page_layer_bytes for pool in memory)
+        self._stream = torch.cuda.Stream(self._device)
+        self._fences: dict[int, torch.cuda.Event] = {}  # by page: what was submitted before it was expected
+        self.device = str(torch.cuda.get_device_properties(self._device).uuid)
+        self.handles = self._export()
+        self._warm_up()
+
+    def map(self, handles: Sequence[DeviceHandle], num_pages: int) -> CudaMapping:
+        """Raises TransferError."""
+        if not has_kernels():
+            raise TransferError("triton is not installed, which reads a peer's pool")
+        from ..kernels.triton_pages import PoolAddress
+
+        mapping = CudaMapping([], [], self._stream)
+        try:
+            for pool, handle in zip(self._pools, handles, strict=True):
+                expected = pool.shape[0] * num_pages * pool.shape[2] * 4
+                if handle.size != expected or handle.offset % _ALIGNMENT:
+                    raise TransferError(
+                        f"peer's pool has {handle.size} bytes at {handle.offset}, {num_pages} pages of this layout "
+                        f"have {expected}"
+                    )
+                with torch.cuda.device(self._device):
+                    base = _driver().open(handle.handle)
+                mapping.bases.append(base)
+                _, size = _driver().range_of(base)
+                if handle.offset + handle.size > size:
+                    raise TransferError(f"peer's pool ends at {handle.offset + handle.size} of {size} bytes mapped")
+                mapping.pools.append(PoolAddress(base + handle.offset, num_pages))
+        except TransferError:
+            mapping.close()
+            raise
+        return mapping
+
+    def expect(self, pages: Sequence[int]) -> None:
+        fence = _recorded(torch.cuda.current_stream(self._device))
+        self._fences |= dict.fromkeys(pages, fence)
+
+    def gather(self, peer: MappedPools, sources: Sequence[int], targets: Sequence[int]) -> CudaGather:
+        from ..kernels.triton_pages import gather_pages
+
+        assert isinstance(peer, CudaMapping), peer
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.inference_mode():
+            self._pass_fences(targets)
+            moves = self._to_device([sources, targets])
+            for theirs, ours in zip(peer.pools, self._pools, strict=True):
+                gather_pages(theirs, ours, moves[0], moves[1])
+            sums = self._digest(moves[1])
+            on_host = None if sums is None else torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+            if sums is not None and on_host is not None:
+                on_host.copy_(sums, non_blocking=True)
+            return CudaGather(_recorded(self._stream), len(sources), on_host)
+
+    def digest(self, pages: Sequence[int]) -> list[bytes]:
+        with torch.cuda.device(self._device), torch.inference_mode():
+            sums = self._digest(self._to_device(pages))
+            torch.cuda.current_stream().synchronize()
+            return _as_bytes(None if sums is None else sums.cpu(), len(pages))
+
+    def store(self, pages: Sequence[int]) -> None:
+        most = max(1, _STORE_BYTES // self._page_bytes)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.inference_mode():
+            for start in range(0, len(pages), most):
+                index = torch.tensor(pages[start : start + most], dtype=torch.int64)
+                for pool, mirror in zip(self._pools, self._mirrors, strict=True):
+                    mirror[:, index] = pool.index_select(1, index.to(self._device)).cpu()
+
+    def load(self, pages: Sequence[int]) -> list[bytes]:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.inference_mode():
+            self._pass_fences(pages)
+            index = torch.tensor(pages, dtype=torch.int64)
+            for pool, mirror in zip(self._pools, self._mirrors, strict=True):
+                pool.index_copy_(1, index.to(self._device), mirror[:, index].to(self._device))
+            sums = self._digest(self._to_device(pages))
+            self._stream.synchronize()
+            return _as_bytes(None if sums is None else sums.cpu(), len(pages))
+
+    def _warm_up(self) -> None:
+        """Page 0, which is padding, into itself: kernels are compiled before the node is waited for."""
+        self.digest([0])
+        if has_kernels():
+            from ..kernels.triton_pages import PoolAddress
+
+            addresses = [PoolAddress(pool.data_ptr(), pool.shape[1]) for pool in self._pools]
+            self.gather(CudaMapping(addresses, [], self._stream), [0], [0]).wait()
+
+    def _digest(self, pages: torch.Tensor) -> torch.Tensor | None:
+        """Checksums of `pages` [num_pages] int32 in all pools, [num_pages, checksums of a page] int64."""
+        sums = [
+            page_checksums(pool, pages, words)
+            for pool, words in zip(self._pools, self._block_words, strict=True)
+            if words
+        ]
+        return torch.cat(sums, dim=1) if len(sums) > 1 else next(iter(sums), None)
+
+    def _pass_fences(self, pages: Sequence[int]) -> None:
+        """What follows on the stream waits for what may still use the pages."""
+        fences = {id(fence): fence for page in pages if (fence := self._fences.pop(page, None)) is not None}
+        for fence in fences.values():
+            self._stream.wait_event(fence)
+
+    def _to_device(self, numbers: Sequence[Any]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, pin_memory=True).to(self._device, non_blocking=True)
+
+    def _export(self) -> tuple[DeviceHandle, ...]:
+        """Empty, with a word in the log, where CUDA cannot share the pools."""
+        try:
+            with torch.cuda.device(self._device):
+                return tuple(_exported(pool) for pool in self._pools)
+        except (TransferError, OSError) as error:
+            logger.warning("the pools cannot be shared by CUDA IPC (%s): pages travel by way of the host", error)
+            return ()
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_char * 64)]
+
+
+class _Driver:
+    """The few calls of libcuda that torch does not offer. Raises OSError where there is none."""
+
+    def __init__(self) -> None:
+        self._lib = ctypes.CDLL("libcuda.so.1")
+        self._lib.cuIpcOpenMemHandle_v2.argtypes = (ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint)
+        self._lib.cuIpcCloseMemHandle.argtypes = (ctypes.c_uint64,)
+        self._lib.cuIpcGetMemHandle.argtypes = (ctypes.POINTER(_Handle), ctypes.c_uint64)
+        self._lib.cuMemGetAddressRange_v2.argtypes = (
+            ctypes.POINTER(ctypes.c_uint64),
+            ctypes.POINTER(ctypes.c_size_t),
+            ctypes.c_uint64,
+        )
+
+    def range_of(self, address: int) -> tuple[int, int]:
+        """Base and size of the allocation, or the mapping, that an address lies in."""
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
+        return base.value, size.value
+
+    def handle_of(self, base: int) -> bytes:
+        """The handle of an allocation, 64 bytes."""
+        handle = _Handle()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+        return bytes(handle)
+
+    def open(self, handle: bytes) -> int:
+        """Maps an allocation of another process; returns where. The caller closes it."""
+        base = ctypes.c_uint64()
+        self._call(
+            "cuIpcOpenMemHandle_v2", ctypes.byref(base), _Handle.from_buffer_copy(handle), _LAZY_ENABLE_PEER_ACCESS
+        )
+        return base.value
+
+    def close(self, base: int) -> None:
+        """Unmaps it."""
+        self._call("cuIpcCloseMemHandle", base)
+
+    def _call(self, name: str, *args: Any) -> None:
+        status: int = getattr(self._lib, name)(*args)
+        if status:
+            text = ctypes.c_char_p()
+            self._lib.cuGetErrorName(status, ctypes.byref(text))
+            raise TransferError(f"{name}: {(text.value or b'error').decode()} ({status})")
+
+
+_drivers: list[_Driver] = []
+
+
+def _driver() -> _Driver:
+    if not _drivers:
+        _drivers.append(_Driver())
+    return _drivers[0]
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
+def _exported(pool: torch.Tensor) -> DeviceHandle:
+    base, _ = _driver().range_of(pool.data_ptr())
+    offset = pool.data_ptr() - base
+    assert offset % _ALIGNMENT == 0, offset
+    return DeviceHandle(handle=_driver().handle_of(base), offset=offset, size=pool.nbytes)
+
+
+def _as_bytes(sums: torch.Tensor | None, num_pages: int) -> list[bytes]:
+    """A page's checksums as little-endian uint64; empty where there are none."""
+    if sums is None:
+        return [b""] * num_pages
+    rows: np.ndarray = sums.numpy().astype("<i8", copy=False)
+    return [row.tobytes() for row in rows]

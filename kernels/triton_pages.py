@@ -1,0 +1,119 @@
+"""Pages of KV gathered from another pool, and digested, on a GPU: kernels/pages.py says what.
+
+The other pool may lie in another process or on another GPU (`PoolAddress`): all that is needed of it is where it
+begins. A gather moves as many bytes as it reads and writes; 8 loads of 16 bytes a lane are under way at a time.
+"""
+
+# ruff: noqa: N803
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+_GATHER_WORDS = 4096  # a program of `_gather_kernel`
+_ROWS, _WORDS = 16, 256  # blocks and words that a program of `_checksums_kernel` has at a time
+
+
+@dataclass(frozen=True, slots=True)
+class PoolAddress:
+    """Where a pool begins that this device can read and torch knows nothing of. Not for the interpreter."""
+
+    address: int
+    num_pages: int
+    dtype: torch.dtype = torch.int32
+
+    def data_ptr(self) -> int:
+        """The address, by the name under which Triton asks for it."""
+        return self.address
+
+
+def gather_pages(
+    peer: torch.Tensor | PoolAddress, pool: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
+) -> None:
+    """All layers of pages `sources` of `peer` into pages `targets` of `pool`, in one launch.
+
+    `pool` [num_layers, num_pages, page_words] int32, contiguous; `peer` the same but for its number of pages;
+    `sources`, `targets` [num_moves] int32 on the pool's device, within the pools, no target twice."""
+    num_layers, num_pages, page_words = pool.shape
+    assert pool.dtype == peer.dtype == torch.int32 and pool.is_contiguous(), (pool.dtype, peer.dtype, pool.stride())
+    assert sources.shape == targets.shape and sources.dtype == targets.dtype == torch.int32, (sources, targets)
+    num_peer_pages = peer.num_pages if isinstance(peer, PoolAddress) else peer.shape[1]
+    if isinstance(peer, torch.Tensor):
+        assert peer.shape == (num_layers, num_peer_pages, page_words) and peer.is_contiguous(), (peer.shape, pool.shape)
+    num_pieces = triton.cdiv(page_words, _GATHER_WORDS)
+    if sources.shape[0]:
+        _gather_kernel[(sources.shape[0] * num_pieces, num_layers)](
+            peer, pool, sources, targets, num_peer_pages, num_pages,
+            PAGE_WORDS=page_words, NUM_PIECES=num_pieces, WORDS=min(_GATHER_WORDS, triton.next_power_of_2(page_words)),
+            num_warps=4,
+        )  # fmt: skip
+
+
+def page_checksums(pool: torch.Tensor, pages: torch.Tensor, block_words: int) -> torch.Tensor:
+    """kernels/pages.py: page_checksums, in one launch."""
+    num_layers, pool_pages, page_words = pool.shape
+    assert pool.dtype == torch.int32 and pool.is_contiguous() and pages.dtype == torch.int32, (pool.dtype, pages.dtype)
+    assert page_words % block_words == 0, (page_words, block_words)
+    num_blocks = page_words // block_words
+    sums = torch.empty((pages.shape[0], num_layers * num_blocks), dtype=torch.int64, device=pool.device)
+    rows = min(_ROWS, triton.next_power_of_2(num_blocks))
+    if pages.shape[0]:
+        _checksums_kernel[(pages.shape[0] * triton.cdiv(num_blocks, rows), num_layers)](
+            pool, pages, sums, pool_pages,
+            NUM_BLOCKS=num_blocks, BLOCK_WORDS=block_words, ROWS=rows,
+            WORDS=min(_WORDS, triton.next_power_of_2(block_words)), num_warps=4,
+        )  # fmt: skip
+    return sums
+
+
+@triton.jit(do_not_specialize=("num_peer_pages", "num_pages"))
+def _gather_kernel(
+    peer_ptr, pool_ptr, sources_ptr, targets_ptr, num_peer_pages, num_pages,
+    PAGE_WORDS: tl.constexpr, NUM_PIECES: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (moves * pieces, layers). A program copies WORDS words, 16 bytes a lane where a page has a multiple."""
+    move = tl.program_id(0) // NUM_PIECES
+    layer = tl.program_id(1).to(tl.int64)
+    words = tl.program_id(0) % NUM_PIECES * WORDS + tl.arange(0, WORDS)
+    source = tl.load(sources_ptr + move)
+    target = tl.load(targets_ptr + move)
+    inside = words < PAGE_WORDS
+    copied = tl.load(peer_ptr + (layer * num_peer_pages + source) * PAGE_WORDS + words, mask=inside)
+    tl.store(pool_ptr + (layer * num_pages + target) * PAGE_WORDS + words, copied, mask=inside)
+
+
+@triton.jit
+def _multipliers(index):
+    """m(index) of int32 indices: uint64."""
+    state = (index.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB
+    return (state ^ (state >> 31)) | 1
+
+
+@triton.jit(do_not_specialize=("pool_pages",))
+def _checksums_kernel(
+    pool_ptr, pages_ptr, sums_ptr, pool_pages,
+    NUM_BLOCKS: tl.constexpr, BLOCK_WORDS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (pages * groups of ROWS blocks, layers). A multiplier is computed once for all rows of a program."""
+    groups: tl.constexpr = (NUM_BLOCKS + ROWS - 1) // ROWS
+    place = tl.program_id(0) // groups
+    layer = tl.program_id(1).to(tl.int64)
+    blocks = tl.program_id(0) % groups * ROWS + tl.arange(0, ROWS)
+    page = tl.load(pages_ptr + place)
+    start = pool_ptr + (layer * pool_pages + page) * (NUM_BLOCKS * BLOCK_WORDS)
+    total = tl.zeros([ROWS, WORDS], tl.uint64)
+    for first in range(0, BLOCK_WORDS, WORDS):
+        words = first + tl.arange(0, WORDS)
+        inside = (blocks[:, None] < NUM_BLOCKS) & (words[None, :] < BLOCK_WORDS)
+        data = tl.load(start + blocks[:, None] * BLOCK_WORDS + words[None, :], mask=inside, other=0)
+        total += data.to(tl.uint32, bitcast=True).to(tl.uint64) * _multipliers(words + 1)[None, :]
+    sums = tl.sum(total, 1) + _multipliers(tl.zeros([ROWS], tl.int32))
+    row = sums_ptr + place * (tl.num_programs(1) * NUM_BLOCKS) + layer * NUM_BLOCKS
+    tl.store(row + blocks, sums.to(tl.int64, bitcast=True), mask=blocks < NUM_BLOCKS)

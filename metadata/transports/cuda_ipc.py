@@ -1,0 +1,103 @@
+"""Same host, both pools on GPUs: the peer's device pools are mapped, and pages gathered by a kernel into ours.
+
+    fetch --> queued --step: one launch--> copying --the launch's event, a later step--> Landed
+                                         (on a stream of its own)
+
+A page is Landed when the copy is done, our own copy is digested, and the peer's generation was read after both: it
+lies in the peer's host memory (as for `local`), and counts up before a page is written again. `step` never waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, NamedTuple
+
+from ..device_pool import DevicePool, Gather, MappedPools
+from ..errors import TransferError
+from ..memory import PageMemory, PeerMemory
+from ..messages import DeviceWelcome
+from ..request import Unit
+from .base import Landed, Move, Transport
+
+GATHER_BYTES = 256 << 20  # of one launch: forgetting a unit waits for at most what is under way
+MAX_UNDER_WAY = 2  # launches: while one is looked at the device has the next
+
+
+class _Launch(NamedTuple):
+    moves: list[Move | None]  # None: forgotten
+    gather: Gather
+
+
+class CudaIpcTransport(Transport):
+    """Reads the peer's pools on a GPU. Raises TransferError when they cannot be mapped."""
+
+    name: ClassVar[str] = "cuda_ipc"
+
+    def __init__(
+        self, memory: Sequence[PageMemory], device: DevicePool, pools: MappedPools, generations: PeerMemory
+    ) -> None:
+        super().__init__(memory)
+        self.device = device
+        self._pools, self._peer = pools, generations
+        self._launches: deque[_Launch] = deque()
+
+    @classmethod
+    def map(cls, memory: Sequence[PageMemory], device: DevicePool, welcome: DeviceWelcome) -> CudaIpcTransport:
+        """Maps what the welcome names. Raises TransferError, with nothing left mapped, when that cannot be."""
+        if len(welcome.fds) != 1 or len(welcome.sizes) != 1 or len(welcome.pools.handles) != len(memory):
+            raise TransferError(f"{len(welcome.pools.handles)} pools on the peer's GPU, {len(memory)} on ours")
+        with contextlib.ExitStack() as undo:
+            peer = PeerMemory(
+                welcome.pid,
+                welcome.fds[0],
+                welcome.sizes[0],
+                num_layers=memory[0].num_layers,
+                num_pages=welcome.num_pages,
+                page_layer_bytes=memory[0].page_layer_bytes,
+            )
+            undo.callback(peer.close)
+            pools = device.map(welcome.pools.handles, welcome.num_pages)
+            undo.pop_all()
+        return cls(memory, device, pools, peer)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._queue or self._launches)
+
+    def step(self, max_bytes: int) -> Iterator[Landed]:  # noqa: ARG002
+        """Launches what is queued, bounded by GATHER_BYTES, and hands over what has been copied."""
+        done: list[_Launch] = []
+        while self._launches and self._launches[0].gather.is_done:
+            done.append(self._launches.popleft())
+        self._launch()
+        landed: list[Landed] = []
+        for moves, gather in done:
+            for move, checksums in zip(moves, gather.checksums(), strict=True):
+                if move is not None:
+                    landed.append(Landed(move, int(self._peer.generations[move.source]), checksums))
+        yield from landed  # whoever takes them may close this
+
+    def forget(self, unit: Unit) -> None:
+        super().forget(unit)
+        for place, (moves, gather) in enumerate(self._launches):
+            if any(move is not None and move.unit == unit for move in moves):
+                gather.wait()
+                kept = [None if move is None or move.unit == unit else move for move in moves]
+                self._launches[place] = _Launch(kept, gather)
+
+    def close(self) -> None:
+        super().close()
+        for _, gather in self._launches:
+            gather.wait()
+        self._launches.clear()
+        self._pools.close()
+        self._peer.close()
+
+    def _launch(self) -> None:
+        most = max(1, GATHER_BYTES // self.page_bytes)
+        while self._queue and len(self._launches) < MAX_UNDER_WAY:
+            moves = [self._queue.popleft() for _ in range(min(most, len(self._queue)))]
+            sources, targets = [move.source for move in moves], [move.target for move in moves]
+            self._launches.append(_Launch([*moves], self.device.gather(self._pools, sources, targets)))

@@ -1,0 +1,114 @@
+"""Handoff between two processes on GPUs, beside a plain copy on the device (bench_handoff.py --device cuda).
+
+A handoff is timed from the moment when prefill begins to offer computed pages, digests included, to `Arrived`: every
+page lies in decode's pool, checked where digests are on, and the row has come. The ticket was claimed before. The fixed
+cost is that of one page. Every byte is compared at the end.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from gpu_nodes import GpuPool, GpuPrefill, gpu_client, gpu_prefill, make_pool, poll_until
+
+from baton.metadata.handoff_client import Arrived, HandoffClient, TransferFailed
+from baton.metadata.node_info import PoolLayout
+from baton.metadata.request import Unit
+from baton.metadata.schema import make_schema, on_gpu, page_bytes
+
+LAYOUT = PoolLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")  # the 8B shape
+PAGE_SIZE = 64
+LENGTHS = (PAGE_SIZE, 1024, 4096, 8192, 32768)  # tokens
+TTFT_S = 0.230  # of a prompt of 8,192 tokens on an H200
+
+
+def measure(devices: list[str], transports: tuple[str, ...], rounds: int) -> list[dict[str, Any]]:
+    """A row for each length and kind of handoff."""
+    rows: list[dict[str, Any]] = []
+    for has_checksums in (True, False):
+        schema = on_gpu(make_schema(LAYOUT, None, PAGE_SIZE, checksums=has_checksums))
+        num_pages = LENGTHS[-1] // PAGE_SIZE + 1
+        ours, model = make_pool(schema, num_pages, device=devices[-1]), make_pool(schema, num_pages, 1, devices[-1])
+        with gpu_prefill(schema, num_pages, epoch=f"e{has_checksums}", device=devices[0]) as prefill:
+            for transport in transports:
+                client = gpu_client(schema, ours, transport)
+                ours.kvs[0].zero_()
+                lengths = LENGTHS if transport == "cuda_ipc" else LENGTHS[:-1]
+                for num_tokens in lengths:
+                    row = _handoffs(client, prefill, num_tokens // PAGE_SIZE, rounds)
+                    rows.append({"transport": transport, "checksums": has_checksums, "tokens": num_tokens} | row)
+                client.close()
+                end = 1 + lengths[-1] // PAGE_SIZE
+                assert torch.equal(ours.kvs[0][:, 1:end], model.kvs[0][:, 1:end]), transport
+        if has_checksums:
+            rows += [{"tokens": tokens} | _copies(ours, model, tokens // PAGE_SIZE, rounds) for tokens in LENGTHS]
+            rows += [{"tokens": tokens} | _digests(ours, tokens // PAGE_SIZE, rounds) for tokens in LENGTHS]
+        del ours, model
+        torch.cuda.empty_cache()
+    bytes_a_token = page_bytes(make_schema(LAYOUT, None, PAGE_SIZE)) / PAGE_SIZE
+    return [row | {"gb_s": row["tokens"] * bytes_a_token / row["s"] / 1e9} for row in rows]
+
+
+def _handoffs(client: HandoffClient, prefill: GpuPrefill, num_pages: int, rounds: int) -> dict[str, Any]:
+    """Medians, in seconds. `offer_s`: prefill's part, before the offer is sent."""
+    totals: list[float] = []
+    offers: list[float] = []
+    pages = list(range(1, num_pages + 1))
+    for number in range(rounds + 2):
+        unit = Unit(f"{num_pages}", number % 128, int(time.monotonic() * 1000))
+        prefill.tell("open", unit, num_pages)
+        client.claim(unit, prefill.peer, 0, pages)
+        prefill.wait_for("Claimed", client)
+        prefill.post("hand", unit, pages, int(time.monotonic() * 1e6))  # a fresh generation: digested anew
+        arrived = poll_until(client, (Arrived, TransferFailed))
+        ended = time.perf_counter()
+        assert isinstance(arrived, Arrived), arrived
+        begun, offer_s = prefill.wait_for("hand")
+        prefill.wait_for("TicketEnded")
+        if number >= 2:
+            totals.append(ended - begun)
+            offers.append(offer_s)
+    return {"s": statistics.median(totals), "least_s": min(totals), "offer_s": statistics.median(offers)}
+
+
+def _copies(ours: GpuPool, model: GpuPool, num_pages: int, rounds: int) -> dict[str, Any]:
+    """The same bytes, contiguous, by one copy of torch on decode's device."""
+    num_bytes = ours.kvs[0][:, :num_pages].numel()
+    source, target = model.kvs[0].view(-1)[:num_bytes], ours.kvs[0].view(-1)[:num_bytes]
+    return {"transport": "device copy", "checksums": False, "s": _median(lambda: target.copy_(source), rounds)}
+
+
+def _digests(ours: GpuPool, num_pages: int, rounds: int) -> dict[str, Any]:
+    pages = list(range(1, num_pages + 1))
+    seconds = _median(lambda: ours.pool.digest(pages), rounds)
+    return {"transport": "checksums alone", "checksums": True, "s": seconds}
+
+
+def _median(call: Any, rounds: int) -> float:
+    seconds: list[float] = []
+    for _ in range(rounds + 2):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds[2:])
+
+
+def report(rows: list[dict[str, Any]]) -> None:
+    """Prints a table."""
+    print(f"{'':18}{'checksums':>10}{'tokens':>8}{'ms':>10}{'least':>10}{'GB/s':>9}{'offer ms':>10}")
+    for row in rows:
+        words = f"{row['transport']:18}{'on' if row['checksums'] else 'off':>10}{row['tokens']:8}{row['s'] * 1e3:10.3f}"
+        print(f"{words}{row.get('least_s', 0) * 1e3:10.3f}{row['gb_s']:9.1f}{row.get('offer_s', 0) * 1e3:10.3f}")
+    at = {(row["transport"], row["checksums"], row["tokens"]): row["s"] for row in rows}
+    both_s = 2 * at["checksums alone", True, 8192]
+    print(f"checksums on both sides of 8,192 tokens: {both_s * 1e3:.2f} ms, {both_s / TTFT_S:.2%} of {TTFT_S:g} s")

@@ -1,0 +1,91 @@
+"""Pages gathered and digested by Triton, against plain torch and plain integers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_device import DEVICE, IS_INTERPRETED
+
+pytest.importorskip("triton")
+
+from baton.kernels import triton_pages
+from baton.kernels.pages import gather_pages_ref, multipliers, page_checksums_ref
+from baton.kernels.triton_pages import PoolAddress
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's products wrap aloud
+
+SHAPES = [(1, 2, 1), (2, 5, 4), (3, 7, 24), (2, 4, 5000), (1, 9, 8192)]  # layers, pages, words of a page
+
+
+def make_pool(num_layers: int, num_pages: int, page_words: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_layers, num_pages, page_words)
+    return torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64).int().to(DEVICE)
+
+
+def numbers(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.parametrize("is_tensor", [True] if IS_INTERPRETED else [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gather_equals_the_reference(shape: tuple[int, int, int], is_tensor: bool) -> None:
+    num_layers, num_pages, page_words = shape
+    peer, pool = make_pool(num_layers, num_pages + 3, page_words), make_pool(*shape, seed=1)
+    expected = pool.clone()
+    sources, targets = numbers(num_pages + 2, 0, 1)[: num_pages - 1], numbers(1, 0, num_pages - 1)[: num_pages - 1]
+    gather_pages_ref(peer, expected, sources, targets)
+    assert not torch.equal(expected, pool)
+    before = peer.clone()
+    triton_pages.gather_pages(
+        peer if is_tensor else PoolAddress(peer.data_ptr(), num_pages + 3), pool, sources, targets
+    )
+    assert torch.equal(pool, expected) and torch.equal(peer, before)
+
+
+def test_nothing_to_gather_launches_nothing() -> None:
+    pool = make_pool(1, 2, 4)
+    before = pool.clone()
+    triton_pages.gather_pages(make_pool(1, 2, 4, seed=1), pool, numbers(), numbers())
+    assert torch.equal(pool, before)
+    assert triton_pages.page_checksums(pool, numbers(), 2).shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "block_words"),
+    [((1, 2, 1), 1), ((2, 5, 4), 2), ((3, 7, 24), 3), ((2, 4, 5000), 500), ((1, 3, 40 * 8), 8), ((2, 3, 2048), 512)],
+)
+def test_checksums_equal_the_reference(shape: tuple[int, int, int], block_words: int) -> None:
+    pool = make_pool(*shape)
+    pages = numbers(shape[1] - 1, 0)
+    sums = triton_pages.page_checksums(pool, pages, block_words)
+    assert torch.equal(sums, page_checksums_ref(pool, pages, block_words))
+    assert sums.unique().numel() == sums.numel() == 2 * shape[0] * shape[2] // block_words
+
+
+def test_the_reference_is_the_formula() -> None:
+    """In integers without a bound, blocks in the order of layers, then of the page."""
+    pool = make_pool(2, 3, 12)
+    sums = page_checksums_ref(pool, numbers(2), 6).view(-1).tolist()
+    m = [value % 2**64 for value in multipliers(7).tolist()]
+    words = pool[:, 2].reshape(4, 6).tolist()
+    expected = [(m[0] + sum(m[i + 1] * (word % 2**32) for i, word in enumerate(row))) % 2**64 for row in words]
+    assert [value % 2**64 for value in sums] == expected
+
+
+def test_multipliers_are_splitmix64_made_odd() -> None:
+    """The generator's published first values for seed 0, here of the counter alone."""
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert [value % 2**64 for value in multipliers(3).tolist()] == [value | 1 for value in published]
+
+
+def test_every_changed_bit_and_swapped_word_shows() -> None:
+    pool = make_pool(1, 40, 1)
+    pool[0, :, 0] = 0x5A5A5A5A
+    for bit in range(32):
+        pool[0, bit, 0] ^= -(2**31) if bit == 31 else 1 << bit
+    sums = triton_pages.page_checksums(pool, torch.arange(40, dtype=torch.int32, device=DEVICE), 1)[:, 0]
+    assert sums[:32].unique().numel() == 32 and sums[32] not in sums[:32]
+    pair = numbers(1, 2, 2, 1, 0, 0, 1, 2).view(1, 4, 2)
+    first, second, third, fourth = triton_pages.page_checksums(pair, numbers(0, 1, 2, 3), 2)[:, 0].tolist()
+    assert first == fourth and len({first, second, third}) == 3

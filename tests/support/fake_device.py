@@ -1,0 +1,151 @@
+"""A GPU of numpy arrays: what a DevicePool promises, with work that is done only when the test lets it run.
+
+Work under way is a list of closures in order, as on a stream; `run` does it. `PEERS` stands for the driver: whoever
+knows a pool's handle maps it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from baton.kernels.pages import page_checksums_ref
+from baton.metadata.errors import TransferError
+from baton.metadata.memory import PageMemory
+from baton.metadata.node_info import DeviceHandle
+
+PEERS: dict[bytes, np.ndarray] = {}
+_numbers = itertools.count()
+
+
+class FakeGather:
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self.is_done = False
+        self._checksums: list[bytes] = []
+
+    def wait(self) -> None:
+        while not self.is_done:
+            self._device.run(1)
+        self._device.num_waits += 1
+
+    def finish(self, checksums: list[bytes]) -> None:
+        self.is_done, self._checksums = True, checksums
+
+    def checksums(self) -> list[bytes]:
+        assert self.is_done
+        return self._checksums
+
+
+class FakeMapping:
+    def __init__(self, pools: list[np.ndarray]) -> None:
+        self.pools = pools
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class View:
+    """A pool on the device with what a test of pools in host memory reads of a PageMemory."""
+
+    def __init__(self, device: FakeDevice, place: int) -> None:
+        self.device, self.memory = device, device.memory[place]
+        self.pages, self.generations = device.pools[place], self.memory.generations
+        self.num_layers, self.page_layer_bytes = self.memory.num_layers, self.memory.page_layer_bytes
+
+    def close(self) -> None:
+        self.memory.close()
+
+
+class FakeDevice:
+    """Pools in "device memory" beside `memory`, uint8 [num_layers, num_pages, page_layer_bytes] each. `is_slow`: work
+    waits for `run`; else it is done at once."""
+
+    def __init__(self, memory: Sequence[PageMemory], *, has_checksums: bool = True, seed: int | None = None) -> None:
+        """`seed`: of the bytes in the pools; None: zeros. The mirror has zeros."""
+        self.memory, self.has_checksums = memory, has_checksums
+        self.is_slow = False
+        self.pools = [np.zeros_like(pool.pages) for pool in memory]
+        if seed is not None:
+            rng = np.random.default_rng(seed)
+            for pool in self.pools:
+                pool[:] = rng.integers(0, 256, pool.shape, np.uint8)
+        self.views = [View(self, place) for place in range(len(memory))]
+        self.device = f"GPU-{next(_numbers)}"
+        self.handles = tuple(self._handle(place) for place in range(len(memory)))
+        self.mappings: list[FakeMapping] = []
+        self.calls: list[tuple[str, list[int]]] = []
+        self.num_waits = 0
+        self._work: list[Callable[[], None]] = []
+
+    def run(self, count: int | None = None) -> None:
+        """Does what is under way, or the first `count` of it."""
+        for _ in range(len(self._work) if count is None else min(count, len(self._work))):
+            self._work.pop(0)()
+
+    def called(self, name: str) -> list[int]:
+        """Pages of all calls of that name."""
+        return [page for what, pages in self.calls if what == name for page in pages]
+
+    # --- as DevicePool says ---
+
+    def map(self, handles: Sequence[DeviceHandle], num_pages: int) -> FakeMapping:
+        pools = [PEERS.get(handle.handle) for handle in handles]
+        if any(pool is None or pool.shape[1] != num_pages for pool in pools):
+            raise TransferError("no such handle")
+        self.mappings.append(FakeMapping([pool for pool in pools if pool is not None]))
+        return self.mappings[-1]
+
+    def expect(self, pages: Sequence[int]) -> None:
+        self.calls.append(("expect", list(pages)))
+
+    def gather(self, peer: Any, sources: Sequence[int], targets: Sequence[int]) -> FakeGather:
+        self.calls.append(("gather", list(targets)))
+        gather = FakeGather(self)
+
+        def copy() -> None:
+            assert not peer.is_closed
+            for theirs, ours in zip(peer.pools, self.pools, strict=True):
+                ours[:, list(targets)] = theirs[:, list(sources)]
+            gather.finish(self._digests(targets))
+
+        self._work.append(copy)
+        if not self.is_slow:
+            self.run()
+        return gather
+
+    def digest(self, pages: Sequence[int]) -> list[bytes]:
+        self.calls.append(("digest", list(pages)))
+        return self._digests(pages)
+
+    def store(self, pages: Sequence[int]) -> None:
+        self.calls.append(("store", list(pages)))
+        for pool, mirror in zip(self.pools, self.memory, strict=True):
+            mirror.pages[:, list(pages)] = pool[:, list(pages)]
+
+    def load(self, pages: Sequence[int]) -> list[bytes]:
+        self.calls.append(("load", list(pages)))
+        for pool, mirror in zip(self.pools, self.memory, strict=True):
+            pool[:, list(pages)] = mirror.pages[:, list(pages)]
+        return self._digests(pages)
+
+    def _digests(self, pages: Sequence[int]) -> list[bytes]:
+        if not self.has_checksums:
+            return [b""] * len(pages)
+        index = torch.tensor(list(pages))
+        words = [torch.from_numpy(pool).view(torch.int32) for pool in self.pools]
+        sums = [
+            page_checksums_ref(pool, index, memory.block_bytes // 4)
+            for pool, memory in zip(words, self.memory, strict=True)
+        ]
+        return [row.tobytes() for row in torch.cat(sums, dim=1).numpy().astype("<i8")]
+
+    def _handle(self, place: int) -> DeviceHandle:
+        handle = f"{self.device} pool {place}".encode().ljust(64, b"\0")
+        PEERS[handle] = self.pools[place]
+        return DeviceHandle(handle=handle, offset=0, size=self.pools[place].nbytes)

@@ -1,0 +1,171 @@
+"""Pools on a GPU, and a prefill node over one in a process of its own, which does what it is told through a pipe."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+import zmq
+from handoff_nodes import FINGERPRINTS, make_memory, make_row
+
+from baton.engine.cuda_pool import CudaPool
+from baton.metadata.handoff_client import HandoffClient
+from baton.metadata.handoff_server import HandoffServer
+from baton.metadata.memory import PageMemory
+from baton.metadata.node_info import HandoffSchema, Peer
+
+
+class GpuPool(NamedTuple):
+    """`kvs` uint8 [num_layers, num_pages, page_layer_bytes] each on the device."""
+
+    pool: CudaPool
+    memory: list[PageMemory]
+    kvs: list[torch.Tensor]
+
+
+def make_pool(schema: HandoffSchema, num_pages: int, seed: int | None = None, device: str = "cuda:0") -> GpuPool:
+    """Filled with bytes that the seed alone decides, else with zeros."""
+    memory = make_memory(schema, num_pages)
+    kvs = [torch.zeros(pool.pages.shape, dtype=torch.uint8, device=device) for pool in memory]
+    if seed is not None:
+        generator = torch.Generator(device).manual_seed(seed)
+        for kv in kvs:
+            kv.random_(0, 256, generator=generator)
+    torch.cuda.synchronize(device)
+    return GpuPool(CudaPool(kvs, memory, has_checksums=schema.checksum != "none"), memory, kvs)
+
+
+class Order(NamedTuple):
+    """What the prefill process shall do. `open`: unit, pages; `offer`: unit, indices, pages, generations; `finish`:
+    unit; `hand`: unit, pages, generation: offer and finish, and say when it began and how long the offer took;
+    `reuse`: pages, generation: another request's bytes, on the device, after the count; `end`."""
+
+    what: str
+    args: tuple[Any, ...] = ()
+
+
+def run_gpu_prefill(
+    pipe: Connection, schema: HandoffSchema, num_pages: int, seed: int, epoch: str, device: str, node_id: str
+) -> None:
+    """The body of the process. Sends the node's address, then every event; answers every order with its name."""
+    threading.current_thread().name = "prefill"
+    pool, memory, kvs = make_pool(schema, num_pages, seed, device)
+    server = HandoffServer(
+        "127.0.0.1", schema, FINGERPRINTS, memory, node_id=node_id, epoch=epoch, device=pool, lease_s=5.0
+    )
+    pipe.send(server.address)
+    poller = zmq.Poller()
+    poller.register(server.socket, zmq.POLLIN)
+    poller.register(pipe.fileno(), zmq.POLLIN)
+    while True:
+        poller.poll(20)
+        while pipe.poll():
+            order: Order = pipe.recv()
+            if order.what == "end":
+                server.close()
+                return
+            pipe.send((order.what, _obey(order, server, memory, kvs)))
+        for event in server.poll():
+            pipe.send((type(event).__name__, tuple(event)))
+
+
+def _obey(order: Order, server: HandoffServer, memory: list[PageMemory], kvs: list[torch.Tensor]) -> Any:
+    row = make_row(server._schema)
+    match order:
+        case Order("open", (unit, num_pages)):
+            server.open(unit, num_pages)
+        case Order("offer", (unit, indices, pages, generations)):
+            server.offer(unit, indices, pages, generations)
+        case Order("finish", (unit,)):
+            server.finish(unit, row)
+        case Order("hand", (unit, pages, generation)):
+            begun = time.perf_counter()
+            server.offer(unit, range(len(pages)), pages, [generation] * len(pages))
+            offered = time.perf_counter()
+            server.finish(unit, row)
+            return begun, offered - begun
+        case Order("reuse", (pages, generation)):
+            memory[0].generations[list(pages)] = generation
+            for kv in kvs:
+                kv[:, list(pages)] ^= 0x55
+            torch.cuda.synchronize()
+        case _:
+            raise AssertionError(order)
+    return None
+
+
+class GpuPrefill:
+    """The parent's end of the process."""
+
+    def __init__(self, process: Any, pipe: Connection, peer: Peer) -> None:
+        self.process, self.pipe, self.peer = process, pipe, peer
+        self.events: list[tuple[str, Any]] = []
+
+    def tell(self, what: str, *args: Any) -> Any:
+        """Waits for the answer."""
+        self.pipe.send(Order(what, args))
+        while (answer := self.pipe.recv())[0] != what:
+            self.events.append(answer)
+        return answer[1]
+
+    def post(self, what: str, *args: Any) -> None:
+        """Does not wait."""
+        self.pipe.send(Order(what, args))
+
+    def wait_for(self, name: str, client: HandoffClient | None = None, timeout_s: float = 20.0) -> Any:
+        """The next event, or answer, of that name. `client` is polled meanwhile, and must have no event."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            for place, event in enumerate(self.events):
+                if event[0] == name:
+                    return self.events.pop(place)[1]
+            assert client is None or not client.poll()
+            if self.pipe.poll(0.001):
+                self.events.append(self.pipe.recv())
+            assert time.monotonic() < deadline, f"no {name}, only {self.events}"
+
+
+@contextmanager
+def gpu_prefill(
+    schema: HandoffSchema, num_pages: int, seed: int = 1, epoch: str = "e0", device: str = "cuda:0"
+) -> Iterator[GpuPrefill]:
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    args = (theirs, schema, num_pages, seed, epoch, device, "p0")
+    process = context.Process(target=run_gpu_prefill, args=args, daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield GpuPrefill(process, pipe, Peer(node_id="p0", epoch=epoch, data_address=pipe.recv()))
+    finally:
+        if process.is_alive():
+            pipe.send(Order("end"))
+        process.join(20)
+        process.kill()
+        process.join()
+
+
+def gpu_client(schema: HandoffSchema, ours: GpuPool, *transports: str) -> HandoffClient:
+    names = transports or ("cuda_ipc", "local", "zmq")
+    return HandoffClient("d0", "d1" * 8, schema, FINGERPRINTS, ours.memory, transports=names, device=ours.pool)
+
+
+def poll_until(client: HandoffClient, kinds: Any, timeout_s: float = 20.0) -> Any:
+    """Polls as a node's loop does, until an event of the kinds has come; returns it."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        for event in client.poll():
+            if isinstance(event, kinds):
+                return event
+        assert time.monotonic() < deadline, f"nothing of {kinds} within {timeout_s} s"
+        poller = zmq.Poller()
+        for socket in client.sockets():
+            poller.register(socket, zmq.POLLIN)
+        wait_s = client.wait_s()
+        poller.poll(100 if wait_s is None else min(100, int(wait_s * 1000)))
