@@ -159,6 +159,7 @@ class CudaPool:
         if has_kernels():
             from ..kernels.triton_pages import PoolAddress
 
+            self.expect([0])  # zeros may still be on their way into it
             addresses = [PoolAddress(pool.data_ptr(), pool.shape[1]) for pool in self._pools]
             self.gather(CudaMapping(addresses, [], self._stream), [0], [0]).wait()
 

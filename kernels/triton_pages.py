@@ -71,7 +71,9 @@ def page_checksums(pool: torch.Tensor, pages: torch.Tensor, block_words: int) ->
     return sums
 
 
-@triton.jit(do_not_specialize=("num_peer_pages", "num_pages"))
+@triton.jit(
+    do_not_specialize=("num_peer_pages", "num_pages"), do_not_specialize_on_alignment=("sources_ptr", "targets_ptr")
+)
 def _gather_kernel(
     peer_ptr, pool_ptr, sources_ptr, targets_ptr, num_peer_pages, num_pages,
     PAGE_WORDS: tl.constexpr, NUM_PIECES: tl.constexpr, WORDS: tl.constexpr,
@@ -96,7 +98,7 @@ def _multipliers(index):
     return (state ^ (state >> 31)) | 1
 
 
-@triton.jit(do_not_specialize=("pool_pages",))
+@triton.jit(do_not_specialize=("pool_pages",), do_not_specialize_on_alignment=("pages_ptr",))
 def _checksums_kernel(
     pool_ptr, pages_ptr, sums_ptr, pool_pages,
     NUM_BLOCKS: tl.constexpr, BLOCK_WORDS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
