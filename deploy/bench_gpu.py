@@ -30,11 +30,13 @@ from ..engine.rounds import Rounds, Submitted
 from ..engine.sampling_state import SamplingState
 from ..engine.trees import DraftShape
 from ..metadata.request import SamplingParams
+from .roofline import Limits, best_s, floor_s, measure_limits, weight_bytes
 
 CONTEXT = 1024
 BATCHES = (1, 8, 64, 256)
 NUM_STEPS = 64  # of a timed run
 PAGE_SIZE = 64
+HOST_GAP_US = 4.0  # kernels of one graph follow each other faster
 
 
 @dataclass(slots=True, eq=False)
@@ -48,14 +50,6 @@ class Running:
     num_missed: int = 0
     salt: str = ""
     num_accepted: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the device can do."""
-
-    bytes_per_s: float
-    flops_per_s: float
 
 
 def main() -> None:
@@ -99,6 +93,7 @@ def main() -> None:
     report["capture_s"] = round(time.monotonic() - started, 2)
     parts: dict[str, Callable[[], Any]] = {
         "decode": lambda: [decode(engine, rounds, batch, limits) for batch in options.batches],
+        "idle": lambda: [idle(engine, rounds, batch) for batch in options.batches if batch <= 64],
         "rounds": lambda: [speculate(engine, rounds, batch) for batch in options.batches if batch <= 64],
         "prefill": lambda: [prefill(engine, limits, *each) for each in ((1, 1024), (1, 8192), (16, 2048))],
         "offline": lambda: offline(engine, rounds),
@@ -108,49 +103,6 @@ def main() -> None:
             report[name] = parts[name]()
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=1))
-
-
-def measure_limits() -> Limits:
-    """Best of a few streaming sums of 4 GiB, and a bf16 product of 8192^3."""
-    numbers = torch.ones(1 << 30, dtype=torch.float32, device="cuda")
-    read_s = best_s(numbers.sum)
-    del numbers
-    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    product_s = best_s(lambda: a @ b)
-    return Limits((4 << 30) / read_s, 2 * 8192**3 / product_s)
-
-
-def best_s(run: Callable[[], Any], times: int = 10) -> float:
-    """Shortest of `times` runs, by events."""
-    run()
-    best = float("inf")
-    for _ in range(times):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        stop.record()
-        stop.synchronize()
-        best = min(best, start.elapsed_time(stop) / 1e3)
-    return best
-
-
-def weight_bytes(engine: Engine) -> tuple[int, int]:
-    """(bytes, products) of the matrices that a decode step reads: all but the embedding."""
-    config = engine.model_config
-    qkv = config.hidden_size * (config.q_size + 2 * config.num_kv_heads * config.head_dim)
-    layer = qkv + config.q_size * config.hidden_size + 3 * config.hidden_size * config.intermediate_size
-    count = config.num_layers * layer + config.hidden_size * config.vocab_size
-    return 2 * count, count
-
-
-def floor_s(engine: Engine, num_tokens: int, kv_tokens: int, limits: Limits, num_logits: int | None = None) -> float:
-    """Of a step of `num_tokens` new tokens that reads `kv_tokens` tokens' KV."""
-    config = engine.model_config
-    weights, products = weight_bytes(engine)
-    kv_bytes = kv_tokens * config.num_layers * 2 * config.num_kv_heads * config.head_dim * 2
-    head = config.hidden_size * config.vocab_size
-    flops = 2 * num_tokens * (products - head) + 2 * (num_tokens if num_logits is None else num_logits) * head
-    return max((weights + kv_bytes) / limits.bytes_per_s, flops / limits.flops_per_s)
 
 
 def start(engine: Engine, rounds: Rounds, batch: int, num_new: int) -> list[Running]:
@@ -262,6 +214,37 @@ def _graph_seconds(rounds: Rounds, sequences: Sequence[Running], shape: DraftSha
     return best_s(several, 3) / 16
 
 
+def idle(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
+    """From a trace of decode steps, what the GPU was without work: in all, and in gaps longer than those between the
+    kernels of one graph, which are the host's."""
+    sequences = start(engine, rounds, batch, 2 * NUM_STEPS)
+    shape = rounds.shape.with_steps(0)
+    run_rounds(rounds, sequences, shape, 8)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        run_rounds(rounds, sequences, shape, 32)
+    stop(engine, rounds, sequences)
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in trace.events() or ()
+        if str(event.device_type).endswith("CUDA")
+    )
+    spans = spans[len(spans) // 4 :]  # the first rounds find an idle device
+    gaps: list[float] = []
+    end = spans[0][1]
+    for begin, until in spans:
+        gaps.append(max(0.0, begin - end))
+        end = max(end, until)
+    total = end - spans[0][0]
+    row = {
+        "batch": batch,
+        "idle_share": sum(gaps) / total,
+        "idle_share_between_rounds": sum(gap for gap in gaps if gap > HOST_GAP_US) / total,
+        "longest_gap_us": max(gaps),
+    }
+    say("idle " + _words(row))
+    return row
+
+
 def speculate(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
     """A round of all steps against a step without drafts, and tokens a second."""
     del engine
@@ -304,7 +287,7 @@ def prefill(engine: Engine, limits: Limits, num_prompts: int, num_tokens: int) -
 
     run()
     seconds: list[float] = []
-    for _ in range(3):
+    for _ in range(5):
         torch.cuda.synchronize()
         started = time.perf_counter()
         run()
@@ -321,6 +304,7 @@ def prefill(engine: Engine, limits: Limits, num_prompts: int, num_tokens: int) -
         "prompts": num_prompts,
         "tokens": num_tokens,
         "ms": took * 1e3,
+        "best_ms": min(seconds) * 1e3,
         "tokens_per_s": total / took,
         "x_floor": took / floor,
     }
@@ -368,7 +352,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--num-tokens", type=int, default=256 * 1600, help="KV tokens of the pool")
     parser.add_argument("--context-len", type=int, default=16384)
     parser.add_argument("--page-size", type=int, default=PAGE_SIZE)
-    parser.add_argument("--only", nargs="+", default=["decode", "rounds", "prefill", "offline"])
+    parser.add_argument("--only", nargs="+", default=["decode", "idle", "rounds", "prefill", "offline"])
     parser.add_argument("--commit", help="of this tree, for the report (default: what git says)")
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
