@@ -1,7 +1,8 @@
 """All figures of speculation: every drafter that ships with the demo models, against speculation off in the same run.
 
     python tests/benchmarks/bench_speculation.py [--device cpu] [--dtype float32] [--drafters eagle ngram ...] [--quick]
-        [--json FILE] [--no-http]
+        [--temperatures 0 1] [--streams 1 8] [--rounds N] [--minutes M] [--processes P] [--only-speed] [--no-http]
+        [--json FILE]
 
 1. Accept length (tokens a round, the target's own included) of 64 prompts of 128 tokens of held-out code, 128 tokens
    after each, K fixed, at temperature 0 and 1, with its standard error over the prompts. Rounds in which max_tokens
@@ -9,12 +10,16 @@
 2. Tokens per second of a decode node at 1 and 8 streams: speculation off, K fixed, K adaptive. A prefill and a decode
    node of each kind live in one thread, with their real sockets and no router. Counted are the seconds of the decode
    node's steps that run a round, messages and admission included; prefill and the first tokens are not. The three
-   kinds take turns on the same requests, in reversed order every other round; a ratio is the median of the rounds'
-   ratios. A first round, which is not counted, warms up and lets K adapt. There are fewer rounds when time runs out.
+   kinds take turns on the same requests, in reversed order every other round; a ratio is off's seconds of all rounds
+   over the kind's, with its standard error over the rounds (the tokens are the same). A first round, which is not
+   counted, warms up and lets K adapt. There are fewer rounds when time runs out.
 3. Bytes that the handoff of a prompt of 1,024 tokens moves (metadata/schema.py), and the time from the first token,
    known to the prefill node, to decode's first round. Both nodes take turns in one thread, so it is the work of both
    added up; pages of the prompt's earlier chunks were pulled before.
 4. Over HTTP, router and nodes in processes of their own: off, and adaptive with the drafter that was best in 2.
+
+--only-speed leaves out 1, 3 and 4. --processes P runs P drafters at once, each in a process of its own with one thread:
+for a machine with P idle cores; 4 is left out.
 
 Tokens are compared with speculation off in every run of 1, 2 and 4. Streams that differ are counted, and among them
 those that part where the target's two best scores are no tie (tests/support/ties.py): one such, and the program ends
@@ -24,13 +29,17 @@ with status 1. Prints Markdown, writes JSON with --json FILE.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -78,13 +87,16 @@ def main() -> None:
     documents = _documents(options.source)
     prompts = _windows(documents, PROMPT_LEN, options.prompts)
     long_prompts = _windows(documents, LONG_PROMPT_LEN, 1 + options.handoffs)
-    figures: list[dict[str, Any]] = []
     deadline = started + 60 * options.minutes - (HTTP_S if options.http else 0)
-    for num_left, name in zip(range(len(options.drafters), 0, -1), options.drafters, strict=True):
-        at = time.perf_counter()
-        until = at + (deadline - at) / num_left
-        figures.append(_measure(CASES[name], prompts, long_prompts, until, options))
-        print(f"{name}: {time.perf_counter() - at:.0f} s", file=sys.stderr)
+    figures: list[dict[str, Any]] = []
+    if options.processes > 1:
+        figures = _measure_apart(options)
+    else:
+        for num_left, name in zip(range(len(options.drafters), 0, -1), options.drafters, strict=True):
+            at = time.perf_counter()
+            until = at + (deadline - at) / num_left
+            figures.append(_measure(CASES[name], prompts, long_prompts, until, options))
+            print(f"{name}: {time.perf_counter() - at:.0f} s", file=sys.stderr)
     about = _about(options, documents)
     result: dict[str, Any] = {"about": about, "drafters": figures, "http": None}
     _write(result, options.json)
@@ -98,6 +110,20 @@ def main() -> None:
     print(report(about, figures, result["http"]))
     rows = [*figures, *([result["http"]] if result["http"] else [])]
     sys.exit(any(row["differences"]["num_beyond_ties"] for row in rows))
+
+
+def _measure_apart(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Each drafter by this program in a process of its own; those that wait share the time with those that run."""
+    minutes = options.minutes / -(-len(options.drafters) // options.processes)
+    own = ["--no-http", "--minutes", str(minutes), "--processes", "1"]  # the last ones count
+
+    def measure(name: str, path: Path) -> dict[str, Any]:
+        command = [sys.executable, __file__, *sys.argv[1:], *own, "--drafters", name, "--json", str(path / name)]
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=False)  # judged below
+        return json.loads((path / name).read_text())["drafters"][0]
+
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(options.processes) as pool:
+        return list(pool.map(measure, options.drafters, [Path(directory)] * len(options.drafters)))
 
 
 def _measure(
@@ -120,10 +146,13 @@ def _measure(
             )
             for mode in MODES
         }
-        acceptance = [_accept_length(pairs, judge, prompts, temperature, options) for temperature in TEMPERATURES]
-        handoff = _handoff({mode: pairs[mode] for mode in ("off", "fixed")}, long_prompts)
+        acceptance: list[dict[str, Any]] = []
+        handoff: dict[str, dict[str, Any]] = {}
+        if not options.only_speed:
+            acceptance = [_accept_length(pairs, judge, prompts, each, options) for each in options.temperatures]
+            handoff = _handoff({mode: pairs[mode] for mode in ("off", "fixed")}, long_prompts)
         speed: list[dict[str, Any]] = []
-        cells = [(temperature, num_streams) for temperature in TEMPERATURES for num_streams in STREAMS]
+        cells = list(itertools.product(options.temperatures, options.streams))
         for num_left, (temperature, num_streams) in zip(range(len(cells), 0, -1), cells, strict=True):
             now = time.perf_counter()
             share = now + (until - now) / num_left
@@ -168,7 +197,7 @@ def _speed(
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     """The modes by turns; each round has prompts of its own, as many as there are. `until`: no new round, bar one."""
-    rates: dict[str, list[float]] = {mode: [] for mode in MODES}
+    rounds: dict[str, list[Run]] = {mode: [] for mode in MODES}
     parts: list[Differences] = []
     size = max(num_streams, options.alone)
     each = _params(size, temperature, options.tokens)
@@ -181,16 +210,31 @@ def _speed(
         parts += [judge.compare(chosen, each, runs[mode], runs["off"]) for mode in MODES[1:]]
         if index:
             for mode in MODES:
-                rates[mode].append(runs[mode].num_tokens / runs[mode].seconds)
-    ratios = {mode: [a / b for a, b in zip(rates[mode], rates["off"], strict=True)] for mode in MODES[1:]}
+                rounds[mode].append(runs[mode])
+    seconds = {mode: [run.seconds for run in rounds[mode]] for mode in MODES}
+    ratios = {mode: [a / b for a, b in zip(seconds["off"], seconds[mode], strict=True)] for mode in MODES[1:]}
+    steps = Counter(each for run in rounds["adaptive"] for each in run.steps)
     return {
         "temperature": temperature,
         "streams": num_streams,
-        "tokens_per_s": {mode: statistics.median(rates[mode]) for mode in MODES},
-        "ratio": {mode: statistics.median(ratios[mode]) for mode in ratios},
+        "tokens_per_s": {mode: sum(run.num_tokens for run in rounds[mode]) / sum(seconds[mode]) for mode in MODES},
+        "ratio": {mode: sum(seconds["off"]) / sum(seconds[mode]) for mode in ratios},
+        "standard_error": {mode: _ratio_error(seconds["off"], seconds[mode]) for mode in ratios},
+        "median_ratio": {mode: statistics.median(ratios[mode]) for mode in ratios},
         "ratios": {mode: [round(ratio, 3) for ratio in ratios[mode]] for mode in ratios},
+        "share_without_drafts": steps[0] / steps.total(),
+        "rounds_by_steps": {str(each): steps[each] for each in sorted(steps)},
         "differences": Differences.sum(parts),
     }
+
+
+def _ratio_error(above: list[float], below: list[float]) -> float | None:
+    """Standard error of sum(above) / sum(below), whose elements belong together; None of one."""
+    size, ratio = len(above), sum(above) / sum(below)
+    if size < 2:
+        return None
+    spread = sum((a - ratio * b) ** 2 for a, b in zip(above, below, strict=True))
+    return math.sqrt(spread * size / (size - 1)) / sum(below)
 
 
 def _handoff(pairs: dict[str, TimedPair], long_prompts: list[list[int]]) -> dict[str, dict[str, Any]]:
@@ -254,6 +298,7 @@ def _about(options: argparse.Namespace, documents: list[list[int]]) -> dict[str,
         "prompt_len": PROMPT_LEN,
         "new_tokens": options.tokens,
         "rounds_at_most": options.rounds,
+        "processes": options.processes,
         "prompts_alone_a_round": options.alone,
         "is_quick": options.quick,
     }
@@ -276,6 +321,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--drafters", nargs="+", default=list(CASES), choices=list(CASES), metavar="NAME")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=list(TEMPERATURES), metavar="T")
+    parser.add_argument("--streams", nargs="+", type=int, default=list(STREAMS), metavar="N")
+    parser.add_argument("--only-speed", action="store_true", help="no accept length, no handoff, no HTTP")
+    parser.add_argument("--processes", type=int, default=1, help="drafters measured at once, each in its own process")
     parser.add_argument("--source", type=Path, default=standard_library(), help="of 3.11.7, the library trained on")
     parser.add_argument("--rounds", type=int, help="default: 5 on CPU, 3 on CUDA")
     parser.add_argument("--minutes", type=float, help="after which rounds are left out; default: 13 on CPU, 7 on CUDA")
@@ -288,6 +337,8 @@ def _options() -> argparse.Namespace:
     options.prompts, options.alone, options.handoffs = 64, 2, 9
     if options.quick:
         options.rounds, options.tokens, options.prompts, options.handoffs = 1, 32, 16, 3
+    if options.only_speed or options.processes > 1:
+        options.http = False
     on_cpu = options.device == "cpu"
     options.rounds = options.rounds or (5 if on_cpu else 3)
     options.minutes = options.minutes or (13 if on_cpu else 7)

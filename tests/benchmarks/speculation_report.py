@@ -10,7 +10,14 @@ def report(about: dict[str, Any], figures: Sequence[dict[str, Any]], http: dict[
     """All tables, one a section."""
     shown = {name: value for name, value in about.items() if name != "models"}
     lines = [", ".join(f"{name} {value}" for name, value in shown.items()), ""]
-    lines += [*_acceptance(figures), "", *_speed(figures), "", *_bytes(figures), "", *_times(figures)]
+    if all(figure["acceptance"] for figure in figures):
+        lines += [*_acceptance(figures), "", *_speed(figures), "", *_bytes(figures), "", *_times(figures)]
+    else:
+        lines += [
+            *_speed(figures),
+            "",
+            *(f"{figure['drafter']}: streams differ: {_differ(figure)}" for figure in figures),
+        ]
     return "\n".join([*lines, "", *_http(http)] if http else lines)
 
 
@@ -26,15 +33,21 @@ def _acceptance(figures: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def _speed(figures: Sequence[dict[str, Any]]) -> Iterator[str]:
     """A row a drafter, temperature and number of streams."""
-    yield _row("drafter", "T", "streams", "off tok/s", "fixed tok/s", "adaptive tok/s", "fixed", "adaptive", "rounds")
-    yield _rule(1, 8)
+    head = ("off tok/s", "fixed tok/s", "adaptive tok/s", "fixed / off", "adaptive / off", "rounds at K = 0", "rounds")
+    yield _row("drafter", "T", "streams", *head)
+    yield _rule(1, 2 + len(head))
     for figure in figures:
         for row in figure["speed"]:
             rates = (f"{rate:,.0f}" for rate in row["tokens_per_s"].values())
-            ratios = (f"{ratio:.2f}" for ratio in row["ratio"].values())
+            ratios = (_with_error(ratio, row["standard_error"][mode]) for mode, ratio in row["ratio"].items())
             spread = "; ".join(f"{min(each):.2f} to {max(each):.2f}" for each in row["ratios"].values())
             spread = f"{len(row['ratios']['fixed'])}: {spread}"
-            yield _row(figure["drafter"], f"{row['temperature']:g}", row["streams"], *rates, *ratios, spread)
+            share = f"{100 * row['share_without_drafts']:.0f} %"
+            yield _row(figure["drafter"], f"{row['temperature']:g}", row["streams"], *rates, *ratios, share, spread)
+
+
+def _with_error(value: float, error: float | None) -> str:
+    return f"{value:.3f}" if error is None else f"{value:.3f} ± {error:.3f}"
 
 
 def _bytes(figures: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -51,6 +51,7 @@ class Run(NamedTuple):
     outputs: list[list[int]]
     rounds: list[Rounds]
     seconds: float  # in steps of the decode node that ran a round
+    steps: Sequence[int] = ()  # K of each round
 
     @property
     def num_tokens(self) -> int:
@@ -78,6 +79,7 @@ class TimedPair(NodePair):
         self._settings = {"num_pages": NUM_PAGES, **settings}
         self._num_requests = 0
         self._rounds: dict[str, Rounds] = {}  # by rid
+        self._steps: list[int] = []
         self._has_run = False
         self._decode_s = self._sampled_at = self._prefilled_at = self._round_at = 0.0
         super().__init__(model, is_adaptive=is_adaptive)
@@ -90,7 +92,8 @@ class TimedPair(NodePair):
         for start in range(0, len(prompts), num_streams):
             part = slice(start, start + num_streams)
             run = self._generate(prompts[part], each[part])
-            total = Run(total.outputs + run.outputs, total.rounds + run.rounds, total.seconds + run.seconds)
+            outputs, rounds = total.outputs + run.outputs, total.rounds + run.rounds
+            total = Run(outputs, rounds, total.seconds + run.seconds, (*total.steps, *run.steps))
         return total
 
     def hand_over(self, prompt: Sequence[int]) -> Handoff:
@@ -130,12 +133,13 @@ class TimedPair(NodePair):
             self._num_requests += 1
             self.submit(rids[-1], prompt, one)
         self._decode_s = 0.0
-        self._rounds = dict.fromkeys(rids, Rounds())
+        self._rounds, self._steps = dict.fromkeys(rids, Rounds()), []
         self.run(TIMEOUT_S)
         results = [self.results[rid, 0] for rid in rids]
         self.results.clear()
         assert all(result.ended is not None for result in results), [result.failed for result in results]
-        return Run([result.ids for result in results], [self._rounds[rid] for rid in rids], self._decode_s)
+        rounds = [self._rounds[rid] for rid in rids]
+        return Run([result.ids for result in results], rounds, self._decode_s, self._steps)
 
     def _watch(self) -> None:
         sample, rounds = self.prefill.engine.sample, self.decode.rounds
@@ -146,10 +150,11 @@ class TimedPair(NodePair):
             self._sampled_at = time.perf_counter()
             return result
 
-        def stamp_and_submit(*args: Any) -> Any:
+        def stamp_and_submit(sequences: Any, shape: Any, limits: Any) -> Any:
             self._has_run = True
             self._round_at = self._round_at or time.perf_counter()
-            return submit(*args)
+            self._steps.append(shape.num_steps)
+            return submit(sequences, shape, limits)
 
         def collect_and_count(submitted: Any) -> Any:
             results = collect(submitted)
