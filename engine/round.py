@@ -131,5 +131,5 @@ def _observe(
     if observes:
         return drafter.observe(rows, hidden, targets, num_accepted)
     if hidden is not None:
-        slots.keep_missed(inputs.slots, inputs.num_missed, hidden[:, 0])
+        slots.keep_missed(inputs.missed_rows, hidden[:, 0])
     return None

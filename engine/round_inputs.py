@@ -17,7 +17,7 @@ class RoundInputs(NamedTuple):
     block: Tensor  # [num_seqs, 3 + num_columns + max_steps] int64
     slots: Tensor  # [num_seqs] int64
     limits: Tensor  # [num_seqs] int64, drafts that may be accepted
-    num_missed: Tensor  # [num_seqs] int64, rows that the drafter has not seen
+    missed_rows: Tensor  # [num_seqs] int64, where a row that the drafter does not see is kept (Slots.missed_row)
     block_table: Tensor  # [num_seqs, num_columns] int64
     proposed: Tensor  # [num_seqs, max_steps] int64, by a drafter on the host
 
@@ -42,8 +42,8 @@ class RoundInputs(NamedTuple):
         *single, table, proposed = block.split(
             [*sizes, num_columns * num_seqs, len(block) - num_seqs * (3 + num_columns)]
         )
-        slots, limits, num_missed = single
-        return cls(block, slots, limits, num_missed, table.view(num_seqs, num_columns), proposed.view(num_seqs, -1))
+        slots, limits, missed_rows = single
+        return cls(block, slots, limits, missed_rows, table.view(num_seqs, num_columns), proposed.view(num_seqs, -1))
 
 
 def to_host(tensor: Tensor) -> Tensor:

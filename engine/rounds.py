@@ -244,12 +244,14 @@ class Rounds:
         slots, columns, missed, table = (each.numpy() for each in inputs[1:5])
         slots[:num_seqs] = [_slot(sequence) for sequence in sequences]
         columns[:num_seqs] = limits
-        missed[:num_seqs] = [sequence.num_missed for sequence in sequences]
+        missed[:num_seqs] = [self.slots.missed_row(_slot(sequence), sequence.num_missed) for sequence in sequences]
         for row, sequence in enumerate(sequences):
             num_pages = len(sequence.pages)
             table[row, :num_pages] = sequence.pages
             table[row, num_pages:] = 0
-        slots[num_seqs:], columns[num_seqs:], missed[num_seqs:], table[num_seqs:] = self.slots.padding, 0, 0, 0
+        padding = self.slots.padding
+        slots[num_seqs:], columns[num_seqs:], table[num_seqs:] = padding, 0, 0
+        missed[num_seqs:] = self.slots.missed_row(padding, 0)
         if isinstance(self.drafter, NgramDrafter) and shape.num_steps:
             found = [
                 self.drafter.lookup(_slot(sequence), sequence.token_ids, sequence.salt, shape.num_steps)

@@ -152,11 +152,14 @@ class Slots:
             self._draft.store(index, draft)
         self._reset_padding()
 
-    def keep_missed(self, index: Tensor, at: Tensor, extend: Tensor) -> None:
-        """Rows [num_seqs, extend width] that a round without drafts left out, the `at`-th [num_seqs] of each
-        sequence's; from MAX_MISSED on they are lost."""
+    def missed_row(self, slot: int, num_missed: int) -> int:
+        """Where `keep_missed` puts a row of a sequence that has missed so many; from MAX_MISSED on they are lost."""
+        return slot * (MAX_MISSED + 1) + min(num_missed, MAX_MISSED)
+
+    def keep_missed(self, rows: Tensor, extend: Tensor) -> None:
+        """What a round without drafts left out, [num_seqs, extend width], at `rows` [num_seqs] int64."""
         assert self._missed is not None
-        self._missed.index_put_((index, at.clamp(max=MAX_MISSED)), extend)
+        self._missed.flatten(0, 1).index_copy_(0, rows, extend)
 
     def missed(self, slot: int, num_missed: int) -> Tensor | None:
         """[num_missed, extend width], oldest first; None where the drafter takes no such states."""

@@ -171,7 +171,7 @@ def limits_of_the_round_before(inputs: RoundInputs, num_seqs: int) -> None:
 
 
 def missed_of_the_round_before(inputs: RoundInputs, num_seqs: int) -> None:
-    inputs.num_missed[:num_seqs] = 3
+    inputs.missed_rows[:num_seqs] = inputs.slots[:num_seqs] * (MAX_MISSED + 1) + 3
 
 
 @pytest.mark.parametrize(
