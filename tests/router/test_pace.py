@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from baton.router.pace import MAX_RETRY_S, Pace
+from baton.router.pace import MAX_RETRY_S, NUM_SPREADS, Pace
 
 
 def full(interval_s: float, num_grants: int = 100) -> tuple[Pace, float]:
@@ -44,6 +44,15 @@ def test_time_without_a_queue_is_no_interval() -> None:
     assert pace.wait_s(0) == pytest.approx(0.5)
 
 
+def test_the_wait_of_the_first_counts_from_when_it_found_no_room() -> None:
+    """However often it is looked at meanwhile."""
+    pace = Pace()
+    for now in (10.0, 10.5, 11.9):
+        pace.blocked(now)
+    pace.granted(12.0)
+    assert pace.wait_s(0) == pytest.approx(2.0)
+
+
 def test_the_pace_follows_a_change() -> None:
     pace, now = full(0.1)
     for _ in range(50):
@@ -59,6 +68,15 @@ def test_how_long_requests_take() -> None:
         pace.served(4.0, 40)
     assert pace.service_s(1000) == pytest.approx(4.0)
     assert pace.service_s(10) == pytest.approx(1.0), "a short one takes less"
+
+
+def test_requests_that_take_unlike_times_are_given_more_than_the_mean() -> None:
+    pace = Pace()
+    for _ in range(200):
+        pace.served(3.0, 10)
+        pace.served(5.0, 10)
+    assert pace.service_s(1000) == pytest.approx(4.0 + NUM_SPREADS * 1.0, rel=0.1)
+    assert pace.service_s(5) == pytest.approx((4.0 + NUM_SPREADS * 1.0) / 2, rel=0.1)
 
 
 def test_those_who_are_sent_away_come_back_one_after_the_other() -> None:

@@ -167,7 +167,9 @@ def test_who_comes_under_the_name_of_a_living_node_is_refused() -> None:
     )  # sent before its kill, for all we know
     clocked.after(0.1)
     assert clocked.answers(new) == []
-    clocked.after(1.0, old)
+    clocked.after(0.4, old)
+    clocked.hello("new")  # its patience starts no other wait
+    clocked.after(0.4, old)
     (refusal,) = clocked.sent[new]
     assert isinstance(refusal, m.Refusal) and "'d0'" in refusal.reason
     assert list(clocked.registry.nodes) == [old] and clocked.joined == ["old"]
