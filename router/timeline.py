@@ -177,10 +177,7 @@ class Timeline:
     def dispatched(self, choices: Iterable[Choice], attempt: Attempt, now: float) -> None:
         """The prompt was sent to prefill."""
         for choice in choices:
-            track = self.tracks[choice.index]
-            last = track.last.leg
-            leg = last if last is not None and last.attempt == attempt.number else Leg(attempt)
-            track.enter(now, "prefill", len(choice.received), leg)
+            self.tracks[choice.index].enter(now, "prefill", len(choice.received), Leg(attempt))
 
     def first_token(self, choice: Choice, now: float) -> None:
         """Prefill's token is here."""

@@ -229,6 +229,33 @@ def test_a_pause_is_no_move() -> None:
     assert timeline.num_moves == 1
 
 
+def test_admissions_that_do_not_belong_are_passed_over() -> None:
+    """Of an attempt that is over, of one that has no nodes yet, and the same one twice."""
+    choices = fake_choices(1)
+    timeline = Timeline("r", "demo", 4, 1, 0.0)
+    timeline.queued(1.0)
+    timeline.admitted(choices[0], admitted(0, 0.5), 2.0)
+    timeline.dispatched(choices, fake_attempt(1), 3.0)
+    timeline.admitted(choices[0], admitted(0, 0.5), 4.0)
+    assert timeline.tracks[0].last.stage == "prefill"
+    timeline.admitted(choices[0], admitted(1, 0.5), 5.0)  # prefill's own message of the first token is late
+    assert [mark.stage for mark in timeline.tracks[0].marks][-2:] == ["handoff", "decode"]
+    num_marks = len(timeline.tracks[0].marks)
+    timeline.first_token(choices[0], 6.0)
+    timeline.admitted(choices[0], admitted(1, 0.5), 7.0)
+    assert len(timeline.tracks[0].marks) == num_marks
+
+
+def test_headers_of_the_clients_span_are_kept_where_they_are_short() -> None:
+    timeline = Timeline("r", "demo", 4, 1, 0.0)
+    timeline.came_from("its own id", {"tracestate": "a=b", "cookie": "c"})
+    assert timeline.client_id == "its own id" and not timeline.trace_context
+    timeline.came_from(None, {"traceparent": "t", "tracestate": "a" * 10_000, "cookie": "c"})
+    assert timeline.trace_context == {"traceparent": "t"}
+    timeline.came_from(None, {"traceparent": "t", "tracestate": "a=b"})
+    assert timeline.trace_context == {"traceparent": "t", "tracestate": "a=b"}
+
+
 def test_a_life_of_endless_moves_is_bounded() -> None:
     choices = fake_choices(1)
     timeline = Timeline("r", "demo", 4, 1, 0.0)
@@ -241,7 +268,10 @@ def test_a_life_of_endless_moves_is_bounded() -> None:
     assert len(timeline.tracks[0].marks) == MAX_MARKS
     assert life.choices[0].num_forgotten == 1501 - MAX_MARKS
     assert life.choices[0].parts[-1].attempt == 499
-    assert len(life.choices[0].parts[1].reason) < 1000
+    assert 100 < max(len(mark.reason) for mark in timeline.tracks[0].marks) < 1000
+    generation: Any = SimpleNamespace(num_cached=None, first_token_at=None, choices=choices)
+    timeline.over(generation, "failed", "x" * 10_000, 1500.0)
+    assert 100 < len(timeline.error or "") < 1000
 
 
 def test_the_last_ones_are_kept() -> None:
