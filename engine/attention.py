@@ -6,9 +6,11 @@ where the copy is small beside the products)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -77,43 +79,61 @@ def triton_plan(batch: ForwardBatch, *, is_stored: bool = False) -> Plan:
     return Plan.uniform(table, seq_lens, query_len, batch.page_size, batch.tree, batch.positions, is_stored=is_stored)
 
 
+class Piece(NamedTuple):
+    """Tokens that follow one another in a batch."""
+
+    first: int
+    num_tokens: int
+    num_prompts: int  # that they begin, all of one length; 0: tokens that see others in their pages
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompts:
-    """How a batch with first tokens of prompts is cut for `prompt_attention`."""
+    """How a batch that begins prompts is cut for `prompt_attention`."""
 
-    pieces: tuple[tuple[int, int, bool], ...]  # first token, number, whether they are a prompt's first; all, in order
-    rest: Plan | None  # of all that are not, end to end
-    index: torch.Tensor | None  # [num_rest] int64, those tokens
+    pieces: tuple[Piece, ...]  # all tokens, in order
+    rest: Plan | None  # of those that see others in pages, end to end
+    index: torch.Tensor | None  # [num_rest] int64, these tokens
 
     @classmethod
     def of(cls, batch: ForwardBatch, kv: torch.Tensor) -> Prompts | None:
-        """None where no sequence of the batch has enough of them, or there is no such attention."""
+        """None where it takes no sequence of the batch, or does not serve here."""
         from ..kernels.triton_attention import Plan
 
-        whole = [
-            prompt_attention.whole_part(query_len) if prefix_len == 0 else 0
-            for query_len, prefix_len in zip(batch.query_lens, batch.prefix_lens, strict=False)
-        ]
-        if not any(whole) or not prompt_attention.serves(kv.device, kv.dtype, kv.shape[-1]):
+        pieces = _pieces(batch.query_lens, batch.prefix_lens)
+        if not any(piece.num_prompts for piece in pieces):
             return None
-        pieces: list[tuple[int, int, bool]] = []
-        seqs, index, starts = [], [], [0]
-        first = 0
-        for seq, (num_whole, query_len) in enumerate(zip(whole, batch.query_lens, strict=True)):
-            if num_whole:
-                pieces.append((first, num_whole, True))
-            if num_whole < query_len:
-                pieces.append((first + num_whole, query_len - num_whole, False))
-                seqs.append(seq)
-                index.extend(range(first + num_whole, first + query_len))
-                starts.append(len(index))
-            first += query_len
-        if not index:
+        if not prompt_attention.serves(kv.device, kv.dtype, kv.shape[-1]):
+            return None
+        ends = list(itertools.accumulate(batch.query_lens))
+        rests = [piece for piece in pieces if piece.num_prompts == 0]
+        if not rests:
             return cls(tuple(pieces), None, None)
-        device, lens = batch.seq_lens.device, batch.seq_lens[seqs]
-        ends = torch.tensor(starts, dtype=torch.int32, device=device)
-        rest = Plan(batch.block_table[seqs], lens, None, None, ends, None, None, None)
-        return cls(tuple(pieces), rest, torch.tensor(index, device=device))
+        rest_seqs = [bisect.bisect_right(ends, piece.first) for piece in rests]
+        device = batch.seq_lens.device
+        starts = torch.tensor([0, *itertools.accumulate(piece.num_tokens for piece in rests)], dtype=torch.int32)
+        tokens = [token for piece in rests for token in range(piece.first, piece.first + piece.num_tokens)]
+        plan = Plan(
+            batch.block_table[rest_seqs], batch.seq_lens[rest_seqs], None, None, starts.to(device), None, None, None
+        )
+        return cls(tuple(pieces), plan, torch.tensor(tokens, device=device))
+
+
+def _pieces(query_lens: Sequence[int], prefix_lens: Sequence[int]) -> list[Piece]:
+    """Neighbours of one length go together."""
+    pieces: list[Piece] = []
+    first = 0
+    for (query_len, prefix_len), same in itertools.groupby(zip(query_lens, prefix_lens, strict=False)):
+        num_seqs = len(list(same))
+        if prefix_len == 0 and prompt_attention.takes(num_seqs, query_len):
+            pieces.append(Piece(first, num_seqs * query_len, num_seqs))
+        else:
+            num_whole = prompt_attention.whole_part(query_len) if prefix_len == 0 else 0
+            for start in range(first, first + num_seqs * query_len, query_len):
+                parts = (Piece(start, num_whole, 1), Piece(start + num_whole, query_len - num_whole, 0))
+                pieces += [part for part in parts if part.num_tokens]
+        first += num_seqs * query_len
+    return pieces
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,11 +169,15 @@ class _TritonAttention:
         rest: Iterator[torch.Tensor] = iter(())
         if prompts.rest is not None and prompts.index is not None:
             out = extend_attention(q.index_select(0, prompts.index), kv_layer, prompts.rest)
-            rest = iter(out.split([num for _, num, is_whole in prompts.pieces if not is_whole]))
+            rest = iter(out.split([piece.num_tokens for piece in prompts.pieces if piece.num_prompts == 0]))
         outs: list[torch.Tensor] = []
-        for first, num, is_whole in prompts.pieces:
-            tokens = slice(first, first + num)
-            outs.append(prompt_attention.prompt_attention(q[tokens], k[tokens], v[tokens]) if is_whole else next(rest))
+        for first, num_tokens, num_prompts in prompts.pieces:
+            tokens = slice(first, first + num_tokens)
+            outs.append(
+                prompt_attention.prompt_attention(q[tokens], k[tokens], v[tokens], num_prompts)
+                if num_prompts
+                else next(rest)
+            )
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1)
 
 

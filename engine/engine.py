@@ -102,8 +102,6 @@ class Engine:
         num_tokens = min(chunk_tokens, num_pages * self.pool.page_size, self.context_len)
         step_s = 0.0
         sizes = [size for size in _WARM_UP_SIZES if size < num_tokens] if self.device.type == "cuda" else [1]
-        if gpu.compiled(self.kv) and prompt_attention.serves(self.device, self.kv.dtype, self.kv.shape[-1]):
-            sizes += range(prompt_attention.LEAST, num_tokens, prompt_attention.UNIT)
         for num_new in (*sizes, num_tokens, num_tokens):
             started = time.monotonic()
             computed = self.compute([BatchRow([0] * num_new, 0, pages)])
@@ -114,6 +112,18 @@ class Engine:
             step_s = time.monotonic() - started
         self.lease_s = max(MIN_LEASE_S, LEASE_STEPS * step_s)
         self.pool.release(pages)
+        self._plan_prompts(num_tokens)
+
+    def _plan_prompts(self, num_tokens: int) -> None:
+        """The fused attention of prompts plans every shape that it will meet."""
+        config = self.model_config
+        if not gpu.compiled(self.kv) or not prompt_attention.serves(self.device, self.kv.dtype, config.head_dim):
+            return
+        num_heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        qkv = torch.zeros(num_tokens, sum(num_heads), config.head_dim, dtype=self.kv.dtype, device=self.device)
+        for num_seqs, length in prompt_attention.shapes(num_tokens):
+            q, k, v = qkv[: num_seqs * length].split(num_heads, dim=1)
+            prompt_attention.prompt_attention(q, k, v, num_seqs)
 
     def _warm_up_drafter(self, num_tokens: int, pages: list[int], extend: torch.Tensor | None) -> None:
         if self.drafter is None or self.device.type != "cuda":

@@ -2,8 +2,8 @@
 
     out[t] = sum over j <= t of softmax_j(q[t] . k[j] / sqrt(head_dim)) v[j]
 
-On an H200 it takes 0.75 to 0.85 of the time of `extend_attention` (triton_extend.py), but cannot read pages, and makes
-a plan for every number of tokens, which takes longer than it saves: `whole_part` allows few.
+On an H200 it takes 0.75 to 0.85 of the time of `extend_attention` (triton_extend.py) from LEAST tokens on, but cannot
+read pages, and makes a plan for every shape, which takes longer than it saves: `shapes` are few, and planned at start.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 logger = logging.getLogger(__name__)
 
 UNIT = 1024  # tokens
-LEAST = 2 * UNIT  # below, both take as long
+LEAST = 4 * UNIT  # of a call; below, both take as long
 
 
 def prompt_attention_ref(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -31,19 +31,31 @@ def prompt_attention_ref(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
     return torch.einsum("htj,jhd->thd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v).to(q.dtype)
 
 
-def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """`q` [num_tokens, num_heads, head_dim], `k` and `v` [num_tokens, num_kv_heads, head_dim], rotated, strided by
-    token (views of qkv) -> [num_tokens, num_heads, head_dim], contiguous."""
+def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_seqs: int = 1) -> torch.Tensor:
+    """Prompts of one length, two tokens or more, end to end: `q` [num_tokens, num_heads, head_dim], `k` and `v`
+    [num_tokens, num_kv_heads, head_dim], rotated, strided by token (views of qkv) -> [num_tokens, num_heads, head_dim],
+    contiguous."""
     assert q.shape[::2] == k.shape[::2] == v.shape[::2] and q.shape[1] % k.shape[1] == 0, (q.shape, k.shape, v.shape)
-    q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (q, k, v))  # [1, heads, num_tokens, head_dim]
+    q, k, v = (each.unflatten(0, (num_seqs, -1)).transpose(1, 2) for each in (q, k, v))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if q.is_cuda else nullcontext():
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return out.squeeze(0).transpose(0, 1).contiguous()
+    return out.transpose(1, 2).flatten(0, 1).contiguous()
 
 
 def whole_part(num_tokens: int) -> int:
-    """How many of a prompt's first `num_tokens` tokens `prompt_attention` takes; the rest see them in their pages."""
+    """How many of a single prompt's first `num_tokens` tokens it takes; the rest see them in their pages."""
     return num_tokens // UNIT * UNIT if num_tokens >= LEAST else 0
+
+
+def takes(num_seqs: int, num_tokens: int) -> bool:
+    """Whether it takes prompts of `num_tokens` each as they are."""
+    return num_tokens % UNIT == 0 and num_seqs * num_tokens >= LEAST
+
+
+def shapes(num_tokens: int) -> list[tuple[int, int]]:
+    """(prompts, tokens of each): all that may occur in a step of `num_tokens`."""
+    lengths = range(UNIT, num_tokens + 1, UNIT)
+    return [(n, length) for length in lengths for n in range(1, num_tokens // length + 1) if takes(n, length)]
 
 
 @functools.cache

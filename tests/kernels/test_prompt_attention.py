@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,14 +15,14 @@ from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.pages import Owner
 from baton.kernels import gpu, prompt_attention
-from baton.kernels.prompt_attention import prompt_attention_ref, whole_part
+from baton.kernels.prompt_attention import prompt_attention_ref, shapes, takes, whole_part
 
 DTYPES = [torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32, torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (8, 1)])
-@pytest.mark.parametrize("num_tokens", [1, 37, 128])
+@pytest.mark.parametrize("num_tokens", [2, 37, 128])
 def test_is_the_specification(num_tokens: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> None:
     """From views of one tensor, as a forward has them."""
     generator = torch.Generator().manual_seed(num_tokens)
@@ -32,30 +33,55 @@ def test_is_the_specification(num_tokens: int, num_heads: int, num_kv_heads: int
     torch.testing.assert_close(out, expected, atol=8 * ULP[dtype], rtol=8 * ULP[dtype])
 
 
-def test_few_sizes_only() -> None:
+def test_prompts_of_one_length_do_not_see_each_other() -> None:
+    qkv = torch.randn(96, 4 + 2 + 2, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE, DTYPES[0])
+    q, k, v = qkv.split([4, 2, 2], dim=1)
+    out = prompt_attention.prompt_attention(q, k, v, 3)
+    for tokens in (slice(0, 32), slice(32, 64), slice(64, 96)):
+        expected = prompt_attention_ref(q[tokens], k[tokens], v[tokens])
+        torch.testing.assert_close(out[tokens], expected, atol=8 * ULP[DTYPES[0]], rtol=8 * ULP[DTYPES[0]])
+
+
+def test_shapes_are_few_and_known_before() -> None:
+    known = shapes(8192)
+    assert len(known) == 15 and all(takes(*shape) and 4096 <= shape[0] * shape[1] <= 8192 for shape in known)
     parts = {whole_part(num_tokens) for num_tokens in range(1, 8193)}
-    assert parts == {0, *range(2048, 8193, 1024)}
+    assert parts == {0} | {length for num_seqs, length in known if num_seqs == 1}
     assert all(whole_part(num_tokens) <= num_tokens for num_tokens in range(1, 5000))
 
 
-@pytest.mark.parametrize("lengths", [[8], [3, 9, 4], [11, 2], [4, 5, 8]])
+CUTS = {  # lengths of prompts: (tokens, prompts) of each call where UNIT is 4 and LEAST 8
+    (8,): [(8, 1)],
+    (3, 9, 4): [(8, 1)],
+    (11, 2): [(8, 1)],
+    (4, 4, 9, 8, 8): [(8, 2), (8, 1), (16, 2)],
+    (1, 4, 4, 4): [(12, 3)],
+}
+
+
+@pytest.mark.parametrize("lengths", CUTS)
 def test_a_forward_is_the_same_with_it_and_without(
-    lengths: list[int], checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    lengths: tuple[int, ...], checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts cut into what it takes and a rest, beside chunks that begin later."""
     monkeypatch.setattr(gpu, "compiled", lambda tensor: True)
-    config = EngineConfig(model=str(checkpoint("qwen3")), device=DEVICE, dtype="float32", page_size=4, num_pages=40)
+    config = EngineConfig(
+        model=str(checkpoint("qwen3", num_hidden_layers=1)), device=DEVICE, dtype="float32", page_size=4, num_pages=40
+    )
     outputs: list[torch.Tensor] = []
     for serves in (False, True):
         monkeypatch.setattr(prompt_attention, "serves", lambda *_, is_served=serves: is_served)
         monkeypatch.setattr(prompt_attention, "UNIT", 4)
-        monkeypatch.setattr(prompt_attention, "LEAST", 4)
-        calls: list[int] = []
-        monkeypatch.setattr(
-            prompt_attention,
-            "prompt_attention",
-            lambda q, k, v, n=calls: n.append(len(q)) or prompt_attention_ref(q, k, v),
-        )
+        monkeypatch.setattr(prompt_attention, "LEAST", 8)
+        calls: list[tuple[int, int]] = []
+
+        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, n: int, told: Any = calls) -> torch.Tensor:
+            told.append((len(q), n))
+            return torch.cat(
+                [prompt_attention_ref(*each) for each in zip(q.chunk(n), k.chunk(n), v.chunk(n), strict=True)]
+            )
+
+        monkeypatch.setattr(prompt_attention, "prompt_attention", attention)
         engine = Engine(config)
         pages = [engine.pool.allocate(5, Owner.REQUEST) for _ in lengths]
         ids = [[(7 * seq + 3 * i) % 500 for i in range(length + 6)] for seq, length in enumerate(lengths)]
@@ -64,6 +90,5 @@ def test_a_forward_is_the_same_with_it_and_without(
         ]
         nexts = [BatchRow(all_ids[n:], n, own, 6) for all_ids, n, own in zip(ids, lengths, pages, strict=True)]
         outputs.append(torch.cat([engine.forward(firsts), engine.forward([*nexts[1:], nexts[0]])]))
-        wanted = [length // 4 * 4 for length in lengths if length >= 4]
-        assert calls == (wanted * engine.model_config.num_layers if serves else []), calls
+        assert calls == (CUTS[lengths] * engine.model_config.num_layers if serves else []), calls
     torch.testing.assert_close(outputs[1], outputs[0], atol=1e-4, rtol=1e-4)
