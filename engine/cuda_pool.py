@@ -14,7 +14,6 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ..kernels.pages import has_kernels, page_checksums
@@ -36,9 +35,9 @@ _LAZY_ENABLE_PEER_ACCESS = 1
 class CudaGather:
     """A launch on the stream of the handoff (metadata/device_pool.py: Gather)."""
 
-    def __init__(self, event: torch.cuda.Event, num_pages: int, sums: torch.Tensor | None) -> None:
+    def __init__(self, event: torch.cuda.Event, num_pages: int, sums: list[torch.Tensor]) -> None:
         self._event, self._num_pages = event, num_pages
-        self._sums = sums  # [num_pages, checksums of a page] int64, pinned
+        self._sums = sums  # as CudaPool._digest says, until the event
 
     @property
     def is_done(self) -> bool:
@@ -124,16 +123,13 @@ class CudaPool:
             for theirs, ours in zip(peer.pools, self._pools, strict=True):
                 gather_pages(theirs, ours, moves[0], moves[1])
             sums = self._digest(moves[1])
-            on_host = None if sums is None else torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
-            if sums is not None and on_host is not None:
-                on_host.copy_(sums, non_blocking=True)
-            return CudaGather(_recorded(self._stream), len(sources), on_host)
+            return CudaGather(_recorded(self._stream), len(sources), sums)
 
     def digest(self, pages: Sequence[int]) -> list[bytes]:
         with torch.cuda.device(self._device), torch.inference_mode():
             sums = self._digest(self._to_device(pages))
             torch.cuda.current_stream().synchronize()
-            return _as_bytes(None if sums is None else sums.cpu(), len(pages))
+            return _as_bytes(sums, len(pages))
 
     def store(self, pages: Sequence[int]) -> None:
         most = max(1, _STORE_BYTES // self._page_bytes)
@@ -151,11 +147,13 @@ class CudaPool:
                 pool.index_copy_(1, index.to(self._device), mirror[:, index].to(self._device))
             sums = self._digest(self._to_device(pages))
             self._stream.synchronize()
-            return _as_bytes(None if sums is None else sums.cpu(), len(pages))
+            return _as_bytes(sums, len(pages))
 
     def _warm_up(self) -> None:
         """Page 0, which is padding, into itself: kernels are compiled before the node is waited for."""
+        many = [0] * 512  # a kernel for few pages, and one for many
         self.digest([0])
+        self.digest(many)
         if has_kernels():
             from ..kernels.triton_pages import PoolAddress
 
@@ -163,14 +161,16 @@ class CudaPool:
             addresses = [PoolAddress(pool.data_ptr(), pool.shape[1]) for pool in self._pools]
             self.gather(CudaMapping(addresses, [], self._stream), [0], [0]).wait()
 
-    def _digest(self, pages: torch.Tensor) -> torch.Tensor | None:
-        """Checksums of `pages` [num_pages] int32 in all pools, [num_pages, checksums of a page] int64."""
-        sums = [
-            page_checksums(pool, pages, words)
-            for pool, words in zip(self._pools, self._block_words, strict=True)
-            if words
-        ]
-        return torch.cat(sums, dim=1) if len(sums) > 1 else next(iter(sums), None)
+    def _digest(self, pages: torch.Tensor) -> list[torch.Tensor]:
+        """Checksums of `pages` [num_pages] int32, [num_pages, checksums of a page of the pool] int64 a pool, written
+        by the device to pinned memory."""
+        sums: list[torch.Tensor] = []
+        for pool, words in zip(self._pools, self._block_words, strict=True):
+            if words:
+                shape = (pages.shape[0], pool.shape[0] * pool.shape[2] // words)
+                sums.append(torch.empty(shape, dtype=torch.int64, pin_memory=True))
+                page_checksums(pool, pages, words, sums[-1])
+        return sums
 
     def _pass_fences(self, pages: Sequence[int]) -> None:
         """What follows on the stream waits for what may still use the pages."""
@@ -263,9 +263,14 @@ def _exported(pool: torch.Tensor) -> DeviceHandle:
     return DeviceHandle(handle=_driver().handle_of(base), offset=offset, size=pool.nbytes)
 
 
-def _as_bytes(sums: torch.Tensor | None, num_pages: int) -> list[bytes]:
-    """A page's checksums as little-endian uint64; empty where there are none."""
-    if sums is None:
-        return [b""] * num_pages
-    rows: np.ndarray = sums.numpy().astype("<i8", copy=False)
-    return [row.tobytes() for row in rows]
+def _as_bytes(sums: Sequence[torch.Tensor], num_pages: int) -> list[bytes]:
+    """Of each page its checksums in all pools, as little-endian uint64; empty where there are none."""
+    columns = [_rows(each) for each in sums]
+    if len(columns) == 1:
+        return columns[0]
+    return [b"".join(parts) for parts in zip(*columns, strict=True)] if columns else [b""] * num_pages
+
+
+def _rows(sums: torch.Tensor) -> list[bytes]:
+    data, size = sums.numpy().astype("<i8", copy=False).tobytes(), 8 * sums.shape[1]
+    return [data[start : start + size] for start in range(0, len(data), size)]

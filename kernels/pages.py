@@ -34,20 +34,21 @@ def has_kernels() -> bool:
     return True
 
 
-def page_checksums(pool: torch.Tensor, pages: torch.Tensor, block_words: int) -> torch.Tensor:
-    """Checksums of all blocks of `block_words` words of the pages, [num_pages, num_layers * page_words / block_words]
-    int64 with the bits of uint64.
+def page_checksums(pool: torch.Tensor, pages: torch.Tensor, block_words: int, sums: torch.Tensor) -> None:
+    """Checksums of all blocks of `block_words` words of the pages, into `sums` [num_pages, num_layers * page_words /
+    block_words], int64 with the bits of uint64, contiguous, on the device or in pinned memory.
 
     `pool` [num_layers, pool_pages, page_words] int32, contiguous; `pages` [num_pages] int32 on its device."""
     if pool.is_cuda and has_kernels():
         from . import triton_pages
 
-        return triton_pages.page_checksums(pool, pages, block_words)
-    return page_checksums_ref(pool, pages, block_words)
+        triton_pages.page_checksums(pool, pages, block_words, sums)
+    else:
+        sums.copy_(page_checksums_ref(pool, pages, block_words), non_blocking=True)
 
 
 def page_checksums_ref(pool: torch.Tensor, pages: torch.Tensor, block_words: int) -> torch.Tensor:
-    """As `page_checksums`."""
+    """What `page_checksums` stores."""
     words = pool[:, pages.long()].transpose(0, 1).flatten(1).unflatten(1, (-1, block_words)).long() & 0xFFFFFFFF
     factors = multipliers(block_words + 1).to(pool.device)
     return (words * factors[1:]).sum(-1) + factors[0]

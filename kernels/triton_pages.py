@@ -16,7 +16,9 @@ import triton
 import triton.language as tl
 
 _GATHER_WORDS = 4096  # a program of `_gather_kernel`
-_ROWS, _WORDS = 16, 256  # blocks and words that a program of `_checksums_kernel` has at a time
+_TILE_WORDS = 4096  # of a program of `_checksums_kernel` at a time, in
+_ROWS, _FEW_ROWS = 16, 4  # blocks; of few pages, which would not fill the GPU, fewer blocks and longer pieces of them
+_FEW_PROGRAMS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +56,22 @@ def gather_pages(
         )  # fmt: skip
 
 
-def page_checksums(pool: torch.Tensor, pages: torch.Tensor, block_words: int) -> torch.Tensor:
+def page_checksums(pool: torch.Tensor, pages: torch.Tensor, block_words: int, sums: torch.Tensor) -> None:
     """kernels/pages.py: page_checksums, in one launch."""
     num_layers, pool_pages, page_words = pool.shape
     assert pool.dtype == torch.int32 and pool.is_contiguous() and pages.dtype == torch.int32, (pool.dtype, pages.dtype)
     assert page_words % block_words == 0, (page_words, block_words)
     num_blocks = page_words // block_words
-    sums = torch.empty((pages.shape[0], num_layers * num_blocks), dtype=torch.int64, device=pool.device)
-    rows = min(_ROWS, triton.next_power_of_2(num_blocks))
+    assert sums.shape == (pages.shape[0], num_layers * num_blocks) and sums.dtype == torch.int64, sums.shape
+    assert sums.is_contiguous() and (sums.device == pool.device or sums.is_pinned()), sums.device
+    rows = _ROWS if pages.shape[0] * num_layers * num_blocks >= _FEW_PROGRAMS * _ROWS else _FEW_ROWS
+    rows = min(rows, triton.next_power_of_2(num_blocks))
     if pages.shape[0]:
         _checksums_kernel[(pages.shape[0] * triton.cdiv(num_blocks, rows), num_layers)](
             pool, pages, sums, pool_pages,
             NUM_BLOCKS=num_blocks, BLOCK_WORDS=block_words, ROWS=rows,
-            WORDS=min(_WORDS, triton.next_power_of_2(block_words)), num_warps=4,
+            WORDS=min(_TILE_WORDS // rows, triton.next_power_of_2(block_words)), num_warps=4,
         )  # fmt: skip
-    return sums
 
 
 @triton.jit(

@@ -23,6 +23,13 @@ def make_pool(num_layers: int, num_pages: int, page_words: int, seed: int = 0) -
     return torch.randint(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64).int().to(DEVICE)
 
 
+def checksums(pool: torch.Tensor, pages: torch.Tensor, block_words: int) -> torch.Tensor:
+    num_blocks = pool.shape[0] * pool.shape[2] // block_words
+    sums = torch.empty((pages.shape[0], num_blocks), dtype=torch.int64, device=DEVICE)
+    triton_pages.page_checksums(pool, pages, block_words, sums)
+    return sums
+
+
 def numbers(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
@@ -48,17 +55,21 @@ def test_nothing_to_gather_launches_nothing() -> None:
     before = pool.clone()
     triton_pages.gather_pages(make_pool(1, 2, 4, seed=1), pool, numbers(), numbers())
     assert torch.equal(pool, before)
-    assert triton_pages.page_checksums(pool, numbers(), 2).shape == (0, 2)
+    assert checksums(pool, numbers(), 2).shape == (0, 2)
 
 
+@pytest.mark.parametrize("few", [0, 1 << 30], ids=["many", "few"])  # programs below which pages are few
 @pytest.mark.parametrize(
     ("shape", "block_words"),
     [((1, 2, 1), 1), ((2, 5, 4), 2), ((3, 7, 24), 3), ((2, 4, 5000), 500), ((1, 3, 40 * 8), 8), ((2, 3, 2048), 512)],
 )
-def test_checksums_equal_the_reference(shape: tuple[int, int, int], block_words: int) -> None:
+def test_checksums_equal_the_reference(
+    shape: tuple[int, int, int], block_words: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_pages, "_FEW_PROGRAMS", few)
     pool = make_pool(*shape)
     pages = numbers(shape[1] - 1, 0)
-    sums = triton_pages.page_checksums(pool, pages, block_words)
+    sums = checksums(pool, pages, block_words)
     assert torch.equal(sums, page_checksums_ref(pool, pages, block_words))
     assert sums.unique().numel() == sums.numel() == 2 * shape[0] * shape[2] // block_words
 
@@ -84,8 +95,8 @@ def test_every_changed_bit_and_swapped_word_shows() -> None:
     pool[0, :, 0] = 0x5A5A5A5A
     for bit in range(32):
         pool[0, bit, 0] ^= -(2**31) if bit == 31 else 1 << bit
-    sums = triton_pages.page_checksums(pool, torch.arange(40, dtype=torch.int32, device=DEVICE), 1)[:, 0]
+    sums = checksums(pool, torch.arange(40, dtype=torch.int32, device=DEVICE), 1)[:, 0]
     assert sums[:32].unique().numel() == 32 and sums[32] not in sums[:32]
     pair = numbers(1, 2, 2, 1, 0, 0, 1, 2).view(1, 4, 2)
-    first, second, third, fourth = triton_pages.page_checksums(pair, numbers(0, 1, 2, 3), 2)[:, 0].tolist()
+    first, second, third, fourth = checksums(pair, numbers(0, 1, 2, 3), 2)[:, 0].tolist()
     assert first == fourth and len({first, second, third}) == 3

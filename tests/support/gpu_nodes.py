@@ -6,7 +6,7 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -144,7 +144,7 @@ def gpu_prefill(
     try:
         yield GpuPrefill(process, pipe, Peer(node_id="p0", epoch=epoch, data_address=pipe.recv()))
     finally:
-        if process.is_alive():
+        with suppress(OSError):  # it may have been killed
             pipe.send(Order("end"))
         process.join(20)
         process.kill()
