@@ -12,7 +12,8 @@ used up nothing is drafted, whatever the estimate says. So in N rounds' time dra
 
 While nothing is drafted nothing is learnt. A part of the time pays for trying again, half as much after each try that
 led nowhere, until another sequence comes. While drafts are made, a round without them is run now and then, most often
-at first: what drafts are measured against must be known too.
+at first: what drafts are measured against must be known too. Between two of those one has a step more than seems best,
+in case the table is wrong about those that are not run.
 """
 
 from __future__ import annotations
@@ -98,6 +99,8 @@ class StepChooser:
         elif self._since_plain >= self._plain_after(num_seqs):
             self._since_plain = 0
             return 0
+        elif self._since_plain == self._plain_after(num_seqs) // 2 and wanted + 1 in choices:
+            return self._allowed(wanted + 1, slots, usable, num_missed)
         return wanted
 
     def observe(

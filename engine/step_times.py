@@ -34,8 +34,8 @@ class StepTimes:
     """A table of seconds by (batch size, steps), linear between what was measured.
 
     The table is of short sequences on an idle machine. What rounds really take corrects it: by a factor for all, as the
-    machine and the contexts are, and by one for rounds with drafts and one for those without, of batches of about that
-    size. Catching up on rows that the drafter has not seen has a time of its own: so much a call and so much a row."""
+    machine and the contexts are, and by one for each number of steps, of batches of about that size. Catching up on
+    rows that the drafter has not seen has a time of its own: so much a call and so much a row."""
 
     def __init__(self, seconds: Mapping[tuple[int, int], float]) -> None:
         """`seconds` holds, for each of some batch sizes, the same numbers of steps, 0 among them."""
@@ -45,7 +45,7 @@ class StepTimes:
         assert self._steps[0] == 0 and len(seconds) == len(self._sizes) * len(self._steps), sorted(seconds)
         self._known: dict[tuple[int, int], float] = {}  # what `_table` found
         self._log_common = 0.0
-        self._own: dict[tuple[bool, int], _Correction] = {}  # by whether anything is drafted, and magnitude of the size
+        self._own: dict[tuple[int, int], _Correction] = {}  # by steps and magnitude of the size
         self._last = {False: _Correction(), True: _Correction()}  # used last, of rounds without and with drafts
         self._catch_up = _Correction()
 
@@ -69,7 +69,7 @@ class StepTimes:
 
     def seconds(self, size: int, num_steps: int) -> float:
         """Of a round of `size` sequences; sizes and steps beyond those measured are extrapolated."""
-        own = self._own.get((num_steps > 0, size.bit_length())) or self._last[num_steps > 0]
+        own = self._own.get((num_steps, size.bit_length())) or self._last[num_steps > 0]
         return math.exp(self._log_common + own.log) * self._table(size, num_steps)
 
     def catch_up_seconds(self, num_rows: int) -> float:
@@ -84,13 +84,13 @@ class StepTimes:
 
     def num_seen(self, size: int, num_steps: int) -> int:
         """How many such rounds have corrected the table."""
-        own = self._own.get((num_steps > 0, size.bit_length()))
+        own = self._own.get((num_steps, size.bit_length()))
         return 0 if own is None else own.count
 
     def doubt(self, size: int) -> float:
         """By how much the ratio of rounds with and without drafts may be wrong: little once many have been seen."""
-        counts = (min(_ENOUGH, self.num_seen(size, steps)) for steps in (0, 1))
-        return sum(_SPREAD / math.sqrt(1 + count) for count in counts)
+        counts = (self.num_seen(size, 0), self._last[True].count)
+        return sum(_SPREAD / math.sqrt(1 + min(_ENOUGH, count)) for count in counts)
 
     def observe(self, size: int, num_steps: int, seconds: float, num_caught_up: int = 0) -> float:
         """A round took so long, with catching up on that many rows. Returns the seconds that are believed."""
@@ -101,7 +101,7 @@ class StepTimes:
             return min(seconds, expected_s + catch_up_s * math.exp(_MAX_CATCH_UP_ERROR))
         error = _bounded(math.log(max(seconds, 1e-6) / expected_s), _MAX_ERROR)
         is_drafted = num_steps > 0
-        own = self._own.setdefault((is_drafted, size.bit_length()), _Correction(self._last[is_drafted].log))
+        own = self._own.setdefault((num_steps, size.bit_length()), _Correction(self._last[is_drafted].log))
         self._last[is_drafted] = own
         own.correct(error)
         self._log_common += _COMMON_RATE * min(1.0, own.count / 8) * error
