@@ -234,7 +234,6 @@ class HandoffServer:
         if known.transport != transport:
             logger.info("decode node %s linked, pages travel by %s", hello.node_id, transport)
             known.transport = transport
-            self._bring_offered(holder)
         self._send(holder, self._welcome(transport))
 
     def _welcome(self, transport: str) -> LinkWelcome:
@@ -253,14 +252,6 @@ class HandoffServer:
             return welcome
         pools = DevicePools(device=self._device.device, handles=self._device.handles)
         return DeviceWelcome(**msgspec.structs.asdict(welcome), pools=pools)
-
-    def _bring_offered(self, holder: Holder) -> None:
-        """The link's pages travel by another transport than when they were offered, if any were."""
-        if self._links[holder].transport == "local":
-            for unit in self._book.units:
-                ticket = self._book.get(unit)
-                if ticket is not None and ticket.holder == holder:
-                    self._pages.bring([ticket.pages[index] for index in ticket.checksums])
 
     def _claim(self, holder: Holder, unit: Unit, have: int) -> None:
         match self._book.claim(unit, holder, have, self._links[holder].epoch):

@@ -41,6 +41,7 @@ class CudaIpcTransport(Transport):
         super().__init__(memory)
         self.device = device
         self._pools, self._peer = pools, generations
+        self._is_closed = False
         self._launches: deque[_Launch] = deque()
 
     @classmethod
@@ -92,8 +93,10 @@ class CudaIpcTransport(Transport):
         for _, gather in self._launches:
             gather.wait()
         self._launches.clear()
-        self._pools.close()
-        self._peer.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self._pools.close()
+            self._peer.close()
 
     def _launch(self) -> None:
         most = max(1, GATHER_BYTES // self.page_bytes)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from fuzz_buses import MembershipTarget, RouterTarget
 from fuzz_sockets import SocketTarget
-from fuzz_targets import DECODERS, ClientTarget, DecoderTarget, RowTarget, ServerTarget, Target
+from fuzz_targets import DECODERS, ClientTarget, DecoderTarget, GpuClientTarget, RowTarget, ServerTarget, Target
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +18,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "row": RowTarget,
     "server": ServerTarget,
     "client": ClientTarget,
+    "client on a GPU": GpuClientTarget,
     "membership": MembershipTarget,
     "router": RouterTarget,
     "sockets": SocketTarget,

@@ -66,6 +66,8 @@ class FakeDevice:
     """Pools in "device memory" beside `memory`, uint8 [num_layers, num_pages, page_layer_bytes] each. `is_slow`: work
     waits for `run`; else it is done at once."""
 
+    can_be_mapped = True
+
     def __init__(self, memory: Sequence[PageMemory], *, has_checksums: bool = True, seed: int | None = None) -> None:
         """`seed`: of the bytes in the pools; None: zeros. The mirror has zeros."""
         self.memory, self.has_checksums = memory, has_checksums
@@ -77,7 +79,7 @@ class FakeDevice:
                 pool[:] = rng.integers(0, 256, pool.shape, np.uint8)
         self.views = [View(self, place) for place in range(len(memory))]
         self.device = f"GPU-{next(_numbers)}"
-        self.handles = tuple(self._handle(place) for place in range(len(memory)))
+        self.handles = tuple(self._handle(place) for place in range(len(memory) if self.can_be_mapped else 0))
         self.mappings: list[FakeMapping] = []
         self.calls: list[tuple[str, list[int]]] = []
         self.num_waits = 0

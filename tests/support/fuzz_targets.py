@@ -25,7 +25,7 @@ from baton.metadata.checksums import page_checksums, row_checksum
 from baton.metadata.errors import ProtocolError
 from baton.metadata.handoff_client import Arrived
 from baton.metadata.handoff_server import MAX_LINKS
-from baton.metadata.node_info import Peer, PoolLayout
+from baton.metadata.node_info import DevicePools, Peer, PoolLayout
 from baton.metadata.request import Unit, pack_ids
 from baton.metadata.schema import make_schema, page_bytes, row_bytes
 from baton.metadata.tickets import MAX_PARKED, TicketEnded
@@ -228,6 +228,8 @@ class ClientTarget(Target):
     """A decode node's end of a data link to a hostile prefill node: it writes no page that was not claimed for it."""
 
     name = "handoff client"
+    has_gpu = False
+    transports = ("local", "zmq")
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,8 +237,9 @@ class ClientTarget(Target):
         self.wire, self.clock = wire, Clock()
         self.evil = wire.socket(zmq.ROUTER)
         self.evil.bind("tcp://127.0.0.1:*")
-        self.server, self.source = make_server(context=wire, clock=self.clock)  # whose memory it offers
-        self.client, self.target = make_client(context=wire, clock=self.clock)
+        common: dict[str, Any] = {"context": wire, "clock": self.clock, "has_gpu": self.has_gpu}
+        self.server, self.source = make_server(**common)  # whose memory it offers
+        self.client, self.target = make_client(**common, transports=self.transports)
         self.guard = [pool.pages.copy() for pool in self.target]
         self.claims: dict[Unit, str] = {}
         self.number = 0
@@ -284,16 +287,11 @@ class ClientTarget(Target):
         sources = [rng.randint(1, 31) for _ in indices]
         row = rng.choice([None, None, make_row(SCHEMA), bytes(row_bytes(SCHEMA))])
         makers = (
-            lambda: m.LinkWelcome(
-                node_id="evil", epoch=epoch, transport=rng.choice(["zmq", "local"]), lease_s=1.0, num_pages=32,
-                pid=rng.choice([os.getpid(), os.getpid(), 1, 2**40]),
-                fds=(rng.choice([self.source[0].fd or 0, 0, 1, 2, 7]),),
-                sizes=(rng.choice([self.source[0].size, self.source[0].size, 0, 2**62]),),
-            ),
+            lambda: self._welcome(rng, epoch),
             lambda: m.Offer(
                 unit=unit, num_pages=3, indices=pack_ids(indices), pages=pack_ids(sources),
                 generations=b"".join(int(self.source[0].generations[page]).to_bytes(8, "little") for page in sources),
-                checksums=b"".join(page_checksums(self.source, page) for page in sources),
+                checksums=self._checksums(sources),
                 row=row, row_checksum=0 if row is None else row_checksum(row),
             ),
             lambda: m.Pages(unit=unit, indices=pack_ids(indices), generations=bytes(8 * len(indices))),
@@ -303,6 +301,18 @@ class ClientTarget(Target):
             lambda: make_sample(rng.choice(get_args(m.ToDecode)), rng),
         )  # fmt: skip
         return rng.choices(makers, (6, 8, 4, 1, 1, 0.3, 2))[0]()
+
+    def _welcome(self, rng: random.Random, epoch: str) -> m.LinkWelcome:
+        fd, size = self.server._memory[0].fd or 0, self.server._memory[0].size
+        return m.LinkWelcome(
+            node_id="evil", epoch=epoch, transport=rng.choice(self.transports), lease_s=1.0, num_pages=32,
+            pid=rng.choice([os.getpid(), os.getpid(), 1, 2**40]),
+            fds=(rng.choice([fd, 0, 1, 2, 7]),),
+            sizes=(rng.choice([size, size, 0, 2**62]),),
+        )  # fmt: skip
+
+    def _checksums(self, sources: list[int]) -> bytes:
+        return b"".join(page_checksums(self.source, page) for page in sources)
 
     def _pages(self, rng: random.Random) -> list[bytes]:
         """Pages as if they had been asked for, now and then of a wrong size."""
@@ -325,3 +335,31 @@ class ClientTarget(Target):
         assert len(self.client._links) <= 1
         for pool, guard in zip(self.target, self.guard, strict=True):
             assert (pool.pages[:, :41] == guard[:, :41]).all() and (pool.pages[:, 43:] == guard[:, 43:]).all()
+
+
+class GpuClientTarget(ClientTarget):
+    """The same on a GPU that maps the peer's, if what the peer says can be mapped."""
+
+    name = "handoff client on a GPU"
+    has_gpu = True
+    transports = ("cuda_ipc", "local", "zmq")
+
+    def _welcome(self, rng: random.Random, epoch: str) -> m.LinkWelcome:
+        welcome = super()._welcome(rng, epoch)
+        [known] = self.source[0].device.handles
+        if rng.random() < 0.5:  # one that can be
+            first = self.server._memory[0]
+            changes: dict[str, Any] = {"pid": os.getpid(), "fds": (first.fd or 0,), "sizes": (first.size,)}
+            fields = msgspec.structs.asdict(welcome) | changes | {"transport": "cuda_ipc"}
+            return m.DeviceWelcome(**fields, pools=DevicePools(device="GPU-evil", handles=(known,)))
+        if rng.random() < 0.3:
+            return welcome
+        handle = rng.choice([known, msgspec.structs.replace(known, handle=rng.randbytes(64))])
+        fields = msgspec.structs.asdict(welcome) | {
+            "transport": rng.choice(["cuda_ipc", "cuda_ipc", "cuda_ipc", "local"])
+        }
+        pools = DevicePools(device="GPU-evil", handles=(handle,) * rng.choice([1, 1, 1, 2]))
+        return m.DeviceWelcome(**fields | {"pools": pools, "num_pages": rng.choice([32, 32, 32, 2**31])})
+
+    def _checksums(self, sources: list[int]) -> bytes:
+        return b"".join(self.source[0].device.digest(sources))

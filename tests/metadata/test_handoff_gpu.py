@@ -1,0 +1,221 @@
+"""Nodes on GPUs settle how their pages travel, and copy to the host what must travel that way, nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import msgspec
+import pytest
+from fake_device import FakeDevice
+from handoff_nodes import SCHEMA, make_client, make_row, make_server, named, peer_of, same_pages, spin, unit
+
+from baton.engine.config import EngineConfig
+from baton.engine.startup import transports
+from baton.metadata import messages as m
+from baton.metadata.addresses import host_identity
+from baton.metadata.errors import ConfigError, TransferError
+from baton.metadata.handoff_client import Arrived, TransferFailed
+from baton.metadata.transports import faulty
+from baton.metadata.transports.cuda_ipc import CudaIpcTransport
+
+ALL = ("cuda_ipc", "local", "zmq")
+
+
+class GpuPair:
+    """Both nodes on FakeDevices."""
+
+    def __init__(self, transports: tuple[str, ...] = ALL, **server_settings: Any) -> None:
+        self.server, self.source = make_server(has_gpu=True, **server_settings)
+        self.client, self.target = make_client(has_gpu=True, transports=transports)
+        self.theirs: FakeDevice = self.source[0].device
+        self.ours: FakeDevice = self.target[0].device
+
+    @property
+    def transport(self) -> Any:
+        return self.client._links[self.server.epoch].transport
+
+    def offer(self) -> None:
+        self.server.open(unit(), 2)
+        self.server.offer(unit(), [0, 1], [5, 6], [1, 1])
+        self.server.finish(unit(), make_row(SCHEMA))
+
+    def claim(self) -> None:
+        self.client.claim(unit(), peer_of(self.server), 0, [9, 8])
+
+    def spin(self) -> Any:
+        """To the end of the transfer."""
+        ends = (Arrived, TransferFailed)
+        events = spin([self.server, self.client], lambda events: any(isinstance(each, ends) for each in events))
+        return next(each for each in events if isinstance(each, ends))
+
+    def close(self) -> None:
+        for node in (self.client, self.server, *self.source, *self.target):
+            node.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[GpuPair]:
+    pair = GpuPair()
+    yield pair
+    pair.ours.run()
+    pair.close()
+
+
+def test_the_best_that_both_can_is_taken_and_no_page_comes_to_the_host(pair: GpuPair) -> None:
+    pair.offer()
+    pair.claim()
+    assert pair.spin().times.transport == "cuda_ipc"
+    assert same_pages(pair.target, [9, 8], pair.source, [5, 6])
+    assert pair.theirs.called("store") == pair.ours.called("load") == []
+    assert pair.theirs.called("digest") == [5, 6] and pair.ours.called("expect") == [9, 8]
+    assert not any(memory.pages.any() for memory in (*pair.ours.memory, *pair.theirs.memory))
+
+
+@pytest.mark.parametrize("is_claimed_first", [True, False])
+@pytest.mark.parametrize("name", ["local", "zmq"])
+def test_pages_come_to_the_host_for_a_link_that_needs_them_there(name: str, is_claimed_first: bool) -> None:
+    pair = GpuPair((name,))
+    if is_claimed_first:
+        pair.claim()
+        spin([pair.server, pair.client], lambda _: pair.server._book._parked)
+    pair.offer()
+    assert pair.theirs.called("store") == ([5, 6] if name == "local" and is_claimed_first else [])
+    if not is_claimed_first:
+        pair.claim()
+    assert pair.spin().times.transport == name
+    assert sorted(pair.theirs.called("store")) == [5, 6] and pair.ours.called("load") == [9, 8]
+    assert same_pages(pair.target, [9, 8], pair.source, [5, 6])
+    pair.close()
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_what_cannot_be_mapped_travels_by_the_next_best(
+    pair: GpuPair, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    def fail(*_: Any) -> None:
+        raise TransferError("out of peers")
+
+    monkeypatch.setattr(pair.ours, "map", fail)
+    if failing == 2:
+        monkeypatch.setattr("baton.metadata.handoff_link.LocalTransport.map", fail)
+    pair.offer()
+    pair.claim()
+    assert pair.spin().times.transport == ("local", "zmq")[failing - 1]
+    assert same_pages(pair.target, [9, 8], pair.source, [5, 6])
+
+
+def test_pools_that_cannot_be_shared_are_not_offered_for_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeDevice, "can_be_mapped", False)
+    pair = GpuPair()
+    pair.offer()
+    pair.claim()
+    assert pair.spin().times.transport == "local" and not pair.ours.mappings
+    pair.close()
+
+
+def test_no_page_of_a_gpu_is_mapped_from_another_host(pair: GpuPair) -> None:
+    pair.client._hello = msgspec.structs.replace(pair.client._hello, host="elsewhere")
+    pair.offer()
+    pair.claim()
+    assert pair.spin().times.transport == "zmq" and not pair.ours.mappings
+
+
+def test_the_loop_comes_back_while_the_device_copies(pair: GpuPair) -> None:
+    pair.ours.is_slow = True
+    pair.offer()
+    pair.claim()
+    spin([pair.server, pair.client], lambda _: pair.ours.called("gather"))
+    assert pair.client.poll() == [] and pair.client.wait_s() == 0.0
+    pair.ours.run()
+    assert named(pair.client.poll(), Arrived) and pair.ours.num_waits == 0
+
+
+def test_a_revoked_ticket_is_given_back_when_the_device_is_done(pair: GpuPair) -> None:
+    pair.ours.is_slow = True
+    pair.offer()
+    pair.claim()
+    spin([pair.server, pair.client], lambda _: pair.ours.called("gather"))
+    pair.server.revoke(unit(), False, "no more")
+    spin([pair.server, pair.client], lambda events: not pair.server.tickets())
+    assert pair.ours.num_waits == 1
+
+
+def test_a_closed_life_is_unmapped_at_once(pair: GpuPair) -> None:
+    pair.offer()
+    pair.claim()
+    pair.spin()
+    [mapping] = pair.ours.mappings
+    pair.client.close_peer(pair.server.epoch)
+    assert mapping.is_closed
+
+
+def test_a_node_of_protocol_4_gets_no_message_that_it_does_not_know(pair: GpuPair) -> None:
+    """It names no transport of protocol 5."""
+    hello = msgspec.structs.replace(pair.client._hello, transports=("local", "zmq"), host=host_identity())
+    sent: list[Any] = []
+    pair.server._send = lambda holder, message, data=None: sent.append(message)  # type: ignore[method-assign]
+    pair.server._meet(b"old", hello)
+    pair.server._meet(b"new", msgspec.structs.replace(hello, transports=ALL))
+    assert [type(message) for message in sent] == [m.LinkWelcome, m.DeviceWelcome]
+    plain = msgpack.unpackb(msgspec.msgpack.encode(sent[0]))
+    assert set(plain) == {
+        *("type", "node_id", "epoch", "transport", "lease_s", "num_pages", "pid", "fds", "sizes"),
+    }
+
+
+@pytest.mark.parametrize("length", [0, 63, 65])
+def test_a_handle_has_64_bytes(sample: Any, length: int) -> None:
+    welcome = sample(m.DeviceWelcome)
+    handle = msgspec.structs.replace(welcome.pools.handles[0], handle=bytes(length))
+    pools = msgspec.structs.replace(welcome.pools, handles=(handle,))
+    with pytest.raises(msgspec.ValidationError):
+        m.to_decode_decoder.decode(msgspec.msgpack.encode(msgspec.structs.replace(welcome, pools=pools)))
+
+
+@pytest.mark.parametrize(("here", "there"), [(True, False), (False, True)])
+def test_nodes_on_cpu_and_gpu_refuse_each_other_in_words(here: bool, there: bool) -> None:
+    server, source = make_server(has_gpu=here)
+    client, target = make_client(has_gpu=there, transports=("zmq",))
+    client.claim(unit(), peer_of(server), 0, [3, 4])
+    events = spin([server, client], lambda events: named(events, TransferFailed))
+    names = {True: "multilinear64", False: "xxh3_64"}
+    [failed] = named(events, TransferFailed)
+    assert failed.is_refused and f"checksum: {names[here]} here, {names[there]} there" in failed.reason
+    for node in (client, server, *source, *target):
+        node.close()
+
+
+def test_a_flipped_bit_on_the_device_is_found_and_pulled_again(
+    pair: GpuPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "plan.json").write_bytes(msgspec.json.encode(faulty.Plan(pages={"flip": 1.0}, most=1)))
+    faults = faulty.Faults(tmp_path / "plan.json")
+    monkeypatch.setattr(CudaIpcTransport, "step", faulty._spoiling(CudaIpcTransport.step, faults))
+    pair.offer()
+    pair.claim()
+    assert isinstance(pair.spin(), Arrived) and pair.client.num_checksum_failures == 1
+    assert same_pages(pair.target, [9, 8], pair.source, [5, 6])
+    noted = [json.loads(line) for line in (tmp_path / "plan.faults").read_text().splitlines()]
+    assert [each["kind"] for each in noted] == ["page flip"]
+
+
+class _Engine:
+    """What `transports` asks of an engine."""
+
+    def __init__(self, device_pool: Any) -> None:
+        self.device_pool = device_pool
+        self.device = type("Device", (), {"type": "cpu"})
+
+
+def test_transports_are_named_best_first() -> None:
+    on_cpu, on_gpu = _Engine(None), _Engine(object())
+    assert transports(EngineConfig(), on_cpu) == ("local", "zmq")  # type: ignore[arg-type]
+    assert transports(EngineConfig(), on_gpu) == ALL  # type: ignore[arg-type]
+    assert transports(EngineConfig(transport="zmq"), on_gpu) == ("zmq",)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="transport cuda_ipc needs device cuda, this node is on cpu"):
+        transports(EngineConfig(transport="cuda_ipc"), on_cpu)  # type: ignore[arg-type]
