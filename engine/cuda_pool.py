@@ -199,6 +199,7 @@ class _Driver:
     """The few calls of libcuda that torch does not offer. Raises OSError where there is none."""
 
     def __init__(self) -> None:
+        self._own: dict[bytes, int] = {}  # where allocations of this process lie, by handle
         self._lib = ctypes.CDLL("libcuda.so.1")
         self._lib.cuIpcOpenMemHandle_v2.argtypes = (ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint)
         self._lib.cuIpcCloseMemHandle.argtypes = (ctypes.c_uint64,)
@@ -219,10 +220,14 @@ class _Driver:
         """The handle of an allocation, 64 bytes."""
         handle = _Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+        self._own[bytes(handle)] = base
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
-        """Maps an allocation of another process; returns where. The caller closes it."""
+        """Maps an allocation of another process; returns where. The caller closes it. One of this process, which CUDA
+        would not map, lies where it lies."""
+        if handle in self._own:
+            return self._own[handle]
         base = ctypes.c_uint64()
         self._call(
             "cuIpcOpenMemHandle_v2", ctypes.byref(base), _Handle.from_buffer_copy(handle), _LAZY_ENABLE_PEER_ACCESS
@@ -231,7 +236,8 @@ class _Driver:
 
     def close(self, base: int) -> None:
         """Unmaps it."""
-        self._call("cuIpcCloseMemHandle", base)
+        if base not in self._own.values():
+            self._call("cuIpcCloseMemHandle", base)
 
     def _call(self, name: str, *args: Any) -> None:
         status: int = getattr(self._lib, name)(*args)

@@ -326,13 +326,14 @@ class HandoffClient:
         inbound = self._inbound.get(move.unit)
         if inbound is None or link.transport is None:
             return  # another page of it has failed meanwhile
-        where = f"page {move.index} from prefill node {link.peer.node_id}"
         if landed.generation != move.generation:
+            where = f"page {move.index} from prefill node {link.peer.node_id}"
             reason = f"{where} was reused: generation {landed.generation} there, {move.generation} offered"
             self._fail(move.unit, reason, tell=link)
             return
         block = self._pages.first_difference(landed, inbound.checksums[move.index])
         if block is not None:
+            where = f"page {move.index} from prefill node {link.peer.node_id}"
             self.num_checksum_failures += 1
             logger.warning("%s %s: checksum of block %d is wrong", move.unit, where, block)
             if inbound.count_pull(move.index) >= MAX_PULLS:

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from .bus import DroppedFrames, bound_address, decode_frame, receive_frames
-from .checksums import row_checksum
+from .checksums import CHECKSUM_BYTES, row_checksum
 from .curve import KeyPair
 from .device_pool import DevicePool
 from .errors import ProtocolError
@@ -50,7 +50,7 @@ from .messages import (
 )
 from .node_info import DevicePools, HandoffSchema
 from .request import Unit, pack_ids, unpack_ids
-from .schema import page_bytes, row_bytes
+from .schema import blocks_per_page, page_bytes, row_bytes
 from .tickets import Claimed, Holder, Refund, Ticket, TicketBook, TicketEnded
 from .transports.zmq import MESSAGE_BYTES
 
@@ -58,6 +58,7 @@ logger = logging.getLogger(__name__)
 
 DRAIN_MESSAGES = 256
 DRAIN_BYTES = 64 << 20  # of pages copied out in one poll
+OFFER_BYTES = 256 << 10  # of checksums in a message: decode begins with some pages while the next are told of
 MAX_LINKS = 1024
 MAX_UNSENT = 16  # messages of pages that wait for one decode node; ours never asks for that many
 
@@ -293,19 +294,13 @@ class HandoffServer:
         if not indices and ticket.row is None:
             return
         self._digest(ticket, indices)
-        if self._links[ticket.holder].transport == "local":
+        link = self._links.get(ticket.holder)  # None: a later hello was refused, and the ticket ends with its lease
+        if link is not None and link.transport == "local":
             self._pages.bring([ticket.pages[index] for index in indices])
-        offer = Offer(
-            unit=ticket.unit,
-            num_pages=ticket.num_pages,
-            indices=pack_ids(indices),
-            pages=pack_ids(ticket.pages[index] for index in indices),
-            generations=array("q", [ticket.generations[index] for index in indices]).tobytes(),
-            checksums=b"".join(ticket.checksums[index] for index in indices),
-            row=ticket.row,
-            row_checksum=0 if ticket.row is None else row_checksum(ticket.row),
-        )
-        self._send(ticket.holder, offer)
+        most = max(1, OFFER_BYTES // max(1, CHECKSUM_BYTES * blocks_per_page(self._schema)))
+        pieces = [indices[start : start + most] for start in range(0, len(indices), most)] or [indices]
+        for number, piece in enumerate(pieces, 1):
+            self._send(ticket.holder, _offer_of(ticket, piece, ticket.row if number == len(pieces) else None))
 
     def _digest(self, ticket: Ticket, indices: Sequence[int]) -> None:
         """The ticket has checksums of these pages, less those that its holder has."""
@@ -345,6 +340,19 @@ class HandoffServer:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
             self._forget_link(holder, f"its link is closed ({error.strerror})")
+
+
+def _offer_of(ticket: Ticket, indices: Sequence[int], row: bytes | None) -> Offer:
+    return Offer(
+        unit=ticket.unit,
+        num_pages=ticket.num_pages,
+        indices=pack_ids(indices),
+        pages=pack_ids(ticket.pages[index] for index in indices),
+        generations=array("q", [ticket.generations[index] for index in indices]).tobytes(),
+        checksums=b"".join(ticket.checksums[index] for index in indices),
+        row=row,
+        row_checksum=0 if row is None else row_checksum(row),
+    )
 
 
 def _unpack(ids: bytes) -> list[int]:

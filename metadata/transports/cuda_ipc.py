@@ -21,7 +21,7 @@ from ..messages import DeviceWelcome
 from ..request import Unit
 from .base import Landed, Move, Transport
 
-GATHER_BYTES = 256 << 20  # of one launch: forgetting a unit waits for at most what is under way
+GATHER_BYTES = 512 << 20  # of one launch: forgetting a unit waits for at most what is under way
 MAX_UNDER_WAY = 2  # launches: while one is looked at the device has the next
 
 

@@ -225,3 +225,13 @@ def test_many_pages_take_several_launches(monkeypatch: pytest.MonkeyPatch) -> No
         assert isinstance(poll_until(client, (Arrived, TransferFailed)), Arrived)
         assert same(ours, pages[::-1], model, pages)
         client.close()
+
+
+def test_two_nodes_in_one_process_need_no_mapping() -> None:
+    ours, theirs = make_pool(SCHEMA, NUM_PAGES), make_pool(SCHEMA, NUM_PAGES, seed=1)
+    for _ in range(2):
+        mapping = ours.pool.map(theirs.pool.handles, NUM_PAGES)
+        gather = ours.pool.gather(mapping, [3, 4], [7, 9])
+        gather.wait()
+        assert gather.checksums() == theirs.pool.digest([3, 4]) and same(ours, [7, 9], theirs, [3, 4])
+        mapping.close()

@@ -19,6 +19,8 @@ from baton.metadata import messages as m
 from baton.metadata.addresses import host_identity
 from baton.metadata.errors import ConfigError, TransferError
 from baton.metadata.handoff_client import Arrived, TransferFailed
+from baton.metadata.request import unpack_ids
+from baton.metadata.schema import blocks_per_page
 from baton.metadata.transports import faulty
 from baton.metadata.transports.cuda_ipc import CudaIpcTransport
 
@@ -219,3 +221,22 @@ def test_transports_are_named_best_first() -> None:
     assert transports(EngineConfig(transport="zmq"), on_gpu) == ("zmq",)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="transport cuda_ipc needs device cuda, this node is on cpu"):
         transports(EngineConfig(transport="cuda_ipc"), on_cpu)  # type: ignore[arg-type]
+
+
+def test_many_pages_are_offered_in_several_messages(pair: GpuPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pages' checksums a message; the row comes with the last."""
+    monkeypatch.setattr("baton.metadata.handoff_server.OFFER_BYTES", 2 * 8 * blocks_per_page(SCHEMA) + 1)
+    sent: list[Any] = []
+    send = pair.server._send
+    monkeypatch.setattr(
+        pair.server, "_send", lambda holder, message, data=None: (sent.append(message), send(holder, message, data))
+    )
+    pair.server.open(unit(), 5)
+    pair.server.offer(unit(), range(5), [5, 6, 7, 8, 9], [1] * 5)
+    pair.server.finish(unit(), make_row(SCHEMA))
+    pair.client.claim(unit(), peer_of(pair.server), 0, [1, 2, 3, 4, 10])
+    assert isinstance(pair.spin(), Arrived)
+    offers = named(sent, m.Offer)
+    assert [unpack_ids(offer.indices) for offer in offers] == [[0, 1], [2, 3], [4]]
+    assert [offer.row is not None for offer in offers] == [False, False, True]
+    assert same_pages(pair.target, [1, 2, 3, 4, 10], pair.source, [5, 6, 7, 8, 9])

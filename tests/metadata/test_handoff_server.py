@@ -389,6 +389,16 @@ def test_a_refused_node_is_told_both_values(nodes):
     assert "aaaaaaaaaaaaaaaa here, ffffffffffffffff there" in decode.get(server, LinkRefused).reason
 
 
+def test_a_link_that_was_refused_later_stops_nothing(server, decode):
+    """Its ticket lives on for a lease, and is offered pages that nobody takes."""
+    claim(server, decode, offered=1)
+    decode.hello(layout=make_schema(TARGET, None, 8))
+    decode.get(server, LinkRefused)
+    server.offer(unit(), [1], [6], [1])
+    server.poll()
+    assert server.tickets() == [unit()]
+
+
 def test_a_refusal_is_no_longer_than_a_message_may_be(nodes, server):
     """However many fields differ: the other side must be able to read why."""
     decode = Decode(server.address, hello=False)
