@@ -1,7 +1,7 @@
 """Handoff between two processes on one host against a plain memcpy of the same bytes.
 
     python tests/benchmarks/bench_handoff.py [--rounds 9] [--mib 64]
-    python tests/benchmarks/bench_handoff.py --device cuda [--devices 0 1] [--transports cuda_ipc local]
+    python tests/benchmarks/bench_handoff.py --device cuda [--devices 0 1] [--page-size 16] [--transports cuda_ipc local]
 
 A cell is the time from `claim` to `Arrived`: all pages lie in decode's own pool, checked where digests are on, and the
 row has come; its ticket was complete before. What prefill pays to digest while offering is a row of its own. The cells
@@ -182,13 +182,14 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=64, help="size of one handoff")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--devices", type=int, nargs="+", default=[0], help="GPUs of prefill and decode")
+    parser.add_argument("--page-size", type=int, default=64, help="tokens of a page, on GPUs")
     parser.add_argument("--transports", nargs="+", default=["cuda_ipc"], help="on GPUs")
     args = parser.parse_args()
     if args.device == "cuda":
         import handoff_cuda
 
         devices = [f"cuda:{number}" for number in args.devices]
-        rows = handoff_cuda.measure(devices, tuple(args.transports), args.rounds)
+        rows = handoff_cuda.measure(devices, tuple(args.transports), args.rounds, args.page_size)
         handoff_cuda.report(rows)
         print(json.dumps(rows))
         return

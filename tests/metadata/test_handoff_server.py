@@ -392,7 +392,7 @@ def test_a_refused_node_is_told_both_values(nodes):
 def test_a_link_that_was_refused_later_stops_nothing(server, decode):
     """Its ticket lives on for a lease, and is offered pages that nobody takes."""
     claim(server, decode, offered=1)
-    decode.hello(layout=make_schema(TARGET, None, 8))
+    decode.hello(layout=make_schema(SCHEMA.target, None, 8))
     decode.get(server, LinkRefused)
     server.offer(unit(), [1], [6], [1])
     server.poll()
