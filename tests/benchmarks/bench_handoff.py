@@ -1,7 +1,7 @@
 """Handoff between two processes on one host against a plain memcpy of the same bytes.
 
     python tests/benchmarks/bench_handoff.py [--rounds 9] [--mib 64]
-    python tests/benchmarks/bench_handoff.py --device cuda [--devices 0 1] [--page-size 16] [--transports cuda_ipc local]
+    python tests/benchmarks/bench_handoff.py --device cuda [--devices 0 1] [--page-size 16] [--transports local zmq]
 
 A cell is the time from `claim` to `Arrived`: all pages lie in decode's own pool, checked where digests are on, and the
 row has come; its ticket was complete before. What prefill pays to digest while offering is a row of its own. The cells
