@@ -264,6 +264,7 @@ def test_revoke_reaches_the_claimer_and_ends_the_ticket(pair, finished, is_claim
     assert not pair.client.tickets()
 
 
+@pytest.mark.parametrize("way", ["zmq", "cuda_ipc"])
 def test_a_lease_ends_when_renewals_stop_and_decode_is_told(pair):
     pair.server.open(unit(), 2)
     pair.claim(unit(), [3, 4])
@@ -278,6 +279,7 @@ def test_a_lease_ends_when_renewals_stop_and_decode_is_told(pair):
     assert not events[-1].finished and "lease" in events[-1].reason
 
 
+@pytest.mark.parametrize("way", ["zmq", "cuda_ipc"])
 def test_an_unknown_claim_fails_after_a_second(pair):
     start = time.monotonic()
     pair.claim(unit(), [3])
