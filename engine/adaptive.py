@@ -33,13 +33,14 @@ _ALL_WEIGHT = 4.0  # tries that the average of all sequences counts for in one s
 _DOUBT = 2.0  # wrong tries that are added where a loss must be bounded
 _HORIZON = 16  # rounds over which catching up must pay
 
-_LOAN, _SHARE = 0.8, 0.005
-_MOST_GAINS = 10.0  # of one sequence; chance is smaller in larger batches, by the square root
+_LOAN, _SHARE = 6.0, 0.005
+_MOST_GAINS = 30.0  # of one sequence; chance is smaller in larger batches, by the square root
 _TRIED_SHARE, _MOST_HALVINGS, _MOST_CREDIT = 0.005, 2, 2.0
 _TRIED_DRAFTS = 8  # of all sequences together
 _LOOKED_AGAIN = 8  # rounds without drafts until the next look
 _PLAIN_AFTER, _MOST_DOUBLINGS = 2, 5  # rounds with drafts until one without, doubled each time
 _CLOSE, _MOST_DOUBLINGS_CLOSE = 1.25, 3  # less often where drafting pays clearly
+_MEASURED_SHARE = 0.03  # of the time, for catching up after them
 
 
 class _Rate:
@@ -206,7 +207,8 @@ class StepChooser:
     def _plain_after(self, num_seqs: int) -> int:
         """Rounds with drafts until one without."""
         most = _MOST_DOUBLINGS_CLOSE if self._is_close else _MOST_DOUBLINGS
-        return _PLAIN_AFTER << min(most, self.times.num_seen(num_seqs, 0))
+        missed = self.times.catch_up_seconds(num_seqs * self._leaves_rows_out) / self._seconds(num_seqs, 0)
+        return max(_PLAIN_AFTER << min(most, self.times.num_seen(num_seqs, 0)), int(missed / _MEASURED_SHARE))
 
     def _book(self, num_seqs: int, took: float, gain: float) -> None:
         """A step that took as long as `took` steps without drafts."""

@@ -1,10 +1,10 @@
 """Adaptive drafting is never much slower than none, and not much slower than the best fixed K where drafts pay clearly.
 
-The limits. A node may lose at most `_LOAN` + one round's overdraft + `_SHARE` of the time in the books: of 128 rounds
-that is under 2 %. The books are kept by measured times, so noise of 15 % a round, or a table that is wrong, costs
-a node's *first* 128 tokens more, 6 to 8 %: until some rounds of each kind were seen. Afterwards 2 % holds whatever
-happens. Of the best fixed K nine tenths are asked for where it is 1.5 times as fast as none and the table is right:
-rounds without drafts that measure, and one sequence's bad luck, which stops its drafting for a while, take the rest.
+The limits. A node may lose `_LOAN` rounds, 6, in its life and 0.5 % of the time: of its first 1,024 tokens less than
+2 %, of the first 128 up to 7 %. Noise of 15 % a round and a wrong table come on top of that until some rounds of each
+kind were seen. Of the best fixed K nine tenths are asked for where it is 1.5 times as fast as none and the table is
+right: rounds without drafts that measure, and one sequence's bad luck, which stops its drafting for a while, take the
+rest.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ MACHINES = {
     "computes every row": Machine(1.0, 0.1, 1.0, call=0.3, row_missed=0.3),
     "CPU": Machine(4.0, 0.75, 0.2, call=1.0, row_missed=0.25),
     "GPU, catching up breaks the overlap": Machine(1.0, 0.12, 0.002, call=1.0, row_missed=0.005),
+    "GPU, a small model: catching up takes many rounds": Machine(1.0, 0.25, 0.02, call=3.0, row_missed=0.02),
     "n-grams": Machine(4.0, 0.05, 0.2, has_draft_kv=False),
 }
 NOISE = {"noise": 0.15, "pauses": 0.01}
@@ -38,10 +39,10 @@ def test_not_slower_than_without_drafts_and_near_the_best(name: str) -> None:
     for batch, rate, noise in itertools.product((1, 8, 32), ACCEPTANCE, ({}, NOISE)):
         machine = replace(MACHINES[name], **noise)
         world = World(machine, lambda stream, token, rate=rate: rate, batch, seed=next(seeds))
-        first, later = world.run(128), world.run(512)
+        first, later = world.run(128), world.run(896)
         best = best_fixed(machine, batch, rate)
-        assert first > (0.94 if noise else 0.98), (batch, rate, noise, first)
-        assert later > 0.98, (batch, rate, noise, later)
+        assert first > 0.92, (batch, rate, noise, first)
+        assert 1024 / (128 / first + 896 / later) > 0.98, (batch, rate, noise, first, later)
         assert later > 0.9 * best or best < 1.5, (batch, rate, noise, later, best)
 
 
@@ -51,8 +52,8 @@ def test_a_wrong_table_costs_little(name: str, wrong: dict[str, float]) -> None:
     machine = replace(MACHINES[name], **NOISE, **wrong)
     for seed, (batch, rate) in enumerate(itertools.product((1, 8), (0.0, 0.2, 0.6))):
         world = World(machine, lambda stream, token, rate=rate: rate, batch, seed=seed)
-        assert world.run(128) > 0.92, (batch, rate)
-        assert world.run(512) > 0.98, (batch, rate)
+        assert world.run(128) > 0.9, (batch, rate)
+        assert world.run(896) > 0.98, (batch, rate)
 
 
 @pytest.mark.parametrize("name", MACHINES)
