@@ -112,16 +112,26 @@ class HandoffServer:
         ticket = self._book.open(unit, num_pages, claimant)
         logger.debug("%s ticket opened, %d pages%s", unit, num_pages, ", claimed" if ticket.holder else "")
 
-    def offer(self, unit: Unit, indices: Sequence[int], pages: Sequence[int], generations: Sequence[int]) -> None:
+    def offer(
+        self,
+        unit: Unit,
+        indices: Sequence[int],
+        pages: Sequence[int],
+        generations: Sequence[int],
+        row: bytes | None = None,
+    ) -> None:
         """Offers computed pages that will not be written again while the ticket lives: their indices in the ticket,
         numbers in the pool and allocation counts. Sent at once when claimed, else with the claim. Each index once.
-        A unit whose ticket has ended is ignored: its end is on the way in `poll`."""
+        With `row` it is the final offer, as `finish` makes. A unit whose ticket has ended is ignored: its end is on the
+        way in `poll`."""
         ticket = self._book.get(unit)
         if ticket is None:
             return
         ticket.offer(indices, pages, generations)
         self._memory[0].generations[list(pages)] = generations
         self._digest(ticket, indices)
+        if row is not None:
+            self._keep_row(ticket, row)
         self._send_offer(ticket, indices)
 
     def finish(self, unit: Unit, row: bytes) -> None:
@@ -129,9 +139,7 @@ class HandoffServer:
         ticket = self._book.get(unit)
         if ticket is None:
             return
-        assert len(row) == row_bytes(self._schema), (unit, len(row), row_bytes(self._schema))
-        assert len(ticket.pages) == ticket.num_pages, (unit, len(ticket.pages), ticket.num_pages)
-        ticket.row = row
+        self._keep_row(ticket, row)
         self._send_offer(ticket, ())
 
     def revoke(self, unit: Unit, finished: bool, reason: str = "") -> None:
@@ -301,6 +309,11 @@ class HandoffServer:
         pieces = [indices[start : start + most] for start in range(0, len(indices), most)] or [indices]
         for number, piece in enumerate(pieces, 1):
             self._send(ticket.holder, _offer_of(ticket, piece, ticket.row if number == len(pieces) else None))
+
+    def _keep_row(self, ticket: Ticket, row: bytes) -> None:
+        assert len(row) == row_bytes(self._schema), (ticket.unit, len(row), row_bytes(self._schema))
+        assert len(ticket.pages) == ticket.num_pages, (ticket.unit, len(ticket.pages), ticket.num_pages)
+        ticket.row = row
 
     def _digest(self, ticket: Ticket, indices: Sequence[int]) -> None:
         """The ticket has checksums of these pages, less those that its holder has."""

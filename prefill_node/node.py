@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -283,14 +284,15 @@ class PrefillNode:
             ends = [self._append(state, token, job.num_cached) for state, token in zip(states, ids, strict=True)]
             self.membership.send(self.first_tokens.make(job, units, ids, logprobs, ends))
             job.sample_s = time.monotonic() - job.computed
-            drafts = self._draft_tails(job, states, ids)
-            self._offer_pages(job)
-            for unit, token, entry, end, draft in zip(units, ids, logprobs, ends, drafts, strict=True):
-                if unit in job.tickets:
-                    if end is None:
-                        self.handoff.finish(unit, self._row(Sampled(token, job.num_cached, entry), draft))
-                    else:
-                        self.handoff.revoke(unit, True, end.reason)
+            rows: dict[Unit, bytes] = {}
+            for unit, token, entry, end, draft in zip(
+                units, ids, logprobs, ends, self._draft_tails(job, states, ids), strict=True
+            ):
+                if unit in job.tickets and end is None:
+                    rows[unit] = self._row(Sampled(token, job.num_cached, entry), draft)
+                elif unit in job.tickets and end is not None:
+                    self.handoff.revoke(unit, True, end.reason)
+            self._offer_pages(job, rows)
         if not job.tickets:
             self._finish(job)
 
@@ -325,8 +327,9 @@ class PrefillNode:
 
     # --- handing over ---
 
-    def _offer_pages(self, job: PrefillJob) -> None:
-        """Offer every page that will not be written again: full ones, and the last ones when the prompt is computed.
+    def _offer_pages(self, job: PrefillJob, rows: Mapping[Unit, bytes] | None = None) -> None:
+        """Offer every page that will not be written again: full ones, and the last ones, with each choice's row, when
+        the prompt is computed.
 
         A shifted drafter writes slots of the last prompt positions after the first token is sampled, so their pages
         wait for that.
@@ -340,7 +343,8 @@ class PrefillNode:
         offered = [job.pages_of(index)[job.num_offered : num_ready] for index in range(len(job.choices))]
         for unit, pages in zip(job.choices, offered, strict=True):
             if unit in job.tickets:
-                self.handoff.offer(unit, indices, pages, [self.engine.pool.generation(page) for page in pages])
+                generations = [self.engine.pool.generation(page) for page in pages]
+                self.handoff.offer(unit, indices, pages, generations, (rows or {}).get(unit))
         job.num_offered = num_ready
         job.num_offers += 1
         job.early_pages = job.early_pages if job.is_computed else num_ready

@@ -43,7 +43,7 @@ def make_pool(schema: HandoffSchema, num_pages: int, seed: int | None = None, de
 
 class Order(NamedTuple):
     """What the prefill process shall do. `open`: unit, pages; `offer`: unit, indices, pages, generations; `finish`:
-    unit; `hand`: unit, pages, generation: offer and finish, and say when it began and how long the offer took;
+    unit; `hand`: unit, pages, generation: the only offer, with the row; says when it began and how long it took;
     `reuse`: pages, generation: another request's bytes, on the device, after the count; `end`."""
 
     what: str
@@ -86,10 +86,8 @@ def _obey(order: Order, server: HandoffServer, memory: list[PageMemory], kvs: li
             server.finish(unit, row)
         case Order("hand", (unit, pages, generation)):
             begun = time.perf_counter()
-            server.offer(unit, range(len(pages)), pages, [generation] * len(pages))
-            offered = time.perf_counter()
-            server.finish(unit, row)
-            return begun, offered - begun
+            server.offer(unit, range(len(pages)), pages, [generation] * len(pages), row)
+            return begun, time.perf_counter() - begun
         case Order("reuse", (pages, generation)):
             memory[0].generations[list(pages)] = generation
             for kv in kvs:
