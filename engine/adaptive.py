@@ -10,6 +10,8 @@ what is in the account may be lost: `_LOAN` at the start, `_SHARE` of all time, 
 used up nothing is drafted, whatever the estimate says. So in N rounds' time drafting can cost about `_LOAN` + `_SHARE`
 * N, and the last round's overdraft.
 
+A node begins with a few rounds without drafts, since the table does not know of its work beside them.
+
 While nothing is drafted nothing is learnt. A part of the time pays for trying again, half as much after each try that
 led nowhere, until another sequence comes. While drafts are made, a round without them is run now and then, most often
 at first: what drafts are measured against must be known too. Between two of those one has a step more than seems best,
@@ -28,6 +30,7 @@ from .trees import DraftShape
 FIRST_GUESS = 0.85  # acceptance before anything is known: high, so that drafts are tried
 _BETTER_THAN_DRAFTS, _BETTER_THAN_NOTHING = 1.03, 1.06  # what another choice must be
 _OWN_DECAY, _ALL_DECAY = 0.95, 0.98  # of what was seen, a round
+_GUESS_WEIGHT = 6.0  # tries that the first guess counts for
 _OVERHEAD_RATE = 0.1
 _ALL_WEIGHT = 4.0  # tries that the average of all sequences counts for in one sequence's estimate
 _DOUBT = 2.0  # wrong tries that are added where a loss must be bounded
@@ -35,7 +38,7 @@ _HORIZON = 16  # rounds over which catching up must pay
 
 _LOAN, _SHARE = 6.0, 0.005
 _MOST_GAINS = 30.0  # of one sequence; chance is smaller in larger batches, by the square root
-_TRIED_SHARE, _MOST_HALVINGS, _MOST_CREDIT = 0.005, 2, 2.0
+_TRIED_SHARE, _MOST_HALVINGS, _MOST_CREDIT = 0.005, 2, 6.0
 _TRIED_DRAFTS = 8  # of all sequences together
 _LOOKED_AGAIN = 8  # rounds without drafts until the next look
 _PLAIN_AFTER, _MOST_DOUBLINGS = 2, 5  # rounds with drafts until one without, doubled each time
@@ -65,7 +68,7 @@ class StepChooser:
         self.shape = shape
         self.num_steps = shape.num_steps  # of the last round, one without drafts that only measures left out
         self.balance = _LOAN  # in rounds without drafts
-        self._all = _Rate(FIRST_GUESS, 1.0)
+        self._all = _Rate(FIRST_GUESS, _GUESS_WEIGHT)
         self._own = [_Rate() for _ in range(num_slots)]
         self._overhead_s = 0.0  # of a step beyond its round
         self._credit = _LOAN  # for trying
@@ -85,6 +88,8 @@ class StepChooser:
         """Steps of a round of these sequences, each of which could use `usable` drafts; the drafter must catch up on
         `num_missed` rows of theirs first."""
         num_seqs, most = len(slots), max(usable)
+        if not self.times.is_begun:
+            return 0
         if self.num_steps == 0 and self._until_look:
             self._until_look -= 1
             return 0

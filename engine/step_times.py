@@ -12,6 +12,7 @@ _COMMON_RATE, _OWN_RATE = 0.05, 0.05  # shares of an error that move everybody's
 _TRUST = 2.0  # how many measurements the table counts for: the first ones correct more
 _SPREAD, _ENOUGH = 0.1, 20  # of a measurement; 20 are worth no less than more, since old ones are forgotten
 _MAX_ERROR = 0.5  # of a logarithm; more is a pause of the machine or a kernel that compiles, and says little
+_NUM_FIRST = 3  # rounds without drafts, of which the one in the middle is believed
 _CATCH_UP_CALL = 0.3  # of a round without drafts: a guess, since nothing is measured at the start
 _MAX_CATCH_UP_ERROR = 1.5
 _FORGOTTEN = 0.999  # what is kept a round of what speaks against drafts, while nothing is drafted
@@ -20,10 +21,17 @@ _FORGOTTEN = 0.999  # what is kept a round of what speaks against drafts, while 
 class _Correction:
     """A logarithm, and how often it was measured."""
 
-    __slots__ = ("count", "log")
+    __slots__ = ("_firsts", "count", "log")
 
     def __init__(self, log: float = 0.0) -> None:
         self.log, self.count = log, 0
+        self._firsts: list[float] = []
+
+    def begin(self, log: float) -> None:
+        """One of the first measurements, which know better than what was there before."""
+        self._firsts.append(log)
+        self.log = sorted(self._firsts)[len(self._firsts) // 2]
+        self.count += 1
 
     def correct(self, error: float) -> None:
         self.log += max(_OWN_RATE, 1 / (_TRUST + self.count)) * error
@@ -48,6 +56,12 @@ class StepTimes:
         self._own: dict[tuple[int, int], _Correction] = {}  # by steps and magnitude of the size
         self._last = {False: _Correction(), True: _Correction()}  # used last, of rounds without and with drafts
         self._catch_up = _Correction()
+        self._num_plain = 0
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether rounds without drafts have been seen, as the node runs them: the table leaves out its work beside."""
+        return self._num_plain >= _NUM_FIRST
 
     @classmethod
     def measure(cls, run: Callable[[int, int], float], max_size: int, steps: Collection[int]) -> StepTimes:
@@ -69,8 +83,19 @@ class StepTimes:
 
     def seconds(self, size: int, num_steps: int) -> float:
         """Of a round of `size` sequences; sizes and steps beyond those measured are extrapolated."""
-        own = self._own.get((num_steps, size.bit_length())) or self._last[num_steps > 0]
-        return math.exp(self._log_common + own.log) * self._table(size, num_steps)
+        own = self._own.get((num_steps, size.bit_length()))
+        log = self._first_log(size, num_steps) if own is None else own.log
+        return math.exp(self._log_common + log) * self._table(size, num_steps)
+
+    def _first_log(self, size: int, num_steps: int) -> float:
+        """What corrects rounds of a kind that has not been seen. Where no drafts have been seen, and rounds without are
+        slower than the table, that may be the node's work beside them, which drafts would not make more: so much is
+        added, not multiplied. It errs in favour of drafts, whose rounds then tell."""
+        last = self._last[num_steps > 0]
+        if num_steps == 0 or last.count:
+            return last.log
+        beside = max(0.0, self.seconds(size, 0) - self._table(size, 0))
+        return math.log(1 + beside / self._table(size, num_steps)) - self._log_common if beside else last.log
 
     def catch_up_seconds(self, num_rows: int) -> float:
         """Of running the drafter over that many rows before a round."""
@@ -99,10 +124,17 @@ class StepTimes:
             error = _bounded(math.log(max(seconds - expected_s, 1e-6) / catch_up_s), _MAX_CATCH_UP_ERROR)
             self._catch_up.correct(error)
             return min(seconds, expected_s + catch_up_s * math.exp(_MAX_CATCH_UP_ERROR))
-        error = _bounded(math.log(max(seconds, 1e-6) / expected_s), _MAX_ERROR)
+        error = math.log(max(seconds, 1e-6) / expected_s)
         is_drafted = num_steps > 0
-        own = self._own.setdefault((num_steps, size.bit_length()), _Correction(self._last[is_drafted].log))
+        own = self._own.get((num_steps, size.bit_length()))
+        if own is None:
+            own = self._own[num_steps, size.bit_length()] = _Correction(self._first_log(size, num_steps))
         self._last[is_drafted] = own
+        if not is_drafted and own.count < _NUM_FIRST:
+            self._num_plain += 1
+            own.begin(own.log + error)
+            return self.seconds(size, 0)
+        error = _bounded(error, _MAX_ERROR)
         own.correct(error)
         self._log_common += _COMMON_RATE * min(1.0, own.count / 8) * error
         if not is_drafted and self._last[True].log > 0:

@@ -26,6 +26,7 @@ class Machine:
     row: float
     call: float = 0.0
     row_missed: float = 0.0
+    beside: float = 0.0  # what a step takes beside its round, which the table does not know
     has_draft_kv: bool = True
     noise: float = 0.0  # standard deviation of the logarithm of what is measured
     pauses: float = 0.0  # share of rounds that are measured as taking ten times as long
@@ -33,6 +34,9 @@ class Machine:
     wrong_plain: float = 1.0  # and for those without
 
     def seconds(self, size: int, steps: int) -> float:
+        return self.beside + self._round_seconds(size, steps)
+
+    def _round_seconds(self, size: int, steps: int) -> float:
         return self.plain + steps * self.step + size * (steps + 1) * self.row
 
     def catch_up_seconds(self, num_rows: int) -> float:
@@ -40,7 +44,7 @@ class Machine:
 
     def table(self) -> StepTimes:
         def known(size: int, steps: int) -> float:
-            return (self.wrong if steps else self.wrong_plain) * self.seconds(size, steps)
+            return (self.wrong if steps else self.wrong_plain) * self._round_seconds(size, steps)
 
         return StepTimes({(size, steps): known(size, steps) for size in SIZES for steps in MEASURED_STEPS})
 
