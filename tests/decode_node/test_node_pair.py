@@ -229,6 +229,12 @@ def test_a_lost_offer_ends_the_attempt_when_the_router_asks(
         is_lost = not lost and (offer.row is not None) is has_row
         lost.append(offer) if is_lost else take_offer(link, offer)
 
+    def plan() -> list[Any]:  # nothing before the claim has come: else all goes in one offer
+        ticket = pair.prefill.handoff._book.get(Unit("r", 0, 0))
+        return plan_chunks() if ticket is None or ticket.holder is not None else []
+
+    plan_chunks = pair.prefill.scheduler.plan
+    monkeypatch.setattr(pair.prefill.scheduler, "plan", plan)
     monkeypatch.setattr(pair.decode.handoff, "_take_offer", lose)
     pair.submit("r", prompts(50, (14,))[0], params(8))
     result = pair.results["r", 0]
