@@ -40,7 +40,7 @@ _LOAN, _SHARE = 6.0, 0.005
 _MOST_GAINS = 30.0  # of one sequence; chance is smaller in larger batches, by the square root
 _TRIED_SHARE, _MOST_HALVINGS, _MOST_CREDIT = 0.005, 2, 6.0
 _TRIED_DRAFTS = 8  # of all sequences together
-_LOOKED_AGAIN = 8  # rounds without drafts until the next look
+_LOOKED_AGAIN = 24  # rounds without drafts until the next look; they cost the host next to nothing
 _PLAIN_AFTER, _MOST_DOUBLINGS = 2, 5  # rounds with drafts until one without, doubled each time
 _CLOSE, _MOST_DOUBLINGS_CLOSE = 1.25, 3  # less often where drafting pays clearly
 _MEASURED_SHARE = 0.03  # of the time, for catching up after them
@@ -75,6 +75,7 @@ class StepChooser:
         self._num_halvings = 0
         self._num_to_try = 0  # rounds of the try under way
         self._until_look = 0
+        self._num_unseen = 0  # rounds without drafts since the last look, which were not booked
         self._since_plain = _PLAIN_AFTER  # rounds with drafts; as if there had been some
         self._leaves_rows_out = False  # whether rounds without drafts must be caught up on
         self._is_close = False  # whether drafting hardly pays, if at all
@@ -93,6 +94,9 @@ class StepChooser:
         if self.num_steps == 0 and self._until_look:
             self._until_look -= 1
             return 0
+        if self._num_unseen:
+            self._book(num_seqs, float(self._num_unseen), 0.0)
+            self._num_unseen = 0
         choices = [steps for steps in self.shape.choices if steps <= most or (most and not self.shape.is_chain)] or [0]
         wanted = self._allowed(self._best(slots, usable, num_missed, choices), slots, usable, num_missed)
         if wanted:
@@ -121,6 +125,9 @@ class StepChooser:
     ) -> None:
         """A round of `num_steps` was run: by sequence, how many drafts it would have taken and how many it took;
         `overhead_s` is what the node's step took beside it, `num_caught_up` as many rows as `choose` was told of."""
+        if num_steps == 0 and 0 < self._until_look < _LOOKED_AGAIN and self.times.is_begun:
+            self._num_unseen += 1  # one in _LOOKED_AGAIN tells enough
+            return
         num_seqs = len(slots)
         self._overhead_s += _OVERHEAD_RATE * (min(overhead_s, seconds) - self._overhead_s)
         plain_s = self._seconds(num_seqs, 0)
