@@ -229,6 +229,7 @@ def test_nobody_is_asked_for_while_a_refused_request_is_asked_for_again(make_sys
         small = [pool.submit(system.complete, prompt="c") for _ in range(3)]
         for future in (large, *small):
             assert future.result()[0] == 200
-    first = asked[0][0]
-    assert [rid == first for rid, _ in asked] == [True, True, False, False, False]
-    assert asked[2][1] - asked[1][1] > 0.25, "a request behind was asked for before the refused one had its answer"
+    first, again = [at for rid, at in asked if rid == asked[0][0]]
+    others = [at for rid, at in asked if rid != asked[0][0]]  # some may come before the router knows of the refusal
+    assert len(others) == 3 and first < again
+    assert not any(again <= at < again + 0.25 for at in others), "asked for before the refused one had its answer"
