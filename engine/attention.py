@@ -100,6 +100,8 @@ class Prompts:
         """None where it takes no sequence of the batch, or does not serve here."""
         from ..kernels.triton_attention import Plan
 
+        if not batch.prefix_lens:  # a round
+            return None
         pieces = _pieces(batch.query_lens, batch.prefix_lens)
         if not any(piece.num_prompts for piece in pieces):
             return None
@@ -123,7 +125,7 @@ def _pieces(query_lens: Sequence[int], prefix_lens: Sequence[int]) -> list[Piece
     """Neighbours of one length go together."""
     pieces: list[Piece] = []
     first = 0
-    for (query_len, prefix_len), same in itertools.groupby(zip(query_lens, prefix_lens, strict=False)):
+    for (query_len, prefix_len), same in itertools.groupby(zip(query_lens, prefix_lens, strict=True)):
         num_seqs = len(list(same))
         if prefix_len == 0 and prompt_attention.takes(num_seqs, query_len):
             pieces.append(Piece(first, num_seqs * query_len, num_seqs))

@@ -43,7 +43,9 @@ class ForwardBatch:
     page_size: int
     tree: Tree | None = None  # of draft tokens; None: a token sees all before it
     starts: torch.Tensor | None = None  # [num_seqs + 1] int32, first token of each sequence; None: as many in each
-    prefix_lens: tuple[int, ...] = ()  # per sequence: tokens before the new ones, where the host knows them
+    prefix_lens: tuple[
+        int, ...
+    ] = ()  # per sequence: tokens before the new ones; empty for rounds, whose lengths the host does not know
 
     @property
     def num_tokens(self) -> int:
