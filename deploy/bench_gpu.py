@@ -24,6 +24,7 @@ import torch
 
 from ..engine.batch import BatchRow
 from ..engine.config import EngineConfig
+from ..engine.copies import to_host
 from ..engine.engine import Computed, Engine
 from ..engine.pages import Owner
 from ..engine.rounds import Rounds, Submitted
@@ -302,10 +303,14 @@ def prefill(engine: Engine, limits: Limits, num_prompts: int, num_tokens: int) -
     at_once = max(1, 8192 // num_tokens)
 
     def run() -> None:
+        """A chunk is submitted before the one before is read, as a node does it."""
+        tokens: list[torch.Tensor] = []
         for first in range(0, num_prompts, at_once):
             group = slice(first, first + at_once)
             rows = [BatchRow(ids, 0, own) for ids, own in zip(prompts[group], pages[group], strict=True)]
-            engine.compute(rows).logits.argmax(1).tolist()
+            tokens.append(to_host(engine.compute(rows).logits.argmax(1)))
+        torch.cuda.synchronize()
+        assert all(int(each.max()) < engine.card.vocab_size for each in tokens)
 
     run()
     seconds: list[float] = []

@@ -19,7 +19,7 @@ from ..kernels import cpu, gpu, prompt_attention
 from ..kernels.attention import AttentionPlan, clear_fresh_pages, paged_attention, store_kv
 from ..kernels.norm import rms_norm
 from ..kernels.rotary import apply_rotary_
-from .batch import ForwardBatch
+from .batch import ForwardBatch, upload
 from .model_config import ModelConfig
 from .rope import RotaryEmbedding
 from .weights import LayerWeights
@@ -112,13 +112,11 @@ class Prompts:
         if not rests:
             return cls(tuple(pieces), None, None)
         rest_seqs = [bisect.bisect_right(ends, piece.first) for piece in rests]
-        device = batch.seq_lens.device
-        starts = torch.tensor([0, *itertools.accumulate(piece.num_tokens for piece in rests)], dtype=torch.int32)
+        starts = [0, *itertools.accumulate(piece.num_tokens for piece in rests)]
         tokens = [token for piece in rests for token in range(piece.first, piece.first + piece.num_tokens)]
-        plan = Plan(
-            batch.block_table[rest_seqs], batch.seq_lens[rest_seqs], None, None, starts.to(device), None, None, None
-        )
-        return cls(tuple(pieces), plan, torch.tensor(tokens, device=device))
+        seqs, new, index = upload([rest_seqs, starts, tokens], batch.seq_lens.device)
+        table, seq_lens = batch.block_table.index_select(0, seqs), batch.seq_lens.index_select(0, seqs)
+        return cls(tuple(pieces), Plan(table, seq_lens, None, None, new.int(), None, None, None), index)
 
 
 def _pieces(query_lens: Sequence[int], prefix_lens: Sequence[int]) -> list[Piece]:

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from ..kernels.attention import AttentionPlan, Tree
+from .copies import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,26 +60,28 @@ class ForwardBatch:
         query_lens = tuple(len(row.input_ids) for row in rows)
         seq_lens = tuple(row.position + query_len for row, query_len in zip(rows, query_lens, strict=True))
         num_pages = [-(-seq_len // page_size) for seq_len in seq_lens]
-        block_table = np.zeros((len(rows), max(num_pages)), dtype=np.int64)
-        ids: list[int] = []
-        positions: list[int] = []
+        starts = [0, *itertools.accumulate(query_lens)]
+        table = np.zeros((len(rows), max(num_pages)), dtype=np.int64)
+        ids = np.empty(starts[-1], dtype=np.int64)
+        positions = np.empty(starts[-1], dtype=np.int64)
         logit_rows: list[int] = []
         for i, row in enumerate(rows):
             assert query_lens[i] > 0 and 0 <= row.num_logits <= query_lens[i], row
             assert len(row.pages) >= num_pages[i], f"{len(row.pages)} pages for {seq_lens[i]} tokens of row {i}"
-            block_table[i, : num_pages[i]] = row.pages[: num_pages[i]]
-            ids.extend(row.input_ids)
-            positions.extend(range(row.position, seq_lens[i]))
-            logit_rows.extend(range(len(ids) - row.num_logits, len(ids)))
+            new = slice(starts[i], starts[i + 1])
+            table[i, : num_pages[i]] = row.pages[: num_pages[i]]
+            ids[new], positions[new] = row.input_ids, np.arange(row.position, seq_lens[i])
+            logit_rows.extend(range(starts[i + 1] - row.num_logits, starts[i + 1]))
+        on_device = upload([ids, positions, seq_lens, table, logit_rows, starts], device)
         return cls(
-            input_ids=_int64(ids, device),
-            positions=_int64(positions, device),
+            input_ids=on_device[0],
+            positions=on_device[1],
             query_lens=query_lens,
-            seq_lens=_int64(list(seq_lens), device),
-            block_table=torch.from_numpy(block_table).to(device),
-            logit_rows=_int64(logit_rows, device),
+            seq_lens=on_device[2],
+            block_table=on_device[3],
+            logit_rows=on_device[4],
             page_size=page_size,
-            starts=torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32, device=device),
+            starts=on_device[5].int(),
             prefix_lens=tuple(row.position for row in rows),
         )
 
@@ -121,5 +125,12 @@ class ForwardBatch:
         )
 
 
-def _int64(values: list[int], device: torch.device | str) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
+def upload(numbers: Sequence[ArrayLike], device: torch.device | str) -> list[torch.Tensor]:
+    """Each as an int64 tensor of its shape, by one copy."""
+    arrays = [np.asarray(each, dtype=np.int64) for each in numbers]
+    if torch.device(device).type == "cpu":
+        return [torch.from_numpy(each) for each in arrays]
+    block = to_device(torch.from_numpy(np.concatenate([each.ravel() for each in arrays])), device)
+    return [
+        part.view(each.shape) for part, each in zip(block.split([each.size for each in arrays]), arrays, strict=True)
+    ]

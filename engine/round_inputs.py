@@ -1,5 +1,4 @@
-"""What the host writes before a round, one block of numbers, so that one copy takes it to the device; and the way
-back."""
+"""What the host writes before a round, one block of numbers, so that one copy takes it to the device."""
 
 from __future__ import annotations
 
@@ -7,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .copies import to_device
 
 _PER_SEQUENCE = 3  # columns of one number
 
@@ -34,7 +35,7 @@ class RoundInputs(NamedTuple):
         """Itself where it is there already."""
         if self.block.device == device:
             return self
-        return self._of(self.block.to(device, non_blocking=True), *self.block_table.shape)
+        return self._of(to_device(self.block, device), *self.block_table.shape)
 
     @classmethod
     def _of(cls, block: Tensor, num_seqs: int, num_columns: int) -> RoundInputs:
@@ -44,20 +45,3 @@ class RoundInputs(NamedTuple):
         )
         slots, limits, missed_rows = single
         return cls(block, slots, limits, missed_rows, table.view(num_seqs, num_columns), proposed.view(num_seqs, -1))
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """Itself on the host. From a CUDA device a copy that is there after the next `recorded_event` has happened."""
-    if tensor.device.type == "cpu":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
-
-
-def recorded_event(device: torch.device) -> torch.cuda.Event | None:
-    """Happens when the device has done all that was asked of it up to now; None where that is the case already."""
-    if device.type == "cpu":
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event

@@ -19,13 +19,14 @@ from torch import Tensor
 from ..kernels import gpu
 from ..metadata.request import SamplingParams, TokenLogprobs
 from .batch import BatchRow
+from .copies import recorded_event, to_device, to_host
 from .drafters.base import Drafter, DraftState, PromptChunk, PromptTail
 from .drafters.ngram import NgramDrafter
 from .engine import Engine
 from .graphs import GREEDY, SAMPLED, RoundGraphs
 from .logprobs import Logprobs
 from .round import RoundResult, run_round
-from .round_inputs import RoundInputs, recorded_event, to_host
+from .round_inputs import RoundInputs
 from .sampling_state import Needs, SamplingState
 from .slots import MAX_MISSED, Slots
 from .trees import DraftShape
@@ -314,7 +315,7 @@ class Rounds:
             tails.append(PromptTail(known, bonus, sequence.pages, None if states is None else states[:-1]))
             sequence.num_missed = 0
         drafter.observe_prompt(chunks, torch.cat(hidden) if hidden else None)
-        index = torch.tensor([_slot(sequence) for sequence in late], device=device)
+        index = to_device(torch.tensor([_slot(sequence) for sequence in late]), device)
         needs = Needs.any_of(sequence.sampling.needs for sequence in late)
         sampling = self.slots.read(index, index.new_zeros(len(late), 0), needs).sampling
         draft = drafter.finish_prompt(tails, torch.cat(last) if last else None, sampling)

@@ -14,6 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from .copies import to_device
 from .sampling_state import Needs, SamplingState
 
 INTS = ("seed", "position", "num_generated", "min_tokens", "top_k")
@@ -45,7 +46,7 @@ class SamplingBatch:
             needs,
             _transposed([ints for ints, _, _ in rows], torch.int64, device),
             _transposed([floats for _, floats, _ in rows], torch.float32, device),
-            torch.tensor([top_p for _, _, top_p in rows], dtype=torch.float64, device=device).unsqueeze(1),
+            to_device(torch.tensor([top_p for _, _, top_p in rows], dtype=torch.float64), device).unsqueeze(1),
             torch.stack([state.seen_in_prompt() for state in states]) if needs.penalizes else None,
             torch.stack([state.counted_output() for state in states]) if needs.penalizes else None,
             torch.stack([state.dense_bias() for state in states]) if needs.biases else None,
@@ -152,4 +153,4 @@ def columns(state: SamplingState) -> tuple[list[int], list[float], float]:
 
 def _transposed(rows: list[list[int]] | list[list[float]], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Columns lie contiguous, as kernels take them."""
-    return torch.tensor(list(zip(*rows, strict=True)), dtype=dtype, device=device)
+    return to_device(torch.tensor(list(zip(*rows, strict=True)), dtype=dtype), device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .copies import to_device
 from .drafters.base import Drafter, DraftState, RoundRows
 from .sampling_batch import FLOATS, INTS, SamplingBatch, columns
 from .sampling_state import Needs, SamplingState
@@ -68,8 +69,8 @@ class Slots:
         without speculation."""
         assert state.position == length + 1, (state.position, length)
         ints, floats, top_p = columns(state)
-        self._ints[:, slot] = torch.tensor([length, last_token, *ints], device=self.device)
-        self._floats[:, slot] = torch.tensor(floats, device=self.device)
+        self._ints[:, slot] = to_device(torch.tensor([length, last_token, *ints]), self.device)
+        self._floats[:, slot] = to_device(torch.tensor(floats), self.device)
         self._top_p[slot] = top_p
         if state.penalizes and self._prompt_mask is None:
             self._prompt_mask, self._output_counts = self._per_token(torch.bool), self._per_token(torch.int32)
@@ -89,7 +90,7 @@ class Slots:
 
     def load_draft(self, slot: int, draft: DraftState) -> None:
         """Raises ValueError for a state of another shape or dtype than the drafter's."""
-        self._draft.store(torch.tensor([slot], device=self.device), draft.to(self.device))
+        self._draft.store(to_device(torch.tensor([slot]), self.device), draft.to(self.device))
 
     def draft(self, slot: int) -> DraftState:
         """A copy of one row."""

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ...metadata.hidden_layout import HiddenLayout, assign
+from ..copies import to_device
 from ..sampling_batch import SamplingBatch
 from ..trees import Drafts, DraftShape
 
@@ -59,7 +60,7 @@ class DraftState:
         return type(self)(**{name: value[index : index + 1].clone() for name, value in self.present()})
 
     def to(self, device: torch.device) -> Self:
-        return type(self)(**{name: value.to(device) for name, value in self.present()})
+        return type(self)(**{name: to_device(value, device) for name, value in self.present()})
 
     def select(self, index: Tensor) -> Self:
         """Rows `index` [n] int64, copies."""

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ...metadata.hidden_layout import HiddenLayout
 from ..batch import BatchRow, ForwardBatch
+from ..copies import to_device
 from ..models.mtp import MtpHead
 from ..sampling_batch import SamplingBatch
 from ..trees import Drafts, DraftShape, sample_ahead
@@ -111,12 +112,14 @@ class MtpLayersDrafter:
             num_known = min(num, tail.prompt_len - 1)
             assert tail.rows is not None and len(tail.rows) >= num_known, (tail.rows, tail.prompt_len)
             state.rows[i, num - num_known :] = tail.rows[len(tail.rows) - num_known :]
-            recent = torch.tensor(list(tail.token_ids[-num:]), device=device)  # of rows .. L: L is the prompt's last
+            recent = to_device(
+                torch.tensor(list(tail.token_ids[-num:])), device
+            )  # of rows .. L: L is the prompt's last
             state.recent[i, num - len(recent) :] = recent
         batch = ForwardBatch.build(
             [BatchRow([0], tail.prompt_len - 1, tail.pages) for tail in tails], self._kv.shape[4], device
         )
-        targets = torch.tensor([[tail.token] for tail in tails], dtype=torch.int64, device=device)
+        targets = to_device(torch.tensor([[tail.token] for tail in tails]), device)
         none = torch.zeros(len(tails), dtype=torch.int64, device=device)
         table = F.pad(batch.block_table, (0, num))  # rows may run past the prompt: padding
         return self._extend(batch.positions, table, state, hidden.unsqueeze(1), targets, none, sampling)

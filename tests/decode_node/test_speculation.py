@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from heads import ALGORITHM, HYPER, KINDS, LAYERED, write_head
+from matrix import rounds_paused
 from node_pair import NodePair, params
 
 MakePair = Callable[..., NodePair]
@@ -38,10 +39,16 @@ CASES = prompts((1, 3, 4, 5, 8, 9, 13, 24, 25))
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1, "frequency_penalty": 0.1}
 
 
-def generate(pair: NodePair, name: str = "r", max_tokens: int = 17) -> dict[tuple[str, int], list[int]]:
+def generate(
+    pair: NodePair, name: str = "r", max_tokens: int = 17, *, waits_until_full: bool = False
+) -> dict[tuple[str, int], list[int]]:
+    """`waits_until_full`: rounds begin when the decode node has no room for more, and all that it has room for runs."""
     for i, prompt in enumerate(CASES):
         pair.submit(f"{name}{i}", prompt, params(max_tokens))
         pair.submit(f"{name}seeded{i}", prompt, params(max_tokens, seed=i, **SAMPLED), n=1 + i % 3)
+    if waits_until_full:
+        with rounds_paused(pair):
+            pair.step_until(lambda: pair.is_full and not pair.decode.scheduler.reserved)
     results = pair.run()
     assert all(result.ended is not None for result in results.values())
     return {
@@ -88,7 +95,7 @@ def test_preemption_changes_no_token(
     model = target(name, checkpoint)
     plain = generate(make_pair(model))
     tight = make_pair(model, decode={"num_pages": 26}, **drafter(name, model, checkpoint, tmp_path))
-    assert generate(tight) == plain
+    assert generate(tight, waits_until_full=True) == plain
     assert tight.decode.stats().preemptions > 0
 
 

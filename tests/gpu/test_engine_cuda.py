@@ -11,8 +11,13 @@ from ties import Reference
 
 from baton.engine.batch import BatchRow
 from baton.engine.config import EngineConfig
+from baton.engine.copies import to_host
 from baton.engine.engine import Engine
 from baton.engine.pages import Owner
+from baton.engine.sampling import sample
+from baton.engine.sampling_batch import SamplingBatch
+from baton.engine.sampling_state import SamplingState
+from baton.metadata.request import SamplingParams
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo"
 # largest difference of a logit from transformers on the same device and dtype
@@ -53,3 +58,26 @@ def test_logits_equal_transformers(name: str, dtype: str, checkpoint: Callable[.
     worst = (ours - theirs).abs().max().item()
     print(f"{name} {dtype}: largest difference of a logit {worst:.2e}, largest logit {theirs.abs().max().item():.1f}")
     assert worst < TOLERANCE[dtype], (name, dtype, worst)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_chunks_are_submitted_without_waiting(dtype: str) -> None:
+    """What the host does for the next chunk is hidden behind the one that runs."""
+    engine = Engine(EngineConfig(model=str(DEMO), device="cuda", dtype=dtype, num_pages=400))
+    lengths = [1024] * 4 + [100, 1]  # fused attention where there is one, and our kernels
+    pages = [engine.cache.allocate(-(-length // engine.pool.page_size), Owner.REQUEST) for length in lengths]
+    rows = [BatchRow([7] * length, 0, own) for length, own in zip(lengths, pages, strict=True)]
+    rows.append(BatchRow([7] * 3, 1000, pages[0]))  # some of a prompt whose first tokens are there
+    state = SamplingState(SamplingParams(max_tokens=1, temperature=0.0), [0], vocab_size=engine.model_config.vocab_size)
+    expected = engine.forward(rows)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        logits = engine.forward(rows)
+        batch = SamplingBatch.of([state] * len(rows), "cuda")
+        with torch.inference_mode():
+            tokens = to_host(sample(logits, batch).token_ids)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert torch.equal(logits, expected)
+    assert tokens.tolist() == logits.argmax(1).tolist()

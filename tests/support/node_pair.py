@@ -103,7 +103,7 @@ class NodePair:
         self._hellos: dict[str, Hello] = {}
         self._waiting: list[_Entry] = []
         self._reserving: _Entry | None = None
-        self._is_full = False
+        self.is_full = False
         self._join()
 
     def _start_prefill(self, config: PrefillConfig) -> PrefillNode:
@@ -244,7 +244,7 @@ class NodePair:
             case Reserved():
                 self._granted(message)
             case Room():
-                self._is_full = False
+                self.is_full = False
             case Tokens():
                 self._take(message)
             case Failed(unit=unit):
@@ -260,7 +260,7 @@ class NodePair:
 
     def _dispatch(self) -> None:
         """The head of the queue asks decode; one that needs no decode node goes to prefill alone."""
-        if self._reserving is not None or self._is_full or not self._waiting:
+        if self._reserving is not None or self.is_full or not self._waiting:
             return
         entry = self._waiting[0]
         if entry.request.params.max_tokens == 1:
@@ -292,7 +292,7 @@ class NodePair:
         entry.choices = [choice for choice in entry.choices if choice not in message.granted]
         entry.attempt += 1
         if entry.choices:
-            self._is_full = True
+            self.is_full = True
         else:
             self._waiting.pop(0)
 
