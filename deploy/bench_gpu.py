@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +24,18 @@ import torch
 from ..engine.batch import BatchRow
 from ..engine.config import EngineConfig
 from ..engine.copies import to_host
-from ..engine.engine import Computed, Engine
+from ..engine.engine import Engine
 from ..engine.pages import Owner
-from ..engine.rounds import Rounds, Submitted
-from ..engine.sampling_state import SamplingState
+from ..engine.rounds import Rounds
 from ..engine.trees import DraftShape
-from ..metadata.request import SamplingParams
-from .planted_text import PlantedText
+from .bench_adaptive import adaptive
+from .bench_sequences import Running, run_rounds, start, stop
 from .roofline import Limits, best_s, floor_s, measure_limits, weight_bytes
 
-CONTEXT = 1024
 BATCHES = (1, 8, 64, 256)
 NUM_STEPS = 64  # of a timed run
 PAGE_SIZE = 64
 HOST_GAP_US = 4.0  # kernels of one graph follow each other faster
-
-
-@dataclass(slots=True, eq=False)
-class Running:
-    """What rounds need of a sequence (engine/round.py `Running`)."""
-
-    token_ids: list[int]
-    pages: list[int]
-    sampling: SamplingState
-    slot: int | None = None
-    num_missed: int = 0
-    salt: str = ""
-    num_accepted: list[int] = field(default_factory=list)
 
 
 def main() -> None:
@@ -97,109 +81,15 @@ def main() -> None:
         "decode": lambda: [decode(engine, rounds, batch, limits) for batch in options.batches],
         "idle": lambda: [idle(engine, rounds, batch) for batch in options.batches if batch <= 64],
         "rounds": lambda: [speculate(engine, rounds, batch) for batch in options.batches if batch <= 64],
+        "adaptive": lambda: [_adaptive(engine, rounds, batch) for batch in options.batches if batch <= 64],
         "prefill": lambda: [prefill(engine, limits, *each) for each in ((1, 1024), (1, 8192), (16, 2048))],
         "offline": lambda: offline(engine, rounds),
     }
     for name in options.only:
-        if name != "rounds" or engine.drafter is not None:
+        if name not in ("rounds", "adaptive") or engine.drafter is not None:
             report[name] = parts[name]()
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=1))
-
-
-def start(engine: Engine, rounds: Rounds, batch: int, num_new: int, seed: int = 0) -> list[Running]:
-    """Sequences of CONTEXT tokens, computed as prompts, each with room for `num_new` more. A chunk is submitted before
-    the one before is read, as rounds are."""
-    generator = torch.Generator().manual_seed(batch + 1000 * seed)
-    sequences: list[Running] = []
-    num_pages = -(-(CONTEXT + num_new + 64) // engine.pool.page_size)
-    under_way: tuple[list[list[int]], list[list[int]], Computed] | None = None
-    for first in range(0, batch, 8):
-        prompts = torch.randint(
-            0, engine.card.vocab_size, (min(8, batch - first), CONTEXT), generator=generator
-        ).tolist()
-        pages = [engine.pool.allocate(num_pages, Owner.REQUEST) for _ in prompts]
-        computed = engine.compute([BatchRow(ids, 0, own) for ids, own in zip(prompts, pages, strict=True)])
-        if under_way is not None:
-            sequences += _admit(engine, rounds, num_new, *under_way)
-        under_way = (prompts, pages, computed)
-    assert under_way is not None, batch
-    return sequences + _admit(engine, rounds, num_new, *under_way)
-
-
-def _admit(
-    engine: Engine, rounds: Rounds, num_new: int, prompts: list[list[int]], pages: list[list[int]], computed: Computed
-) -> list[Running]:
-    draft = _draft(engine, prompts, pages, computed.extend, computed.logits)
-    params = SamplingParams(max_tokens=num_new, temperature=0.0)
-    sequences: list[Running] = []
-    for row, (ids, own, token) in enumerate(zip(prompts, pages, computed.logits.argmax(1).tolist(), strict=True)):
-        state = SamplingState(params, ids, [token], vocab_size=engine.model_config.vocab_size, device=engine.device)
-        sequence = Running([*ids, token], own, state)
-        rounds.admit(sequence, CONTEXT, None if draft is None else draft.row(row))
-        sequences.append(sequence)
-    return sequences
-
-
-def _draft(
-    engine: Engine, prompts: list[list[int]], pages: list[list[int]], extend: torch.Tensor | None, logits: torch.Tensor
-) -> Any:
-    if engine.drafter is None:
-        return None
-    from ..engine.drafters.base import PromptChunk, PromptTail
-    from ..engine.sampling_batch import SamplingBatch
-
-    chunks = [PromptChunk(ids, 0, len(ids), own) for ids, own in zip(prompts, pages, strict=True)]
-    tokens = logits.argmax(1).tolist()
-    params = SamplingParams(max_tokens=1, temperature=0.0)
-    states = [
-        SamplingState(params, ids, [token], vocab_size=logits.shape[1])
-        for ids, token in zip(prompts, tokens, strict=True)
-    ]
-    with torch.inference_mode():
-        engine.drafter.observe_prompt(chunks, extend)
-        ends = torch.tensor([len(ids) for ids in prompts], device=engine.device).cumsum(0) - 1
-        num_rows = engine.drafter.hidden.num_target_rows
-        tails = []
-        for ids, own, token, end in zip(prompts, pages, tokens, ends.tolist(), strict=True):
-            rows = None if extend is None else extend[end - num_rows : end]
-            tails.append(PromptTail(ids, token, own, rows))
-        last = None if extend is None else extend[ends]
-        return engine.drafter.finish_prompt(tails, last, SamplingBatch.of(states, engine.device))
-
-
-def stop(engine: Engine, rounds: Rounds, sequences: Sequence[Running]) -> None:
-    """Ends them. Of a planted model the tokens of the first 32 are compared with the text that is known."""
-    if json.loads((engine.model_dir / "config.json").read_text()).get("planted"):
-        text = PlantedText(engine.model_config.vocab_size)
-        for sequence in sequences[:32]:
-            expected = text.continuation(sequence.token_ids[:CONTEXT], len(sequence.token_ids) - CONTEXT)
-            assert sequence.token_ids[CONTEXT:] == expected, "the output is not the planted text"
-    for sequence in sequences:
-        rounds.release(sequence)
-        engine.pool.release(sequence.pages)
-
-
-def run_rounds(rounds: Rounds, sequences: Sequence[Running], shape: DraftShape, num_rounds: int) -> float:
-    """Seconds a round, the host's work included: each is submitted before the one before is read, as a node does it."""
-
-    def take(submitted: Submitted) -> None:
-        for sequence, result in zip(sequences, rounds.collect(submitted), strict=True):
-            assert result is not None
-            sequence.token_ids.extend(result.token_ids)
-            sequence.num_accepted.append(result.num_accepted)
-            sequence.sampling.num_generated += len(result.token_ids)
-
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    under_way: Submitted | None = None
-    for _ in range(num_rounds):
-        before, under_way = under_way, rounds.submit(sequences, shape, [shape.num_steps] * len(sequences))
-        if before is not None:
-            take(before)
-    if under_way is not None:
-        take(under_way)
-    return (time.perf_counter() - started) / num_rounds
 
 
 def decode(engine: Engine, rounds: Rounds, batch: int, limits: Limits) -> dict[str, Any]:
@@ -294,6 +184,12 @@ def speculate(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
     return row
 
 
+def _adaptive(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
+    row = adaptive(engine, rounds, batch)
+    say("adaptive " + _words(row))
+    return row
+
+
 def prefill(engine: Engine, limits: Limits, num_prompts: int, num_tokens: int) -> dict[str, Any]:
     """`num_prompts` prompts at once, in chunks of 8192 tokens as a node computes them."""
     generator = torch.Generator().manual_seed(1)
@@ -379,7 +275,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--num-tokens", type=int, default=256 * 1600, help="KV tokens of the pool")
     parser.add_argument("--context-len", type=int, default=16384)
     parser.add_argument("--page-size", type=int, default=PAGE_SIZE)
-    parser.add_argument("--only", nargs="+", default=["decode", "idle", "rounds", "prefill", "offline"])
+    parser.add_argument("--only", nargs="+", default=["decode", "idle", "rounds", "adaptive", "prefill", "offline"])
     parser.add_argument("--commit", help="of this tree, for the report (default: what git says)")
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()

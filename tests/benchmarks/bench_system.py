@@ -30,7 +30,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).p
 from bench_router import Stream  # noqa: E402
 from cluster import Cluster  # noqa: E402
 
-from baton.deploy import bench_gpu  # noqa: E402
+from baton.deploy import bench_sequences  # noqa: E402
 from baton.deploy.planted_text import PlantedText  # noqa: E402
 from baton.engine.config import EngineConfig  # noqa: E402
 from baton.engine.engine import Engine  # noqa: E402
@@ -159,11 +159,11 @@ def add_engine(options: argparse.Namespace, points: list[dict[str, Any]]) -> Non
     rounds = Rounds(engine, max(options.streams), buckets=options.streams)
     rounds.capture()
     for point in points:
-        sequences = bench_gpu.start(engine, rounds, point["streams"], options.tokens + 64)
+        sequences = bench_sequences.start(engine, rounds, point["streams"], options.tokens + 64)
         shape = rounds.shape.with_steps(0)
-        bench_gpu.run_rounds(rounds, sequences, shape, 8)
-        step_s = statistics.median(bench_gpu.run_rounds(rounds, sequences, shape, 48) for _ in range(3))
-        bench_gpu.stop(engine, rounds, sequences)
+        bench_sequences.run_rounds(rounds, sequences, shape, 8)
+        step_s = statistics.median(bench_sequences.run_rounds(rounds, sequences, shape, 48) for _ in range(3))
+        bench_sequences.stop(engine, rounds, sequences)
         point["engine_step_ms"] = step_s * 1e3
         point["engine_tokens_per_s"] = point["streams"] / step_s
         point["share"] = point["steady_tokens_per_s"] / point["engine_tokens_per_s"]

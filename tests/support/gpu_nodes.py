@@ -123,7 +123,8 @@ class GpuPrefill:
             for place, event in enumerate(self.events):
                 if event[0] == name:
                     return self.events.pop(place)[1]
-            assert client is None or not client.poll()
+            events = [] if client is None else client.poll()
+            assert not events, events
             if self.pipe.poll(0.001):
                 self.events.append(self.pipe.recv())
             assert time.monotonic() < deadline, f"no {name}, only {self.events}"
