@@ -1,8 +1,8 @@
 """All figures of speculation: every drafter that ships with the demo models, against speculation off in the same run.
 
     python tests/benchmarks/bench_speculation.py [--device cpu] [--dtype float32] [--drafters eagle ngram ...] [--quick]
-        [--temperatures 0 1] [--streams 1 8] [--rounds N] [--minutes M] [--processes P] [--only-speed] [--no-http]
-        [--json FILE]
+        [--temperatures 0 1] [--streams 1 8] [--rounds N] [--minutes M] [--processes P] [--repeats R] [--control]
+        [--only-speed] [--no-http] [--json FILE]
 
 1. Accept length (tokens a round, the target's own included) of 64 prompts of 128 tokens of held-out code, 128 tokens
    after each, K fixed, at temperature 0 and 1, with its standard error over the prompts. Rounds in which max_tokens
@@ -17,6 +17,10 @@
    known to the prefill node, to decode's first round. Both nodes take turns in one thread, so it is the work of both
    added up; pages of the prompt's earlier chunks were pulled before.
 4. Over HTTP, router and nodes in processes of their own: off, and adaptive with the drafter that was best in 2.
+
+Nodes that are equal differ by up to 5 % in one process, and the other way round in the next one, by where their weights
+come to lie. So ratios near 1 take --repeats R, each drafter in R processes one after the other or at once: ratios are
+the means of theirs then, with their standard error. --control adds a second node without speculation as a yardstick.
 
 --only-speed leaves out 1, 3 and 4. --processes P runs P drafters at once, each in a process of its own with one thread:
 for a machine with P idle cores; 4 is left out.
@@ -71,7 +75,7 @@ CASES = {
         Case("hyper-eagle", HYPER, {"speculative": "eagle", "draft_model": str(DEMO / "hyper_eagle")}),
     )
 }
-MODES = ("off", "fixed", "adaptive")
+MODES = ("off", "control", "fixed", "adaptive")  # control: off once more
 TEMPERATURES = (0.0, 1.0)
 STREAMS = (1, 8)
 PROMPT_LEN, LONG_PROMPT_LEN = 128, 1024
@@ -89,7 +93,7 @@ def main() -> None:
     long_prompts = _windows(documents, LONG_PROMPT_LEN, 1 + options.handoffs)
     deadline = started + 60 * options.minutes - (HTTP_S if options.http else 0)
     figures: list[dict[str, Any]] = []
-    if options.processes > 1:
+    if options.processes > 1 or options.repeats > 1:
         figures = _measure_apart(options)
     else:
         for num_left, name in zip(range(len(options.drafters), 0, -1), options.drafters, strict=True):
@@ -114,8 +118,8 @@ def main() -> None:
 
 def _measure_apart(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Each drafter by this program in a process of its own; those that wait share the time with those that run."""
-    minutes = options.minutes / -(-len(options.drafters) // options.processes)
-    own = ["--no-http", "--minutes", str(minutes), "--processes", "1"]  # the last ones count
+    minutes = options.minutes / -(-len(options.drafters) * options.repeats // options.processes)
+    own = ["--no-http", "--minutes", str(minutes), "--processes", "1", "--repeats", "1"]  # the last ones count
 
     def measure(name: str, path: Path) -> dict[str, Any]:
         command = [sys.executable, __file__, *sys.argv[1:], *own, "--drafters", name, "--json", str(path / name)]
@@ -123,7 +127,35 @@ def _measure_apart(options: argparse.Namespace) -> list[dict[str, Any]]:
         return json.loads((path / name).read_text())["drafters"][0]
 
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(options.processes) as pool:
-        return list(pool.map(measure, options.drafters, [Path(directory)] * len(options.drafters)))
+        paths = [Path(directory) / str(index) for index in range(options.repeats)]
+        for path in paths:
+            path.mkdir()
+        names = [name for name in options.drafters for _ in paths]
+        done = list(pool.map(measure, names, paths * len(options.drafters)))
+    return [_mean(done[start : start + len(paths)]) for start in range(0, len(done), len(paths))]
+
+
+def _mean(figures: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of one drafter in several processes: its ratios are the means of theirs."""
+    if len(figures) == 1:
+        return figures[0]
+    speed: list[dict[str, Any]] = []
+    for cell in zip(*(figure["speed"] for figure in figures), strict=True):
+        ratios = {mode: [row["ratio"][mode] for row in cell] for mode in cell[0]["ratio"]}
+        rates = {mode: statistics.mean(row["tokens_per_s"][mode] for row in cell) for mode in cell[0]["tokens_per_s"]}
+        steps = sum((Counter(row["rounds_by_steps"]) for row in cell), Counter[str]())
+        own = {
+            "tokens_per_s": rates,
+            "ratio": {mode: statistics.mean(each) for mode, each in ratios.items()},
+            "standard_error": {mode: statistics.stdev(each) / math.sqrt(len(each)) for mode, each in ratios.items()},
+            "median_ratio": {mode: statistics.median(each) for mode, each in ratios.items()},
+            "ratios": {mode: [round(ratio, 3) for ratio in each] for mode, each in ratios.items()},
+            "share_without_drafts": steps["0"] / steps.total(),
+            "rounds_by_steps": {each: steps[each] for each in sorted(steps, key=int)},
+        }
+        speed.append(cell[0] | own)
+    differences = {name: sum(figure["differences"][name] for figure in figures) for name in figures[0]["differences"]}
+    return figures[0] | {"speed": speed, "differences": differences}
 
 
 def _measure(
@@ -140,11 +172,11 @@ def _measure(
                         case.model,
                         is_adaptive=mode == "adaptive",
                         **machine,
-                        **({"speculative": "none"} if mode == "off" else case.settings),
+                        **({"speculative": "none"} if mode in ("off", "control") else case.settings),
                     )
                 )
             )
-            for mode in MODES
+            for mode in options.modes
         }
         acceptance: list[dict[str, Any]] = []
         handoff: dict[str, dict[str, Any]] = {}
@@ -197,7 +229,8 @@ def _speed(
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     """The modes by turns; each round has prompts of its own, as many as there are. `until`: no new round, bar one."""
-    rounds: dict[str, list[Run]] = {mode: [] for mode in MODES}
+    modes = options.modes
+    rounds: dict[str, list[Run]] = {mode: [] for mode in modes}
     parts: list[Differences] = []
     size = max(num_streams, options.alone)
     each = _params(size, temperature, options.tokens)
@@ -205,19 +238,19 @@ def _speed(
         if index > 1 and time.perf_counter() > until:
             break
         chosen = [prompts[(index * size + i) % len(prompts)] for i in range(size)]
-        order = MODES if index % 2 else MODES[::-1]
+        order = modes if index % 2 else modes[::-1]
         runs: dict[str, Run] = {mode: pairs[mode].generate(chosen, each, num_streams) for mode in order}
-        parts += [judge.compare(chosen, each, runs[mode], runs["off"]) for mode in MODES[1:]]
+        parts += [judge.compare(chosen, each, runs[mode], runs["off"]) for mode in modes[1:]]
         if index:
-            for mode in MODES:
+            for mode in modes:
                 rounds[mode].append(runs[mode])
-    seconds = {mode: [run.seconds for run in rounds[mode]] for mode in MODES}
-    ratios = {mode: [a / b for a, b in zip(seconds["off"], seconds[mode], strict=True)] for mode in MODES[1:]}
+    seconds = {mode: [run.seconds for run in rounds[mode]] for mode in modes}
+    ratios = {mode: [a / b for a, b in zip(seconds["off"], seconds[mode], strict=True)] for mode in modes[1:]}
     steps = Counter(each for run in rounds["adaptive"] for each in run.steps)
     return {
         "temperature": temperature,
         "streams": num_streams,
-        "tokens_per_s": {mode: sum(run.num_tokens for run in rounds[mode]) / sum(seconds[mode]) for mode in MODES},
+        "tokens_per_s": {mode: sum(run.num_tokens for run in rounds[mode]) / sum(seconds[mode]) for mode in modes},
         "ratio": {mode: sum(seconds["off"]) / sum(seconds[mode]) for mode in ratios},
         "standard_error": {mode: _ratio_error(seconds["off"], seconds[mode]) for mode in ratios},
         "median_ratio": {mode: statistics.median(ratios[mode]) for mode in ratios},
@@ -325,6 +358,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--streams", nargs="+", type=int, default=list(STREAMS), metavar="N")
     parser.add_argument("--only-speed", action="store_true", help="no accept length, no handoff, no HTTP")
     parser.add_argument("--processes", type=int, default=1, help="drafters measured at once, each in its own process")
+    parser.add_argument("--repeats", type=int, default=1, help="processes of each drafter, whose ratios are averaged")
+    parser.add_argument("--control", action="store_true", help="a second node without speculation, as if it were one")
     parser.add_argument("--source", type=Path, default=standard_library(), help="of 3.11.7, the library trained on")
     parser.add_argument("--rounds", type=int, help="default: 5 on CPU, 3 on CUDA")
     parser.add_argument("--minutes", type=float, help="after which rounds are left out; default: 13 on CPU, 7 on CUDA")
@@ -337,7 +372,8 @@ def _options() -> argparse.Namespace:
     options.prompts, options.alone, options.handoffs = 64, 2, 9
     if options.quick:
         options.rounds, options.tokens, options.prompts, options.handoffs = 1, 32, 16, 3
-    if options.only_speed or options.processes > 1:
+    options.modes = tuple(mode for mode in MODES if mode != "control" or options.control)
+    if options.only_speed or options.processes > 1 or options.repeats > 1:
         options.http = False
     on_cpu = options.device == "cpu"
     options.rounds = options.rounds or (5 if on_cpu else 3)

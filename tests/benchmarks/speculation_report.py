@@ -33,7 +33,9 @@ def _acceptance(figures: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def _speed(figures: Sequence[dict[str, Any]]) -> Iterator[str]:
     """A row a drafter, temperature and number of streams."""
-    head = ("off tok/s", "fixed tok/s", "adaptive tok/s", "fixed / off", "adaptive / off", "rounds at K = 0", "rounds")
+    modes = list(figures[0]["speed"][0]["tokens_per_s"])
+    ratios = [f"{mode} / off" for mode in modes if mode != "off"]
+    head = (*(f"{mode} tok/s" for mode in modes), *ratios, "rounds at K = 0", "rounds")
     yield _row("drafter", "T", "streams", *head)
     yield _rule(1, 2 + len(head))
     for figure in figures:
