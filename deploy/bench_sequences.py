@@ -89,11 +89,12 @@ def _draft(
         ends = torch.tensor([len(ids) for ids in prompts], device=engine.device).cumsum(0) - 1
         num_rows = engine.drafter.hidden.num_target_rows
         tails = []
-        for ids, own, token, end in zip(prompts, pages, tokens, ends.tolist(), strict=True):
+        for ids, own, end in zip(prompts, pages, ends.tolist(), strict=True):
             rows = None if extend is None else extend[end - num_rows : end]
-            tails.append(PromptTail(ids, token, own, rows))
+            tails.append(PromptTail(ids, own, rows))
         last = None if extend is None else extend[ends]
-        return engine.drafter.finish_prompt(tails, last, SamplingBatch.of(states, engine.device))
+        after = torch.tensor(tokens, device=engine.device)
+        return engine.drafter.finish_prompt(tails, after, last, SamplingBatch.of(states, engine.device))
 
 
 def stop(engine: Engine, rounds: Rounds, sequences: Sequence[Running]) -> None:

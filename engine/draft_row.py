@@ -26,7 +26,7 @@ def set_draft(row: MetadataBuffers, draft: DraftState) -> None:
 
 def get_draft(row: MetadataBuffers, drafter: Drafter, token_ids: Sequence[int]) -> DraftState:
     """The inverse, one row on the CPU; `token_ids` of the sequence, the first generated token included."""
-    draft = drafter.allocate(1).to(torch.device("cpu"))
+    draft = DraftState(**{name: torch.zeros_like(each, device="cpu") for name, each in drafter.allocate(1).present()})
     for name, value in draft.present():
         if name == "recent":
             known = torch.tensor(list(token_ids[-value.shape[1] :]))

@@ -29,7 +29,7 @@ from .model_config import ModelConfig
 from .models.registry import load_model
 from .pages import Owner, PagePool
 from .prefix_cache import PrefixCache
-from .sampling import sample
+from .sampling import SubmittedSample
 from .sampling_batch import SamplingBatch
 from .sampling_state import SamplingState
 from .weights import fingerprint
@@ -133,7 +133,8 @@ class Engine:
         rows, last = (None, None) if extend is None else (extend[-1 - num_rows : -1], extend[-1:])
         with torch.inference_mode():
             self.drafter.observe_prompt([PromptChunk(ids, 0, num_tokens, pages)], extend)
-            self.drafter.finish_prompt([PromptTail(ids, 0, pages, rows)], last, SamplingBatch.of([state], self.device))
+            tails, tokens = [PromptTail(ids, pages, rows)], torch.zeros(1, dtype=torch.int64, device=self.device)
+            self.drafter.finish_prompt(tails, tokens, last, SamplingBatch.of([state], self.device))
 
     @property
     def kv(self) -> torch.Tensor:
@@ -168,11 +169,8 @@ class Engine:
         """One token for each row of `logits` [num_rows, vocab_size], None for a row whose logits are not numbers; and
         its log-probabilities where asked for."""
         with torch.inference_mode():
-            result = sample(logits, SamplingBatch.of(states, self.device))
-            ids = [i if ok else None for i, ok in zip(result.token_ids.tolist(), result.is_valid.tolist(), strict=True)]
-            if result.logprobs is None:
-                return ids, [None] * len(states)
-            return ids, result.logprobs.to_rows([state.params.num_logprobs for state in states])
+            submitted = SubmittedSample.of(logits, SamplingBatch.of(states, self.device))
+            return submitted.read([state.params.num_logprobs for state in states])
 
     def copy_page(self, source: int, target: int) -> None:
         """All pools' KV of one page into another."""

@@ -1,20 +1,25 @@
 """Log-probabilities under the target's own distribution: log-softmax of the raw logits, before any processing."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from ..metadata.request import MAX_TOP_LOGPROBS, TokenLogprobs
+from .copies import to_host
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of rows, still on the logits' device."""
+    """Log-probabilities of rows, on the logits' device until they are brought to the host."""
 
     chosen: Tensor  # [num_rows] float32
     top_ids: Tensor  # [num_rows, num_top] int64, likeliest first, equal ones by ascending id
     top_logprobs: Tensor  # [num_rows, num_top] float32
+
+    def to_host(self) -> Self:
+        """Copies, there after the next `recorded_event` (copies.py)."""
+        return type(self)(*map(to_host, self))
 
     def to_rows(self, num_logprobs: Sequence[int | None]) -> list[TokenLogprobs | None]:
         """Copy to the host what each row asks for: None nothing, 0 the token's own, k the top k too."""

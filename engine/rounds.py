@@ -297,11 +297,13 @@ class Rounds:
         in for."""
         chunks: list[PromptChunk] = []
         tails: list[PromptTail] = []
+        tokens: list[int] = []  # after them
         device = self.engine.device
         hidden: list[Tensor] = []
         last: list[Tensor] = []
         for sequence in late:
             *known, bonus = sequence.token_ids
+            tokens.append(bonus)
             states = self.slots.missed(_slot(sequence), sequence.num_missed)
             before = self.slots.draft(_slot(sequence)).rows
             num_before = 0
@@ -312,13 +314,14 @@ class Rounds:
             if states is not None:
                 hidden.append(states)
                 last.append(states[-1:])
-            tails.append(PromptTail(known, bonus, sequence.pages, None if states is None else states[:-1]))
+            tails.append(PromptTail(known, sequence.pages, None if states is None else states[:-1]))
             sequence.num_missed = 0
         drafter.observe_prompt(chunks, torch.cat(hidden) if hidden else None)
         index = to_device(torch.tensor([_slot(sequence) for sequence in late]), device)
         needs = Needs.any_of(sequence.sampling.needs for sequence in late)
         sampling = self.slots.read(index, index.new_zeros(len(late), 0), needs).sampling
-        draft = drafter.finish_prompt(tails, torch.cat(last) if last else None, sampling)
+        after = to_device(torch.tensor(tokens), device)
+        draft = drafter.finish_prompt(tails, after, torch.cat(last) if last else None, sampling)
         for row, sequence in enumerate(late):
             if draft.present():
                 self.slots.load_draft(_slot(sequence), draft.row(row))

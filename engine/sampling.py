@@ -9,13 +9,16 @@ The noise is a pure function of (seed, absolute position, token id) and every st
 the same logits give the same token alone, in any batch, after a preemption, and on another node.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from ..kernels import gpu
 from ..kernels.noise import add_gumbel_noise_
+from ..metadata.request import TokenLogprobs
+from .copies import recorded_event, to_host
 from .filters import keep_likely
 from .logprobs import Logprobs, compute_logprobs
 from .processors import process_logits
@@ -28,6 +31,31 @@ class SampleResult(NamedTuple):
     token_ids: Tensor  # [num_rows] int64
     is_valid: Tensor  # [num_rows] bool; False: the row's logits are no numbers, and neither is its token a choice
     logprobs: Logprobs | None  # None when no row asks
+
+
+class SubmittedSample(NamedTuple):
+    """Tokens that were sampled, or will be before anything that is submitted to the device later."""
+
+    token_ids: Tensor  # [num_rows] int64, on the device; no choice where the logits are no numbers
+    numbers: Tensor  # [2, num_rows] int64, `token_ids` and whether they are valid, on the host once `event` happened
+    logprobs: Logprobs | None  # likewise
+    event: torch.cuda.Event | None  # None where the device is the host
+
+    @classmethod
+    def of(cls, logits: Tensor, batch: SamplingBatch) -> Self:
+        """As `sample`."""
+        result = sample(logits, batch)
+        numbers = to_host(torch.stack([result.token_ids, result.is_valid.long()]))
+        logprobs = None if result.logprobs is None else result.logprobs.to_host()
+        return cls(result.token_ids, numbers, logprobs, recorded_event(logits.device))
+
+    def read(self, num_logprobs: Sequence[int | None]) -> tuple[list[int | None], list[TokenLogprobs | None]]:
+        """Waits. One token for each row, None where the logits are not numbers; log-probabilities where a row asks for
+        some, as `Logprobs.to_rows`."""
+        if self.event is not None:
+            self.event.synchronize()
+        ids = [token if is_valid else None for token, is_valid in self.numbers.t().tolist()]
+        return ids, [None] * len(ids) if self.logprobs is None else self.logprobs.to_rows(num_logprobs)
 
 
 def sample(logits: Tensor, batch: SamplingBatch, *, with_logprobs: bool = True) -> SampleResult:

@@ -34,7 +34,8 @@ class PrefillJob:
     num_shared: int = 0  # pages from the start that no sampled token changes; the others are a choice's own
     tail_copies: list[int] = field(default_factory=list)  # of pages not shared, for the choices after the first
     lease: Lease | None = None
-    num_computed: int = 0
+    num_submitted: int = 0  # tokens whose KV lies in `pages` before anything that is submitted from now on reads it
+    num_computed: int = 0  # of these, as far as the host knows
     num_offered: int = 0  # pages offered so far
     num_cached: int = 0
     extend_rows: torch.Tensor | None = None  # [<= num_target_rows + 1, extend width] of the last computed positions
@@ -74,6 +75,10 @@ class PrefillJob:
     def times(self) -> PrefillTimes:
         """What the router is told for the request's timeline."""
         return PrefillTimes(self.sample_s, self.num_offers, self.early_pages, tuple(self.chunks))
+
+    @property
+    def is_submitted(self) -> bool:
+        return self.num_submitted == len(self.token_ids)
 
     @property
     def is_computed(self) -> bool:

@@ -15,17 +15,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from ..engine.batch import BatchRow
 from ..engine.draft_row import set_draft
-from ..engine.drafters.base import Drafter, DraftState, PromptChunk, PromptTail
-from ..engine.engine import NO_NUMBERS, Computed, Engine
-from ..engine.logprobs import compute_logprobs
-from ..engine.sampling_batch import SamplingBatch
+from ..engine.drafters.base import DraftState
+from ..engine.engine import NO_NUMBERS, Engine
 from ..engine.sampling_state import SamplingState
 from ..engine.stopping import ended
 from ..metadata.buffers import MetadataBuffers, Sampled
@@ -34,11 +29,13 @@ from ..metadata.handoff_server import HandoffServer
 from ..metadata.membership import Membership, RouterGone
 from ..metadata.messages import Cancel, Cancelled, Failed, Prefill, PrefillDone, Resend
 from ..metadata.node_info import Load, NodeStats
-from ..metadata.request import Ended, Unit
+from ..metadata.request import TokenLogprobs, Unit
 from ..metadata.session import Work
 from ..metadata.tickets import TicketEnded
+from .chunks import Plan, SubmittedChunk, submit
 from .job import PrefillJob
-from .outbox import FirstTokens
+from .outbox import FirstToken, FirstTokens
+from .prompt_ends import FirstSample, PromptEnd, PromptEnds
 from .scheduler import PrefillScheduler
 
 logger = logging.getLogger(__name__)
@@ -81,14 +78,8 @@ class PrefillNode:
         plan = self.scheduler.plan()
         if plan:
             self.membership.enter("prefill", STEP_LIMIT_S)
-            begun = time.monotonic()
-            self._process(plan, self.engine.compute([row for _, row in plan]), begun)
+            self._settle(self._compute(plan))
         return bool(self.scheduler.computing)
-
-    @property
-    def _num_target_rows(self) -> int:
-        """States of positions before the last prompt position that the drafter takes with its."""
-        return 0 if self.engine.drafter is None else self.engine.drafter.hidden.num_target_rows
 
     @property
     def is_idle(self) -> bool:
@@ -223,101 +214,76 @@ class PrefillNode:
         self._counts.cached_tokens += job.num_cached
         self._offer_pages(job)
 
-    def _process(self, plan: list[tuple[PrefillJob, BatchRow]], computed: Computed, begun: float) -> None:
-        """What the forward, begun at that time, brought: draft KV, pages to offer, log-probabilities of the prompt,
-        first tokens."""
+    def _compute(self, plan: Plan) -> SubmittedChunk:
+        chunk = submit(self.engine, plan)
         self._counts.steps += 1
-        if self.engine.drafter is not None:
-            self._draft_chunks(self.engine.drafter, plan, computed.extend)
-        at = num_tokens = 0
-        now = time.monotonic()
         for job, row in plan:
-            job.note_chunk(len(row.input_ids), begun, now)
-            job_logits = computed.logits[at : at + row.num_logits]
-            at += row.num_logits
-            num_tokens += len(row.input_ids)
-            job.num_computed += len(row.input_ids)
-            if computed.extend is not None:
-                job.keep_rows(computed.extend[num_tokens - len(row.input_ids) : num_tokens], 1 + self._num_target_rows)
             self._counts.computed_tokens += len(row.input_ids)
-            if job.request.prompt_logprobs:
-                self._score_prompt(job, row.position, job_logits)
-            if job.is_computed:
-                self._complete(job, job_logits[-1:])
-            else:
+            if job.is_submitted:
+                self.scheduler.hand_over(job)
+        return chunk
+
+    def _settle(self, chunk: SubmittedChunk) -> None:
+        """Wait for the chunk and take what it brought: first tokens, log-probabilities of prompts, pages to offer.
+
+        A job of it may have been dropped meanwhile: nobody waits for anything of it then."""
+        begun, computed = chunk.begun, chunk.wait()
+        for job, row in chunk.plan:
+            job.note_chunk(len(row.input_ids), begun, computed)
+            job.num_computed += len(row.input_ids)
+        for scores in chunk.scores:
+            scores.job.prompt_logprobs += scores.read()
+        for ends in chunk.ends:
+            firsts = [
+                self._send_first(end, sample, computed) for end, sample in zip(ends.ends, ends.tokens(), strict=True)
+            ]
+            ends.draft()
+            ends.wait()
+            for end, choices in zip(ends.ends, firsts, strict=True):
+                self._hand_over(end, choices, ends)
+        for job, _ in chunk.plan:
+            if not job.is_computed:
                 self._offer_pages(job)
 
-    def _score_prompt(self, job: PrefillJob, position: int, logits: torch.Tensor) -> None:
-        """Log-probabilities of the prompt's tokens position + 1 .. under the logits of position .. ."""
-        targets = job.token_ids[position + 1 : min(position + 1 + logits.shape[0], job.prompt_len)]
-        if targets:
-            num_logprobs = job.request.params.num_logprobs or 0
-            ids = torch.tensor(targets, dtype=torch.int64, device=logits.device)
-            scored = compute_logprobs(logits[: len(targets)], ids, num_logprobs).to_rows([num_logprobs] * len(targets))
-            job.prompt_logprobs += [entry for entry in scored if entry is not None]
-
-    def _draft_chunks(
-        self, drafter: Drafter, plan: list[tuple[PrefillJob, BatchRow]], extend: torch.Tensor | None
-    ) -> None:
-        chunks = [
-            PromptChunk(job.token_ids, row.position, row.position + len(row.input_ids), job.pages) for job, row in plan
+    def _send_first(self, end: PromptEnd, sample: FirstSample, computed: float) -> list[FirstToken]:
+        """The prompt was computed at this time: tell the router the first tokens of the choices that are still wanted,
+        or that there are none; returns them."""
+        job = end.job
+        job.computed = computed
+        if None in sample.token_ids:  # the same logits for every choice
+            message = NO_NUMBERS.format(position=len(job.token_ids))
+            self._refuse(job, message, code="model_error")
+            self._drop(job, set(job.choices), message)
+            return []
+        choices = [
+            self._begin_choice(job, unit, token, entry)
+            for unit, token, entry in zip(end.units, *sample, strict=True)
+            if unit in job.choices and token is not None
         ]
-        with torch.inference_mode():
-            drafter.observe_prompt(chunks, extend)
+        if choices:
+            self._counts.generated_tokens += len(choices)
+            self.membership.send(self.first_tokens.make(job, choices))
+            job.sample_s = time.monotonic() - computed
+        return choices
 
-    def _complete(self, job: PrefillJob, logits: torch.Tensor) -> None:
-        """The prompt is computed: sample each choice's first token, tell the router, hand the last pages over.
-
-        `logits` [1, vocab_size] is of the last prompt position."""
-        job.computed = time.monotonic()
-        self.scheduler.hand_over(job)
-        units, states = list(job.choices), list(job.choices.values())
-        if units:
-            ids, logprobs = self.engine.sample(logits.expand(len(units), -1), states)
-            if None in ids:  # the same logits for every choice
-                message = NO_NUMBERS.format(position=len(job.token_ids))
-                self._refuse(job, message, code="model_error")
-                self._drop(job, set(units), message)
-                return
-            ids = [token for token in ids if token is not None]
-            self._counts.generated_tokens += len(ids)
-            ends = [self._append(state, token, job.num_cached) for state, token in zip(states, ids, strict=True)]
-            self.membership.send(self.first_tokens.make(job, units, ids, logprobs, ends))
-            job.sample_s = time.monotonic() - job.computed
-            rows: dict[Unit, bytes] = {}
-            for unit, token, entry, end, draft in zip(
-                units, ids, logprobs, ends, self._draft_tails(job, states, ids), strict=True
-            ):
-                if unit in job.tickets and end is None:
-                    rows[unit] = self._row(Sampled(token, job.num_cached, entry), draft)
-                elif unit in job.tickets and end is not None:
-                    self.handoff.revoke(unit, True, end.reason)
-            self._offer_pages(job, rows)
-        if not job.tickets:
-            self._finish(job)
-
-    def _append(self, state: SamplingState, token: int, num_cached: int) -> Ended | None:
+    def _begin_choice(self, job: PrefillJob, unit: Unit, token: int, logprobs: TokenLogprobs | None) -> FirstToken:
+        state = job.choices[unit]
         state.append(token)
-        return ended(state, token, self.engine.context_len, num_cached)
+        end = ended(state, token, self.engine.context_len, job.num_cached)
+        return FirstToken(unit, Sampled(token, job.num_cached, logprobs), end)
 
-    def _draft_tails(self, job: PrefillJob, states: list[SamplingState], ids: list[int]) -> list[DraftState | None]:
-        """Every choice's draft state after its first token; its draft KV of the last prompt positions is stored."""
-        drafter = self.engine.drafter
-        if drafter is None or not job.tickets:
-            return [None] * len(ids)
-        block_tables = [job.pages_of(index) for index in range(len(ids))]
-        for block_table in block_tables[1:]:
-            for source, copy in zip(job.pages[job.num_shared :], block_table[job.num_shared :], strict=True):
-                self.engine.copy_page(source, copy)
-        rows = job.extend_rows
-        tails = [
-            PromptTail(job.token_ids, token, block_table, None if rows is None else rows[:-1])
-            for token, block_table in zip(ids, block_tables, strict=True)
-        ]
-        with torch.inference_mode():
-            last = None if rows is None else rows[-1:].expand(len(ids), -1)
-            drafts = drafter.finish_prompt(tails, last, SamplingBatch.of(states, self.engine.device))
-            return [drafts.row(index) for index in range(len(ids))]
+    def _hand_over(self, end: PromptEnd, choices: list[FirstToken], ends: PromptEnds) -> None:
+        """The last pages and the rows of choices that go on; the tickets of the others are revoked."""
+        job = end.job
+        rows: dict[Unit, bytes] = {}
+        for unit, sampled, over in choices:
+            if unit in job.tickets and over is None:
+                rows[unit] = self._row(sampled, ends.drafted(unit))
+            elif unit in job.tickets and over is not None:
+                self.handoff.revoke(unit, True, over.reason)
+        self._offer(job, len(job.pages), dict(zip(end.units, end.block_tables, strict=True)), rows)
+        if job.choices and not job.tickets:
+            self._finish(job)
 
     def _row(self, sampled: Sampled, draft: DraftState | None) -> bytes:
         self._row_buffer.set_sampled(sampled)
@@ -327,24 +293,24 @@ class PrefillNode:
 
     # --- handing over ---
 
-    def _offer_pages(self, job: PrefillJob, rows: Mapping[Unit, bytes] | None = None) -> None:
-        """Offer every page that will not be written again: full ones, and the last ones, with each choice's row, when
-        the prompt is computed.
+    def _offer_pages(self, job: PrefillJob) -> None:
+        """Offer every page of a prompt under way that will not be written again. A shifted drafter writes slots of the
+        last prompt positions after the first token is sampled, so their pages wait for that."""
+        num_ready = min(job.num_computed // self.engine.pool.page_size, job.num_shared)
+        self._offer(job, num_ready, dict.fromkeys(job.choices, job.pages), {})
 
-        A shifted drafter writes slots of the last prompt positions after the first token is sampled, so their pages
-        wait for that.
-        """
-        num_ready = len(job.pages)
-        if not job.is_computed:
-            num_ready = min(job.num_computed // self.engine.pool.page_size, job.num_shared)
+    def _offer(
+        self, job: PrefillJob, num_ready: int, block_tables: Mapping[Unit, Sequence[int]], rows: Mapping[Unit, bytes]
+    ) -> None:
+        """The first `num_ready` pages of each choice, less those offered before; rows with the last ones."""
         if num_ready == job.num_offered or not job.tickets:
             return
         indices = list(range(job.num_offered, num_ready))
-        offered = [job.pages_of(index)[job.num_offered : num_ready] for index in range(len(job.choices))]
-        for unit, pages in zip(job.choices, offered, strict=True):
+        for unit in job.choices:
             if unit in job.tickets:
+                pages = block_tables[unit][job.num_offered : num_ready]
                 generations = [self.engine.pool.generation(page) for page in pages]
-                self.handoff.offer(unit, indices, pages, generations, (rows or {}).get(unit))
+                self.handoff.offer(unit, indices, pages, generations, rows.get(unit))
         job.num_offered = num_ready
         job.num_offers += 1
         job.early_pages = job.early_pages if job.is_computed else num_ready

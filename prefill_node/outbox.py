@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from ..metadata.buffers import Sampled
 from ..metadata.messages import Tokens
-from ..metadata.request import Ended, TokenLogprobs, Unit, pack_ids
+from ..metadata.request import Ended, Unit, pack_ids
 from .job import PrefillJob
 
 _KEPT = 1024  # units
+
+
+class FirstToken(NamedTuple):
+    """What a choice begins with, and how it ends if it does so at once."""
+
+    unit: Unit
+    sampled: Sampled
+    ended: Ended | None
 
 
 class FirstTokens:
@@ -18,25 +28,18 @@ class FirstTokens:
     def __init__(self) -> None:
         self._kept: OrderedDict[Unit, Tokens] = OrderedDict()
 
-    def make(
-        self,
-        job: PrefillJob,
-        units: Sequence[Unit],
-        ids: Sequence[int],
-        logprobs: Sequence[TokenLogprobs | None],
-        ends: Sequence[Ended | None],
-    ) -> Tokens:
-        """One token for each unit, at the index after those received."""
+    def make(self, job: PrefillJob, choices: Sequence[FirstToken]) -> Tokens:
+        """One token for each choice, at the index after those received."""
         tokens = Tokens(
-            units=tuple(units),
-            firsts=pack_ids([job.num_received] * len(units)),
-            counts=pack_ids([1] * len(units)),
-            ids=pack_ids(ids),
-            logprobs={i: (entry,) for i, entry in enumerate(logprobs) if entry is not None},
-            ended={i: end for i, end in enumerate(ends) if end is not None},
+            units=tuple(choice.unit for choice in choices),
+            firsts=pack_ids([job.num_received] * len(choices)),
+            counts=pack_ids([1] * len(choices)),
+            ids=pack_ids(choice.sampled.first_token for choice in choices),
+            logprobs={i: (entry,) for i, (_, (_, _, entry), _) in enumerate(choices) if entry is not None},
+            ended={i: choice.ended for i, choice in enumerate(choices) if choice.ended is not None},
             num_cached=job.num_cached,
         )
-        for unit in units:
+        for unit in tokens.units:
             self._kept[unit] = tokens
         while len(self._kept) > _KEPT:
             self._kept.popitem(last=False)

@@ -1,6 +1,6 @@
 """Which prompts are computed in a step, and whose the pages are.
 
-    submit --> waiting --start--> computing --(all computed)--> handing --(last ticket ended)--> done
+    submit --> waiting --start--> computing --(all submitted)--> handing --(last ticket ended)--> done
                  (no pages)        (all its pages)               (all its pages)
 
 A prompt starts only when the pool can hold all of it, first come first served. Decode has reserved before a prompt
@@ -49,7 +49,7 @@ class PrefillScheduler:
         for job in self.computing:
             if budget == 0:
                 break
-            start = job.num_computed
+            start = job.num_submitted
             num_new = min(budget, len(job.token_ids) - start)
             is_last = start + num_new == len(job.token_ids)
             num_logits = num_new if job.request.prompt_logprobs else int(is_last)
@@ -58,8 +58,10 @@ class PrefillScheduler:
         return plan
 
     def hand_over(self, job: PrefillJob) -> None:
-        """The prompt is computed: its whole pages go to the prefix cache, still pinned for its tickets."""
-        assert job.lease is not None and job.is_computed, job.rid
+        """All of the prompt is submitted: its whole pages go to the prefix cache, still pinned for its tickets. Whoever
+        finds them there reads them after they are computed, and whoever gets pages that were released writes them after
+        they were read: all are submitted to one device, which does one thing after the other."""
+        assert job.lease is not None and job.is_submitted, job.rid
         self.computing.remove(job)
         self.handing.append(job)
         num_whole = len(job.token_ids) // self.page_size
@@ -93,7 +95,7 @@ class PrefillScheduler:
     @property
     def num_queued_tokens(self) -> int:
         """Prompt tokens still to compute."""
-        return sum(len(job.token_ids) - job.num_computed for job in (*self.waiting, *self.computing))
+        return sum(len(job.token_ids) - job.num_submitted for job in (*self.waiting, *self.computing))
 
     def __iter__(self) -> Iterator[PrefillJob]:
         yield from (*self.waiting, *self.computing, *self.handing)
@@ -111,7 +113,7 @@ class PrefillScheduler:
             self.cache.release(lease)
             return False
         job.lease, job.pages, job.tail_copies = lease, lease.pages + own[:num_own], own[num_own:]
-        job.num_computed = job.num_cached = len(lease.pages) * self.page_size
+        job.num_submitted = job.num_computed = job.num_cached = len(lease.pages) * self.page_size
         job.num_shared = self._num_shared(num_tokens)
         assert len(lease.pages) <= job.num_shared, (job.rid, len(lease.pages), job.num_shared)
         return True

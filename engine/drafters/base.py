@@ -9,7 +9,8 @@ last one sampled, belongs at position L. A round of K steps:
     observe   the drafter sees the target's hidden states and tokens of L .. L + K along the accepted path and makes its
               own state for L + a + 1
 
-`propose` and `observe` run on tensors alone, of a fixed number of rows: no value of them is read on the host.
+`propose` and `observe` run on tensors alone, of a fixed number of rows: no value of a tensor is read on the host, here
+or in what follows.
 
 Prompts are computed by the same drafter: `observe_prompt` for each chunk and `finish_prompt` once the token after the
 prompt is known, on a prefill node, when a decode node recomputes a preempted sequence, and when rounds without drafts
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ...metadata.hidden_layout import HiddenLayout, assign
-from ..copies import to_device
+from ..copies import to_device, to_host
 from ..sampling_batch import SamplingBatch
 from ..trees import Drafts, DraftShape
 
@@ -61,6 +62,10 @@ class DraftState:
 
     def to(self, device: torch.device) -> Self:
         return type(self)(**{name: to_device(value, device) for name, value in self.present()})
+
+    def to_host(self) -> Self:
+        """Itself, or copies that are there after the next `recorded_event` (copies.py)."""
+        return type(self)(**{name: to_host(value) for name, value in self.present()})
 
     def select(self, index: Tensor) -> Self:
         """Rows `index` [n] int64, copies."""
@@ -138,9 +143,11 @@ class Drafter(Protocol):
         """Prompt tokens were computed: `hidden` [num_tokens, extend width], chunks end to end."""
         ...
 
-    def finish_prompt(self, tails: Sequence[PromptTail], hidden: Tensor | None, sampling: SamplingBatch) -> DraftState:
-        """The token after each prompt is known: `hidden` [num_tails, extend width] of the last prompt positions,
-        `sampling` of the tokens that follow it."""
+    def finish_prompt(
+        self, tails: Sequence[PromptTail], tokens: Tensor, hidden: Tensor | None, sampling: SamplingBatch
+    ) -> DraftState:
+        """The token after each prompt is sampled: `tokens` [num_tails] int64, the bonus tokens, which the host need not
+        know; `hidden` [num_tails, extend width] of the last prompt positions, `sampling` of the tokens that follow."""
         ...
 
 
@@ -156,10 +163,9 @@ class PromptChunk:
 
 @dataclass(frozen=True, slots=True)
 class PromptTail:
-    """A prompt and the token sampled after it (the bonus token)."""
+    """A prompt that is computed."""
 
-    token_ids: Sequence[int]  # the whole prompt
-    token: int
+    token_ids: Sequence[int]  # all of it
     pages: Sequence[int]
     rows: Tensor | None = None  # [min(num_target_rows, prompt_len - 1), extend width], positions before the last
 

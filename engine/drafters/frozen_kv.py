@@ -63,7 +63,9 @@ class FrozenKvDrafter:
     def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: Tensor | None) -> None:
         """Nothing: there is no KV of its own."""
 
-    def finish_prompt(self, tails: Sequence[PromptTail], hidden: Tensor | None, sampling: SamplingBatch) -> DraftState:
+    def finish_prompt(
+        self, tails: Sequence[PromptTail], tokens: Tensor, hidden: Tensor | None, sampling: SamplingBatch
+    ) -> DraftState:
         assert hidden is not None and hidden.shape[0] == len(tails), hidden
         self.hidden.check("extend", hidden)
         return DraftState(hidden=hidden.clone())

@@ -100,7 +100,9 @@ class MtpLayersDrafter:
                 for i, output in zip(found, outputs.split([len(tokens[i]) for i in found]), strict=True):
                     states[i] = output
 
-    def finish_prompt(self, tails: Sequence[PromptTail], hidden: Tensor | None, sampling: SamplingBatch) -> DraftState:
+    def finish_prompt(
+        self, tails: Sequence[PromptTail], tokens: Tensor, hidden: Tensor | None, sampling: SamplingBatch
+    ) -> DraftState:
         assert hidden is not None and hidden.shape[0] == len(tails), hidden
         self.hidden.check("extend", hidden)
         state = self.allocate(len(tails))
@@ -108,21 +110,20 @@ class MtpLayersDrafter:
             return state
         assert state.rows is not None and state.recent is not None
         num, device = self.num_before, self._kv.device
+        recent: list[list[int]] = []
         for i, tail in enumerate(tails):
             num_known = min(num, tail.prompt_len - 1)
             assert tail.rows is not None and len(tail.rows) >= num_known, (tail.rows, tail.prompt_len)
             state.rows[i, num - num_known :] = tail.rows[len(tail.rows) - num_known :]
-            recent = to_device(
-                torch.tensor(list(tail.token_ids[-num:])), device
-            )  # of rows .. L: L is the prompt's last
-            state.recent[i, num - len(recent) :] = recent
+            known = list(tail.token_ids[-num:])  # of rows .. L: L is the prompt's last
+            recent.append([0] * (num - len(known)) + known)
         batch = ForwardBatch.build(
             [BatchRow([0], tail.prompt_len - 1, tail.pages) for tail in tails], self._kv.shape[4], device
         )
-        targets = to_device(torch.tensor([[tail.token] for tail in tails]), device)
+        state.recent.copy_(to_device(torch.tensor(recent), device))
         none = torch.zeros(len(tails), dtype=torch.int64, device=device)
         table = F.pad(batch.block_table, (0, num))  # rows may run past the prompt: padding
-        return self._extend(batch.positions, table, state, hidden.unsqueeze(1), targets, none, sampling)
+        return self._extend(batch.positions, table, state, hidden.unsqueeze(1), tokens.unsqueeze(1), none, sampling)
 
     def _extend(
         self,

@@ -63,5 +63,7 @@ class NgramDrafter:
     def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: Tensor | None) -> None:
         """Nothing to keep."""
 
-    def finish_prompt(self, tails: Sequence[PromptTail], hidden: Tensor | None, sampling: SamplingBatch) -> DraftState:
+    def finish_prompt(
+        self, tails: Sequence[PromptTail], tokens: Tensor, hidden: Tensor | None, sampling: SamplingBatch
+    ) -> DraftState:
         return DraftState()

@@ -13,6 +13,7 @@ nodes of step j + 1 are at position L + j, in slots L + topk * j .. ; `observe` 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -89,13 +90,15 @@ class ShiftedDrafter:
         if rows:
             self._run(self._batch(rows), torch.cat(kept), is_extend=True)
 
-    def finish_prompt(self, tails: Sequence[PromptTail], hidden: Tensor | None, sampling: SamplingBatch) -> DraftState:
+    def finish_prompt(
+        self, tails: Sequence[PromptTail], tokens: Tensor, hidden: Tensor | None, sampling: SamplingBatch
+    ) -> DraftState:
         assert hidden is not None and hidden.shape[0] == len(tails), hidden
         self.hidden.check("extend", hidden)
         if not tails:
             return self.allocate(0)
-        rows = [BatchRow([tail.token], tail.prompt_len - 1, tail.pages) for tail in tails]
-        recurrent = self._run(self._batch(rows), hidden, is_extend=True)
+        batch = self._batch([BatchRow([0], tail.prompt_len - 1, tail.pages) for tail in tails])
+        recurrent = self._run(replace(batch, input_ids=tokens), hidden, is_extend=True)
         return self._state(recurrent, sampling)
 
     def _expand(

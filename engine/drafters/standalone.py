@@ -62,6 +62,8 @@ class StandaloneDrafter:
         rows = [BatchRow(chunk.token_ids[chunk.start : chunk.stop], chunk.start, chunk.pages, 0) for chunk in chunks]
         self._model.forward(ForwardBatch.build(rows, self._page_size, self.kv.device), self.kv)
 
-    def finish_prompt(self, tails: Sequence[PromptTail], hidden: Tensor | None, sampling: SamplingBatch) -> DraftState:
+    def finish_prompt(
+        self, tails: Sequence[PromptTail], tokens: Tensor, hidden: Tensor | None, sampling: SamplingBatch
+    ) -> DraftState:
         """The first round proposes from the bonus token."""
         return DraftState()

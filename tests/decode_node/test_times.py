@@ -25,7 +25,7 @@ def test_chunks_and_pulls(checkpoint: Callable[..., Path], transport: str) -> No
     chunks = done.times.chunks
     assert [(chunk.num_chunks, chunk.num_tokens) for chunk in chunks] == [(1, 6)] * 4 + [(1, 3)]
     spent = sum(chunk.waited_s + chunk.compute_s for chunk in chunks)
-    assert 0 < spent <= done.compute_s
+    assert 0 < spent <= done.compute_s + 1e-6
     assert done.queue_s + done.compute_s + done.times.sample_s <= took
     assert (done.times.num_offers, done.times.early_pages) == (5, 6)
     assert admitted.times.transport == transport

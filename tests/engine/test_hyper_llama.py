@@ -180,7 +180,7 @@ def test_the_drafter_equals_the_plain_head(target_dir: Path, head_dir: Path, chu
     sampling = SamplingState(SamplingParams(max_tokens=9, temperature=0.0), ids, vocab_size=VOCAB_SIZE, device="cpu")
     sampling.append(bonus)
     batch = SamplingBatch.of([sampling])
-    state = drafter.finish_prompt([PromptTail(ids, bonus, run.pages)], states[-1:], batch)
+    state = drafter.finish_prompt([PromptTail(ids, run.pages)], torch.tensor([bonus]), states[-1:], batch)
     rows = RoundRows(torch.tensor([40]), torch.tensor([bonus]), torch.tensor([run.pages]), batch, state)
     drafted = drafter.propose(rows, drafter.shape)
 

@@ -160,11 +160,11 @@ def check_idle(rounds: Rounds) -> None:
     assert drafter is not None
     layout = engine.speculation.hidden
     pools = [kv.clone() for kv in engine._kvs]
-    nobody = SamplingBatch.of([])
+    nobody, none = SamplingBatch.of([]), torch.zeros(0, dtype=torch.int64)
     assert rounds.run([], DraftShape(0), []) == rounds.run([], rounds.shape, []) == []
-    check_empty(drafter, drafter.finish_prompt([], layout.allocate("extend", 0), nobody))
+    check_empty(drafter, drafter.finish_prompt([], none, layout.allocate("extend", 0), nobody))
     drafter.observe_prompt([PromptChunk([5, 6, 7], 2, 3, [1])], layout.allocate("extend", 1))  # no next token yet
-    check_empty(drafter, drafter.finish_prompt([], layout.allocate("extend", 0), nobody))
+    check_empty(drafter, drafter.finish_prompt([], none, layout.allocate("extend", 0), nobody))
     assert rounds.stats.num_verified == 0
     for before, after in list(zip(pools, engine._kvs, strict=True))[: 2 if drafter.is_shifted else 1]:
         assert torch.equal(before, after)  # STANDALONE alone has a row of its own for a prompt's last token

@@ -173,5 +173,6 @@ def test_a_frozen_state_of_an_earlier_round_is_caught(make_solo: MakeSolo, monke
 def test_an_empty_batch_of_tails_is_nothing(make_solo: MakeSolo) -> None:
     for name in STATEFUL:
         drafter = make_solo(name).drafter
-        state = drafter.finish_prompt([], drafter.hidden.allocate("extend", 0), SamplingBatch.of([]))
+        none, hidden = torch.zeros(0, dtype=torch.int64), drafter.hidden.allocate("extend", 0)
+        state = drafter.finish_prompt([], none, hidden, SamplingBatch.of([]))
         assert len(state) == 0 and dict(state.present()).keys() == dict(drafter.allocate(1).present()).keys()

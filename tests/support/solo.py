@@ -167,14 +167,16 @@ class Solo:
     def _finish(self, sequences: Sequence[Running], extend: torch.Tensor | None) -> DraftState:
         """After everything but their last tokens was computed, all of one length."""
         num_rows = self.drafter.hidden.num_target_rows
-        tails = []
+        tails, tokens = [], []
         for i, sequence in enumerate(sequences):
             *known, bonus = sequence.token_ids
             rows = None if extend is None else extend[i, :-1][max(0, len(known) - 1 - num_rows) :]
-            tails.append(PromptTail(known, bonus, sequence.pages, rows))
+            tails.append(PromptTail(known, sequence.pages, rows))
+            tokens.append(bonus)
         sampling = SamplingBatch.of([sequence.sampling for sequence in sequences], self.engine.device)
         with torch.inference_mode():
-            return self.drafter.finish_prompt(tails, None if extend is None else extend[:, -1], sampling)
+            after = torch.tensor(tokens, device=self.engine.device)
+            return self.drafter.finish_prompt(tails, after, None if extend is None else extend[:, -1], sampling)
 
 
 def gather(kv: torch.Tensor, pages: Sequence[int], num_tokens: int) -> torch.Tensor:
