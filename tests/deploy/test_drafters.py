@@ -1,9 +1,10 @@
 """The demo drafters: unrolled training equals drafting from scratch, files follow docs/drafter_checkpoints.md, and the
 shipped weights get proposals accepted."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -228,6 +229,14 @@ def test_the_program_trains_continues_and_measures(tmp_path: Path, capsys: pytes
     assert {path.name for path in (tmp_path / "hyper").iterdir()} >= {"config.json", "tokenizer.json"}
 
 
+@functools.cache
+def continued(model: Path) -> tuple[Any, torch.Tensor, int]:
+    """A target, TEXT continued by it, and the length of TEXT."""
+    target = load_target(model)
+    input_ids = torch.tensor([Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(TEXT).ids])
+    return target, generate(target, input_ids, 40), input_ids.shape[1]
+
+
 @pytest.mark.parametrize(
     ("name", "num_steps", "bound"),
     [
@@ -240,8 +249,6 @@ def test_the_program_trains_continues_and_measures(tmp_path: Path, capsys: pytes
     ],
 )
 def test_shipped_drafters_are_accepted(name: str, num_steps: int, bound: float) -> None:
-    its_target = load_target(DEMO / "hyper" if name == "hyper_eagle" else DEMO)
-    input_ids = torch.tensor([Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(TEXT).ids])
-    text = generate(its_target, input_ids, 40)
-    length, _ = acceptance(load(DEMO / name), its_target, text, input_ids.shape[1], num_steps)
+    its_target, text, prompt_len = continued(DEMO / "hyper" if name == "hyper_eagle" else DEMO)
+    length, _ = acceptance(load(DEMO / name), its_target, text, prompt_len, num_steps)
     assert length > bound

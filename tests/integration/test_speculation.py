@@ -18,12 +18,10 @@ DEMO = Path(__file__).parents[2] / "deploy" / "demo"
 ALWAYS = "--no-draft-adaptive"
 GROUPS = {
     "off": ["--speculative", "none"],
-    "ngram": ["--speculative", "ngram", "--draft-steps", "3", ALWAYS],
     "standalone": ["--speculative", "standalone", "--draft-steps", "4", ALWAYS],
     "eagle-tree": ["--speculative", "eagle", "--draft-steps", "4", "--draft-topk", "3", ALWAYS],
     "eagle3": ["--speculative", "eagle3", "--draft-steps", "5", ALWAYS],
     "mtp3": ["--speculative", "mtp", "--draft-steps", "3", ALWAYS],
-    "recommended": [],  # by the model's directory; as many steps as pay on this machine, so perhaps none
 }
 TEXTS = [
     "import os\n\n\ndef main(",
@@ -73,7 +71,7 @@ def test_output_is_that_of_speculation_off(new_cluster: Callable[..., Cluster]) 
         for _ in range(2):  # the second time from the prefix caches
             speculated, usages = outputs(cluster, name)
             assert speculated == plain, name
-            assert sum(accepted(usage) for usage in usages) > 50 or ALWAYS not in GROUPS[name], (name, usages)
+            assert sum(accepted(usage) for usage in usages) > 50, (name, usages)
             for body, usage in zip(bodies(), usages, strict=True):
                 assert drafted(usage) == 0 or body.get("draft_steps") != 0, (name, body, usage)
 
