@@ -110,6 +110,8 @@ def _settings(command: str) -> dict[str, Setting]:
 def _add_command_flags(name: str, parser: argparse.ArgumentParser) -> None:
     if name == "keys":
         parser.add_argument("file", metavar="FILE", help="the file to write; must not exist")
+        parser.add_argument("--allow-list", metavar="LIST", help="add the public key to this file (made if missing)")
+        parser.add_argument("--name", help="the process's name there: its node id, or router (default: FILE's stem)")
         return
     if name == "explain":
         parser.add_argument("rid", nargs="?", metavar="RID", help=_RID_HELP)
@@ -121,7 +123,7 @@ def _add_command_flags(name: str, parser: argparse.ArgumentParser) -> None:
 
 def _dispatch(name: str, args: argparse.Namespace) -> int:
     if name == "keys":
-        return _make_keys(args.file)
+        return _make_keys(Path(args.file), args.name, args.allow_list)
     tables = read_tables(args.config, {table: _settings(table) for table in _CONFIGS}) if args.config else {}
     if name == "up":
         plan = _module("deploy.plan").make_plan(args, tables, os.environ)
@@ -145,9 +147,24 @@ def _print(configs: Mapping[str, Any]) -> int:
     return 0
 
 
-def _make_keys(file: str) -> int:
-    _module("metadata.curve").KeyPair.create(Path(file))
-    print(f"wrote {file}: give a copy to every process of the cluster, and to nobody else (--keys {file})")
+def _make_keys(file: Path, name: str | None, allow_list: str | None) -> int:
+    """Prints the public key as a line for an allow-list, and nothing else, to stdout."""
+    lists, pairs = _module("metadata.allow_list"), _module("metadata.curve").KeyPair
+    name = name or file.stem
+    keys = pairs.generate()
+    line = lists.line_of(name, keys.public)
+    if allow_list is not None:
+        lists.with_line(allow_list, line)  # before the key is written
+    keys.write(file)
+    print(f"wrote {file}: it is secret, for `--keys {file}` of one process", file=sys.stderr)
+    if allow_list is None:
+        print(
+            "its line for an allow-list (or let all processes have a copy of this file, and no list):", file=sys.stderr
+        )
+    else:
+        lists.add_line(allow_list, line)
+        print(f"added to {allow_list}, which every process gets a copy of (--allow-list):", file=sys.stderr)
+    print(line, end="")
     return 0
 
 

@@ -7,6 +7,7 @@ nodes, then whatever is left.
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 
@@ -39,8 +40,8 @@ def run(plan: Plan) -> int:
         with Signals() as signals:
             return Launcher(secured, children, client, run_dir, signals).run()
     finally:
-        if secured is not plan and secured.router.keys is not None:  # its last reader is gone
-            Path(secured.router.keys).unlink(missing_ok=True)
+        if secured.keys_dir is not None:  # the last reader is gone
+            shutil.rmtree(secured.keys_dir, ignore_errors=True)
 
 
 class Launcher:

@@ -5,28 +5,33 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..decode_node.config import DecodeConfig
 from ..engine.config import EngineConfig
 from ..engine.drafters.choice import describe, find_drafter, settle
-from ..metadata.config import at_least, setting
+from ..metadata.allow_list import ROUTER, add_line, line_of
+from ..metadata.config import ProcessConfig, at_least, setting
 from ..metadata.curve import KeyPair
 from ..metadata.errors import ConfigError
+from ..metadata.node_info import Role
 from ..prefill_node.config import PrefillConfig
 from ..router.config import RouterConfig
 from .flags import ENVIRONMENT, resolve, to_argv
 
+_Process = TypeVar("_Process", bound=ProcessConfig)
 DEMO = Path(__file__).parent / "demo"
 LOOPBACK = "127.0.0.1"
 
 # What `baton up` decides itself, so that it is no flag of it.
-DECIDED = frozenset({"router", "node_address", "node_id", "bind_host", "drain_timeout_s"})
+DECIDED = frozenset({"router", "node_address", "node_id", "bind_host", "drain_timeout_s", "allow_list"})
+_ALLOW_LIST = "allow-list"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +62,7 @@ class Plan:
     router: RouterConfig
     prefill: PrefillConfig
     decode: DecodeConfig
+    keys_dir: Path | None = None  # key pairs of all processes, by name, and their allow-list
 
     def settled(self) -> Plan:
         """The same with a drafter in place of "auto". Raises ModelError and ConfigError as the nodes would."""
@@ -71,19 +77,27 @@ class Plan:
         return describe(config.speculative, config.draft_steps, config.draft_topk, drafter, model_dir)
 
     def secured(self, run_dir: Path) -> Plan:
-        """The same with fresh keys, in a file of `run_dir` that the caller removes, unless keys are configured: nobody
-        else on this host can then join, or read what crosses sockets."""
+        """The same with a fresh key for each process and their allow-list, in a new directory of `run_dir` that the
+        caller removes, unless keys are configured: nobody else on this host can then join or read what is sent."""
         if self.router.keys or self.prefill.keys or self.decode.keys:
             return self
-        path = run_dir / f"cluster-{os.getpid()}.key"
-        path.unlink(missing_ok=True)
-        KeyPair.create(path)
-        return replace(
-            self,
-            router=replace(self.router, keys=str(path)),
-            prefill=replace(self.prefill, keys=str(path)),
-            decode=replace(self.decode, keys=str(path)),
-        )
+        keys_dir = run_dir / f"keys-{os.getpid()}"
+        shutil.rmtree(keys_dir, ignore_errors=True)
+        keys_dir.mkdir(mode=0o700)
+        for name in (ROUTER, *self.node_names("prefill"), *self.node_names("decode")):
+            keys = KeyPair.create(keys_dir / f"{name}.key")
+            add_line(keys_dir / _ALLOW_LIST, line_of(name, keys.public))
+        return replace(self, keys_dir=keys_dir)
+
+    def node_names(self, role: Role) -> list[str]:
+        """The names of the nodes of a role."""
+        return [f"{role}-{index}" for index in range(getattr(self.up, role))]
+
+    def keyed(self, config: _Process, name: str) -> _Process:
+        """A process's configuration with its own key, where there is one."""
+        if self.keys_dir is None:
+            return config
+        return replace(config, keys=str(self.keys_dir / f"{name}.key"), allow_list=str(self.keys_dir / _ALLOW_LIST))
 
     def tables(self) -> dict[str, Any]:
         return {"up": self.up, "router": self.router, "prefill": self.prefill, "decode": self.decode}
@@ -118,17 +132,17 @@ def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:
     """The router and the nodes, router first. `node_port` is where the nodes will meet the router, on loopback."""
     address = f"tcp://{LOOPBACK}:{node_port}"
     drain = plan.up.stop_timeout_s
-    router = replace(plan.router, port=http_port, node_address=address, drain_timeout_s=drain)
+    router = replace(plan.keyed(plan.router, ROUTER), port=http_port, node_address=address, drain_timeout_s=drain)
     keys = {variable: key for name, variable in ENVIRONMENT.items() if (key := getattr(router, name))}
     made = [Command("router", "router", _argv("router", router), keys)]
     threads = split_threads(len(os.sched_getaffinity(0)), plan.up.prefill, plan.up.decode)
     gpus = _gpus()
-    for role, count, config in (("prefill", plan.up.prefill, plan.prefill), ("decode", plan.up.decode, plan.decode)):
-        for index in range(count):
-            name = f"{role}-{index}"
+    roles: tuple[tuple[Role, PrefillConfig | DecodeConfig], ...] = (("prefill", plan.prefill), ("decode", plan.decode))
+    for role, config in roles:
+        for name in plan.node_names(role):
             num_threads = config.threads or threads[role]
             node = replace(
-                config,
+                plan.keyed(config, name),
                 router=address,
                 node_id=name,
                 bind_host=LOOPBACK,

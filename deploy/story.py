@@ -11,7 +11,7 @@ SUMMARIES = {
     "decode": "start a node that generates",
     "chat": "talk to a running model in the terminal",
     "explain": "show where a request's time went",
-    "keys": "make the key file with which processes on several hosts trust each other",
+    "keys": "make a key file, with which processes on several hosts trust each other",
 }
 
 EPILOG = """\
@@ -20,7 +20,7 @@ one host:
   baton up --model DIR --decode 2   a Hugging Face checkpoint (config.json, *.safetensors, tokenizer.json)
   baton chat                        in another terminal
 
-several hosts (in any order; a copy of one key file on each):
+several hosts (in any order; a copy of one key file on each, or a key each: docs/operations.md, Keys of nodes):
   baton keys cluster.key
   router$   baton router  --node-address tcp://0.0.0.0:5700 --host 0.0.0.0 --keys cluster.key
   host1$    baton prefill --router tcp://ROUTER:5700 --bind-host HOST1 --model DIR --keys cluster.key

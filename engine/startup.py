@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ..metadata.addresses import parse_address, require_keys
+from ..metadata.allow_list import ROUTER
 from ..metadata.curve import KeyPair
 from ..metadata.errors import ConfigError, Refused
 from ..metadata.membership import Member, Membership
@@ -118,14 +119,24 @@ def make_membership(
 
 
 def node_id(config: EngineConfig, role: Role) -> str:
-    """The configured id, or role-host-pid."""
-    return config.node_id or default_node_id(role)
+    """The configured id, or what the allow-list calls the node's key, or role-host-pid. Raises ConfigError where a key
+    or the list cannot be read."""
+    if config.node_id is not None:
+        return config.node_id
+    keys = KeyPair.configured(config)
+    return (keys.name if keys is not None else None) or default_node_id(role)
 
 
 def load_keys(config: EngineConfig, *addresses: str) -> KeyPair | None:
-    """The cluster's key pair, when one is configured. Raises ConfigError when the file is no such thing, and, before
-    anything big is loaded, when the router's address or one of `addresses` is malformed or needs keys."""
-    keys = KeyPair.load(config.keys) if config.keys else None
+    """The node's key pair, when one is configured. Raises ConfigError when a file is no such thing, when the allow-list
+    has another name for the node, and, before anything big is loaded, when the router's address or one of `addresses`
+    is malformed or needs keys."""
+    keys = KeyPair.configured(config)
+    name = keys.name if keys is not None else None
+    if name is not None and config.node_id not in (None, name):
+        raise ConfigError(f"--node-id {config.node_id}: allow-list {config.allow_list} calls this node's key {name!r}")
+    if keys is not None and name == ROUTER:
+        raise ConfigError(f"--keys {config.keys}: allow-list {config.allow_list} says that this is the router's key")
     for address in (config.router, *addresses):
         require_keys(address, keys)
         parse_address(address)

@@ -75,8 +75,9 @@ def require_keys(address: str, keys: KeyPair | None) -> None:
     """Raises ConfigError when `address` can be reached from other machines and there are no keys."""
     if keys is None and not parse_address(address).is_loopback:
         raise ConfigError(
-            f"address {address} is not on loopback, so connections need CURVE keys: make a key file with "
-            "`baton keys FILE`, give the same file to every process with --keys FILE, or stay on 127.0.0.1"
+            f"address {address} is not on loopback, so connections need CURVE keys: make them with `baton keys FILE`, "
+            "give each process its own with --keys FILE --allow-list LIST, or all the same with --keys, or stay on "
+            "127.0.0.1"
         )
 
 

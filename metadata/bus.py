@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import secrets
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import msgspec
 import zmq
 
 from .addresses import parse_address
+from .curve import sender_key
 from .errors import ConfigError, ProtocolError
 from .logs import Throttle
 from .seal import unseal
+
+if TYPE_CHECKING:
+    from .allow_list import AllowList
 
 DRAIN_LIMIT = 256  # messages taken from a socket before others get their turn
 QUEUE_LEN = 8192  # messages queued for one peer, each way
@@ -48,6 +52,26 @@ def receive_frames(socket: zmq.Socket[bytes], most: int, *, copy: bool = True) -
         if len(frames) <= most:
             frames.append(frame)
     return frames
+
+
+class Received(NamedTuple):
+    """A message at a ROUTER socket. `name` is what the allow-list calls the sender's key; None where there is no list,
+    or the key is not in it (any more)."""
+
+    sender: bytes
+    bodies: list[bytes]
+    name: str | None
+
+
+def receive_from(socket: zmq.Socket[bytes], allow_list: AllowList | None) -> Received:
+    """The next message, of which one body is right. Raises zmq.Again when nothing waits."""
+    if allow_list is None:
+        sender, *bodies = receive_frames(socket, 2)
+        return Received(sender, bodies, None)
+    frames = receive_frames(socket, 2, copy=False)
+    name = allow_list.name_of(sender_key(frames[0]))
+    sender, *bodies = (frame.bytes for frame in frames)
+    return Received(sender, bodies, name)
 
 
 def decode_frame(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:

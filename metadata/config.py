@@ -28,7 +28,14 @@ class ProcessConfig:
 
     keys: str | None = setting(
         None,
-        "file with the cluster's CURVE key pair (see `baton keys`); required on other than loopback",
+        "file with this process's CURVE key pair, or one for the whole cluster (see `baton keys`); required on other "
+        "than loopback",
+        metavar="FILE",
+    )
+    allow_list: str | None = setting(
+        None,
+        "file with the names and public keys of all processes that may connect, where each has its own --keys; without "
+        "it, all have the same",
         metavar="FILE",
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least severe level logged")

@@ -114,6 +114,7 @@ class HandoffClient:
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         self._schema, self._memory, self._keys, self._device = schema, tuple(memory), keys, device
+        self._allow_list = None if keys is None else keys.allow_list
         self._pages = ReceivedPages(schema, memory, device)
         self._answer_s, self._clock = answer_s, clock
         self._context = zmq.Context[zmq.Socket[bytes]].instance() if context is None else context
@@ -168,7 +169,10 @@ class HandoffClient:
         self._has_more = False
         now = self._clock()
         away_s, self._polled_at = max(0.0, now - self._polled_at - AWAY_S), now
+        is_check_due = self._allow_list is not None and self._allow_list.is_due()
         for link in list(self._links.values()):
+            if is_check_due:
+                link.check_key()
             link.last_heard += away_s  # a long step of ours, or a clock that jumped
             self._serve(link)
         for epoch, link in list(self._links.items()):

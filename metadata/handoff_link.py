@@ -73,9 +73,11 @@ class Link:
         self.lease_s = 1.0  # the peer's, once it has welcomed us
         self.last_heard = self.last_renewed = clock()
         self._hello, self._memory, self._device, self._clock = hello, tuple(memory), device, clock
+        self._keys = keys
+        self.server_key = b""  # that the peer proves to hold, where there are keys
         self.socket = context.socket(zmq.DEALER)
         try:
-            self._connect(keys)
+            self._connect()
         except (zmq.ZMQError, ConfigError) as error:
             self.socket.close(linger=0)
             raise TransferError(f"cannot open a link to {peer.data_address!r}: {error}", node=peer.node_id) from error
@@ -129,7 +131,20 @@ class Link:
                 event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self.lose(_LOSSES[zmq.Event(event["event"])])
+            self.lose(_LOSSES[zmq.Event(event["event"])] + self._doubt)
+
+    @property
+    def _doubt(self) -> str:
+        is_listed = self._keys is not None and self._keys.allow_list is not None
+        return (
+            " before its welcome: does its --allow-list know this node?" if is_listed and self.transport is None else ""
+        )
+
+    def check_key(self) -> None:
+        """Where the allow-list names another key of the peer now, or none, the link is over."""
+        allow_list = None if self._keys is None else self._keys.allow_list
+        if allow_list is not None and allow_list.key_of(self.peer.node_id) != self.server_key:
+            self.lose(f"its key is not in allow-list {allow_list.path} any more")
 
     def lose(self, reason: str) -> None:
         """The link is over. What was mapped is unmapped at once."""
@@ -147,15 +162,16 @@ class Link:
         self.monitor.close(linger=0)
         self.socket.close(linger=0)
 
-    def _connect(self, keys: KeyPair | None) -> None:
-        require_keys(self.peer.data_address, keys)
+    def _connect(self) -> None:
+        require_keys(self.peer.data_address, self._keys)
         page_bytes = sum(pool.num_layers * pool.page_layer_bytes for pool in self._memory)
         max_frame = max(DATA_FRAME_BYTES, page_bytes) + FRAME_SLACK_BYTES
         configure_socket(self.socket, self.peer.data_address, max_frame=max_frame)
         self.socket.set(zmq.HEARTBEAT_IVL, LINK_BEAT_MS)
         self.socket.set(zmq.HEARTBEAT_TIMEOUT, LINK_SILENCE_MS)
-        if keys is not None:
-            secure_client(self.socket, keys)
+        if self._keys is not None:
+            secure_client(self.socket, self._keys, self.peer.node_id)
+            self.server_key = self._keys.server_key(self.peer.node_id)
         self.socket.connect(self.peer.data_address)
 
     def _start(self, message: LinkWelcome) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from .bus import DroppedFrames, bound_address, decode_frame, receive_frames
+from .bus import DroppedFrames, Received, bound_address, decode_frame, receive_from
 from .checksums import CHECKSUM_BYTES, row_checksum
 from .curve import KeyPair
 from .device_pool import DevicePool
@@ -100,6 +100,7 @@ class HandoffServer:
         self._has_more = False
         self.dropped = DroppedFrames(logger, "data link")
         self._refusals = Throttle()
+        self._allow_list = None if keys is None else keys.allow_list
         self.socket = bind_data_socket(bind_host, keys, context)
         self.address = bound_address(self.socket)
 
@@ -152,6 +153,7 @@ class HandoffServer:
     def poll(self) -> list[TicketEnded | Claimed]:
         """Drains the socket (bounded), ends leases, and returns what happened. The owner of a TicketEnded's pages
         frees them now."""
+        self._shut_out()
         self._has_more = not self._drain()
         self._expire()
         return self._book.take_events()
@@ -187,18 +189,33 @@ class HandoffServer:
         num_bytes = 0
         for _ in range(DRAIN_MESSAGES):
             try:
-                holder, *frames = receive_frames(self.socket, 2)
+                received = receive_from(self.socket, self._allow_list)
             except zmq.Again:
                 return True
             try:
-                if len(frames) != 1:
-                    raise ProtocolError(f"{len(frames)} frames instead of 1")
-                num_bytes += self._handle(holder, decode_frame(to_prefill_decoder, frames[0]))
+                num_bytes += self._handle(received.sender, self._decode(received))
             except ProtocolError as error:
-                self.dropped.add(holder, str(error))
+                self.dropped.add(received.sender, str(error))
             if num_bytes > DRAIN_BYTES:
                 break
         return False
+
+    def _decode(self, received: Received) -> ToPrefill:
+        if len(received.bodies) != 1:
+            raise ProtocolError(f"{len(received.bodies)} frames instead of 1")
+        message = decode_frame(to_prefill_decoder, received.bodies[0])
+        if self._allow_list is not None:
+            speaker = message if isinstance(message, LinkHello) else self._links.get(received.sender)
+            self._allow_list.require(received.name, speaker.node_id if speaker else received.name or "a decode node")
+        return message
+
+    def _shut_out(self) -> None:
+        """About once a second: the tickets of decode nodes that are not in the allow-list any more end."""
+        if self._allow_list is None or not self._allow_list.is_due():
+            return
+        for holder, link in list(self._links.items()):
+            if self._allow_list.key_of(link.node_id) is None:
+                self._forget_link(holder, f"decode node {link.node_id} is not in the allow-list any more")
 
     def _handle(self, holder: Holder, message: ToPrefill) -> int:
         """Answers one message. Returns the bytes of pages copied out. Raises ProtocolError."""

@@ -24,12 +24,13 @@ from .bus import (
     BEAT_SUFFIX,
     DRAIN_LIMIT,
     DroppedFrames,
+    Received,
     bound_address,
     configure_socket,
     decode_frame,
     file_descriptor,
     has_input,
-    receive_frames,
+    receive_from,
 )
 from .curve import KeyPair, secure_server
 from .errors import ConfigError, ProtocolError
@@ -41,9 +42,7 @@ logger = logging.getLogger(__name__)
 ROUTER_BEAT_S = 1.0
 _HANDSHAKE_LOG_S = 5.0  # a node with wrong keys tries again every second
 _PROBE_DELAYS_S = (0.002, 0.02, 0.05)  # the pipe of a closed connection ends a moment after the monitor's event
-_HANDSHAKE_FAILURES = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+_HANDSHAKE_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # _AUTH: see curve.py
 
 
 class Hub:
@@ -64,6 +63,7 @@ class Hub:
     ) -> None:
         require_keys(address, keys)
         self.epoch = epoch
+        self._allow_list = None if keys is None else keys.allow_list
         self.received = 0
         self.sent = 0
         self._on_message = on_message
@@ -154,17 +154,23 @@ class Hub:
             if self._socket.closed:
                 return
             try:
-                sender, *bodies = receive_frames(self._socket, 2)
+                received = receive_from(self._socket, self._allow_list)
             except zmq.Again:
                 self._is_drain_scheduled = False  # this recv looked at everything that the sends may have swallowed
                 return
-            self._take(sender, bodies)
+            self._take(received)
         if not self._socket.closed:
             self._schedule_drain()
 
-    def _take(self, sender: bytes, bodies: list[bytes]) -> None:
+    def _take(self, received: Received) -> None:
+        sender = received.sender
         try:
-            message = self._decode(sender, bodies)
+            if self._allow_list is not None:
+                if received.name is None:  # the list has told once whom it shuts out; heartbeats may go on for days
+                    self._dropped.count += 1
+                    return
+                self._allow_list.require(received.name, _node_id(sender.removesuffix(BEAT_SUFFIX)))
+            message = self._decode(sender, received.bodies)
         except ProtocolError as error:
             self._dropped.add(sender, str(error))
             return
@@ -204,9 +210,19 @@ class Hub:
             self._on_lost(peer)
 
     def _beat(self) -> None:
+        self._shut_out()
         for peer in tuple(self._peers):
             self._send_frame(peer, self._beat_frame)
         self._beat_timer = self._loop.call_later(ROUTER_BEAT_S, self._beat)
+
+    def _shut_out(self) -> None:
+        """Gives up nodes that are not in the allow-list any more. Their connections stand, their words are dropped."""
+        if self._allow_list is None:
+            return
+        self._allow_list.look()
+        for peer in tuple(self._peers):
+            if self._allow_list.key_of(_node_id(peer)) is None:
+                self._lose(peer)
 
     def _drain_monitor(self) -> None:
         with contextlib.suppress(zmq.Again):
@@ -216,7 +232,7 @@ class Hub:
                     self._probe_delays = list(_PROBE_DELAYS_S)
                 elif self._failed_handshakes.is_due():
                     logger.warning(
-                        "hub: refused a peer at the handshake: its --keys are not the router's, or it is no node (%s)",
+                        "hub: refused a peer at the handshake: it does not know the router's key, or is no node (%s)",
                         zmq.Event(event["event"]).name,
                     )
             self._loop.call_soon(self._drain_monitor)
@@ -234,11 +250,16 @@ class Hub:
             self._arm_probe()
 
 
+def _node_id(peer: bytes) -> str:
+    return peer.rpartition(b":")[0].decode(errors="replace")
+
+
 def _bind(socket: zmq.Socket[bytes], address: str, keys: KeyPair | None) -> None:
     configure_socket(socket, address, max_frame=HUB_FRAME_BYTES)
     socket.router_mandatory = 1
     # A node that reconnects before its old connection is known to be dead must not be shut out. Nobody can steal an
-    # identity by this: routing ids hold a random epoch, and off loopback CURVE lets only the cluster in.
+    # identity by this: routing ids hold a random epoch, off loopback CURVE lets only the cluster in, and with an
+    # allow-list nobody is heard under a name that is not its key's.
     socket.router_handover = 1
     if keys is not None:
         secure_server(socket, keys)

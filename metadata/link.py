@@ -7,6 +7,7 @@ import logging
 import zmq
 
 from .addresses import parse_address, require_keys
+from .allow_list import ROUTER
 from .bus import DRAIN_LIMIT, DroppedFrames, configure_socket, decode_frame, receive_frames, routing_id
 from .curve import KeyPair, secure_client
 from .errors import ConfigError, ProtocolError
@@ -29,7 +30,8 @@ def connect_dealer(
 ) -> zmq.Socket[bytes]:
     """A DEALER socket that connects to `address`, and again whenever the connection breaks. With `is_immediate` it
     queues nothing while there is no connection. Raises ConfigError for an address that is malformed, that nobody can
-    connect to, or that is off loopback without keys. The caller closes the socket."""
+    connect to, or that is off loopback without keys, and where the allow-list has no key of the router. The caller
+    closes the socket."""
     require_keys(address, keys)
     socket = context.socket(zmq.DEALER)
     try:
@@ -39,7 +41,7 @@ def connect_dealer(
         socket.reconnect_ivl_max = _RECONNECT_MAX_MS
         socket.immediate = is_immediate
         if keys is not None:
-            secure_client(socket, keys)
+            secure_client(socket, keys, ROUTER)
         socket.connect(str(parse_address(address)))
     except zmq.ZMQError as error:
         socket.close()

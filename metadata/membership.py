@@ -109,6 +109,7 @@ class Membership:
         self._pulse = Pulse(router_address, hello.node_id, hello.epoch, keys, load=load)
         self._session = RouterSession(hello, self._link.send, tokenizer)
         self._router_address = router_address
+        self._node_id, self._keys = hello.node_id, keys
         self._apart_at = time.monotonic()
         self._drain_timeout_s = drain_timeout_s
         self._leaving_until: float | None = None
@@ -223,9 +224,12 @@ class Membership:
             self._apart_at = now
         elif now - self._apart_at >= APART_S:
             self._apart_at = now
+            doubt = "with the same --keys"
+            if self._keys is not None and self._keys.allow_list is not None:
+                line = f"{self._node_id} {self._keys.public.decode()}"
+                doubt = f"with the key that {self._keys.allow_list.path} says, and does its --allow-list say `{line}`"
             logger.warning(
-                "no router has welcomed this node at %s: does one run there, with the same --keys?",
-                self._router_address,
+                "no router has welcomed this node at %s: does one run there, %s?", self._router_address, doubt
             )
 
     def _report_ledger(self, query: int) -> None:

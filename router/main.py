@@ -13,6 +13,7 @@ from ipaddress import ip_address
 import uvloop
 from aiohttp import web
 
+from ..metadata.allow_list import ROUTER
 from ..metadata.bus import new_epoch
 from ..metadata.curve import KeyPair
 from ..metadata.errors import ConfigError
@@ -50,7 +51,11 @@ class Router:
     async def start(self) -> None:
         """Listens for nodes and clients. Raises ConfigError for an address that is taken or not allowed."""
         config = self.config
-        keys = KeyPair.load(config.keys) if config.keys is not None else None
+        keys = KeyPair.configured(config)
+        if keys is not None and keys.name not in (None, ROUTER):
+            raise ConfigError(
+                f"--keys {config.keys}: allow-list {config.allow_list} calls this key {keys.name!r}, not {ROUTER!r}"
+            )
         self._tracing = tracing_from(os.environ)
         self.life.on_over = self._tracing.over if self._tracing is not None else None
         self._hub = Hub(config.node_address, self.life.epoch, keys, self.life.on_message, self.life.on_connection_lost)

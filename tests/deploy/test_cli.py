@@ -13,6 +13,7 @@ import pytest
 
 from baton.deploy import cli
 from baton.deploy.story import SUMMARIES
+from baton.metadata.curve import KeyPair
 
 COMMAND = [sys.executable, "-P", "-m", "baton.deploy.cli"]
 
@@ -96,15 +97,30 @@ def test_a_reader_that_leaves_early_is_no_traceback() -> None:
     assert b"Traceback" not in process.stderr
 
 
-def test_keys_writes_a_private_file_once(tmp_path: Path) -> None:
-    path = tmp_path / "cluster.key"
-    assert baton("keys", str(path)).returncode == 0
+def test_keys_writes_a_private_file_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "decode-0.key"
+    assert cli.main(["keys", str(path)]) == 0
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    line = capsys.readouterr().out
+    assert line == f"decode-0 {KeyPair.load(path).public.decode()}\n"  # for `ssh HOST baton keys ... >> LIST`
     before = path.read_bytes()
-    again = baton("keys", str(path))
-    assert again.returncode == 2
-    assert "exists" in again.stderr
+    assert cli.main(["keys", str(path)]) == 2
+    assert "exists" in capsys.readouterr().err
     assert path.read_bytes() == before
+
+
+def test_keys_adds_to_an_allow_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "allow-list"
+    for name in ("router", "p0"):
+        assert cli.main(["keys", str(tmp_path / f"{name}.key"), "--allow-list", str(path)]) == 0
+    assert cli.main(["keys", str(tmp_path / "x.key"), "--allow-list", str(path), "--name", "d0"]) == 0
+    for file, name in (("router", "router"), ("p0", "p0"), ("x", "d0")):
+        assert KeyPair.load(tmp_path / f"{file}.key", path).name == name
+    capsys.readouterr()
+    for name, words in (("d0", "'d0' or its key stands in line 4"), ("two words", "'two words")):
+        assert cli.main(["keys", str(tmp_path / "y.key"), "--allow-list", str(path), "--name", name]) == 2
+        assert words in capsys.readouterr().err
+        assert not (tmp_path / "y.key").exists()
 
 
 def test_print_config_reads_back_and_holds_no_secret(tmp_path: Path) -> None:

@@ -279,14 +279,18 @@ def test_the_commands_of_a_plan() -> None:
 
 def test_processes_get_fresh_keys_of_their_own(tmp_path: Path) -> None:
     """Nobody on this host can join without reading a file that is the user's alone; each run has other keys."""
-    seen = set()
+    seen: set[bytes] = set()
     for _ in range(2):
         made = plan().secured(tmp_path)
-        (path,) = tmp_path.glob("*.key")
-        assert path.stat().st_mode & 0o777 == 0o600
-        seen.add(KeyPair.load(path))
-        assert all(f"--keys={path}" in command.argv for command in commands(made, node_port=5701, http_port=8001))
-    assert len(seen) == 2
+        (keys_dir,) = tmp_path.iterdir()
+        assert keys_dir.stat().st_mode & 0o777 == 0o700
+        for command in commands(made, node_port=5701, http_port=8001):
+            path, allow_list = keys_dir / f"{command.name}.key", keys_dir / "allow-list"
+            assert {f"--keys={path}", f"--allow-list={allow_list}"} < set(command.argv)
+            keys = KeyPair.load(path, allow_list)
+            assert keys.name == command.name
+            seen.add(keys.public)
+    assert len(seen) == 2 * len(commands(made, node_port=5701, http_port=8001))
 
 
 def test_configured_keys_are_used_as_they_are(tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from key_files import Listed
 
 from baton.engine.config import EngineConfig
-from baton.engine.startup import load_keys
+from baton.engine.startup import load_keys, node_id
 from baton.metadata.curve import KeyPair
 from baton.metadata.errors import ConfigError
 
@@ -32,3 +33,17 @@ def test_so_is_an_address_of_its_own_that_needs_keys(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--keys"):
         load_keys(EngineConfig(), "tcp://192.0.2.1:*")
     assert load_keys(EngineConfig(keys=str(tmp_path / "keys")), "tcp://192.0.2.1:*") is not None
+
+
+def test_a_nodes_name_is_what_the_allow_list_calls_its_key(tmp_path: Path) -> None:
+    listed = Listed(tmp_path / "list", "router", "d0")
+    for name, pair in listed.pairs.items():
+        pair.write(tmp_path / name)
+    given = {"keys": str(tmp_path / "d0"), "allow_list": str(listed.path)}
+    assert node_id(EngineConfig(**given), "decode") == "d0"
+    keys = load_keys(EngineConfig(**given, node_id="d0"))
+    assert keys is not None and keys.name == "d0"
+    with pytest.raises(ConfigError, match=r"--node-id d1: allow-list .* calls this node's key 'd0'"):
+        load_keys(EngineConfig(**given, node_id="d1"))
+    with pytest.raises(ConfigError, match="this is the router's key"):
+        load_keys(EngineConfig(keys=str(tmp_path / "router"), allow_list=str(listed.path)))

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from cluster import Cluster, Process, wait_until
 
+from baton.deploy import cli
+
 pytestmark = pytest.mark.integration
 
 NewCluster = Callable[..., Cluster]
@@ -159,22 +161,42 @@ def test_model_directories_that_cannot_be_served(
     assert words in node.log and "Traceback" not in node.log, node.log
 
 
-def test_the_bus_is_encrypted_with_keys(new_cluster: NewCluster, tmp_path: Path) -> None:
-    cluster = new_cluster()
-    keys = str(tmp_path / "cluster.keys")
-    assert cluster.start_process("keys", "keys", keys).wait(20) == 0
-    cluster.start(router_flags=["--keys", keys], node_flags=["--keys", keys, "--transport", "zmq"])
-    other_keys = str(tmp_path / "other.keys")
-    assert cluster.start_process("other-keys", "keys", other_keys).wait(20) == 0
-    cluster.complete("hello", max_tokens=5)
+def test_nodes_have_keys_of_their_own_and_can_be_shut_out(
+    new_cluster: NewCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster, allow_list = new_cluster(), tmp_path / "allow-list"
+    for name in ("router", "prefill-0", "decode-0"):
+        assert cli.main(["keys", str(tmp_path / f"{name}.key"), "--allow-list", str(allow_list)]) == 0
+    theirs = tmp_path / "their-list"
+    theirs.write_text(allow_list.read_text())
+    assert cli.main(["keys", str(tmp_path / "stranger.key"), "--allow-list", str(theirs)]) == 0
+    public = capsys.readouterr().out.split()[-1]
+
+    def keys(name: str, path: Path) -> list[str]:
+        return ["--keys", str(tmp_path / f"{name}.key"), "--allow-list", str(path)]
+
+    cluster.start_router(*keys("router", allow_list))
+    for role, name in (("prefill", "prefill-0"), ("decode", "decode-0")):
+        cluster.start_node(role, name, *keys(name, allow_list), "--transport", "zmq")
     strangers = [
         cluster.start_node("decode", "no-keys"),
-        cluster.start_node("decode", "other-keys", "--keys", other_keys),
+        cluster.start_node("decode", "stranger", *keys("stranger", theirs)),
     ]
-    for stranger in strangers:  # each side says what is wrong
-        wait_until(partial(_says, stranger, "does one run there, with the same --keys?"), lambda: cluster.tails(), 20)
-    assert "its --keys are not the router's" in cluster.processes["router"].log
+    cluster.wait_ready(2)
+    before = cluster.complete("hello", max_tokens=5, temperature=0)
+    for stranger, words in zip(strangers, ("with the same --keys?", f"say `stranger {public}`?"), strict=True):
+        wait_until(partial(_says, stranger, words), lambda: cluster.tails(), 20)  # each side says what is wrong
+    router = cluster.processes["router"]
+    assert "it does not know the router's key" in router.log
+    assert f"its public key {public} is not in allow-list {allow_list}" in router.log
     assert len(cluster.nodes()) == 2
+
+    listed = allow_list.read_text()
+    allow_list.write_text("".join(line for line in listed.splitlines(True) if not line.startswith("decode-0 ")))
+    wait_until(lambda: len(cluster.nodes()) == 1, "decode-0 is shut out", 5)
+    allow_list.write_text(listed)
+    wait_until(lambda: len(cluster.nodes()) == 2, "decode-0 is back", 10)
+    assert cluster.complete("hello", max_tokens=5, temperature=0)["choices"] == before["choices"]
     for stranger in strangers:
         stranger.send_signal(signal.SIGTERM)
         assert stranger.wait(10) == 0

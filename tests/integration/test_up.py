@@ -99,8 +99,9 @@ def test_up_answers_and_ctrl_c_leaves_nothing(tmp_path: Path, model_dir: Path) -
         assert f"http://127.0.0.1:{running.port}/v1" in said
         assert str(running.run_dir) in said
         assert {path.name for path in running.run_dir.glob("*.log")} == {"router.log", "prefill-0.log", "decode-0.log"}
-        (keys,) = running.run_dir.glob("*.key")
-        assert all(f"--keys={keys}" in process.cmdline() for process in family)
+        (keys,) = running.run_dir.glob("keys-*")
+        used = {word for process in family for word in process.cmdline() if word.startswith("--keys=")}
+        assert used == {f"--keys={keys / name}.key" for name in ("router", "prefill-0", "decode-0")}
 
         # the line that it prints is one that works
         curl = re.search(r"(?m)^ *curl .*\\\n.*$", said)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import zmq
+from key_files import Listed
 
+from baton.metadata.allow_list import AllowList
 from baton.metadata.bus import bound_address
-from baton.metadata.curve import KeyPair, secure_client, secure_server
+from baton.metadata.config import ProcessConfig
+from baton.metadata.curve import KeyPair, secure_client, secure_server, sender_key
 from baton.metadata.errors import ConfigError
+from baton.metadata.logs import Throttle
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -37,7 +44,7 @@ class Net:
     def knock(self, server: zmq.Socket[bytes], keys: KeyPair | None, server_key: bytes | None = None) -> None:
         socket = self.open(zmq.DEALER)
         if keys is not None:
-            secure_client(socket, keys)
+            secure_client(socket, keys, "router")
         if server_key is not None:
             socket.curve_serverkey = server_key
         socket.connect(bound_address(server))
@@ -99,15 +106,60 @@ def test_load_says_what_is_wrong(tmp_path: Path) -> None:
             KeyPair.load(path)
 
 
-def test_a_file_that_others_may_read_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("mode", "user", "is_right"), [(0o640, 0, False), (0o604, 0, False), (0o640, 7, True)])
+def test_a_file_that_others_may_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, user: int, is_right: bool
+) -> None:
+    """But for root's files that a group may read: so Kubernetes gives a secret to a user."""
     path = tmp_path / "cluster.key"
-    KeyPair.create(path)
+    keys = KeyPair.create(path)
+    path.chmod(mode)
+    owner = 0 if is_right else os.geteuid()
+    monkeypatch.setattr("os.fstat", lambda _: os.stat_result((0o100000 | mode, 1, 1, 1, owner, 0, 1, 0, 0, 0)))
+    monkeypatch.setattr("os.geteuid", lambda: user)
+    if is_right:
+        assert KeyPair.load(path) == keys
+    else:
+        with pytest.raises(ConfigError, match=f"mode {mode:o}.*chmod 600 {path}"):
+            KeyPair.load(path)
+
+
+def test_a_key_and_its_list_are_read_together(tmp_path: Path) -> None:
+    listed = Listed(tmp_path / "list", "router", "p0")
+    listed.pairs["p0"].write(tmp_path / "p0.key")
+    keys = KeyPair.load(tmp_path / "p0.key", listed.path)
+    assert (keys.name, keys.server_key("router")) == ("p0", listed.pairs["router"].public)
+    assert KeyPair.load(tmp_path / "p0.key").name is None
+    stranger = KeyPair.create(tmp_path / "stranger.key")
+    with pytest.raises(ConfigError, match=re.escape(f"add its line, `NAME {stranger.public.decode()}`")):
+        KeyPair.load(tmp_path / "stranger.key", listed.path)
+    with pytest.raises(ConfigError, match="--allow-list x is for processes with a key of their own: --keys"):
+        KeyPair.configured(ProcessConfig(allow_list="x"))
+
+
+def test_only_listed_keys_get_in_and_later_ones_without_a_restart(
+    net: Net, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.metadata.curve._refusals", Throttle(0.0))
+    listed = Listed(tmp_path / "list", "router", "p0", "d0")
+    listed.write("router", "p0")
+    keys = listed.of("router")
+    server = net.server(keys)
+    net.knock(server, listed.of("p0"), listed.pairs["router"].public)
+    assert server.poll(5000)
+    assert sender_key(server.recv_multipart(copy=False)[0]) == listed.pairs["p0"].public
+    late = net.open(zmq.DEALER)
+    late.handshake_ivl = 100
+    late.reconnect_ivl = 10
+    secure_client(late, replace(listed.pairs["d0"], allow_list=AllowList(listed.path)), "router")
     with caplog.at_level(logging.WARNING):
-        KeyPair.load(path)
-        assert caplog.records == []
-        path.chmod(0o644)
-        KeyPair.load(path)
-    assert "chmod 600" in caplog.text
+        late.connect(bound_address(server))
+        late.send(b"hello")
+        assert server.poll(300) == 0
+    assert f"its public key {listed.pairs['d0'].public.decode()} is not in allow-list {listed.path}" in caplog.text
+    listed.write("router", "p0", "d0")
+    assert server.poll(5000)  # it comes back by itself, and the list is looked at
+    assert sender_key(server.recv_multipart(copy=False)[0]) == listed.pairs["d0"].public
 
 
 def test_only_the_clusters_key_gets_in(net: Net) -> None:

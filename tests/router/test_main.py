@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from key_files import Listed
 
 from baton.metadata.errors import ConfigError
 from baton.router.config import RouterConfig
@@ -61,6 +63,13 @@ def test_a_taken_port(which: str) -> None:
 def test_settings_that_cannot_work(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name):
         RouterConfig(**{name: value})  # type: ignore[arg-type]
+
+
+def test_the_routers_key_is_called_so_in_the_allow_list(tmp_path: Path) -> None:
+    listed = Listed(tmp_path / "list", "router", "p0")
+    listed.pairs["p0"].write(tmp_path / "p0.key")
+    with pytest.raises(ConfigError, match="calls this key 'p0', not 'router'"):
+        run(RouterConfig(port=0, keys=str(tmp_path / "p0.key"), allow_list=str(listed.path)))
 
 
 def test_off_loopback_needs_keys() -> None:
