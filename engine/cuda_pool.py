@@ -126,9 +126,9 @@ class CudaPool:
             return CudaGather(_recorded(self._stream), len(sources), sums)
 
     def digest(self, pages: Sequence[int]) -> list[bytes]:
-        with torch.cuda.device(self._device), torch.inference_mode():
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.inference_mode():
             sums = self._digest(self._to_device(pages))
-            torch.cuda.current_stream().synchronize()
+            self._stream.synchronize()
             return _as_bytes(sums, len(pages))
 
     def store(self, pages: Sequence[int]) -> None:

@@ -65,8 +65,7 @@ class DevicePool(Protocol):
         ...
 
     def digest(self, pages: Sequence[int]) -> list[bytes]:
-        """Checksums of pages of ours, as `Gather.checksums`. Waits until what was submitted so far is done, and so the
-        pages are complete for whoever learns of them from then on."""
+        """Checksums of complete pages of ours, as `Gather.checksums`. Waits for nothing else that the device does."""
         ...
 
     def store(self, pages: Sequence[int]) -> None:

@@ -30,8 +30,7 @@ class OfferedPages:
         self._on_host: dict[int, int] = {}  # by page: the generation that lies in the mirror
 
     def checksums(self, pages: Sequence[int], generations: Sequence[int]) -> list[bytes]:
-        """Checksums of each of these computed pages. On a GPU those not known yet are computed together, and are
-        complete on the device when this returns."""
+        """Checksums of each of these computed pages. On a GPU those not known yet are computed together."""
         ages = dict(zip(pages, generations, strict=True))
         new = [page for page, age in ages.items() if self._known.get(page, (None,))[0] != age]
         if new:

@@ -121,10 +121,10 @@ class HandoffServer:
         generations: Sequence[int],
         row: bytes | None = None,
     ) -> None:
-        """Offers computed pages that will not be written again while the ticket lives: their indices in the ticket,
-        numbers in the pool and allocation counts. Sent at once when claimed, else with the claim. Each index once.
-        With `row` it is the final offer, as `finish` makes. A unit whose ticket has ended is ignored: its end is on the
-        way in `poll`."""
+        """Offers computed pages, which the device has done and which will not be written again while the ticket lives:
+        their indices in the ticket, numbers in the pool and allocation counts. Sent at once when claimed, else with the
+        claim. Each index once. With `row` it is the final offer, as `finish` makes. A unit whose ticket has ended is
+        ignored: its end is on the way in `poll`."""
         ticket = self._book.get(unit)
         if ticket is None:
             return
@@ -134,6 +134,11 @@ class HandoffServer:
         if row is not None:
             self._keep_row(ticket, row)
         self._send_offer(ticket, indices)
+
+    def digest(self, pages: Sequence[int], generations: Sequence[int]) -> None:
+        """These computed pages will be offered, by several offers: a GPU computes the checksums of all at once."""
+        if self._device is not None:
+            self._pages.checksums(pages, generations)
 
     def finish(self, unit: Unit, row: bytes) -> None:
         """The final offer: the metadata row, by value. All pages were offered before."""

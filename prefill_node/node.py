@@ -9,6 +9,12 @@ The life of a prompt here, and who moves it on:
                                                 is computed               that ends the choice revokes its ticket
 
 Messages fill `waiting`; the scheduler starts jobs when the pool holds all of one; the handoff server ends tickets.
+
+A chunk is submitted and settled. Where the device is not the host, the next one is submitted in between: the device
+computes while the host sends first tokens, packs rows and offers pages. One stream orders what is submitted: pages of a
+job that was dropped are free at once, since whoever gets them writes them after the chunk under way has read them, and
+pages in the prefix cache may be those of the chunk under way, since whoever reads them is submitted later. Other
+processes know no such order: pages are offered when their chunk is settled, and so computed.
 """
 
 from __future__ import annotations
@@ -57,7 +63,17 @@ class _Counts:
 class PrefillNode:
     """One thread runs `step` for ever; everything here belongs to it."""
 
-    def __init__(self, engine: Engine, membership: Membership, handoff: HandoffServer, max_running: int, chunk: int):
+    def __init__(
+        self,
+        engine: Engine,
+        membership: Membership,
+        handoff: HandoffServer,
+        max_running: int,
+        chunk: int,
+        *,
+        overlaps: bool | None = None,
+    ):
+        """`overlaps`: submit a chunk before the one before is read; None: where the device is not the host."""
         self.engine = engine
         self.cache = engine.cache
         self.membership = membership
@@ -67,6 +83,9 @@ class PrefillNode:
         self._row_buffer = MetadataBuffers(engine.schema)
         self._jobs: dict[Unit, PrefillJob] = {}  # of every open ticket
         self._counts = _Counts()
+        self._overlaps = engine.device.type != "cpu" if overlaps is None else overlaps
+        self._under_way: SubmittedChunk | None = None
+        self._computed_at = 0.0  # monotonic seconds, the chunk settled last
 
     def step(self) -> bool:
         """Receive, schedule, compute, hand over. Returns whether there is more to compute at once."""
@@ -76,15 +95,15 @@ class PrefillNode:
         for job in self.scheduler.start():
             self._begin(job)
         plan = self.scheduler.plan()
-        if plan:
+        if plan or self._under_way is not None:
             self.membership.enter("prefill", STEP_LIMIT_S)
-            self._settle(self._compute(plan))
-        return bool(self.scheduler.computing)
+            self._compute(plan)
+        return bool(self.scheduler.computing) or self._under_way is not None
 
     @property
     def is_idle(self) -> bool:
         """Nothing is held for anybody."""
-        return not any(True for _ in self.scheduler)
+        return self._under_way is None and not any(True for _ in self.scheduler)
 
     def load(self) -> Load:
         return Load(
@@ -212,9 +231,21 @@ class PrefillNode:
         job.started = time.monotonic()
         self._counts.prompt_tokens += len(job.token_ids)
         self._counts.cached_tokens += job.num_cached
-        self._offer_pages(job)
+        if self._under_way is None:  # else with its first chunk: cached pages may be those that are computed now
+            self._offer_pages(job)
 
-    def _compute(self, plan: Plan) -> SubmittedChunk:
+    def _compute(self, plan: Plan) -> None:
+        """Submit a chunk, then settle the one before; this one too where chunks do not overlap, or no other one could
+        be submitted before it is: a first token never waits for nothing."""
+        chunk = self._submit_chunk(plan) if plan else None
+        self._settle()
+        self._under_way = chunk
+        if chunk is not None and self._overlaps and self.scheduler.computing:
+            chunk.draft()
+        else:
+            self._settle()
+
+    def _submit_chunk(self, plan: Plan) -> SubmittedChunk:
         chunk = submit(self.engine, plan)
         self._counts.steps += 1
         for job, row in plan:
@@ -223,11 +254,14 @@ class PrefillNode:
                 self.scheduler.hand_over(job)
         return chunk
 
-    def _settle(self, chunk: SubmittedChunk) -> None:
-        """Wait for the chunk and take what it brought: first tokens, log-probabilities of prompts, pages to offer.
-
-        A job of it may have been dropped meanwhile: nobody waits for anything of it then."""
-        begun, computed = chunk.begun, chunk.wait()
+    def _settle(self) -> None:
+        """Wait for the chunk under way, if there is one, and take what it brought: first tokens, log-probabilities of
+        prompts, pages to offer. For a job that was dropped meanwhile nobody waits any more."""
+        chunk, self._under_way = self._under_way, None
+        if chunk is None:
+            return
+        begun, computed = max(chunk.begun, self._computed_at), chunk.wait()  # the device did the one before till then
+        self._computed_at = computed
         for job, row in chunk.plan:
             job.note_chunk(len(row.input_ids), begun, computed)
             job.num_computed += len(row.input_ids)
@@ -239,6 +273,7 @@ class PrefillNode:
             ]
             ends.draft()
             ends.wait()
+            self._digest(ends)
             for end, choices in zip(ends.ends, firsts, strict=True):
                 self._hand_over(end, choices, ends)
         for job, _ in chunk.plan:
@@ -250,6 +285,8 @@ class PrefillNode:
         or that there are none; returns them."""
         job = end.job
         job.computed = computed
+        if not job.choices:
+            return []
         if None in sample.token_ids:  # the same logits for every choice
             message = NO_NUMBERS.format(position=len(job.token_ids))
             self._refuse(job, message, code="model_error")
@@ -292,6 +329,12 @@ class PrefillNode:
         return self._row_buffer.pack()
 
     # --- handing over ---
+
+    def _digest(self, ends: PromptEnds) -> None:
+        """The prompts' last pages are complete: a GPU computes the checksums of all at once."""
+        tables = [table[end.job.num_offered :] for end in ends.ends if end.job.tickets for table in end.block_tables]
+        pages = [page for table in tables for page in table]
+        self.handoff.digest(pages, [self.engine.pool.generation(page) for page in pages])
 
     def _offer_pages(self, job: PrefillJob) -> None:
         """Offer every page of a prompt under way that will not be written again. A shifted drafter writes slots of the

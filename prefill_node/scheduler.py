@@ -39,7 +39,7 @@ class PrefillScheduler:
         started: list[PrefillJob] = []
         while self.waiting and len(self.computing) < self.max_running and self._take_pages(self.waiting[0]):
             started.append(self.waiting.popleft())
-        self.computing += started
+            self.computing.append(started[-1])
         return started
 
     def plan(self) -> list[tuple[PrefillJob, BatchRow]]:
@@ -58,9 +58,7 @@ class PrefillScheduler:
         return plan
 
     def hand_over(self, job: PrefillJob) -> None:
-        """All of the prompt is submitted: its whole pages go to the prefix cache, still pinned for its tickets. Whoever
-        finds them there reads them after they are computed, and whoever gets pages that were released writes them after
-        they were read: all are submitted to one device, which does one thing after the other."""
+        """All of the prompt is submitted: its whole pages go to the prefix cache, still pinned for its tickets."""
         assert job.lease is not None and job.is_submitted, job.rid
         self.computing.remove(job)
         self.handing.append(job)

@@ -167,8 +167,8 @@ class TimedPair(NodePair):
         self.prefill.engine.sample = sample_and_stamp
         rounds.submit, rounds.collect = stamp_and_submit, collect_and_count
 
-    def _start_prefill(self, config: PrefillConfig) -> Any:
-        return super()._start_prefill(dataclasses.replace(config, **self._settings))
+    def _start_prefill(self, config: PrefillConfig, overlaps: bool | None) -> Any:
+        return super()._start_prefill(dataclasses.replace(config, **self._settings), overlaps)
 
     def _start_decode(self, config: DecodeConfig, *options: Any) -> Any:
         return super()._start_decode(dataclasses.replace(config, **self._settings, prefix_cache=False), *options)

@@ -53,6 +53,7 @@ def test_greedy_output_equals_transformers(
         model,
         prefill={"page_size": 4, "chunk_tokens": 6, "transport": transport},
         decode={"page_size": 4, "chunk_tokens": 6, "transport": transport},
+        overlaps=transport == "zmq",
     )
     cases = prompts(pair.prefill.engine.card.vocab_size, (1, 3, 4, 5, 8, 9, 13, 24, 25))
     for i, prompt in enumerate(cases):
@@ -142,12 +143,14 @@ def test_a_first_token_that_ends_the_request_revokes_the_ticket(
     assert len(pair.run()["min", 0].ids) >= 3
 
 
-@pytest.mark.parametrize("num_steps", range(14))
+@pytest.mark.parametrize(
+    ("num_steps", "overlaps"), [(num, False) for num in range(14)] + [(num, True) for num in range(3, 11)]
+)
 def test_cancel_frees_everything_in_every_phase(
-    num_steps: int, checkpoint: Callable[..., Path], make_pair: MakePair
+    num_steps: int, overlaps: bool, checkpoint: Callable[..., Path], make_pair: MakePair
 ) -> None:
     settings = {"page_size": 4, "chunk_tokens": 8, "transport": "zmq"}
-    pair = make_pair(checkpoint("llama"), prefill=settings, decode={**settings, "num_pages": 24})
+    pair = make_pair(checkpoint("llama"), prefill=settings, decode={**settings, "num_pages": 24}, overlaps=overlaps)
     for i, prompt in enumerate(prompts(50, (30, 21, 17))):
         pair.submit(f"r{i}", prompt, params(24), n=2)
     for _ in range(num_steps):
@@ -161,9 +164,13 @@ def test_cancel_frees_everything_in_every_phase(
     pair.run(timeout_s=10)
 
 
-def test_pools_too_small_for_the_load_never_deadlock(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_pools_too_small_for_the_load_never_deadlock(
+    overlaps: bool, checkpoint: Callable[..., Path], make_pair: MakePair
+) -> None:
     settings = {"page_size": 4, "chunk_tokens": 8}
-    pair = make_pair(checkpoint("llama"), prefill={**settings, "num_pages": 14}, decode={**settings, "num_pages": 18})
+    few = {"prefill": {**settings, "num_pages": 14}, "decode": {**settings, "num_pages": 18}}
+    pair = make_pair(checkpoint("llama"), overlaps=overlaps, **few)
     cases = prompts(50, (40, 33, 5, 44, 20, 38, 9, 41))
     for i, prompt in enumerate(cases):
         pair.submit(f"r{i}", prompt, params(16, temperature=1.0, seed=i), n=1 + i % 4)
@@ -188,7 +195,7 @@ def test_a_moved_request_goes_on_as_if_it_had_not_moved(checkpoint: Callable[...
 def test_logprobs_are_of_the_unprocessed_distribution(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
     model = checkpoint("qwen2")
     reference = Reference(model)
-    pair = make_pair(model, prefill={"page_size": 4, "chunk_tokens": 5}, decode={"page_size": 4})
+    pair = make_pair(model, prefill={"page_size": 4, "chunk_tokens": 5}, decode={"page_size": 4}, overlaps=True)
     prompt = prompts(50, (13,))[0]
     pair.submit("r", prompt, params(5, temperature=0.7, seed=1, num_logprobs=3), prompt_logprobs=True)
     result = pair.run()["r", 0]

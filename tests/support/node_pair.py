@@ -93,7 +93,7 @@ class NodePair:
             "device": "cpu",
             "threads": 1,
         }
-        self.prefill = self._start_prefill(PrefillConfig(**(common | (prefill or {}))))
+        self.prefill = self._start_prefill(PrefillConfig(**(common | (prefill or {}))), overlaps)
         self.decode = self._start_decode(DecodeConfig(**(common | (decode or {}))), is_adaptive, overlaps)
         self.results: dict[tuple[str, int], Result] = {}
         self.admitted: list[Admitted] = []
@@ -106,7 +106,7 @@ class NodePair:
         self.is_full = False
         self._join()
 
-    def _start_prefill(self, config: PrefillConfig) -> PrefillNode:
+    def _start_prefill(self, config: PrefillConfig, overlaps: bool | None) -> PrefillNode:
         engine, epoch = load_engine(config), new_epoch()
         handoff = HandoffServer(
             "127.0.0.1",
@@ -120,9 +120,8 @@ class NodePair:
             lease_s=5.0,
         )
         membership = make_membership(config, "prefill-0", "prefill", engine, None, epoch, handoff.address)
-        return self._attach(
-            PrefillNode(engine, membership, handoff, config.max_running, config.chunk(engine.device.type)), membership
-        )
+        sizes = config.max_running, config.chunk(engine.device.type)
+        return self._attach(PrefillNode(engine, membership, handoff, *sizes, overlaps=overlaps), membership)
 
     def _start_decode(self, config: DecodeConfig, is_adaptive: bool, overlaps: bool | None) -> DecodeNode:
         engine, epoch = load_engine(config), new_epoch()

@@ -1,0 +1,226 @@
+"""A chunk is submitted before the one before is read: what may then happen when, and what becomes of a job that is
+dropped while its chunk is under way."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from node_pair import NodePair, params
+
+from baton.metadata.messages import PROTOCOL_MAX, PrefillDone, Tokens, Welcome
+from baton.metadata.request import Unit
+from baton.prefill_node import chunks, node
+
+CHUNK = 8
+MakePair = Callable[..., NodePair]
+
+
+@pytest.fixture
+def make_pair(checkpoint: Callable[..., Path]) -> Iterator[MakePair]:
+    pairs: list[NodePair] = []
+
+    def make(*, overlaps: bool = True) -> NodePair:
+        settings = {"page_size": 4, "chunk_tokens": CHUNK}
+        pairs.append(NodePair(checkpoint("llama"), prefill=settings, decode=settings, overlaps=overlaps))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        with closing(pair):
+            pair.check_books()
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(50) for _ in range(num_tokens)]
+
+
+def submit(
+    pair: NodePair,
+    lens: Sequence[int],
+    max_tokens: int = 6,
+    prompts: Mapping[int, list[int]] | None = None,
+    already: int = 0,
+) -> None:
+    """Requests "0", "1", ..., of these lengths, or with these prompts. All wait at the prefill node then, and those
+    `already` submitted."""
+    for index, num_tokens in enumerate(lens):
+        pair.submit(str(index), (prompts or {}).get(index) or prompt(num_tokens, index), params(max_tokens))
+    scheduler, start = pair.prefill.scheduler, pair.prefill.scheduler.start
+    scheduler.start = list  # type: ignore[method-assign]
+    pair.step_until(lambda: len(scheduler.waiting) == already + len(lens))
+    scheduler.start = start  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+    """What prefill nodes do, with the rids: submitted chunks, and chunks waited for."""
+    found: list[tuple[str, list[str]]] = []
+    begin, wait = chunks.submit, chunks.SubmittedChunk.wait
+
+    def submitted(engine: Any, plan: chunks.Plan) -> chunks.SubmittedChunk:
+        found.append(("submit", [job.rid for job, _ in plan]))
+        return begin(engine, plan)
+
+    def waited(self: chunks.SubmittedChunk) -> float:
+        found.append(("wait", [job.rid for job, _ in self.plan]))
+        return wait(self)
+
+    monkeypatch.setattr(node, "submit", submitted)
+    monkeypatch.setattr(chunks.SubmittedChunk, "wait", waited)
+    return found
+
+
+def watch_sent(pair: NodePair, events: list[tuple[str, list[str]]]) -> None:
+    """First tokens too."""
+    send = pair.prefill.membership.send
+
+    def sent(message: Any) -> None:
+        if isinstance(message, Tokens):
+            events.append(("tokens", [unit.rid for unit in message.units]))
+        elif isinstance(message, PrefillDone):
+            events.append(("done", [message.rid]))
+        send(message)
+
+    pair.prefill.membership.send = sent  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_the_next_chunk_is_submitted_before_first_tokens_are_read(
+    overlaps: bool, make_pair: MakePair, events: list[tuple[str, list[str]]]
+) -> None:
+    """The last one waits for no other."""
+    pair = make_pair(overlaps=overlaps)
+    watch_sent(pair, events)
+    submit(pair, [CHUNK, CHUNK, CHUNK], max_tokens=1)
+    pair.run()
+    happened = [event for event in events if event[0] != "done"]
+    one, two, three = ([(what, [rid]) for what in ("submit", "wait", "tokens")] for rid in "012")
+    if overlaps:
+        assert happened == [one[0], two[0], *one[1:], three[0], *two[1:], *three[1:]]
+    else:
+        assert happened == [*one, *two, *three]
+
+
+def test_a_prompt_alone_is_settled_in_the_step_that_ends_it(make_pair: MakePair) -> None:
+    pair = make_pair()
+    submit(pair, [2 * CHUNK], max_tokens=1)
+    job = pair.prefill.scheduler.waiting[0]
+    assert pair.prefill.step() and (job.num_submitted, job.num_computed) == (CHUNK, 0)
+    assert not pair.prefill.step() and job.is_computed and pair.prefill.is_idle
+    pair.run()
+
+
+def watch_offers(pair: NodePair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Pages that were offered; none may be of a chunk that nobody has waited for."""
+    offered: list[int] = []
+    unsettled: dict[int, set[int]] = {}  # by chunk
+    begin, wait, offer = chunks.submit, chunks.SubmittedChunk.wait, pair.prefill.handoff.offer
+
+    def submitted(engine: Any, plan: chunks.Plan) -> chunks.SubmittedChunk:
+        chunk = begin(engine, plan)
+        spans = [(job, row.position // 4, -(-(row.position + len(row.input_ids)) // 4)) for job, row in plan]
+        unsettled[id(chunk.plan)] = {page for job, first, stop in spans for page in job.pages[first:stop]}
+        return chunk
+
+    def waited(self: chunks.SubmittedChunk) -> float:
+        unsettled.pop(id(self.plan))
+        return wait(self)
+
+    def checked(unit: Unit, indices: Any, pages: list[int], *more: Any) -> None:
+        for under_way in unsettled.values():
+            assert not under_way.intersection(pages), (unit, pages, under_way)
+        offered.extend(pages)
+        offer(unit, indices, pages, *more)
+
+    monkeypatch.setattr(node, "submit", submitted)
+    monkeypatch.setattr(chunks.SubmittedChunk, "wait", waited)
+    monkeypatch.setattr(pair.prefill.handoff, "offer", checked)
+    return offered
+
+
+def test_pages_are_offered_when_their_chunk_is_settled(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that another prompt finds in the prefix cache while they are computed."""
+    pair = make_pair()
+    offered = watch_offers(pair, monkeypatch)
+    monkeypatch.setattr(pair.prefill.scheduler, "max_running", 2)
+    first = prompt(CHUNK)
+    submit(pair, [CHUNK, 3 * CHUNK, 0], prompts={2: [*first, 1, 2, 3]})
+    pair.run()
+    hit = pair.results["2", 0].ended
+    assert hit is not None and hit.num_cached == CHUNK
+    assert len(offered) == (8 + 24 + 12) // 4
+
+
+def under_way(make_pair: MakePair) -> NodePair:
+    """Requests "0" and "1" have their ends under way, and a part of "2" is computed with them."""
+    pair = make_pair()
+    submit(pair, [3, 3, CHUNK])
+    pair.prefill.step()
+    chunk = pair.prefill._under_way
+    assert chunk is not None and [len(each.ends) for each in chunk.ends] == [2] and len(chunk.plan) == 3
+    return pair
+
+
+def forget(pair: NodePair, rid: str) -> None:
+    """Nobody waits for it at the decode node and here."""
+    for sequence in pair.decode.scheduler.find(rid, 9, None):
+        pair.decode._drop(sequence, "test")
+    pair.results.pop((rid, 0))
+
+
+@pytest.mark.parametrize("rids", ["0", "2", "01", "012"])
+def test_a_job_that_is_cancelled_under_way(rids: str, make_pair: MakePair, events: list[tuple[str, list[str]]]) -> None:
+    pair = under_way(make_pair)
+    watch_sent(pair, events)
+    expected = {"0", "1", "2"} - set(rids)
+    for rid in rids:
+        pair.prefill._cancel(rid, 9, None)
+        forget(pair, rid)
+    results = pair.run()
+    assert {rid for (rid, _), result in results.items() if len(result.ids) == 6} == expected
+    assert {rid for what, told in events if what == "tokens" for rid in told} == expected
+    assert sorted(rid for what, told in events if what == "done" for rid in told) == ["0", "1", "2"]
+
+
+def test_a_choice_that_is_cancelled_under_way(make_pair: MakePair) -> None:
+    pair = make_pair()
+    sampled = params(6, temperature=1.5, seed=3)
+    pair.submit("whole", prompt(6), sampled, n=3)
+    whole = [result.ids for result in pair.run().values()]
+    pair.results.clear()
+    pair.submit("some", prompt(6), sampled, n=3)
+    submit(pair, [2 * CHUNK], already=1)
+    pair.prefill.step()
+    assert pair.prefill._under_way is not None
+    pair.prefill._cancel("some", 9, (1,))
+    [sequence] = pair.decode.scheduler.find("some", 9, (1,))
+    pair.decode._drop(sequence, "test")
+    pair.results.pop(("some", 1))
+    results = pair.run()
+    assert [results["some", 0].ids, results["some", 2].ids] == [whole[0], whole[2]]
+
+
+def test_tickets_that_end_under_way(make_pair: MakePair, events: list[tuple[str, list[str]]]) -> None:
+    """The decode node is gone: nobody waits for first tokens there, and pages are free at once."""
+    pair = under_way(make_pair)
+    watch_sent(pair, events)
+    pair.prefill.handoff.close_peer(pair._hellos["decode"].epoch)
+    for rid in "012":
+        forget(pair, rid)
+    pair.run()
+    assert "tokens" not in {what for what, _ in events}
+
+
+def test_the_router_that_asked_is_gone_under_way(make_pair: MakePair) -> None:
+    pair = under_way(make_pair)
+    for name in ("prefill", "decode"):
+        pair.send(name, Welcome(router_epoch="another", protocol=PROTOCOL_MAX, need_tokenizer=False))
+    pair.results.clear()
+    pair._take = lambda *_: None  # type: ignore[method-assign]
+    pair.run(timeout_s=10)
