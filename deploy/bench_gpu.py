@@ -29,6 +29,7 @@ from ..engine.pages import Owner
 from ..engine.rounds import Rounds
 from ..engine.trees import DraftShape
 from .bench_adaptive import adaptive
+from .bench_prompts import LENGTHS, small_prompt
 from .bench_sequences import Running, run_rounds, start, stop
 from .roofline import Limits, best_s, floor_s, measure_limits, weight_bytes
 
@@ -83,6 +84,7 @@ def main() -> None:
         "rounds": lambda: [speculate(engine, rounds, batch) for batch in options.batches if batch <= 64],
         "adaptive": lambda: [_adaptive(engine, rounds, batch) for batch in options.batches if batch <= 64],
         "prefill": lambda: [prefill(engine, limits, *each) for each in ((1, 1024), (1, 8192), (16, 2048))],
+        "small-prompts": lambda: [_small_prompt(engine, num_tokens) for num_tokens in LENGTHS],
         "offline": lambda: offline(engine, rounds),
     }
     for name in options.only:
@@ -235,6 +237,12 @@ def prefill(engine: Engine, limits: Limits, num_prompts: int, num_tokens: int) -
     return row
 
 
+def _small_prompt(engine: Engine, num_tokens: int) -> dict[str, Any]:
+    row = small_prompt(engine, num_tokens)
+    say("small prompt " + _words(row))
+    return row
+
+
 def offline(engine: Engine, rounds: Rounds) -> dict[str, Any]:
     """256 requests of 1,024 tokens in, 256 out, all at once, without speculation."""
     started = time.perf_counter()
@@ -275,7 +283,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--num-tokens", type=int, default=256 * 1600, help="KV tokens of the pool")
     parser.add_argument("--context-len", type=int, default=16384)
     parser.add_argument("--page-size", type=int, default=PAGE_SIZE)
-    parser.add_argument("--only", nargs="+", default=["decode", "idle", "rounds", "adaptive", "prefill", "offline"])
+    names = ["decode", "idle", "rounds", "adaptive", "prefill", "small-prompts", "offline"]
+    parser.add_argument("--only", nargs="+", default=names)
     parser.add_argument("--commit", help="of this tree, for the report (default: what git says)")
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()

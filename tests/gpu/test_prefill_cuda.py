@@ -1,0 +1,95 @@
+"""A prefill node on CUDA submits a chunk, first tokens and drafts included, without waiting for the device."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine.engine import Engine
+from baton.engine.sampling_state import SamplingState
+from baton.metadata.node_info import Peer
+from baton.metadata.request import GenerationRequest, SamplingParams, Unit, pack_ids
+from baton.prefill_node.chunks import Plan, SubmittedChunk, submit
+from baton.prefill_node.config import PrefillConfig
+from baton.prefill_node.job import PrefillJob
+from baton.prefill_node.scheduler import PrefillScheduler
+
+DEMO = Path(__file__).parents[2] / "deploy" / "demo"
+DEVICE = "cuda"
+CASES: dict[str, dict[str, Any]] = {
+    "none": {"speculative": "none"},
+    "ngram": {"speculative": "ngram"},
+    "standalone": {"speculative": "standalone"},
+    "eagle": {"speculative": "eagle"},
+    "eagle tree": {"speculative": "eagle", "draft_steps": 3, "draft_topk": 2},
+    "eagle3": {"speculative": "eagle3"},
+    "mtp3": {"speculative": "mtp"},
+    "frozen-kv-mtp": {"speculative": "frozen-kv-mtp"},
+}
+ASKS = (  # prompt's length, choices, parameters
+    (7, 1, {"temperature": 0.0}),
+    (40, 2, {"temperature": 1.0, "seed": 3, "top_p": 0.9, "num_logprobs": 2}),
+    (65, 1, {"temperature": 0.7, "seed": 4, "repetition_penalty": 1.2, "min_tokens": 2, "stop_ids": (5,)}),
+    (300, 1, {"temperature": 0.0}),  # does not end in the chunk
+)
+
+
+def make_plan(engine: Engine) -> tuple[PrefillScheduler, Plan]:
+    """Of 256 tokens, the jobs handed over to some decode node."""
+    scheduler = PrefillScheduler(engine.cache, 64, 256)
+    for index, (length, n, settings) in enumerate(ASKS):
+        ids = [(7 * index + 3 * at) % 90 + 1 for at in range(length)]
+        params = SamplingParams(max_tokens=4, **settings)
+        vocab_size = engine.model_config.vocab_size
+        choices = {
+            Unit(str(index), choice, 0): SamplingState(
+                params, ids, vocab_size=vocab_size, choice=choice, device=engine.device
+            )
+            for choice in range(n)
+        }
+        request = GenerationRequest(prompt_ids=pack_ids(ids), params=params, prompt_logprobs=index == 0)
+        decode = Peer(node_id="d", epoch="e" * 16)
+        job = PrefillJob(str(index), 0, choices, request, decode, length, ids, time.monotonic())
+        job.tickets |= set(choices)
+        scheduler.submit(job)
+    scheduler.start()
+    return scheduler, scheduler.plan()
+
+
+def read(chunk: SubmittedChunk) -> list[Any]:
+    """Everything that it brought."""
+    chunk.wait()
+    found: list[Any] = [scores.read() for scores in chunk.scores]
+    for ends in chunk.ends:
+        found += ends.tokens()
+        ends.wait()
+        for unit in [unit for end in ends.ends for unit in end.units]:
+            draft = ends.drafted(unit)
+            found.append([] if draft is None else [(name, each.tolist()) for name, each in draft.present()])
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_chunk_and_the_ends_of_its_prompts_are_submitted_without_waiting(name: str) -> None:
+    engine = Engine(
+        PrefillConfig(model=str(DEMO), device=DEVICE, dtype="float32", num_pages=200, prefix_cache=False, **CASES[name])
+    )
+    expected: list[Any] = []
+    for is_checked in (False, True):
+        scheduler, plan = make_plan(engine)
+        torch.cuda.set_sync_debug_mode("error" if is_checked else "default")
+        try:
+            chunk = submit(engine, plan)
+            chunk.draft()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found = read(chunk)
+        expected = expected or found
+        assert found == expected and len(found) == 1 + 3 + 4
+        for job in list(scheduler):
+            job.tickets.clear()
+            scheduler.remove(job)
