@@ -89,6 +89,7 @@ class DecodeNode:
             shape=self.rounds.shape,
             context_len=engine.context_len,
             choose=None if self.chooser is None else self._choose,
+            rests=None if self.chooser is None else self.chooser.rests,
             on_finish=self.rounds.release,
         )
         self._overlaps = engine.device.type != "cpu" if overlaps is None else overlaps
@@ -329,7 +330,7 @@ class DecodeNode:
         for sequence, _, accepted in lived:
             self._accept(sequence, accepted)
         self._send(done.sequences)
-        if self.chooser is not None and lived:
+        if self.chooser is not None and lived and not self.chooser.passes_over(done.submitted.shape.num_steps):
             overhead_s = 0.0 if self._overlaps else time.monotonic() - done.step_started - seconds
             self.chooser.observe(
                 [slot for _, slot, _ in lived],

@@ -59,14 +59,16 @@ class DecodeScheduler:
         shape: DraftShape = NO_DRAFTS,
         context_len: int = 1 << 30,
         choose: Callable[[list[Sequence], list[int]], DraftShape] | None = None,
+        rests: Callable[[], bool] | None = None,
         on_finish: Callable[[Sequence], None] | None = None,
     ) -> None:
         """`shape`: the most that a round drafts. `choose` says how much of it the next one drafts, for sequences and
-        how many drafts each could use; None: all. `on_finish` is told of every sequence that is over."""
+        how many drafts each could use; None: all. `rests` says, once a round, whether that is nothing, whoever runs.
+        `on_finish` is told of every sequence that is over."""
         self.cache = cache
         self.shape = shape
         self.context_len = context_len
-        self._choose = choose
+        self._choose, self._rests = choose, rests
         self._on_finish = on_finish
         self.page_size = cache.pool.page_size
         self.max_running = max_running
@@ -172,6 +174,8 @@ class DecodeScheduler:
 
     def _round_shape(self, chosen: DraftShape | None) -> DraftShape:
         """How much to draft now: not more than the one that can use most."""
+        if chosen is None and self._rests is not None and self._rests():
+            return NO_DRAFTS
         decoding = [each for each in self.running if each.num_to_compute == 1 and not self._ends(each)]
         usable = [self._usable(sequence) for sequence in decoding]
         if not any(usable):
@@ -190,7 +194,7 @@ class DecodeScheduler:
 
     def _draft_limit(self, sequence: Sequence, shape: DraftShape) -> int:
         """Drafts that it may accept in a round of `shape`, with pages for their slots. Nobody is preempted for them."""
-        limit = min(shape.num_steps, self._usable(sequence))
+        limit = min(shape.num_steps, self._usable(sequence)) if shape.num_steps else 0
         if limit == 0:
             return 0
         num_slots = 1 + limit if shape.is_chain else shape.num_slots

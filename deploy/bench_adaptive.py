@@ -78,7 +78,8 @@ def _run(rounds: Rounds, chooser: StepChooser, sequences: Sequence[Running]) -> 
             left -= len(result.token_ids)
         seconds, settled = now - max(done.started, settled), now
         shape, limits = done.submitted.shape, done.submitted.limits
-        chooser.observe(slots, shape.num_steps, limits, num_accepted, seconds, 0.0, done.submitted.num_caught_up)
+        if not chooser.passes_over(shape.num_steps):
+            chooser.observe(slots, shape.num_steps, limits, num_accepted, seconds, 0.0, done.submitted.num_caught_up)
 
     torch.cuda.synchronize()
     begun = time.perf_counter()

@@ -85,15 +85,20 @@ class StepChooser:
         self._own[slot] = _Rate()
         self._num_halvings = self._until_look = 0
 
+    def rests(self) -> bool:
+        """Whether the next round is one without drafts whoever takes part. To be asked once a round, so that what
+        `choose` wants to know need not be found out."""
+        if self.times.is_begun and (self.num_steps or not self._until_look):
+            return False
+        self._until_look -= self._until_look > 0
+        return True
+
     def choose(self, slots: Sequence[int], usable: Sequence[int], num_missed: int = 0) -> int:
         """Steps of a round of these sequences, each of which could use `usable` drafts; the drafter must catch up on
         `num_missed` rows of theirs first."""
+        if self.rests():
+            return 0
         num_seqs, most = len(slots), max(usable)
-        if not self.times.is_begun:
-            return 0
-        if self.num_steps == 0 and self._until_look:
-            self._until_look -= 1
-            return 0
         if self._num_unseen:
             self._book(num_seqs, float(self._num_unseen), 0.0)
             self._num_unseen = 0
@@ -113,6 +118,13 @@ class StepChooser:
             return self._allowed(wanted + 1, slots, usable, num_missed)
         return wanted
 
+    def passes_over(self, num_steps: int) -> bool:
+        """Whether a round that was run need not be observed: one in _LOOKED_AGAIN tells enough while nothing is
+        drafted."""
+        is_passed = num_steps == 0 and 0 < self._until_look < _LOOKED_AGAIN and self.times.is_begun
+        self._num_unseen += is_passed
+        return is_passed
+
     def observe(
         self,
         slots: Sequence[int],
@@ -125,9 +137,6 @@ class StepChooser:
     ) -> None:
         """A round of `num_steps` was run: by sequence, how many drafts it would have taken and how many it took;
         `overhead_s` is what the node's step took beside it, `num_caught_up` as many rows as `choose` was told of."""
-        if num_steps == 0 and 0 < self._until_look < _LOOKED_AGAIN and self.times.is_begun:
-            self._num_unseen += 1  # one in _LOOKED_AGAIN tells enough
-            return
         num_seqs = len(slots)
         self._overhead_s += _OVERHEAD_RATE * (min(overhead_s, seconds) - self._overhead_s)
         plain_s = self._seconds(num_seqs, 0)

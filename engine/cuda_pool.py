@@ -60,8 +60,9 @@ class CudaMapping(NamedTuple):
 
     def close(self) -> None:
         self.stream.synchronize()
-        for base in self.bases:
-            _driver().close(base)
+        with torch.cuda.device(self.stream.device):
+            for base in self.bases:
+                _driver().close(base)
         self.bases.clear()
 
 
@@ -97,10 +98,10 @@ class CudaPool:
                         f"peer's pool has {handle.size} bytes at {handle.offset}, {num_pages} pages of this layout "
                         f"have {expected}"
                     )
-                with torch.cuda.device(self._device):
+                with torch.cuda.device(self._device):  # the driver asks the device that is current
                     base = _driver().open(handle.handle)
-                mapping.bases.append(base)
-                _, size = _driver().range_of(base)
+                    mapping.bases.append(base)
+                    _, size = _driver().range_of(base)
                 if handle.offset + handle.size > size:
                     raise TransferError(f"peer's pool ends at {handle.offset + handle.size} of {size} bytes mapped")
                 mapping.pools.append(PoolAddress(base + handle.offset, num_pages))

@@ -44,7 +44,7 @@ class Slots:
         if drafter is not None and extend is not None:
             missed = drafter.hidden.allocate("extend", num_rows * (MAX_MISSED + 1), device)
             assert missed is not None
-            self._missed = missed.view(num_rows, MAX_MISSED + 1, extend.width)
+            self._missed, self._missed_rows = missed.view(num_rows, MAX_MISSED + 1, extend.width), missed
         column = torch.zeros(2 + len(INTS), dtype=torch.int64)
         column[_LENGTH], column[_TOP_K] = _PADDING_LENGTH, 1  # of any rank but 0, which no row has
         self._padding_ints = column.to(device)
@@ -160,7 +160,7 @@ class Slots:
     def keep_missed(self, rows: Tensor, extend: Tensor) -> None:
         """What a round without drafts left out, [num_seqs, extend width], at `rows` [num_seqs] int64."""
         assert self._missed is not None
-        self._missed.flatten(0, 1).index_copy_(0, rows, extend)
+        self._missed_rows.index_copy_(0, rows, extend)
 
     def missed(self, slot: int, num_missed: int) -> Tensor | None:
         """[num_missed, extend width], oldest first; None where the drafter takes no such states."""

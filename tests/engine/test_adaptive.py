@@ -33,7 +33,8 @@ def run(
         steps = chooser.choose(slots, [chooser.shape.num_steps] * num_seqs)
         accepted = [next((i for i in range(steps) if rng.random() > rate), steps) for _ in slots]
         took = times.seconds(num_seqs, steps)
-        chooser.observe(slots, steps, [steps] * num_seqs, accepted, took)
+        if not chooser.passes_over(steps):
+            chooser.observe(slots, steps, [steps] * num_seqs, accepted, took)
         chosen.append(steps)
         seconds += took
         tokens += sum(accepted) + num_seqs

@@ -39,21 +39,26 @@ def transport_of(client: Any) -> str:
 
 
 def devices() -> list[Any]:
+    """Of prefill and decode."""
     two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
-    return ["cuda:0", pytest.param("cuda:1", marks=two)]
+    return [
+        ("cuda:0", "cuda:0"),
+        *(pytest.param(pair, marks=two) for pair in (("cuda:1", "cuda:0"), ("cuda:0", "cuda:1"))),
+    ]
 
 
-@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("of_both", devices(), ids="-".join)
 @pytest.mark.parametrize("has_checksums", [True, False])
-def test_pages_arrive_from_device_to_device(device: str, has_checksums: bool) -> None:
+def test_pages_arrive_from_device_to_device(of_both: tuple[str, str], has_checksums: bool) -> None:
     """All bytes of both pools, in chunks, other pages untouched, and no page in either mirror."""
     schema = (
         SCHEMA if has_checksums else on_gpu(make_schema(TARGET, DRAFT, 16, "standalone", draft_topk=1, checksums=False))
     )
-    ours, model = make_pool(schema, NUM_PAGES), make_pool(schema, NUM_PAGES, seed=1)
+    prefills, decodes = of_both
+    ours, model = make_pool(schema, NUM_PAGES, device=decodes), make_pool(schema, NUM_PAGES, 1, decodes)
     client = gpu_client(schema, ours)
     sources, targets = [5, 3, 199, 42], [9, 198, 1, 77]
-    with gpu_prefill(schema, NUM_PAGES, device=device) as prefill:
+    with gpu_prefill(schema, NUM_PAGES, device=prefills) as prefill:
         prefill.tell("open", unit(), 4)
         client.claim(unit(), prefill.peer, 0, targets)
         prefill.tell("offer", unit(), [0, 1], sources[:2], [1, 1])

@@ -114,7 +114,8 @@ class World:
         measured = took * math.exp(self._rng.gauss(0.0, self.machine.noise))
         if self._rng.random() < self.machine.pauses:
             measured *= 10
-        self.chooser.observe(slots, steps, limits, accepted, measured, 0.0, num_rows)
+        if not self.chooser.passes_over(steps):
+            self.chooser.observe(slots, steps, limits, accepted, measured, 0.0, num_rows)
         self.seconds += took
         self.chosen.append(steps)
         for stream, brought in zip(list(self._streams), accepted, strict=True):

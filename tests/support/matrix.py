@@ -265,7 +265,7 @@ def force_steps(pair: NodePair, choose: Callable[[int], int]) -> None:
     """The adaptive decode node drafts `choose(index of the round)` steps, as far as anybody can use them."""
     chooser, count = pair.decode.chooser, iter(range(1 << 30))
     assert chooser is not None
-    chooser.choose = lambda *_: choose(next(count))
+    chooser.choose, pair.decode.scheduler._rests = lambda *_: choose(next(count)), None
 
 
 # --- phases ---
