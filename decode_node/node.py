@@ -175,9 +175,10 @@ class DecodeNode:
 
     def _reserve(self, message: Reserve) -> None:
         """Grant choices in order while they fit, and claim those granted."""
-        units = {Unit(message.rid, choice, message.attempt) for choice in message.choices}
-        if units.intersection(self.units()):
-            logger.warning("dropped a Reserve that came twice", extra={"rid": message.rid})
+        units = [Unit(message.rid, choice, message.attempt) for choice in message.choices]
+        known = [unit for unit in units if unit in self.units() or self.outbox.find_ended(unit) is not None]
+        if known:  # it came twice, or the answer was lost
+            self._answer(message, known)
             return
         granted: list[Sequence] = []
         for choice in message.choices:
@@ -190,14 +191,7 @@ class DecodeNode:
                 self._refused_at = self.scheduler.num_releases
                 break
             granted.append(sequence)
-        self.membership.send(
-            Reserved(
-                rid=message.rid,
-                attempt=message.attempt,
-                granted=tuple(sequence.unit.choice for sequence in granted),
-                load=self.load(),
-            )
-        )
+        self._answer(message, [sequence.unit for sequence in granted])
         for sequence in granted:
             assert sequence.lease is not None
             num_prompt_pages = -(-len(sequence.token_ids) // self.engine.pool.page_size)
@@ -205,12 +199,16 @@ class DecodeNode:
                 sequence.unit, message.prefill, len(sequence.lease.pages), sequence.pages[:num_prompt_pages]
             )
 
+    def _answer(self, message: Reserve, units: list[Unit]) -> None:
+        granted = tuple(unit.choice for unit in units)
+        self.membership.send(Reserved(rid=message.rid, attempt=message.attempt, granted=granted, load=self.load()))
+
     def _resend(self, unit: Unit, first: int) -> None:
         sequence = next((each for each in self.scheduler if each.unit == unit), None) or self.outbox.find_ended(unit)
         if sequence is None:
             self._fail(unit, "unavailable", "the node does not know this request any more", is_retryable=True)
-        elif first > sequence.num_generated and unit in self.scheduler.reserved and not self.handoff.is_offered(unit):
-            # the router has had prefill's first token for long, and the offers that go with it are not here
+        elif first > sequence.num_generated and unit in self.scheduler.reserved and not self.handoff.ask_offers(unit):
+            # the router has had prefill's first token for long, and the offers that go with it do not come
             self._drop(sequence, "an offer was lost")
             self._fail(unit, "transfer_error", "an offer of the prefill node was lost", is_retryable=True)
         else:

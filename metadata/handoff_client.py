@@ -56,6 +56,7 @@ logger = logging.getLogger(__name__)
 DRAIN_MESSAGES = 256
 POLL_BYTES = 64 << 20  # of pages copied in one poll
 MAX_PULLS = 3  # of one page, before a wrong checksum fails the transfer
+MAX_ASKED = 3  # for offers that do not come
 AWAY_S = 0.5  # a longer time between two polls was not the peers'
 ANSWER_S = 5.0  # how long a peer whose connection lives may owe an answer: its loop may be in a long step
 
@@ -159,10 +160,15 @@ class HandoffClient:
             self._forget(inbound)
             self._links[inbound.epoch].send(Drop(unit=unit, reason=reason[:MAX_REASON]))
 
-    def is_offered(self, unit: Unit) -> bool:
-        """Whether prefill has said all that it has to say of a claimed unit: every page and the row."""
+    def ask_offers(self, unit: Unit) -> bool:
+        """Asks prefill again for what it should have offered of a claimed unit by now and is not here, if anything is.
+        False when that was in vain often enough."""
         inbound = self._inbound.get(unit)
-        return inbound is not None and inbound.row is not None and inbound.is_offered
+        if inbound is None or (inbound.row is not None and inbound.is_offered):
+            return inbound is not None
+        inbound.num_asked += 1
+        self._links[inbound.epoch].send(Claim(unit=unit, have=inbound.have))
+        return inbound.num_asked <= MAX_ASKED
 
     def poll(self) -> list[Event]:
         """Goes on with everything, bounded, and returns what happened."""

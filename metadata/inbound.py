@@ -24,6 +24,7 @@ class Inbound:
     have: int
     pages: tuple[int, ...]
     row: bytes | None = None
+    num_asked: int = 0  # how often offers that do not come were asked for
     moving_s: float = 0.0  # seconds with at least one page on its way
     checksums: dict[int, bytes] = field(default_factory=dict[int, bytes])
     _moves: dict[int, Move] = field(default_factory=dict[int, Move])  # offered, not here yet
@@ -47,8 +48,9 @@ class Inbound:
         return list(self._moves.values())
 
     def take_offer(self, offer: Offer, schema: HandoffSchema, num_peer_pages: int) -> list[Move]:
-        """The offer's pages as moves. Raises ProtocolError for anything that does not fit the claim, the schema or
-        the peer's pool of `num_peer_pages` (0: not known yet, the offer came too early)."""
+        """The offer's pages as moves; those offered before are left out. Raises ProtocolError for anything that does
+        not fit the claim, the schema or the peer's pool of `num_peer_pages` (0: not known yet, the offer came too
+        early)."""
         try:
             indices, sources = unpack_ids(offer.indices), unpack_ids(offer.pages)
         except ValueError as error:
@@ -61,22 +63,25 @@ class Inbound:
             raise ProtocolError(f"offer of {len(indices)} indices has columns of {sizes} pages and bytes")
         if any(not self.have <= index < len(self.pages) for index in indices):
             raise ProtocolError(f"offered indices {indices[:8]} are not within {self.have} and {len(self.pages)}")
-        if len(set(indices)) != len(indices) or self._offered.intersection(indices):
-            raise ProtocolError(f"indices {indices[:8]} were offered twice")
+        if len(set(indices)) != len(indices):
+            raise ProtocolError(f"indices {indices[:8]} hold one twice")
         if any(not 0 < source < num_peer_pages for source in sources) or len(set(sources)) != len(sources):
             raise ProtocolError(f"offered pages {sources[:8]} are not in a pool of {num_peer_pages}, or twice")
-        if offer.row is not None and (len(offer.row) != row_bytes(schema) or self.row is not None):
-            raise ProtocolError(f"a metadata row of {len(offer.row)} bytes, not {row_bytes(schema)}, or a second one")
+        if offer.row is not None and len(offer.row) != row_bytes(schema):
+            raise ProtocolError(f"a metadata row of {len(offer.row)} bytes, not {row_bytes(schema)}")
         generations: list[int] = np.frombuffer(offer.generations, "<i8").tolist()
         moves = [
             Move(self.unit, index, source, self.pages[index], generation)
             for index, source, generation in zip(indices, sources, generations, strict=True)
+            if index not in self._offered
         ]
         self._offered.update(indices)
         self._moves |= {move.index: move for move in moves}
+        new = {move.index for move in moves}
         for place, index in enumerate(indices):
-            self.checksums[index] = offer.checksums[place * stride : (place + 1) * stride]
-        self.row = offer.row if offer.row is not None else self.row
+            if index in new:
+                self.checksums[index] = offer.checksums[place * stride : (place + 1) * stride]
+        self.row = self.row or offer.row
         return moves
 
     def land(self, index: int, now: float) -> None:

@@ -126,7 +126,7 @@ class TicketBook:
 
     def claim(self, unit: Unit, holder: Holder, have: int, claimant: str = "") -> Ticket | Refund | None:
         """The ticket, now `holder`'s, whose node's epoch is `claimant`; its Refund when it ended before; None: parked
-        until the unit is known.
+        until the unit is known. A holder that claims again misses offers, and renews its lease.
 
         Raises ProtocolError when another link holds it or may, `have` is beyond it, or too many claims are parked.
         """
@@ -228,6 +228,9 @@ class TicketBook:
         return events
 
     def _take(self, ticket: Ticket, holder: Holder, have: int, claimant: str) -> None:
+        if ticket.holder == holder and not ticket.is_revoked:
+            ticket.lease_end, ticket.is_overdue = self._clock() + self._lease_s, False
+            return
         if ticket.holder is not None:
             raise ProtocolError(f"{ticket.unit} is claimed already", rid=ticket.unit.rid)
         if ticket.claimant not in (None, claimant):

@@ -29,7 +29,8 @@ from .waiting import Entry, WaitingQueue
 logger = logging.getLogger(__name__)
 
 WINDOW = 16  # reservations under way at once
-ANSWER_S = 10.0  # a reservation without an answer for so long is taken back
+ASK_S = 1.0  # a reservation without an answer for so long is asked for again, then after twice that, and so on
+ANSWER_S = 10.0  # ... and is taken back after so long
 FULL_S = 2.0  # a node that said "full" is asked again after so long at the latest
 QUEUED_PER_SLOT = 2  # prompts that a prefill node may hold for each of its running slots
 
@@ -188,6 +189,9 @@ class Admission:
             attempt = entry.attempt
             if attempt is not None and now - attempt.sent_at > ANSWER_S:
                 self._life.unanswered(entry.generation, attempt)
+            elif attempt is not None and now > attempt.ask_at and attempt.decode is not None:
+                attempt.ask_at = now + (now - attempt.sent_at)
+                self._life.send(attempt.decode, self._reserve(entry.generation, attempt))
         for group, queue in list(self._queues.items()):
             for node in group.live("decode"):
                 if node.full_since is not None and now - node.full_since > FULL_S:
@@ -217,21 +221,25 @@ class Admission:
         self._asked[(generation.rid, attempt.number)] = entry
         decode.pledged_pages += entry.pages * len(choices)
         decode.units.update(Unit(generation.rid, choice, attempt.number) for choice in choices)
-        message = Reserve(
-            router_epoch=self._epoch,
-            rid=generation.rid,
-            attempt=attempt.number,
-            choices=choices,
-            request=generation.wire_request(choices[0]),
-            prefill=prefill.peer,
-        )
-        if not self._life.send(decode, message):
+        attempt.ask_at = now + ASK_S
+        if not self._life.send(decode, self._reserve(generation, attempt)):
             self.take_back(generation, attempt)
             decode.units.difference_update(Unit(generation.rid, choice, attempt.number) for choice in choices)
             del generation.attempts[attempt.number]
             return False
         generation.timeline.reserving((generation.choices[choice] for choice in choices), attempt, now)
         return True
+
+    def _reserve(self, generation: Generation, attempt: Attempt) -> Reserve:
+        choices = tuple(sorted(attempt.choices))
+        return Reserve(
+            router_epoch=self._epoch,
+            rid=generation.rid,
+            attempt=attempt.number,
+            choices=choices,
+            request=generation.wire_request(choices[0]),
+            prefill=attempt.prefill.peer,
+        )
 
     def _dispatch(self, entry: Entry, attempt: Attempt, now: float) -> None:
         """Sends the prompt to prefill for the choices of `attempt`, and takes them off the entry."""

@@ -3,6 +3,8 @@
 A gap shows when later tokens arrive; after a quarter of a second the node is asked for what is missing, and when that
 does not help the choice moves to other nodes. The loss of a choice's *last* message shows only as silence,
 and so does that of its first where decode's, which repeats it, does not come: prefill is asked for it before long.
+Where the first has come and decode does not have the pages, an offer may have been lost: decode is asked, which asks
+prefill.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ logger = logging.getLogger(__name__)
 GAP_S = 0.25
 MAX_RESENDS = 3
 FIRST_S = 2.0  # a first token that has not come for so long may have been lost; prefill answers only once it has it
+HANDOFF_S = 2.0  # a handoff that has not ended so long after the first token may wait for an offer that was lost
 SILENCE_S = 10.0  # a running choice without tokens for so long is asked for what may have been lost
 
 
@@ -56,9 +59,11 @@ class Gaps:
         attempt = choice.attempt
         if attempt is None or choice.finish_reason is not None:
             return
-        is_first = len(choice.received) == choice.num_before and not attempt.prefill_done
-        silence_s = now - max(choice.seen_at or 0.0, choice.asked_at, attempt.sent_at)
-        if silence_s > (FIRST_S if is_first else SILENCE_S):
+        num_received = len(choice.received) - choice.num_before
+        is_first = num_received == 0 and not attempt.prefill_done
+        is_handed_over = num_received > 1 or choice.index in attempt.admitted or attempt.decode is None
+        longest_s = FIRST_S if is_first else SILENCE_S if is_handed_over else HANDOFF_S
+        if now - max(choice.seen_at or 0.0, choice.asked_at, attempt.sent_at) > longest_s:
             choice.asked_at = now
             self._resend(choice, attempt.prefill if is_first or attempt.decode is None else attempt.decode)
 

@@ -61,7 +61,17 @@ class Listener(Protocol):
 class Attempt:
     """One dispatch of some choices to a pair of nodes. `decode` is None where prefill alone gives the last token."""
 
-    __slots__ = ("admitted", "choices", "decode", "dispatched", "number", "prefill", "prefill_done", "sent_at")
+    __slots__ = (
+        "admitted",
+        "ask_at",
+        "choices",
+        "decode",
+        "dispatched",
+        "number",
+        "prefill",
+        "prefill_done",
+        "sent_at",
+    )
 
     def __init__(self, number: int, choices: set[int], prefill: Node, decode: Node | None, now: float) -> None:
         self.number = number
@@ -72,6 +82,7 @@ class Attempt:
         self.prefill_done = False
         self.admitted: set[int] = set()  # choices whose pages decode has: prefill may go
         self.sent_at = now
+        self.ask_at = now  # when decode is asked again for its answer to Reserve
 
     @property
     def pair(self) -> tuple[bytes, bytes | None]:

@@ -225,15 +225,17 @@ def test_resend_gives_the_tokens_again(checkpoint: Callable[..., Path], make_pai
 
 
 @pytest.mark.parametrize("has_row", [False, True])
-def test_a_lost_offer_ends_the_attempt_when_the_router_asks(
-    has_row: bool, checkpoint: Callable[..., Path], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("times", [1, 9])
+def test_a_lost_offer_comes_again_when_the_router_asks(
+    has_row: bool, times: int, checkpoint: Callable[..., Path], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a prompt in two chunks the first offer is lost, or the last one, which has the row."""
+    """Of a prompt in two chunks the first offer is lost, or the last one, which has the row: once, or whenever it is
+    asked for, which ends the attempt."""
     pair = make_pair(checkpoint("llama"), prefill={"page_size": 4, "chunk_tokens": 8}, decode={"page_size": 4})
     take_offer, lost = pair.decode.handoff._take_offer, []
 
     def lose(link: Any, offer: Any) -> None:
-        is_lost = not lost and (offer.row is not None) is has_row
+        is_lost = len(lost) < times and (len(lost) > 0 or (offer.row is not None) is has_row)
         lost.append(offer) if is_lost else take_offer(link, offer)
 
     def plan() -> list[Any]:  # nothing before the claim has come: else all goes in one offer
@@ -252,9 +254,15 @@ def test_a_lost_offer_ends_the_attempt_when_the_router_asks(
     for _ in range(20):
         pair.step()
     assert pair.decode.units() and result.failed is None
-    pair.send("decode", Resend(router_epoch=ROUTER_EPOCH, unit=Unit("r", 0, 0), first=1))
+    for _ in range(times):
+        pair.send("decode", Resend(router_epoch=ROUTER_EPOCH, unit=Unit("r", 0, 0), first=1))
+        for _ in range(20):
+            pair.step()
     failed = pair.run()["r", 0].failed
-    assert failed is not None and failed.retryable and "offer" in failed.message
+    if times > 1:
+        assert failed is not None and failed.retryable and "offer" in failed.message
+    else:
+        assert failed is None and len(pair.results["r", 0].ids) == len(result.ids)
 
 
 def test_another_router_frees_all_that_the_first_asked_for(

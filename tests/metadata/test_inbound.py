@@ -63,24 +63,20 @@ def test_time_counts_while_something_is_on_its_way(inbound):
     assert inbound.moving_s == pytest.approx(3.5)
 
 
-@pytest.mark.parametrize("again", [[1], [2, 1]])
-def test_an_index_is_taken_once(inbound, again):
-    inbound.take_offer(offer([1]), SCHEMA, 20)
+def test_what_was_offered_before_is_left_out(inbound):
+    """Offers come again where some may have been lost."""
+    inbound.take_offer(offer([1, 2], make_row(SCHEMA)), SCHEMA, 20)
     inbound.land(1, 0.0)
+    assert inbound.take_offer(offer([1, 2, 3], make_row(SCHEMA, seed=8)), SCHEMA, 20) == [Move(unit(), 3, 13, 8, 4)]
+    assert [move.index for move in inbound.missing()] == [2, 3] and set(inbound.checksums) == {2, 3}
+    assert inbound.row == make_row(SCHEMA)
     with pytest.raises(ProtocolError, match="twice"):
-        inbound.take_offer(offer(again), SCHEMA, 20)
-    assert inbound.missing() == []
+        inbound.take_offer(offer([3, 3]), SCHEMA, 20)
 
 
 def test_pages_that_are_had_cannot_be_offered(inbound):
     with pytest.raises(ProtocolError, match="not within 1 and 4"):
         inbound.take_offer(offer([0]), SCHEMA, 20)
-
-
-def test_a_second_row_is_refused(inbound):
-    inbound.take_offer(offer([1], make_row(SCHEMA)), SCHEMA, 20)
-    with pytest.raises(ProtocolError, match="row"):
-        inbound.take_offer(offer([2], make_row(SCHEMA)), SCHEMA, 20)
 
 
 def test_pulls_are_counted_by_page(inbound):

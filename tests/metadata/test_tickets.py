@@ -89,6 +89,19 @@ def test_only_the_holder_ends_or_renews_it(book, clock):
     assert book.take_events() == [] and book.units == [U]
 
 
+def test_a_holder_that_claims_again_has_its_ticket_still(book, clock):
+    claimed(book)
+    book.take_events()
+    clock.now += 0.9
+    ticket = book.claim(U, LINK, 0)
+    assert ticket.holder == LINK and book.take_events() == []
+    clock.now += 0.9
+    assert book.expire() == ([], []) and book.units == [U]
+    book.revoke(U, False, "late")
+    with pytest.raises(ProtocolError, match="claimed already"):
+        book.claim(U, LINK, 0)
+
+
 def test_a_lease_ends_unless_it_is_renewed(book, clock):
     claimed(book)
     for _ in range(5):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from baton.metadata import messages as m
 from baton.metadata.request import Unit, pack_ids
-from baton.router import gaps
+from baton.router import admission, gaps
 
 from .conftest import System
 from .fake_nodes import FakeNode
@@ -90,3 +91,58 @@ def test_a_lost_first_token_is_asked_for_where_decode_has_nothing_to_repeat_it(
     status, answer, _ = system.complete()
     assert (status, answer["choices"][0]["text"]) == (200, system.text)
     assert asked == [("prefill", 0), ("decode", 1)]
+
+
+@pytest.mark.parametrize("lost", ["Reserve", "Reserved"])
+def test_a_lost_reservation_is_asked_for_again(system: System, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    """Lost on its way, or its answer: the node answers what it has granted, and the request keeps its attempt."""
+    monkeypatch.setattr(admission, "ASK_S", 0.1)
+    asked: list[m.Reserve] = []
+
+    def lose(node: FakeNode, message: m.Reserve) -> bool:
+        if message.rid.startswith("canary"):
+            return False
+        asked.append(message)
+        if len(asked) == 1 and lost == "Reserve":
+            return True
+        node.reserved.update({(message.rid, choice, message.attempt): message for choice in message.choices})
+        if len(asked) > 1:
+            node.link.send(m.Reserved(message.rid, message.attempt, message.choices, node.load()))
+        return True
+
+    system.behaviour.answer_reserve = lose
+    status, answer, _ = system.complete()
+    assert (status, answer["choices"][0]["text"]) == (200, system.text)
+    assert len(asked) == 2 and asked[0] == asked[1]
+    assert not system.cluster.by_name("d0").got(m.Cancel)
+
+
+def test_a_lost_last_offer_is_asked_for_soon_after_the_first_token(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gaps, "HANDOFF_S", 0.2)  # SILENCE_S is 10 s still
+    decode, asked = system.cluster.by_name("d0"), list[int]()
+    handed_over: list[Any] = []
+
+    def lose(node: FakeNode, message: m.Prefill) -> bool:
+        if message.rid.startswith("canary"):
+            return False
+        unit, first = Unit(message.rid, 0, message.attempt), pack_ids(system.say(system.text)[:1])
+        node.link.send(m.Tokens((unit,), pack_ids([0]), pack_ids([1]), first))
+        node.link.send(m.PrefillDone(message.rid, message.attempt, 0.0, 0.0, 0, node.load()))
+        handed_over.append((message, 0, system.say(system.text)))
+        return True
+
+    def answer_resend(message: m.ToNode) -> None:
+        if isinstance(message, m.Resend):
+            asked.append(message.first)
+            decode.handoffs.put(handed_over[0])  # prefill has offered once more
+        else:
+            FakeNode.take(decode, message)
+
+    system.behaviour.answer_prefill = lose
+    decode.take = answer_resend  # type: ignore[method-assign]
+    began = time.monotonic()
+    status, answer, _ = system.complete()
+    assert (status, answer["choices"][0]["text"]) == (200, system.text)
+    assert asked[0] == 1 and time.monotonic() - began < gaps.SILENCE_S

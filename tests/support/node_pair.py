@@ -281,8 +281,10 @@ class NodePair:
         )
 
     def _granted(self, message: Reserved) -> None:
-        entry, self._reserving = self._reserving, None
-        assert entry is not None and entry.rid == message.rid
+        entry = self._reserving
+        if entry is None or (entry.rid, entry.attempt) != (message.rid, message.attempt):
+            return  # answered twice
+        self._reserving = None
         if entry not in self._waiting:  # the test has cancelled it meanwhile
             return
         if message.granted:
