@@ -49,6 +49,12 @@ class SubmittedChunk(NamedTuple):
     scores: list[PromptScores]
     ends: list[PromptEnds]
 
+    @property
+    def is_done(self) -> bool:
+        """Whether a device says that it has done all of it."""
+        events = [self.event, *(ends.event for ends in self.ends)]
+        return all(event is not None and event.query() for event in events)
+
     def wait(self) -> float:
         """Returns when the chunk is computed: monotonic seconds of that moment, as far as the host can know."""
         if self.event is None:

@@ -237,6 +237,8 @@ class PrefillNode:
     def _compute(self, plan: Plan) -> None:
         """Submit a chunk, then settle the one before; this one too where chunks do not overlap, or no other one could
         be submitted before it is: a first token never waits for nothing."""
+        if self._under_way is not None and self._under_way.is_done:  # faster than the host: there is nothing to hide
+            self._settle()
         chunk = self._submit_chunk(plan) if plan else None
         self._settle()
         self._under_way = chunk

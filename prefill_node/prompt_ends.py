@@ -84,6 +84,11 @@ class PromptEnds:
         stops = accumulate((len(end.units) for end in self.ends), initial=0)
         return [FirstSample(ids[start:stop], logprobs[start:stop]) for start, stop in pairwise(stops)]
 
+    @property
+    def event(self) -> torch.cuda.Event | None:
+        """Of what was asked for last; None where the device is the host."""
+        return self._sample.event if self._event is None else self._event
+
     def wait(self) -> None:
         """Returns when all that was asked for is done: draft KV lies in the pages."""
         if self._event is not None:

@@ -94,6 +94,16 @@ def test_pages_come_to_the_host_for_a_link_that_needs_them_there(name: str, is_c
     pair.close()
 
 
+def test_checksums_for_several_offers_are_computed_at_once(pair: GpuPair) -> None:
+    pair.server.open(unit(), 2)
+    pair.server.digest([5, 6], [1, 1])
+    pair.server.offer(unit(), [0], [5], [1])
+    pair.server.offer(unit(), [1], [6], [1], make_row(SCHEMA))
+    pair.claim()
+    assert isinstance(pair.spin(), Arrived)
+    assert [pages for what, pages in pair.theirs.calls if what == "digest"] == [[5, 6]]
+
+
 @pytest.mark.parametrize("failing", [1, 2])
 def test_what_cannot_be_mapped_travels_by_the_next_best(
     pair: GpuPair, failing: int, monkeypatch: pytest.MonkeyPatch

@@ -90,18 +90,23 @@ def watch_sent(pair: NodePair, events: list[tuple[str, list[str]]]) -> None:
     pair.prefill.membership.send = sent  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize(("overlaps", "is_done"), [(False, False), (True, False), (True, True)])
 def test_the_next_chunk_is_submitted_before_first_tokens_are_read(
-    overlaps: bool, make_pair: MakePair, events: list[tuple[str, list[str]]]
+    overlaps: bool,
+    is_done: bool,
+    make_pair: MakePair,
+    events: list[tuple[str, list[str]]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The last one waits for no other."""
+    """The last one waits for no other, and no first token that lies there waits for a submission."""
+    monkeypatch.setattr(chunks.SubmittedChunk, "is_done", property(lambda _: is_done))
     pair = make_pair(overlaps=overlaps)
     watch_sent(pair, events)
     submit(pair, [CHUNK, CHUNK, CHUNK], max_tokens=1)
     pair.run()
     happened = [event for event in events if event[0] != "done"]
     one, two, three = ([(what, [rid]) for what in ("submit", "wait", "tokens")] for rid in "012")
-    if overlaps:
+    if overlaps and not is_done:
         assert happened == [one[0], two[0], *one[1:], three[0], *two[1:], *three[1:]]
     else:
         assert happened == [*one, *two, *three]
