@@ -22,16 +22,19 @@ pytestmark = pytest.mark.integration
 NewCluster = Callable[..., Cluster]
 
 
-def test_two_prefill_and_two_decode_nodes_share_the_work(new_cluster: NewCluster) -> None:
-    cluster = new_cluster().start(prefill=2, decode=2)
-    threads = [
-        threading.Thread(target=cluster.complete, args=(f"prompt {i} " * 8,), kwargs={"max_tokens": 30, "n": 2})
-        for i in range(12)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def test_two_prefill_and_two_decode_nodes_of_two_versions_share_the_work(new_cluster: NewCluster) -> None:
+    """As in the middle of a rolling upgrade: of each role one node knows the older protocol alone."""
+    cluster, old = new_cluster(), ("prefill-1", "decode-1")
+    cluster.entries = {name: [str(Path(__file__).parents[1] / "support" / "old_version.py")] for name in old}
+    cluster.start(prefill=2, decode=2)
+    wait_until(lambda: _pairs(cluster) == ["ready"] * 4, lambda: cluster.tails(), 10)  # a canary's tokens were right
+    for name, process in cluster.processes.items():
+        assert name == "router" or f", protocol {4 if name in old else 5}" in process.log, process.log
+    prompts = [f"prompt {i} " * 8 for i in range(12)]
+    with ThreadPoolExecutor(12) as pool:
+        first = list(pool.map(lambda each: _greedy(cluster, each), prompts))
+        again = list(pool.map(lambda each: _greedy(cluster, each), reversed(prompts)))  # in other company
+    assert again[::-1] == first
     stats = {name: books["stats"] for name, books in cluster.ledger()["nodes"].items()}
     for name in ("prefill-0", "prefill-1"):
         assert stats[name]["prompt_tokens"] > 100, stats
@@ -219,6 +222,14 @@ def _stream(cluster: Cluster, body: dict[str, Any]) -> tuple[list[int], list[str
     choices = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
     ids = [token for choice in choices for token in choice["token_ids"]]
     return ids, [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+
+
+def _pairs(cluster: Cluster) -> list[str]:
+    return [pair["state"] for pair in cluster.get("/debug/nodes")[1]["pairs"]]
+
+
+def _greedy(cluster: Cluster, prompt: str) -> str:
+    return cluster.complete(prompt, max_tokens=30, temperature=0)["choices"][0]["text"]
 
 
 def _says(process: Process, words: str) -> bool:

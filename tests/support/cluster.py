@@ -81,6 +81,7 @@ class Cluster:
         self.processes: dict[str, Process] = {}
         self.http_port, self.node_port = free_port(), free_port()
         self.api_key: str | None = None
+        self.entries: dict[str, list[str]] = {}  # how a process is started that is not `baton` as it is, by name
 
     @property
     def base_url(self) -> str:
@@ -131,7 +132,7 @@ class Cluster:
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self.environ(name)}
         with log_path.open("wb") as log:
             popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", "baton.deploy.cli", *argv],
+                [sys.executable, "-P", *self.entries.get(name, ["-m", "baton.deploy.cli"]), *argv],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
