@@ -39,6 +39,7 @@ from ..metadata.session import Work
 from .outbox import Outbox
 from .scheduler import DecodeScheduler, Plan
 from .sequence import Sequence, new_sequence
+from .step_clock import StepClock
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +53,7 @@ class _UnderWay(NamedTuple):
     sequences: list[Sequence]
     slots: list[int]
     submitted: Submitted
-    submitted_at: float  # monotonic seconds
-    step_started: float
+    since: float  # monotonic seconds
 
 
 class DecodeNode:
@@ -94,7 +94,7 @@ class DecodeNode:
         )
         self._overlaps = engine.device.type != "cpu" if overlaps is None else overlaps
         self._under_way: _UnderWay | None = None
-        self._settled_at = 0.0
+        self._clock = StepClock(self._overlaps)
         self.outbox = Outbox()
         self._orders = itertools.count()
         self._row_buffer = MetadataBuffers(engine.schema)
@@ -105,18 +105,20 @@ class DecodeNode:
 
     def step(self) -> bool:
         """Receive, admit, compute, send. Returns whether there is more to compute at once."""
-        started = time.monotonic()
+        self._clock.begin()
         for message in self.membership.receive():
             self._handle(message)
         admitted = [sequence for event in self.handoff.poll() if (sequence := self._arrive(event)) is not None]
         self._send(admitted)
+        self._clock.ready()
         plan = self._plan()
         if plan.rows or plan.decoding or self._under_way is not None:
             self.membership.enter("decode", STEP_LIMIT_S)
-            self._compute(plan, started)
+            self._compute(plan)
         for sequence in plan.failed:
             self._fail(sequence.unit, "out_of_pages", "the pool cannot hold this request alone", is_retryable=False)
         self._offer_room()
+        self._clock.end()
         return bool(self.scheduler.running) or self._under_way is not None
 
     @property
@@ -288,9 +290,9 @@ class DecodeNode:
             return self.scheduler.plan(plan.shape)
         return plan
 
-    def _compute(self, plan: Plan, step_started: float) -> None:
-        """One step of everybody in the plan, which began at `step_started`: it is submitted, then the round before is
-        read, or this one where rounds do not overlap."""
+    def _compute(self, plan: Plan) -> None:
+        """One step of everybody in the plan: it is submitted, then the round before is read, or this one where rounds
+        do not overlap."""
         self._num_steps += 1
         if plan.rows:
             computed = self.engine.compute(plan.rows)
@@ -300,10 +302,8 @@ class DecodeNode:
                 self._num_recomputed += len(row.input_ids)
         begun: _UnderWay | None = None
         if plan.decoding:
-            submitted_at = time.monotonic()
-            slots = _slots(plan.decoding)
-            submitted = self.rounds.submit(plan.decoding, plan.shape, plan.limits)
-            begun = _UnderWay(plan.decoding, slots, submitted, submitted_at, step_started)
+            since, slots = self._clock.submit(), _slots(plan.decoding)
+            begun = _UnderWay(plan.decoding, slots, self.rounds.submit(plan.decoding, plan.shape, plan.limits), since)
         self.settle()
         if begun is not None:
             for sequence, limit in zip(plan.decoding, begun.submitted.limits, strict=True):
@@ -318,9 +318,7 @@ class DecodeNode:
         if done is None:
             return
         results = self.rounds.collect(done.submitted)
-        now = time.monotonic()
-        seconds = now - max(done.step_started if self._overlaps else done.submitted_at, self._settled_at)
-        self._settled_at = now
+        seconds = self._clock.settle(done.since)
         for sequence in done.sequences:
             sequence.num_coming = 0
         rows = zip(done.sequences, done.slots, results, strict=True)
@@ -328,15 +326,14 @@ class DecodeNode:
         for sequence, _, accepted in lived:
             self._accept(sequence, accepted)
         self._send(done.sequences)
+        time_of = self._clock.judge(seconds)
         if self.chooser is not None and lived and not self.chooser.passes_over(done.submitted.shape.num_steps):
-            overhead_s = 0.0 if self._overlaps else time.monotonic() - done.step_started - seconds
             self.chooser.observe(
                 [slot for _, slot, _ in lived],
                 done.submitted.shape.num_steps,
                 [each.num_drafted for _, _, each in lived],
                 [each.num_accepted for _, _, each in lived],
-                seconds,
-                overhead_s,  # hidden behind the next round where rounds overlap
+                *time_of,
                 done.submitted.num_caught_up,
             )
 

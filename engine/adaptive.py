@@ -131,16 +131,21 @@ class StepChooser:
         num_steps: int,
         limits: Sequence[int],
         num_accepted: Sequence[int],
-        seconds: float,
-        overhead_s: float = 0.0,
+        seconds: float | None,
+        overhead_s: float | None = 0.0,
         num_caught_up: int = 0,
     ) -> None:
         """A round of `num_steps` was run: by sequence, how many drafts it would have taken and how many it took;
-        `overhead_s` is what the node's step took beside it, `num_caught_up` as many rows as `choose` was told of."""
+        `overhead_s` is what the node's step took beside it, `num_caught_up` as many rows as `choose` was told of. None:
+        not known, since there was other work."""
         num_seqs = len(slots)
-        self._overhead_s += _OVERHEAD_RATE * (min(overhead_s, seconds) - self._overhead_s)
+        if overhead_s is not None and seconds is not None:
+            self._overhead_s += _OVERHEAD_RATE * (min(overhead_s, seconds) - self._overhead_s)
         plain_s = self._seconds(num_seqs, 0)
-        seconds = self.times.observe(num_seqs, num_steps, seconds, num_caught_up)
+        if seconds is None:
+            seconds = self.times.seconds(num_seqs, num_steps) + self.times.catch_up_seconds(num_caught_up)
+        else:
+            seconds = self.times.observe(num_seqs, num_steps, seconds, num_caught_up)
         if num_steps == 0:
             self._since_plain = 0
             self._book(num_seqs, 1.0, 0.0)

@@ -195,3 +195,17 @@ def test_a_slow_start_is_forgotten() -> None:
         chooser.observe([0], 5, [5], [4], 100.0)
     chosen, _ = run(chooser, real, 0.9, 1, 600)
     assert sum(each == 5 for each in chosen[-100:]) > 90, chosen
+
+
+def test_a_round_whose_time_is_not_known_counts_by_what_is_expected() -> None:
+    """The time of a burst of arrivals spoils neither the table nor the account; what was accepted counts."""
+    chooser, real = make(CHEAP)
+    for _ in range(4):
+        chooser.observe([0], 0, [0], [0], real.seconds(1, 0))
+    before, rate, balance = chooser.times.seconds(1, 5), chooser.acceptance(0), chooser.balance
+    chooser.observe([0], 5, [5], [5], None, None)
+    assert chooser.times.seconds(1, 5) == before
+    assert chooser.acceptance(0) > rate
+    assert chooser.balance == pytest.approx(balance + 6 - (1 - _SHARE) * before / chooser.times.seconds(1, 0), abs=0.01)
+    chooser.observe([0], 5, [5], [0], 100 * before)
+    assert chooser.times.seconds(1, 5) > before and chooser.balance < balance
