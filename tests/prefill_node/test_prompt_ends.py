@@ -34,14 +34,15 @@ def make_pair(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[Calla
             pair.check_books()
 
 
-def submit(pair: NodePair, names: str) -> None:
-    """Unlike requests: with one choice and more, greedy and seeded, handed over and ended by the first token."""
+def submit(pair: NodePair, names: str, again: str = "") -> None:
+    """Unlike requests: with one choice and more, greedy and seeded, handed over and ended by the first token. `again`
+    tells those of one name apart."""
     for name in names:
         index = ord(name) - ord("a")
         rng = random.Random(index)
         prompt = [rng.randrange(50) for _ in range(5 + 3 * index)]
         more = {"seed": index, **SAMPLED} if index % 2 else {}
-        pair.submit(name, prompt, params(1 if index == 2 else 8, **more), n=1 + index % 3)
+        pair.submit(name + again, prompt, params(1 if index == 2 else 8, **more), n=1 + index % 3)
 
 
 def together(pair: NodePair, num_prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +52,10 @@ def together(pair: NodePair, num_prompts: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def by_name(results: dict[tuple[str, int], Result]) -> dict[tuple[str, int], Any]:
-    return {key: (each.ids, [entry.top_ids for entry in each.logprobs]) for key, each in results.items()}
+    return {
+        (rid[0], choice): (each.ids, [entry.top_ids for entry in each.logprobs])
+        for (rid, choice), each in results.items()
+    }
 
 
 @pytest.mark.parametrize("speculative", ["none", "eagle", "mtp3-deepseek"])
@@ -66,7 +70,7 @@ def test_prompts_that_end_in_one_step(
     alone, accepted = by_name(pair.results), pair.decode.rounds.stats.num_accepted
     pair.results.clear()
     together(pair, len(names), monkeypatch)
-    submit(pair, names)
+    submit(pair, names, " again")
     before = pair.prefill.stats().steps
     assert by_name(pair.run()) == alone
     assert pair.prefill.stats().steps == before + 1
@@ -93,9 +97,9 @@ def test_logits_that_are_no_numbers_fail_their_prompt_alone(
         return found
 
     monkeypatch.setattr(engine.model, "logits", broken)
-    submit(pair, names)
+    submit(pair, names, " again")
     results = pair.run()
-    bad = {key: result for key, result in results.items() if result.failed is not None}
+    bad = {(rid[0], choice): each for (rid, choice), each in results.items() if each.failed is not None}
     assert set(bad) == {("b", 0), ("b", 1)} and not any(result.ids for result in bad.values())
     assert all(each.failed is not None and each.failed.code == "model_error" for each in bad.values())
     assert by_name(results) == good | {key: ([], []) for key in bad}
