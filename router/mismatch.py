@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from ..metadata import schema
 from ..metadata.messages import Hello
+from .newcomers import Obstacle
 
 if TYPE_CHECKING:
-    from .registry import Node
+    from .registry import Group, Node
 
 
 def loneliness(node: Node, nodes: Iterable[Node]) -> str | None:
@@ -21,6 +22,16 @@ def loneliness(node: Node, nodes: Iterable[Node]) -> str | None:
         f"it can be paired with nobody yet: {node.role} node {node.node_id} serves model "
         f"{node.hello.model.name!r}, the {others[0].role} nodes here {_names(others)}"
     )
+
+
+def misfit(hello: Hello, group: Group | None, nodes: Iterable[Node]) -> Obstacle | None:
+    """Why a newcomer, which would belong to `group`, can be paired with nobody though its model is served."""
+    rivals = [node for node in nodes if node.role != hello.role and node.group.key.model == hello.model.name]
+    if not rivals or any(node.group is group and node.shares_protocol(hello) for node in rivals):
+        return None
+    rivals.sort(key=lambda node: node.last_seen, reverse=True)  # the first ones live
+    phrases = [distance(hello, node) for node in rivals[:3]]
+    return Obstacle("it can be paired with nobody: " + "; ".join(phrases), rivals[0].last_seen)
 
 
 def distance(hello: Hello, node: Node) -> str:

@@ -1,7 +1,9 @@
-"""Nodes that introduce themselves under a name that another one has, which may be dead for all the router knows.
+"""Nodes that introduce themselves while others stand in their way that may be dead for all the router knows.
 
-A process may be started again within milliseconds after its kill, before a closed connection or silence tells of that.
-So who comes under a taken name is not answered before the other one has beaten once more, or has not.
+A process may be started again within milliseconds after its kill, before a closed connection or silence tells of that:
+under the name that its former life still has, or with another configuration than nodes that died with it. So who
+comes under a taken name, or fits none of the nodes that serve its model, is not answered before one of those has beaten
+once more, or all of them are gone.
 """
 
 from __future__ import annotations
@@ -16,8 +18,15 @@ PROOF_S = 0.5  # a beat that is read so long after a Hello was sent by a node th
 MAX_WAITING = 64
 
 
+class Obstacle(NamedTuple):
+    """Why a newcomer cannot be let in, and when the last of those who stand in its way was heard (never: inf)."""
+
+    reason: str
+    heard_at: float
+
+
 class Newcomer(NamedTuple):
-    """Who waits for a name."""
+    """Who waits."""
 
     peer: bytes
     hello: Hello
@@ -30,10 +39,11 @@ class Newcomers:
     def __init__(self) -> None:
         self._waiting: dict[bytes, Newcomer] = {}
 
-    def add(self, peer: bytes, hello: Hello, now: float) -> bool:
-        """The peer waits, from its first Hello on. False when too many do."""
+    def waits(self, peer: bytes, hello: Hello, heard_at: float, now: float) -> bool:
+        """Whether the peer waits on, from its first Hello on. False when somebody in its way, heard last at `heard_at`,
+        has proved to live, or when too many wait."""
         since = self._waiting[peer].since if peer in self._waiting else now
-        if peer not in self._waiting and len(self._waiting) >= MAX_WAITING:
+        if heard_at - since > PROOF_S or (peer not in self._waiting and len(self._waiting) >= MAX_WAITING):
             return False
         self._waiting[peer] = Newcomer(peer, hello, since)
         return True

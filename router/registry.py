@@ -9,6 +9,7 @@ one node at a time.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,8 +33,8 @@ from ..metadata.messages import (
 )
 from ..metadata.node_info import Load, ModelCard, NodeStats, Peer, Role
 from ..metadata.request import Unit
-from .mismatch import distance, loneliness
-from .newcomers import PROOF_S, SILENCE_S, Newcomers, taken
+from .mismatch import loneliness, misfit
+from .newcomers import SILENCE_S, Newcomers, Obstacle, taken
 from .tokenizer import ChatTemplate, TextTokenizer
 
 if TYPE_CHECKING:
@@ -206,19 +207,17 @@ class Registry:
             self._send(peer, HelloAgain(router_epoch=self._epoch))
 
     def hello(self, peer: bytes, hello: Hello, now: float) -> None:
-        """A node introduces itself: it is let in, or refused with both sides' values; not at once where its name is
-        taken."""
+        """A node introduces itself: it is let in, or refused with both sides' values; not at once where who is in its
+        way may be dead."""
         known = self.nodes.get(peer)
         if known is not None:
             self.lose(known, "it introduced itself anew")
-        if not self._has_free_name(hello, now):
-            if not self._newcomers.add(peer, hello, now):
-                self._refuse(peer, hello, taken(hello))
+        obstacle = self._obstacle(hello, now)
+        if obstacle is not None and self._newcomers.waits(peer, hello, obstacle.heard_at, now):
             return
         self._newcomers.remove(peer)
-        reason = self._objection(hello)
-        if reason is not None:
-            self._refuse(peer, hello, reason)
+        if obstacle is not None:
+            self._refuse(peer, hello, obstacle.reason)
             return
         try:
             node = self._admit(hello, now)
@@ -288,16 +287,11 @@ class Registry:
             self.lose(self.nodes[peer], "its connection closed")
 
     def check(self, now: float) -> None:
-        """Gives up nodes that are silent, answers those that wait for a name. To be called several times a second."""
+        """Gives up nodes that are silent, answers those that wait for it. To be called several times a second."""
         for change in self._liveness.check():
             self._apply(change)
-        for peer, hello, since in self._newcomers:
-            namesake = self._namesake(hello)
-            if namesake is not None and namesake.last_seen - since > PROOF_S:
-                self._newcomers.remove(peer)
-                self._refuse(peer, hello, taken(hello))
-            elif self._has_free_name(hello, now):
-                self.hello(peer, hello, now)
+        for peer, hello, _ in self._newcomers:
+            self.hello(peer, hello, now)
 
     def trim(self, is_used: Callable[[Group], bool]) -> list[Group]:
         """Forgets the oldest groups without nodes, but for a few and those in use. Returns them."""
@@ -352,31 +346,17 @@ class Registry:
         self._liveness.add(node.routing_id)
         return node
 
-    def _objection(self, hello: Hello) -> str | None:
-        """Why this node cannot be let in."""
-        if hello.protocol_max < PROTOCOL_MIN or hello.protocol_min > PROTOCOL_MAX:
-            return (
-                f"protocol versions {hello.protocol_min}..{hello.protocol_max} of the node, "
-                f"{PROTOCOL_MIN}..{PROTOCOL_MAX} of the router"
-            )
-        others = [node for node in self.nodes.values() if node.role != hello.role]
-        key = _key_of(hello)
-        rivals = [node for node in others if node.group.key.model == hello.model.name]
-        if not rivals or any(node.group.key == key and node.shares_protocol(hello) for node in rivals):
-            return None
-        return "it can be paired with nobody: " + "; ".join(distance(hello, node) for node in rivals[:3])
-
-    def _namesake(self, hello: Hello) -> Node | None:
-        """Another node, or another life, of the same name."""
-        return next((node for node in self.nodes.values() if node.node_id == hello.node_id), None)
-
-    def _has_free_name(self, hello: Hello, now: float) -> bool:
-        """Whether nobody has its name. Who is silent loses it."""
-        namesake = self._namesake(hello)
-        if namesake is not None and now - namesake.last_seen >= SILENCE_S:
+    def _obstacle(self, hello: Hello, now: float) -> Obstacle | None:
+        """Why this node cannot be let in now. A namesake that has been silent for long loses its name."""
+        namesake = next((node for node in self.nodes.values() if node.node_id == hello.node_id), None)
+        if namesake is not None and now - namesake.last_seen < SILENCE_S:
+            return Obstacle(taken(hello), namesake.last_seen)
+        if namesake is not None:
             self.lose(namesake, "another life of it has joined")
-            return True
-        return namesake is None
+        if hello.protocol_max < PROTOCOL_MIN or hello.protocol_min > PROTOCOL_MAX:
+            ours, theirs = f"{PROTOCOL_MIN}..{PROTOCOL_MAX}", f"{hello.protocol_min}..{hello.protocol_max}"
+            return Obstacle(f"protocol versions {theirs} of the node, {ours} of the router", math.inf)
+        return misfit(hello, self.groups.get(_key_of(hello)), self.nodes.values())
 
     def _refuse(self, peer: bytes, hello: Hello, reason: str) -> None:
         self._log(logging.WARNING, "node %s (%s) refused: %s", hello.node_id, hello.role, reason)
