@@ -29,7 +29,7 @@ from .waiting import Entry, WaitingQueue
 logger = logging.getLogger(__name__)
 
 WINDOW = 16  # reservations under way at once
-ASK_S = 1.0  # a reservation without an answer for so long is asked for again, then after twice that, and so on
+ASK_S = 1.0  # a reservation without an answer is asked for again that often
 ANSWER_S = 10.0  # ... and is taken back after so long
 FULL_S = 2.0  # a node that said "full" is asked again after so long at the latest
 QUEUED_PER_SLOT = 2  # prompts that a prefill node may hold for each of its running slots
@@ -190,7 +190,7 @@ class Admission:
             if attempt is not None and now - attempt.sent_at > ANSWER_S:
                 self._life.unanswered(entry.generation, attempt)
             elif attempt is not None and now > attempt.ask_at and attempt.decode is not None:
-                attempt.ask_at = now + (now - attempt.sent_at)
+                attempt.ask_at = now + ASK_S
                 self._life.send(attempt.decode, self._reserve(entry.generation, attempt))
         for group, queue in list(self._queues.items()):
             for node in group.live("decode"):
