@@ -29,6 +29,7 @@ from .trees import DraftShape
 
 FIRST_GUESS = 0.85  # acceptance before anything is known: high, so that drafts are tried
 _BETTER_THAN_DRAFTS, _BETTER_THAN_NOTHING = 1.03, 1.06  # what another choice must be
+_NOTHING_IS_BETTER = 1.04  # than its estimate: drafts use caches too, and their handoff
 _OWN_DECAY, _ALL_DECAY = 0.95, 0.98  # of what was seen, a round
 _GUESS_WEIGHT = 6.0  # tries that the first guess counts for
 _OVERHEAD_RATE = 0.1
@@ -172,7 +173,7 @@ class StepChooser:
         once = self.times.catch_up_seconds(max(num_missed, num_seqs * self._leaves_rows_out)) / _HORIZON
         doubt = 1 + self.times.doubt(num_seqs)
         speeds = {steps: tokens[steps] / (self._seconds(num_seqs, steps) + once) / doubt for steps in choices}
-        speeds[0] = num_seqs / self._seconds(num_seqs, 0)
+        speeds[0] = _NOTHING_IS_BETTER * num_seqs / self._seconds(num_seqs, 0)
         best = max(speeds, key=lambda steps: (speeds[steps], -steps))
         last = min(choices, key=lambda steps: abs(steps - self.num_steps))
         self._is_close = speeds[best] < _CLOSE * speeds[0]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..metadata.request import SamplingParams, choice_seed
+from .copies import to_device
 
 MIN_TEMPERATURE = 1e-6  # below it a request is greedy
 
@@ -157,14 +158,14 @@ class SamplingState:
         """[vocab_size] float32."""
         bias = torch.zeros(self.vocab_size, dtype=torch.float32, device=self.device)
         if self.bias_ids is not None and self.bias_values is not None:
-            bias[self.bias_ids] = self.bias_values
+            bias.index_copy_(0, self.bias_ids, self.bias_values)
         return bias
 
     def dense_stops(self) -> Tensor:
         """[vocab_size] bool: what is banned until min_tokens are there."""
         stops = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
         if self.stop_ids is not None:
-            stops[self.stop_ids] = True
+            stops.index_fill_(0, self.stop_ids, True)
         return stops
 
     def _allocate(self, prompt_ids: Sequence[int]) -> None:
@@ -172,19 +173,23 @@ class SamplingState:
         self.prompt_mask = self.output_counts = self.bias_ids = self.bias_values = self.stop_ids = None
         if params.repetition_penalty != 1.0:
             self.prompt_mask = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            self.prompt_mask[torch.tensor(prompt_ids, dtype=torch.int64, device=device)] = True
+            self.prompt_mask.index_fill_(0, self._ids(prompt_ids), True)
         if self.penalizes:
             self.output_counts = torch.zeros(vocab_size, dtype=torch.int32, device=device)
         bias = {token_id: value for token_id, value in params.logit_bias.items() if token_id < vocab_size}
         if bias:
-            self.bias_ids = torch.tensor(list(bias.keys()), dtype=torch.int64, device=device)
-            self.bias_values = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
+            self.bias_ids = self._ids(list(bias.keys()))
+            self.bias_values = to_device(torch.tensor(list(bias.values()), dtype=torch.float32), device)
         stop_ids = [token_id for token_id in params.stop_ids if token_id < vocab_size]
         if stop_ids and params.min_tokens > 0:
-            self.stop_ids = torch.tensor(stop_ids, dtype=torch.int64, device=device)
+            self.stop_ids = self._ids(stop_ids)
 
     def _count(self, output_ids: list[int]) -> None:
         self.num_generated += len(output_ids)
         if self.output_counts is not None and output_ids:
-            ids = torch.tensor(output_ids, dtype=torch.int64, device=self.output_counts.device)
-            self.output_counts += torch.bincount(ids, minlength=len(self.output_counts)).to(torch.int32)
+            ids = self._ids(output_ids)
+            self.output_counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+
+    def _ids(self, token_ids: Sequence[int]) -> Tensor:
+        """On the device, without waiting for it."""
+        return to_device(torch.tensor(token_ids, dtype=torch.int64), self.device)

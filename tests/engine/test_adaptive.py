@@ -55,7 +55,7 @@ def test_it_keeps_to_a_choice_that_is_about_as_good() -> None:
 def test_drafts_that_hardly_pay_are_not_begun() -> None:
     """Once begun they go on."""
     times = {(1, 0): 1.0, (1, 1): 1.4, (1, 5): 3.0}
-    for rate, last, expected in ((0.52, 0, 0), (0.52, 1, 1), (0.6, 0, 1)):
+    for rate, last, expected in ((0.55, 0, 0), (0.55, 1, 1), (0.65, 0, 1)):
         chooser = StepChooser(DraftShape(5), StepTimes(times), 1)
         for steps in [0] * 100 + [1] * 100:
             chooser.observe([0], steps, [steps], [0], times[1, steps])
