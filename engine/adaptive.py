@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from .step_times import StepTimes
 from .trees import DraftShape
 
-FIRST_GUESS = 0.85  # acceptance before anything is known: high, so that drafts are tried
+FIRST_GUESS = 0.88  # acceptance before anything is known: high, so that drafts are tried
 _BETTER_THAN_DRAFTS, _BETTER_THAN_NOTHING = 1.03, 1.06  # what another choice must be
 _NOTHING_IS_BETTER = 1.04  # than its estimate: drafts use caches too, and their handoff
 _OWN_DECAY, _ALL_DECAY = 0.95, 0.98  # of what was seen, a round
