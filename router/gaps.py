@@ -20,9 +20,7 @@ logger = logging.getLogger(__name__)
 
 GAP_S = 0.25
 MAX_RESENDS = 3
-FIRST_S = 2.0  # a first token that has not come for so long may have been lost; prefill answers only once it has it
-HANDOFF_S = 2.0  # a handoff that has not ended so long after the first token may wait for an offer that was lost
-SILENCE_S = 10.0  # a running choice without tokens for so long is asked for what may have been lost
+SILENCE_S = 2.0  # a choice without tokens for so long is asked for what may have been lost: the node says what it has
 
 
 class Gaps:
@@ -59,12 +57,9 @@ class Gaps:
         attempt = choice.attempt
         if attempt is None or choice.finish_reason is not None:
             return
-        num_received = len(choice.received) - choice.num_before
-        is_first = num_received == 0 and not attempt.prefill_done
-        is_handed_over = num_received > 1 or choice.index in attempt.admitted or attempt.decode is None
-        longest_s = FIRST_S if is_first else SILENCE_S if is_handed_over else HANDOFF_S
-        if now - max(choice.seen_at or 0.0, choice.asked_at, attempt.sent_at) > longest_s:
+        if now - max(choice.seen_at or 0.0, choice.asked_at, attempt.sent_at) > SILENCE_S:
             choice.asked_at = now
+            is_first = len(choice.received) == choice.num_before and not attempt.prefill_done
             self._resend(choice, attempt.prefill if is_first or attempt.decode is None else attempt.decode)
 
     def _ask(self, choice: Choice, now: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -63,8 +62,7 @@ def test_a_lost_first_token_is_asked_for_where_decode_has_nothing_to_repeat_it(
     system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first token was lost on its way, and so were the offers: decode waits for them as long as prefill lives."""
-    monkeypatch.setattr(gaps, "FIRST_S", 0.3)
-    monkeypatch.setattr(gaps, "SILENCE_S", 0.6)
+    monkeypatch.setattr(gaps, "SILENCE_S", 0.3)
     asked: list[tuple[str, int]] = []
     prefill, decode = system.cluster.by_name("p0"), system.cluster.by_name("d0")
 
@@ -120,7 +118,7 @@ def test_a_lost_reservation_is_asked_for_again(system: System, monkeypatch: pyte
 def test_a_lost_last_offer_is_asked_for_soon_after_the_first_token(
     system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gaps, "HANDOFF_S", 0.2)  # SILENCE_S is 10 s still
+    monkeypatch.setattr(gaps, "SILENCE_S", 0.2)
     decode, asked = system.cluster.by_name("d0"), list[int]()
     handed_over: list[Any] = []
 
@@ -142,7 +140,10 @@ def test_a_lost_last_offer_is_asked_for_soon_after_the_first_token(
 
     system.behaviour.answer_prefill = lose
     decode.take = answer_resend  # type: ignore[method-assign]
-    began = time.monotonic()
     status, answer, _ = system.complete()
     assert (status, answer["choices"][0]["text"]) == (200, system.text)
-    assert asked[0] == 1 and time.monotonic() - began < gaps.SILENCE_S
+    assert asked[0] == 1
+
+
+def test_what_may_have_been_lost_is_asked_for_within_2_s() -> None:
+    assert admission.ASK_S <= gaps.SILENCE_S <= 2.0
