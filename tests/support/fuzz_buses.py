@@ -19,6 +19,7 @@ from wire import Wire
 from baton.deploy.plan import DEMO
 from baton.engine.model_card import read_tokenizer
 from baton.metadata import messages as m
+from baton.metadata.bus import Received
 from baton.metadata.errors import BatonError, Refused, RequestError
 from baton.metadata.hub import Hub
 from baton.metadata.logs import Throttle
@@ -114,9 +115,9 @@ class RouterTarget(Target):
         for role, name in self.nodes:
             if f"{name}:1".encode() not in self.life.registry.nodes:
                 hello = make_hello(role, name, digest=self.tokenizer.digest)
-                self.hub._take(f"{name}:1".encode(), [m.encode(hello)])
+                self.hub._take(Received(f"{name}:1".encode(), [m.encode(hello)], None))
         if not self.is_known:
-            self.hub._take(b"p0:1", [m.encode(self.tokenizer)])
+            self.hub._take(Received(b"p0:1", [m.encode(self.tokenizer)], None))
             self.is_known = True
 
     async def _feed(self, rng: random.Random) -> None:
@@ -134,7 +135,7 @@ class RouterTarget(Target):
             message = self._valid(rng)
         before = self.hub.dropped_frames
         frames = [m.encode(message)] if rng.random() < 0.5 else hostile_frames(rng, message)
-        self.hub._take(sender, frames)
+        self.hub._take(Received(sender, frames, None))
         self.num_accepted += self.hub.dropped_frames == before
         await asyncio.sleep(0)
         self._check()
