@@ -78,6 +78,7 @@ def main() -> None:
     rounds = Rounds(engine, max(options.batches), buckets=options.batches)
     rounds.capture()
     report["capture_s"] = round(time.monotonic() - started, 2)
+    engine.capture_prompts()
     parts: dict[str, Callable[[], Any]] = {
         "decode": lambda: [decode(engine, rounds, batch, limits) for batch in options.batches],
         "idle": lambda: [idle(engine, rounds, batch) for batch in options.batches if batch <= 64],

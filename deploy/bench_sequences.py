@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ..engine.batch import BatchRow
+from ..engine.batch import BatchRow, Computed
 from ..engine.drafters.base import PromptChunk, PromptTail
-from ..engine.engine import Computed, Engine
+from ..engine.engine import Engine
 from ..engine.pages import Owner
 from ..engine.rounds import Rounds, Submitted
 from ..engine.sampling_batch import SamplingBatch

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ class ForwardBatch:
 
     input_ids: torch.Tensor  # [num_tokens] int64
     positions: torch.Tensor  # [num_tokens] int64
-    query_lens: tuple[int, ...]  # per sequence: new tokens
+    query_lens: tuple[int, ...]  # per sequence: new tokens; empty for graphs of chunks, where `starts` alone knows
     seq_lens: torch.Tensor  # [num_seqs] int64, tokens with KV after this forward
     block_table: torch.Tensor  # [num_seqs, max_pages] int64; short rows repeat page 0, the padding page
     logit_rows: torch.Tensor | None  # [num_logits] int64, rows of the states whose logits are wanted; None: all
@@ -47,7 +48,7 @@ class ForwardBatch:
     starts: torch.Tensor | None = None  # [num_seqs + 1] int32, first token of each sequence; None: as many in each
     prefix_lens: tuple[
         int, ...
-    ] = ()  # per sequence: tokens before the new ones; empty for rounds, whose lengths the host does not know
+    ] = ()  # per sequence: tokens before the new ones; empty where the host does not know lengths: rounds, graphs
 
     @property
     def num_tokens(self) -> int:
@@ -123,6 +124,13 @@ class ForwardBatch:
             positions=self.positions,
             tree=self.tree,
         )
+
+
+class Computed(NamedTuple):
+    """What a forward brings."""
+
+    extend: torch.Tensor | None  # [num_tokens, width] for the drafter
+    logits: torch.Tensor  # [sum of num_logits, vocab_size] float32
 
 
 def upload(numbers: Sequence[ArrayLike], device: torch.device | str) -> list[torch.Tensor]:

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import torch
@@ -19,7 +18,7 @@ from ..metadata.memory import PageMemory
 from ..metadata.node_info import HandoffSchema, ModelCard, PoolLayout
 from ..metadata.request import SamplingParams, TokenLogprobs
 from ..metadata.schema import block_bytes, on_gpu, page_bytes, page_layer_bytes, pools
-from .batch import BatchRow, ForwardBatch
+from .batch import BatchRow, Computed, ForwardBatch
 from .config import DtypeChoice, EngineConfig
 from .cuda_pool import CudaPool
 from .drafters.base import PromptChunk, PromptTail
@@ -29,6 +28,7 @@ from .model_config import ModelConfig
 from .models.registry import load_model
 from .pages import Owner, PagePool
 from .prefix_cache import PrefixCache
+from .prompt_graphs import PromptGraphs
 from .sampling import SubmittedSample
 from .sampling_batch import SamplingBatch
 from .sampling_state import SamplingState
@@ -44,13 +44,6 @@ _MEMORY_SHARE = 0.25  # of what is free, for a pool of the default size
 _WARM_UP = (SamplingParams(max_tokens=1, temperature=1.0, seed=1), SamplingParams(max_tokens=1, temperature=0.0))
 _WARM_UP_SIZES = (1, 4, 8, 16, 32)  # rows of a product that have kernels of their own on CUDA
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class Computed(NamedTuple):
-    """What a forward brings."""
-
-    extend: torch.Tensor | None  # [num_tokens, width] for the drafter
-    logits: torch.Tensor  # [sum of num_logits, vocab_size] float32
 
 
 class Engine:
@@ -93,6 +86,7 @@ class Engine:
             self.device_pool = CudaPool(self._kvs, self.memory, has_checksums=config.checksums)
         draft_kv = self._kvs[1] if len(self._kvs) > 1 else None
         self.drafter = self.speculation.load(self.model, self._kvs[0], draft_kv, progress)
+        self._prompt_graphs: PromptGraphs | None = None
 
     def warm_up(self, chunk_tokens: int) -> None:
         """Run steps and a chunk, on CUDA by the drafter too, so that no request pays for first calls, and no node falls
@@ -113,6 +107,11 @@ class Engine:
         self.lease_s = max(MIN_LEASE_S, LEASE_STEPS * step_s)
         self.pool.release(pages)
         self._plan_prompts(num_tokens)
+
+    def capture_prompts(self) -> None:
+        """For a node that computes prompts, after `warm_up`: on CUDA, small chunks are graphs from now on."""
+        if gpu.compiled(self.kv):
+            self._prompt_graphs = PromptGraphs(self.compute_batch, self.pool.page_size, self.context_len)
 
     def _plan_prompts(self, num_tokens: int) -> None:
         """The fused attention of prompts plans every shape that it will meet."""
@@ -147,7 +146,11 @@ class Engine:
 
     def compute(self, rows: Sequence[BatchRow]) -> Computed:
         """As `forward`, with what the drafter wants to know of the rows' tokens."""
-        batch = ForwardBatch.build(rows, self.pool.page_size, self.device)
+        computed = None if self._prompt_graphs is None else self._prompt_graphs.compute(rows)
+        return computed or self.compute_batch(ForwardBatch.build(rows, self.pool.page_size, self.device))
+
+    def compute_batch(self, batch: ForwardBatch) -> Computed:
+        """As `compute`. Reads nothing of a tensor on the host where our compiled kernels serve."""
         extend, final = self.states(batch)
         if batch.logit_rows is not None and batch.logit_rows.shape[0] != final.shape[0]:
             final = final.index_select(0, batch.logit_rows)

@@ -46,7 +46,7 @@ def extend_attention(
     tiles: ExtendTiles | None = None,
 ) -> torch.Tensor:
     """`paged_attention_ref` of a plan with `starts`, causal: [num_tokens, num_heads, head_dim] -> a new tensor. Strides
-    and dtypes as `decode_attention` takes them."""
+    and dtypes as `decode_attention` takes them. Sequences may be empty, and one of length 0 sees no slot: 0."""
     num_tokens, num_heads, head_dim = check_shapes(q, kv_layer, plan)
     num_kv_heads, page_size, starts = kv_layer.shape[2], kv_layer.shape[3], plan.starts
     num_seqs = len(plan.seq_lens)
@@ -86,7 +86,7 @@ def _extend_kernel(
         last_seen = seq_len - query_len + tokens
         end = tl.max(last_seen, 0) + 1
         # Keys below `full` are seen by all rows, whole tiles of them need no mask
-        begin, full = 0, (seq_len - query_len + first_row // GROUP + 1) // BLOCK_N * BLOCK_N
+        begin, full = 0, tl.maximum(seq_len - query_len + first_row // GROUP + 1, 0) // BLOCK_N * BLOCK_N
         if HAS_WINDOW:
             begin = tl.maximum(tl.min(last_seen, 0) - window + 1, 0) // BLOCK_N * BLOCK_N
             full = begin

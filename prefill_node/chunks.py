@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..engine.batch import BatchRow
+from ..engine.batch import BatchRow, Computed
 from ..engine.copies import recorded_event, to_device
 from ..engine.drafters.base import PromptChunk
-from ..engine.engine import Computed, Engine
+from ..engine.engine import Engine
 from ..engine.logprobs import Logprobs, compute_logprobs
 from ..metadata.request import TokenLogprobs
 from .job import PrefillJob

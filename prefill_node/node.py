@@ -81,6 +81,7 @@ class PrefillNode:
         self.scheduler = PrefillScheduler(engine.cache, max_running, chunk)
         self.first_tokens = FirstTokens()
         self._row_buffer = MetadataBuffers(engine.schema)
+        engine.capture_prompts()
         self._jobs: dict[Unit, PrefillJob] = {}  # of every open ticket
         self._counts = _Counts()
         self._overlaps = engine.device.type != "cpu" if overlaps is None else overlaps

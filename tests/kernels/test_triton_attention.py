@@ -188,6 +188,21 @@ def test_padding_rows() -> None:
         assert (out[8:] == 0).all()
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_chunks_that_see_nothing(window: int | None) -> None:
+    """Empty sequences change nothing; tokens of a sequence of length 0 become 0, whatever pages hold."""
+    case = Case((7, 2), (30, 9), page_size=4)
+    expected = case.extend(window, block_m=16, block_n=16)
+    num_padding = 39
+    case.table = torch.cat([case.table, torch.zeros(3, case.table.shape[1], dtype=torch.int64, device=DEVICE)])
+    case.lens = torch.cat([case.lens, torch.zeros(3, dtype=torch.int64, device=DEVICE)])
+    case.starts = torch.tensor([0, 7, 9, 9, 9, 9 + num_padding], dtype=torch.int32, device=DEVICE)
+    case.qkv = torch.cat([case.qkv, torch.ones(num_padding, case.qkv.shape[1], device=DEVICE)])
+    out = case.extend(window, block_m=16, block_n=16)
+    assert torch.equal(out[:9], expected)
+    assert (out[9:] == 0).all()
+
+
 def test_what_lay_in_memory_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """All is written that is read: here of more splits than there are tiles of keys."""
     case = Case((2, 2), (2, 30))

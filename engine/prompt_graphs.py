@@ -1,0 +1,147 @@
+"""CUDA graphs of small prompt chunks: one for each bucket of tokens, replayed in one launch.
+
+Up to some hundred tokens the kernels of a forward take less time than asking for them one by one does. What is captured
+is the forward of any chunk, over static inputs of the bucket's size. Tokens beyond the chunk's form one more sequence,
+of no slots: they are stored nowhere, see nothing, and nobody reads what becomes of them. Sequences beyond the chunk's
+are empty.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .batch import BatchRow, Computed, ForwardBatch
+
+logger = logging.getLogger(__name__)
+
+BUCKETS = (16, 64, 256, 512)  # tokens; of more, the kernels take longer than asking for them
+MAX_SEQS = 8  # of a chunk
+
+
+class PromptInputs(NamedTuple):
+    """Of a bucket or of one chunk: a block of numbers, which one copy takes to the device, and views of it."""
+
+    block: Tensor  # [num_numbers] int64
+    input_ids: Tensor  # [num_tokens] int64
+    positions: Tensor  # [num_tokens] int64
+    seq_lens: Tensor  # [MAX_SEQS + 1] int64, the last of the padding: 0
+    starts: Tensor  # [MAX_SEQS + 2] int64
+    logit_rows: Tensor  # [MAX_SEQS] int64
+    block_table: Tensor  # [MAX_SEQS + 1, num_columns] int64
+
+    @classmethod
+    def allocate(
+        cls, num_tokens: int, num_columns: int, device: torch.device | str, *, pinned: bool = False
+    ) -> PromptInputs:
+        """Zeros. A chunk of `num_tokens`, padding included."""
+        sizes = [num_tokens, num_tokens, MAX_SEQS + 1, MAX_SEQS + 2, MAX_SEQS, (MAX_SEQS + 1) * num_columns]
+        block = torch.zeros(sum(sizes), dtype=torch.int64, device=device, pin_memory=pinned)
+        ids, positions, seq_lens, starts, logit_rows, table = block.split(sizes)
+        return cls(block, ids, positions, seq_lens, starts, logit_rows, table.view(MAX_SEQS + 1, num_columns))
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[BatchRow], page_size: int, num_tokens: int, num_columns: int, *, pinned: bool = False
+    ) -> PromptInputs:
+        """In host memory, of the chunk `rows`, which may be none, laid end to end."""
+        inputs = cls.allocate(num_tokens, num_columns, "cpu", pinned=pinned)
+        ids, positions, seq_lens, starts, logit_rows, table = (each.numpy() for each in inputs[1:])
+        stops = list(itertools.accumulate(len(row.input_ids) for row in rows))
+        assert len(rows) <= MAX_SEQS and (not stops or stops[-1] <= num_tokens), (len(rows), stops, num_tokens)
+        for i, (row, stop) in enumerate(zip(rows, stops, strict=True)):
+            start, seq_len = stop - len(row.input_ids), row.position + len(row.input_ids)
+            num_pages = -(-seq_len // page_size)
+            assert start < stop and len(row.pages) >= num_pages, f"{len(row.pages)} pages for {seq_len} of row {i}"
+            ids[start:stop], positions[start:stop] = row.input_ids, range(row.position, seq_len)
+            seq_lens[i], table[i, :num_pages] = seq_len, row.pages[:num_pages]
+        starts[1 : len(rows) + 1], starts[len(rows) + 1 :] = stops, stops[-1] if stops else 0
+        starts[-1] = num_tokens
+        ends = [stop - 1 for row, stop in zip(rows, stops, strict=True) if row.num_logits]
+        logit_rows[: len(ends)] = ends
+        return inputs
+
+    def batch(self, page_size: int) -> ForwardBatch:
+        """Over these tensors. The host knows no lengths of it: for our compiled kernels only."""
+        return ForwardBatch(
+            input_ids=self.input_ids,
+            positions=self.positions,
+            query_lens=(),
+            seq_lens=self.seq_lens,
+            block_table=self.block_table,
+            logit_rows=self.logit_rows,
+            page_size=page_size,
+            starts=self.starts.int(),
+        )
+
+
+def own(computed: Computed, rows: Sequence[BatchRow]) -> Computed:
+    """Copies of what belongs to `rows`: the next replay writes where `computed` lies."""
+    num_tokens, num_logits = sum(len(row.input_ids) for row in rows), sum(row.num_logits for row in rows)
+    extend = None if computed.extend is None else computed.extend[:num_tokens].clone()
+    return Computed(extend, computed.logits[:num_logits].clone())
+
+
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    inputs: PromptInputs  # on the device
+    computed: Computed  # static tensors that every replay writes
+
+
+class PromptGraphs:
+    """Owns the graphs, their inputs on the device and their memory, which all share: one runs at a time."""
+
+    def __init__(self, run: Callable[[ForwardBatch], Computed], page_size: int, context_len: int) -> None:
+        """Captures all buckets, largest first, so that the smaller ones fit in its memory. `run` reads nothing of a
+        tensor on the host."""
+        self._run = run
+        self._page_size = page_size
+        self._num_columns = -(-context_len // page_size)
+        self._pool = torch.cuda.graph_pool_handle()
+        started, before = time.monotonic(), torch.cuda.memory_reserved()
+        self._captured = {size: self._capture(size) for size in sorted(BUCKETS, reverse=True)}
+        logger.info(
+            "%d prompt graphs captured in %.1f s, %d MiB",
+            len(self._captured),
+            time.monotonic() - started,
+            (torch.cuda.memory_reserved() - before) >> 20,
+        )
+
+    def compute(self, rows: Sequence[BatchRow]) -> Computed | None:
+        """Submitted, not awaited; tensors of the caller's own. None where `rows` fit no bucket."""
+        size = bucket(rows, self._num_columns * self._page_size)
+        if size is None:
+            return None
+        captured = self._captured[size]
+        inputs = PromptInputs.of(rows, self._page_size, size, self._num_columns, pinned=True)
+        captured.inputs.block.copy_(inputs.block, non_blocking=True)
+        captured.graph.replay()
+        return own(captured.computed, rows)
+
+    def _capture(self, size: int) -> _Captured:
+        inputs = PromptInputs.allocate(size, self._num_columns, "cuda")
+        inputs.block.copy_(PromptInputs.of((), self._page_size, size, self._num_columns).block)
+        with torch.inference_mode():
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self._run(inputs.batch(self._page_size))  # compiles kernels and allocates what outlives a forward
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                computed = self._run(inputs.batch(self._page_size))
+        return _Captured(graph, inputs, computed)
+
+
+def bucket(rows: Sequence[BatchRow], max_len: int) -> int | None:
+    """The least that holds `rows`, of which none grows beyond `max_len` tokens or wants more than its last logits."""
+    if len(rows) > MAX_SEQS or any(row.num_logits > 1 or row.position + len(row.input_ids) > max_len for row in rows):
+        return None
+    num_tokens = sum(len(row.input_ids) for row in rows)
+    return next((size for size in BUCKETS if num_tokens <= size), None)
