@@ -138,7 +138,15 @@ def upload(numbers: Sequence[ArrayLike], device: torch.device | str) -> list[tor
     arrays = [np.asarray(each, dtype=np.int64) for each in numbers]
     if torch.device(device).type == "cpu":
         return [torch.from_numpy(each) for each in arrays]
-    block = to_device(torch.from_numpy(np.concatenate([each.ravel() for each in arrays])), device)
-    return [
-        part.view(each.shape) for part, each in zip(block.split([each.size for each in arrays]), arrays, strict=True)
-    ]
+    offsets = aligned([each.size for each in arrays])
+    joined = np.zeros(offsets[-1], dtype=np.int64)
+    for offset, each in zip(offsets, arrays, strict=False):
+        joined[offset : offset + each.size] = each.ravel()
+    block = to_device(torch.from_numpy(joined), device)
+    return [block[offset : offset + each.size].view(each.shape) for offset, each in zip(offsets, arrays, strict=False)]
+
+
+def aligned(sizes: Sequence[int]) -> list[int]:
+    """Where arrays of int64 of these sizes begin in one block, and its end: at 16 bytes, since kernels are compiled
+    once more for pointers that are not, and that would be in the middle of service."""
+    return list(itertools.accumulate((size + size % 2 for size in sizes), initial=0))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .batch import BatchRow, Computed, ForwardBatch
+from .batch import BatchRow, Computed, ForwardBatch, aligned
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +42,10 @@ class PromptInputs(NamedTuple):
     ) -> PromptInputs:
         """Zeros. A chunk of `num_tokens`, padding included."""
         sizes = [num_tokens, num_tokens, MAX_SEQS + 1, MAX_SEQS + 2, MAX_SEQS, (MAX_SEQS + 1) * num_columns]
-        block = torch.zeros(sum(sizes), dtype=torch.int64, device=device, pin_memory=pinned)
-        ids, positions, seq_lens, starts, logit_rows, table = block.split(sizes)
+        offsets = aligned(sizes)
+        block = torch.zeros(offsets[-1], dtype=torch.int64, device=device, pin_memory=pinned)
+        parts = (block[offset : offset + size] for offset, size in zip(offsets, sizes, strict=False))
+        ids, positions, seq_lens, starts, logit_rows, table = parts
         return cls(block, ids, positions, seq_lens, starts, logit_rows, table.view(MAX_SEQS + 1, num_columns))
 
     @classmethod

@@ -14,7 +14,7 @@ import torch
 from drafters import settings, target_of
 from triton_device import DEVICE
 
-from baton.engine.batch import BatchRow, Computed
+from baton.engine.batch import BatchRow, Computed, aligned
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.prompt_graphs import BUCKETS, MAX_SEQS, PromptInputs, bucket, own
@@ -136,6 +136,12 @@ def test_buckets() -> None:
     assert of(*[2] * MAX_SEQS) == 16 and of(*[1] * (MAX_SEQS + 1)) is None
     assert of(5, num_logits=0) == 16 and of(5, num_logits=2) is None
     assert of(5, position=1995) == 16 and of(5, position=1996) is None  # beyond the columns of the table
+
+
+def test_inputs_begin_where_kernels_were_compiled_for() -> None:
+    inputs = PromptInputs.allocate(16, 3, "cpu")
+    assert [(each.data_ptr() - inputs.block.data_ptr()) % 16 for each in inputs] == [0] * len(inputs)
+    assert aligned([3, 2, 1]) == [0, 4, 6, 8]
 
 
 def test_results_are_copies() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from drafters import settings, target_of
 
-from baton.engine.batch import BatchRow, Computed, ForwardBatch
+from baton.engine.batch import BatchRow, Computed, ForwardBatch, upload
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.prompt_graphs import BUCKETS, MAX_SEQS
@@ -130,6 +130,14 @@ def test_states_for_a_drafter(name: str, checkpoint: Callable[..., Path], tmp_pa
     engine = make_engine(model, **settings(name, model, tmp_path))
     assert engine.speculation.hidden.spec("extend") is not None
     check(engine, TOLERANCE["float32"])
+
+
+def test_uploaded_arrays_begin_where_kernels_were_compiled_for() -> None:
+    """A kernel is compiled once more for a pointer that is no multiple of 16, a block table's say."""
+    numbers = [[1], [[2, 3, 4]], [], [5, 6]]
+    parts = upload(numbers, "cuda")
+    assert [each.tolist() for each in parts] == numbers
+    assert [each.data_ptr() % 16 for each in parts] == [0] * len(parts)
 
 
 def test_a_replay_leaves_earlier_results_alone(checkpoint: Callable[..., Path]) -> None:
