@@ -83,22 +83,22 @@ def _copies(ours: GpuPool, model: GpuPool, num_pages: int, rounds: int) -> dict[
     """The same bytes, contiguous, by one copy of torch on decode's device."""
     num_bytes = ours.kvs[0][:, :num_pages].numel()
     source, target = model.kvs[0].view(-1)[:num_bytes], ours.kvs[0].view(-1)[:num_bytes]
-    return {"transport": "device copy", "checksums": False, "s": _median(lambda: target.copy_(source), rounds)}
+    return {"transport": "device copy", "checksums": False, "s": _median(lambda: target.copy_(source), rounds, ours)}
 
 
 def _digests(ours: GpuPool, num_pages: int, rounds: int) -> dict[str, Any]:
     pages = list(range(1, num_pages + 1))
-    seconds = _median(lambda: ours.pool.digest(pages), rounds)
+    seconds = _median(lambda: ours.pool.digest(pages), rounds, ours)
     return {"transport": "checksums alone", "checksums": True, "s": seconds}
 
 
-def _median(call: Any, rounds: int) -> float:
+def _median(call: Any, rounds: int, pool: GpuPool) -> float:
     seconds: list[float] = []
     for _ in range(rounds + 2):
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(pool.kvs[0].device)
         begun = time.perf_counter()
         call()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(pool.kvs[0].device)
         seconds.append(time.perf_counter() - begun)
     return statistics.median(seconds[2:])
 
