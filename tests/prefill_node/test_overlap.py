@@ -47,13 +47,13 @@ def submit(
     prompts: Mapping[int, list[int]] | None = None,
     already: int = 0,
 ) -> None:
-    """Requests "0", "1", ..., of these lengths, or with these prompts. All wait at the prefill node then, and those
-    `already` submitted."""
+    """Requests "0", "1", ..., of these lengths, or with these prompts. All wait at the prefill node then, claimed, and
+    those `already` submitted."""
     for index, num_tokens in enumerate(lens):
         pair.submit(str(index), (prompts or {}).get(index) or prompt(num_tokens, index), params(max_tokens))
     scheduler, start = pair.prefill.scheduler, pair.prefill.scheduler.start
     scheduler.start = list  # type: ignore[method-assign]
-    pair.step_until(lambda: len(scheduler.waiting) == already + len(lens))
+    pair.step_until(lambda: len(scheduler.waiting) == already + len(lens) and is_claimed(pair))
     scheduler.start = start  # type: ignore[method-assign]
 
 
@@ -160,6 +160,12 @@ def test_pages_are_offered_when_their_chunk_is_settled(make_pair: MakePair, monk
     hit = pair.results["2", 0].ended
     assert hit is not None and hit.num_cached == CHUNK
     assert len(offered) == (8 + 24 + 12) // 4
+
+
+def is_claimed(pair: NodePair) -> bool:
+    """Whether the decode node's claims of all tickets have come."""
+    tickets = [pair.prefill.handoff._book.get(unit) for unit in pair.prefill.tickets()]
+    return all(ticket is not None and ticket.holder is not None for ticket in tickets)
 
 
 def under_way(make_pair: MakePair) -> NodePair:
