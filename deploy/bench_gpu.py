@@ -3,6 +3,8 @@
     python -m baton.deploy.synthetic llama-3.2-1b /tmp/1b
     python -m baton.deploy.bench_gpu --model /tmp/1b [--drafter DIR] [--json FILE] [--only decode prefill]
 
+Prints a line a point, then Markdown tables with the best peer's figures beside, and writes JSON with --json FILE.
+
 Times are of whole steps as a node runs them, by the host's clock. The floor of a step is the larger of its bytes over
 the read bandwidth and its operations over the matrix rate, both measured first.
 """
@@ -31,6 +33,7 @@ from ..engine.trees import DraftShape
 from .bench_adaptive import adaptive
 from .bench_prompts import LENGTHS, small_prompt
 from .bench_sequences import Running, run_rounds, start, stop
+from .bench_tables import tables
 from .roofline import Limits, best_s, floor_s, measure_limits, weight_bytes
 
 BATCHES = (1, 8, 64, 256)
@@ -67,6 +70,8 @@ def main() -> None:
         "torch": torch.__version__,
         "commit": options.commit or _commit(),
         "model": Path(options.model).name,
+        "num_layers": engine.model_config.num_layers,
+        "hidden_size": engine.model_config.hidden_size,
         "dtype": "bfloat16",
         "page_size": options.page_size,
         "read_TB_per_s": limits.bytes_per_s / 1e12,
@@ -91,6 +96,7 @@ def main() -> None:
     for name in options.only:
         if name not in ("rounds", "adaptive") or engine.drafter is not None:
             report[name] = parts[name]()
+    say("\n" + tables(report))
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=1))
 
