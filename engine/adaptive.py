@@ -39,7 +39,7 @@ _HORIZON = 16  # rounds over which catching up must pay
 
 _LOAN, _SHARE = 6.0, 0.005
 _MOST_GAINS = 30.0  # of one sequence; chance is smaller in larger batches, by the square root
-_TRIED_SHARE, _MOST_HALVINGS, _MOST_CREDIT = 0.005, 2, 6.0
+_TRIED_SHARE, _MOST_HALVINGS, _MOST_CREDIT = 0.015, 3, 6.0
 _TRIED_DRAFTS = 8  # of all sequences together
 _LOOKED_AGAIN = 24  # rounds without drafts until the next look; they cost the host next to nothing
 _PLAIN_AFTER, _MOST_DOUBLINGS = 2, 5  # rounds with drafts until one without, doubled each time
