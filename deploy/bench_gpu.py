@@ -1,7 +1,7 @@
 """Figures of the engine on one CUDA GPU, against floors that are measured on it: `python -m baton.deploy.bench_gpu`.
 
-    python -m baton.deploy.synthetic llama-3.2-1b /tmp/1b
-    python -m baton.deploy.bench_gpu --model /tmp/1b [--drafter DIR] [--json FILE] [--only decode prefill]
+    python -m baton.deploy.synthetic llama-3.2-1b models/1b
+    python -m baton.deploy.bench_gpu --model models/1b [--drafter DIR] [--json FILE] [--only decode prefill]
 
 Prints a line a point, then Markdown tables with the best peer's figures beside, and writes JSON with --json FILE.
 

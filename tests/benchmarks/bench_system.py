@@ -1,7 +1,7 @@
 """The whole system on one GPU: HTTP, router, a prefill and a decode process, against the engine in this process.
 
-    python -m baton.deploy.synthetic llama-3.2-1b /tmp/1b --planted
-    python tests/benchmarks/bench_system.py --model /tmp/1b [--streams 1 16 64] [--prompt-len 1024] [--tokens 256]
+    python -m baton.deploy.synthetic llama-3.2-1b models/1b --planted
+    python tests/benchmarks/bench_system.py --model models/1b [--streams 1 16 64] [--prompt-len 1024] [--tokens 256]
 
 All streams of a round start at once. Time to first token (ttft) and between tokens (itl) are a client's, tokens a
 second are those of the whole round, prompts included; `engine` is a decode step of as many sequences in this process,
