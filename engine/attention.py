@@ -153,7 +153,7 @@ class _TritonAttention:
         assert self.plan.rows is not None
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
         kv_layer, eps = self.kv_layers[index], self.config.rms_norm_eps
-        q = norm_rotate_store(qkv, self.cos, self.sin, kv_layer, self.plan.rows, norms, eps, gpu.dependent_launch())
+        q = norm_rotate_store(qkv, self.cos, self.sin, kv_layer, self.plan.rows, norms, eps)
         if self.prompts is not None:
             return self._attend_prompts(self.prompts, q, qkv, kv_layer)
         attend = decode_attention if self.plan.starts is None else extend_attention

@@ -13,19 +13,24 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+_MAX_DEPENDENT_ROWS = 1
+
 
 def compiled(tensor: torch.Tensor) -> bool:
     """Whether the kernels of kernels/triton_*.py serve tensors of this device."""
     return tensor.is_cuda and _has_triton()
 
 
+def dependent_launch(num_rows: int) -> bool:
+    """Whether kernels of so many rows are launched while the one before still runs (programmatic dependent launch):
+    each fetches what no kernel writes, its weights, then waits for the end of all kernels before it. It pays where a
+    step is many short kernels, and costs more than it brings where many rows make them long (docs/performance.md)."""
+    return num_rows <= _MAX_DEPENDENT_ROWS and _has_dependent_launch()
+
+
 @functools.cache
-def dependent_launch() -> bool:
-    """Whether kernels are launched while the one before still runs (programmatic dependent launch): each fetches what
-    no kernel writes, its weights, then waits for the end of all kernels before it. BATON_DEPENDENT_LAUNCH=1 asks for
-    it; compute capability 9.0 has it."""
-    wants = os.environ.get("BATON_DEPENDENT_LAUNCH") == "1"
-    return wants and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+def _has_dependent_launch() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 @functools.cache

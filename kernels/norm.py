@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from . import cpu, gpu
+
+
+class Norm(NamedTuple):
+    """What `rms_norm` multiplies by."""
+
+    weight: torch.Tensor  # [size]
+    eps: float
 
 
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from . import gpu
 from .attention import Tree
 from .triton_store import token_rows
 
@@ -94,7 +95,6 @@ class DecodeTiles(NamedTuple):
     num_splits: int  # programs that share a sequence's keys
     num_warps: int
     num_stages: int
-    dependent: bool = False  # start before the launch before has ended, and wait for it (Hopper)
 
     @classmethod
     def choose(cls, q: torch.Tensor, kv_layer: torch.Tensor, num_seqs: int, max_pages: int) -> DecodeTiles:
@@ -128,6 +128,7 @@ def decode_attention(
     tiles = tiles or DecodeTiles.choose(q, kv_layer, num_seqs, max_pages)
     assert plan.visible is None or tiles.block_n <= 64, tiles
     group, num_splits, visible = num_heads // num_kv_heads, tiles.num_splits, plan.visible
+    dependent = gpu.dependent_launch(num_tokens)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     parts = stats = None
     if num_splits > 1:
@@ -138,16 +139,16 @@ def decode_attention(
         plan.tree_starts, visible, None if window is None else plan.positions,
         query_len, window or 0, num_splits, q.stride(0), plan.block_table.stride(0),
         0 if visible is None else visible.shape[1], softmax_scale(head_dim),
-        IS_TREE=visible is not None, HAS_WINDOW=window is not None, HAS_PARTS=num_splits > 1, DEPENDENT=tiles.dependent,
+        IS_TREE=visible is not None, HAS_WINDOW=window is not None, HAS_PARTS=num_splits > 1, DEPENDENT=dependent,
         NUM_KV_HEADS=num_kv_heads, GROUP=group, PAGE_SIZE=page_size, HEAD_DIM=head_dim,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(head_dim),
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=tiles.dependent,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=dependent,
     )  # fmt: skip
     if parts is not None:
         _combine_kernel[(num_tokens * num_heads,)](
             out, parts, stats, num_splits, num_tokens * num_heads * num_splits,
             HEAD_DIM=head_dim, SPLITS=triton.next_power_of_2(num_splits), BLOCK_D=padded(head_dim),
-            DEPENDENT=tiles.dependent, num_warps=4, launch_pdl=tiles.dependent,
+            DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
         )  # fmt: skip
     return out
 

@@ -2,8 +2,8 @@
 
 `linear` and `gated_linear` choose, by the shape alone, one of two kernels or torch (cuBLAS):
 
-    vector   1 to 8 rows. A program holds a tile of a few rows of W, multiplies it by each row of x and sums: no tensor
-             cores, all loads in flight at once.
+    vector   1 to 8 rows, without tensor cores (triton_vector.py). It takes along what stands before and after a product
+             in a decoder layer: `fuses`.
     dot      2 to 32 rows. x is padded to 16 or 32 rows for the tensor cores; tiles of W pass through shared memory, a
              few ahead. Where W has few rows its columns are split over programs too; their float32 partial sums are
              added by a second small kernel, in a fixed order.
@@ -30,12 +30,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import gpu
+from .norm import Norm
 from .triton_silu import silu_mul, silu_mul_of
+from .triton_vector import vector_product
 
 MAX_ROWS = 32
-_MAX_VECTOR_ROWS = 8
 _DTYPES = (torch.bfloat16, torch.float16)
-_LINE = tl.constexpr(64)  # 16-bit elements of a cache line
 _SUM_BLOCK = 1024
 
 
@@ -134,21 +134,32 @@ GATED_TABLE: Table = {
 }
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, config: Config | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    config: Config | None = None,
+    *,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
     """`F.linear`: x [num_rows, in_size], weight [out_size, in_size], bias [out_size] -> [num_rows, out_size].
 
-    Float32, more than MAX_ROWS rows and unusual strides go to torch; `config` asks for a kernel."""
+    Where it `fuses`, x is normed first by `norm`, and the product is added to `residual` [num_rows, out_size] in place,
+    which is returned. Float32, more than MAX_ROWS rows and unusual strides go to torch; `config` asks for a kernel."""
     config = config or choose(x, weight)
     if config is None:
+        assert norm is None and residual is None, "torch's product takes nothing along"
         return F.linear(x, weight, bias)
     num_rows, out_size = x.shape[0], weight.shape[0]
-    out = torch.empty((num_rows, out_size), dtype=x.dtype, device=x.device)
+    out = torch.empty((num_rows, out_size), dtype=x.dtype, device=x.device) if residual is None else residual
     if config.split_k == 1:
-        _launch(x, weight, bias, out, config, is_gated=False)
+        _launch(x, weight, bias, out, config, norm=norm, adds=residual is not None)
         return out
-    dependent = gpu.dependent_launch()
+    assert norm is None and residual is None, config
+    dependent = gpu.dependent_launch(num_rows)
     parts = torch.empty((config.split_k, num_rows, out_size), dtype=torch.float32, device=x.device)
-    _launch(x, weight, None, parts, config, is_gated=False)
+    _launch(x, weight, None, parts, config)
     _sum_kernel[(num_rows, triton.cdiv(out_size, _SUM_BLOCK))](
         parts, weight if bias is None else bias, out, num_rows, out_size, SPLITS=config.split_k, BLOCK=_SUM_BLOCK,
         HAS_BIAS=bias is not None, DEPENDENT=dependent, launch_pdl=dependent,
@@ -156,15 +167,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, config: Config
     return out
 
 
-def gated_linear(x: Tensor, weight: Tensor, config: Config | None = None) -> Tensor:
-    """`silu_mul(linear(x, weight))` in one kernel: weight [2 * size, in_size], gate first -> [num_rows, size]."""
+def gated_linear(x: Tensor, weight: Tensor, config: Config | None = None, *, norm: Norm | None = None) -> Tensor:
+    """`silu_mul(linear(x, weight))` in one kernel: weight [2 * size, in_size], gate first -> [num_rows, size]; x is
+    normed first by `norm` where it `fuses`."""
     assert weight.shape[0] % 2 == 0, weight.shape
     config = config or choose(x, weight, is_gated=True)
     if config is None or config.split_k > 1:
-        return silu_mul(linear(x, weight, None, config))
+        return silu_mul(linear(x, weight, None, config, norm=norm))
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-    _launch(x, weight, None, out, config, is_gated=True)
+    _launch(x, weight, None, out, config, norm=norm, is_gated=True)
     return out
+
+
+def fuses(x: Tensor, weight: Tensor, *, is_gated: bool = False) -> bool:
+    """Whether the product takes a norm of x and a residual along."""
+    config = choose(x, weight, is_gated=is_gated)
+    return config is not None and config.kind == "vector"
 
 
 def choose(x: Tensor, weight: Tensor, *, is_gated: bool = False) -> Config | None:
@@ -193,90 +211,48 @@ def _default(num_rows: int, out_size: int, in_size: int, is_gated: bool) -> Conf
     return Config("dot", 32, 256, split_k=split_k)
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: Config, *, is_gated: bool) -> None:
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    config: Config,
+    *,
+    norm: Norm | None = None,
+    is_gated: bool = False,
+    adds: bool = False,
+) -> None:
     """`out` is [num_rows, size], or [split_k, num_rows, size] float32 partial sums."""
     num_rows, in_size = x.shape
     size = weight.shape[0] // (2 if is_gated else 1)
     assert weight.shape[1] == in_size and out.shape[-2:] == (num_rows, size), (x.shape, weight.shape, out.shape)
     assert bias is None or (bias.shape == (size,) and bias.is_contiguous() and not is_gated), bias
     assert 0 < num_rows <= MAX_ROWS and x.stride(1) == 1 and weight.is_contiguous() and out.is_contiguous(), x.stride()
-    grid, dependent = (triton.cdiv(size, config.block_n), config.split_k), gpu.dependent_launch()
-    tensors = (x, weight, weight if bias is None else bias, out)
-    # K is a constant of the kernel for a vector, whose loop it unrolls
     if config.kind == "vector":
-        assert num_rows == 1 or (num_rows <= _MAX_VECTOR_ROWS and config.block_k >= in_size), (num_rows, config)
         assert config.split_k == 1, config
-        _vector_kernel[grid](
-            *tensors, size, x.stride(0), M=num_rows, K=in_size, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-            HAS_BIAS=bias is not None, IS_GATED=is_gated, DEPENDENT=dependent,
-            num_warps=config.num_warps, launch_pdl=dependent,
-        )  # fmt: skip
+        vector_product(
+            x,
+            weight,
+            bias,
+            out,
+            config.block_n,
+            config.block_k,
+            config.num_warps,
+            norm=norm,
+            is_gated=is_gated,
+            adds=adds,
+        )
         return
+    assert norm is None and not adds, config
+    grid, dependent = (triton.cdiv(size, config.block_n), config.split_k), gpu.dependent_launch(num_rows)
     part = triton.cdiv(in_size, config.split_k * config.block_k) * config.block_k  # columns of a program
     _dot_kernel[grid](
-        *tensors, num_rows, size, in_size, x.stride(0), part, BLOCK_M=16 if num_rows <= 16 else 32,
-        BLOCK_N=config.block_n, BLOCK_K=config.block_k, IS_EVEN=in_size % (config.split_k * config.block_k) == 0,
+        x, weight, weight if bias is None else bias, out, num_rows, size, in_size, x.stride(0), part,
+        BLOCK_M=16 if num_rows <= 16 else 32, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        IS_EVEN=in_size % (config.split_k * config.block_k) == 0,
         IS_PART=out.ndim == 3, HAS_BIAS=bias is not None, IS_GATED=is_gated, DEPENDENT=dependent,
-        LINES=max(1, triton.next_power_of_2(config.num_stages * config.block_k) // _LINE.value),
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=dependent,
     )  # fmt: skip
-
-
-@triton.jit
-def _prefetch(ptrs):
-    """Ask for the cache lines that pointers lie in."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _vector_kernel(
-    x_ptr,  # [M, K]
-    weight_ptr,  # [size, K], gated [2 * size, K]
-    bias_ptr,  # [size]
-    out_ptr,  # [M, size]
-    size,
-    x_stride,
-    M: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Grid: (blocks of rows of W, 1). M > 1: BLOCK_K holds a whole row."""
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    at = weight_ptr + tl.minimum(rows, size - 1).to(tl.int64)[:, None] * K + k[None, :]
-    is_k = (k < K)[None, :]
-    weight = tl.load(at, mask=is_k, other=0.0, eviction_policy="evict_first")
-    if IS_GATED:
-        up_at = at + size.to(tl.int64) * K
-        up_weight = tl.load(up_at, mask=is_k, other=0.0, eviction_policy="evict_first")
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
-    for m in tl.static_range(M):
-        x = tl.load(x_ptr + m * x_stride + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-        products = weight.to(tl.float32) * x
-        if IS_GATED:
-            up_products = up_weight.to(tl.float32) * x
-        for start in tl.static_range(BLOCK_K, K, BLOCK_K):  # none where M > 1
-            is_k = (start + k < K)[None, :]
-            x = tl.load(x_ptr + start + k, mask=start + k < K, other=0.0).to(tl.float32)[None, :]
-            products += tl.load(at + start, mask=is_k, other=0.0, eviction_policy="evict_first").to(tl.float32) * x
-            if IS_GATED:
-                up = tl.load(up_at + start, mask=is_k, other=0.0, eviction_policy="evict_first")
-                up_products += up.to(tl.float32) * x
-        y = tl.sum(products, axis=1)  # [BLOCK_N]
-        if HAS_BIAS:
-            y += tl.load(bias_ptr + rows, mask=rows < size, other=0.0).to(tl.float32)
-        y = y.to(out_ptr.dtype.element_ty)
-        if IS_GATED:
-            y = silu_mul_of(y, tl.sum(up_products, axis=1).to(y.dtype))
-        tl.store(out_ptr + m * size + rows, y, mask=rows < size)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -298,7 +274,6 @@ def _dot_kernel(
     HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    LINES: tl.constexpr,
 ):
     """Grid: (blocks of rows of W, splits of its columns). Works on y^T = W x^T, [BLOCK_N, BLOCK_M]."""
     begin = tl.program_id(1) * part
@@ -307,11 +282,6 @@ def _dot_kernel(
     row_ptrs = weight_ptr + tl.minimum(rows, size - 1).to(tl.int64)[:, None] * in_size
     up_offset = size.to(tl.int64) * in_size
     if DEPENDENT:
-        gdc_launch_dependents()
-        lines = begin + tl.arange(0, LINES)[None, :] * _LINE
-        _prefetch(row_ptrs + tl.minimum(lines, in_size - 1))
-        if IS_GATED:
-            _prefetch(row_ptrs + up_offset + tl.minimum(lines, in_size - 1))
         gdc_wait()
     m, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
@@ -333,6 +303,8 @@ def _dot_kernel(
             else:
                 weight = tl.load(at + up_offset, mask=(start + k < end)[None, :], other=0.0)
             up = tl.dot(weight, x, up)
+    if DEPENDENT:  # not before: programs of the next kernel would take the place of those that are to come
+        gdc_launch_dependents()
     if HAS_BIAS:
         y += tl.load(bias_ptr + rows, mask=rows < size, other=0.0).to(tl.float32)[:, None]
     is_out = (rows < size)[:, None] & (m < num_rows)[None, :]

@@ -61,13 +61,13 @@ def _launch(
     assert serves(rows, weight), (rows.shape, rows.stride(), rows.dtype, weight.dtype)
     if num_rows == 0:
         return
-    block = triton.next_power_of_2(size)
+    block, dependent = triton.next_power_of_2(size), gpu.dependent_launch(num_rows)
     rows_per_program = max(1, _TILE // block)
     _rms_norm_kernel[(triton.cdiv(num_rows, rows_per_program),)](
         rows, rows if delta is None else delta, weight, out, num_rows, num_inner, rows.stride(0), rows.stride(1),
         0 if delta is None else delta.stride(0), eps, SIZE=size, BLOCK=block, ROWS=rows_per_program,
-        ADDS=delta is not None, DEPENDENT=gpu.dependent_launch(), num_warps=min(16, max(4, block // 512)),
-        launch_pdl=gpu.dependent_launch(),
+        ADDS=delta is not None, DEPENDENT=dependent, num_warps=min(16, max(4, block // 512)),
+        launch_pdl=dependent,
     )  # fmt: skip
 
 

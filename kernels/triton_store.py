@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from . import gpu
+
 _TOKENS = 64  # a program of `_rows_kernel`
 _SEQS = 64
 _HEADS = 16  # a program of `_store_kernel`
@@ -58,15 +60,13 @@ def norm_rotate_store(
     rows: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
-    dependent: bool = False,
 ) -> torch.Tensor:
     """Norm (`norms` of queries and keys, [head_dim] each; None: not) and rotate, in `qkv`; keys and values go to the
     pages too. Returns the queries, [num_tokens, num_heads, head_dim], a view of `qkv`.
 
     `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; `cos`, `sin`
     [num_tokens, 1, head_dim], `sin` signed, contiguous; `kv_layer` [num_pages, 2, num_kv_heads, page_size, head_dim],
-    contiguous; `rows` as `token_rows` says. A norm is rounded to the dtype before its weight, a rotation once.
-    `dependent`: start before the launch before has ended, and wait for it (Hopper)."""
+    contiguous; `rows` as `token_rows` says. A norm is rounded to the dtype before its weight, a rotation once."""
     _, _, num_kv_heads, page_size, head_dim = kv_layer.shape
     num_tokens, num_all_heads = qkv.shape[0], qkv.shape[1] // head_dim
     num_heads = num_all_heads - 2 * num_kv_heads
@@ -75,6 +75,7 @@ def norm_rotate_store(
     assert qkv.stride(1) == 1 and cos.is_contiguous() and sin.is_contiguous() and kv_layer.is_contiguous()
     assert qkv.dtype == kv_layer.dtype and all(norm.shape == (head_dim,) for norm in norms or ()), (qkv.dtype, norms)
     q_norm, k_norm = (None, None) if norms is None else norms
+    dependent = gpu.dependent_launch(num_tokens)
     _store_kernel[(num_tokens, triton.cdiv(num_all_heads, _HEADS))](
         qkv, cos, sin, kv_layer, rows, q_norm, k_norm, qkv.stride(0), eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, PAGE_SIZE=page_size, HEAD_DIM=head_dim,

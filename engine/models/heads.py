@@ -15,13 +15,13 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from ...kernels.norm import add_rms_norm_, rms_norm
+from ...kernels.norm import rms_norm
 from ...metadata.errors import ConfigError, ModelError
 from ...metadata.hidden_layout import spec_hidden_size
 from ..attention import Attention, begin_attention
 from ..batch import ForwardBatch
 from ..checkpoint import Checkpoint
-from ..layers import Linear
+from ..layers import Linear, Residual
 from ..model_config import ModelConfig
 from ..rope import RotaryEmbedding
 from ..weights import LayerWeights
@@ -107,9 +107,10 @@ def finish_layer(
     x: torch.Tensor, normed: torch.Tensor, index: int, layer: LayerWeights, attend: Attention, eps: float
 ) -> torch.Tensor:
     """The rest of a head's decoder layer after the input norm; `x` [num_tokens, hidden_size] is added to in place."""
-    delta = layer.attention_out(attend(index, layer, layer.qkv(normed)))
-    normed = add_rms_norm_(x, delta, layer.mlp_norm, eps)
-    return x.add_(layer.down(layer.gate_up.gated(normed)))
+    stream = Residual(x, eps)
+    stream.add(layer.attention_out, attend(index, layer, layer.qkv(normed)))
+    stream.add(layer.down, stream.gated_product(layer.gate_up, layer.mlp_norm))
+    return stream.settled()
 
 
 # --- reading ------------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...kernels.norm import add_rms_norm_
 from ..attention import begin_attention
 from ..batch import ForwardBatch
+from ..layers import Residual
 from ..model_config import ModelConfig
 from ..rope import RotaryEmbedding
 from ..weights import Weights
@@ -58,20 +58,17 @@ class LlamaModel:
         """As `forward`, with what drafters want: the handoff state, and the residual stream at the inputs of
         `aux_layers` (num_layers: the last layer's output)."""
         assert kv.dtype == self.dtype, (kv.dtype, self.dtype)
-        eps = self.config.rms_norm_eps
         attend = begin_attention(self.config, self._rotary, batch, kv)
-        hidden = F.embedding(batch.input_ids, self.weights.embedding)
+        stream = Residual(F.embedding(batch.input_ids, self.weights.embedding), self.config.rms_norm_eps)
         aux: dict[int, torch.Tensor] = {}
-        delta = None  # what the last sublayer adds to `hidden`, [num_tokens, hidden_size]
         for index, layer in enumerate(self.weights.layers):
-            normed = add_rms_norm_(hidden, delta, layer.attention_norm, eps)
+            qkv = stream.product(layer.qkv, layer.attention_norm)
             if index in aux_layers:
-                aux[index] = hidden.clone()
-            delta = layer.attention_out(attend(index, layer, layer.qkv(normed)))
-            normed = add_rms_norm_(hidden, delta, layer.mlp_norm, eps)
-            delta = layer.down(layer.gate_up.gated(normed))
-        final = add_rms_norm_(hidden, delta, self.weights.norm, eps)
-        aux[len(self.weights.layers)] = hidden
+                aux[index] = stream.settled().clone()
+            stream.add(layer.attention_out, attend(index, layer, qkv))
+            stream.add(layer.down, stream.gated_product(layer.gate_up, layer.mlp_norm))
+        final = stream.normed(self.weights.norm)
+        aux[len(self.weights.layers)] = stream.settled()
         return TargetStates(final, final, [aux[index] for index in aux_layers])
 
     @torch.inference_mode()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from baton.kernels import gpu
 from baton.kernels.attention import Tree, paged_attention_ref
 from baton.kernels.triton_attention import DecodeTiles, Plan, decode_attention
 from baton.kernels.triton_extend import ExtendTiles, extend_attention
@@ -65,6 +67,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="try other tiles too")
     parser.add_argument("--dependent", action="store_true", help="launches start before the ones before end")
     args = parser.parse_args()
+    gpu._MAX_DEPENDENT_ROWS = sys.maxsize if args.dependent else 0
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     if args.only in (None, "decode"):
         for page_size, num_seqs in itertools.product((16, 64), (1, 8, 64, 256)):
@@ -95,7 +98,7 @@ def bench_decode(
         visible |= torch.eye(query_len, dtype=torch.bool, device="cuda").repeat(num_seqs, 1)
         tree, positions = Tree(pool.seq_lens - query_len, visible), torch.zeros_like(qkv[:, 0], dtype=torch.int64)
     plan = Plan.uniform(pool.block_table, pool.seq_lens, query_len, page_size, tree, positions, is_stored=True)
-    chosen = DecodeTiles.choose(q, pool.kv[0], *pool.block_table.shape)._replace(dependent=args.dependent)
+    chosen = DecodeTiles.choose(q, pool.kv[0], *pool.block_table.shape)
     name = f"{'tree' if is_tree else 'decode'} {num_seqs} x {query_len} of {seq_len}, pages of {page_size}"
     num_bytes = num_seqs * seq_len * 2 * NUM_KV_HEADS * HEAD_DIM * 2
     for tiles in [chosen, *(_other_decodes(chosen, is_tree) if args.sweep else ())]:
@@ -163,7 +166,7 @@ def bench_store(num_tokens: int, args: argparse.Namespace) -> None:
     assert rows is not None
 
     def store(layer: int) -> torch.Tensor:
-        return norm_rotate_store(qkv[layer], cos, sin, pool.kv[layer], rows, norms, 1e-6, args.dependent)
+        return norm_rotate_store(qkv[layer], cos, sin, pool.kv[layer], rows, norms, 1e-6)
 
     seconds = per_layer(store, len(pool.kv))
     num_bytes = num_tokens * width * 2 * 2

@@ -21,7 +21,7 @@ import argparse
 import contextlib
 import itertools
 import json
-import os
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +35,7 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from baton.engine.layers import Linear, Residual
 from baton.kernels import gpu, noise, triton_linear, triton_noise, triton_norm, triton_sample, triton_silu
 from baton.kernels.norm import rms_norm_ref
 from baton.kernels.silu import silu_mul_ref
@@ -100,8 +101,7 @@ def random(*shape: int, scale: float = 1.0, dtype: torch.dtype = DTYPE) -> Tenso
 
 
 def set_dependent_launch(is_on: bool) -> None:
-    os.environ["BATON_DEPENDENT_LAUNCH"] = "1" if is_on else "0"
-    gpu.dependent_launch.cache_clear()
+    gpu._MAX_DEPENDENT_ROWS = triton_linear.MAX_ROWS if is_on else 0
 
 
 # --- noise and the small kernels --------------------------------------------------------------------------------------
@@ -334,9 +334,9 @@ def bench_chain(models: list[str], row_counts: list[int]) -> list[dict[str, Any]
 
 def bench_steps(model: Model, row_counts: list[int], name: str) -> Iterator[dict[str, Any]]:
     shapes = [shape for matrix, shape in model.matrices.items() if matrix != "head"]
-    layers = [[random(*shape, scale=shape[1] ** -0.5) for shape in shapes] for _ in range(model.num_layers)]
-    head, norm = random(*model.matrices["head"], scale=model.hidden_size**-0.5), random(model.hidden_size)
-    num_bytes = 2 * (sum(weight.numel() for layer in layers for weight in layer) + head.numel())
+    layers = [[matrix(shape) for shape in shapes] for _ in range(model.num_layers)]
+    head, norm = matrix(model.matrices["head"]), random(model.hidden_size)
+    num_bytes = 2 * (model.num_layers * sum(math.prod(shape) for shape in shapes) + math.prod(model.matrices["head"]))
     for num_rows in row_counts:
         hidden = random(num_rows, model.hidden_size)
         step_of = {"torch": torch_step, "triton": triton_step, "dependent": triton_step}
@@ -353,23 +353,31 @@ def bench_steps(model: Model, row_counts: list[int], name: str) -> Iterator[dict
         yield {"rows": num_rows, "difference": difference, "is_same": is_same, **times}
 
 
-def torch_step(hidden: Tensor, layers: list[list[Tensor]], head: Tensor, norm: Tensor) -> Tensor:
+def matrix(shape: tuple[int, int]) -> Linear:
+    return Linear(random(*shape, scale=shape[1] ** -0.5), None)
+
+
+def torch_step(hidden: Tensor, layers: list[list[Linear]], head: Linear, norm: Tensor) -> Tensor:
     hidden, delta = hidden.clone(), None
-    for qkv, out, gate_up, down in layers:
+    for layer in layers:
+        qkv, out, gate_up, down = (torch_product(linear) for linear in layer)
         hidden = hidden if delta is None else hidden.add_(delta)
-        attended = F.linear(rms_norm_ref(hidden, norm, 1e-5), qkv)[:, : out.shape[1]]
-        hidden.add_(F.linear(attended, out))
-        delta = F.linear(silu_mul_ref(F.linear(rms_norm_ref(hidden, norm, 1e-5), gate_up)), down)
-    return F.linear(rms_norm_ref(hidden.add_(delta), norm, 1e-5), head).float()
+        hidden.add_(out(qkv(rms_norm_ref(hidden, norm, 1e-5))[:, : hidden.shape[1]]))
+        delta = down(silu_mul_ref(gate_up(rms_norm_ref(hidden, norm, 1e-5))))
+    return torch_product(head)(rms_norm_ref(hidden.add_(delta), norm, 1e-5)).float()
 
 
-def triton_step(hidden: Tensor, layers: list[list[Tensor]], head: Tensor, norm: Tensor) -> Tensor:
-    hidden, delta = hidden.clone(), None
+def torch_product(linear: Linear) -> Callable[[Tensor], Tensor]:
+    return lambda x: F.linear(x, linear.weight)
+
+
+def triton_step(hidden: Tensor, layers: list[list[Linear]], head: Linear, norm: Tensor) -> Tensor:
+    stream = Residual(hidden.clone(), 1e-5)
     for qkv, out, gate_up, down in layers:
-        attended = linear(triton_norm.add_rms_norm_(hidden, delta, norm, 1e-5), qkv)[:, : out.shape[1]]
-        normed = triton_norm.add_rms_norm_(hidden, linear(attended, out), norm, 1e-5)
-        delta = linear(gated_linear(normed, gate_up), down)
-    return linear(triton_norm.add_rms_norm_(hidden, delta, norm, 1e-5), head).float()
+        attended = stream.product(qkv, norm)[:, : stream.hidden.shape[1]]
+        stream.add(out, attended)
+        stream.add(down, stream.gated_product(gate_up, norm))
+    return head(stream.normed(norm)).float()
 
 
 def main() -> None:

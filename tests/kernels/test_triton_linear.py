@@ -11,8 +11,9 @@ from triton_device import DEVICE, IS_INTERPRETED, random
 pytest.importorskip("triton")
 
 from baton.kernels import triton_linear
+from baton.kernels.norm import Norm, rms_norm_ref
 from baton.kernels.silu import silu_mul_ref
-from baton.kernels.triton_linear import MAX_ROWS, Config, choose, gated_linear, linear
+from baton.kernels.triton_linear import MAX_ROWS, Config, choose, fuses, gated_linear, linear
 
 NAN = float("nan")
 HALF = torch.float16  # the interpreter multiplies matrices of no bfloat16
@@ -30,6 +31,7 @@ CASES = [  # (num_rows, out_size, in_size, config): odd numbers of rows of W, co
     (17, 70, 272, Config("dot", 32, 64, split_k=3)),
     (32, 64, 48, Config("dot", 16, 64, split_k=4)),
 ]
+VECTOR_CASES = [case for case in CASES if case[3].kind == "vector"]
 
 
 def operands(num_rows: int, out_size: int, in_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,6 +67,44 @@ def test_every_kernel_gated(num_rows: int, out_size: int, in_size: int, config: 
     actual = gated_linear(x, weight, config)
     assert actual.shape == (num_rows, out_size)
     assert_near(actual, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_rows", "out_size", "in_size", "config"), [case for case in CASES if case[3].kind == "vector"]
+)
+def test_what_a_vector_takes_along(
+    num_rows: int, out_size: int, in_size: int, config: Config, dtype: torch.dtype
+) -> None:
+    """A norm before, a residual after: to the bit what the product alone and the reference make of it."""
+    x, weight, bias = operands(num_rows, out_size, in_size, dtype)
+    x.mul_(torch.logspace(-2, 2, num_rows, device=DEVICE).unsqueeze(1))
+    norm = Norm(random(in_size, dtype=dtype, seed=3), 1e-3)
+    normed = rms_norm_ref(x, *norm)
+    whole = config._replace(block_k=512)  # as a norm has it, so that sums are in one order
+    assert_equal_but(1, linear(x, weight, bias, config, norm=norm), linear(normed, weight, bias, whole))
+    residual = random(num_rows, out_size, dtype=dtype, seed=4)
+    expected = residual + linear(x, weight, bias, config)
+    added = linear(x, weight, bias, config, residual=residual)
+    assert added is residual and torch.equal(added, expected)
+    pair = torch.cat([weight, weight.flip(0)])
+    assert_equal_but(1, gated_linear(x, pair, config, norm=norm), gated_linear(normed, pair, whole))
+
+
+def assert_equal_but(percent: float, actual: Tensor, expected: Tensor) -> None:
+    """Sums of squares in another order may round a few numbers otherwise, by a unit in the last place each."""
+    assert (actual != expected).float().mean() <= percent / 100 + 2 / actual.numel()
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE[actual.dtype], atol=TOLERANCE[actual.dtype])
+
+
+def test_only_a_vector_takes_along() -> None:
+    x, weight, _ = operands(2, 70, 160, HALF)
+    assert fuses(x[:1], weight) and fuses(x[:1], weight, is_gated=True) and not fuses(x, weight)
+    for config in (Config("dot", 16, 32), Config("dot", 16, 32, split_k=2)):
+        with pytest.raises(AssertionError):
+            linear(x, weight, None, config, residual=x.new_zeros(2, 70))
+        with pytest.raises(AssertionError):
+            gated_linear(x, weight, config, norm=Norm(weight[0], 1e-3))
 
 
 def test_a_vector_of_bfloat16() -> None:

@@ -1,0 +1,73 @@
+"""The residual stream: whichever kernels norm, multiply and add, the numbers are those of the plain operations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from triton_device import DEVICE, random
+
+pytest.importorskip("triton")
+
+from baton.engine.layers import Linear, Residual
+from baton.kernels import gpu, triton_linear
+from baton.kernels.norm import rms_norm_ref
+from baton.kernels.silu import silu_mul_ref
+
+SIZE, INNER, EPS = 64, 96, 1e-5
+FUSED, PLAIN = triton_linear.Config("vector", 2, 128), None
+
+
+def layers(dtype: torch.dtype) -> tuple[list[Linear], list[torch.Tensor]]:
+    shapes = [(SIZE, SIZE), (2 * INNER, SIZE), (SIZE, INNER)]  # mixes what it reads, gate and up, down
+    linears = [
+        Linear(random(*shape, dtype=dtype, seed=seed, scale=shape[1] ** -0.5), None)
+        for seed, shape in enumerate(shapes)
+    ]
+    linears[0].bias = random(SIZE, dtype=dtype, seed=5)
+    return linears, [random(SIZE, dtype=dtype, seed=seed) for seed in (6, 7, 8)]
+
+
+def by_stream(hidden: torch.Tensor, num_layers: int) -> tuple[torch.Tensor, torch.Tensor]:
+    (mix, gate_up, down), norms = layers(hidden.dtype)
+    stream = Residual(hidden.clone(), EPS)
+    for _ in range(num_layers):
+        stream.add(mix, stream.product(mix, norms[0]))
+        stream.add(down, stream.gated_product(gate_up, norms[1]))
+    return stream.normed(norms[2]), stream.settled()
+
+
+def by_hand(hidden: torch.Tensor, num_layers: int) -> tuple[torch.Tensor, torch.Tensor]:
+    (mix, gate_up, down), norms = layers(hidden.dtype)
+
+    def product(linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        assert linear.weight is not None
+        return F.linear(x, linear.weight, linear.bias)
+
+    for _ in range(num_layers):
+        hidden = hidden + product(mix, product(mix, rms_norm_ref(hidden, norms[0], EPS)))
+        gated = silu_mul_ref(product(gate_up, rms_norm_ref(hidden, norms[1], EPS)))
+        hidden = hidden + product(down, gated)
+    return rms_norm_ref(hidden, norms[2], EPS), hidden
+
+
+@pytest.mark.parametrize("fused", [(), ("mix",), ("down",), ("gate_up", "down"), ("mix", "gate_up", "down")])
+def test_any_products_may_be_fused(fused: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "compiled", lambda tensor: True)
+
+    def chosen(name: str) -> tuple[triton_linear.Config | None, ...]:
+        return (FUSED if name in fused else PLAIN,) * len(triton_linear.ROW_CLASSES)
+
+    table = {(SIZE, SIZE): chosen("mix"), (SIZE, INNER): chosen("down")}
+    monkeypatch.setattr(triton_linear, "TABLE", table)
+    monkeypatch.setattr(triton_linear, "GATED_TABLE", {(2 * INNER, SIZE): chosen("gate_up")})
+    hidden = random(3, SIZE, dtype=torch.float16, seed=9)
+    for actual, expected in zip(by_stream(hidden, 2), by_hand(hidden, 2), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_float32_on_any_device() -> None:
+    hidden = random(3, SIZE, seed=9)
+    for actual, expected in zip(by_stream(hidden, 2), by_hand(hidden, 2), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert hidden.device.type == DEVICE
