@@ -130,7 +130,7 @@ class Computed(NamedTuple):
     """What a forward brings."""
 
     extend: torch.Tensor | None  # [num_tokens, width] for the drafter
-    logits: torch.Tensor  # [sum of num_logits, vocab_size] float32
+    logits: torch.Tensor  # [sum of num_logits, vocab_size], of the model's dtype
 
 
 def upload(numbers: Sequence[ArrayLike], device: torch.device | str) -> list[torch.Tensor]:

@@ -141,7 +141,7 @@ class Engine:
         return self._kvs[0]
 
     def forward(self, rows: Sequence[BatchRow]) -> torch.Tensor:
-        """Store the rows' KV; return their logits, [sum of num_logits, vocab_size] float32, rows in order."""
+        """Store the rows' KV; return their logits, [sum of num_logits, vocab_size] of the model's dtype, in order."""
         return self.compute(rows).logits
 
     def compute(self, rows: Sequence[BatchRow]) -> Computed:

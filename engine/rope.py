@@ -13,6 +13,8 @@ from typing import Literal
 
 import torch
 
+from ..kernels.rotary import turns
+
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
 
@@ -61,18 +63,14 @@ class RotaryEmbedding:
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
         inv_freq = inverse_frequencies(rope, head_dim)
-        self._cos_freq = torch.cat((inv_freq, inv_freq)).to(device)  # [head_dim] float32
-        self._sin_freq = torch.cat((-inv_freq, inv_freq)).to(device)  # [head_dim] float32; sin(-a) = -sin(a)
+        cos_freq, sin_freq = torch.cat((inv_freq, inv_freq)), torch.cat((-inv_freq, inv_freq))  # sin(-a) = -sin(a)
+        self._frequencies = torch.stack((cos_freq, sin_freq)).to(device)  # [2, head_dim] float32
         self._scale = rope.attention_factor
 
     def __call__(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """`positions` [num_tokens] int64 -> (cos, signed sin), each [num_tokens, 1, head_dim] of `dtype`, as
         `kernels.rotary.apply_rotary_` takes them."""
-        angles = positions.to(torch.float32).view(-1, 1, 1)
-        cos, sin = (angles * self._cos_freq).cos_(), (angles * self._sin_freq).sin_()
-        if self._scale != 1.0:
-            cos, sin = cos.mul_(self._scale), sin.mul_(self._scale)
-        return cos.to(dtype), sin.to(dtype)
+        return turns(positions, self._frequencies, self._scale, dtype)
 
 
 def _llama3(rope: RopeConfig, inv_freq: torch.Tensor) -> torch.Tensor:

@@ -57,24 +57,24 @@ def run_round(
         targets, is_valid, hidden, logits = _along(path, targets, is_valid, hidden, logits)
         engine.move_kv(inputs.block_table, *_moves(rows, path))
     draft = _observe(drafter, slots, inputs, rows, hidden, targets, path.num_accepted, observes)
-    slots.advance(inputs.slots, targets, path.num_accepted, draft, needs)
+    numbers = slots.advance(inputs.slots, targets, is_valid, path.num_accepted, draft, needs)
     logprobs = None
     if needs.num_logprobs is not None:
         logprobs = compute_logprobs(logits, targets.flatten(), needs.num_logprobs)
-    counts = torch.stack([path.num_accepted, is_valid.long().cumprod(1).sum(1)], dim=1)
-    return RoundResult(torch.cat([counts, targets], dim=1), logprobs)
+    return RoundResult(numbers, logprobs)
 
 
 def _verify(engine: Engine, rows: RoundRows, drafts: Drafts, tree: Ancestry | None) -> tuple[Tensor | None, Tensor]:
     """The target's extend state [num_seqs, N + 1, width] (None where nobody wants it) and its logits
     [num_seqs * (N + 1), vocab_size] at the bonus token and the drafts."""
-    input_ids = torch.cat([rows.last_tokens.unsqueeze(1), drafts.tokens], dim=1)
-    num_nodes = input_ids.shape[1]
-    if tree is None:
-        depths, visible = torch.arange(num_nodes, device=input_ids.device), None
-    else:
-        depths, visible = tree.depths, Tree(rows.lengths, tree.visible.flatten(0, 1))
-    positions = rows.lengths.unsqueeze(1) + depths
+    input_ids, positions, visible = rows.last_tokens.unsqueeze(1), rows.lengths.unsqueeze(1), None
+    num_nodes = drafts.tokens.shape[1] + 1
+    if num_nodes > 1:
+        input_ids = torch.cat([input_ids, drafts.tokens], dim=1)
+        depths = torch.arange(num_nodes, device=input_ids.device) if tree is None else tree.depths
+        positions = positions + depths
+    if tree is not None:
+        visible = Tree(rows.lengths, tree.visible.flatten(0, 1))
     batch = ForwardBatch.uniform(
         input_ids, positions, rows.lengths + num_nodes, rows.block_table, engine.pool.page_size, visible
     )

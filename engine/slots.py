@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.advance import Columns, advance_
 from .copies import to_device
 from .drafters.base import Drafter, DraftState, RoundRows
 from .sampling_batch import FLOATS, INTS, SamplingBatch, columns
@@ -18,6 +19,7 @@ from .sampling_state import Needs, SamplingState
 MAX_MISSED = 64  # rows that a drafter can catch up on (the ring of DESIGN.md section 5)
 _LENGTH, _LAST_TOKEN = 0, 1  # before INTS
 _POSITION, _NUM_GENERATED, _TOP_K = (2 + INTS.index(name) for name in ("position", "num_generated", "top_k"))
+_COLUMNS = Columns((_LENGTH, _POSITION, _NUM_GENERATED), _LAST_TOKEN)
 _REPETITION = FLOATS.index("repetition_penalty")
 _PADDING_LENGTH = 1
 
@@ -45,11 +47,11 @@ class Slots:
             missed = drafter.hidden.allocate("extend", num_rows * (MAX_MISSED + 1), device)
             assert missed is not None
             self._missed, self._missed_rows = missed.view(num_rows, MAX_MISSED + 1, extend.width), missed
-        column = torch.zeros(2 + len(INTS), dtype=torch.int64)
+        column = torch.zeros(2 + len(INTS), dtype=torch.int64)  # padding: a greedy sequence of one token
         column[_LENGTH], column[_TOP_K] = _PADDING_LENGTH, 1  # of any rank but 0, which no row has
         self._padding_ints = column.to(device)
         self._free = list(range(num_slots - 1, -1, -1))
-        self._reset_padding()
+        self._ints[:, self.padding] = self._padding_ints
 
     @property
     def padding(self) -> int:
@@ -136,22 +138,26 @@ class Slots:
         self._stops = self._per_token(torch.bool) if self._stops is None else self._stops
 
     def advance(
-        self, index: Tensor, targets: Tensor, num_accepted: Tensor, draft: DraftState | None, needs: Needs
-    ) -> None:
-        """A round brought `targets` [num_seqs, K + 1] int64 up to column `num_accepted` [num_seqs], and the state for
-        the next one, None where nothing was drafted."""
-        ints, count = self._ints.index_select(1, index), num_accepted + 1
-        for column in (_LENGTH, _POSITION, _NUM_GENERATED):
-            ints[column] += count
-        ints[_LAST_TOKEN] = targets.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
-        self._ints.index_copy_(1, index, ints)
+        self,
+        index: Tensor,
+        targets: Tensor,
+        is_valid: Tensor,
+        num_accepted: Tensor,
+        draft: DraftState | None,
+        needs: Needs,
+    ) -> Tensor:
+        """A round brought `targets` [num_seqs, K + 1] int64 up to column `num_accepted` [num_seqs], where they are
+        `is_valid`, and the state for the next one, None where nothing was drafted. Returns what the host reads, as
+        `advance_ref_`."""
+        numbers = advance_(self._ints, _COLUMNS, index, targets, is_valid, num_accepted, self._padding_ints)
         if needs.penalizes and self._output_counts is not None:
             step = torch.arange(targets.shape[1], device=targets.device)
             is_new = (step <= num_accepted.unsqueeze(1)).to(torch.int32)
             self._output_counts.index_put_((index.unsqueeze(1), targets), is_new, accumulate=True)
+            self._output_counts[self.padding] = 0
         if draft is not None:
             self._draft.store(index, draft)
-        self._reset_padding()
+        return numbers
 
     def missed_row(self, slot: int, num_missed: int) -> int:
         """Where `keep_missed` puts a row of a sequence that has missed so many; from MAX_MISSED on they are lost."""
@@ -168,9 +174,3 @@ class Slots:
 
     def _per_token(self, dtype: torch.dtype) -> Tensor:
         return torch.zeros(self.num_slots + 1, self._vocab_size, dtype=dtype, device=self.device)
-
-    def _reset_padding(self) -> None:
-        """A greedy sequence of one token, whose pages are padding."""
-        self._ints[:, self.padding].copy_(self._padding_ints)
-        if self._output_counts is not None:
-            self._output_counts[self.padding] = 0

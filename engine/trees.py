@@ -94,6 +94,8 @@ class Path(NamedTuple):
 def accept_chain(drafts: Tensor, targets: Tensor, limits: Tensor) -> Path:
     """`drafts` [num_seqs, K], `targets` [num_seqs, K + 1] what the target samples after each node; at most `limits`
     [num_seqs] are accepted."""
+    if drafts.shape[1] == 0:
+        return Path(None, torch.zeros_like(limits))
     num_equal = (drafts == targets[:, :-1]).long().cumprod(1).sum(1)
     return Path(None, torch.minimum(num_equal, limits))
 

@@ -33,7 +33,7 @@ class FrozenOutput(NamedTuple):
     """What a forward brings."""
 
     recurrent: torch.Tensor  # [num_tokens, target's hidden_size]
-    logits: torch.Tensor  # [num_tokens, vocab_size] float32
+    logits: torch.Tensor  # [num_tokens, vocab_size], of the model's dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class FrozenKvHead:
             x = x + layer.attention_out(attend(q, source).view(num_tokens, -1))
             x = x + layer.down(layer.gate_up.gated(rms_norm(x, layer.mlp_norm, eps)))
         final = rms_norm(x, self._norm, eps)
-        return FrozenOutput(self._post_projection(final), self._lm_head(final).float())
+        return FrozenOutput(self._post_projection(final), self._lm_head(final))
 
     def _attention(self, batch: ForwardBatch, kv: torch.Tensor) -> Callable[[torch.Tensor, int], torch.Tensor]:
         """Attends queries [num_tokens, num_heads, head_dim] to a layer of the target."""

@@ -97,7 +97,7 @@ class Eagle3Head:
         return finish_layer(normed if self.is_norm_before_residual else x, both, 0, self.layer, attend, eps)
 
     def logits(self, recurrent: torch.Tensor) -> torch.Tensor:
-        own = self.lm_head(rms_norm(recurrent, self.norm, self.config.rms_norm_eps)).float()
+        own = self.lm_head(rms_norm(recurrent, self.norm, self.config.rms_norm_eps))
         if self.target_ids is None:
             return own
         return own.new_full((own.shape[0], self.vocab_size), float("-inf")).index_copy_(1, self.target_ids, own)

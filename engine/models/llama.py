@@ -73,5 +73,5 @@ class LlamaModel:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Rows of `forward`'s result, [num_rows, hidden_size] -> [num_rows, vocab_size] float32."""
-        return self.weights.lm_head(hidden).float()
+        """Rows of `forward`'s result, [num_rows, hidden_size] -> [num_rows, vocab_size] of the model's dtype."""
+        return self.weights.lm_head(hidden)

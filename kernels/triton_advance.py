@@ -1,0 +1,63 @@
+"""`advance_` of kernels/advance.py: a program for each sequence."""
+
+# ruff: noqa: N803
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .advance import Columns
+
+
+def advance_(
+    table: Tensor,
+    columns: Columns,
+    index: Tensor,
+    targets: Tensor,
+    is_valid: Tensor,
+    num_accepted: Tensor,
+    resting: Tensor,
+) -> Tensor:
+    """`advance_ref_`; rows and last dimensions contiguous."""
+    (num_columns, num_rows), (num_seqs, num_targets) = table.shape, targets.shape
+    assert index.shape == num_accepted.shape == (num_seqs,) and is_valid.shape == targets.shape, targets.shape
+    assert resting.shape == (num_columns,) and table.is_contiguous() and resting.is_contiguous(), resting.shape
+    assert targets.is_contiguous() and is_valid.is_contiguous(), (targets.stride(), is_valid.stride())
+    numbers = torch.empty((num_seqs, num_targets + 2), dtype=torch.int64, device=table.device)
+    _advance_kernel[(num_seqs,)](
+        numbers, table, index, targets, is_valid, num_accepted, resting, num_rows, num_targets, num_columns,
+        COUNTS=sum(1 << column for column in columns.counts), LAST_TOKEN=columns.last_token,
+        COLUMNS=triton.next_power_of_2(num_columns), TARGETS=triton.next_power_of_2(num_targets), num_warps=1,
+    )  # fmt: skip
+    return numbers
+
+
+@triton.jit(do_not_specialize=("num_rows", "num_targets"))
+def _advance_kernel(
+    numbers_ptr, table_ptr, index_ptr, targets_ptr, is_valid_ptr, num_accepted_ptr, resting_ptr,
+    num_rows, num_targets, num_columns,
+    COUNTS: tl.constexpr, LAST_TOKEN: tl.constexpr, COLUMNS: tl.constexpr, TARGETS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (num_seqs). Bit c of COUNTS: column c counts."""
+    seq = tl.program_id(0)
+    row, num_accepted = tl.load(index_ptr + seq), tl.load(num_accepted_ptr + seq)
+    step, column = tl.arange(0, TARGETS), tl.arange(0, COLUMNS)
+    is_step = step < num_targets
+    targets = tl.load(targets_ptr + seq * num_targets + step, mask=is_step, other=0)
+    is_valid = tl.load(is_valid_ptr + seq * num_targets + step, mask=is_step, other=0) != 0
+    numbers_ptr += seq * (num_targets + 2)
+    tl.store(numbers_ptr, num_accepted)
+    tl.store(numbers_ptr + 1, tl.min(tl.where(is_valid, num_targets, step), 0).to(tl.int64))
+    tl.store(numbers_ptr + 2 + step, targets, mask=is_step)
+
+    at = table_ptr + column.to(tl.int64) * num_rows + row
+    value = tl.load(at, mask=column < num_columns, other=0)
+    value += tl.where((COUNTS >> column) & 1 != 0, num_accepted + 1, 0)
+    last_token = tl.sum(tl.where(step == num_accepted, targets, 0), 0)
+    value = tl.where(column == LAST_TOKEN, last_token, value)
+    resting = tl.load(resting_ptr + column, mask=column < num_columns, other=0)
+    tl.store(at, tl.where(row == num_rows - 1, resting, value), mask=column < num_columns)
