@@ -40,7 +40,7 @@ class Rig(Cluster):
 
     def __init__(self, directory: Path, model: Path, flags: list[str], *, nodes: Iterable[str] = NODES, seed: int = 0):
         directory.mkdir(parents=True, exist_ok=True)
-        super().__init__(directory, model)
+        super().__init__(directory, model, is_forked=True)
         self.flags = flags
         self.nodes_wanted = tuple(nodes)
         self.lines = Lines(seed)

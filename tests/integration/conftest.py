@@ -28,7 +28,7 @@ def new_cluster(request: pytest.FixtureRequest, tmp_path: Path, model_dir: Path)
     def make(model: Path | None = model_dir) -> Cluster:
         directory = tmp_path / f"cluster-{len(clusters)}"
         directory.mkdir()
-        clusters.append(Cluster(directory, model))
+        clusters.append(Cluster(directory, model, is_forked=True))
         return clusters[-1]
 
     yield make

@@ -13,17 +13,20 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+from forked import Forked
 
 READY_S = 60.0
 IDLE_S = 30.0  # how long the books may take to balance after the last answer
@@ -31,11 +34,19 @@ EXIT_S = 20.0
 TAIL_LINES = 40
 
 
+PORTS = range(10_000, 32_000)  # below those that the kernel gives to whoever asks for any, a client's end for one
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """A port of 127.0.0.1 on which nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port of 127.0.0.1 on which nothing listens, and that nobody is given by chance before it is used."""
+    while True:
+        port = random.SystemRandom().choice(PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            if port not in _given:
+                _given.add(port)
+                return port
 
 
 @dataclass(slots=True)
@@ -43,7 +54,7 @@ class Process:
     """One started process and its log."""
 
     name: str
-    popen: subprocess.Popen[bytes]
+    popen: subprocess.Popen[bytes] | Forked
     log_path: Path
     is_expected_to_run: bool = True
 
@@ -75,7 +86,9 @@ class Cluster:
     ready_s = READY_S
     exit_s = EXIT_S  # what a process may take to go
 
-    def __init__(self, directory: Path, model: Path | None) -> None:
+    def __init__(self, directory: Path, model: Path | None, *, is_forked: bool = False) -> None:
+        """`is_forked`: its processes start as tests/support/forked.py says, in a tenth of the time."""
+        self.is_forked = is_forked
         self.directory = directory
         self.model = model
         self.processes: dict[str, Process] = {}
@@ -130,15 +143,11 @@ class Cluster:
         """`baton *argv` in a process group of its own, its output in a log of its own."""
         log_path = self.directory / f"{name}-{len(list(self.directory.glob(f'{name}-*.log')))}.log"
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self.environ(name)}
-        with log_path.open("wb") as log:
-            popen = subprocess.Popen(
-                [sys.executable, "-P", *self.entries.get(name, ["-m", "baton.deploy.cli"]), *argv],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environ,
-                process_group=0,
-            )
+        log_path.touch()
+        if self.is_forked and name not in self.entries:
+            popen = Forked(argv, log_path, environ)
+        else:
+            popen = _start(self.entries.get(name, ["-m", "baton.deploy.cli"]), argv, log_path, environ)
         self.processes[name] = Process(name, popen, log_path)
         return self.processes[name]
 
@@ -284,6 +293,18 @@ class Cluster:
         for name, books in self.ledger(flush=True)["nodes"].items():
             size = next(node["capacity"]["num_pages"] for node in self.nodes() if node["node_id"] == name)
             assert books["pool"]["free"] == size, f"{name}: {books['pool']} of {size}"
+
+
+def _start(entry: list[str], argv: Sequence[str], log_path: Path, environ: dict[str, str]) -> subprocess.Popen[bytes]:
+    with log_path.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-P", *entry, *argv],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environ,
+            process_group=0,
+        )
 
 
 def held(ledger: dict[str, Any]) -> list[str]:

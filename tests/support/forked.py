@@ -1,0 +1,65 @@
+"""Processes of the `baton` command, forked from one that has imported what they need.
+
+Importing torch takes most of a node's start. The command itself, from a bare interpreter, is what test_up.py and
+test_http.py start; here the same function runs with the same arguments, in a process, group, log and environment of
+its own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_PRELOAD = [f"baton.{name}" for name in ("prefill_node.main", "decode_node.main", "router.main", "deploy.cli")]
+_PRELOAD += ["baton.kernels.numba_kernels", "pytest"]  # pytest: a child imports its parent's main module
+
+
+class Forked:
+    """What the tests use of a `subprocess.Popen`."""
+
+    def __init__(self, argv: Sequence[str], log: Path, environ: dict[str, str]) -> None:
+        """`baton *argv`, its output at the end of `log`."""
+        context: Any = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)  # read when the server starts, with the first process
+        self._process = context.Process(target=_run, args=(list(argv), str(log), environ), daemon=True)
+        self._process.start()
+        self.pid: int = self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status. Raises subprocess.TimeoutExpired."""
+        self._process.join(timeout)
+        status = self.poll()
+        if status is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _run(argv: list[str], log: str, environ: dict[str, str]) -> None:
+    """The child."""
+    os.setpgid(0, 0)
+    for fd, flags, path in ((0, os.O_RDONLY, os.devnull), (1, os.O_WRONLY | os.O_APPEND, log)):
+        opened = os.open(path, flags)
+        os.dup2(opened, fd)
+        os.close(opened)
+    os.dup2(1, 2)
+    os.environ.clear()
+    os.environ.update(environ)
+    from baton.deploy.cli import main
+
+    sys.exit(main(argv))
