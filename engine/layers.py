@@ -91,21 +91,17 @@ def fits_half(weight: torch.Tensor) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Residual:
-    """The residual stream of a forward, which sublayers read normed and add to. Few rows on CUDA: a product norms what
-    it reads and adds what it brings; else what a sublayer brings is added by the norm that reads it next."""
+    """The residual stream of a forward, which sublayers read normed and add to. One row on CUDA: the products add what
+    they bring, and that of gate and up norms what it reads (that of q, k and v has too few rows of weights to each
+    program to gain by it); else what a sublayer brings is added by the norm that reads it next."""
 
     hidden: torch.Tensor  # [num_tokens, hidden_size], added to in place
     eps: float
     _delta: torch.Tensor | None = None  # still to be added
 
-    def product(self, linear: Linear, norm: torch.Tensor) -> torch.Tensor:
-        """Of the normed stream: [num_tokens, hidden_size] -> [num_tokens, out_size]; `norm` [hidden_size]."""
-        if self._delta is None and linear.fuses(self.hidden):
-            return linear(self.hidden, norm=Norm(norm, self.eps))
-        return linear(self.normed(norm))
-
     def gated_product(self, linear: Linear, norm: torch.Tensor) -> torch.Tensor:
-        """`Linear.gated` of the normed stream."""
+        """`Linear.gated` of the normed stream: [num_tokens, hidden_size] -> [num_tokens, out_size / 2]; `norm`
+        [hidden_size]."""
         if self._delta is None and linear.fuses(self.hidden, is_gated=True):
             return linear.gated(self.hidden, norm=Norm(norm, self.eps))
         return linear.gated(self.normed(norm))

@@ -13,24 +13,23 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_MAX_DEPENDENT_ROWS = 1
-
 
 def compiled(tensor: torch.Tensor) -> bool:
     """Whether the kernels of kernels/triton_*.py serve tensors of this device."""
     return tensor.is_cuda and _has_triton()
 
 
-def dependent_launch(num_rows: int) -> bool:
-    """Whether kernels of so many rows are launched while the one before still runs (programmatic dependent launch):
-    each fetches what no kernel writes, its weights, then waits for the end of all kernels before it. It pays where a
-    step is many short kernels, and costs more than it brings where many rows make them long (docs/performance.md)."""
-    return num_rows <= _MAX_DEPENDENT_ROWS and _has_dependent_launch()
-
-
 @functools.cache
-def _has_dependent_launch() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+def dependent_launch() -> bool:
+    """Whether kernels are launched while the one before still runs (programmatic dependent launch, compute capability
+    9.0). Such a kernel fetches what no kernel of a layer writes, weights and the plan of a forward, and then waits for
+    the end of the one before it, as that one did. A plan is written by kernels that are launched plainly.
+
+    When it lets the next one start is a matter of speed alone: at once where it is short or all its loads are under
+    way, at its end where programs of the next would take the place of its own. BATON_DEPENDENT_LAUNCH=0 is for comparing."""
+    if os.environ.get("BATON_DEPENDENT_LAUNCH") == "0" or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability() >= (9, 0)
 
 
 @functools.cache

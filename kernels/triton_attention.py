@@ -128,7 +128,7 @@ def decode_attention(
     tiles = tiles or DecodeTiles.choose(q, kv_layer, num_seqs, max_pages)
     assert plan.visible is None or tiles.block_n <= 64, tiles
     group, num_splits, visible = num_heads // num_kv_heads, tiles.num_splits, plan.visible
-    dependent = gpu.dependent_launch(num_tokens)
+    dependent = gpu.dependent_launch()
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     parts = stats = None
     if num_splits > 1:
@@ -265,9 +265,6 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: (kv heads * tiles of rows, splits, sequences)."""
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
     kv_head, tile = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
     split, seq = tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
@@ -298,6 +295,9 @@ def _decode_kernel(
     is_dim = dims[None, :] < HEAD_DIM
     out_rows = batch_tokens.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
     q_rows = batch_tokens.to(tl.int64) * q_stride + heads * HEAD_DIM
+    pages = load_pages(table_ptr, begin, end, PAGE_SIZE, BLOCK_N)
+    if DEPENDENT:
+        gdc_wait()
     q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=is_row[:, None] & is_dim, other=0.0)
     k_ptrs = kv_ptr + kv_head * (PAGE_SIZE * HEAD_DIM) + dims[None, :]
     V_OFFSET: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
@@ -308,7 +308,6 @@ def _decode_kernel(
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     highest = tl.full([BLOCK_M], -3.4028234663852886e38, tl.float32)
-    pages = load_pages(table_ptr, begin, end, PAGE_SIZE, BLOCK_N)
     for first in range(begin, end, BLOCK_N):
         slots = first + tl.arange(0, BLOCK_N)
         is_inside = slots < end
@@ -334,6 +333,8 @@ def _decode_kernel(
         v = tl.load(tile_ptrs + V_OFFSET, mask=is_loaded, other=0.0)
         sums, total, highest = weigh(scores, scale, v, sums, total, highest)
 
+    if DEPENDENT:
+        gdc_launch_dependents()
     is_stored = is_row[:, None] & is_dim
     if HAS_PARTS:
         part_rows = out_rows * num_splits + split

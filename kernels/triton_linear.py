@@ -56,9 +56,9 @@ ROW_CLASSES = (1, 4, 8, 16, 32)
 # Measured on an H200 by tests/benchmarks/bench_kernels_dense.py; other shapes take `_default`.
 Table = dict[tuple[int, int], tuple[Config | None, ...]]
 TABLE: Table = {
-    (3072, 2048): (Config("vector", 4, 2048, 4, 4, 1), None, None, None, None),
+    (3072, 2048): (Config("vector", 8, 2048, 4, 4, 1), None, None, None, None),
     (2048, 2048): (
-        Config("vector", 2, 2048, 8, 4, 1),
+        Config("vector", 1, 2048, 4, 4, 1),
         Config("vector", 4, 2048, 4, 4, 1),
         Config("dot", 64, 128, 4, 5, 4),
         Config("dot", 64, 64, 4, 6, 4),
@@ -72,7 +72,7 @@ TABLE: Table = {
         Config("dot", 64, 128, 4, 3, 1),
     ),
     (2048, 8192): (
-        Config("vector", 1, 8192, 4, 4, 1),
+        Config("vector", 1, 8192, 8, 4, 1),
         Config("dot", 64, 128, 4, 5, 4),
         Config("dot", 64, 128, 4, 5, 4),
         Config("dot", 64, 128, 4, 5, 4),
@@ -86,14 +86,14 @@ TABLE: Table = {
         Config("dot", 64, 64, 4, 6, 1),
     ),
     (6144, 4096): (
-        Config("vector", 1, 4096, 8, 4, 1),
+        Config("vector", 2, 4096, 4, 4, 1),
         Config("dot", 64, 128, 4, 5, 1),
         Config("dot", 64, 128, 4, 5, 1),
         Config("dot", 64, 128, 4, 5, 1),
         Config("dot", 64, 128, 4, 5, 1),
     ),
     (4096, 4096): (
-        Config("vector", 1, 2048, 8, 4, 1),
+        Config("vector", 2, 2048, 8, 4, 1),
         Config("dot", 64, 128, 4, 3, 4),
         Config("dot", 64, 128, 4, 5, 2),
         Config("dot", 64, 128, 4, 5, 2),
@@ -101,7 +101,7 @@ TABLE: Table = {
     ),
     (28672, 4096): (Config("vector", 1, 2048, 8, 4, 1), None, None, None, None),
     (4096, 14336): (
-        Config("vector", 1, 4096, 8, 4, 1),
+        Config("vector", 1, 16384, 8, 4, 1),
         Config("dot", 64, 128, 4, 5, 2),
         Config("dot", 64, 128, 4, 5, 2),
         Config("dot", 64, 128, 4, 5, 2),
@@ -118,14 +118,14 @@ TABLE: Table = {
 # block_n counts rows of the gate, each with one of up
 GATED_TABLE: Table = {
     (16384, 2048): (
-        Config("vector", 1, 2048, 8, 4, 1),
+        Config("vector", 4, 2048, 8, 4, 1),
         Config("dot", 64, 64, 4, 6, 1),
         Config("dot", 64, 64, 4, 6, 1),
         Config("dot", 64, 64, 4, 6, 1),
         Config("dot", 64, 64, 4, 6, 1),
     ),
     (28672, 4096): (
-        Config("vector", 1, 2048, 8, 4, 1),
+        Config("vector", 2, 4096, 8, 4, 1),
         Config("dot", 128, 128, 8, 3, 1),
         Config("dot", 64, 128, 4, 3, 1),
         Config("dot", 64, 128, 4, 3, 1),
@@ -157,7 +157,7 @@ def linear(
         _launch(x, weight, bias, out, config, norm=norm, adds=residual is not None)
         return out
     assert norm is None and residual is None, config
-    dependent = gpu.dependent_launch(num_rows)
+    dependent = gpu.dependent_launch()
     parts = torch.empty((config.split_k, num_rows, out_size), dtype=torch.float32, device=x.device)
     _launch(x, weight, None, parts, config)
     _sum_kernel[(num_rows, triton.cdiv(out_size, _SUM_BLOCK))](
@@ -199,8 +199,10 @@ def choose(x: Tensor, weight: Tensor, *, is_gated: bool = False) -> Config | Non
 
 def _default(num_rows: int, out_size: int, in_size: int, is_gated: bool) -> Config:
     """For shapes that were not measured: enough programs for about two on each of some 130 processors."""
+    if num_rows == 1 and is_gated:  # rows enough to share the norm
+        return Config("vector", 2 if in_size > 2048 else 4, triton.next_power_of_2(in_size), 8)
     if num_rows == 1:
-        is_large = not is_gated and out_size * in_size >= 1 << 25
+        is_large = out_size * in_size >= 1 << 25
         return Config("vector", 2 if is_large else 1, min(2048, triton.next_power_of_2(in_size)))
     if is_gated:
         return Config("dot", 32, 128)
@@ -244,7 +246,7 @@ def _launch(
         )
         return
     assert norm is None and not adds, config
-    grid, dependent = (triton.cdiv(size, config.block_n), config.split_k), gpu.dependent_launch(num_rows)
+    grid, dependent = (triton.cdiv(size, config.block_n), config.split_k), gpu.dependent_launch()
     part = triton.cdiv(in_size, config.split_k * config.block_k) * config.block_k  # columns of a program
     _dot_kernel[grid](
         x, weight, weight if bias is None else bias, out, num_rows, size, in_size, x.stride(0), part,

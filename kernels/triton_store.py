@@ -75,7 +75,7 @@ def norm_rotate_store(
     assert qkv.stride(1) == 1 and cos.is_contiguous() and sin.is_contiguous() and kv_layer.is_contiguous()
     assert qkv.dtype == kv_layer.dtype and all(norm.shape == (head_dim,) for norm in norms or ()), (qkv.dtype, norms)
     q_norm, k_norm = (None, None) if norms is None else norms
-    dependent = gpu.dependent_launch(num_tokens)
+    dependent = gpu.dependent_launch()
     _store_kernel[(num_tokens, triton.cdiv(num_all_heads, _HEADS))](
         qkv, cos, sin, kv_layer, rows, q_norm, k_norm, qkv.stride(0), eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, PAGE_SIZE=page_size, HEAD_DIM=head_dim,
@@ -126,7 +126,6 @@ def _store_kernel(
     """Grid: (num_tokens, all heads / HEADS). A program has [HEADS, HALF] numbers of either half of its heads."""
     if DEPENDENT:
         gdc_launch_dependents()
-        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     dims = tl.arange(0, HALF)[None, :]
@@ -135,13 +134,15 @@ def _store_kernel(
     is_q, is_rotated = heads < NUM_HEADS, heads < NUM_HEADS + NUM_KV_HEADS
     row = tl.load(rows_ptr + token)
     source = qkv_ptr + token * qkv_stride + heads * HEAD_DIM + dims
-    a = tl.load(source, mask=inside, other=0.0)
-    b = tl.load(source + half, mask=inside, other=0.0)
     turn = token * HEAD_DIM + dims
     cos_a = tl.load(cos_ptr + turn, mask=dims < half, other=0.0).to(tl.float32)
     cos_b = tl.load(cos_ptr + turn + half, mask=dims < half, other=0.0).to(tl.float32)
     sin_a = tl.load(sin_ptr + turn, mask=dims < half, other=0.0).to(tl.float32)
     sin_b = tl.load(sin_ptr + turn + half, mask=dims < half, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        gdc_wait()
+    a = tl.load(source, mask=inside, other=0.0)
+    b = tl.load(source + half, mask=inside, other=0.0)
     x, y = a.to(tl.float32), b.to(tl.float32)
     if q_norm_ptr is not None:
         scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / HEAD_DIM + eps)[:, None]

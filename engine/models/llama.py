@@ -62,10 +62,10 @@ class LlamaModel:
         stream = Residual(F.embedding(batch.input_ids, self.weights.embedding), self.config.rms_norm_eps)
         aux: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.weights.layers):
-            qkv = stream.product(layer.qkv, layer.attention_norm)
+            normed = stream.normed(layer.attention_norm)
             if index in aux_layers:
-                aux[index] = stream.settled().clone()
-            stream.add(layer.attention_out, attend(index, layer, qkv))
+                aux[index] = stream.hidden.clone()
+            stream.add(layer.attention_out, attend(index, layer, layer.qkv(normed)))
             stream.add(layer.down, stream.gated_product(layer.gate_up, layer.mlp_norm))
         final = stream.normed(self.weights.norm)
         aux[len(self.weights.layers)] = stream.settled()

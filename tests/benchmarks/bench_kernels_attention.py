@@ -1,6 +1,6 @@
 """Attention kernels on a GPU, at the shapes of an 8B model: 32 heads, 8 kv heads of 128, bfloat16.
 
-    python tests/benchmarks/bench_kernels_attention.py [--only decode|verify|extend|store] [--sweep] [--dependent]
+    python tests/benchmarks/bench_kernels_attention.py [--only decode|verify|extend|store] [--sweep]
 
 Every time is that of a CUDA graph over as many layers as exceed the L2 cache several times, divided by the layers; the
 median of its replays. Decode is compared with reading its keys and values once at 4.7 TB/s (a streaming sum on one
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -21,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from baton.kernels import gpu
 from baton.kernels.attention import Tree, paged_attention_ref
 from baton.kernels.triton_attention import DecodeTiles, Plan, decode_attention
 from baton.kernels.triton_extend import ExtendTiles, extend_attention
@@ -65,9 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("decode", "verify", "extend", "store"))
     parser.add_argument("--sweep", action="store_true", help="try other tiles too")
-    parser.add_argument("--dependent", action="store_true", help="launches start before the ones before end")
     args = parser.parse_args()
-    gpu._MAX_DEPENDENT_ROWS = sys.maxsize if args.dependent else 0
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     if args.only in (None, "decode"):
         for page_size, num_seqs in itertools.product((16, 64), (1, 8, 64, 256)):

@@ -22,6 +22,7 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -101,7 +102,8 @@ def random(*shape: int, scale: float = 1.0, dtype: torch.dtype = DTYPE) -> Tenso
 
 
 def set_dependent_launch(is_on: bool) -> None:
-    gpu._MAX_DEPENDENT_ROWS = triton_linear.MAX_ROWS if is_on else 0
+    os.environ["BATON_DEPENDENT_LAUNCH"] = "1" if is_on else "0"
+    gpu.dependent_launch.cache_clear()
 
 
 # --- noise and the small kernels --------------------------------------------------------------------------------------
@@ -374,7 +376,7 @@ def torch_product(linear: Linear) -> Callable[[Tensor], Tensor]:
 def triton_step(hidden: Tensor, layers: list[list[Linear]], head: Linear, norm: Tensor) -> Tensor:
     stream = Residual(hidden.clone(), 1e-5)
     for qkv, out, gate_up, down in layers:
-        attended = stream.product(qkv, norm)[:, : stream.hidden.shape[1]]
+        attended = qkv(stream.normed(norm))[:, : stream.hidden.shape[1]]
         stream.add(out, attended)
         stream.add(down, stream.gated_product(gate_up, norm))
     return head(stream.normed(norm)).float()

@@ -32,7 +32,7 @@ def by_stream(hidden: torch.Tensor, num_layers: int) -> tuple[torch.Tensor, torc
     (mix, gate_up, down), norms = layers(hidden.dtype)
     stream = Residual(hidden.clone(), EPS)
     for _ in range(num_layers):
-        stream.add(mix, stream.product(mix, norms[0]))
+        stream.add(mix, mix(stream.normed(norms[0])))
         stream.add(down, stream.gated_product(gate_up, norms[1]))
     return stream.normed(norms[2]), stream.settled()
 
