@@ -94,7 +94,7 @@ class RoundGraphs(Generic[Result]):
         read it before the next replay. A kind of sampling that nobody asked for before is captured now."""
         key = _Key(len(inputs.slots), shape, covering(needs))
         captured = self._captured.get(key) or self._capture(key)
-        self._inputs[key.size].block.copy_(inputs.block, non_blocking=True)
+        self._inputs[key.size].copy_(inputs)
         captured.graph.replay()
         return captured.result
 

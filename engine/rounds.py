@@ -113,6 +113,8 @@ class Rounds:
         self.stats = RoundStats([0] * self.shape.num_steps)
         num_tokens = engine.context_len + 2 * self.shape.num_slots + engine.speculation.hidden.num_target_rows
         self._num_columns = -(-num_tokens // engine.pool.page_size) + 1
+        # pages that a round may run past those of its sequences, into padding
+        self._num_spare = -(-2 * self.shape.num_slots // engine.pool.page_size) + 1
         self._buckets = {size: deque(self._allocate_two(size)) for size in sorted(buckets)}
         self._graphs: RoundGraphs[RoundResult] | None = None
 
@@ -159,7 +161,7 @@ class Rounds:
                 limits = self._catch_up(sequences, limits)
             needs = Needs.any_of(sequence.sampling.needs for sequence in sequences)
             result = self._run(self._fill(sequences, limits, shape), shape, needs)
-            numbers = to_host(result.numbers[: len(sequences)])
+            numbers = _numbers_to_host(result.numbers[: len(sequences)])
             logprobs = result.logprobs
             if logprobs is not None:
                 num_rows = len(sequences) * (numbers.shape[1] - _COUNTS)
@@ -242,16 +244,19 @@ class Rounds:
             inputs = self._buckets[size][0]
         else:
             inputs = self._allocate(size)
-        slots, columns, missed, table = (each.numpy() for each in inputs[1:5])
+        num_columns = min(max(len(sequence.pages) for sequence in sequences) + self._num_spare, self._num_columns)
+        inputs = inputs.using(num_columns)
+        slots, most, missed = inputs.slots.numpy(), inputs.limits.numpy(), inputs.missed_rows.numpy()
+        table = inputs.block_table[:, :num_columns].numpy()
         slots[:num_seqs] = [_slot(sequence) for sequence in sequences]
-        columns[:num_seqs] = limits
+        most[:num_seqs] = limits
         missed[:num_seqs] = [self.slots.missed_row(_slot(sequence), sequence.num_missed) for sequence in sequences]
         for row, sequence in enumerate(sequences):
             num_pages = len(sequence.pages)
             table[row, :num_pages] = sequence.pages
             table[row, num_pages:] = 0
         padding = self.slots.padding
-        slots[num_seqs:], columns[num_seqs:], table[num_seqs:] = padding, 0, 0
+        slots[num_seqs:], most[num_seqs:], table[num_seqs:] = padding, 0, 0
         missed[num_seqs:] = self.slots.missed_row(padding, 0)
         if isinstance(self.drafter, NgramDrafter) and shape.num_steps:
             found = [
@@ -330,3 +335,12 @@ class Rounds:
 def _slot(sequence: Running) -> int:
     assert sequence.slot is not None, "the sequence was not admitted"
     return sequence.slot
+
+
+def _numbers_to_host(numbers: Tensor) -> Tensor:
+    """`to_host` of what every round brings. Every round is collected, so its memory stays until the copy is done."""
+    if not gpu.compiled(numbers):
+        return to_host(numbers)
+    from ..kernels.triton_copies import copy_numbers_
+
+    return copy_numbers_(torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda), numbers)

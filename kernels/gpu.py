@@ -26,7 +26,8 @@ def dependent_launch() -> bool:
     the end of the one before it, as that one did. A plan is written by kernels that are launched plainly.
 
     When it lets the next one start is a matter of speed alone: at once where it is short or all its loads are under
-    way, at its end where programs of the next would take the place of its own. BATON_DEPENDENT_LAUNCH=0 is for comparing."""
+    way, at its end where programs of the next would take the place of its own. BATON_DEPENDENT_LAUNCH=0 is for
+    comparing."""
     if os.environ.get("BATON_DEPENDENT_LAUNCH") == "0" or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability() >= (9, 0)

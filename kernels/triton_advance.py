@@ -22,29 +22,33 @@ def advance_(
     num_accepted: Tensor,
     resting: Tensor,
 ) -> Tensor:
-    """`advance_ref_`; rows and last dimensions contiguous."""
+    """`advance_ref_`; all contiguous but `index`."""
     (num_columns, num_rows), (num_seqs, num_targets) = table.shape, targets.shape
     assert index.shape == num_accepted.shape == (num_seqs,) and is_valid.shape == targets.shape, targets.shape
     assert resting.shape == (num_columns,) and table.is_contiguous() and resting.is_contiguous(), resting.shape
-    assert targets.is_contiguous() and is_valid.is_contiguous(), (targets.stride(), is_valid.stride())
+    assert num_accepted.is_contiguous() and targets.is_contiguous() and is_valid.is_contiguous(), (
+        targets.stride(),
+        is_valid.stride(),
+    )
     numbers = torch.empty((num_seqs, num_targets + 2), dtype=torch.int64, device=table.device)
     _advance_kernel[(num_seqs,)](
-        numbers, table, index, targets, is_valid, num_accepted, resting, num_rows, num_targets, num_columns,
+        numbers, table, index, targets, is_valid, num_accepted, resting,
+        index.stride(0), num_rows, num_targets, num_columns,
         COUNTS=sum(1 << column for column in columns.counts), LAST_TOKEN=columns.last_token,
         COLUMNS=triton.next_power_of_2(num_columns), TARGETS=triton.next_power_of_2(num_targets), num_warps=1,
     )  # fmt: skip
     return numbers
 
 
-@triton.jit(do_not_specialize=("num_rows", "num_targets"))
+@triton.jit(do_not_specialize=("index_stride", "num_rows", "num_targets"))
 def _advance_kernel(
     numbers_ptr, table_ptr, index_ptr, targets_ptr, is_valid_ptr, num_accepted_ptr, resting_ptr,
-    num_rows, num_targets, num_columns,
+    index_stride, num_rows, num_targets, num_columns,
     COUNTS: tl.constexpr, LAST_TOKEN: tl.constexpr, COLUMNS: tl.constexpr, TARGETS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (num_seqs). Bit c of COUNTS: column c counts."""
     seq = tl.program_id(0)
-    row, num_accepted = tl.load(index_ptr + seq), tl.load(num_accepted_ptr + seq)
+    row, num_accepted = tl.load(index_ptr + seq * index_stride), tl.load(num_accepted_ptr + seq)
     step, column = tl.arange(0, TARGETS), tl.arange(0, COLUMNS)
     is_step = step < num_targets
     targets = tl.load(targets_ptr + seq * num_targets + step, mask=is_step, other=0)

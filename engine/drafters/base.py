@@ -89,7 +89,7 @@ class RoundRows:
 
     lengths: Tensor  # [num_seqs] int64, L
     last_tokens: Tensor  # [num_seqs] int64, the bonus
-    block_table: Tensor  # [num_seqs, num_columns] int64; columns without a page name page 0, the padding
+    block_table: Tensor  # [num_seqs, num_columns] int64; those that a round reaches beyond a row's pages name page 0
     sampling: SamplingBatch  # of the token at L + 1
     draft: DraftState
     proposed: Tensor | None = None  # [num_seqs, max_steps] int64, by a drafter that proposes on the host

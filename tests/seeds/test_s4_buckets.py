@@ -19,9 +19,11 @@ from node_pair import params
 from scratch import check_against_scratch, check_state
 from solo import POISON, Running, Solo, caught, coach
 
+from baton.engine import slots
 from baton.engine.round_inputs import RoundInputs
 from baton.engine.rounds import Rounds
-from baton.engine.slots import MAX_MISSED, Slots
+from baton.engine.slots import MAX_MISSED
+from baton.kernels.advance import advance_ref_
 from baton.metadata.request import SamplingParams
 
 LENS = (7, 12, 3)
@@ -82,13 +84,14 @@ def spoil(solo: Solo, sequences: Sequence[Running]) -> None:
     victim = sequences[0]
     assert victim.slot is not None
     for inputs in itertools.chain(*solo.rounds._buckets.values()):
-        for each, value in zip(inputs[1:], (victim.slot, 5, 3, victim.pages[0], 1), strict=True):
+        named = (inputs.slots, inputs.limits, inputs.missed_rows, inputs.proposed, inputs.block_table)
+        for each, value in zip(named, (victim.slot, 5, 3, 1, victim.pages[0]), strict=True):
             each.fill_(value)
-    slots = solo.rounds.slots
-    for _, value in slots._draft.present():
-        value[slots.padding] = POISON if value.is_floating_point() else 7
-    if slots._missed is not None:
-        slots._missed[slots.padding] = POISON
+    held = solo.rounds.slots
+    for _, value in held._draft.present():
+        value[held.padding] = POISON if value.is_floating_point() else 7
+    if held._missed is not None:
+        held._missed[held.padding] = POISON
     for kv in solo.engine._kvs:
         kv[:, 0] = POISON
     for sequence in sequences:
@@ -196,7 +199,14 @@ def test_wrong_static_inputs_are_caught(
 
 def test_a_padding_row_that_is_not_reset_is_caught(make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch) -> None:
     bucketed, direct = make_solo("eagle3", 2), make_solo("eagle3")
-    monkeypatch.setattr(Slots, "_reset_padding", lambda self: None)
+
+    def advance_all_(table: torch.Tensor, *others: Any) -> torch.Tensor:
+        advanced, numbers = table.clone(), advance_ref_(table, *others)
+        table[:, -1] = advanced[:, -1]
+        table[0, -1] += 1
+        return numbers
+
+    monkeypatch.setattr(slots, "advance_", advance_all_)
     with caught():
         check(bucketed, direct, monkeypatch)
 
