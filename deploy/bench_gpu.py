@@ -170,6 +170,7 @@ def speculate(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
     del engine
     sequences = start(rounds.engine, rounds, batch, 8 * NUM_STEPS + 64)
     row: dict[str, Any] = {"batch": batch}
+    run_rounds(rounds, sequences, rounds.shape.with_steps(0), 4)
     plain_s = run_rounds(rounds, sequences, rounds.shape.with_steps(0), 24)
     stop(rounds.engine, rounds, sequences)
     for steps in sorted({2, 3, rounds.shape.num_steps}):

@@ -128,6 +128,7 @@ class Rounds:
         with torch.inference_mode():
             self._graphs = RoundGraphs(self._run_captured, inputs, self.slots.padding)
             self._graphs.capture(shapes, (GREEDY, SAMPLED))
+        self.measure(1, 0)  # compiles what surrounds a graph
 
     def admit(self, sequence: Running, length: int, draft: DraftState | None) -> None:
         """Give a sequence a slot: `length` tokens have KV, one more is known."""

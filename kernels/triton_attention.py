@@ -128,7 +128,7 @@ def decode_attention(
     tiles = tiles or DecodeTiles.choose(q, kv_layer, num_seqs, max_pages)
     assert plan.visible is None or tiles.block_n <= 64, tiles
     group, num_splits, visible = num_heads // num_kv_heads, tiles.num_splits, plan.visible
-    dependent = gpu.dependent_launch()
+    dependent = gpu.dependent_launch(num_tokens)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     parts = stats = None
     if num_splits > 1:

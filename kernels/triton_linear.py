@@ -157,7 +157,7 @@ def linear(
         _launch(x, weight, bias, out, config, norm=norm, adds=residual is not None)
         return out
     assert norm is None and residual is None, config
-    dependent = gpu.dependent_launch()
+    dependent = gpu.dependent_launch(num_rows)
     parts = torch.empty((config.split_k, num_rows, out_size), dtype=torch.float32, device=x.device)
     _launch(x, weight, None, parts, config)
     _sum_kernel[(num_rows, triton.cdiv(out_size, _SUM_BLOCK))](
@@ -246,7 +246,7 @@ def _launch(
         )
         return
     assert norm is None and not adds, config
-    grid, dependent = (triton.cdiv(size, config.block_n), config.split_k), gpu.dependent_launch()
+    grid, dependent = (triton.cdiv(size, config.block_n), config.split_k), gpu.dependent_launch(num_rows)
     part = triton.cdiv(in_size, config.split_k * config.block_k) * config.block_k  # columns of a program
     _dot_kernel[grid](
         x, weight, weight if bias is None else bias, out, num_rows, size, in_size, x.stride(0), part,

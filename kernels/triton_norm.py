@@ -61,7 +61,7 @@ def _launch(
     assert serves(rows, weight), (rows.shape, rows.stride(), rows.dtype, weight.dtype)
     if num_rows == 0:
         return
-    block, dependent = triton.next_power_of_2(size), gpu.dependent_launch()
+    block, dependent = triton.next_power_of_2(size), gpu.dependent_launch(num_rows)
     rows_per_program = max(1, _TILE // block)
     _rms_norm_kernel[(triton.cdiv(num_rows, rows_per_program),)](
         rows, rows if delta is None else delta, weight, out, num_rows, num_inner, rows.stride(0), rows.stride(1),

@@ -14,27 +14,36 @@ _TILE = 512  # numbers of a program
 
 
 def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`turns_ref`: positions [num_tokens] int64, contiguous."""
+    """`turns_ref`: positions [num_tokens] int64, of any stride."""
     num_tokens, head_dim = len(positions), frequencies.shape[1]
-    assert positions.is_contiguous() and frequencies.is_contiguous() and frequencies.shape[0] == 2, frequencies.shape
+    assert frequencies.is_contiguous() and frequencies.shape[0] == 2, frequencies.shape
     cos, sin = torch.empty((2, num_tokens, 1, head_dim), dtype=dtype, device=positions.device).unbind()
     block = triton.next_power_of_2(head_dim)
     tokens = max(1, _TILE // block)
     if num_tokens:
         _turns_kernel[(triton.cdiv(num_tokens, tokens),)](
-            cos, sin, positions, frequencies, scale, num_tokens, HEAD_DIM=head_dim, TOKENS=tokens, BLOCK=block
+            cos,
+            sin,
+            positions,
+            frequencies,
+            scale,
+            positions.stride(0),
+            num_tokens,
+            HEAD_DIM=head_dim,
+            TOKENS=tokens,
+            BLOCK=block,
         )
     return cos, sin
 
 
-@triton.jit(do_not_specialize=("num_tokens",))
+@triton.jit(do_not_specialize=("stride", "num_tokens"))
 def _turns_kernel(
-    cos_ptr, sin_ptr, positions_ptr, frequencies_ptr, scale, num_tokens,
+    cos_ptr, sin_ptr, positions_ptr, frequencies_ptr, scale, stride, num_tokens,
     HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tokens / TOKENS)."""
     tokens, dims = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, BLOCK)
-    positions = tl.load(positions_ptr + tokens, mask=tokens < num_tokens, other=0).to(tl.float32)[:, None]
+    positions = tl.load(positions_ptr + tokens * stride, mask=tokens < num_tokens, other=0).to(tl.float32)[:, None]
     cos_angles = positions * tl.load(frequencies_ptr + dims, mask=dims < HEAD_DIM, other=0.0)[None, :]
     sin_angles = positions * tl.load(frequencies_ptr + HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)[None, :]
     at = tokens[:, None].to(tl.int64) * HEAD_DIM + dims[None, :]

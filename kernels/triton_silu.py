@@ -24,7 +24,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, size)
     if out.numel():
-        dependent = gpu.dependent_launch()
+        dependent = gpu.dependent_launch(num_rows)
         _silu_mul_kernel[(num_rows, triton.cdiv(size, _BLOCK))](
             gate_up, out, size, BLOCK=_BLOCK, DEPENDENT=dependent, launch_pdl=dependent
         )

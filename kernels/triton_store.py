@@ -75,7 +75,7 @@ def norm_rotate_store(
     assert qkv.stride(1) == 1 and cos.is_contiguous() and sin.is_contiguous() and kv_layer.is_contiguous()
     assert qkv.dtype == kv_layer.dtype and all(norm.shape == (head_dim,) for norm in norms or ()), (qkv.dtype, norms)
     q_norm, k_norm = (None, None) if norms is None else norms
-    dependent = gpu.dependent_launch()
+    dependent = gpu.dependent_launch(num_tokens)
     _store_kernel[(num_tokens, triton.cdiv(num_all_heads, _HEADS))](
         qkv, cos, sin, kv_layer, rows, q_norm, k_norm, qkv.stride(0), eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, PAGE_SIZE=page_size, HEAD_DIM=head_dim,

@@ -51,7 +51,7 @@ def vector_product(
         assert norm.weight.shape == (in_size,) and norm.weight.dtype == x.dtype, (norm.weight.shape, x.shape)
     assert num_rows == 1 or (num_rows <= MAX_ROWS and block_k >= in_size), (x.shape, block_k)
     assert not (is_gated and (adds or bias is not None)), "a gated product is neither biased nor added"
-    dependent = gpu.dependent_launch()
+    dependent = gpu.dependent_launch(num_rows)
     _vector_kernel[(triton.cdiv(out_size, block_n),)](
         x, weight, weight if bias is None else bias, x if norm is None else norm.weight, out,
         out_size, x.stride(0), 0.0 if norm is None else norm.eps, M=num_rows, K=in_size,

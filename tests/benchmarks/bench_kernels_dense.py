@@ -103,7 +103,7 @@ def random(*shape: int, scale: float = 1.0, dtype: torch.dtype = DTYPE) -> Tenso
 
 def set_dependent_launch(is_on: bool) -> None:
     os.environ["BATON_DEPENDENT_LAUNCH"] = "1" if is_on else "0"
-    gpu.dependent_launch.cache_clear()
+    gpu._has_dependent_launch.cache_clear()
 
 
 # --- noise and the small kernels --------------------------------------------------------------------------------------

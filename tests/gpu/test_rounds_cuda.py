@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 from drafters import settings, target_of
 from node_pair import params
-from solo import POISON, Running, Solo
+from solo import Solo, spoil
 
 from baton.kernels import gpu
 
@@ -44,21 +43,9 @@ def run(solo: Solo) -> tuple[list[list[int]], list[list[int]]]:
         members, share = MEMBERS[turn % 6], (2, 0, 1)[(turn + turn // 6) % 3]
         num_steps = most if share == 2 or not solo.rounds.shape.is_chain else share
         limits = [(num_steps, num_steps // 2, 0)[(i + turn) % 3] for i in members]
-        spoil(solo, sequences)
+        spoil(solo, sequences[0])
         solo.round([sequences[i] for i in members], num_steps if share else 0, limits if share else None)
     return [each.token_ids for each in sequences], [each.num_accepted for each in sequences]
-
-
-def spoil(solo: Solo, sequences: list[Running]) -> None:
-    """Static inputs name the first sequence's slot and page; padding's rows and page hold large numbers."""
-    slots = solo.rounds.slots
-    for inputs in itertools.chain(*solo.rounds._buckets.values()):
-        for each, value in zip(inputs[1:], (sequences[0].slot, 5, 3, sequences[0].pages[0], 1), strict=True):
-            each.fill_(value)
-    for _, value in slots._draft.present():
-        value[slots.padding] = POISON if value.is_floating_point() else 7
-    for kv in solo.engine._kvs:
-        kv[:, 0] = POISON
 
 
 @pytest.mark.parametrize(("name", "shape"), CASES, ids=lambda each: each if isinstance(each, str) else "")

@@ -17,7 +17,7 @@ import torch
 from drafters import ALL, settings, target_of
 from node_pair import params
 from scratch import check_against_scratch, check_state
-from solo import POISON, Running, Solo, caught, coach
+from solo import Running, Solo, caught, coach, spoil
 
 from baton.engine import slots
 from baton.engine.round_inputs import RoundInputs
@@ -78,26 +78,6 @@ def start(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Running], d
     return [solo.start(prompt, asked(index)) for index, prompt in enumerate(prompts())], truths
 
 
-def spoil(solo: Solo, sequences: Sequence[Running]) -> None:
-    """Plausible nonsense wherever a round must not look: in the static inputs what names a real sequence, in padding's
-    rows and page, and in slots beyond the tokens, large numbers."""
-    victim = sequences[0]
-    assert victim.slot is not None
-    for inputs in itertools.chain(*solo.rounds._buckets.values()):
-        named = (inputs.slots, inputs.limits, inputs.missed_rows, inputs.proposed, inputs.block_table)
-        for each, value in zip(named, (victim.slot, 5, 3, 1, victim.pages[0]), strict=True):
-            each.fill_(value)
-    held = solo.rounds.slots
-    for _, value in held._draft.present():
-        value[held.padding] = POISON if value.is_floating_point() else 7
-    if held._missed is not None:
-        held._missed[held.padding] = POISON
-    for kv in solo.engine._kvs:
-        kv[:, 0] = POISON
-    for sequence in sequences:
-        solo.poison(sequence)
-
-
 class Outsiders:
     """Bytes of everything that belongs to sequences outside a batch, and of the padding sequence."""
 
@@ -127,7 +107,9 @@ def check(bucketed: Solo, direct: Solo, monkeypatch: pytest.MonkeyPatch) -> list
         num_steps = min(most, bucketed.drafter.shape.num_steps)
         limits = limits_of(members, num_steps, turn)
         for solo, sequences in ((bucketed, ours), (direct, theirs)):
-            spoil(solo, sequences)
+            spoil(solo, sequences[0])
+            for sequence in sequences:
+                solo.poison(sequence)
             outsiders = Outsiders(solo, [each for i, each in enumerate(sequences) if i not in members])
             results = solo.round([sequences[i] for i in members], num_steps, limits)
             outsiders.check()

@@ -8,6 +8,7 @@ solo.round([sequence], 4)
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -50,6 +51,22 @@ class Running:
     @property
     def generated(self) -> list[int]:
         return self.token_ids[self.prompt_len :]
+
+
+def spoil(solo: Solo, victim: Running) -> None:
+    """Plausible nonsense wherever a round must not look: the static inputs name `victim`, padding's rows and page hold
+    large numbers."""
+    for inputs in itertools.chain(*solo.rounds._buckets.values()):
+        named = (inputs.slots, inputs.limits, inputs.missed_rows, inputs.proposed, inputs.block_table)
+        for each, value in zip(named, (victim.slot, 5, 3, 1, victim.pages[0]), strict=True):
+            each.fill_(value)
+    slots = solo.rounds.slots
+    for _, value in slots._draft.present():
+        value[slots.padding] = POISON if value.is_floating_point() else 7
+    if slots._missed is not None:
+        slots._missed[slots.padding] = POISON
+    for kv in solo.engine._kvs:
+        kv[:, 0] = POISON
 
 
 class Solo:
