@@ -110,7 +110,10 @@ def stop(engine: Engine, rounds: Rounds, sequences: Sequence[Running]) -> None:
 
 
 def run_rounds(rounds: Rounds, sequences: Sequence[Running], shape: DraftShape, num_rounds: int) -> float:
-    """Seconds a round, the host's work included: each is submitted before the one before is read, as a node does it."""
+    """Seconds a round from when the first was read to when the last was, the host's work included: each is submitted
+    before the one before is read, as a node does it. Before the first there is nothing that the host's work could hide
+    behind: on a node that is busy it has something."""
+    assert num_rounds > 1, num_rounds
 
     def take(submitted: Submitted) -> None:
         for sequence, result in zip(sequences, rounds.collect(submitted), strict=True):
@@ -120,12 +123,13 @@ def run_rounds(rounds: Rounds, sequences: Sequence[Running], shape: DraftShape, 
             sequence.sampling.num_generated += len(result.token_ids)
 
     torch.cuda.synchronize()
-    started = time.perf_counter()
+    started = 0.0
     under_way: Submitted | None = None
     for _ in range(num_rounds):
         before, under_way = under_way, rounds.submit(sequences, shape, [shape.num_steps] * len(sequences))
         if before is not None:
             take(before)
+            started = started or time.perf_counter()
     if under_way is not None:
         take(under_way)
-    return (time.perf_counter() - started) / num_rounds
+    return (time.perf_counter() - started) / (num_rounds - 1)
