@@ -218,7 +218,7 @@ def test_the_program_trains_continues_and_measures(tmp_path: Path, capsys: pytes
         f"--out {tmp_path} --device cpu --only eagle,hyper --max-files 40 --held-out-fraction 0.2 --batch-tokens 128 "
         "--context-len 32 --late-context-len 48 --num-prompts 2 --prompt-len 32 --num-tokens 12"
     )
-    main([*flags.split(), "--steps", "3"])
+    main([*flags.split(), "--steps", "1"])
     first = load_file(tmp_path / "eagle" / "model.safetensors")["fc.weight"]
     main([*flags.split(), "--steps", "1", "--resume"])
     again = load_file(tmp_path / "eagle" / "model.safetensors")["fc.weight"]

@@ -23,7 +23,7 @@ from baton.deploy.demo.train import TrainConfig, TrainResult, parse_arguments, t
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo"
 HELD_OUT_FRACTION = 0.2
-MAX_FILES = 60
+MAX_FILES = 24
 EOS_IDS = [0, 5]
 
 TRICKY_TEXTS = [

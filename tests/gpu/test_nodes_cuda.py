@@ -8,26 +8,16 @@ import functools
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from gpu_nodes import SPECULATIONS
 from matrix import CELLS, PAGE_SIZE, Plain, run_cell
 from node_pair import NodePair
 
 from baton.kernels import gpu
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo"
-CASES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "ngram": {"speculative": "ngram"},
-    "standalone": {"speculative": "standalone"},
-    "eagle": {"speculative": "eagle"},
-    "eagle tree": {"speculative": "eagle", "draft_steps": 3, "draft_topk": 2},
-    "eagle3": {"speculative": "eagle3"},
-    "mtp3": {"speculative": "mtp"},
-    "frozen-kv-mtp": {"speculative": "frozen-kv-mtp"},
-}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +27,7 @@ def plain() -> Callable[[], Plain]:
 
 
 @pytest.mark.parametrize("chunk", [PAGE_SIZE, 64])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SPECULATIONS)
 def test_output_is_that_of_the_cpu(
     name: str, chunk: int, plain: Callable[[], Plain], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,7 +35,7 @@ def test_output_is_that_of_the_cpu(
     monkeypatch.setattr(gpu, "_has_triton", lambda: True)
     torch.backends.cuda.matmul.allow_tf32 = False
     both = {"device": "cuda", "dtype": "float32", "page_size": PAGE_SIZE, "num_pages": 160, "max_running": 8}
-    both |= {"chunk_tokens": chunk, **CASES[name]}
+    both |= {"chunk_tokens": chunk, **SPECULATIONS[name]}
     with closing(NodePair(DEMO, prefill=both, decode=both)) as pair:
         for cell in CELLS:
             run_cell(pair, cell, reference.cases)

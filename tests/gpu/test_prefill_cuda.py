@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_nodes import SPECULATIONS
 
 from baton.engine.engine import Engine
 from baton.engine.sampling_state import SamplingState
@@ -20,16 +21,6 @@ from baton.prefill_node.scheduler import PrefillScheduler
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo"
 DEVICE = "cuda"
-CASES: dict[str, dict[str, Any]] = {
-    "none": {"speculative": "none"},
-    "ngram": {"speculative": "ngram"},
-    "standalone": {"speculative": "standalone"},
-    "eagle": {"speculative": "eagle"},
-    "eagle tree": {"speculative": "eagle", "draft_steps": 3, "draft_topk": 2},
-    "eagle3": {"speculative": "eagle3"},
-    "mtp3": {"speculative": "mtp"},
-    "frozen-kv-mtp": {"speculative": "frozen-kv-mtp"},
-}
 ASKS = (  # prompt's length, choices, parameters
     (7, 1, {"temperature": 0.0}),
     (40, 2, {"temperature": 1.0, "seed": 3, "top_p": 0.9, "num_logprobs": 2}),
@@ -73,11 +64,10 @@ def read(chunk: SubmittedChunk) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SPECULATIONS)
 def test_a_chunk_and_the_ends_of_its_prompts_are_submitted_without_waiting(name: str) -> None:
-    engine = Engine(
-        PrefillConfig(model=str(DEMO), device=DEVICE, dtype="float32", num_pages=200, prefix_cache=False, **CASES[name])
-    )
+    settings = {"device": DEVICE, "dtype": "float32", "num_pages": 200, "prefix_cache": False, **SPECULATIONS[name]}
+    engine = Engine(PrefillConfig(model=str(DEMO), **settings))
     expected: list[Any] = []
     for is_checked in (False, True):
         scheduler, plan = make_plan(engine)

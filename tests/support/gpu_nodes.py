@@ -20,6 +20,17 @@ from baton.metadata.handoff_server import HandoffServer
 from baton.metadata.memory import PageMemory
 from baton.metadata.node_info import HandoffSchema, Peer
 
+SPECULATIONS: dict[str, dict[str, Any]] = {  # every kind of drafter, for the demo model
+    "none": {"speculative": "none"},
+    "ngram": {"speculative": "ngram"},
+    "standalone": {"speculative": "standalone"},
+    "eagle": {"speculative": "eagle"},
+    "eagle tree": {"speculative": "eagle", "draft_steps": 3, "draft_topk": 2},
+    "eagle3": {"speculative": "eagle3"},
+    "mtp3": {"speculative": "mtp"},
+    "frozen-kv-mtp": {"speculative": "frozen-kv-mtp"},
+}
+
 
 class GpuPool(NamedTuple):
     """`kvs` uint8 [num_layers, num_pages, page_layer_bytes] each on the device."""

@@ -6,9 +6,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import zmq
@@ -16,6 +16,7 @@ import zmq
 from baton.metadata.handoff_client import HandoffClient
 from baton.metadata.handoff_server import HandoffServer
 from baton.metadata.memory import PageMemory
+from baton.metadata.messages import DeviceWelcome, LinkWelcome
 from baton.metadata.node_info import HandoffSchema, Peer, PoolLayout
 from baton.metadata.request import Unit
 from baton.metadata.schema import block_bytes, make_schema, on_gpu, page_layer_bytes, pools, row_bytes
@@ -26,6 +27,8 @@ SCHEMA = make_schema(TARGET, None, 4)
 DRAFT_SCHEMA = make_schema(TARGET, DRAFT, 4, "standalone", draft_topk=1)
 FINGERPRINTS = ("f" * 16, None)
 PREFILL_EPOCH = "e0" * 8
+
+W = TypeVar("W", bound=LinkWelcome | DeviceWelcome)
 
 
 def unit(rid: str = "r", choice: int = 0, attempt: int = 0) -> Unit:
@@ -81,6 +84,13 @@ def _make_with_gpu(kind: Any, schema: HandoffSchema, num_pages: int, seed: int |
 
 def peer_of(server: HandoffServer) -> Peer:
     return Peer(node_id=server.node_id, epoch=server.epoch, data_address=server.address)
+
+
+def make_welcome(kind: Callable[..., W], memory: Sequence[PageMemory], transport: str, **more: Any) -> W:
+    """A prefill node's answer on a link, of `kind`, which offers these pools of this process."""
+    fds, sizes = (tuple(getattr(pool, name) for pool in memory) for name in ("fd", "size"))
+    fields = {"node_id": "p", "epoch": "e", "transport": transport, "lease_s": 1.0, "num_pages": 16}
+    return kind(**{**fields, "pid": os.getpid(), "fds": fds, "sizes": sizes, **more})
 
 
 def make_row(schema: HandoffSchema, seed: int = 7) -> bytes:

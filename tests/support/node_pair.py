@@ -10,14 +10,10 @@ from typing import Any
 
 import msgspec
 import zmq
+from local_nodes import start_decode, start_prefill
 
 from baton.decode_node.config import DecodeConfig
-from baton.decode_node.node import DecodeNode
-from baton.engine.startup import load_engine, make_membership, transports
-from baton.metadata.bus import decode_frame, new_epoch
-from baton.metadata.handoff_client import HandoffClient
-from baton.metadata.handoff_server import HandoffServer
-from baton.metadata.membership import Membership
+from baton.metadata.bus import decode_frame
 from baton.metadata.messages import (
     PROTOCOL_MAX,
     Admitted,
@@ -48,7 +44,6 @@ from baton.metadata.request import (
     unpack_ids,
 )
 from baton.prefill_node.config import PrefillConfig
-from baton.prefill_node.node import PrefillNode
 
 ROUTER_EPOCH = "test-router"
 
@@ -93,8 +88,10 @@ class NodePair:
             "device": "cpu",
             "threads": 1,
         }
-        self.prefill = self._start_prefill(PrefillConfig(**(common | (prefill or {}))), overlaps)
-        self.decode = self._start_decode(DecodeConfig(**(common | (decode or {}))), is_adaptive, overlaps)
+        settings = PrefillConfig(**(common | (prefill or {})))
+        self.prefill = start_prefill("prefill-0", settings, lease_s=5.0, overlaps=overlaps)
+        settings = DecodeConfig(**(common | (decode or {})))
+        self.decode = start_decode("decode-0", settings, is_adaptive=is_adaptive, overlaps=overlaps)
         self.results: dict[tuple[str, int], Result] = {}
         self.admitted: list[Admitted] = []
         self.done: dict[str, PrefillDone] = {}
@@ -105,45 +102,6 @@ class NodePair:
         self._reserving: _Entry | None = None
         self.is_full = False
         self._join()
-
-    def _start_prefill(self, config: PrefillConfig, overlaps: bool | None) -> PrefillNode:
-        engine, epoch = load_engine(config), new_epoch()
-        handoff = HandoffServer(
-            "127.0.0.1",
-            engine.schema,
-            engine.fingerprints,
-            engine.memory,
-            node_id="prefill-0",
-            epoch=epoch,
-            transports=transports(config, engine),
-            device=engine.device_pool,
-            lease_s=5.0,
-        )
-        membership = make_membership(config, "prefill-0", "prefill", engine, None, epoch, handoff.address)
-        sizes = config.max_running, config.chunk(engine.device.type)
-        return self._attach(PrefillNode(engine, membership, handoff, *sizes, overlaps=overlaps), membership)
-
-    def _start_decode(self, config: DecodeConfig, is_adaptive: bool, overlaps: bool | None) -> DecodeNode:
-        engine, epoch = load_engine(config), new_epoch()
-        handoff = HandoffClient(
-            "decode-0",
-            epoch,
-            engine.schema,
-            engine.fingerprints,
-            engine.memory,
-            transports=transports(config, engine),
-            device=engine.device_pool,
-        )
-        membership = make_membership(config, "decode-0", "decode", engine, None, epoch, "")
-        sizes = config.max_running, config.chunk(engine.device.type)
-        node = DecodeNode(engine, membership, handoff, *sizes, is_adaptive=is_adaptive, overlaps=overlaps)
-        return self._attach(node, membership)
-
-    @staticmethod
-    def _attach(node: Any, membership: Membership) -> Any:
-        membership.member = node
-        membership.start()
-        return node
 
     def submit(
         self,

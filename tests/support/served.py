@@ -23,14 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+from local_nodes import start_decode, start_prefill
 
 from baton.decode_node.config import DecodeConfig
 from baton.decode_node.node import DecodeNode
-from baton.engine.startup import load_engine, make_membership, transports
-from baton.metadata.bus import new_epoch
 from baton.metadata.handoff_client import HandoffClient
-from baton.metadata.handoff_server import HandoffServer
-from baton.metadata.membership import Membership
 from baton.prefill_node.config import PrefillConfig
 from baton.prefill_node.node import PrefillNode
 from baton.router.config import RouterConfig
@@ -188,12 +185,12 @@ class Served:
         while name in self.known_nodes() and time.monotonic() < deadline:
             time.sleep(0.002)
         common = {"router": self._router.node_address, "model": str(self.model), "device": "cpu", "threads": 1}
-        make = _prefill if role == "prefill" else _decode
-        node = make(name, {**common, **self.both, **settings})
-        node.membership.member = node
-        node.membership.start()
-        self.nodes[name] = node
-        return node
+        chosen = {**common, **self.both, **settings}
+        if role == "prefill":  # what must be free soon must not wait for a lease
+            self.nodes[name] = start_prefill(name, PrefillConfig(**chosen), lease_s=30.0)
+        else:
+            self.nodes[name] = start_decode(name, DecodeConfig(**chosen))
+        return self.nodes[name]
 
     def up(self, num_prefill: int = 1, num_decode: int = 1) -> Served:
         """Starts nodes and steps them until every pair has passed its canary."""
@@ -277,37 +274,3 @@ class Served:
             if node.units() or node.tickets() or ledger.request or ledger.ticket or ledger.cache_referenced:
                 found.append(f"{name}: {node.units()} {node.tickets()} {ledger}")
         return found
-
-
-def _prefill(name: str, settings: dict[str, Any]) -> PrefillNode:
-    config, epoch = PrefillConfig(**settings), new_epoch()
-    engine = load_engine(config)
-    handoff = HandoffServer(
-        "127.0.0.1",
-        engine.schema,
-        engine.fingerprints,
-        engine.memory,
-        node_id=name,
-        epoch=epoch,
-        transports=transports(config, engine),
-        device=engine.device_pool,
-        lease_s=30.0,  # what must be free soon must not wait for it
-    )
-    membership: Membership = make_membership(config, name, "prefill", engine, None, epoch, handoff.address)
-    return PrefillNode(engine, membership, handoff, config.max_running, config.chunk(engine.device.type))
-
-
-def _decode(name: str, settings: dict[str, Any]) -> DecodeNode:
-    config, epoch = DecodeConfig(**settings), new_epoch()
-    engine = load_engine(config)
-    handoff = HandoffClient(
-        name,
-        epoch,
-        engine.schema,
-        engine.fingerprints,
-        engine.memory,
-        transports=transports(config, engine),
-        device=engine.device_pool,
-    )
-    membership = make_membership(config, name, "decode", engine, None, epoch, "")
-    return DecodeNode(engine, membership, handoff, config.max_running, config.chunk(engine.device.type))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from fake_device import PEERS, FakeDevice
-from handoff_nodes import DRAFT_SCHEMA, make_memory, unit
+from handoff_nodes import DRAFT_SCHEMA, make_memory, make_welcome, unit
 
 from baton.metadata.errors import TransferError
 from baton.metadata.messages import DeviceWelcome
@@ -29,19 +28,8 @@ class Pools:
         self.target.is_slow = True
 
     def welcome(self, **changes: Any) -> DeviceWelcome:
-        first = self.source.memory[0]
-        welcome = DeviceWelcome(
-            node_id="p",
-            epoch="e",
-            transport="cuda_ipc",
-            lease_s=1.0,
-            num_pages=16,
-            pid=os.getpid(),
-            fds=(first.fd or 0,),
-            sizes=(first.size,),
-            pools=DevicePools(device=self.source.device, handles=self.source.handles),
-        )
-        return msgspec.structs.replace(welcome, **changes)
+        pools = DevicePools(device=self.source.device, handles=self.source.handles)
+        return make_welcome(DeviceWelcome, self.source.memory[:1], "cuda_ipc", **{"pools": pools, **changes})
 
     def fetch(self, *pairs: tuple[int, int], **of: Any) -> None:
         self.transport.fetch([Move(unit(**of), index, *pair, 0) for index, pair in enumerate(pairs)])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from handoff_nodes import DRAFT_SCHEMA, make_memory, same_pages, unit
+from handoff_nodes import DRAFT_SCHEMA, make_memory, make_welcome, same_pages, unit
 
 from baton.metadata.errors import ProtocolError, TransferError
 from baton.metadata.messages import LinkWelcome, Pages
@@ -26,16 +25,7 @@ def pools() -> Iterator[tuple]:
 
 
 def welcome(source) -> LinkWelcome:
-    return LinkWelcome(
-        node_id="p",
-        epoch="e",
-        transport="local",
-        lease_s=1.0,
-        num_pages=16,
-        pid=os.getpid(),
-        fds=tuple(pool.fd for pool in source),
-        sizes=tuple(pool.size for pool in source),
-    )
+    return make_welcome(LinkWelcome, source, "local")
 
 
 def test_pages_of_all_pools_land_with_their_generation(pools):

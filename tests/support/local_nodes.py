@@ -1,0 +1,57 @@
+"""Real nodes in the process of the test, as `baton prefill` and `baton decode` make them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.decode_node.config import DecodeConfig
+from baton.decode_node.node import DecodeNode
+from baton.engine.startup import load_engine, make_membership, transports
+from baton.metadata.bus import new_epoch
+from baton.metadata.handoff_client import HandoffClient
+from baton.metadata.handoff_server import HandoffServer
+from baton.metadata.membership import Membership
+from baton.prefill_node.config import PrefillConfig
+from baton.prefill_node.node import PrefillNode
+
+
+def start_prefill(name: str, config: PrefillConfig, *, lease_s: float, **more: Any) -> PrefillNode:
+    """A prefill node that says hello. `more` are the node's own settings; close its membership and handoff."""
+    engine, epoch = load_engine(config), new_epoch()
+    handoff = HandoffServer(
+        "127.0.0.1",
+        engine.schema,
+        engine.fingerprints,
+        engine.memory,
+        node_id=name,
+        epoch=epoch,
+        transports=transports(config, engine),
+        device=engine.device_pool,
+        lease_s=lease_s,
+    )
+    membership = make_membership(config, name, "prefill", engine, None, epoch, handoff.address)
+    sizes = config.max_running, config.chunk(engine.device.type)
+    return _started(PrefillNode(engine, membership, handoff, *sizes, **more), membership)
+
+
+def start_decode(name: str, config: DecodeConfig, **more: Any) -> DecodeNode:
+    """As `start_prefill`."""
+    engine, epoch = load_engine(config), new_epoch()
+    handoff = HandoffClient(
+        name,
+        epoch,
+        engine.schema,
+        engine.fingerprints,
+        engine.memory,
+        transports=transports(config, engine),
+        device=engine.device_pool,
+    )
+    membership = make_membership(config, name, "decode", engine, None, epoch, "")
+    sizes = config.max_running, config.chunk(engine.device.type)
+    return _started(DecodeNode(engine, membership, handoff, *sizes, **more), membership)
+
+
+def _started(node: Any, membership: Membership) -> Any:
+    membership.member = node
+    membership.start()
+    return node
