@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,27 +28,46 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _STORE_BYTES = 64 << 20  # of pages that lie twice on the device while they are copied to the host
+_FEW_PAGES = 16  # of a launch
 _ALIGNMENT = 16  # of a pool, bytes: the kernels' widest access
 _LAZY_ENABLE_PEER_ACCESS = 1
+
+
+class _Slip:
+    """Pinned memory of one launch for `num_pages` pages: numbers, which the device reads, checksums, which it writes.
+    `sums_lens`: checksums of a page, by pool; 0: none. It must outlive the launch, whose end `done` tells."""
+
+    def __init__(self, num_pages: int, sums_lens: Sequence[int]) -> None:
+        self.num_pages = num_pages
+        self.pages = torch.empty((2, num_pages), dtype=torch.int32, pin_memory=True)  # from, to
+        self.numbers = self.pages.numpy()
+        self.rows = (self.pages[0], self.pages[1])
+        shapes = [(num_pages, length) for length in sums_lens]
+        self.sums = [torch.empty(shape, dtype=torch.int64, pin_memory=True) for shape in shapes if shape[1]]
+        self.done = torch.cuda.Event()
 
 
 class CudaGather:
     """A launch on the stream of the handoff (metadata/device_pool.py: Gather)."""
 
-    def __init__(self, event: torch.cuda.Event, num_pages: int, sums: list[torch.Tensor]) -> None:
-        self._event, self._num_pages = event, num_pages
-        self._sums = sums  # as CudaPool._digest says, until the event
+    def __init__(self, slip: _Slip, give_back: Callable[[_Slip], None]) -> None:
+        self._slip, self._give_back = slip, give_back
+        self._checksums: list[bytes] | None = None
 
     @property
     def is_done(self) -> bool:
-        return self._event.query()
+        return self._checksums is not None or self._slip.done.query()
 
     def wait(self) -> None:
-        self._event.synchronize()
+        if self._checksums is None:
+            self._slip.done.synchronize()
 
     def checksums(self) -> list[bytes]:
-        assert self.is_done
-        return _as_bytes(self._sums, self._num_pages)
+        if self._checksums is None:
+            assert self._slip.done.query()
+            self._checksums = _as_bytes(self._slip.sums, self._slip.num_pages)
+            self._give_back(self._slip)
+        return self._checksums
 
 
 class CudaMapping(NamedTuple):
@@ -77,6 +96,11 @@ class CudaPool:
         assert all(pool.block_bytes % 4 == 0 and kv.is_contiguous() for pool, kv in zip(memory, kvs, strict=True))
         self._mirrors = [torch.from_numpy(pool.pages).view(torch.int32) for pool in memory]
         self._page_bytes = sum(pool.num_layers * pool.page_layer_bytes for pool in memory)
+        self._sums_lens = [  # checksums of a page, by pool
+            pool.shape[0] * pool.shape[2] // words if words else 0
+            for pool, words in zip(self._pools, self._block_words, strict=True)
+        ]
+        self._slips: dict[int, list[_Slip]] = {}  # not in use, by pages
         self._stream = torch.cuda.Stream(self._device)
         self._fences: dict[int, torch.cuda.Event] = {}  # by page: what was submitted before it was expected
         self.device = str(torch.cuda.get_device_properties(self._device).uuid)
@@ -118,19 +142,25 @@ class CudaPool:
         from ..kernels.triton_pages import gather_pages
 
         assert isinstance(peer, CudaMapping), peer
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.inference_mode():
+        with torch.cuda.device(self._device):
             self._pass_fences(targets)
-            moves = self._to_device([sources, targets])
+            slip = self._take_slip(len(targets))
+            slip.numbers[:] = sources, targets
+            moves = self._readable(slip)
             for theirs, ours in zip(peer.pools, self._pools, strict=True):
-                gather_pages(theirs, ours, moves[0], moves[1])
-            sums = self._digest(moves[1])
-            return CudaGather(_recorded(self._stream), len(sources), sums)
+                gather_pages(theirs, ours, *moves, self._stream)
+            self._digest(slip, moves[1])
+            return CudaGather(slip, self._give_back)
 
     def digest(self, pages: Sequence[int]) -> list[bytes]:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.inference_mode():
-            sums = self._digest(self._to_device(pages))
-            self._stream.synchronize()
-            return _as_bytes(sums, len(pages))
+        if not any(self._block_words):
+            return [b""] * len(pages)
+        with torch.cuda.device(self._device):
+            slip = self._take_slip(len(pages))
+            slip.numbers[1] = pages
+            self._digest(slip, self._readable(slip)[1])
+            slip.done.synchronize()
+            return CudaGather(slip, self._give_back).checksums()
 
     def store(self, pages: Sequence[int]) -> None:
         most = max(1, _STORE_BYTES // self._page_bytes)
@@ -146,9 +176,8 @@ class CudaPool:
             index = torch.tensor(pages, dtype=torch.int64)
             for pool, mirror in zip(self._pools, self._mirrors, strict=True):
                 pool.index_copy_(1, index.to(self._device), mirror[:, index].to(self._device))
-            sums = self._digest(self._to_device(pages))
             self._stream.synchronize()
-            return _as_bytes(sums, len(pages))
+        return self.digest(pages)
 
     def _warm_up(self) -> None:
         """Page 0, which is padding, into itself: kernels are compiled before the node is waited for."""
@@ -162,25 +191,36 @@ class CudaPool:
             addresses = [PoolAddress(pool.data_ptr(), pool.shape[1]) for pool in self._pools]
             self.gather(CudaMapping(addresses, [], self._stream), [0], [0]).wait()
 
-    def _digest(self, pages: torch.Tensor) -> list[torch.Tensor]:
-        """Checksums of `pages` [num_pages] int32, [num_pages, checksums of a page of the pool] int64 a pool, written
-        by the device to pinned memory."""
-        sums: list[torch.Tensor] = []
-        for pool, words in zip(self._pools, self._block_words, strict=True):
-            if words:
-                shape = (pages.shape[0], pool.shape[0] * pool.shape[2] // words)
-                sums.append(torch.empty(shape, dtype=torch.int64, pin_memory=True))
-                page_checksums(pool, pages, words, sums[-1])
-        return sums
+    def _digest(self, slip: _Slip, pages: torch.Tensor) -> None:
+        """Checksums of `pages` [num_pages] int32 into the slip, as the last that is launched for it."""
+        pools = [(pool, words) for pool, words in zip(self._pools, self._block_words, strict=True) if words]
+        for (pool, words), sums in zip(pools, slip.sums, strict=True):
+            page_checksums(pool, pages, words, sums, self._stream)
+        slip.done.record(self._stream)
 
     def _pass_fences(self, pages: Sequence[int]) -> None:
         """What follows on the stream waits for what may still use the pages."""
         fences = {id(fence): fence for page in pages if (fence := self._fences.pop(page, None)) is not None}
         for fence in fences.values():
-            self._stream.wait_event(fence)
+            if not fence.query():
+                self._stream.wait_event(fence)
 
-    def _to_device(self, numbers: Sequence[Any]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int32, pin_memory=True).to(self._device, non_blocking=True)
+    def _take_slip(self, num_pages: int) -> _Slip:
+        slips = self._slips.get(num_pages)
+        return slips.pop() if slips else _Slip(num_pages, self._sums_lens)
+
+    def _give_back(self, slip: _Slip) -> None:
+        """The device is done with it."""
+        if slip.num_pages <= _FEW_PAGES:
+            self._slips.setdefault(slip.num_pages, []).append(slip)
+
+    def _readable(self, slip: _Slip) -> tuple[torch.Tensor, torch.Tensor]:
+        """The slip's numbers, each where kernels read it well: a few are read over the bus sooner than copied."""
+        if slip.num_pages <= _FEW_PAGES:
+            return slip.rows
+        with torch.cuda.stream(self._stream):
+            moves = slip.pages.to(self._device, non_blocking=True)
+        return moves[0], moves[1]
 
     def _export(self) -> tuple[DeviceHandle, ...]:
         """Empty, with a word in the log, where CUDA cannot share the pools."""

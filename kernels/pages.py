@@ -15,6 +15,7 @@ kernels/triton_pages.py has the kernels.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import torch
@@ -34,16 +35,25 @@ def has_kernels() -> bool:
     return True
 
 
-def page_checksums(pool: torch.Tensor, pages: torch.Tensor, block_words: int, sums: torch.Tensor) -> None:
+def page_checksums(
+    pool: torch.Tensor,
+    pages: torch.Tensor,
+    block_words: int,
+    sums: torch.Tensor,
+    stream: torch.cuda.Stream | None = None,
+) -> None:
     """Checksums of all blocks of `block_words` words of the pages, into `sums` [num_pages, num_layers * page_words /
-    block_words], int64 with the bits of uint64, contiguous, on the device or in pinned memory.
+    block_words], int64 with the bits of uint64, contiguous, on the device or in pinned memory, by work on `stream`
+    (None: the current one).
 
-    `pool` [num_layers, pool_pages, page_words] int32, contiguous; `pages` [num_pages] int32 on its device."""
+    `pool` [num_layers, pool_pages, page_words] int32, contiguous; `pages` [num_pages] int32 on its device or in pinned
+    memory."""
     if pool.is_cuda and has_kernels():
         from . import triton_pages
 
-        triton_pages.page_checksums(pool, pages, block_words, sums)
-    else:
+        triton_pages.page_checksums(pool, pages, block_words, sums, stream)
+        return
+    with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
         sums.copy_(page_checksums_ref(pool, pages, block_words), non_blocking=True)
 
 

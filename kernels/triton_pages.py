@@ -9,7 +9,10 @@ begins. A gather moves as many bytes as it reads and writes; 8 loads of 16 bytes
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -35,43 +38,87 @@ class PoolAddress:
 
 
 def gather_pages(
-    peer: torch.Tensor | PoolAddress, pool: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
+    peer: torch.Tensor | PoolAddress,
+    pool: torch.Tensor,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+    stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """All layers of pages `sources` of `peer` into pages `targets` of `pool`, in one launch.
+    """All layers of pages `sources` of `peer` into pages `targets` of `pool`, in one launch on `stream` (None: the
+    current one).
 
     `pool` [num_layers, num_pages, page_words] int32, contiguous; `peer` the same but for its number of pages;
-    `sources`, `targets` [num_moves] int32 on the pool's device, within the pools, no target twice."""
+    `sources`, `targets` [num_moves] int32 on the pool's device or in pinned memory, within the pools, no target twice.
+    """
     num_layers, num_pages, page_words = pool.shape
     assert pool.dtype == peer.dtype == torch.int32 and pool.is_contiguous(), (pool.dtype, peer.dtype, pool.stride())
     assert sources.shape == targets.shape and sources.dtype == targets.dtype == torch.int32, (sources, targets)
     num_peer_pages = peer.num_pages if isinstance(peer, PoolAddress) else peer.shape[1]
     if isinstance(peer, torch.Tensor):
         assert peer.shape == (num_layers, num_peer_pages, page_words) and peer.is_contiguous(), (peer.shape, pool.shape)
-    num_pieces = triton.cdiv(page_words, _GATHER_WORDS)
-    if sources.shape[0]:
-        _gather_kernel[(sources.shape[0] * num_pieces, num_layers)](
-            peer, pool, sources, targets, num_peer_pages, num_pages,
-            PAGE_WORDS=page_words, NUM_PIECES=num_pieces, WORDS=min(_GATHER_WORDS, triton.next_power_of_2(page_words)),
-            num_warps=4,
-        )  # fmt: skip
+    constants = _gather_constants(page_words)
+    grid = (sources.shape[0] * constants["NUM_PIECES"], num_layers, 1)
+    others = (sources, targets, num_peer_pages, num_pages)
+    _launch(_gather_kernel, grid, (peer, pool), others, constants, pool.device, stream)
 
 
-def page_checksums(pool: torch.Tensor, pages: torch.Tensor, block_words: int, sums: torch.Tensor) -> None:
+def page_checksums(
+    pool: torch.Tensor,
+    pages: torch.Tensor,
+    block_words: int,
+    sums: torch.Tensor,
+    stream: torch.cuda.Stream | None = None,
+) -> None:
     """kernels/pages.py: page_checksums, in one launch."""
     num_layers, pool_pages, page_words = pool.shape
     assert pool.dtype == torch.int32 and pool.is_contiguous() and pages.dtype == torch.int32, (pool.dtype, pages.dtype)
     assert page_words % block_words == 0, (page_words, block_words)
     num_blocks = page_words // block_words
     assert sums.shape == (pages.shape[0], num_layers * num_blocks) and sums.dtype == torch.int64, sums.shape
-    assert sums.is_contiguous() and (sums.device == pool.device or sums.is_pinned()), sums.device
-    rows = _ROWS if pages.shape[0] * num_layers * num_blocks >= _FEW_PROGRAMS * _ROWS else _FEW_ROWS
-    rows = min(rows, triton.next_power_of_2(num_blocks))
-    if pages.shape[0]:
-        _checksums_kernel[(pages.shape[0] * triton.cdiv(num_blocks, rows), num_layers)](
-            pool, pages, sums, pool_pages,
-            NUM_BLOCKS=num_blocks, BLOCK_WORDS=block_words, ROWS=rows,
-            WORDS=min(_TILE_WORDS // rows, triton.next_power_of_2(block_words)), num_warps=4,
-        )  # fmt: skip
+    assert sums.is_contiguous() and sums.device in (pool.device, torch.device("cpu")), sums.device
+    is_many = pages.shape[0] * num_layers * num_blocks >= _FEW_PROGRAMS * _ROWS
+    constants = _checksums_constants(num_blocks, block_words, _ROWS if is_many else _FEW_ROWS)
+    grid = (pages.shape[0] * -(-num_blocks // constants["ROWS"]), num_layers, 1)
+    _launch(_checksums_kernel, grid, (pool, sums), (pages, pool_pages), constants, pool.device, stream)
+
+
+@functools.cache
+def _gather_constants(page_words: int) -> dict[str, Any]:
+    words = min(_GATHER_WORDS, triton.next_power_of_2(page_words))
+    return {"PAGE_WORDS": page_words, "NUM_PIECES": triton.cdiv(page_words, _GATHER_WORDS), "WORDS": words}
+
+
+@functools.cache
+def _checksums_constants(num_blocks: int, block_words: int, most_rows: int) -> dict[str, Any]:
+    rows = min(most_rows, triton.next_power_of_2(num_blocks))
+    words = min(_TILE_WORDS // rows, triton.next_power_of_2(block_words))
+    return {"NUM_BLOCKS": num_blocks, "BLOCK_WORDS": block_words, "ROWS": rows, "WORDS": words}
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}  # what Triton compiled, by all that it was compiled for
+
+
+def _launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    pools: tuple[torch.Tensor | PoolAddress, torch.Tensor],
+    others: tuple[Any, ...],
+    constants: dict[str, Any],
+    device: torch.device,
+    stream: torch.cuda.Stream | None,
+) -> None:
+    """Of the arguments, `pools` and then `others`, a kernel is compiled for the alignment of `pools` alone. A launch of
+    one page would cost more in Triton's look at each argument than on the device, so only the first takes it."""
+    if not grid[0]:
+        return
+    aligned = [pool.data_ptr() % 16 == 0 for pool in pools]
+    key = (id(kernel), device, *aligned, *constants.values())
+    compiled = _compiled.get(key)
+    if compiled is None:
+        with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+            _compiled[key] = kernel[grid](*pools, *others, **constants, num_warps=4)  # None from the interpreter
+    else:
+        compiled[grid](*pools, *others, *constants.values(), stream=None if stream is None else stream.cuda_stream)
 
 
 @triton.jit(
@@ -103,7 +150,7 @@ def _multipliers(index):
 
 @triton.jit(do_not_specialize=("pool_pages",), do_not_specialize_on_alignment=("pages_ptr",))
 def _checksums_kernel(
-    pool_ptr, pages_ptr, sums_ptr, pool_pages,
+    pool_ptr, sums_ptr, pages_ptr, pool_pages,
     NUM_BLOCKS: tl.constexpr, BLOCK_WORDS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (pages * groups of ROWS blocks, layers). A multiplier is computed once for all rows of a program."""

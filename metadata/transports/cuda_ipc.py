@@ -4,12 +4,14 @@
                                          (on a stream of its own)
 
 A page is Landed when the copy is done, our own copy is digested, and the peer's generation was read after both: it
-lies in the peer's host memory (as for `local`), and counts up before a page is written again. `step` never waits.
+lies in the peer's host memory (as for `local`), and counts up before a page is written again. `step` waits for the
+device no longer than it takes the loop to come back: a few pages on a free device land in the step that launched them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
@@ -23,6 +25,8 @@ from .base import Landed, Move, Transport
 
 GATHER_BYTES = 512 << 20  # of one launch: forgetting a unit waits for at most what is under way
 MAX_UNDER_WAY = 2  # launches: while one is looked at the device has the next
+SHORT_BYTES = 64 << 20  # of a launch that is soon done, and waited for, once
+SHORT_WAIT_S = 100e-6
 
 
 class _Launch(NamedTuple):
@@ -69,10 +73,10 @@ class CudaIpcTransport(Transport):
 
     def step(self, max_bytes: int) -> Iterator[Landed]:  # noqa: ARG002
         """Launches what is queued, bounded by GATHER_BYTES, and hands over what has been copied."""
-        done: list[_Launch] = []
-        while self._launches and self._launches[0].gather.is_done:
-            done.append(self._launches.popleft())
-        self._launch()
+        done = self._take_done()
+        if self._launch() and len(self._launches) == 1:
+            self._await_short(self._launches[0])
+            done += self._take_done()
         landed: list[Landed] = []
         for moves, gather in done:
             for move, checksums in zip(moves, gather.checksums(), strict=True):
@@ -98,9 +102,25 @@ class CudaIpcTransport(Transport):
             self._pools.close()
             self._peer.close()
 
-    def _launch(self) -> None:
+    def _take_done(self) -> list[_Launch]:
+        done: list[_Launch] = []
+        while self._launches and self._launches[0].gather.is_done:
+            done.append(self._launches.popleft())
+        return done
+
+    def _launch(self) -> bool:
+        """Whether something was launched."""
         most = max(1, GATHER_BYTES // self.page_bytes)
+        num_before = len(self._launches)
         while self._queue and len(self._launches) < MAX_UNDER_WAY:
             moves = [self._queue.popleft() for _ in range(min(most, len(self._queue)))]
             sources, targets = [move.source for move in moves], [move.target for move in moves]
             self._launches.append(_Launch([*moves], self.device.gather(self._pools, sources, targets)))
+        return len(self._launches) > num_before
+
+    def _await_short(self, launch: _Launch) -> None:
+        if len(launch.moves) * self.page_bytes > SHORT_BYTES:
+            return
+        until = time.perf_counter() + SHORT_WAIT_S
+        while not launch.gather.is_done and time.perf_counter() < until:
+            pass

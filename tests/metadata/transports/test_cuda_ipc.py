@@ -74,6 +74,38 @@ def test_a_page_lands_when_the_device_has_it_and_no_step_waits(pools: Pools) -> 
     assert not pools.transport.is_busy and pools.step() == [] and pools.target.num_waits == 0
 
 
+class _SoonDone:
+    """A gather that is done when it is asked the third time."""
+
+    def __init__(self, pools: Pools, gather: Any) -> None:
+        self.pools, self.gather, self.num_asked = pools, gather, 0
+
+    @property
+    def is_done(self) -> bool:
+        self.num_asked += 1
+        if self.num_asked == 3:
+            self.pools.target.run()
+        return self.gather.is_done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.gather, name)
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_a_short_launch_lands_in_the_step_that_begins_it(
+    pools: Pools, is_short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the device has it soon; for a long one, or while another is before it, the loop is not held up."""
+    num_bytes = page_bytes(DRAFT_SCHEMA)
+    monkeypatch.setattr(cuda_ipc, "SHORT_BYTES", num_bytes if is_short else num_bytes - 1)
+    monkeypatch.setattr(cuda_ipc, "SHORT_WAIT_S", 60.0)
+    real = pools.target.gather
+    monkeypatch.setattr(pools.target, "gather", lambda *args: _SoonDone(pools, real(*args)))
+    pools.fetch((5, 20))
+    assert len(pools.step()) == is_short
+    assert pools.transport.is_busy is not is_short and pools.target.num_waits == 0
+
+
 def test_what_is_queued_goes_in_one_launch_and_what_comes_meanwhile_in_the_next(pools: Pools) -> None:
     for first in (1, 3, 5, 7):
         pools.fetch((first, first), (first + 1, first + 1))
