@@ -232,13 +232,16 @@ def test_large_scores() -> None:
     case.check(case.extend(block_n=16))
 
 
-def test_choice_of_splits() -> None:
-    """By shapes alone: enough programs for the device, and no more than the table's capacity makes sense of."""
+@pytest.mark.parametrize(("head_dim", "num_per_sm"), [(32, 6), (128, 3)])
+def test_choice_of_splits(head_dim: int, num_per_sm: int) -> None:
+    """By shapes alone: as many programs as run at once, and no more than the table's capacity makes sense of."""
     sms = triton_attention._num_sms(torch.device(DEVICE))
-    kv = torch.empty(1, 2, 1, 16, 32, device=DEVICE)
-    for num_seqs, max_pages in ((1, 1), (1, 64), (2, 64), (10_000, 64)):
-        tiles = DecodeTiles.choose(torch.empty(num_seqs, 1, 32, device=DEVICE), kv, num_seqs, max_pages)
-        assert tiles.num_splits == max(1, min(-(-3 * sms // num_seqs), max_pages * 16 // 64, 64))
+    kv = torch.empty(1, 2, 1, 16, head_dim, device=DEVICE, dtype=torch.float16)
+    for num_seqs, max_pages in ((1, 1), (1, 64), (2, 64), (5, 64), (10_000, 64)):
+        q = torch.empty(num_seqs, 1, head_dim, device=DEVICE, dtype=torch.float16)
+        tiles = DecodeTiles.choose(q, kv, num_seqs, max_pages)
+        assert tiles.num_splits == max(1, min(num_per_sm * sms // num_seqs, max_pages * 16 // 64, 32))
+        assert tiles.num_stages == (2 if head_dim == 128 and num_seqs > num_per_sm * sms else 3)
 
 
 @pytest.mark.parametrize("with_norms", [False, True], ids=["plain", "norms"])
