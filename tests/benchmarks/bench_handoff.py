@@ -184,12 +184,13 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="+", default=[0], help="GPUs of prefill and decode")
     parser.add_argument("--page-size", type=int, default=64, help="tokens of a page, on GPUs")
     parser.add_argument("--transports", nargs="+", default=["cuda_ipc"], help="on GPUs")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192, 32768], help="tokens, on GPUs")
     args = parser.parse_args()
     if args.device == "cuda":
         import handoff_cuda
 
         devices = [f"cuda:{number}" for number in args.devices]
-        rows = handoff_cuda.measure(devices, tuple(args.transports), args.rounds, args.page_size)
+        rows = handoff_cuda.measure(devices, tuple(args.transports), args.rounds, args.page_size, tuple(args.lengths))
         handoff_cuda.report(rows)
         print(json.dumps(rows))
         return

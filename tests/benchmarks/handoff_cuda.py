@@ -25,28 +25,29 @@ from baton.metadata.request import Unit
 from baton.metadata.schema import make_schema, on_gpu, page_bytes
 
 LAYOUT = PoolLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")  # the 8B shape
-LENGTHS = (1024, 4096, 8192, 32768)  # tokens; and those of one page
 TTFT_S = 0.230  # of a prompt of 8,192 tokens on an H200
 
 
-def measure(devices: list[str], transports: tuple[str, ...], rounds: int, page_size: int) -> list[dict[str, Any]]:
-    """A row for each length and kind of handoff."""
+def measure(
+    devices: list[str], transports: tuple[str, ...], rounds: int, page_size: int, lengths: tuple[int, ...]
+) -> list[dict[str, Any]]:
+    """A row for each length and kind of handoff; the greatest of `lengths` not by way of the host."""
     rows: list[dict[str, Any]] = []
-    all_lengths = (page_size, *LENGTHS)
+    all_lengths = (page_size, *lengths)
     for has_checksums in (True, False):
         schema = on_gpu(make_schema(LAYOUT, None, page_size, checksums=has_checksums))
-        num_pages = LENGTHS[-1] // page_size + 1
+        num_pages = max(lengths) // page_size + 1
         ours, model = make_pool(schema, num_pages, device=devices[-1]), make_pool(schema, num_pages, 1, devices[-1])
         with gpu_prefill(schema, num_pages, epoch=f"e{has_checksums}", device=devices[0]) as prefill:
             for transport in transports:
                 client = gpu_client(schema, ours, transport)
                 ours.kvs[0].zero_()
-                lengths = all_lengths if transport == "cuda_ipc" else all_lengths[:-1]
-                for num_tokens in lengths:
+                tried = all_lengths if transport == "cuda_ipc" else all_lengths[:-1]
+                for num_tokens in tried:
                     row = _handoffs(client, prefill, num_tokens // page_size, rounds)
                     rows.append({"transport": transport, "checksums": has_checksums, "tokens": num_tokens} | row)
                 client.close()
-                end = 1 + lengths[-1] // page_size
+                end = 1 + tried[-1] // page_size
                 assert torch.equal(ours.kvs[0][:, 1:end], model.kvs[0][:, 1:end]), transport
         if has_checksums:
             rows += [{"tokens": tokens} | _copies(ours, model, tokens // page_size, rounds) for tokens in all_lengths]
