@@ -33,7 +33,7 @@ def test_sizes_are_those_of_the_original(tmp_path: Path, name: str, billions: fl
 def test_random_logits_are_neither_certain_nor_arbitrary(tmp_path: Path, name: str, dtype: str) -> None:
     synthetic.write_random(tmp_path, small(name), seed=3)
     engine = Engine(EngineConfig(model=str(tmp_path), device="cpu", threads=1, num_pages=64, dtype=dtype))
-    logits = engine.forward([BatchRow(random_prompt(48), 0, [1, 2, 3], num_logits=48)])
+    logits = engine.forward([BatchRow(random_prompt(48), 0, [1, 2, 3], num_logits=48)]).float()
     assert 1 < logits.std() < 6
     probs = logits.softmax(-1)
     entropy = -(probs * probs.clamp_min(1e-30).log()).sum(-1)

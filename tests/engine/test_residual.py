@@ -15,7 +15,7 @@ from baton.kernels.norm import rms_norm_ref
 from baton.kernels.silu import silu_mul_ref
 
 SIZE, INNER, EPS = 64, 96, 1e-5
-FUSED, PLAIN = triton_linear.Config("vector", 2, 128), None
+FUSED, PLAIN = triton_linear.Config("vector", 16, 128), None
 
 
 def layers(dtype: torch.dtype) -> tuple[list[Linear], list[torch.Tensor]]:

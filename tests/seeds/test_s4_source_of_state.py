@@ -118,11 +118,12 @@ def test_state_left_by_row_of_the_batch_is_caught(
     advance = Slots.advance
 
     def by_row(
-        self: Slots, index: torch.Tensor, targets: Any, count: Any, draft: DraftState | None, *rest: Any
-    ) -> None:
-        advance(self, index, targets, count, None, *rest)
+        self: Slots, index: torch.Tensor, targets: Any, is_valid: Any, count: Any, draft: DraftState | None, needs: Any
+    ) -> torch.Tensor:
+        numbers = advance(self, index, targets, is_valid, count, None, needs)
         if draft is not None:
             self._draft.store(torch.arange(len(index)), draft)
+        return numbers
 
     monkeypatch.setattr(Slots, "advance", by_row)
     with caught():
