@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from ..kernels import gpu, prompt_attention
+from ..kernels.trees import move_slots_
 from ..metadata.errors import ConfigError
 from ..metadata.hidden_layout import HiddenDtype
 from ..metadata.memory import PageMemory
@@ -181,13 +182,8 @@ class Engine:
             kv[:, target].copy_(kv[:, source])
 
     def move_kv(self, block_table: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """The target's KV of slots `sources` into slots `targets`, each [num_seqs, n] int64, by sequence; all sources
-        of a layer are loaded before any is stored, so the two may overlap."""
-        page_size = self.pool.page_size
-        pages, rows = block_table.gather(1, sources // page_size), sources % page_size
-        new_pages, new_rows = block_table.gather(1, targets // page_size), targets % page_size
-        for layer in self.kv:
-            layer[new_pages, :, :, new_rows] = layer[pages, :, :, rows]
+        """The target's KV of slots `sources` into slots `targets`, as `move_slots_ref_`."""
+        move_slots_(self.kv, block_table, sources, targets)
 
 
 def resolve_model(model: str | None) -> Path:

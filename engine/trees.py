@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels import gpu
+from ..kernels.trees import walk_tree
 from .sampling import perturbed_scores, sample
 from .sampling_batch import SamplingBatch
 
@@ -103,16 +105,7 @@ def accept_chain(drafts: Tensor, targets: Tensor, limits: Tensor) -> Path:
 def accept_tree(drafts: Drafts, targets: Tensor, limits: Tensor, num_steps: int) -> Path:
     """Walk from the root to the child that the target samples, while there is one; `targets` [num_seqs, N + 1]."""
     assert drafts.parents is not None
-    node = torch.zeros_like(limits).unsqueeze(1)
-    count, nodes = torch.zeros_like(limits), [node]
-    is_on = limits > 0
-    for depth in range(1, num_steps + 1):
-        matches = (drafts.tokens == targets.gather(1, node)) & (drafts.parents == node)
-        is_on = is_on & matches.any(1) & (limits >= depth)
-        node = torch.where(is_on.unsqueeze(1), matches.long().argmax(1, keepdim=True) + 1, node)
-        count = count + is_on
-        nodes.append(node)
-    return Path(torch.cat(nodes, dim=1), count)
+    return Path(*walk_tree(drafts.tokens, drafts.parents, targets, limits, num_steps))
 
 
 def sample_ahead(logits: Tensor, base: SamplingBatch, drafted: Tensor) -> Tensor:
@@ -126,7 +119,14 @@ def sample_ahead(logits: Tensor, base: SamplingBatch, drafted: Tensor) -> Tensor
 
 def top_of(logits: Tensor, batch: SamplingBatch, topk: int) -> tuple[Tensor, Tensor]:
     """The `topk` best tokens of each row and log-softmax of their perturbed logits, [num_rows, topk] int64, float32."""
-    scores = logits.float() if batch.needs.is_plain_greedy else perturbed_scores(logits, batch)
+    needs = batch.needs
+    if gpu.compiled(logits) and not (needs.processes or needs.ranks or needs.cuts):
+        from ..kernels.triton_sample import MAX_TOPK, perturbed_topk
+
+        if topk <= MAX_TOPK:
+            noise = (batch.seeds, batch.positions, batch.temperature.squeeze(1)) if needs.is_random else ()
+            return perturbed_topk(logits, topk, *noise)
+    scores = logits.float() if needs.is_plain_greedy else perturbed_scores(logits, batch)
     best, tokens = scores.topk(topk)
     return tokens, best - scores.logsumexp(1, keepdim=True)
 

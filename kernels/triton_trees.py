@@ -1,0 +1,91 @@
+"""kernels/trees.py on a GPU: a launch each, in which no program reads what another writes."""
+
+# Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
+# ruff: noqa: N803
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def walk_tree(
+    tokens: Tensor, parents: Tensor, targets: Tensor, limits: Tensor, num_steps: int
+) -> tuple[Tensor, Tensor]:
+    """`walk_tree_ref`; `limits` of any stride."""
+    num_seqs, num_drafts = tokens.shape
+    assert parents.shape == tokens.shape and targets.shape == (num_seqs, num_drafts + 1), (tokens.shape, targets.shape)
+    tokens, parents, targets = tokens.contiguous(), parents.contiguous(), targets.contiguous()
+    nodes = torch.empty((num_seqs, num_steps + 1), dtype=torch.int64, device=tokens.device)
+    num_accepted = torch.empty(num_seqs, dtype=torch.int64, device=tokens.device)
+    _walk_kernel[(num_seqs,)](
+        nodes, num_accepted, tokens, parents, targets, limits, limits.stride(0), num_drafts,
+        STEPS=num_steps, DRAFTS=triton.next_power_of_2(num_drafts), num_warps=1,
+    )  # fmt: skip
+    return nodes, num_accepted
+
+
+def move_slots_(kv: Tensor, block_table: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """`move_slots_ref_`; `kv` contiguous, the rows of `block_table` too."""
+    num_layers, num_pages, _, num_kv_heads, page_size, head_dim = kv.shape
+    num_seqs, num_moves = sources.shape
+    assert kv.is_contiguous() and block_table.stride(1) == 1 and targets.shape == sources.shape, sources.shape
+    if not num_moves:
+        return
+    _move_kernel[(num_seqs, num_layers, 2 * num_kv_heads)](
+        kv, block_table, sources.contiguous(), targets.contiguous(), block_table.stride(0), num_pages, num_moves,
+        PAGE_SIZE=page_size, HEAD_DIM=head_dim, MOVES=triton.next_power_of_2(num_moves),
+        BLOCK_D=triton.next_power_of_2(head_dim), num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("limits_stride", "num_drafts"))
+def _walk_kernel(
+    nodes_ptr, num_accepted_ptr, tokens_ptr, parents_ptr, targets_ptr, limits_ptr, limits_stride, num_drafts,
+    STEPS: tl.constexpr, DRAFTS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (num_seqs)."""
+    seq = tl.program_id(0).to(tl.int64)
+    draft = tl.arange(0, DRAFTS)
+    is_draft = draft < num_drafts
+    tokens = tl.load(tokens_ptr + seq * num_drafts + draft, mask=is_draft, other=-1)
+    parents = tl.load(parents_ptr + seq * num_drafts + draft, mask=is_draft, other=-1)
+    limit = tl.load(limits_ptr + seq * limits_stride)
+    node, count = seq * 0, seq * 0
+    tl.store(nodes_ptr + seq * (STEPS + 1), node)
+    is_on = limit > 0
+    for depth in tl.static_range(1, STEPS + 1):
+        target = tl.load(targets_ptr + seq * (num_drafts + 1) + node)
+        child = tl.min(tl.where((tokens == target) & (parents == node) & is_draft, draft, DRAFTS), 0)
+        is_on = is_on & (child < DRAFTS) & (limit >= depth)
+        node = tl.where(is_on, child.to(tl.int64) + 1, node)
+        count += is_on.to(tl.int64)
+        tl.store(nodes_ptr + seq * (STEPS + 1) + depth, node)
+    tl.store(num_accepted_ptr + seq, count)
+
+
+@triton.jit(do_not_specialize=("table_stride", "num_pages", "num_moves"))
+def _move_kernel(
+    kv_ptr, table_ptr, sources_ptr, targets_ptr, table_stride, num_pages, num_moves,
+    PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, MOVES: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid: (num_seqs, layers, keys' heads and values' heads)."""
+    seq, layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    move, dims = tl.arange(0, MOVES), tl.arange(0, BLOCK_D)
+    is_move = move < num_moves
+    source = tl.load(sources_ptr + seq * num_moves + move, mask=is_move, other=0)
+    target = tl.load(targets_ptr + seq * num_moves + move, mask=is_move, other=0)
+    is_move = is_move & (source != target)
+    page = tl.load(table_ptr + seq * table_stride + source // PAGE_SIZE, mask=is_move, other=0)
+    new_page = tl.load(table_ptr + seq * table_stride + target // PAGE_SIZE, mask=is_move, other=0)
+    heads = tl.num_programs(2)
+    base = kv_ptr + (layer * num_pages * heads + head) * (PAGE_SIZE * HEAD_DIM)
+    is_in = is_move[:, None] & (dims < HEAD_DIM)[None, :]
+    at = page * heads * (PAGE_SIZE * HEAD_DIM) + source % PAGE_SIZE * HEAD_DIM
+    moved = tl.load(base + at[:, None] + dims[None, :], mask=is_in)
+    tl.debug_barrier()  # a slot may be source of one move and target of another
+    at = new_page * heads * (PAGE_SIZE * HEAD_DIM) + target % PAGE_SIZE * HEAD_DIM
+    tl.store(base + at[:, None] + dims[None, :], moved, mask=is_in)

@@ -1,0 +1,53 @@
+"""The walk through a tree and the move of its KV, against their references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_device import DEVICE
+
+pytest.importorskip("triton")
+
+from baton.kernels import triton_trees
+from baton.kernels.trees import move_slots_ref_, walk_tree_ref
+
+
+@pytest.mark.parametrize(("num_drafts", "num_steps"), [(1, 1), (5, 3), (18, 5)])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_walk(num_drafts: int, num_steps: int, seed: int) -> None:
+    """Trees in which several children have one token, and rows limited to none and to less than they could have."""
+    generator = torch.Generator().manual_seed(seed)
+    num_seqs = 6
+    parents = torch.stack(
+        [torch.randint(0, node, (num_seqs,), generator=generator) for node in range(1, num_drafts + 1)], 1
+    )
+    tokens = torch.randint(0, 2, (num_seqs, num_drafts), generator=generator)
+    targets = torch.randint(0, 2, (num_seqs, num_drafts + 1), generator=generator)
+    limits = torch.randint(0, num_steps + 1, (num_seqs, 2), generator=generator)
+    limits[:3] = num_steps
+    targets[0, 0] = tokens[0, 0]
+    args = (tokens.to(DEVICE), parents.to(DEVICE), targets.to(DEVICE), limits.to(DEVICE)[:, 0], num_steps)
+    nodes, num_accepted = triton_trees.walk_tree(*args)
+    expected_nodes, expected = walk_tree_ref(*args)
+    assert torch.equal(nodes, expected_nodes) and torch.equal(num_accepted, expected)
+    assert num_accepted.max() > 0 and (num_drafts == 1 or num_accepted.unique().numel() > 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("page_size", "head_dim", "num_moves"), [(4, 16, 3), (16, 20, 5), (1, 8, 1)])
+def test_the_move(page_size: int, head_dim: int, num_moves: int, dtype: torch.dtype) -> None:
+    """Sources lie among targets, over the borders of pages; one sequence stays as it is."""
+    generator = torch.Generator().manual_seed(page_size)
+    num_seqs, num_columns = 3, -(-40 // page_size)
+    kv = torch.randn(2, 1 + num_seqs * num_columns, 2, 3, page_size, head_dim, generator=generator).to(DEVICE, dtype)
+    table = (torch.randperm(num_seqs * num_columns, generator=generator) + 1).view(num_seqs, num_columns).to(DEVICE)
+    starts = torch.tensor([[7], [20], [11]])
+    targets = starts + torch.arange(1, num_moves + 1)
+    sources = targets + torch.arange(num_moves)  # the first stays, and others go where their elders were
+    sources[2] = targets[2]
+    sources, targets = sources.to(DEVICE), targets.to(DEVICE)
+    expected = kv.clone()
+    move_slots_ref_(expected, table, sources, targets)
+    before = kv.clone()
+    triton_trees.move_slots_(kv, table, sources, targets)
+    assert torch.equal(kv, expected) and (num_moves == 1) == torch.equal(kv, before)
