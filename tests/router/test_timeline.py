@@ -311,14 +311,20 @@ def telling(node: FakeNode, message: m.Prefill) -> bool:
     return True
 
 
+def await_chunks(system: System, rid: str) -> None:
+    """What the prefill node tells of its chunks comes after the rest."""
+    wait_until(lambda: any("chunks" in part for part in explain(system, rid)[0]["choices"][0]["parts"]))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_from_its_arrival_to_its_end(system: System, stream: bool) -> None:
     system.behaviour.answer_prefill = telling
     status, _, headers = system.complete(stream=stream)
     assert status == 200
     num_tokens = len(system.say(system.text))
-    wait_until(lambda: "prefill" in names(explain(system, headers["x-request-id"])[0]))
-    [life] = explain(system, headers["x-request-id"])
+    rid = headers["x-request-id"]
+    await_chunks(system, rid)
+    [life] = explain(system, rid)
     assert (life["outcome"], life["model"], life["client_id"], life["error"]) == ("done", "fake", None, None)
     assert 0 < life["ttft_s"] <= life["total_s"]
     [choice] = life["choices"]
@@ -335,7 +341,7 @@ def test_a_request_from_its_arrival_to_its_end(system: System, stream: bool) -> 
 def test_one_token_needs_no_handoff_and_is_told_of_when_it_is_over(system: System) -> None:
     system.behaviour.answer_prefill = telling
     rid = system.complete(max_tokens=1)[2]["x-request-id"]
-    wait_until(lambda: any("chunks" in part for part in explain(system, rid)[0]["choices"][0]["parts"]))
+    await_chunks(system, rid)
     parts = names(explain(system, rid)[0])
     assert not {"reserve", "offer", "pull", "decode"} & set(parts)
 
