@@ -11,7 +11,8 @@
 Products of 16-bit numbers are exact in float32 and so are summed. The result of a row does not depend on the rows
 beside it, but on which kernel is taken, which depends on how many there are.
 
-With `gpu.dependent_launch` a kernel fetches its first weights while the kernel before still runs.
+With `gpu.dependent_launch` a vector product fetches its weights while the kernel before still runs; the others only
+save the time of their launch, and let the next kernel begin when their own loads are done.
 """
 
 # Constants of a kernel are in capitals, and a launch is no call that a type checker knows.

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_device import DEVICE
+from triton_device import DEVICE, random
 
 pytest.importorskip("triton")
 
-from baton.kernels import triton_trees
+from baton.engine.sampling_batch import SamplingBatch
+from baton.engine.sampling_state import SamplingState
+from baton.engine.trees import top_of
+from baton.kernels import gpu, triton_trees
 from baton.kernels.trees import move_slots_ref_, walk_tree_ref
+from baton.metadata.request import SamplingParams
 
 
 @pytest.mark.parametrize(("num_drafts", "num_steps"), [(1, 1), (5, 3), (18, 5)])
@@ -51,3 +55,20 @@ def test_the_move(page_size: int, head_dim: int, num_moves: int, dtype: torch.dt
     before = kv.clone()
     triton_trees.move_slots_(kv, table, sources, targets)
     assert torch.equal(kv, expected) and (num_moves == 1) == torch.equal(kv, before)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"top_k": 3}, {"repetition_penalty": 1.4}], ids=str)
+def test_drafts_are_ranked_alike(params: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a kernel where nothing but noise is asked for, with the noise of each row's own place; else by torch."""
+    states = [
+        SamplingState(SamplingParams(max_tokens=9, seed=seed, **params), [seed, 5], vocab_size=300, device=DEVICE)  # type: ignore[arg-type]
+        for seed in range(4)
+    ]
+    batch, logits = SamplingBatch.of(states, DEVICE), random(4, 300, scale=2.0)
+    answers = []
+    for has_kernels in (False, True):
+        monkeypatch.setattr(gpu, "compiled", lambda tensor, has_kernels=has_kernels: has_kernels)
+        answers.append(top_of(logits, batch, 3))
+    (tokens, scores), (ours, our_scores) = answers
+    assert torch.equal(tokens, ours)
+    torch.testing.assert_close(scores, our_scores, rtol=1e-5, atol=1e-5)
