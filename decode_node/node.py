@@ -24,6 +24,7 @@ from ..engine.adaptive import StepChooser
 from ..engine.draft_row import get_draft
 from ..engine.engine import NO_NUMBERS, Engine
 from ..engine.graphs import graph_sizes
+from ..engine.progress import ProgressBar
 from ..engine.rounds import Accepted, Rounds, Submitted
 from ..engine.step_times import StepTimes
 from ..engine.stopping import ended
@@ -77,7 +78,8 @@ class DecodeNode:
         self.membership = membership
         self.handoff = handoff
         self.rounds = Rounds(engine, max_running, buckets=graph_sizes(engine.kv, max_running))
-        self.rounds.capture()
+        with ProgressBar("capturing round graphs") as progress:
+            self.rounds.capture(progress)
         self.chooser: StepChooser | None = None
         if is_adaptive and self.rounds.shape.num_steps:
             times = StepTimes.measure(self.rounds.measure, min(max_running, _MAX_MEASURED), self.rounds.shape.choices)

@@ -28,8 +28,11 @@ from ..engine.config import EngineConfig
 from ..engine.copies import to_host
 from ..engine.engine import Engine
 from ..engine.pages import Owner
+from ..engine.progress import ProgressBar
 from ..engine.rounds import Rounds
 from ..engine.trees import DraftShape
+from ..metadata.config import ProcessConfig
+from ..metadata.logs import setup_logging
 from .bench_adaptive import adaptive
 from .bench_prompts import LENGTHS, small_prompt
 from .bench_sequences import Running, run_rounds, start, stop
@@ -44,6 +47,7 @@ HOST_GAP_US = 4.0  # kernels of one graph follow each other faster
 
 def main() -> None:
     options = _options()
+    setup_logging(ProcessConfig(), "bench")
     torch.backends.cuda.matmul.allow_tf32 = False
     limits = measure_limits()
     started = time.monotonic()
@@ -81,9 +85,11 @@ def main() -> None:
     say(f"{report}")
     started = time.monotonic()
     rounds = Rounds(engine, max(options.batches), buckets=options.batches)
-    rounds.capture()
+    with ProgressBar("capturing round graphs") as progress:
+        rounds.capture(progress)
     report["capture_s"] = round(time.monotonic() - started, 2)
-    engine.capture_prompts()
+    with ProgressBar("capturing prompt graphs") as progress:
+        engine.capture_prompts(progress)
     parts: dict[str, Callable[[], Any]] = {
         "decode": lambda: [decode(engine, rounds, batch, limits) for batch in options.batches],
         "idle": lambda: [idle(engine, rounds, batch) for batch in options.batches if batch <= 64],

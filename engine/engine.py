@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -29,6 +29,7 @@ from .model_config import ModelConfig
 from .models.registry import load_model
 from .pages import Owner, PagePool
 from .prefix_cache import PrefixCache
+from .progress import Progress
 from .prompt_graphs import PromptGraphs
 from .sampling import SubmittedSample
 from .sampling_batch import SamplingBatch
@@ -53,7 +54,7 @@ class Engine:
     Raises ModelError when the checkpoint cannot be served and ConfigError when the settings cannot work with it.
     """
 
-    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
         self.model_dir = resolve_model(config.model)
         self.model_config = ModelConfig.from_dir(self.model_dir)
         self.device = _choose_device(config.device)
@@ -109,10 +110,11 @@ class Engine:
         self.pool.release(pages)
         self._plan_prompts(num_tokens)
 
-    def capture_prompts(self) -> None:
-        """For a node that computes prompts, after `warm_up`: on CUDA, small chunks are graphs from now on."""
+    def capture_prompts(self, progress: Progress | None = None) -> None:
+        """For a node that computes prompts, after `warm_up`: on CUDA, small chunks are graphs from now on, which
+        `progress` counts."""
         if gpu.compiled(self.kv):
-            self._prompt_graphs = PromptGraphs(self.compute_batch, self.pool.page_size, self.context_len)
+            self._prompt_graphs = PromptGraphs(self.compute_batch, self.pool.page_size, self.context_len, progress)
 
     def _plan_prompts(self, num_tokens: int) -> None:
         """The fused attention of prompts plans every shape that it will meet."""

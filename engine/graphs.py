@@ -11,12 +11,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product, starmap
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from ..kernels import gpu
 from ..metadata.request import MAX_TOP_LOGPROBS
+from .progress import Progress, tracked
 from .round_inputs import RoundInputs
 from .sampling_state import Needs
 from .trees import DraftShape
@@ -75,13 +77,11 @@ class RoundGraphs(Generic[Result]):
         self._captured: dict[_Key, _Captured[Result]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, shapes: Sequence[DraftShape], kinds: Sequence[Needs]) -> None:
-        """All buckets, largest first, so that the smaller ones fit in its memory."""
+    def capture(self, shapes: Sequence[DraftShape], kinds: Sequence[Needs], progress: Progress | None = None) -> None:
+        """All buckets, largest first, so that the smaller ones fit in its memory. `progress` counts graphs."""
         started, before = time.monotonic(), torch.cuda.memory_reserved()
-        for size in sorted(self._inputs, reverse=True):
-            for shape in shapes:
-                for kind in kinds:
-                    self._capture(_Key(size, shape, kind))
+        for key in tracked(list(starmap(_Key, product(sorted(self._inputs, reverse=True), shapes, kinds))), progress):
+            self._capture(key)
         logger.info(
             "%d round graphs captured in %.1f s, %d MiB",
             len(self._captured),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .batch import BatchRow, Computed, ForwardBatch, aligned
+from .progress import Progress, tracked
 
 logger = logging.getLogger(__name__)
 
@@ -99,15 +100,21 @@ class _Captured(NamedTuple):
 class PromptGraphs:
     """Owns the graphs, their inputs on the device and their memory, which all share: one runs at a time."""
 
-    def __init__(self, run: Callable[[ForwardBatch], Computed], page_size: int, context_len: int) -> None:
-        """Captures all buckets, largest first, so that the smaller ones fit in its memory. `run` reads nothing of a
-        tensor on the host."""
+    def __init__(
+        self,
+        run: Callable[[ForwardBatch], Computed],
+        page_size: int,
+        context_len: int,
+        progress: Progress | None = None,
+    ) -> None:
+        """Captures all buckets, largest first, so that the smaller ones fit in its memory; `progress` counts them.
+        `run` reads nothing of a tensor on the host."""
         self._run = run
         self._page_size = page_size
         self._num_columns = -(-context_len // page_size)
         self._pool = torch.cuda.graph_pool_handle()
         started, before = time.monotonic(), torch.cuda.memory_reserved()
-        self._captured = {size: self._capture(size) for size in sorted(BUCKETS, reverse=True)}
+        self._captured = {size: self._capture(size) for size in tracked(sorted(BUCKETS, reverse=True), progress)}
         logger.info(
             "%d prompt graphs captured in %.1f s, %d MiB",
             len(self._captured),

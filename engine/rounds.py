@@ -25,6 +25,7 @@ from .drafters.ngram import NgramDrafter
 from .engine import Engine
 from .graphs import GREEDY, SAMPLED, RoundGraphs
 from .logprobs import Logprobs
+from .progress import Progress
 from .round import RoundResult, run_round
 from .round_inputs import RoundInputs
 from .sampling_state import Needs, SamplingState
@@ -118,16 +119,16 @@ class Rounds:
         self._buckets = {size: deque(self._allocate_two(size)) for size in sorted(buckets)}
         self._graphs: RoundGraphs[RoundResult] | None = None
 
-    def capture(self) -> None:
-        """On CUDA: graphs of all buckets for requests without filters and penalties; others are captured when they
-        come."""
+    def capture(self, progress: Progress | None = None) -> None:
+        """On CUDA: graphs of all buckets for requests without filters and penalties, which `progress` counts; others
+        are captured when they come."""
         if not gpu.compiled(self.engine.kv):
             return
         inputs = [self._allocate(size, device=self.engine.device) for size in self._buckets]
         shapes = [self.shape.with_steps(steps) for steps in self.shape.choices]
         with torch.inference_mode():
             self._graphs = RoundGraphs(self._run_captured, inputs, self.slots.padding)
-            self._graphs.capture(shapes, (GREEDY, SAMPLED))
+            self._graphs.capture(shapes, (GREEDY, SAMPLED), progress)
         self.measure(1, 0)  # compiles what surrounds a graph
 
     def admit(self, sequence: Running, length: int, draft: DraftState | None) -> None:

@@ -17,6 +17,7 @@ from ..metadata.node_info import Capacity, Role
 from .config import EngineConfig
 from .engine import Engine, default_node_id
 from .model_card import read_tokenizer
+from .progress import ProgressBar
 
 logger = logging.getLogger(__name__)
 
@@ -29,23 +30,11 @@ class Node(Member, Protocol):
         ...
 
 
-class LoadProgress:
-    """Logs how far the model has loaded, at most once a second, and the last line always."""
-
-    def __init__(self) -> None:
-        self._said_at = time.monotonic()
-
-    def __call__(self, num_done: int, num_total: int) -> None:
-        now = time.monotonic()
-        if num_done == num_total or now - self._said_at >= 1.0:
-            self._said_at = now
-            logger.info("loading weights: %d of %d MiB", num_done >> 20, num_total >> 20)
-
-
 def load_engine(config: EngineConfig) -> Engine:
     """Load the model and run it once. Raises ModelError and ConfigError."""
     started = time.monotonic()
-    engine = Engine(config, LoadProgress())
+    with ProgressBar("loading weights", "MiB", 1 << 20) as progress:
+        engine = Engine(config, progress)
     logger.info("speculation: %s", engine.speculation.describe(engine.model_dir))
     engine.warm_up(config.chunk(engine.device.type))
     logger.info(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -14,8 +14,7 @@ from ..metadata.errors import ModelError
 from .checkpoint import Checkpoint, TensorSpec, safetensors_files, tensor_digests
 from .layers import Linear
 from .model_config import ModelConfig
-
-Progress = Callable[[int, int], None]
+from .progress import Progress
 
 
 @dataclass(frozen=True, slots=True, eq=False)

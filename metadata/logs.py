@@ -23,15 +23,48 @@ _COLOURS = {"D": "\x1b[2m", "W": "\x1b[33m", "E": "\x1b[31m", "C": "\x1b[31;1m"}
 def setup_logging(config: ProcessConfig, process_name: str) -> None:
     """Sends this process's log to stderr, in the form and from the level that `config` says; other packages' lines
     from WARNING. May be called again: the last call wins."""
-    handler = _BatonHandler(sys.stderr)
-    coloured = not config.log_json and sys.stderr.isatty()
-    handler.setFormatter(JsonFormatter(process_name) if config.log_json else TextFormatter(process_name, coloured))
+    handler = LogHandler(sys.stderr)
+    handler.is_for_people = not config.log_json and sys.stderr.isatty()
+    formatter = JsonFormatter(process_name) if config.log_json else TextFormatter(process_name, handler.is_for_people)
+    handler.setFormatter(formatter)
     root = logging.getLogger()
-    for old in [old for old in root.handlers if isinstance(old, _BatonHandler)]:
+    for old in [old for old in root.handlers if isinstance(old, LogHandler)]:
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
     logging.getLogger("baton").setLevel(config.log_level.upper())
+
+
+class LogHandler(logging.StreamHandler[TextIO]):  # a type of its own, so that a second set-up finds the first
+    """Writes lines, and on a terminal also one that is drawn in place, which the next line of the log replaces."""
+
+    is_for_people = False  # text on a terminal
+    _is_drawn = False
+
+    def draw(self, line: str) -> None:
+        """Without an end of its line, over what was drawn before."""
+        self.stream.write(f"\r\x1b[K{line}")
+        self.stream.flush()
+        self._is_drawn = True
+
+    def end_line(self) -> None:
+        """What was drawn stays on the screen."""
+        if self._is_drawn:
+            self.stream.write("\n")
+            self.stream.flush()
+            self._is_drawn = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._is_drawn:
+            self.draw("")
+            self._is_drawn = False
+        super().emit(record)
+
+
+def terminal_log() -> LogHandler | None:
+    """Of this process, where people read it as it is written."""
+    handlers = logging.getLogger().handlers
+    return next((each for each in handlers if isinstance(each, LogHandler) and each.is_for_people), None)
 
 
 class TextFormatter(logging.Formatter):
@@ -97,10 +130,6 @@ class Throttle:
             self._next, self._num_left = now + self._interval_s, self._most
         self._num_left -= 1
         return self._num_left >= 0
-
-
-class _BatonHandler(logging.StreamHandler[TextIO]):  # a type of its own, so that a second set-up finds the first
-    pass
 
 
 def _extra_fields(record: logging.LogRecord) -> dict[str, object]:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from ..engine.draft_row import set_draft
 from ..engine.drafters.base import DraftState
 from ..engine.engine import NO_NUMBERS, Engine
+from ..engine.progress import ProgressBar
 from ..engine.sampling_state import SamplingState
 from ..engine.stopping import ended
 from ..metadata.buffers import MetadataBuffers, Sampled
@@ -81,7 +82,8 @@ class PrefillNode:
         self.scheduler = PrefillScheduler(engine.cache, max_running, chunk)
         self.first_tokens = FirstTokens()
         self._row_buffer = MetadataBuffers(engine.schema)
-        engine.capture_prompts()
+        with ProgressBar("capturing prompt graphs") as progress:
+            engine.capture_prompts(progress)
         self._jobs: dict[Unit, PrefillJob] = {}  # of every open ticket
         self._counts = _Counts()
         self._overlaps = engine.device.type != "cpu" if overlaps is None else overlaps

@@ -8,7 +8,8 @@ import torch
 
 from ...metadata.errors import ModelError
 from ..model_config import ModelConfig
-from ..weights import Progress, load_weights
+from ..progress import Progress
+from ..weights import load_weights
 from .hyper_llama import HyperLlamaModel
 from .llama import LlamaModel
 

@@ -80,9 +80,10 @@ def compute(engine: Engine, chunks: Sequence[list[BatchRow]], *, captured: bool)
 
 def check(engine: Engine, tolerance: float) -> None:
     chunks = make_chunks(engine.model_config.vocab_size)
-    engine.capture_prompts()
+    counts: list[tuple[int, int]] = []
+    engine.capture_prompts(lambda *each: counts.append(each))
     graphs = engine._prompt_graphs
-    assert graphs is not None
+    assert graphs is not None and counts == [(number, len(BUCKETS)) for number in range(1, len(BUCKETS) + 1)]
     assert [graphs.compute(rows) is None for rows in chunks].count(True) == 2
     expected, expected_kv = compute(engine, chunks, captured=False)
     compute(engine, chunks, captured=True)  # pinned memory is there from now on

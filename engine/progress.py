@@ -1,0 +1,66 @@
+"""How far something is that takes seconds: a bar on a terminal, lines in any other log."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from ..metadata.logs import terminal_log
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]  # how much is done, of how much
+Item = TypeVar("Item")
+
+_DRAW_EVERY_S = 0.1
+_LOG_EVERY_S = 1.0
+_WIDTH = 20  # of the bar
+
+
+def tracked(items: Sequence[Item], progress: Progress | None) -> Iterator[Item]:
+    """The items; `progress` hears of each when the next one is asked for."""
+    for num_done, item in enumerate(items, 1):
+        yield item
+        if progress is not None:
+            progress(num_done, len(items))
+
+
+class ProgressBar:
+    """A `Progress` that people see: where the log goes to a terminal one line, redrawn in place, else lines of the log,
+    at most one a second and the last one always. What begins after all is done (a drafter, after its model) has a line
+    of its own. A context manager, so that a line is ended also where the work fails."""
+
+    def __init__(self, what: str, unit: str = "", unit_size: int = 1) -> None:
+        """`unit_size`: counts are shown divided by it."""
+        self._what = what
+        self._unit = f" {unit}" if unit else ""
+        self._unit_size = unit_size
+        self._begun = self._shown = time.monotonic()
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if (terminal := terminal_log()) is not None:
+            terminal.end_line()
+
+    def __call__(self, num_done: int, num_total: int) -> None:
+        now, terminal, is_last = time.monotonic(), terminal_log(), num_done >= num_total
+        done, total = num_done // self._unit_size, num_total // self._unit_size
+        if is_last or now - self._shown >= (_LOG_EVERY_S if terminal is None else _DRAW_EVERY_S):
+            self._shown = now
+            if terminal is None:
+                logger.info("%s: %d of %d%s", self._what, done, total, self._unit)
+            elif logger.isEnabledFor(logging.INFO):
+                share = num_done / max(1, num_total)
+                bar = "#" * int(share * _WIDTH)
+                took_s = f"{now - self._begun:.0f} s"
+                line = f"{self._what}  [{bar:-<{_WIDTH}}] {share:4.0%}  {done:,} of {total:,}{self._unit}  {took_s}"
+                terminal.draw(line.replace("%", " %")[: shutil.get_terminal_size().columns - 1])
+        if is_last:
+            self._begun = now
+            if terminal is not None:
+                terminal.end_line()
