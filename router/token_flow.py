@@ -90,10 +90,10 @@ class TokenFlow:
             choice.generation.num_drafted += ended.num_drafted
             choice.generation.num_accepted += ended.num_accepted
             choice.generation.timeline.ended(choice, ended)
-        if choice.gap_since is not None:
-            self._gaps.open(choice, node)
-        elif had_gap:
+        if choice.gap_since is None:
             self._gaps.close(choice)
+        elif not had_gap:  # whoever fills it in part, or says again what is known, is not who went on without it
+            self._gaps.open(choice, node)
         return delta
 
     def _deliver(self, choice: Choice, delta: Delta, *, is_over_at_node: bool, now: float) -> None:
