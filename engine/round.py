@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention import Tree
+from ..kernels.trees import Ancestry, ancestry
 from .batch import ForwardBatch
 from .drafters.base import Drafter, DraftState, RoundRows
 from .engine import Engine
@@ -25,7 +26,7 @@ from .sampling import sample
 from .sampling_batch import SamplingBatch
 from .sampling_state import Needs
 from .slots import Slots
-from .trees import Ancestry, Drafts, DraftShape, Path, accept_chain, accept_tree, ancestry
+from .trees import Drafts, DraftShape, Path, accept_chain, accept_tree
 
 
 class RoundResult(NamedTuple):
@@ -108,11 +109,10 @@ def _along(
 
 
 def _moves(rows: RoundRows, path: Path) -> tuple[Tensor, Tensor]:
-    """Slots from which and to which the accepted nodes' KV goes, each [num_seqs, K]; others stay."""
+    """Slots from which and to which the accepted nodes' KV goes, each [num_seqs, K]; what is beyond is nobody's."""
     assert path.nodes is not None
     step = torch.arange(1, path.nodes.shape[1], device=path.nodes.device)
-    nodes = torch.where(step <= path.num_accepted.unsqueeze(1), path.nodes[:, 1:], step)
-    return rows.lengths.unsqueeze(1) + nodes, rows.lengths.unsqueeze(1) + step
+    return rows.lengths.unsqueeze(1) + path.nodes[:, 1:], rows.lengths.unsqueeze(1) + step
 
 
 def _observe(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import gpu
-from ..kernels.trees import walk_tree
+from ..kernels.trees import Candidates, Frontier, choose, grow_, walk_tree
 from .sampling import perturbed_scores, sample
 from .sampling_batch import SamplingBatch
 
@@ -65,25 +65,6 @@ class Drafts(NamedTuple):
 
     tokens: Tensor  # [num_seqs, N] int64, nodes 1 .. N
     parents: Tensor | None = None  # [num_seqs, N] int64, nodes 0 .. N; None: a chain
-
-
-class Ancestry(NamedTuple):
-    """What follows from the parents."""
-
-    visible: Tensor  # [num_seqs, N + 1, N + 1] bool: node j is node i or an ancestor of it
-    depths: Tensor  # [num_seqs, N + 1] int64
-
-
-def ancestry(parents: Tensor, num_steps: int) -> Ancestry:
-    """Of a tree `num_steps` deep, root included."""
-    num_seqs, num_drafts = parents.shape
-    up = torch.cat([parents.new_zeros(num_seqs, 1), parents], dim=1)  # the root is its own parent
-    node = torch.arange(num_drafts + 1, device=parents.device).expand_as(up)
-    visible = torch.zeros(num_seqs, num_drafts + 1, num_drafts + 1, dtype=torch.bool, device=parents.device)
-    for _ in range(num_steps + 1):
-        visible.scatter_(2, node.unsqueeze(2), True)
-        node = up.gather(1, node)
-    return Ancestry(visible, visible.sum(2) - 1)
 
 
 class Path(NamedTuple):
@@ -141,38 +122,20 @@ def grow_tree(
 ) -> Drafts:
     """A dynamic tree from the `first` tokens and scores, each [num_seqs, topk], and the state [num_seqs, width] that
     proposed them; `base` samples the token at depth 1."""
-    topk, (tokens, scores), device = shape.topk, first, state.device
-    num_seqs = tokens.shape[0]
-    eye = torch.eye(topk, dtype=torch.bool, device=device).expand(num_seqs, topk, topk)
-    ids = torch.arange(topk, device=device).expand(num_seqs, topk)  # of the frontier among the candidates
-    candidates = [(tokens, scores, torch.full_like(tokens, -1))]
-    states, paths, visible = state.unsqueeze(1).expand(-1, topk, -1), tokens.unsqueeze(2), eye
+    candidates = Candidates.allocate(len(state), shape.max_drafts, state.device)
+    frontier = grow_(candidates, Frontier.root(state), *first)
     for step in range(1, shape.num_steps):
-        states, logits = expand(step, tokens, states, visible)
-        ahead = base.ahead(torch.full((1, topk), step, device=device), paths.flatten(1), _own_path(topk, step, device))
-        child_tokens, child_scores = top_of(logits, ahead, topk)
-        child_scores = (scores.reshape(-1, 1) + child_scores).view(num_seqs, -1)
-        child_tokens = child_tokens.view(num_seqs, -1)
-        candidates.append((child_tokens, child_scores, ids.repeat_interleave(topk, 1)))
-        best = child_scores.topk(topk, dim=1).indices
-        parent = (best // topk).unsqueeze(2)
-        ids = topk + (step - 1) * topk**2 + best
-        tokens, scores = child_tokens.gather(1, best), child_scores.gather(1, best)
-        states = states.gather(1, parent.expand(-1, -1, states.shape[2]))
-        paths = torch.cat([paths.gather(1, parent.expand(-1, -1, step)), tokens.unsqueeze(2)], dim=2)
-        visible = torch.cat([visible.gather(1, parent.expand(-1, -1, visible.shape[2])), eye], dim=2)
-    return _best(shape.num_tokens, *(torch.cat(column, dim=1) for column in zip(*candidates, strict=True)))
+        states, logits = expand(step, frontier.tokens, frontier.states, frontier.visible)
+        children = top_of(logits, _ahead(base, frontier), shape.topk)
+        frontier = grow_(candidates, frontier._replace(states=states), *children)
+    return Drafts(*choose(candidates, shape.num_tokens))
 
 
-def _own_path(topk: int, step: int, device: torch.device) -> Tensor:
-    """[1, topk, topk * step] bool: of the paths of all frontier nodes end to end, each node's own."""
-    return torch.eye(topk, dtype=torch.bool, device=device).repeat_interleave(step, 1).unsqueeze(0)
-
-
-def _best(num_tokens: int, tokens: Tensor, scores: Tensor, parents: Tensor) -> Drafts:
-    """The `num_tokens` best candidates. A parent scores no less than its child and stands before it, so a stable sort
-    takes it first; `parents` are candidates, -1 the root."""
-    chosen = scores.sort(stable=True, dim=1, descending=True).indices[:, :num_tokens].sort(1).values
-    parents = parents.gather(1, chosen)
-    nodes = torch.searchsorted(chosen, parents.clamp(min=0)) + 1
-    return Drafts(tokens.gather(1, chosen), torch.where(parents < 0, 0, nodes))
+def _ahead(base: SamplingBatch, frontier: Frontier) -> SamplingBatch:
+    """Of the tokens that follow a frontier's nodes, each with its own path in its history."""
+    if base.needs.is_plain_greedy:
+        return base
+    _, topk, depth = frontier.paths.shape
+    num_ahead = torch.full((1, topk), depth, device=frontier.paths.device)
+    own_path = torch.eye(topk, dtype=torch.bool, device=frontier.paths.device).repeat_interleave(depth, 1).unsqueeze(0)
+    return base.ahead(num_ahead, frontier.paths.flatten(1), own_path)

@@ -1,6 +1,9 @@
-"""A tree's path and what moves along it: which drafts the target accepts, and their KV to where a sequence goes on."""
+"""Trees on the device: how one grows, who descends from whom, which path the target accepts, and the accepted nodes' KV
+on its way to where the sequence goes on (engine/trees.py)."""
 
 from __future__ import annotations
+
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -8,13 +11,142 @@ from torch import Tensor
 from . import gpu
 
 
+class Candidates(NamedTuple):
+    """All nodes that a growing tree considers, by depth: a node stands behind its parent."""
+
+    tokens: Tensor  # [num_seqs, num_candidates] int64
+    scores: Tensor  # [num_seqs, num_candidates] float32
+    parents: Tensor  # [num_seqs, num_candidates] int64, candidates; -1: the root
+
+    @classmethod
+    def allocate(cls, num_seqs: int, num_candidates: int, device: torch.device) -> Self:
+        """Not set."""
+        tokens = torch.empty(num_seqs, num_candidates, dtype=torch.int64, device=device)
+        return cls(tokens, torch.empty_like(tokens, dtype=torch.float32), torch.empty_like(tokens))
+
+
+class Frontier(NamedTuple):
+    """The nodes that are expanded next, all `depth` below the root."""
+
+    tokens: Tensor  # [num_seqs, num_nodes] int64
+    scores: Tensor  # [num_seqs, num_nodes] float32
+    ids: Tensor  # [num_seqs, num_nodes] int64, which candidates they are; -1: the root
+    states: Tensor  # [num_seqs, num_nodes, width], the drafter's, of their parents
+    paths: Tensor  # [num_seqs, num_nodes, depth] int64, tokens from below the root to the node
+    visible: Tensor  # [num_seqs, num_nodes, depth * topk] bool: of the frontiers up to this, the node or one above it
+
+    @classmethod
+    def root(cls, state: Tensor) -> Self:
+        """Alone, with the state [num_seqs, width] that proposes its children."""
+        ids = torch.full((len(state), 1), -1, dtype=torch.int64, device=state.device)
+        return cls(
+            ids,
+            torch.zeros_like(ids, dtype=torch.float32),
+            ids,
+            state.unsqueeze(1),
+            ids.new_empty(len(state), 1, 0),
+            torch.empty(len(state), 1, 0, dtype=torch.bool, device=state.device),
+        )
+
+    def num_before(self, topk: int) -> int:
+        """Candidates up to these nodes, which are where their children begin."""
+        depth = self.paths.shape[2]
+        return topk + (depth - 1) * topk**2 if depth else 0
+
+
+def grow_ref_(candidates: Candidates, frontier: Frontier, tokens: Tensor, scores: Tensor) -> Frontier:
+    """The specification. The children of a frontier, `tokens` [num_seqs * num_nodes, topk] int64 with the `scores` of
+    each below its parent, float32, at most 0, go to the candidates, with those above them counted; what is no number is
+    the least. Returns the `topk` best, the first of equals: the next frontier, with `frontier.states` of their parents.
+    """
+    num_seqs, num_nodes = frontier.scores.shape
+    topk = tokens.shape[1]
+    tokens = tokens.view(num_seqs, -1)
+    scores = (frontier.scores.unsqueeze(2) + scores.view(num_seqs, num_nodes, topk)).flatten(1)
+    scores = scores.where(~scores.isnan(), -torch.inf)
+    start = frontier.num_before(topk)
+    for column, values in zip(candidates, (tokens, scores, frontier.ids.repeat_interleave(topk, 1)), strict=True):
+        column[:, start : start + num_nodes * topk] = values
+    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :topk]
+    parent = (best // topk).unsqueeze(2)
+    itself = torch.eye(topk, dtype=torch.bool, device=tokens.device).expand(num_seqs, topk, topk)
+
+    def inherited(values: Tensor) -> Tensor:
+        return values.gather(1, parent.expand(-1, -1, values.shape[2]))
+
+    tokens = tokens.gather(1, best)
+    return Frontier(
+        tokens,
+        scores.gather(1, best),
+        start + best,
+        inherited(frontier.states),
+        torch.cat([inherited(frontier.paths), tokens.unsqueeze(2)], dim=2),
+        torch.cat([inherited(frontier.visible), itself], dim=2),
+    )
+
+
+def grow_(candidates: Candidates, frontier: Frontier, tokens: Tensor, scores: Tensor) -> Frontier:
+    """`grow_ref_`, in one launch on CUDA."""
+    if gpu.compiled(tokens):
+        from . import triton_growth
+
+        return triton_growth.grow_(candidates, frontier, tokens, scores)
+    return grow_ref_(candidates, frontier, tokens, scores)
+
+
+def choose_ref(candidates: Candidates, num_drafts: int) -> tuple[Tensor, Tensor]:
+    """The specification. The `num_drafts` best candidates, N, the first of equals, as nodes 1 .. N in the order in
+    which they stand; no candidate scores more than its parent, so a node's parent is among them. Returns tokens and
+    parents, [num_seqs, N] int64, 0 for the root."""
+    chosen = candidates.scores.sort(dim=1, descending=True, stable=True).indices[:, :num_drafts].sort(1).values
+    parents = torch.searchsorted(chosen, candidates.parents.gather(1, chosen), right=True)
+    return candidates.tokens.gather(1, chosen), parents
+
+
+def choose(candidates: Candidates, num_drafts: int) -> tuple[Tensor, Tensor]:
+    """`choose_ref`, in one launch on CUDA."""
+    if gpu.compiled(candidates.tokens):
+        from . import triton_growth
+
+        return triton_growth.choose(candidates, num_drafts)
+    return choose_ref(candidates, num_drafts)
+
+
+class Ancestry(NamedTuple):
+    """What follows from the parents."""
+
+    visible: Tensor  # [num_seqs, N + 1, N + 1] bool: node j is node i or an ancestor of it
+    depths: Tensor  # [num_seqs, N + 1] int64
+
+
+def ancestry_ref(parents: Tensor, num_steps: int) -> Ancestry:
+    """The specification. Of a tree at most `num_steps` deep, `parents` [num_seqs, N] int64 of nodes 1 .. N."""
+    num_seqs, num_drafts = parents.shape
+    up = torch.cat([parents.new_zeros(num_seqs, 1), parents], dim=1)  # the root is its own parent
+    node = torch.arange(num_drafts + 1, device=parents.device).expand_as(up)
+    visible = torch.zeros(num_seqs, num_drafts + 1, num_drafts + 1, dtype=torch.bool, device=parents.device)
+    for _ in range(num_steps + 1):
+        visible.scatter_(2, node.unsqueeze(2), True)
+        node = up.gather(1, node)
+    return Ancestry(visible, visible.sum(2) - 1)
+
+
+def ancestry(parents: Tensor, num_steps: int) -> Ancestry:
+    """`ancestry_ref`, in one launch on CUDA."""
+    if gpu.compiled(parents):
+        from . import triton_trees
+
+        return triton_trees.ancestry(parents, num_steps)
+    return ancestry_ref(parents, num_steps)
+
+
 def walk_tree_ref(
     tokens: Tensor, parents: Tensor, targets: Tensor, limits: Tensor, num_steps: int
 ) -> tuple[Tensor, Tensor]:
     """The specification. From the root to the child that the target samples, the first of several, while there is one
     and no more than `limits` [num_seqs]: `tokens`, `parents` [num_seqs, N] of nodes 1 .. N, `targets` [num_seqs, N + 1]
-    -> nodes [num_seqs, num_steps + 1], the root first, the last one repeated; and how many are below the root,
-    [num_seqs]. All int64."""
+    -> nodes [num_seqs, num_steps + 1], the root first and, beyond the path, the one of its number (at most N); and how
+    many are below the root, [num_seqs]. All int64."""
     node = torch.zeros_like(limits).unsqueeze(1)
     count, nodes = torch.zeros_like(limits), [node]
     is_on = limits > 0
@@ -23,7 +155,7 @@ def walk_tree_ref(
         is_on = is_on & matches.any(1) & (limits >= depth)
         node = torch.where(is_on.unsqueeze(1), matches.long().argmax(1, keepdim=True) + 1, node)
         count = count + is_on
-        nodes.append(node)
+        nodes.append(torch.where(is_on.unsqueeze(1), node, min(depth, tokens.shape[1])))
     return torch.cat(nodes, dim=1), count
 
 

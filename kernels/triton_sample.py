@@ -30,7 +30,7 @@ from .triton_noise import check_columns, gumbel_from_bits_of, random_bits
 MAX_TOPK = 16
 _SPLIT_SIZE = 1024  # ids of a program
 _TOPK_SPLIT_SIZE = 2048
-_LOWEST = tl.constexpr(-(2**63))  # below every packed score
+LOWEST = tl.constexpr(-(2**63))  # below every packed score
 _NAN_KEY = tl.constexpr(2**31 - 1)
 
 
@@ -133,7 +133,7 @@ def _checked(
 
 
 @triton.jit
-def _packed(score, ids):
+def pack(score, ids):
     """Larger for a larger score (float32), then for a lower id (int32); NaN above all; 0 and -0 are equal."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -142,13 +142,13 @@ def _packed(score, ids):
 
 
 @triton.jit
-def _id_of(packed):
+def id_of(packed):
     """int64."""
     return 0x7FFFFFFF - (packed & 0x7FFFFFFF)
 
 
 @triton.jit
-def _score_of(packed):
+def score_of(packed):
     key = (packed >> 32).to(tl.int32)
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
@@ -157,7 +157,7 @@ def _score_of(packed):
 def _row_max(largest_ptr, row, splits, SPLITS: tl.constexpr):
     """The packed maximum of a row's splits, [num_rows, splits]."""
     split = tl.arange(0, SPLITS)
-    return tl.max(tl.load(largest_ptr + row.to(tl.int64) * splits + split, mask=split < splits, other=_LOWEST), axis=0)
+    return tl.max(tl.load(largest_ptr + row.to(tl.int64) * splits + split, mask=split < splits, other=LOWEST), axis=0)
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def _row_max_kernel(logits_ptr, largest_ptr, stride, vocab_size, BLOCK: tl.const
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = split * BLOCK + tl.arange(0, BLOCK)
     logits = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=0.0).to(tl.float32)
-    packed = tl.where(ids < vocab_size, _packed(logits, ids), _LOWEST)
+    packed = tl.where(ids < vocab_size, pack(logits, ids), LOWEST)
     tl.store(largest_ptr + row * tl.num_programs(1) + split, tl.max(packed, axis=0))
 
 
@@ -200,18 +200,18 @@ def _perturbed_max_kernel(
     else:
         ids = split * BLOCK + tl.arange(0, BLOCK)
         logits = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=0.0).to(tl.float32)
-        maximum = _score_of(_row_max(largest_ptr, row, splits, SPLITS))
+        maximum = score_of(_row_max(largest_ptr, row, splits, SPLITS))
         seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
-        packed = _packed(_perturbed(logits, maximum, temperature, seed, position, ids), ids)
-        packed = tl.where(ids < vocab_size, packed, _LOWEST)
+        packed = pack(_perturbed(logits, maximum, temperature, seed, position, ids), ids)
+        packed = tl.where(ids < vocab_size, packed, LOWEST)
         tl.store(best_ptr + row * splits + split, tl.max(packed, axis=0))
 
 
 @triton.jit
 def _choose_kernel(largest_ptr, best_ptr, token_ids_ptr, is_valid_ptr, splits, SPLITS: tl.constexpr):
     row = tl.program_id(0)
-    maximum = _score_of(_row_max(largest_ptr, row, splits, SPLITS))  # NaN when a logit is
-    tl.store(token_ids_ptr + row, _id_of(_row_max(best_ptr, row, splits, SPLITS)))
+    maximum = score_of(_row_max(largest_ptr, row, splits, SPLITS))  # NaN when a logit is
+    tl.store(token_ids_ptr + row, id_of(_row_max(best_ptr, row, splits, SPLITS)))
     tl.store(is_valid_ptr + row, maximum == maximum)
 
 
@@ -238,18 +238,18 @@ def _perturbed_topk_kernel(
     if RANDOM:
         temperature = tl.load(temperatures_ptr + row)
         if temperature != 0.0:
-            maximum = _score_of(_row_max(largest_ptr, row, splits, SPLITS))
+            maximum = score_of(_row_max(largest_ptr, row, splits, SPLITS))
             seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
             scores = _perturbed(scores, maximum, temperature, seed, position, ids)
     at = row * splits + split
-    packed = tl.where(ids < vocab_size, _packed(scores, ids), _LOWEST)
+    packed = tl.where(ids < vocab_size, pack(scores, ids), LOWEST)
     best = tl.max(packed, axis=0)
-    top = _score_of(best)
+    top = score_of(best)
     weights = tl.where(scores == top, 1.0, tl.exp(scores - top))  # also where all are -inf
     tl.store(sums_ptr + at, tl.sum(tl.where(ids < vocab_size, weights, 0.0), axis=0))
     for rank in range(K):
         tl.store(best_ptr + at * K + rank, best)
-        packed = tl.where(packed == best, _LOWEST, packed)
+        packed = tl.where(packed == best, LOWEST, packed)
         best = tl.max(packed, axis=0)
 
 
@@ -266,15 +266,15 @@ def _choose_topk_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     split, candidate = tl.arange(0, SPLITS), tl.arange(0, CANDIDATES)
-    tops = _score_of(tl.load(best_ptr + (row * splits + split) * K, mask=split < splits, other=_LOWEST))
+    tops = score_of(tl.load(best_ptr + (row * splits + split) * K, mask=split < splits, other=LOWEST))
     tops = tl.where(split < splits, tops, -float("inf"))
     sums = tl.load(sums_ptr + row * splits + split, mask=split < splits, other=0.0)
-    packed = tl.load(best_ptr + row * splits * K + candidate, mask=candidate < splits * K, other=_LOWEST)
+    packed = tl.load(best_ptr + row * splits * K + candidate, mask=candidate < splits * K, other=LOWEST)
     best = tl.max(packed, axis=0)
-    top = _score_of(best)
+    top = score_of(best)
     total = tl.log(tl.sum(tl.where(tops == top, sums, sums * tl.exp(tops - top)), axis=0))
     for rank in range(K):
-        tl.store(token_ids_ptr + row * K + rank, _id_of(best))
-        tl.store(log_softmax_ptr + row * K + rank, _score_of(best) - top - total)
-        packed = tl.where(packed == best, _LOWEST, packed)
+        tl.store(token_ids_ptr + row * K + rank, id_of(best))
+        tl.store(log_softmax_ptr + row * K + rank, score_of(best) - top - total)
+        packed = tl.where(packed == best, LOWEST, packed)
         best = tl.max(packed, axis=0)

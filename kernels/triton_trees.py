@@ -11,6 +11,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .trees import Ancestry
+
+
+def ancestry(parents: Tensor, num_steps: int) -> Ancestry:
+    """`ancestry_ref`."""
+    num_seqs, num_drafts = parents.shape
+    parents = parents.contiguous()
+    num_nodes = num_drafts + 1
+    visible = torch.empty((num_seqs, num_nodes, num_nodes), dtype=torch.bool, device=parents.device)
+    depths = torch.empty((num_seqs, num_nodes), dtype=torch.int64, device=parents.device)
+    _ancestry_kernel[(num_seqs, num_nodes)](
+        visible, depths, parents, num_drafts, STEPS=num_steps, NODES=triton.next_power_of_2(num_nodes), num_warps=1
+    )
+    return Ancestry(visible, depths)
+
 
 def walk_tree(
     tokens: Tensor, parents: Tensor, targets: Tensor, limits: Tensor, num_steps: int
@@ -42,6 +57,24 @@ def move_slots_(kv: Tensor, block_table: Tensor, sources: Tensor, targets: Tenso
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=("num_drafts",))
+def _ancestry_kernel(
+    visible_ptr, depths_ptr, parents_ptr, num_drafts, STEPS: tl.constexpr, NODES: tl.constexpr
+):  # fmt: skip
+    """Grid: (num_seqs, nodes)."""
+    seq, node = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    at = seq * (num_drafts + 1) + node
+    other = tl.arange(0, NODES)
+    is_visible, depth = other == node, node * 0
+    for _ in tl.static_range(STEPS):
+        up = tl.load(parents_ptr + seq * num_drafts + node - 1, mask=node > 0, other=0)
+        depth += (node > 0).to(tl.int64)
+        node = up
+        is_visible = is_visible | (other == node)
+    tl.store(depths_ptr + at, depth)
+    tl.store(visible_ptr + at * (num_drafts + 1) + other, is_visible, mask=other <= num_drafts)
+
+
 @triton.jit(do_not_specialize=("limits_stride", "num_drafts"))
 def _walk_kernel(
     nodes_ptr, num_accepted_ptr, tokens_ptr, parents_ptr, targets_ptr, limits_ptr, limits_stride, num_drafts,
@@ -63,7 +96,9 @@ def _walk_kernel(
         is_on = is_on & (child < DRAFTS) & (limit >= depth)
         node = tl.where(is_on, child.to(tl.int64) + 1, node)
         count += is_on.to(tl.int64)
-        tl.store(nodes_ptr + seq * (STEPS + 1) + depth, node)
+        tl.store(
+            nodes_ptr + seq * (STEPS + 1) + depth, tl.where(is_on, node, tl.minimum(num_drafts, depth).to(tl.int64))
+        )
     tl.store(num_accepted_ptr + seq, count)
 
 

@@ -10,7 +10,8 @@ import torch
 
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
-from baton.engine.trees import Drafts, DraftShape, accept_chain, accept_tree, ancestry, grow_tree
+from baton.engine.trees import Drafts, DraftShape, accept_chain, accept_tree, grow_tree
+from baton.kernels.trees import ancestry
 from baton.metadata.request import SamplingParams
 
 VOCAB = 23

@@ -12,7 +12,7 @@ from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
 from baton.engine.trees import top_of
 from baton.kernels import gpu, triton_trees
-from baton.kernels.trees import move_slots_ref_, walk_tree_ref
+from baton.kernels.trees import ancestry_ref, move_slots_ref_, walk_tree_ref
 from baton.metadata.request import SamplingParams
 
 
@@ -35,6 +35,20 @@ def test_the_walk(num_drafts: int, num_steps: int, seed: int) -> None:
     expected_nodes, expected = walk_tree_ref(*args)
     assert torch.equal(nodes, expected_nodes) and torch.equal(num_accepted, expected)
     assert num_accepted.max() > 0 and (num_drafts == 1 or num_accepted.unique().numel() > 1)
+
+
+@pytest.mark.parametrize(("num_drafts", "num_steps"), [(1, 1), (7, 3), (31, 6)])
+def test_who_descends_from_whom(num_drafts: int, num_steps: int) -> None:
+    generator, num_seqs = torch.Generator().manual_seed(num_drafts), 4
+    parents, depths = torch.zeros(num_seqs, num_drafts, dtype=torch.int64), torch.zeros(num_seqs, num_drafts + 1)
+    for seq in range(num_seqs):
+        for node in range(1, num_drafts + 1):
+            above = (depths[seq, :node] < num_steps).nonzero().flatten()
+            parents[seq, node - 1] = above[torch.randint(len(above), (1,), generator=generator)]
+            depths[seq, node] = depths[seq, parents[seq, node - 1]] + 1
+    assert depths.max() == min(num_steps, num_drafts)
+    tree, expected = triton_trees.ancestry(parents.to(DEVICE), num_steps), ancestry_ref(parents.to(DEVICE), num_steps)
+    assert torch.equal(tree.visible, expected.visible) and torch.equal(tree.depths, expected.depths)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

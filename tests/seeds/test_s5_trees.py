@@ -24,6 +24,7 @@ from baton.engine import trees
 from baton.engine.drafters import frozen_kv, shifted
 from baton.engine.engine import Engine
 from baton.engine.sampling_batch import SamplingBatch
+from baton.kernels.trees import Ancestry, ancestry
 from baton.metadata.request import SamplingParams
 
 NAMES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "hyper-eagle", "frozen-kv-mtp")
@@ -233,13 +234,13 @@ def from_the_last_on(self: Engine, table: torch.Tensor, sources: torch.Tensor, t
         MOVE(self, table, sources[:, step : step + 1], targets[:, step : step + 1])
 
 
-def at_their_slots(parents: torch.Tensor, num_steps: int) -> trees.Ancestry:
+def at_their_slots(parents: torch.Tensor, num_steps: int) -> Ancestry:
     """A node stands at the position of its slot."""
     tree = ANCESTRY(parents, num_steps)
     return tree._replace(depths=torch.arange(tree.depths.shape[1]).expand_as(tree.depths))
 
 
-def seeing_all_before(parents: torch.Tensor, num_steps: int) -> trees.Ancestry:
+def seeing_all_before(parents: torch.Tensor, num_steps: int) -> Ancestry:
     """A node sees its siblings."""
     tree = ANCESTRY(parents, num_steps)
     return tree._replace(visible=torch.ones_like(tree.visible).tril())
@@ -251,12 +252,12 @@ def of_the_first_nodes(path: trees.Path, targets: Any, is_valid: Any, hidden: An
     return new_targets, new_valid, hidden[:, : new_hidden.shape[1]], new_logits
 
 
-def with_everybodys_history(rows: Any, drafts: trees.Drafts, tree: trees.Ancestry) -> SamplingBatch:
+def with_everybodys_history(rows: Any, drafts: trees.Drafts, tree: Ancestry) -> SamplingBatch:
     """Penalties count all drafts."""
     return rows.sampling.ahead(tree.depths, drafts.tokens)
 
 
-MOVE, ANCESTRY, ALONG = Engine.move_kv, trees.ancestry, rounds._along
+MOVE, ANCESTRY, ALONG = Engine.move_kv, ancestry, rounds._along
 DEFECTS: Sequence[tuple[Any, str, Any]] = [
     (Engine, "move_kv", no_move),
     (Engine, "move_kv", from_the_last_on),
