@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention import Tree
+from ..kernels.rows import gather_rows
 from ..kernels.trees import Ancestry, ancestry
 from .batch import ForwardBatch
 from .drafters.base import Drafter, DraftState, RoundRows
@@ -51,17 +52,18 @@ def run_round(
     sampled = sample(logits, _node_sampling(rows, drafts, tree), with_logprobs=False)
     targets = sampled.token_ids.view(len(rows.lengths), -1)
     is_valid = sampled.is_valid.view(targets.shape)
+    scored = logits if needs.num_logprobs is not None else None
     if tree is None:
         path = accept_chain(drafts.tokens, targets, inputs.limits)
     else:
         path = accept_tree(drafts, targets, inputs.limits, shape.num_steps)
-        targets, is_valid, hidden, logits = _along(path, targets, is_valid, hidden, logits)
+        targets, is_valid, hidden, scored = _along(path, targets, is_valid, hidden, scored)
         engine.move_kv(inputs.block_table, *_moves(rows, path))
     draft = _observe(drafter, slots, inputs, rows, hidden, targets, path.num_accepted, observes)
     numbers = slots.advance(inputs.slots, targets, is_valid, path.num_accepted, draft, needs)
     logprobs = None
-    if needs.num_logprobs is not None:
-        logprobs = compute_logprobs(logits, targets.flatten(), needs.num_logprobs)
+    if scored is not None and needs.num_logprobs is not None:
+        logprobs = compute_logprobs(scored, targets.flatten(), needs.num_logprobs)
     return RoundResult(numbers, logprobs)
 
 
@@ -95,17 +97,19 @@ def _node_sampling(rows: RoundRows, drafts: Drafts, tree: Ancestry | None) -> Sa
 
 
 def _along(
-    path: Path, targets: Tensor, is_valid: Tensor, hidden: Tensor | None, logits: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """What the nodes have, [num_seqs, N + 1, ...], of those on the path: [num_seqs, K + 1, ...]."""
+    path: Path, targets: Tensor, is_valid: Tensor, hidden: Tensor | None, logits: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """What the nodes have, [num_seqs, N + 1, ...], of those on the path: [num_seqs, K + 1, ...]; `logits` of rows."""
     assert path.nodes is not None
     num_seqs, num_nodes = targets.shape
     first = torch.arange(0, num_seqs * num_nodes, num_nodes, device=targets.device).unsqueeze(1)
-    index = (first + path.nodes).flatten()
-    if hidden is not None:
-        hidden = hidden.flatten(0, 1).index_select(0, index).view(*path.nodes.shape, -1)
-    along = targets.gather(1, path.nodes), is_valid.gather(1, path.nodes)
-    return *along, hidden, logits.index_select(0, index)
+    there = [targets.flatten(), is_valid.flatten()]
+    there += [] if hidden is None else [hidden.flatten(0, 1)]
+    there += [] if logits is None else [logits]
+    targets, is_valid, *more = gather_rows(there, (first + path.nodes).flatten())
+    shape = path.nodes.shape
+    along = None if hidden is None else more.pop(0).view(*shape, -1)
+    return targets.view(shape), is_valid.view(shape), along, more.pop() if more else None
 
 
 def _moves(rows: RoundRows, path: Path) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.advance import Columns, advance_
+from ..kernels.rows import assign_rows_
 from .copies import to_device
 from .drafters.base import Drafter, DraftState, RoundRows
 from .sampling_batch import FLOATS, INTS, SamplingBatch, columns
@@ -166,7 +167,7 @@ class Slots:
     def keep_missed(self, rows: Tensor, extend: Tensor) -> None:
         """What a round without drafts left out, [num_seqs, extend width], at `rows` [num_seqs] int64."""
         assert self._missed is not None
-        self._missed_rows.index_copy_(0, rows, extend)
+        assign_rows_([self._missed_rows], rows, [extend])
 
     def missed(self, slot: int, num_missed: int) -> Tensor | None:
         """[num_missed, extend width], oldest first; None where the drafter takes no such states."""

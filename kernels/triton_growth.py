@@ -56,7 +56,7 @@ def choose(candidates: Candidates, num_drafts: int) -> tuple[Tensor, Tensor]:
     return tokens, parents
 
 
-@triton.jit(do_not_specialize=("num_candidates", "num_before", "width"))
+@triton.jit(do_not_specialize=("num_candidates", "num_before"))
 def _grow_kernel(
     candidate_tokens_ptr, candidate_scores_ptr, candidate_parents_ptr,  # [num_seqs, num_candidates]
     new_tokens_ptr, new_scores_ptr, new_ids_ptr, new_states_ptr, new_paths_ptr, new_visible_ptr,

@@ -30,6 +30,8 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from ...kernels import gpu
+from ...kernels.rows import assign_rows_, gather_rows, packed, unpacked
 from ...metadata.hidden_layout import HiddenLayout, assign
 from ..copies import to_device, to_host
 from ..sampling_batch import SamplingBatch
@@ -65,11 +67,16 @@ class DraftState:
 
     def to_host(self) -> Self:
         """Itself, or copies that are there after the next `recorded_event` (copies.py)."""
-        return type(self)(**{name: to_host(value) for name, value in self.present()})
+        present = dict(self.present())
+        values = list(present.values())
+        if values and gpu.compiled(values[0]):
+            return type(self)(**dict(zip(present, unpacked(to_host(packed(values)), values), strict=True)))
+        return type(self)(**{name: to_host(value) for name, value in present.items()})
 
     def select(self, index: Tensor) -> Self:
         """Rows `index` [n] int64, copies."""
-        return type(self)(**{name: value.index_select(0, index) for name, value in self.present()})
+        present = dict(self.present())
+        return type(self)(**dict(zip(present, gather_rows(list(present.values()), index), strict=True)))
 
     def store(self, index: Tensor, rows: DraftState) -> None:
         """Write `rows` at `index` [n] int64, which must be all different. Raises ValueError for unlike fields, shapes
@@ -80,7 +87,7 @@ class DraftState:
         for name, value in ours.items():
             if value.shape[1:] != theirs[name].shape[1:] or value.dtype != theirs[name].dtype:
                 assign(value[: len(theirs[name])], theirs[name])  # raises, in words
-            value.index_copy_(0, index, theirs[name])
+        assign_rows_(list(ours.values()), index, [theirs[name] for name in ours])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
