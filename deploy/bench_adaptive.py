@@ -34,11 +34,11 @@ def adaptive(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
     plain: list[float] = []
     chosen: list[float] = []
     steps: Counter[int] = Counter()
-    num_tokens = num_rounds = 0
+    num_tokens = num_rounds = num_checked = 0
     for turn in range(1 + NUM_TURNS):
         sequences = start(engine, rounds, batch, NUM_NEW, turn)
         plain.append(run_rounds(rounds, sequences, rounds.shape.with_steps(0), NUM_NEW) / batch)
-        stop(engine, rounds, sequences)
+        num_checked += stop(engine, rounds, sequences)
         sequences = start(engine, rounds, batch, 4 * NUM_NEW, turn)
         for slot in _slots(sequences):
             chooser.admit(slot)
@@ -48,7 +48,7 @@ def adaptive(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
         if turn:
             steps += counted
             num_tokens, num_rounds = num_tokens + new, num_rounds + counted.total()
-        stop(engine, rounds, sequences)
+        num_checked += stop(engine, rounds, sequences)
     return {
         "batch": batch,
         "adaptive_first": plain[0] / chosen[0],
@@ -56,6 +56,7 @@ def adaptive(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
         "least": min(one / two for one, two in zip(plain[1:], chosen[1:], strict=True)),
         "tokens_a_round": num_tokens / num_rounds / batch,
         "rounds_by_steps": dict(sorted(steps.items())),
+        "checked_tokens": num_checked,
     }
 
 

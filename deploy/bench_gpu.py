@@ -3,7 +3,9 @@
     python -m baton.deploy.synthetic llama-3.2-1b models/1b
     python -m baton.deploy.bench_gpu --model models/1b [--drafter DIR] [--json FILE] [--only decode prefill]
 
-Prints a line a point, then Markdown tables with the best peer's figures beside, and writes JSON with --json FILE.
+Prints a line a point, then Markdown tables with the best peer's figures beside, and writes JSON with --json FILE. Where
+the model is planted (--planted) what it generates is compared with the text that is known, `checked_tokens` of it; a
+difference ends the run with an error. tests/benchmarks/bench_all.py runs this for all models and heads.
 
 Times are of whole steps as a node runs them, by the host's clock. The floor of a step is the larger of its bytes over
 the read bandwidth and its operations over the matrix rate, both measured first.
@@ -14,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -35,8 +36,8 @@ from ..metadata.config import ProcessConfig
 from ..metadata.logs import setup_logging
 from .bench_adaptive import adaptive
 from .bench_prompts import LENGTHS, small_prompt
-from .bench_sequences import Running, run_rounds, start, stop
-from .bench_tables import tables
+from .bench_sequences import Running, check, run_rounds, start, stop
+from .bench_tables import heading, tables
 from .roofline import Limits, best_s, floor_s, measure_limits, weight_bytes
 
 BATCHES = (1, 8, 64, 256)
@@ -51,36 +52,19 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     limits = measure_limits()
     started = time.monotonic()
-    settings: dict[str, Any] = {"speculative": "none"}
-    if options.drafter:
-        settings = {"speculative": options.speculative, "draft_model": options.drafter, "draft_steps": options.steps}
-    engine = Engine(
-        EngineConfig(
-            model=options.model,
-            device="cuda",
-            dtype="bfloat16",
-            page_size=options.page_size,
-            num_pages=options.num_tokens // options.page_size + 1,
-            context_len=options.context_len,
-            chunk_tokens=8192,
-            prefix_cache=False,
-            **settings,
-        )
-    )
+    engine = _load(options)
     torch.cuda.synchronize()
-    loaded_s = time.monotonic() - started
     report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "commit": options.commit or _commit(),
+        **heading(options.commit),
         "model": Path(options.model).name,
+        "drafter": options.drafter and Path(options.drafter).name,
         "num_layers": engine.model_config.num_layers,
         "hidden_size": engine.model_config.hidden_size,
         "dtype": "bfloat16",
         "page_size": options.page_size,
         "read_TB_per_s": limits.bytes_per_s / 1e12,
         "matrix_TFLOP_per_s": limits.flops_per_s / 1e12,
-        "load_s": round(loaded_s, 2),
+        "load_s": round(time.monotonic() - started, 2),
     }
     say(f"{report}")
     started = time.monotonic()
@@ -90,21 +74,41 @@ def main() -> None:
     report["capture_s"] = round(time.monotonic() - started, 2)
     with ProgressBar("capturing prompt graphs") as progress:
         engine.capture_prompts(progress)
-    parts: dict[str, Callable[[], Any]] = {
+    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "decode": lambda: [decode(engine, rounds, batch, limits) for batch in options.batches],
         "idle": lambda: [idle(engine, rounds, batch) for batch in options.batches if batch <= 64],
-        "rounds": lambda: [speculate(engine, rounds, batch) for batch in options.batches if batch <= 64],
+        "rounds": lambda: [speculate(rounds, batch) for batch in options.batches if batch <= 64],
         "adaptive": lambda: [_adaptive(engine, rounds, batch) for batch in options.batches if batch <= 64],
         "prefill": lambda: [prefill(engine, limits, *each) for each in ((1, 1024), (1, 8192), (16, 2048))],
         "small-prompts": lambda: [_small_prompt(engine, num_tokens) for num_tokens in LENGTHS],
-        "offline": lambda: offline(engine, rounds),
+        "offline": lambda: [offline(engine, rounds)],
     }
-    for name in options.only:
-        if name not in ("rounds", "adaptive") or engine.drafter is not None:
-            report[name] = parts[name]()
-    say("\n" + tables(report))
+    chosen = [name for name in options.only if name not in ("rounds", "adaptive") or engine.drafter is not None]
+    figures = {name: parts[name]() for name in chosen}
+    report["checked_tokens"] = sum(row.get("checked_tokens", 0) for rows in figures.values() for row in rows)
+    report |= figures
+    say("\n" + tables({"engine": report}))
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=1))
+
+
+def _load(options: argparse.Namespace) -> Engine:
+    settings: dict[str, Any] = {"speculative": "none"}
+    if options.drafter:
+        settings = {"speculative": options.speculative, "draft_model": options.drafter, "draft_steps": options.steps}
+    config = EngineConfig(
+        model=options.model,
+        device="cuda",
+        dtype="bfloat16",
+        page_size=options.page_size,
+        num_pages=options.num_tokens // options.page_size + 1,
+        context_len=options.context_len,
+        chunk_tokens=8192,
+        prefix_cache=False,
+        **settings,
+    )
+    with ProgressBar("loading weights", "MiB", 1 << 20) as progress:
+        return Engine(config, progress)
 
 
 def decode(engine: Engine, rounds: Rounds, batch: int, limits: Limits) -> dict[str, Any]:
@@ -115,7 +119,7 @@ def decode(engine: Engine, rounds: Rounds, batch: int, limits: Limits) -> dict[s
     step_s = statistics.median(run_rounds(rounds, sequences, shape, NUM_STEPS) for _ in range(3))
     length = len(sequences[0].token_ids) - 1.5 * NUM_STEPS
     graph_s = _graph_seconds(rounds, sequences, shape)
-    stop(engine, rounds, sequences)
+    num_checked = stop(engine, rounds, sequences)
     floor = floor_s(engine, batch, int(batch * length), limits)
     row = {
         "batch": batch,
@@ -123,6 +127,7 @@ def decode(engine: Engine, rounds: Rounds, batch: int, limits: Limits) -> dict[s
         "gpu_ms": graph_s * 1e3,
         "floor_ms": floor * 1e3,
         "x_floor": step_s / floor,
+        "checked_tokens": num_checked,
     }
     say("decode " + _words(row))
     return row
@@ -148,7 +153,7 @@ def idle(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
     run_rounds(rounds, sequences, shape, 8)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         run_rounds(rounds, sequences, shape, 32)
-    stop(engine, rounds, sequences)
+    num_checked = stop(engine, rounds, sequences)
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in trace.events() or ()
@@ -166,19 +171,19 @@ def idle(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
         "idle_share": sum(gaps) / total,
         "idle_share_between_rounds": sum(gap for gap in gaps if gap > HOST_GAP_US) / total,
         "longest_gap_us": max(gaps),
+        "checked_tokens": num_checked,
     }
     say("idle " + _words(row))
     return row
 
 
-def speculate(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
+def speculate(rounds: Rounds, batch: int) -> dict[str, Any]:
     """A round of all steps against a step without drafts, and tokens a second."""
-    del engine
     sequences = start(rounds.engine, rounds, batch, 8 * NUM_STEPS + 64)
     row: dict[str, Any] = {"batch": batch}
     run_rounds(rounds, sequences, rounds.shape.with_steps(0), 4)
     plain_s = run_rounds(rounds, sequences, rounds.shape.with_steps(0), 24)
-    stop(rounds.engine, rounds, sequences)
+    row["checked_tokens"] = stop(rounds.engine, rounds, sequences)
     for steps in sorted({2, 3, rounds.shape.num_steps}):
         if steps not in rounds.shape.choices:
             continue
@@ -188,7 +193,7 @@ def speculate(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
             run_rounds(rounds, sequences, shape, 4)
             times.append(run_rounds(rounds, sequences, shape, 40))
             accepted += [number for each in sequences for number in each.num_accepted[4:]]
-            stop(rounds.engine, rounds, sequences)
+            row["checked_tokens"] += stop(rounds.engine, rounds, sequences)
         round_s, mean = statistics.median(times), statistics.mean(accepted)
         row |= {
             f"k{steps}_ms": round_s * 1e3,
@@ -214,17 +219,17 @@ def prefill(engine: Engine, limits: Limits, num_prompts: int, num_tokens: int) -
     pages = [engine.pool.allocate(num_pages, Owner.REQUEST) for _ in prompts]
     at_once = max(1, 8192 // num_tokens)
 
-    def run() -> None:
-        """A chunk is submitted before the one before is read, as a node does it."""
+    def run() -> list[int]:
+        """First tokens. A chunk is submitted before the one before is read, as a node does it."""
         tokens: list[torch.Tensor] = []
         for first in range(0, num_prompts, at_once):
             group = slice(first, first + at_once)
             rows = [BatchRow(ids, 0, own) for ids, own in zip(prompts[group], pages[group], strict=True)]
             tokens.append(to_host(engine.compute(rows).logits.argmax(1)))
         torch.cuda.synchronize()
-        assert all(int(each.max()) < engine.card.vocab_size for each in tokens)
+        return torch.cat(tokens).tolist()
 
-    run()
+    num_checked = sum(check(engine, ids, [token]) for ids, token in zip(prompts, run(), strict=True))
     seconds: list[float] = []
     for _ in range(5):
         torch.cuda.synchronize()
@@ -246,6 +251,7 @@ def prefill(engine: Engine, limits: Limits, num_prompts: int, num_tokens: int) -
         "best_ms": min(seconds) * 1e3,
         "tokens_per_s": total / took,
         "x_floor": took / floor,
+        "checked_tokens": num_checked,
     }
     say("prefill " + _words(row))
     return row
@@ -265,9 +271,10 @@ def offline(engine: Engine, rounds: Rounds) -> dict[str, Any]:
     began = time.perf_counter()
     run_rounds(rounds, sequences, rounds.shape.with_steps(0), 255)
     decode_s = time.perf_counter() - began
-    stop(engine, rounds, sequences)
+    num_checked = stop(engine, rounds, sequences)
     total_s = prefill_s + decode_s
-    row = {"prefill_s": prefill_s, "decode_s": decode_s, "total_s": total_s, "output_tokens_per_s": 256 * 256 / total_s}
+    row = {"prefill_s": prefill_s, "decode_s": decode_s, "total_s": total_s}
+    row |= {"output_tokens_per_s": 256 * 256 / total_s, "checked_tokens": num_checked}
     say("offline " + _words(row))
     return row
 
@@ -281,11 +288,6 @@ def _words(row: dict[str, Any]) -> str:
     return ", ".join(
         f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
     )
-
-
-def _commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
 
 
 def _options() -> argparse.Namespace:

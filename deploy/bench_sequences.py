@@ -7,6 +7,8 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,16 +99,28 @@ def _draft(
         return engine.drafter.finish_prompt(tails, after, last, SamplingBatch.of(states, engine.device))
 
 
-def stop(engine: Engine, rounds: Rounds, sequences: Sequence[Running]) -> None:
-    """Ends them. Of a planted model the tokens of the first 32 are compared with the text that is known."""
-    if json.loads((engine.model_dir / "config.json").read_text()).get("planted"):
-        text = PlantedText(engine.model_config.vocab_size)
-        for sequence in sequences[:32]:
-            expected = text.continuation(sequence.token_ids[:CONTEXT], len(sequence.token_ids) - CONTEXT)
-            assert sequence.token_ids[CONTEXT:] == expected, "the output is not the planted text"
+def stop(engine: Engine, rounds: Rounds, sequences: Sequence[Running]) -> int:
+    """Ends them. Returns how many tokens were checked: those of the first 32."""
+    num_checked = sum(check(engine, each.token_ids[:CONTEXT], each.token_ids[CONTEXT:]) for each in sequences[:32])
     for sequence in sequences:
         rounds.release(sequence)
         engine.pool.release(sequence.pages)
+    return num_checked
+
+
+def check(engine: Engine, prompt: Sequence[int], output: Sequence[int]) -> int:
+    """Compares with the text that is known, where one is planted. Returns how many tokens were compared."""
+    text = _planted_text(engine.model_dir)
+    if text is None:
+        return 0
+    assert list(output) == text.continuation(prompt, len(output)), "the output is not the planted text"
+    return len(output)
+
+
+@cache
+def _planted_text(model_dir: Path) -> PlantedText | None:
+    config = json.loads((model_dir / "config.json").read_text())
+    return PlantedText(config["vocab_size"]) if config.get("planted") else None
 
 
 def run_rounds(rounds: Rounds, sequences: Sequence[Running], shape: DraftShape, num_rounds: int) -> float:

@@ -1,7 +1,7 @@
 """Checkpoints of real sizes without downloads, for benchmarks and tests: random weights, or a planted text.
 
     python -m baton.deploy.synthetic llama-3.1-8b DIR                                                   # random
-    python -m baton.deploy.synthetic llama-3.1-8b DIR --planted --drafter eagle3 --acceptance 0.8     # and DIR/eagle3
+    python -m baton.deploy.synthetic llama-3.1-8b DIR --planted --acceptance 0.8     # and a head in DIR/eagle3-0.8
 
 Tensors are drawn one by one, on the GPU where there is one, and never more than a shard of them is held. The same seed
 gives the same values on the same kind of device. Text is `t17 t4 ...`, one word a token.
@@ -166,11 +166,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, help="fewer or more layers than the original has")
     parser.add_argument("--planted", action="store_true", help="a text that is known in advance (planted_text.py)")
-    parser.add_argument("--drafter", choices=["eagle3"], help="a head beside a planted model, in DIR/eagle3")
-    parser.add_argument("--acceptance", type=float, default=0.8, help="share of tokens that the head proposes right")
+    heads = "EAGLE-3 heads beside a planted model, in DIR/eagle3-A: shares of tokens that they propose right"
+    parser.add_argument("--acceptance", type=float, nargs="+", default=[], metavar="A", help=heads)
     options = parser.parse_args(arguments)
-    if options.drafter and not options.planted:
-        parser.error("--drafter needs --planted")
+    if options.acceptance and not options.planted:
+        parser.error("--acceptance needs --planted")
     fields = ARCHITECTURES[options.architecture] | {"dtype": options.dtype}
     if options.layers is not None:
         fields["num_hidden_layers"] = options.layers
@@ -179,8 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from .planted_eagle3 import write_planted_eagle3
 
         model = write_planted(options.directory, fields, seed=options.seed)
-        if options.drafter:
-            write_planted_eagle3(options.directory / "eagle3", model, options.acceptance, seed=options.seed)
+        for share in options.acceptance:
+            write_planted_eagle3(options.directory / f"eagle3-{share:g}", model, share, seed=options.seed)
     else:
         write_random(options.directory, fields, seed=options.seed)
     print(f"wrote {options.directory}")

@@ -1,12 +1,12 @@
 """Handoff between two processes on one host against a plain memcpy of the same bytes.
 
-    python tests/benchmarks/bench_handoff.py [--rounds 9] [--mib 64]
+    python tests/benchmarks/bench_handoff.py [--rounds 9] [--mib 64] [--json FILE]
     python tests/benchmarks/bench_handoff.py --device cuda [--devices 0 1] [--page-size 16] [--transports local zmq]
 
 A cell is the time from `claim` to `Arrived`: all pages lie in decode's own pool, checked where digests are on, and the
 row has come; its ticket was complete before. What prefill pays to digest while offering is a row of its own. The cells
 of one round are measured one after the other, so that a disturbed machine disturbs all; a figure is the median of the
-rounds, a ratio the median of the ratios within rounds.
+rounds, a ratio the median of the ratios within rounds. In the first one, which is not counted, every byte is compared.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import multiprocessing
 import statistics
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import zmq
 
+from baton.deploy.bench_tables import heading, tables
 from baton.metadata.handoff_client import Arrived, HandoffClient
 from baton.metadata.handoff_server import HandoffServer
 from baton.metadata.memory import PageMemory
@@ -109,7 +111,7 @@ def memcpy(target: np.ndarray, source: np.ndarray) -> float:
 
 
 def measure(model: str, mib: int, rounds: int) -> dict[str, Any]:
-    """Seconds of every round, by cell; the first round warms up and is not kept."""
+    """Seconds of every round, by cell; the first round warms up, checks, and is not kept."""
     schema = make_schema(MODELS[model], None, PAGE_SIZE)
     num_pages = (mib << 20) // page_bytes(schema)
     num_bytes = num_pages * page_bytes(schema)
@@ -118,7 +120,7 @@ def measure(model: str, mib: int, rounds: int) -> dict[str, Any]:
     process = context.Process(target=serve, args=(theirs, model, num_pages), daemon=True)
     process.start()
     peers: dict[bool, Peer] = pipe.recv()
-    memory = make_memory(schema, num_pages)
+    memory, expected = (make_memory(schema, num_pages) for _ in range(2))
     clients = {
         cell: HandoffClient(
             "d", f"d{cell}", make_schema(MODELS[model], None, PAGE_SIZE, checksums=cell.has_digest),
@@ -138,7 +140,10 @@ def measure(model: str, mib: int, rounds: int) -> dict[str, Any]:
             offer_s = pipe.recv()
             if cell == CELLS[0]:
                 taken["prefill digests"] = offer_s
+            if number == 0:
+                memory.pages[:] = 0
             taken[str(cell)] = pull(clients[cell], peers[cell.has_digest], unit, num_pages)
+            assert number or np.array_equal(memory.pages[:, 1:], expected.pages[:, 1:]), f"{cell}: bytes differ"
         if number:
             for name, value in taken.items():
                 seconds.setdefault(name, []).append(value)
@@ -146,10 +151,10 @@ def measure(model: str, mib: int, rounds: int) -> dict[str, Any]:
     for client in clients.values():
         client.close()
     memory.close()
+    expected.close()
     process.join(10)
-    return {"model": model, "page_bytes": page_bytes(schema), "num_pages": num_pages, "bytes": num_bytes} | {
-        "seconds": seconds
-    }
+    about = {"model": model, "page_bytes": page_bytes(schema), "num_pages": num_pages, "bytes": num_bytes}
+    return about | {"checked_bytes": len(CELLS) * num_bytes, "seconds": seconds}
 
 
 def report(result: dict[str, Any]) -> dict[str, Any]:
@@ -185,16 +190,21 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=64, help="tokens of a page, on GPUs")
     parser.add_argument("--transports", nargs="+", default=["cuda_ipc"], help="on GPUs")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192, 32768], help="tokens, on GPUs")
+    parser.add_argument("--commit", help="of this tree, for the report (default: what git says)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
+    found = heading(args.commit)
     if args.device == "cuda":
         import handoff_cuda
 
         devices = [f"cuda:{number}" for number in args.devices]
-        rows = handoff_cuda.measure(devices, tuple(args.transports), args.rounds, args.page_size, tuple(args.lengths))
-        handoff_cuda.report(rows)
-        print(json.dumps(rows))
-        return
-    print(json.dumps([report(measure(model, args.mib, args.rounds)) for model in MODELS]))
+        found |= handoff_cuda.measure(devices, tuple(args.transports), args.rounds, args.page_size, tuple(args.lengths))
+        print(tables({"handoff": found}))
+    else:
+        found["memory"] = [report(measure(model, args.mib, args.rounds)) for model in MODELS]
+        found["checked_bytes"] = sum(row["checked_bytes"] for row in found["memory"])
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

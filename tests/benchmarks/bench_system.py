@@ -6,7 +6,8 @@
 All streams of a round start at once. Time to first token (ttft) and between tokens (itl) are a client's, tokens a
 second are those of the whole round, prompts included; `engine` is a decode step of as many sequences in this process,
 measured afterwards with both nodes gone, and `share` what the system keeps of its speed while all streams generate.
-With a planted model every token of every stream is compared with the text that is known. Prints one JSON object.
+With a planted model every token of every stream is compared with the text that is known; the exit status is 1 where one
+differs. Prints a table; all figures go to --json FILE.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from bench_router import Stream  # noqa: E402
 from cluster import Cluster  # noqa: E402
 
 from baton.deploy import bench_sequences  # noqa: E402
+from baton.deploy.bench_tables import heading, tables  # noqa: E402
 from baton.deploy.planted_text import PlantedText  # noqa: E402
 from baton.engine.config import EngineConfig  # noqa: E402
 from baton.engine.engine import Engine  # noqa: E402
@@ -41,23 +43,27 @@ PAGE_SIZE = 64
 
 def main() -> None:
     options = _options()
-    said = ("commit", "prompt_len", "tokens", "transport", "speculative")
-    report: dict[str, Any] = {"model": options.model.name} | {name: getattr(options, name) for name in said}
+    said = ("prompt_len", "tokens", "transport", "speculative")
+    report = heading(options.commit) | {"model": options.model.name} | {name: getattr(options, name) for name in said}
     with tempfile.TemporaryDirectory() as directory, Cluster(Path(directory), options.model) as cluster:
         started = time.monotonic()
         cluster.start(node_flags=_flags(options), wait=False)
         cluster.wait_ready(num_nodes=2, timeout_s=240)
         report["ready_s"] = round(time.monotonic() - started, 1)
-        report["points"] = [measure(cluster, options, num_streams) for num_streams in options.streams]
+        points = [measure(cluster, options, num_streams) for num_streams in options.streams]
         if options.logs:
             for path in Path(directory).glob("*.log"):
                 (options.logs / path.name).write_bytes(path.read_bytes()[-200_000:])
     if options.device == "cuda":
-        add_engine(options, report["points"])
-    text = json.dumps(report, indent=1)
+        add_engine(options, points)
+    for name in ("checked_tokens", "wrong_streams"):
+        report[name] = sum(point[name] for point in points)
+    report["system"] = points
+    print(tables({"system": report}))
     if options.json:
-        options.json.write_text(text)
-    sys.stdout.write(text + "\n")
+        options.json.write_text(json.dumps(report, indent=1))
+    if report["wrong_streams"]:
+        sys.exit(f"{report['wrong_streams']} streams are not the planted text")
 
 
 def _flags(options: argparse.Namespace) -> list[str]:
@@ -69,9 +75,10 @@ def _flags(options: argparse.Namespace) -> list[str]:
 
 
 def measure(cluster: Cluster, options: argparse.Namespace, num_streams: int) -> dict[str, Any]:
-    """The round in the middle, by tokens a second, of three; the first round, which warms up, is not counted."""
-    rounds = [one_round(cluster, options, num_streams, index) for index in range(options.rounds + 1)][1:]
-    return sorted(rounds, key=lambda row: row["tokens_per_s"])[len(rounds) // 2]
+    """The round in the middle, by tokens a second, of three; the first one warms up, and is checked only."""
+    rounds = [one_round(cluster, options, num_streams, index) for index in range(options.rounds + 1)]
+    middle = sorted(rounds[1:], key=lambda row: row["tokens_per_s"])[options.rounds // 2]
+    return middle | {name: sum(row[name] for row in rounds) for name in ("checked_tokens", "wrong_streams")}
 
 
 def one_round(cluster: Cluster, options: argparse.Namespace, num_streams: int, index: int) -> dict[str, Any]:
@@ -83,7 +90,7 @@ def one_round(cluster: Cluster, options: argparse.Namespace, num_streams: int, i
     streams = asyncio.run(ask(cluster, prompts, options.tokens))
     wall_s = time.perf_counter() - started
     outputs = [tokens_of(stream) for stream in streams]
-    num_wrong = count_wrong(prompts, outputs, options.tokens, vocab_size) if config.get("planted") else None
+    num_wrong = count_wrong(prompts, outputs, options.tokens, vocab_size) if config.get("planted") else 0
     times = [np.array([at for at, ids in output for _ in ids]) for output in outputs]
     begun = max(float(each[0]) for each in times)  # from when all have their first token
     ended = min(float(each[-1]) for each in times)  # until the first has its last
@@ -99,6 +106,7 @@ def one_round(cluster: Cluster, options: argparse.Namespace, num_streams: int, i
         "itl_ms_p99": float(np.percentile(gaps, 99)),
         "steady_tokens_per_s": together / (ended - begun) if ended > begun else 0.0,
         "wrong_streams": num_wrong,
+        "checked_tokens": num_streams * options.tokens if config.get("planted") else 0,
     }
 
 
@@ -163,7 +171,7 @@ def add_engine(options: argparse.Namespace, points: list[dict[str, Any]]) -> Non
         shape = rounds.shape.with_steps(0)
         bench_sequences.run_rounds(rounds, sequences, shape, 8)
         step_s = statistics.median(bench_sequences.run_rounds(rounds, sequences, shape, 48) for _ in range(3))
-        bench_sequences.stop(engine, rounds, sequences)
+        point["checked_tokens"] += bench_sequences.stop(engine, rounds, sequences)
         point["engine_step_ms"] = step_s * 1e3
         point["engine_tokens_per_s"] = point["streams"] / step_s
         point["share"] = point["steady_tokens_per_s"] / point["engine_tokens_per_s"]
@@ -181,7 +189,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--speculative", default="none")
     parser.add_argument("--num-tokens", type=int, default=131_072, help="KV tokens of each node's pool")
     parser.add_argument("--logs", type=Path, help="directory that takes the processes' logs")
-    parser.add_argument("--commit", help="of this tree, for the report")
+    parser.add_argument("--commit", help="of this tree, for the report (default: what git says)")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

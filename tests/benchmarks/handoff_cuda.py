@@ -2,7 +2,7 @@
 
 A handoff is timed from the moment when prefill begins to offer computed pages, digests included, to `Arrived`: every
 page lies in decode's pool, checked where digests are on, and the row has come. The ticket was claimed before. The fixed
-cost is that of one page. Every byte is compared at the end.
+cost is that of one page. Every byte of the longest handoff of each kind is compared at its end.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from baton.metadata.request import Unit
 from baton.metadata.schema import make_schema, on_gpu, page_bytes
 
 LAYOUT = PoolLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")  # the 8B shape
-TTFT_S = 0.230  # of a prompt of 8,192 tokens on an H200
+TTFT_TOKENS, TTFT_S = 8192, 0.230  # of a prompt on an H200, for what checksums of both sides are of it
 
 
 def measure(
     devices: list[str], transports: tuple[str, ...], rounds: int, page_size: int, lengths: tuple[int, ...]
-) -> list[dict[str, Any]]:
-    """A row for each length and kind of handoff; the greatest of `lengths` not by way of the host."""
+) -> dict[str, Any]:
+    """`handoff`: a row for each length, which rise, and kind of handoff; the greatest not by way of the host."""
     rows: list[dict[str, Any]] = []
-    all_lengths = (page_size, *lengths)
+    all_lengths, num_checked = (page_size, *lengths), 0
     for has_checksums in (True, False):
         schema = on_gpu(make_schema(LAYOUT, None, page_size, checksums=has_checksums))
         num_pages = max(lengths) // page_size + 1
@@ -49,13 +49,18 @@ def measure(
                 client.close()
                 end = 1 + tried[-1] // page_size
                 assert torch.equal(ours.kvs[0][:, 1:end], model.kvs[0][:, 1:end]), transport
+                num_checked += ours.kvs[0][:, 1:end].nbytes
         if has_checksums:
             rows += [{"tokens": tokens} | _copies(ours, model, tokens // page_size, rounds) for tokens in all_lengths]
             rows += [{"tokens": tokens} | _digests(ours, tokens // page_size, rounds) for tokens in all_lengths]
         del ours, model
         torch.cuda.empty_cache()
     bytes_a_token = page_bytes(make_schema(LAYOUT, None, page_size)) / page_size
-    return [row | {"gb_s": row["tokens"] * bytes_a_token / row["s"] / 1e9} for row in rows]
+    rows = [row | {"gb_s": row["tokens"] * bytes_a_token / row["s"] / 1e9} for row in rows]
+    digest_s = {row["tokens"]: row["s"] for row in rows if row["transport"] == "checksums alone"}
+    share = {"checksum_share_of_ttft": 2 * digest_s[TTFT_TOKENS] / TTFT_S} if TTFT_TOKENS in digest_s else {}
+    about = {"devices": devices, "transports": list(transports), "page_size": page_size, "checked_bytes": num_checked}
+    return about | share | {"handoff": rows}
 
 
 def _handoffs(client: HandoffClient, prefill: GpuPrefill, num_pages: int, rounds: int) -> dict[str, Any]:
@@ -102,14 +107,3 @@ def _median(call: Any, rounds: int, pool: GpuPool) -> float:
         torch.cuda.synchronize(pool.kvs[0].device)
         seconds.append(time.perf_counter() - begun)
     return statistics.median(seconds[2:])
-
-
-def report(rows: list[dict[str, Any]]) -> None:
-    """Prints a table."""
-    print(f"{'':18}{'checksums':>10}{'tokens':>8}{'ms':>10}{'least':>10}{'GB/s':>9}{'offer ms':>10}")
-    for row in rows:
-        words = f"{row['transport']:18}{'on' if row['checksums'] else 'off':>10}{row['tokens']:8}{row['s'] * 1e3:10.3f}"
-        print(f"{words}{row.get('least_s', 0) * 1e3:10.3f}{row['gb_s']:9.1f}{row.get('offer_s', 0) * 1e3:10.3f}")
-    at = {(row["transport"], row["checksums"], row["tokens"]): row["s"] for row in rows}
-    both_s = 2 * at["checksums alone", True, 8192]
-    print(f"checksums on both sides of 8,192 tokens: {both_s * 1e3:.2f} ms, {both_s / TTFT_S:.2%} of {TTFT_S:g} s")

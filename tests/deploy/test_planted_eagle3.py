@@ -144,12 +144,13 @@ def test_the_layers_are_the_published_ones(headed: Headed) -> None:
     assert read_head(model / "eagle3", ModelConfig.from_dir(model)).aux_layers == (2, 2, 1)  # of four
 
 
-def test_the_command_writes_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_writes_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(synthetic.ARCHITECTURES, "llama-3.2-1b", small("llama-3.2-1b", max_position_embeddings=2048))
-    synthetic.main(["llama-3.2-1b", str(tmp_path), "--planted", "--drafter", "eagle3", "--acceptance", "0.5"])
-    assert read_head(tmp_path / "eagle3", ModelConfig.from_dir(tmp_path)).algorithm == "eagle3"
+    synthetic.main(["llama-3.2-1b", str(tmp_path), "--planted", "--acceptance", "0.5", "1"])
+    for head in ("eagle3-0.5", "eagle3-1"):
+        assert read_head(tmp_path / head, ModelConfig.from_dir(tmp_path)).algorithm == "eagle3"
     with pytest.raises(SystemExit):
-        synthetic.main(["llama-3.2-1b", str(tmp_path), "--drafter", "eagle3"])
+        synthetic.main(["llama-3.2-1b", str(tmp_path), "--acceptance", "0.5"])
 
 
 def test_what_cannot_have_a_head_is_refused(tmp_path: Path) -> None:

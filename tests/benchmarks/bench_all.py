@@ -1,0 +1,148 @@
+"""All figures of docs/performance.md that are taken on a GPU: every part with its check, JSON and the tables.
+
+    python tests/benchmarks/bench_all.py --models models --out figures [--only engine-1b system-1b] [--again]
+
+Planted checkpoints are made in --models when a part needs them and they are not there. A part runs in a process of its
+own, whose output goes to OUT/NAME.log. When it has succeeded, and has compared what it generated or moved with what is
+known, its figures lie in OUT/NAME.json; parts that have one are not run again unless --again, so a run that was cut off
+goes on where it stopped. After each part OUT/figures.json and OUT/figures.md tell of all that lie there.
+
+The exit status is 1 when a part failed; the others run all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from baton.deploy.bench_tables import tables
+
+HERE = Path(__file__).parent
+MODELS = {"1b": "llama-3.2-1b", "8b": "llama-3.1-8b"}
+HEADS = {"1b": (), "8b": ("0.8", "0.6", "0.2")}  # EAGLE-3, by the share of tokens that they propose right
+
+
+class Part(NamedTuple):
+    """Something to measure."""
+
+    name: str
+    command: list[str]  # arguments of Python; --commit and --json follow
+    model: str | None = None  # which of MODELS it needs
+
+
+def parts(models: Path, num_gpus: int) -> list[Part]:
+    """All that can be measured with so many GPUs."""
+    handoff = [str(HERE / "bench_handoff.py"), "--device", "cuda"]
+    found = [
+        Part("handoff", [*handoff, "--rounds", "15"]),
+        Part("handoff-pages-of-16", [*handoff, "--rounds", "9", "--page-size", "16"]),
+    ]
+    if num_gpus > 1:
+        found.append(Part("handoff-two-gpus", [*handoff, "--rounds", "15", "--devices", "0", "1"]))
+    for size, name in MODELS.items():
+        directory = str(models / name)
+        engine = ["-m", "baton.deploy.bench_gpu", "--model", directory]
+        found.append(Part(f"engine-{size}", engine, size))
+        found.append(Part(f"system-{size}", [str(HERE / "bench_system.py"), "--model", directory], size))
+        only = ["--only", "rounds", "adaptive", "--batches", "1", "8", "32", "64", "--num-tokens", "260000"]
+        for share in HEADS[size]:
+            head = [*engine, "--drafter", str(models / name / f"eagle3-{share}"), *only]
+            found.append(Part(f"rounds-{size}-{share}", head, size))
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    names = [part.name for part in parts(Path(), num_gpus)]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, required=True, metavar="DIR", help="of checkpoints, made where absent")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="of figures, logs and tables")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=", ".join(names))
+    parser.add_argument("--again", action="store_true", help="measure also what has been measured")
+    parser.add_argument("--commit", help="of this tree, for the reports (default: what git says)")
+    options = parser.parse_args(arguments)
+    chosen = [part for part in parts(options.models, num_gpus) if part.name in (options.only or names)]
+    failed = measure(chosen, options.models, options.out, again=options.again, commit=options.commit)
+    for name in failed:
+        print(f"failed: {name}, see {options.out / name}.log")
+    return 1 if failed else 0
+
+
+def measure(
+    chosen: Sequence[Part], models: Path, out: Path, *, again: bool = False, commit: str | None = None
+) -> list[str]:
+    """Names of those that failed."""
+    out.mkdir(parents=True, exist_ok=True)
+    failed: list[str] = []
+    for part in chosen:
+        if (out / f"{part.name}.json").exists() and not again:
+            print(f"{part.name}: measured before")
+        else:
+            started = time.monotonic()
+            problem = _run(part, models, out, commit)
+            print(f"{part.name}: {problem or 'done'}, {time.monotonic() - started:.0f} s", flush=True)
+            failed += [part.name] if problem else []
+        write_figures(out)
+    return failed
+
+
+def _run(part: Part, models: Path, out: Path, commit: str | None) -> str | None:
+    """What went wrong. Its JSON takes its name when all is well, so what has the name is whole and right."""
+    path, unchecked = out / f"{part.name}.json", out / f"{part.name}.json.unchecked"
+    for old in (path, unchecked):
+        old.unlink(missing_ok=True)
+    commits = ["--commit", commit] if commit else []
+    with (out / f"{part.name}.log").open("w") as log:
+        if part.model is not None and not _make_model(part.model, models, log):
+            return "its model could not be made"
+        status = subprocess.run(
+            [sys.executable, *part.command, *commits, "--json", str(unchecked)],
+            stdout=log, stderr=subprocess.STDOUT, check=False,
+        ).returncode  # fmt: skip
+    if status != 0:
+        return f"exit status {status}"
+    report = json.loads(unchecked.read_text())
+    if not (report.get("checked_tokens") or report.get("checked_bytes")):
+        return "it compared nothing with what is known"
+    unchecked.rename(path)
+    return None
+
+
+def _make_model(size: str, models: Path, log: Any) -> bool:
+    """A planted checkpoint and its heads, under its name when it is whole."""
+    directory = models / MODELS[size]
+    if directory.exists():
+        return True
+    partial = directory.with_name(f"{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    heads = ["--acceptance", *HEADS[size]] if HEADS[size] else []
+    command = [sys.executable, "-m", "baton.deploy.synthetic", MODELS[size], str(partial), "--planted", *heads]
+    if subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode != 0:
+        return False
+    partial.rename(directory)
+    return True
+
+
+def write_figures(out: Path) -> None:
+    """figures.json and figures.md of the parts that lie in `out`."""
+    paths = sorted(path for path in out.glob("*.json") if path.name != "figures.json")
+    reports: dict[str, dict[str, Any]] = {path.stem: json.loads(path.read_text()) for path in paths}
+    same = ("device", "torch", "commit", "date")
+    about = {name: ", ".join(sorted({report[name] for report in reports.values()})) for name in same}
+    (out / "figures.json").write_text(json.dumps(about | {"parts": reports}, indent=1) + "\n")
+    head = "\n".join(f"{name}: {value}" for name, value in about.items())
+    (out / "figures.md").write_text(f"{head}\n\n{tables(reports)}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
