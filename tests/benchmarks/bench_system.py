@@ -44,7 +44,7 @@ PAGE_SIZE = 64
 def main() -> None:
     options = _options()
     said = ("prompt_len", "tokens", "transport", "speculative")
-    report = heading(options.commit) | {"model": options.model.name} | {name: getattr(options, name) for name in said}
+    report: dict[str, Any] = {"model": options.model.name} | {name: getattr(options, name) for name in said}
     with tempfile.TemporaryDirectory() as directory, Cluster(Path(directory), options.model) as cluster:
         started = time.monotonic()
         cluster.start(node_flags=_flags(options), wait=False)
@@ -54,6 +54,7 @@ def main() -> None:
         if options.logs:
             for path in Path(directory).glob("*.log"):
                 (options.logs / path.name).write_bytes(path.read_bytes()[-200_000:])
+    report = heading(options.commit) | report  # asks the device, which the nodes had for themselves
     if options.device == "cuda":
         add_engine(options, points)
     for name in ("checked_tokens", "wrong_streams"):
