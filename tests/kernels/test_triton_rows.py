@@ -58,8 +58,9 @@ def test_rows_of_another_width_are_refused() -> None:
         triton_rows.copy_rows_([table], [torch.zeros(1, 3, device=DEVICE)], to=torch.tensor([0], device=DEVICE))
 
 
-def test_packed_and_unpacked() -> None:
-    ours = tables(6)
+@pytest.mark.parametrize("num_rows", [0, 1, NUM_ROWS])
+def test_packed_and_unpacked(num_rows: int) -> None:
+    ours = tables(6, num_rows)
     block = rows.packed(ours)
     assert block.dtype is torch.uint8 and block.ndim == 1
     for table, copy in zip(ours, rows.unpacked(block.cpu(), ours), strict=True):
