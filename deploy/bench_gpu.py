@@ -58,6 +58,7 @@ def main() -> None:
         **heading(options.commit),
         "model": Path(options.model).name,
         "drafter": options.drafter and Path(options.drafter).name,
+        "topk": options.topk,
         "num_layers": engine.model_config.num_layers,
         "hidden_size": engine.model_config.hidden_size,
         "dtype": "bfloat16",
@@ -95,7 +96,8 @@ def main() -> None:
 def _load(options: argparse.Namespace) -> Engine:
     settings: dict[str, Any] = {"speculative": "none"}
     if options.drafter:
-        settings = {"speculative": options.speculative, "draft_model": options.drafter, "draft_steps": options.steps}
+        drafting = {"speculative": options.speculative, "draft_model": options.drafter}
+        settings = drafting | {"draft_steps": options.steps, "draft_topk": options.topk}
     config = EngineConfig(
         model=options.model,
         device="cuda",
@@ -296,6 +298,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--drafter", help="directory of an EAGLE-3 head")
     parser.add_argument("--speculative", default="eagle3")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--topk", type=int, default=1, help="branches of a node; more than 1: trees")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--num-tokens", type=int, default=256 * 1600, help="KV tokens of the pool")
     parser.add_argument("--context-len", type=int, default=16384)

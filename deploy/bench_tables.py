@@ -123,9 +123,10 @@ def _idle(report: Report) -> Iterator[_Cell]:
 
 def _rounds(report: Report) -> Iterator[_Cell]:
     for row in report.get("rounds", ()):
+        kind = "" if report["topk"] == 1 else f"trees of {report['topk']} branches, "
         for steps in (int(name[1:-8]) for name in row if name.endswith("_speedup")):
             text = f"{row[f'k{steps}_over_plain']:.2f}: {row[f'k{steps}_speedup']:.2f}"
-            yield _Cell((report["drafter"], f"{row['batch']}"), f"K = {steps}", text)
+            yield _Cell((report["drafter"], f"{row['batch']}"), f"{kind}K = {steps}", text)
 
 
 def _adaptive(report: Report) -> Iterator[_Cell]:

@@ -55,6 +55,18 @@ def parts(models: Path, num_gpus: int) -> list[Part]:
         for share in HEADS[size]:
             head = [*engine, "--drafter", str(models / name / f"eagle3-{share}"), *only]
             found.append(Part(f"rounds-{size}-{share}", head, size))
+        if HEADS[size]:
+            head = [
+                *engine,
+                "--drafter",
+                str(models / name / f"eagle3-{HEADS[size][0]}"),
+                "--topk",
+                "3",
+                "--steps",
+                "4",
+            ]
+            few = ["--only", "rounds", "--batches", "1", "8", "32"]
+            found.append(Part(f"rounds-{size}-{HEADS[size][0]}-trees", [*head, *few], size))
     return found
 
 

@@ -121,7 +121,7 @@ def test_every_part_is_a_program_of_ours(script: ModuleType) -> None:
         assert Path(program).is_file() or importlib.util.find_spec(part.command[1]) is not None
         assert (part.model is None) == program.endswith("bench_handoff.py")
     heads = [part.command[part.command.index("--drafter") + 1] for part in one if "--drafter" in part.command]
-    assert heads == [f"m/llama-3.1-8b/eagle3-{share}" for share in ("0.8", "0.6", "0.2")]
+    assert heads == [f"m/llama-3.1-8b/eagle3-{share}" for share in ("0.8", "0.6", "0.2", "0.8")]
 
 
 @pytest.mark.parametrize("ends", ["", "sys.exit(1)"])

@@ -29,7 +29,7 @@ def drafted(drafter: str, *, gain: float) -> dict[str, Any]:
     rounds = {"batch": 8, "k3_ms": 5.0, "k3_over_plain": 1.2, "k3_tokens_a_round": 2.9, "k3_speedup": gain}
     rounds |= {"k5_ms": 6.0, "k5_over_plain": 1.4, "k5_tokens_a_round": 3.5, "k5_speedup": gain + 0.1}
     adaptive = {"batch": 8, "adaptive_first": gain - 0.1, "adaptive": gain, "least": gain - 0.2}
-    return {"model": "8b", "drafter": drafter, "rounds": [rounds], "adaptive": [adaptive]}
+    return {"model": "8b", "drafter": drafter, "topk": 1, "rounds": [rounds], "adaptive": [adaptive]}
 
 
 def handoff(devices: list[str], page_size: int) -> dict[str, Any]:
@@ -99,6 +99,12 @@ def test_heads_are_rows_of_rounds_and_columns_of_adaptive_drafting() -> None:
     ]
     assert rows(text, "adaptive")[0][1:] == ["eagle3-0.8", "eagle3-0.6"]
     assert rows(text, "adaptive")[1] == ["8", "2.300 (2.200, 2.100)", "1.600 (1.500, 1.400)"]
+
+
+def test_trees_stand_beside_chains() -> None:
+    text = tables({"a": drafted("eagle3-0.8", gain=2.3), "b": drafted("eagle3-0.8", gain=2.0) | {"topk": 3}})
+    assert rows(text, "a round")[0][4:] == ["trees of 3 branches, K = 3", "trees of 3 branches, K = 5"]
+    assert rows(text, "a round")[1][4:] == ["1.20: 2.00", "1.40: 2.10"]
 
 
 def test_handoffs_are_rows_by_transport_gpus_and_page_size() -> None:
