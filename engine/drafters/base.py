@@ -23,14 +23,13 @@ a prompt's last chunk leaves `observe_prompt` without a row of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from ...kernels import gpu
 from ...kernels.rows import assign_rows_, gather_rows, packed, unpacked
 from ...metadata.hidden_layout import HiddenLayout, assign
 from ..copies import to_device, to_host
@@ -63,15 +62,12 @@ class DraftState:
         return type(self)(**{name: value[index : index + 1].clone() for name, value in self.present()})
 
     def to(self, device: torch.device) -> Self:
-        return type(self)(**{name: to_device(value, device) for name, value in self.present()})
+        """Itself where it is there."""
+        return self._moved(device.type, lambda block: to_device(block, device))
 
     def to_host(self) -> Self:
         """Itself, or copies that are there after the next `recorded_event` (copies.py)."""
-        present = dict(self.present())
-        values = list(present.values())
-        if values and gpu.compiled(values[0]):
-            return type(self)(**dict(zip(present, unpacked(to_host(packed(values)), values), strict=True)))
-        return type(self)(**{name: to_host(value) for name, value in present.items()})
+        return self._moved("cpu", to_host)
 
     def select(self, index: Tensor) -> Self:
         """Rows `index` [n] int64, copies."""
@@ -88,6 +84,14 @@ class DraftState:
             if value.shape[1:] != theirs[name].shape[1:] or value.dtype != theirs[name].dtype:
                 assign(value[: len(theirs[name])], theirs[name])  # raises, in words
         assign_rows_(list(ours.values()), index, [theirs[name] for name in ours])
+
+    def _moved(self, device_type: str, copied: Callable[[Tensor], Tensor]) -> Self:
+        """All fields by one copy."""
+        present = dict(self.present())
+        values = list(present.values())
+        if not values or values[0].device.type == device_type:
+            return self
+        return type(self)(**dict(zip(present, unpacked(copied(packed(values)), values), strict=True)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -67,14 +67,10 @@ def test_packed_and_unpacked(num_rows: int) -> None:
         assert copy.dtype == table.dtype and torch.equal(copy, table.cpu())
 
 
-def test_a_draft_state_is_packed_field_by_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = DraftState(tokens=tables(1)[0], hidden=tables(4)[3])
-    packs: list[int] = []
-    pack = rows.packed
-    monkeypatch.setattr("baton.engine.drafters.base.packed", lambda fields: packs.append(len(fields)) or pack(fields))
-    host = state.to_host()
-    assert packs == [2]
-    assert [name for name, _ in host.present()] == ["tokens", "hidden"]
-    for (_, ours), (_, theirs) in zip(state.present(), host.present(), strict=True):
-        assert torch.equal(ours.cpu(), theirs)
-    assert not DraftState().to_host().present()
+def test_a_draft_state_travels_in_one_block() -> None:
+    state, blocks = DraftState(tokens=tables(1)[0], hidden=tables(4)[3]), list[Tensor]()
+    moved = state._moved("elsewhere", lambda block: blocks.append(block.cpu()) or blocks[-1])
+    assert len(blocks) == 1 and [name for name, _ in moved.present()] == ["tokens", "hidden"]
+    for (_, ours), (_, theirs) in zip(state.present(), moved.present(), strict=True):
+        assert theirs.dtype == ours.dtype and torch.equal(ours.cpu(), theirs)
+    assert state.to(torch.device(DEVICE)) is state and not DraftState().to_host().present()
