@@ -19,6 +19,7 @@ from ..kernels.attention import Tree
 from ..kernels.rows import gather_rows
 from ..kernels.trees import Ancestry, ancestry
 from .batch import ForwardBatch
+from .constants import counted
 from .drafters.base import Drafter, DraftState, RoundRows
 from .engine import Engine
 from .logprobs import Logprobs, compute_logprobs
@@ -74,7 +75,7 @@ def _verify(engine: Engine, rows: RoundRows, drafts: Drafts, tree: Ancestry | No
     num_nodes = drafts.tokens.shape[1] + 1
     if num_nodes > 1:
         input_ids = torch.cat([input_ids, drafts.tokens], dim=1)
-        depths = torch.arange(num_nodes, device=input_ids.device) if tree is None else tree.depths
+        depths = counted(num_nodes, input_ids.device) if tree is None else tree.depths
         positions = positions + depths
     if tree is not None:
         visible = Tree(rows.lengths, tree.visible.flatten(0, 1))
@@ -87,13 +88,14 @@ def _verify(engine: Engine, rows: RoundRows, drafts: Drafts, tree: Ancestry | No
 
 def _node_sampling(rows: RoundRows, drafts: Drafts, tree: Ancestry | None) -> SamplingBatch:
     """Each node's own: its position, and the drafts up to it in its history."""
-    num_nodes, device = drafts.tokens.shape[1] + 1, drafts.tokens.device
+    num_nodes = drafts.tokens.shape[1] + 1
     if num_nodes == 1:
         return rows.sampling
     if tree is not None:
         return rows.sampling.ahead(tree.depths, drafts.tokens, tree.visible[:, :, 1:])
-    step = torch.arange(num_nodes, device=device).unsqueeze(0)
-    return rows.sampling.ahead(step, drafts.tokens, step[:, :-1].unsqueeze(1) < step.unsqueeze(2))
+    step = counted(num_nodes, drafts.tokens.device).unsqueeze(0)
+    is_before = step[:, :-1].unsqueeze(1) < step.unsqueeze(2) if rows.sampling.needs.penalizes else None
+    return rows.sampling.ahead(step, drafts.tokens, is_before)
 
 
 def _along(
@@ -102,7 +104,7 @@ def _along(
     """What the nodes have, [num_seqs, N + 1, ...], of those on the path: [num_seqs, K + 1, ...]; `logits` of rows."""
     assert path.nodes is not None
     num_seqs, num_nodes = targets.shape
-    first = torch.arange(0, num_seqs * num_nodes, num_nodes, device=targets.device).unsqueeze(1)
+    first = counted(num_seqs, targets.device, num_nodes).unsqueeze(1)
     there = [targets.flatten(), is_valid.flatten()]
     there += [] if hidden is None else [hidden.flatten(0, 1)]
     there += [] if logits is None else [logits]
@@ -115,7 +117,7 @@ def _along(
 def _moves(rows: RoundRows, path: Path) -> tuple[Tensor, Tensor]:
     """Slots from which and to which the accepted nodes' KV goes, each [num_seqs, K]; what is beyond is nobody's."""
     assert path.nodes is not None
-    step = torch.arange(1, path.nodes.shape[1], device=path.nodes.device)
+    step = counted(path.nodes.shape[1], path.nodes.device)[1:]
     return rows.lengths.unsqueeze(1) + path.nodes[:, 1:], rows.lengths.unsqueeze(1) + step
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..kernels.advance import Columns, advance_
 from ..kernels.rows import assign_rows_
+from .constants import counted
 from .copies import to_device
 from .drafters.base import Drafter, DraftState, RoundRows
 from .sampling_batch import FLOATS, INTS, SamplingBatch, columns
@@ -152,7 +153,7 @@ class Slots:
         `advance_ref_`."""
         numbers = advance_(self._ints, _COLUMNS, index, targets, is_valid, num_accepted, self._padding_ints)
         if needs.penalizes and self._output_counts is not None:
-            step = torch.arange(targets.shape[1], device=targets.device)
+            step = counted(targets.shape[1], targets.device)
             is_new = (step <= num_accepted.unsqueeze(1)).to(torch.int32)
             self._output_counts.index_put_((index.unsqueeze(1), targets), is_new, accumulate=True)
             self._output_counts[self.padding] = 0

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import gpu
-from ..kernels.trees import Candidates, Frontier, choose, grow_, walk_tree
+from ..kernels.trees import Candidates, Frontier, choose, grow_, walk_chain, walk_tree
+from .constants import counted
 from .sampling import perturbed_scores, sample
 from .sampling_batch import SamplingBatch
 
@@ -77,10 +78,7 @@ class Path(NamedTuple):
 def accept_chain(drafts: Tensor, targets: Tensor, limits: Tensor) -> Path:
     """`drafts` [num_seqs, K], `targets` [num_seqs, K + 1] what the target samples after each node; at most `limits`
     [num_seqs] are accepted."""
-    if drafts.shape[1] == 0:
-        return Path(None, torch.zeros_like(limits))
-    num_equal = (drafts == targets[:, :-1]).long().cumprod(1).sum(1)
-    return Path(None, torch.minimum(num_equal, limits))
+    return Path(None, walk_chain(drafts, targets, limits) if drafts.shape[1] else torch.zeros_like(limits))
 
 
 def accept_tree(drafts: Drafts, targets: Tensor, limits: Tensor, num_steps: int) -> Path:
@@ -94,7 +92,7 @@ def sample_ahead(logits: Tensor, base: SamplingBatch, drafted: Tensor) -> Tensor
 
     A draft token is accepted exactly when it equals the target's, so the drafter asks the same question of its own
     `logits` [num_rows, vocab_size] in the target's vocabulary: same processing, noise of the position proposed for."""
-    num_ahead = torch.full((1, 1), drafted.shape[1], dtype=torch.int64, device=logits.device)
+    num_ahead = counted(drafted.shape[1] + 1, logits.device)[-1:].unsqueeze(0)
     return sample(logits, base.ahead(num_ahead, drafted), with_logprobs=False).token_ids
 
 
@@ -133,9 +131,8 @@ def grow_tree(
 
 def _ahead(base: SamplingBatch, frontier: Frontier) -> SamplingBatch:
     """Of the tokens that follow a frontier's nodes, each with its own path in its history."""
-    if base.needs.is_plain_greedy:
-        return base
-    _, topk, depth = frontier.paths.shape
-    num_ahead = torch.full((1, topk), depth, device=frontier.paths.device)
-    own_path = torch.eye(topk, dtype=torch.bool, device=frontier.paths.device).repeat_interleave(depth, 1).unsqueeze(0)
-    return base.ahead(num_ahead, frontier.paths.flatten(1), own_path)
+    (_, topk, depth), device = frontier.paths.shape, frontier.paths.device
+    own_path = None
+    if base.needs.penalizes:
+        own_path = torch.eye(topk, dtype=torch.bool, device=device).repeat_interleave(depth, 1).unsqueeze(0)
+    return base.ahead(counted(depth + 1, device)[-1:].expand(1, topk), frontier.paths.flatten(1), own_path)

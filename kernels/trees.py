@@ -140,6 +140,22 @@ def ancestry(parents: Tensor, num_steps: int) -> Ancestry:
     return ancestry_ref(parents, num_steps)
 
 
+def walk_chain_ref(tokens: Tensor, targets: Tensor, limits: Tensor) -> Tensor:
+    """The specification. How many of `tokens` [num_seqs, K] equal `targets` [num_seqs, K + 1] from the start, at most
+    `limits` [num_seqs]: [num_seqs]. All int64."""
+    num_equal = (tokens == targets[:, :-1]).long().cumprod(1).sum(1)
+    return torch.minimum(num_equal, limits)
+
+
+def walk_chain(tokens: Tensor, targets: Tensor, limits: Tensor) -> Tensor:
+    """`walk_chain_ref`, in one launch on CUDA."""
+    if gpu.compiled(tokens):
+        from . import triton_trees
+
+        return triton_trees.walk_chain(tokens, targets, limits)
+    return walk_chain_ref(tokens, targets, limits)
+
+
 def walk_tree_ref(
     tokens: Tensor, parents: Tensor, targets: Tensor, limits: Tensor, num_steps: int
 ) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,19 @@ def ancestry(parents: Tensor, num_steps: int) -> Ancestry:
     return Ancestry(visible, depths)
 
 
+def walk_chain(tokens: Tensor, targets: Tensor, limits: Tensor) -> Tensor:
+    """`walk_chain_ref`; rows of `tokens` contiguous, `limits` of any stride."""
+    num_seqs, num_drafts = tokens.shape
+    assert targets.shape == (num_seqs, num_drafts + 1) and limits.shape == (num_seqs,), (targets.shape, limits.shape)
+    assert tokens.stride(1) == 1 or num_drafts == 1, tokens.stride()
+    num_accepted = torch.empty(num_seqs, dtype=torch.int64, device=tokens.device)
+    _chain_kernel[(num_seqs,)](
+        num_accepted, tokens, targets.contiguous(), limits, tokens.stride(0), limits.stride(0), num_drafts,
+        DRAFTS=triton.next_power_of_2(num_drafts), num_warps=1,
+    )  # fmt: skip
+    return num_accepted
+
+
 def walk_tree(
     tokens: Tensor, parents: Tensor, targets: Tensor, limits: Tensor, num_steps: int
 ) -> tuple[Tensor, Tensor]:
@@ -73,6 +86,22 @@ def _ancestry_kernel(
         is_visible = is_visible | (other == node)
     tl.store(depths_ptr + at, depth)
     tl.store(visible_ptr + at * (num_drafts + 1) + other, is_visible, mask=other <= num_drafts)
+
+
+@triton.jit(do_not_specialize=("tokens_stride", "limits_stride", "num_drafts"))
+def _chain_kernel(
+    num_accepted_ptr, tokens_ptr, targets_ptr, limits_ptr, tokens_stride, limits_stride, num_drafts,
+    DRAFTS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (num_seqs)."""
+    seq = tl.program_id(0).to(tl.int64)
+    draft = tl.arange(0, DRAFTS)
+    is_draft = draft < num_drafts
+    tokens = tl.load(tokens_ptr + seq * tokens_stride + draft, mask=is_draft, other=0)
+    targets = tl.load(targets_ptr + seq * (num_drafts + 1) + draft, mask=is_draft, other=0)
+    num_equal = tl.min(tl.where(is_draft & (tokens == targets), num_drafts, draft), 0)
+    num_equal = tl.minimum(num_equal, num_drafts).to(tl.int64)
+    tl.store(num_accepted_ptr + seq, tl.minimum(num_equal, tl.load(limits_ptr + seq * limits_stride)))
 
 
 @triton.jit(do_not_specialize=("limits_stride", "num_drafts"))

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from ...kernels.rows import assign_rows_, gather_rows, packed, unpacked
 from ...metadata.hidden_layout import HiddenLayout, assign
+from ..constants import counted
 from ..copies import to_device, to_host
 from ..sampling_batch import SamplingBatch
 from ..trees import Drafts, DraftShape
@@ -107,8 +108,9 @@ class RoundRows:
 
     def after(self, targets: Tensor, num_accepted: Tensor) -> SamplingBatch:
         """Of the token after t_a: `targets` [num_seqs, K + 1], `num_accepted` [num_seqs]."""
-        step = torch.arange(targets.shape[1], device=targets.device)
-        is_new = (step <= num_accepted.unsqueeze(1)).unsqueeze(1)
+        is_new = None
+        if self.sampling.needs.penalizes:
+            is_new = (counted(targets.shape[1], targets.device) <= num_accepted.unsqueeze(1)).unsqueeze(1)
         return self.sampling.ahead(num_accepted.unsqueeze(1) + 1, targets, is_new)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...metadata.hidden_layout import HiddenLayout
 from ..batch import ForwardBatch
+from ..constants import counted
 from ..models.frozen_kv import FrozenKvHead
 from ..sampling_batch import SamplingBatch
 from ..trees import Drafts, DraftShape, grow_tree, sample_ahead, top_of
@@ -57,7 +58,7 @@ class FrozenKvDrafter:
         assert hidden is not None and hidden.shape[:2] == targets.shape, (hidden, targets)
         states = hidden.flatten(0, 1)
         self.hidden.check("extend", states)
-        first = torch.arange(0, targets.numel(), targets.shape[1], device=targets.device)
+        first = counted(len(targets), targets.device, targets.shape[1])
         return DraftState(hidden=states.index_select(0, first + num_accepted))
 
     def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: Tensor | None) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ...metadata.hidden_layout import HiddenLayout
 from ..batch import BatchRow, ForwardBatch
+from ..constants import counted
 from ..copies import to_device
 from ..models.mtp import MtpHead
 from ..sampling_batch import SamplingBatch
@@ -150,10 +151,10 @@ class MtpLayersDrafter:
         self.hidden.check("extend", states.flatten(0, 1))
 
         num_missing = (num_before - lengths).clamp(min=0).unsqueeze(1)  # [num_seqs, 1]
-        column = torch.arange(num_columns, device=device)
+        column = counted(num_columns, device)
         used = (column + num_missing).clamp(max=num_columns - 1)  # [num_seqs, num_columns] in place of `column`
         start = (lengths - num_before).clamp(min=0).unsqueeze(1)
-        last = torch.arange(0, num_seqs * num_columns, num_columns, device=device)
+        last = counted(num_seqs, device, num_columns)
         last = last + num_before + num_accepted - num_missing.squeeze(1)  # rows L + a
         batch = ForwardBatch.uniform(
             used, start + column, start.squeeze(1) + num_columns, block_table, self._kv.shape[4]
@@ -171,6 +172,6 @@ class MtpLayersDrafter:
                 tokens.scatter_(1, next_column + m, proposed)
             if self.hidden.is_chained:
                 inputs = outputs
-        kept = num_accepted.unsqueeze(1) + 1 + torch.arange(num_before, device=device)  # [num_seqs, n - 1]
+        kept = num_accepted.unsqueeze(1) + 1 + counted(num_before, device)  # [num_seqs, n - 1]
         rows = states.gather(1, kept.unsqueeze(2).expand(-1, -1, states.shape[2]))
         return DraftState(drafted, rows=rows, recent=tokens.gather(1, kept))

@@ -21,6 +21,7 @@ from torch import Tensor
 from ...kernels.attention import Tree
 from ...metadata.hidden_layout import HiddenLayout
 from ..batch import BatchRow, ForwardBatch
+from ..constants import counted
 from ..models.heads import DraftHead
 from ..sampling_batch import SamplingBatch
 from ..trees import Drafts, DraftShape, grow_tree, sample_ahead, top_of
@@ -59,10 +60,11 @@ class ShiftedDrafter:
                 return self._expand(rows, step, nodes, states, visible)
 
             return grow_tree(shape, (tokens, scores), hidden, rows.sampling, expand)
-        drafted = tokens
-        for step in range(shape.num_steps - 1):
-            position = rows.lengths + step
-            hidden = self._forward(rows, drafted[:, -1:], position.unsqueeze(1), position + 1, hidden)
+        drafted, position = tokens, rows.lengths
+        for _ in range(shape.num_steps - 1):
+            end = position + 1
+            hidden = self._forward(rows, drafted[:, -1:], position.unsqueeze(1), end, hidden)
+            position = end
             proposed = sample_ahead(self._head.logits(hidden), rows.sampling, drafted)
             drafted = torch.cat([drafted, proposed.unsqueeze(1)], dim=1)
         return Drafts(drafted)
@@ -70,10 +72,10 @@ class ShiftedDrafter:
     def observe(self, rows: RoundRows, hidden: Tensor | None, targets: Tensor, num_accepted: Tensor) -> DraftState:
         assert hidden is not None and hidden.shape[:2] == targets.shape, (hidden, targets)
         num_seqs, num_rows = targets.shape
-        positions = rows.lengths.unsqueeze(1) + torch.arange(num_rows, device=targets.device)
+        positions = rows.lengths.unsqueeze(1) + counted(num_rows, targets.device)
         end = rows.lengths + num_rows
         recurrent = self._forward(rows, targets, positions, end, hidden.flatten(0, 1), is_extend=True)
-        last = torch.arange(0, num_seqs * num_rows, num_rows, device=targets.device) + num_accepted
+        last = counted(num_seqs, targets.device, num_rows) + num_accepted
         return self._state(recurrent.index_select(0, last), rows.after(targets, num_accepted))
 
     def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: Tensor | None) -> None:

@@ -40,11 +40,11 @@ class StandaloneDrafter:
 
     def propose(self, rows: RoundRows, shape: DraftShape) -> Drafts:
         tokens = rows.last_tokens.unsqueeze(1)  # bonus and drafts
+        position = rows.lengths
         for step in range(shape.num_steps + 1):
-            position = rows.lengths + step
-            batch = ForwardBatch.uniform(
-                tokens[:, -1:], position.unsqueeze(1), position + 1, rows.block_table, self._page_size
-            )
+            end = position + 1
+            batch = ForwardBatch.uniform(tokens[:, -1:], position.unsqueeze(1), end, rows.block_table, self._page_size)
+            position = end
             hidden = self._model.forward(batch, self.kv)
             if step < shape.num_steps:
                 proposed = sample_ahead(self._model.logits(hidden), rows.sampling, tokens[:, 1:])

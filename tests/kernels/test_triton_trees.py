@@ -12,7 +12,7 @@ from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
 from baton.engine.trees import top_of
 from baton.kernels import gpu, triton_trees
-from baton.kernels.trees import ancestry_ref, move_slots_ref_, walk_tree_ref
+from baton.kernels.trees import ancestry_ref, move_slots_ref_, walk_chain_ref, walk_tree_ref
 from baton.metadata.request import SamplingParams
 
 
@@ -35,6 +35,21 @@ def test_the_walk(num_drafts: int, num_steps: int, seed: int) -> None:
     expected_nodes, expected = walk_tree_ref(*args)
     assert torch.equal(nodes, expected_nodes) and torch.equal(num_accepted, expected)
     assert num_accepted.max() > 0 and (num_drafts == 1 or num_accepted.unique().numel() > 1)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 8])
+def test_a_chain(num_drafts: int) -> None:
+    """Columns of something wider, some all equal, some never, some equal again after a difference."""
+    generator, num_seqs = torch.Generator().manual_seed(num_drafts), 12
+    tokens = torch.randint(0, 2, (num_seqs, num_drafts + 2), generator=generator)
+    targets = torch.randint(0, 2, (num_seqs, num_drafts + 1), generator=generator)
+    targets[:4, :-1] = tokens[:4, 1:-1]
+    limits = torch.randint(0, num_drafts + 1, (num_seqs, 2), generator=generator)
+    limits[::2] = num_drafts
+    args = (tokens.to(DEVICE)[:, 1:-1], targets.to(DEVICE), limits.to(DEVICE)[:, 0])
+    num_accepted = triton_trees.walk_chain(*args)
+    assert torch.equal(num_accepted, walk_chain_ref(*args))
+    assert num_accepted.min() == 0 and num_accepted.max() == num_drafts
 
 
 @pytest.mark.parametrize(("num_drafts", "num_steps"), [(1, 1), (7, 3), (31, 6)])
