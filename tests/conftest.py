@@ -13,9 +13,9 @@ from checkpoints import make_checkpoint
 
 CheckpointFactory = Callable[..., Path]
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # as in a shell's background, which processes started here inherit
+_INTEGRATION = "mark.integration"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; processes started here inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -23,7 +23,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """For `-m integration` only files that have such tests are read: importing all others takes 15 s."""
     if config.option.markexpr != "integration" or collection_path.suffix != ".py":
         return None
-    return "mark.integration" not in collection_path.read_text() or None
+    return _INTEGRATION not in collection_path.read_text() or None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Nobody's process tests are left out for how they are spelled."""
+    if item.get_closest_marker("integration") and _INTEGRATION not in item.path.read_text():
+        raise pytest.UsageError(f"{item.path} has tests of processes and does not say {_INTEGRATION}")
 
 
 @pytest.fixture(scope="session")
