@@ -31,7 +31,7 @@ class Frontier(NamedTuple):
     tokens: Tensor  # [num_seqs, num_nodes] int64
     scores: Tensor  # [num_seqs, num_nodes] float32
     ids: Tensor  # [num_seqs, num_nodes] int64, which candidates they are; -1: the root
-    states: Tensor  # [num_seqs, num_nodes, width], the drafter's, of their parents
+    states: Tensor  # [num_seqs, num_nodes, width], the drafter's: of their parents until they are expanded
     paths: Tensor  # [num_seqs, num_nodes, depth] int64, tokens from below the root to the node
     visible: Tensor  # [num_seqs, num_nodes, depth * topk] bool: of the frontiers up to this, the node or one above it
 
