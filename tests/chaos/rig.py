@@ -233,15 +233,18 @@ class Auditor:
 
     def _run(self) -> None:
         while not self._is_stopped.wait(0.2):
+            asked = time.monotonic()
             try:
                 status, books = self._rig.request("GET", "/debug/ledger", timeout_s=12)
             except (OSError, ValueError):
                 self._since.clear()
                 continue
             if status == 200:
-                self._look(books)
+                self._look(books, asked)
 
-    def _look(self, books: dict[str, Any]) -> None:
+    def _look(self, books: dict[str, Any], asked: float) -> None:
+        """`books` that were asked for then. Where a node's answer is lost the router waits seconds for it, and the
+        others' are as old."""
         self.last, now = books, time.monotonic()
         self.num_looks += 1
         alive, newest = set(books["router"]["requests"]), Counter[tuple[str, str]]()
@@ -260,9 +263,9 @@ class Auditor:
         }
         self._since = {key: self._since.get(key, now) for key in orphans}
         for (name, unit), since in self._since.items():
-            self.longest = max(self.longest, now - since)
+            self.longest = max(self.longest, asked - since)
             where = f"{unit} at {name}"
-            if now - since > ORPHAN_S and where not in self.orphans:
+            if asked - since > ORPHAN_S and where not in self.orphans:
                 self.orphans.append(where)
 
 

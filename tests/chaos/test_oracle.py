@@ -1,11 +1,14 @@
-"""What the harness makes of what it sees: evidence from logs, and which errors an outage excuses."""
+"""What the harness makes of what it sees: evidence from logs, errors that an outage excuses, orphans in the ledger."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 from evidence import MAX_LINE, MAX_LINES, Evidence
 from outages import NODE_WAIT_S, Outages
+from rig import ORPHAN_S, Auditor
 
 TRACEBACK = """12:00:00.000 E decode-0 what nobody foresaw
 Traceback (most recent call last):
@@ -46,3 +49,16 @@ def test_only_an_outage_as_long_as_the_stated_wait_excuses_an_error() -> None:
     assert outages.excuse("503: model 'chaos' cannot be served now: it has no decode node")
     assert not outages.excuse(NONE_LEFT.replace("decode", "prefill"))
     assert not outages.excuse("a node failed at this request; its log says why")
+
+
+def test_an_orphan_is_as_old_as_the_books_say() -> None:
+    """An answer that the router waited for in vain does not make those of others older."""
+    auditor: Any = Auditor(None)  # type: ignore[arg-type]
+    books = {"router": {"requests": []}, "nodes": {"p0": {"requests": [], "tickets": ["cmpl-1/0.0"]}, "d0": None}}
+    now = time.monotonic()
+    auditor._look(books, now)
+    auditor._since = {key: since - 2 * ORPHAN_S for key, since in auditor._since.items()}  # seen first long ago
+    auditor._look(books, now - 2 * ORPHAN_S + 0.2)  # asked for soon after
+    assert not auditor.orphans and auditor.longest < ORPHAN_S
+    auditor._look(books, now)
+    assert auditor.orphans == ["cmpl-1/0.0 at p0"] and auditor.longest > ORPHAN_S
