@@ -11,12 +11,10 @@ _made: dict[tuple[int, int, torch.device], Tensor] = {}
 def counted(num: int, device: torch.device, step: int = 1) -> Tensor:
     """0, step, 2 * step ..: [num] int64. Many hold it, so nobody writes it."""
     key = (num, step, device)
-    found = _made.get(key)
-    if found is None:
-        with torch.inference_mode(mode=False):
-            found = torch.arange(0, num * step, step, device=device)
-        if not (
-            device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        ):  # a graph's own are set by it alone
-            _made[key] = found
-    return found
+    if key in _made:
+        return _made[key]
+    with torch.inference_mode(mode=False):
+        numbers = torch.arange(0, num * step, step, device=device)
+    if device.type == "cpu" or not torch.cuda.is_current_stream_capturing():  # what a graph makes is there after it ran
+        _made[key] = numbers
+    return numbers
