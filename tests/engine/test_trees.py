@@ -8,10 +8,11 @@ import random
 import pytest
 import torch
 
+from baton.engine.drafters.base import DraftState, RoundRows
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
-from baton.engine.trees import Drafts, DraftShape, accept_chain, accept_tree, grow_tree
-from baton.kernels.trees import ancestry
+from baton.engine.trees import Drafts, DraftShape, _ahead, accept_chain, accept_tree, grow_tree
+from baton.kernels.trees import Frontier, ancestry
 from baton.metadata.request import SamplingParams
 
 VOCAB = 23
@@ -136,3 +137,26 @@ def test_a_dynamic_tree_has_the_best_candidates(shape: DraftShape) -> None:
         ours = {tuple(tokens[node - 1] for node in path_to(parents, leaf)[1:]) for leaf in range(1, len(tokens) + 1)}
         best = sorted(plain_tree(shape, seed), key=lambda each: -each[1])[: shape.num_tokens]
         assert ours == {tuple(path) for path, _ in best}
+
+
+def penalizing(num_seqs: int) -> SamplingBatch:
+    params = SamplingParams(max_tokens=9, repetition_penalty=1.3)
+    return SamplingBatch.of([SamplingState(params, [1], vocab_size=VOCAB) for _ in range(num_seqs)])
+
+
+def test_a_node_counts_its_own_path() -> None:
+    """What follows it is sampled with the tokens above it in its history, not with its cousins'."""
+    paths = torch.tensor([[[3, 4], [3, 5], [6, 6]]])
+    frontier = Frontier.root(torch.zeros(1, 2))._replace(paths=paths)
+    ahead = _ahead(penalizing(1), frontier)
+    assert ahead.output_counts is not None and ahead.positions.tolist() == [3, 3, 3] and len(ahead.output_counts) == 3
+    for row, path in zip(ahead.output_counts, paths[0].tolist(), strict=True):
+        assert {int(i): int(row[i]) for i in row.nonzero()} == {token: path.count(token) for token in path}
+
+
+def test_after_a_round_only_what_it_brought_counts() -> None:
+    none = torch.zeros(2, dtype=torch.int64)
+    rows = RoundRows(none, none, none.unsqueeze(1), penalizing(2), DraftState())
+    after = rows.after(torch.tensor([[3, 4, 5], [7, 7, 8]]), torch.tensor([0, 1]))
+    assert after.output_counts is not None and after.positions.tolist() == [2, 3]
+    assert [{int(i): int(row[i]) for i in row.nonzero()} for row in after.output_counts] == [{3: 1}, {7: 2}]

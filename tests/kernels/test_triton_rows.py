@@ -30,7 +30,7 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("num_tables", [0, 1, 4, 6])
-@pytest.mark.parametrize("index", [[3], [6, 0, 3, 3], []], ids=str)
+@pytest.mark.parametrize("index", [[3], [6, 0, 3], [6, 0, 3, 3], []], ids=str)
 def test_gathered_and_assigned(num_tables: int, index: list[int]) -> None:
     """By an index that is a column of something, in one launch and in two."""
     column = torch.tensor([[each, 99] for each in index], dtype=torch.int64, device=DEVICE).view(-1, 2)[:, 0]
