@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,6 +25,8 @@ from torch import Tensor
 IS_TIMED = torch.cuda.is_available()
 if not IS_TIMED:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from bench_kernels_dense import microseconds  # noqa: E402
 
 from baton.engine.trees import DraftShape  # noqa: E402
 from baton.kernels import triton_advance, triton_growth, triton_rotary, triton_rows, triton_trees  # noqa: E402
@@ -52,27 +53,6 @@ class Case(NamedTuple):
     kernel: Callable[[], Any]  # either gives a tensor, tensors, or None where it changed `changed`
     reference: Callable[[], Any]
     changed: Sequence[Tensor] = ()
-
-
-def microseconds(call: Callable[[], Any]) -> float:
-    """Of a call, the median of seven graphs of NUM_CALLS."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(NUM_CALLS):
-            call()
-    times: list[float] = []
-    for _ in range(9):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / NUM_CALLS)
-    return statistics.median(times[2:])
 
 
 def normal(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
@@ -193,7 +173,8 @@ def main() -> None:
                 check(case)
                 row: dict[str, Any] = {"name": case.name, "sequences": num_seqs}
                 if IS_TIMED:
-                    row |= {"us": microseconds(case.kernel), "torch_us": microseconds(case.reference)}
+                    calls = {"us": case.kernel, "torch_us": case.reference}
+                    row |= {name: microseconds([call] * NUM_CALLS) for name, call in calls.items()}
                 report["cases"].append(row)
                 sys.stdout.write(", ".join(f"{key} {value}" for key, value in row.items()) + "\n")
     if args.json:
