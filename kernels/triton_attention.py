@@ -11,8 +11,8 @@ No wrapper reads a tensor's value on the host: grids depend on shapes, a program
 a forward can be held by a CUDA graph. How much work a program has, it reads from `seq_lens`.
 """
 
-# ruff: noqa: N803, N806, SIM108
-# pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
+# ruff: noqa: N803, N806
+# pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from . import gpu
 from .attention import Tree
 from .triton_store import token_rows
+from .triton_visibility import in_window, pack, seen_in_tree, span
 
 MAX_DECODE_QUERY_LEN = 64  # causal tokens a sequence beyond which tiles are full enough without splits
 _TILE_BYTES = 16 * 1024  # of keys, and of values; half of it in float32, which has no tensor cores and spills
 _MIN_SPLIT = 64  # keys; shorter ones cost more to combine than they save
 _MAX_SPLITS = 32
 _INTERPRETED_SMS = 4
-_PACKED_ROWS = 16
 _RUN_TIME = ("query_len", "window", "num_splits", "table_stride", "num_words")
 
 
@@ -71,7 +71,7 @@ class Plan:
         if tree is not None:
             assert tree.starts.shape == seq_lens.shape and tree.starts.is_contiguous(), tree.starts.shape
             assert positions is not None and positions.shape == (num_tokens,), positions
-            visible = _pack(tree.visible, num_tokens)
+            visible = pack(tree.visible, num_tokens)
             return cls(block_table, seq_lens, rows, query_len, None, tree.starts, visible, positions)
         starts = None
         if query_len > MAX_DECODE_QUERY_LEN:
@@ -183,17 +183,6 @@ def tile_keys(kv_layer: torch.Tensor) -> int:
     return min(64, max(16, num_bytes // (padded(kv_layer.shape[4]) * kv_layer.itemsize)))
 
 
-def _pack(visible: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """`visible` [num_tokens, num_columns] bool -> [num_tokens, num_words] int64."""
-    num_columns = visible.shape[1]
-    assert visible.shape[0] == num_tokens and visible.dtype == torch.bool and visible.is_contiguous(), visible.shape
-    words = torch.empty((num_tokens, triton.cdiv(num_columns, 64)), dtype=torch.int64, device=visible.device)
-    _pack_kernel[(triton.cdiv(num_tokens, _PACKED_ROWS), words.shape[1])](
-        words, visible, num_tokens, num_columns, ROWS=_PACKED_ROWS, num_warps=4
-    )
-    return words
-
-
 @functools.cache
 def _num_sms(device: torch.device) -> int:
     if device.type != "cuda":
@@ -212,6 +201,13 @@ def load_pages(table_ptr, first, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.const
         slots = first + tl.arange(0, BLOCK_N)
         pages = tl.load(table_ptr + slots // PAGE_SIZE, mask=slots < end, other=0)
     return pages.to(tl.int32)
+
+
+@triton.jit
+def nothing_seen(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """What `weigh` begins with: sums [BLOCK_M, BLOCK_D], totals and highest scores [BLOCK_M], float32."""
+    total = tl.zeros([BLOCK_M], tl.float32)
+    return tl.zeros([BLOCK_M, BLOCK_D], tl.float32), total, tl.full([BLOCK_M], -3.4028234663852886e38, tl.float32)
 
 
 @triton.jit
@@ -234,30 +230,24 @@ def quotient(sums, total):
 
 
 @triton.jit
-def _visible_bits(visible_ptrs, column, num_words):
-    """Columns `column` .. column + 63 of rows that begin at `visible_ptrs`, as bits; columns below 0 are seen."""
-    word, shift = (column + 0x40000000) // 64 - 0x40000000 // 64, (column + 0x40000000) % 64  # rounded down
-    low = _visible_word(visible_ptrs, word, num_words).to(tl.uint64, bitcast=True)
-    high = _visible_word(visible_ptrs, word + 1, num_words).to(tl.uint64, bitcast=True)
-    shift = shift.to(tl.uint64)
-    return ((low >> shift) | ((high << 1) << (63 - shift))).to(tl.int64, bitcast=True)
+def _tile_rows(tile, kv_head, query_len, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """By row of a tile: its token in the sequence, its head, and whether there is such a row."""
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = rows < query_len * GROUP
+    return tl.minimum(rows // GROUP, query_len - 1), kv_head * GROUP + rows % GROUP, is_row
 
 
 @triton.jit
-def _visible_word(visible_ptrs, word, num_words):
-    bits = tl.load(visible_ptrs + word, mask=(word >= 0) & (word < num_words), other=0)
-    return tl.where(word < 0, -1, bits)
+def _store_stats(ptr, rows, stride, highest, total, is_row):
+    """As `_combine_kernel` reads them."""
+    tl.store(ptr + rows, highest, mask=is_row)
+    tl.store(ptr + stride + rows, total, mask=is_row)
 
 
-@triton.jit(do_not_specialize=("num_tokens", "num_columns"))
-def _pack_kernel(words_ptr, visible_ptr, num_tokens, num_columns, ROWS: tl.constexpr):
-    """Grid: (tokens / ROWS, words)."""
-    rows, bits = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, 64)
-    columns, is_row = tl.program_id(1) * 64 + bits, rows < num_tokens
-    inside = is_row[:, None] & (columns < num_columns)[None, :]
-    visible = tl.load(visible_ptr + (rows * num_columns)[:, None] + columns[None, :], mask=inside, other=0)
-    words = tl.sum((visible != 0).to(tl.int64) << bits.to(tl.int64)[None, :], 1)
-    tl.store(words_ptr + rows * tl.num_programs(1) + tl.program_id(1), words, mask=is_row)
+@triton.jit
+def _store_heads(ptr, rows, values, is_row, dims, HEAD_DIM: tl.constexpr):
+    is_stored = is_row[:, None] & (dims[None, :] < HEAD_DIM)
+    tl.store(ptr + rows[:, None] * HEAD_DIM + dims[None, :], values, mask=is_stored)
 
 
 @triton.jit(do_not_specialize=_RUN_TIME)
@@ -273,28 +263,13 @@ def _decode_kernel(
     split, seq = tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
     table_ptr += seq.to(tl.int64) * table_stride
-    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    is_row = rows < query_len * GROUP
-    tokens = tl.minimum(rows // GROUP, query_len - 1)  # of the sequence
-    heads = kv_head * GROUP + rows % GROUP
+    tokens, heads, is_row = _tile_rows(tile, kv_head, query_len, GROUP, BLOCK_M)
     batch_tokens = seq * query_len + tokens  # of the forward
     first_new = seq_len - query_len
     last_seen = first_new + tokens  # by causality
-
-    begin, end = 0, seq_len
-    if not IS_TREE:
-        end = tl.maximum(tl.max(last_seen, 0) + 1, 0)
-    lowest = tl.zeros_like(tokens)
-    if HAS_WINDOW:
-        if IS_TREE:
-            lowest = tl.load(positions_ptr + batch_tokens).to(tl.int32) - window + 1
-        else:
-            lowest = last_seen - window + 1
-        begin = tl.maximum(tl.min(lowest, 0), 0) // BLOCK_N * BLOCK_N
-    share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), num_splits) * BLOCK_N
-    begin += split * share
-    end = tl.minimum(end, begin + share)
-
+    begin, end, lowest = span(
+        positions_ptr, batch_tokens, last_seen, seq_len, window, split, num_splits, IS_TREE, HAS_WINDOW, BLOCK_N
+    )
     dims = tl.arange(0, BLOCK_D)
     is_dim = dims[None, :] < HEAD_DIM
     out_rows = batch_tokens.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
@@ -308,48 +283,34 @@ def _decode_kernel(
     if IS_TREE:
         tree_start = tl.load(tree_starts_ptr + seq).to(tl.int32)
         visible_ptrs = visible_ptr + batch_tokens * num_words
-
-    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    highest = tl.full([BLOCK_M], -3.4028234663852886e38, tl.float32)
+    sums, total, highest = nothing_seen(BLOCK_M, BLOCK_D)
     for first in range(begin, end, BLOCK_N):
         slots = first + tl.arange(0, BLOCK_N)
         is_inside = slots < end
-        offsets = pages.to(tl.int64) * (2 * V_OFFSET) + slots % PAGE_SIZE * HEAD_DIM
-        tile_ptrs = k_ptrs + offsets[:, None]
+        tile_ptrs = k_ptrs + (pages.to(tl.int64) * (2 * V_OFFSET) + slots % PAGE_SIZE * HEAD_DIM)[:, None]
         pages = load_pages(table_ptr, first + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
         is_loaded = is_inside[:, None] & is_dim
         k = tl.load(tile_ptrs, mask=is_loaded, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if IS_TREE:
-            bits = _visible_bits(visible_ptrs, first - tree_start, num_words)
-            is_seen = is_inside[None, :] & ((bits[:, None] >> (slots - first)[None, :].to(tl.int64) & 1) != 0)
+            is_seen = seen_in_tree(visible_ptrs, slots, is_inside, first, tree_start, num_words)
         else:
             is_seen = slots[None, :] <= tl.minimum(last_seen, end - 1)[:, None]
         if HAS_WINDOW:
-            key_positions = slots
-            if IS_TREE:  # a node's position is no slot
-                is_new = is_inside & (slots >= first_new)
-                new = tl.load(positions_ptr + seq * query_len + slots - first_new, mask=is_new, other=0).to(tl.int32)
-                key_positions = tl.where(is_new, new, slots)
-            is_seen = is_seen & (key_positions[None, :] >= lowest[:, None])
-        scores = tl.where(is_seen, scores, float("-inf"))
+            is_seen &= in_window(positions_ptr, seq * query_len, slots, is_inside, first_new, lowest, IS_TREE)
         v = tl.load(tile_ptrs + V_OFFSET, mask=is_loaded, other=0.0)
-        sums, total, highest = weigh(scores, scale, v, sums, total, highest)
+        sums, total, highest = weigh(tl.where(is_seen, scores, float("-inf")), scale, v, sums, total, highest)
 
     if DEPENDENT:
         gdc_launch_dependents()
-    is_stored = is_row[:, None] & is_dim
     if HAS_PARTS:
         part_rows = out_rows * num_splits + split
         stats_stride = tl.num_programs(2).to(tl.int64) * query_len * (NUM_KV_HEADS * GROUP) * num_splits
-        tl.store(stats_ptr + part_rows, highest, mask=is_row)
-        tl.store(stats_ptr + stats_stride + part_rows, total, mask=is_row)
+        _store_stats(stats_ptr, part_rows, stats_stride, highest, total, is_row)
         if begin < end:
-            tl.store(parts_ptr + part_rows[:, None] * HEAD_DIM + dims[None, :], sums, mask=is_stored)
+            _store_heads(parts_ptr, part_rows, sums, is_row, dims, HEAD_DIM)
     else:
-        out = quotient(sums, total).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + out_rows[:, None] * HEAD_DIM + dims[None, :], out, mask=is_stored)
+        _store_heads(out_ptr, out_rows, quotient(sums, total).to(out_ptr.dtype.element_ty), is_row, dims, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=("num_splits", "stats_stride"))

@@ -17,7 +17,17 @@ import torch
 import triton
 import triton.language as tl
 
-from .triton_attention import Plan, check_shapes, load_pages, padded, quotient, softmax_scale, tile_keys, weigh
+from .triton_attention import (
+    Plan,
+    check_shapes,
+    load_pages,
+    nothing_seen,
+    padded,
+    quotient,
+    softmax_scale,
+    tile_keys,
+    weigh,
+)
 
 _SEQS = 32
 
@@ -98,9 +108,7 @@ def _extend_kernel(
         q = tl.load(q_ptrs, mask=is_row[:, None] & is_dim, other=0.0)
         k_ptrs = kv_ptr + kv_head * (PAGE_SIZE * HEAD_DIM) + dims[None, :]
         V_OFFSET: tl.constexpr = NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
-        sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        highest = tl.full([BLOCK_M], -3.4028234663852886e38, tl.float32)
+        sums, total, highest = nothing_seen(BLOCK_M, BLOCK_D)
         pages = load_pages(table_ptr, begin, end, PAGE_SIZE, BLOCK_N)
         for first in range(begin, full, BLOCK_N):
             slots = first + tl.arange(0, BLOCK_N)
