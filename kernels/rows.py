@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import gpu
 
-_ALIGNMENT = 16  # bytes
+_ALIGNMENT = 16  # bytes; for pointers that have less, kernels are compiled once more
 
 
 def gather_rows(tables: Sequence[Tensor], index: Tensor) -> list[Tensor]:
