@@ -230,9 +230,9 @@ def quotient(sums, total):
 
 
 @triton.jit
-def _tile_rows(tile, kv_head, query_len, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """By row of a tile: its token in the sequence, its head, and whether there is such a row."""
-    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+def tile_rows(first, kv_head, query_len, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """By row of a tile that begins with row `first`: its token in the sequence, its head, and whether there is one."""
+    rows = first + tl.arange(0, BLOCK_M)
     is_row = rows < query_len * GROUP
     return tl.minimum(rows // GROUP, query_len - 1), kv_head * GROUP + rows % GROUP, is_row
 
@@ -245,7 +245,8 @@ def _store_stats(ptr, rows, stride, highest, total, is_row):
 
 
 @triton.jit
-def _store_heads(ptr, rows, values, is_row, dims, HEAD_DIM: tl.constexpr):
+def store_heads(ptr, rows, values, is_row, dims, HEAD_DIM: tl.constexpr):
+    """`values` [rows, BLOCK_D], as far as there are rows and dimensions."""
     is_stored = is_row[:, None] & (dims[None, :] < HEAD_DIM)
     tl.store(ptr + rows[:, None] * HEAD_DIM + dims[None, :], values, mask=is_stored)
 
@@ -263,7 +264,7 @@ def _decode_kernel(
     split, seq = tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
     table_ptr += seq.to(tl.int64) * table_stride
-    tokens, heads, is_row = _tile_rows(tile, kv_head, query_len, GROUP, BLOCK_M)
+    tokens, heads, is_row = tile_rows(tile * BLOCK_M, kv_head, query_len, GROUP, BLOCK_M)
     batch_tokens = seq * query_len + tokens  # of the forward
     first_new = seq_len - query_len
     last_seen = first_new + tokens  # by causality
@@ -308,9 +309,9 @@ def _decode_kernel(
         stats_stride = tl.num_programs(2).to(tl.int64) * query_len * (NUM_KV_HEADS * GROUP) * num_splits
         _store_stats(stats_ptr, part_rows, stats_stride, highest, total, is_row)
         if begin < end:
-            _store_heads(parts_ptr, part_rows, sums, is_row, dims, HEAD_DIM)
+            store_heads(parts_ptr, part_rows, sums, is_row, dims, HEAD_DIM)
     else:
-        _store_heads(out_ptr, out_rows, quotient(sums, total).to(out_ptr.dtype.element_ty), is_row, dims, HEAD_DIM)
+        store_heads(out_ptr, out_rows, quotient(sums, total).to(out_ptr.dtype.element_ty), is_row, dims, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=("num_splits", "stats_stride"))

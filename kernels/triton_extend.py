@@ -25,7 +25,9 @@ from .triton_attention import (
     padded,
     quotient,
     softmax_scale,
+    store_heads,
     tile_keys,
+    tile_rows,
     weigh,
 )
 
@@ -89,10 +91,7 @@ def _extend_kernel(
     if first_row < query_len * GROUP:
         seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
         table_ptr += seq.to(tl.int64) * table_stride
-        rows = first_row + tl.arange(0, BLOCK_M)
-        is_row = rows < query_len * GROUP
-        tokens = tl.minimum(rows // GROUP, query_len - 1)  # of the sequence
-        heads = kv_head * GROUP + rows % GROUP
+        tokens, heads, is_row = tile_rows(first_row, kv_head, query_len, GROUP, BLOCK_M)
         last_seen = seq_len - query_len + tokens
         end = tl.max(last_seen, 0) + 1
         # Keys below `full` are seen by all rows, whole tiles of them need no mask
@@ -135,7 +134,7 @@ def _extend_kernel(
             sums, total, highest = weigh(scores, scale, v, sums, total, highest)
         out = quotient(sums, total).to(out_ptr.dtype.element_ty)
         out_rows = batch_tokens * (NUM_KV_HEADS * GROUP) + heads
-        tl.store(out_ptr + out_rows[:, None] * HEAD_DIM + dims[None, :], out, mask=is_row[:, None] & is_dim)
+        store_heads(out_ptr, out_rows, out, is_row, dims, HEAD_DIM)
 
 
 @triton.jit
