@@ -18,6 +18,7 @@ import torch
 
 from ..kernels import gpu
 from ..metadata.request import MAX_TOP_LOGPROBS
+from .capture import captured
 from .progress import Progress, tracked
 from .round_inputs import RoundInputs
 from .sampling_state import Needs
@@ -93,22 +94,15 @@ class RoundGraphs(Generic[Result]):
         """Of a bucket's size, in host memory that stays as it is until the device has read it. The result is static:
         read it before the next replay. A kind of sampling that nobody asked for before is captured now."""
         key = _Key(len(inputs.slots), shape, covering(needs))
-        captured = self._captured.get(key) or self._capture(key)
+        found = self._captured.get(key) or self._capture(key)
         self._inputs[key.size].copy_(inputs)
-        captured.graph.replay()
-        return captured.result
+        found.graph.replay()
+        return found.result
 
     def _capture(self, key: _Key) -> _Captured[Result]:
         inputs = self._inputs[key.size]
         inputs.block.zero_()
         inputs.slots.fill_(self._padding)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._run(inputs, key.shape, key.kind)  # compiles kernels and allocates what outlives a round
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = self._run(inputs, key.shape, key.kind)
-        captured = self._captured[key] = _Captured(graph, result)
-        return captured
+        found = _Captured(*captured(lambda: self._run(inputs, key.shape, key.kind), self._pool))
+        self._captured[key] = found
+        return found

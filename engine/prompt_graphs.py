@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .batch import BatchRow, Computed, ForwardBatch, aligned
+from .capture import captured
 from .progress import Progress, tracked
 
 logger = logging.getLogger(__name__)
@@ -127,24 +128,17 @@ class PromptGraphs:
         size = bucket(rows, self._num_columns * self._page_size)
         if size is None:
             return None
-        captured = self._captured[size]
+        found = self._captured[size]
         inputs = PromptInputs.of(rows, self._page_size, size, self._num_columns, pinned=True)
-        captured.inputs.block.copy_(inputs.block, non_blocking=True)
-        captured.graph.replay()
-        return own(captured.computed, rows)
+        found.inputs.block.copy_(inputs.block, non_blocking=True)
+        found.graph.replay()
+        return own(found.computed, rows)
 
     def _capture(self, size: int) -> _Captured:
         inputs = PromptInputs.allocate(size, self._num_columns, "cuda")
         inputs.block.copy_(PromptInputs.of((), self._page_size, size, self._num_columns).block)
         with torch.inference_mode():
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self._run(inputs.batch(self._page_size))  # compiles kernels and allocates what outlives a forward
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                computed = self._run(inputs.batch(self._page_size))
+            graph, computed = captured(lambda: self._run(inputs.batch(self._page_size)), self._pool)
         return _Captured(graph, inputs, computed)
 
 

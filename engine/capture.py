@@ -1,0 +1,40 @@
+"""How something is captured in a CUDA graph."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+def captured(run: Callable[[], Result], pool: Any) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A graph of what `run` submits to the current device, and the static tensors that every replay writes.
+
+    `run` runs twice, and reads nothing of a tensor on the host. `pool` (`torch.cuda.graph_pool_handle`) is the memory
+    of graphs of which one runs at a time.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()  # compiles kernels and allocates what outlives a run
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with _no_collection(), torch.cuda.graph(graph, pool=pool):
+        return graph, run()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python collects no cycles meanwhile: to free another graph, an event or a stream breaks a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
