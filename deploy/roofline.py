@@ -46,9 +46,7 @@ def best_s(run: Callable[[], Any], times: int = 10) -> float:
 def weight_bytes(engine: Engine) -> tuple[int, int]:
     """(bytes, products) of the matrices that a decode step reads: all but the embedding."""
     config = engine.model_config
-    qkv = config.hidden_size * (config.q_size + 2 * config.num_kv_heads * config.head_dim)
-    layer = qkv + config.q_size * config.hidden_size + 3 * config.hidden_size * config.intermediate_size
-    count = config.num_layers * layer + config.hidden_size * config.vocab_size
+    count = config.num_layers * config.layer_products + config.hidden_size * config.vocab_size
     return 2 * count, count
 
 

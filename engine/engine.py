@@ -30,7 +30,7 @@ from .models.registry import load_model
 from .pages import Owner, PagePool
 from .prefix_cache import PrefixCache
 from .progress import Progress
-from .prompt_graphs import PromptGraphs
+from .prompt_graphs import PromptGraphs, bucket_sizes
 from .sampling import SubmittedSample
 from .sampling_batch import SamplingBatch
 from .sampling_state import SamplingState
@@ -114,7 +114,9 @@ class Engine:
         """For a node that computes prompts, after `warm_up`: on CUDA, small chunks are graphs from now on, which
         `progress` counts."""
         if gpu.compiled(self.kv):
-            self._prompt_graphs = PromptGraphs(self.compute_batch, self.pool.page_size, self.context_len, progress)
+            sizes = bucket_sizes(self.model_config.layer_products)
+            page_size, context_len = self.pool.page_size, self.context_len
+            self._prompt_graphs = PromptGraphs(self.compute_batch, sizes, page_size, context_len, progress)
 
     def _plan_prompts(self, num_tokens: int) -> None:
         """The fused attention of prompts plans every shape that it will meet."""

@@ -81,6 +81,12 @@ class ModelConfig:
         """Width of all key heads together (values are as wide)."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def layer_products(self) -> int:
+        """Weights in the matrices of one layer: what it multiplies for a token, attention aside."""
+        qkv = self.hidden_size * (self.q_size + 2 * self.kv_size)
+        return qkv + self.q_size * self.hidden_size + 3 * self.hidden_size * self.intermediate_size
+
     @classmethod
     def from_dir(cls, path: Path, architecture: str | None = None) -> ModelConfig:
         """Read `path`/config.json (and generation_config.json if there); `architecture` overrides what it says, for a

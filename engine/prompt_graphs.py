@@ -1,6 +1,7 @@
 """CUDA graphs of small prompt chunks: one for each bucket of tokens, replayed in one launch.
 
-Up to some hundred tokens the kernels of a forward take less time than asking for them one by one does. What is captured
+Up to some hundred tokens, more with small layers, the kernels of a forward take less time than asking for them one by
+one does. What is captured
 is the forward of any chunk, over static inputs of the bucket's size. Tokens beyond the chunk's form one more sequence,
 of no slots: they are stored nowhere, see nothing, and nobody reads what becomes of them. Sequences beyond the chunk's
 are empty.
@@ -23,7 +24,8 @@ from .progress import Progress, tracked
 
 logger = logging.getLogger(__name__)
 
-BUCKETS = (16, 64, 256, 512)  # tokens; of more, the kernels take longer than asking for them
+BUCKETS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)  # tokens
+MAX_PRODUCTS = 1.2e11  # of a layer and a bucket: 0.4 ms on an H200, for which asking for its kernels one by one takes
 MAX_SEQS = 8  # of a chunk
 
 
@@ -104,18 +106,20 @@ class PromptGraphs:
     def __init__(
         self,
         run: Callable[[ForwardBatch], Computed],
+        sizes: Sequence[int],
         page_size: int,
         context_len: int,
         progress: Progress | None = None,
     ) -> None:
-        """Captures all buckets, largest first, so that the smaller ones fit in its memory; `progress` counts them.
-        `run` reads nothing of a tensor on the host."""
+        """Captures buckets of `sizes` tokens, largest first, so that the smaller ones fit in its memory; `progress`
+        counts them. `run` reads nothing of a tensor on the host."""
         self._run = run
+        self._sizes = sorted(sizes)
         self._page_size = page_size
         self._num_columns = -(-context_len // page_size)
         self._pool = torch.cuda.graph_pool_handle()
         started, before = time.monotonic(), torch.cuda.memory_reserved()
-        self._captured = {size: self._capture(size) for size in tracked(sorted(BUCKETS, reverse=True), progress)}
+        self._captured = {size: self._capture(size) for size in tracked(self._sizes[::-1], progress)}
         logger.info(
             "%d prompt graphs captured in %.1f s, %d MiB",
             len(self._captured),
@@ -125,7 +129,7 @@ class PromptGraphs:
 
     def compute(self, rows: Sequence[BatchRow]) -> Computed | None:
         """Submitted, not awaited; tensors of the caller's own. None where `rows` fit no bucket."""
-        size = bucket(rows, self._num_columns * self._page_size)
+        size = bucket(rows, self._sizes, self._num_columns * self._page_size)
         if size is None:
             return None
         found = self._captured[size]
@@ -142,9 +146,15 @@ class PromptGraphs:
         return _Captured(graph, inputs, computed)
 
 
-def bucket(rows: Sequence[BatchRow], max_len: int) -> int | None:
-    """The least that holds `rows`, of which none grows beyond `max_len` tokens or wants more than its last logits."""
+def bucket_sizes(layer_products: int) -> list[int]:
+    """Tokens of the chunks that are worth a graph, for `ModelConfig.layer_products`."""
+    return [size for size in BUCKETS if size * layer_products <= MAX_PRODUCTS]
+
+
+def bucket(rows: Sequence[BatchRow], sizes: Sequence[int], max_len: int) -> int | None:
+    """The least of `sizes`, in rising order, that holds `rows`, of which none grows beyond `max_len` tokens or wants
+    more than its last logits."""
     if len(rows) > MAX_SEQS or any(row.num_logits > 1 or row.position + len(row.input_ids) > max_len for row in rows):
         return None
     num_tokens = sum(len(row.input_ids) for row in rows)
-    return next((size for size in BUCKETS if num_tokens <= size), None)
+    return next((size for size in sizes if num_tokens <= size), None)

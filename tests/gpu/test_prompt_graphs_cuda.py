@@ -25,7 +25,8 @@ CHUNKS = (
     (16,),
     (5, 9),
     (17,),
-    (300, 400),  # too large: launched kernel by kernel
+    (300, 400),
+    (270,) * MAX_SEQS,  # too large: launched kernel by kernel
     (40, 1, 20),
     (64,),
     (2,) * MAX_SEQS,
