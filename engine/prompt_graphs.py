@@ -24,7 +24,7 @@ from .progress import Progress, tracked
 
 logger = logging.getLogger(__name__)
 
-BUCKETS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)  # tokens
+BUCKETS = (16, 32, 64, 128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)  # tokens; cuBLAS is slow at 448
 MAX_PRODUCTS = 1.2e11  # of a layer and a bucket: 0.4 ms on an H200, for which asking for its kernels one by one takes
 MAX_SEQS = 8  # of a chunk
 

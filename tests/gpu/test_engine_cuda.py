@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from ties import Reference
+from waits import no_waiting
 
 from baton.engine.batch import BatchRow
 from baton.engine.config import EngineConfig
@@ -71,15 +71,11 @@ def test_chunks_are_submitted_without_waiting(dtype: str) -> None:
     rows.append(BatchRow([7] * 3, 1000, pages[0]))  # some of a prompt whose first tokens are there
     state = SamplingState(SamplingParams(max_tokens=1, temperature=0.0), [0], vocab_size=engine.model_config.vocab_size)
     expected = engine.forward(rows)
-    with warnings.catch_warnings(action="ignore"):  # "prototype feature"
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         logits = engine.forward(rows)
         batch = SamplingBatch.of([state] * len(rows), "cuda")
         with torch.inference_mode():
             tokens = to_host(sample(logits, batch).token_ids)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     assert torch.equal(logits, expected)
     assert tokens.tolist() == logits.argmax(1).tolist()
