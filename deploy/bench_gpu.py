@@ -36,7 +36,7 @@ from ..metadata.config import ProcessConfig
 from ..metadata.logs import setup_logging
 from .bench_adaptive import adaptive
 from .bench_prompts import LENGTHS, small_prompt
-from .bench_sequences import Running, check, run_rounds, start, stop
+from .bench_sequences import Running, check, run_rounds, start, start_long, stop
 from .bench_tables import heading, tables
 from .roofline import Limits, best_s, floor_s, measure_limits, weight_bytes
 
@@ -77,6 +77,7 @@ def main() -> None:
         engine.capture_prompts(progress)
     parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "decode": lambda: [decode(engine, rounds, batch, limits) for batch in options.batches],
+        "mixed": lambda: [mixed(engine, rounds, batch, limits) for batch in options.batches if batch <= 64],
         "idle": lambda: [idle(engine, rounds, batch) for batch in options.batches if batch <= 64],
         "rounds": lambda: [speculate(rounds, batch) for batch in options.batches if batch <= 64],
         "adaptive": lambda: [_adaptive(engine, rounds, batch) for batch in options.batches if batch <= 64],
@@ -84,7 +85,9 @@ def main() -> None:
         "small-prompts": lambda: [_small_prompt(engine, num_tokens) for num_tokens in LENGTHS],
         "offline": lambda: [offline(engine, rounds)],
     }
-    chosen = [name for name in options.only if name not in ("rounds", "adaptive") or engine.drafter is not None]
+    needs_drafter = {"rounds": True, "adaptive": True, "mixed": False}
+    has_drafter = engine.drafter is not None
+    chosen = [name for name in options.only if needs_drafter.get(name, has_drafter) == has_drafter]
     figures = {name: parts[name]() for name in chosen}
     report["checked_tokens"] = sum(row.get("checked_tokens", 0) for rows in figures.values() for row in rows)
     report |= figures
@@ -132,6 +135,23 @@ def decode(engine: Engine, rounds: Rounds, batch: int, limits: Limits) -> dict[s
         "checked_tokens": num_checked,
     }
     say("decode " + _words(row))
+    return row
+
+
+def mixed(engine: Engine, rounds: Rounds, batch: int, limits: Limits) -> dict[str, Any]:
+    """As `decode`, where one sequence is as long as the context allows."""
+    longest = engine.context_len - 1024
+    sequences = [start_long(engine, rounds, longest, 4 * NUM_STEPS + 64)]
+    sequences += start(engine, rounds, batch - 1, 4 * NUM_STEPS + 64) if batch > 1 else []
+    shape = rounds.shape.with_steps(0)
+    run_rounds(rounds, sequences, shape, 8)
+    step_s = statistics.median(run_rounds(rounds, sequences, shape, NUM_STEPS) for _ in range(3))
+    kv_tokens = sum(len(each.token_ids) for each in sequences) - 1.5 * NUM_STEPS * batch
+    num_checked = stop(engine, rounds, sequences)
+    floor = floor_s(engine, batch, int(kv_tokens), limits)
+    row = {"batch": batch, "longest": longest, "step_ms": step_s * 1e3, "floor_ms": floor * 1e3}
+    row |= {"x_floor": step_s / floor, "checked_tokens": num_checked}
+    say("mixed " + _words(row))
     return row
 
 
@@ -303,7 +323,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--num-tokens", type=int, default=256 * 1600, help="KV tokens of the pool")
     parser.add_argument("--context-len", type=int, default=16384)
     parser.add_argument("--page-size", type=int, default=PAGE_SIZE)
-    names = ["decode", "idle", "rounds", "adaptive", "prefill", "small-prompts", "offline"]
+    names = ["decode", "mixed", "idle", "rounds", "adaptive", "prefill", "small-prompts", "offline"]
     parser.add_argument("--only", nargs="+", default=names)
     parser.add_argument("--commit", help="of this tree, for the report (default: what git says)")
     parser.add_argument("--json", metavar="FILE")

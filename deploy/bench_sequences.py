@@ -1,5 +1,5 @@
-"""Sequences for timed rounds of an engine, as a decode node runs them: prompts of CONTEXT random tokens, and rounds of
-which each is submitted before the one before is read."""
+"""Sequences for timed rounds of an engine, as a decode node runs them: prompts of CONTEXT random tokens, of which one
+may be longer, and rounds of which each is submitted before the one before is read."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from ..metadata.request import SamplingParams
 from .planted_text import PlantedText
 
 CONTEXT = 1024
+_CHUNK = 8192  # tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +33,7 @@ class Running:
     """What rounds need of a sequence (engine/round.py `Running`)."""
 
     token_ids: list[int]
+    prompt_len: int
     pages: list[int]
     sampling: SamplingState
     slot: int | None = None
@@ -60,6 +62,18 @@ def start(engine: Engine, rounds: Rounds, batch: int, num_new: int, seed: int = 
     return sequences + _admit(engine, rounds, num_new, *under_way)
 
 
+def start_long(engine: Engine, rounds: Rounds, prompt_len: int, num_new: int) -> Running:
+    """One sequence, without a drafter, computed in chunks."""
+    assert engine.drafter is None
+    ids = torch.randint(0, engine.card.vocab_size, (prompt_len,), generator=torch.Generator().manual_seed(1)).tolist()
+    pages = engine.pool.allocate(-(-(prompt_len + num_new + 64) // engine.pool.page_size), Owner.REQUEST)
+    for first in range(0, prompt_len - _CHUNK, _CHUNK):
+        engine.compute([BatchRow(ids[first : first + _CHUNK], first, pages, 0)])
+    first = (prompt_len - 1) // _CHUNK * _CHUNK
+    computed = engine.compute([BatchRow(ids[first:], first, pages)])
+    return _admit(engine, rounds, num_new, [ids], [pages], computed)[0]
+
+
 def _admit(
     engine: Engine, rounds: Rounds, num_new: int, prompts: list[list[int]], pages: list[list[int]], computed: Computed
 ) -> list[Running]:
@@ -68,8 +82,8 @@ def _admit(
     sequences: list[Running] = []
     for row, (ids, own, token) in enumerate(zip(prompts, pages, computed.logits.argmax(1).tolist(), strict=True)):
         state = SamplingState(params, ids, [token], vocab_size=engine.model_config.vocab_size, device=engine.device)
-        sequence = Running([*ids, token], own, state)
-        rounds.admit(sequence, CONTEXT, None if draft is None else draft.row(row))
+        sequence = Running([*ids, token], len(ids), own, state)
+        rounds.admit(sequence, len(ids), None if draft is None else draft.row(row))
         sequences.append(sequence)
     return sequences
 
@@ -101,7 +115,9 @@ def _draft(
 
 def stop(engine: Engine, rounds: Rounds, sequences: Sequence[Running]) -> int:
     """Ends them. Returns how many tokens were checked: those of the first 32."""
-    num_checked = sum(check(engine, each.token_ids[:CONTEXT], each.token_ids[CONTEXT:]) for each in sequences[:32])
+    num_checked = sum(
+        check(engine, each.token_ids[: each.prompt_len], each.token_ids[each.prompt_len :]) for each in sequences[:32]
+    )
     for sequence in sequences:
         rounds.release(sequence)
         engine.pool.release(sequence.pages)

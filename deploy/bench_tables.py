@@ -91,6 +91,13 @@ def _decode(report: Report) -> Iterator[_Cell]:
         yield _Cell(point, f"{model} of the floor", f"{row['x_floor']:.2f}")
 
 
+def _mixed(report: Report) -> Iterator[_Cell]:
+    for row in report.get("mixed", ()):
+        point, model = (f"{row['batch']}", f"{row['longest']:,}"), report["model"]
+        yield _Cell(point, f"{model} ms", f"{row['step_ms']:.2f}")
+        yield _Cell(point, f"{model} of the floor", f"{row['x_floor']:.2f}")
+
+
 def _prompts(report: Report) -> Iterator[_Cell]:
     for row in report.get("prefill", ()):
         peer = _PREFILL.get(_shape(report), {}).get((row["prompts"], row["tokens"]))
@@ -159,6 +166,7 @@ def _system(report: Report) -> Iterator[_Cell]:
 
 _TABLES = (
     _Table(("decode step, context 1,024",), _decode),
+    _Table(("decode step, one long sequence, batch", "its tokens"), _mixed),
     _Table(("prefill, tokens/s",), _prompts),
     _Table(("a short prompt, tokens",), _small_prompts),
     _Table(("idle in decode steps, batch",), _idle),

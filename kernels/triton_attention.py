@@ -4,7 +4,7 @@ The query heads of one kv head share its keys, so the rows of a tile are (token,
 token, and a tile runs over keys with a softmax that is corrected as it goes (FlashAttention-2, arXiv:2307.08691).
 
     decode_attention   few new tokens, as many in every sequence, causal or a tree. A sequence's keys are split among
-                       programs, whose parts a second kernel combines (Flash-Decoding)
+                       programs by its length (triton_shares.py), whose parts are combined (Flash-Decoding)
     extend_attention   any number of new tokens (triton_extend.py)
 
 No wrapper reads a tensor's value on the host: grids depend on shapes, a program without work leaves at once, and all of
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -28,13 +28,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import gpu
 from .attention import Tree
+from .triton_shares import MAX_SPLITS, MIN_SPLIT, Shares, unpacked
+from .triton_softmax import combine_kernel, nothing_seen, quotient, store_heads, store_part, weigh
 from .triton_store import token_rows
 from .triton_visibility import in_window, pack, seen_in_tree, span
 
 MAX_DECODE_QUERY_LEN = 64  # causal tokens a sequence beyond which tiles are full enough without splits
 _TILE_BYTES = 16 * 1024  # of keys, and of values; half of it in float32, which has no tensor cores and spills
-_MIN_SPLIT = 64  # keys; shorter ones cost more to combine than they save
-_MAX_SPLITS = 32
 _INTERPRETED_SMS = 4
 _RUN_TIME = ("query_len", "window", "num_splits", "table_stride", "num_words")
 
@@ -51,6 +51,7 @@ class Plan:
     tree_starts: torch.Tensor | None  # [num_seqs] int64, as in `Tree`; None: causal
     visible: torch.Tensor | None  # [num_tokens, num_words] int64: bit i of word w is column 64 w + i of a `Tree`
     positions: torch.Tensor | None  # [num_tokens] int64 of the nodes of a tree, which windows count by
+    _shares: dict[tuple[int, ...], Shares] = field(default_factory=dict, init=False)
 
     @classmethod
     def uniform(
@@ -86,31 +87,36 @@ class Plan:
         rows = token_rows(block_table, seq_lens, num_tokens, page_size, None, starts)
         return cls(block_table, seq_lens, rows, None, starts, None, None, None)
 
+    def shares(self, *cut: int) -> Shares:
+        """`Shares.of` these sequences, found by the first layer that asks."""
+        if cut not in self._shares:
+            self._shares[cut] = Shares.of(self.seq_lens, *cut)
+        return self._shares[cut]
+
 
 class DecodeTiles(NamedTuple):
     """How `decode_attention` is cut."""
 
     block_m: int  # rows, of tokens and query heads
     block_n: int  # keys
-    num_splits: int  # programs that share a sequence's keys
+    num_slots: int  # splits of sequences, of all tiles of rows, that are worked on at once
     num_warps: int
     num_stages: int
 
     @classmethod
-    def choose(cls, q: torch.Tensor, kv_layer: torch.Tensor, num_seqs: int, max_pages: int) -> DecodeTiles:
+    def choose(cls, q: torch.Tensor, kv_layer: torch.Tensor, num_seqs: int) -> DecodeTiles:
         """From shapes and the device alone. As many splits as run at once, and no more: one program too many would
         make all wait for it (measured on an H200 over 1 to 256 sequences of 1,090 and 8,200 keys)."""
-        num_kv_heads, page_size = kv_layer.shape[2:4]
+        num_kv_heads = kv_layer.shape[2]
         num_rows = q.shape[0] // num_seqs * (q.shape[1] // num_kv_heads)
         block_m, block_n = min(64, max(16, triton.next_power_of_2(num_rows))), tile_keys(kv_layer)
-        num_programs = num_seqs * num_kv_heads * triton.cdiv(num_rows, block_m)
+        num_tiles = num_kv_heads * triton.cdiv(num_rows, block_m)
         is_wide = block_m == 64 or 2 * block_n * padded(kv_layer.shape[4]) * kv_layer.itemsize > _TILE_BYTES
         num_at_once = _num_sms(q.device) * (3 if block_m == 16 else 2) * (1 if is_wide else 2)  # by shared memory
-        wanted = num_at_once // num_programs
-        num_splits = max(1, min(wanted, triton.cdiv(max_pages * page_size, _MIN_SPLIT), _MAX_SPLITS))
         # two stages take less of it, so that more programs run at once
-        num_stages = 2 if block_m == 64 or (is_wide and block_m == 16 and wanted == 0) else 3
-        return cls(block_m, block_n, num_splits, num_warps=4, num_stages=num_stages)
+        is_crowded = is_wide and block_m == 16 and num_at_once < num_seqs * num_tiles
+        num_stages = 2 if block_m == 64 or is_crowded else 3
+        return cls(block_m, block_n, max(1, num_at_once // num_tiles), num_warps=4, num_stages=num_stages)
 
 
 def decode_attention(
@@ -129,29 +135,36 @@ def decode_attention(
     num_kv_heads, page_size, query_len = kv_layer.shape[2], kv_layer.shape[3], plan.query_len
     num_seqs, max_pages = plan.block_table.shape
     assert query_len is not None and num_tokens == num_seqs * query_len, (num_tokens, num_seqs, query_len)
-    tiles = tiles or DecodeTiles.choose(q, kv_layer, num_seqs, max_pages)
+    tiles = tiles or DecodeTiles.choose(q, kv_layer, num_seqs)
     assert plan.visible is None or tiles.block_n <= 64, tiles
-    group, num_splits, visible = num_heads // num_kv_heads, tiles.num_splits, plan.visible
+    group, visible = num_heads // num_kv_heads, plan.visible
+    num_tiles = num_kv_heads * triton.cdiv(query_len * group, tiles.block_m)
+    max_splits = min(MAX_SPLITS, triton.cdiv(max_pages * page_size, MIN_SPLIT))
+    num_splits = min(tiles.num_slots, max_splits)  # the most of a sequence
+    shares = plan.shares(tiles.num_slots, max_splits, num_tiles) if num_seqs > 1 and num_splits > 1 else None
+    num_items = num_seqs * num_splits if shares is None else len(shares.items)
+    items, firsts, arrivals = (None, None, None) if shares is None else (shares.items, shares.firsts, shares.arrivals)
     dependent = gpu.dependent_launch(num_tokens)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     parts = stats = None
-    if num_splits > 1:
-        parts = torch.empty((num_tokens * num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
-        stats = torch.empty((2, num_tokens * num_heads, num_splits), dtype=torch.float32, device=q.device)
-    _decode_kernel[(num_kv_heads * triton.cdiv(query_len * group, tiles.block_m), num_splits, num_seqs)](
-        out, parts, stats, q, kv_layer, plan.block_table, plan.seq_lens,
+    if num_items > num_seqs:
+        num_rows = num_items * query_len * num_heads
+        parts = torch.empty((num_rows, head_dim), dtype=torch.float32, device=q.device)
+        stats = torch.empty((2, num_rows), dtype=torch.float32, device=q.device)
+    _decode_kernel[(num_tiles, num_items)](
+        out, parts, stats, items, arrivals, q, kv_layer, plan.block_table, plan.seq_lens,
         plan.tree_starts, visible, None if window is None else plan.positions,
         query_len, window or 0, num_splits, q.stride(0), plan.block_table.stride(0),
         0 if visible is None else visible.shape[1], softmax_scale(head_dim),
-        IS_TREE=visible is not None, HAS_WINDOW=window is not None, HAS_PARTS=num_splits > 1, DEPENDENT=dependent,
+        IS_TREE=visible is not None, HAS_WINDOW=window is not None, HAS_PARTS=parts is not None, DEPENDENT=dependent,
         NUM_KV_HEADS=num_kv_heads, GROUP=group, PAGE_SIZE=page_size, HEAD_DIM=head_dim,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(head_dim),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=dependent,
     )  # fmt: skip
-    if parts is not None:
-        _combine_kernel[(num_tokens * num_heads,)](
-            out, parts, stats, num_splits, num_tokens * num_heads * num_splits,
-            HEAD_DIM=head_dim, SPLITS=triton.next_power_of_2(num_splits), BLOCK_D=padded(head_dim),
+    if parts is not None and arrivals is None:
+        combine_kernel[(num_tokens * num_heads,)](
+            out, parts, stats, firsts, num_splits, query_len * num_heads, num_items,
+            HEAD_DIM=head_dim, SPLITS=triton.next_power_of_2(max_splits), BLOCK_D=padded(head_dim),
             DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
         )  # fmt: skip
     return out
@@ -204,32 +217,6 @@ def load_pages(table_ptr, first, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.const
 
 
 @triton.jit
-def nothing_seen(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """What `weigh` begins with: sums [BLOCK_M, BLOCK_D], totals and highest scores [BLOCK_M], float32."""
-    total = tl.zeros([BLOCK_M], tl.float32)
-    return tl.zeros([BLOCK_M, BLOCK_D], tl.float32), total, tl.full([BLOCK_M], -3.4028234663852886e38, tl.float32)
-
-
-@triton.jit
-def weigh(scores, scale, values, sums, total, highest):
-    """One tile of the running softmax in base 2: `scores` [BLOCK_M, BLOCK_N], to be multiplied by `scale`, -inf where
-    unseen. A row starts with the least float32 as `highest`, so that one that has seen nothing makes no NaN; NaN of
-    scores stays."""
-    new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
-    weights = tl.exp2(scores * scale - new_highest[:, None])
-    correction = tl.exp2(highest - new_highest)
-    total = total * correction + tl.sum(weights, 1)
-    sums = tl.dot(weights.to(values.dtype), values, sums * correction[:, None], input_precision="ieee")
-    return sums, total, new_highest
-
-
-@triton.jit
-def quotient(sums, total):
-    """Sums over totals; 0 where nothing was seen."""
-    return sums / tl.where(total == 0.0, 1.0, total)[:, None]
-
-
-@triton.jit
 def tile_rows(first, kv_head, query_len, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """By row of a tile that begins with row `first`: its token in the sequence, its head, and whether there is one."""
     rows = first + tl.arange(0, BLOCK_M)
@@ -237,31 +224,24 @@ def tile_rows(first, kv_head, query_len, GROUP: tl.constexpr, BLOCK_M: tl.conste
     return tl.minimum(rows // GROUP, query_len - 1), kv_head * GROUP + rows % GROUP, is_row
 
 
-@triton.jit
-def _store_stats(ptr, rows, stride, highest, total, is_row):
-    """As `_combine_kernel` reads them."""
-    tl.store(ptr + rows, highest, mask=is_row)
-    tl.store(ptr + stride + rows, total, mask=is_row)
-
-
-@triton.jit
-def store_heads(ptr, rows, values, is_row, dims, HEAD_DIM: tl.constexpr):
-    """`values` [rows, BLOCK_D], as far as there are rows and dimensions."""
-    is_stored = is_row[:, None] & (dims[None, :] < HEAD_DIM)
-    tl.store(ptr + rows[:, None] * HEAD_DIM + dims[None, :], values, mask=is_stored)
-
-
 @triton.jit(do_not_specialize=_RUN_TIME)
 def _decode_kernel(
-    out_ptr, parts_ptr, stats_ptr, q_ptr, kv_ptr, table_ptr, seq_lens_ptr, tree_starts_ptr, visible_ptr, positions_ptr,
+    out_ptr, parts_ptr, stats_ptr, items_ptr, arrivals_ptr,
+    q_ptr, kv_ptr, table_ptr, seq_lens_ptr, tree_starts_ptr, visible_ptr, positions_ptr,
     query_len, window, num_splits, q_stride, table_stride, num_words, scale,
     IS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (kv heads * tiles of rows, splits, sequences)."""
+    """Grid: (kv heads * tiles of rows, items)."""
     kv_head, tile = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
-    split, seq = tl.program_id(1), tl.program_id(2)
+    item = tl.program_id(1)
+    if items_ptr is None:
+        seq, split = item // num_splits, item % num_splits
+    else:
+        seq, split, num_splits = unpacked(tl.load(items_ptr + item))
+        if num_splits < 0:
+            return
     seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
     table_ptr += seq.to(tl.int64) * table_stride
     tokens, heads, is_row = tile_rows(tile * BLOCK_M, kv_head, query_len, GROUP, BLOCK_M)
@@ -305,35 +285,11 @@ def _decode_kernel(
     if DEPENDENT:
         gdc_launch_dependents()
     if HAS_PARTS:
-        part_rows = out_rows * num_splits + split
-        stats_stride = tl.num_programs(2).to(tl.int64) * query_len * (NUM_KV_HEADS * GROUP) * num_splits
-        _store_stats(stats_ptr, part_rows, stats_stride, highest, total, is_row)
-        if begin < end:
-            store_heads(parts_ptr, part_rows, sums, is_row, dims, HEAD_DIM)
-    else:
+        if arrivals_ptr is not None:
+            arrivals_ptr += seq * tl.num_programs(0) + tl.program_id(0)
+        sums, total, is_row = store_part(
+            parts_ptr, stats_ptr, arrivals_ptr, item, split, num_splits, tokens * (NUM_KV_HEADS * GROUP) + heads,
+            query_len * (NUM_KV_HEADS * GROUP), sums, total, highest, is_row, dims, begin < end, HEAD_DIM,
+        )  # fmt: skip
+    if not HAS_PARTS or arrivals_ptr is not None:
         store_heads(out_ptr, out_rows, quotient(sums, total).to(out_ptr.dtype.element_ty), is_row, dims, HEAD_DIM)
-
-
-@triton.jit(do_not_specialize=("num_splits", "stats_stride"))
-def _combine_kernel(
-    out_ptr, parts_ptr, stats_ptr, num_splits, stats_stride,
-    HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Grid: (num_tokens * num_heads). Splits without keys have total 0 and no sums."""
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    splits, dims = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
-    is_split, is_dim = splits < num_splits, dims[None, :] < HEAD_DIM
-    stats = stats_ptr + row * num_splits + splits
-    highest = tl.load(stats, mask=is_split, other=-3.4028234663852886e38)
-    total = tl.load(stats + stats_stride, mask=is_split, other=0.0)
-    parts = parts_ptr + (row * num_splits + splits)[:, None] * HEAD_DIM + dims[None, :]
-    sums = tl.load(parts, mask=is_split[:, None] & is_dim, other=0.0)
-    is_used = total != 0.0
-    weights = tl.where(is_used, tl.exp2(highest - tl.max(highest, 0)), 0.0)
-    sums = tl.sum(tl.where(is_used[:, None], sums, 0.0) * weights[:, None], 0)
-    total = tl.sum(total * weights, 0)
-    out = sums / tl.where(total == 0.0, 1.0, total)
-    tl.store(out_ptr + row * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -17,19 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .triton_attention import (
-    Plan,
-    check_shapes,
-    load_pages,
-    nothing_seen,
-    padded,
-    quotient,
-    softmax_scale,
-    store_heads,
-    tile_keys,
-    tile_rows,
-    weigh,
-)
+from .triton_attention import Plan, check_shapes, load_pages, padded, softmax_scale, tile_keys, tile_rows
+from .triton_softmax import nothing_seen, quotient, store_heads, weigh
 
 _SEQS = 32
 

@@ -94,7 +94,7 @@ def bench_decode(
         visible |= torch.eye(query_len, dtype=torch.bool, device="cuda").repeat(num_seqs, 1)
         tree, positions = Tree(pool.seq_lens - query_len, visible), torch.zeros_like(qkv[:, 0], dtype=torch.int64)
     plan = Plan.uniform(pool.block_table, pool.seq_lens, query_len, page_size, tree, positions, is_stored=True)
-    chosen = DecodeTiles.choose(q, pool.kv[0], *pool.block_table.shape)
+    chosen = DecodeTiles.choose(q, pool.kv[0], num_seqs)
     name = f"{'tree' if is_tree else 'decode'} {num_seqs} x {query_len} of {seq_len}, pages of {page_size}"
     num_bytes = num_seqs * seq_len * 2 * NUM_KV_HEADS * HEAD_DIM * 2
     for tiles in [chosen, *(_other_decodes(chosen, is_tree) if args.sweep else ())]:
@@ -204,8 +204,8 @@ def _extend_ref(q: torch.Tensor, pool: Pool, seq: int, query_len: int, chunk: in
 
 def _other_decodes(chosen: DecodeTiles, is_tree: bool) -> list[DecodeTiles]:
     """One thing changed at a time."""
-    changes: list[dict[str, int]] = [{"num_splits": max(1, chosen.num_splits // 2)}]
-    changes += [{"num_splits": chosen.num_splits * 2}, {"num_warps": 2}, {"num_warps": 8}]
+    changes: list[dict[str, int]] = [{"num_slots": max(1, chosen.num_slots // 2)}]
+    changes += [{"num_slots": chosen.num_slots * 2}, {"num_warps": 2}, {"num_warps": 8}]
     changes += [{"num_stages": stages} for stages in (2, 3, 4)] + [{"block_n": 32}]
     changes += [] if is_tree else [{"block_n": 128, "num_stages": 2}, {"block_n": 128, "num_stages": 2, "num_warps": 8}]
     return [other for change in changes if (other := chosen._replace(**change)) != chosen]

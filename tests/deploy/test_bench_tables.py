@@ -18,6 +18,7 @@ def engine(**more: Any) -> dict[str, Any]:
         "load_s": 4.5,
         "checked_tokens": 9000,
         "decode": [{"batch": 1, "step_ms": 4.08, "x_floor": 1.16}, {"batch": 3, "step_ms": 4.2, "x_floor": 1.2}],
+        "mixed": [{"batch": 8, "longest": 15360, "step_ms": 5.25, "x_floor": 1.251}],
         "prefill": [{"prompts": 1, "tokens": 8192, "tokens_per_s": 39713.2}],
         "offline": [{"total_s": 10.7, "output_tokens_per_s": 6130.0}],
         **more,
@@ -59,10 +60,11 @@ def test_points_stand_beside_the_best_peers() -> None:
     text = tables({"engine-8b": engine()})
     said = "engine-8b: device NVIDIA H200, model 8b, num layers 32, hidden size 4096, load s 4.500, checked tokens 9000"
     assert text.splitlines()[0] == said
-    head, first, second = rows(text, "decode step")
+    head, first, second = rows(text, "decode step, context")
     assert head == ["decode step, context 1,024", "8b ms", "best peer of 8b ms", "8b of the floor"]
     assert first == ["batch 1", "4.08", "4.74", "1.16"]
     assert second == ["batch 3", "4.20", "", "1.20"]  # a batch that no peer was measured with
+    assert rows(text, "decode step, one long")[1] == ["8", "15,360", "5.25", "1.25"]
     assert rows(text, "prefill")[1] == ["1 x 8,192", "39,713", "38,300"]
     assert rows(text, "prefill")[2][1:] == ["6,130", "6,240"]
 
@@ -71,14 +73,14 @@ def test_models_stand_side_by_side() -> None:
     step = {"batch": 1, "step_ms": 0.82, "x_floor": 1.43}
     small = engine(model="1b", num_layers=16, hidden_size=2048, decode=[step], offline=[])
     text = tables({"engine-1b": small, "engine-8b": engine()})
-    assert rows(text, "decode step")[1] == ["batch 1", "0.82", "1.22", "1.43", "4.08", "4.74", "1.16"]
-    assert rows(text, "decode step")[2] == ["batch 3", "", "", "", "4.20", "", "1.20"]
+    assert rows(text, "decode step, context")[1] == ["batch 1", "0.82", "1.22", "1.43", "4.08", "4.74", "1.16"]
+    assert rows(text, "decode step, context")[2] == ["batch 3", "", "", "", "4.20", "", "1.20"]
     assert len(rows(text, "prefill")) == 3
 
 
 def test_another_model_has_no_peers() -> None:
     text = tables({"": engine(hidden_size=5120)})
-    assert rows(text, "decode step")[1] == ["batch 1", "4.08", "1.16"]
+    assert rows(text, "decode step, context")[1] == ["batch 1", "4.08", "1.16"]
     assert rows(text, "prefill")[1] == ["1 x 8,192", "39,713"]
 
 

@@ -81,7 +81,7 @@ class Case:
             self.table, self.lens, self.query_lens[0], self.page_size, self.tree, self.positions, is_stored=True
         )
         assert plan.starts is None
-        chosen = DecodeTiles.choose(self.q, self.kv, *self.table.shape)._replace(**tiles)
+        chosen = DecodeTiles.choose(self.q, self.kv, len(self.table))._replace(**tiles)
         return decode_attention(self.q, self.kv, plan, window, chosen)
 
     def extend(self, window: int | None = None, **tiles: int) -> torch.Tensor:
@@ -96,13 +96,13 @@ class Case:
 
 
 @pytest.mark.parametrize(
-    ("page_size", "heads", "num_splits"),
+    ("page_size", "heads", "num_slots"),
     [(1, (2, 2), 3), (3, (3, 1), 1), (16, (8, 2), 3), (64, (8, 1), 1), (64, (3, 1), 3), (16, (1, 1), 1)],
     ids=str,
 )
-def test_one_new_token(page_size: int, heads: tuple[int, int], num_splits: int) -> None:
+def test_one_new_token(page_size: int, heads: tuple[int, int], num_slots: int) -> None:
     case = Case((1, 1), (1, 70), heads, page_size=page_size)
-    case.check(case.decode(num_splits=num_splits, block_n=16))
+    case.check(case.decode(num_slots=num_slots, block_n=16))
 
 
 @pytest.mark.parametrize(
@@ -110,17 +110,17 @@ def test_one_new_token(page_size: int, heads: tuple[int, int], num_splits: int) 
 )
 def test_windows(window: int, page_size: int, query_len: int) -> None:
     case = Case((query_len,) * 2, (query_len, 75), (2, 1), page_size=page_size)
-    case.check(case.decode(window, num_splits=2, block_n=16), window)
+    case.check(case.decode(window, num_slots=2, block_n=16), window)
     case.check(case.extend(window, block_n=16), window)
 
 
 @pytest.mark.parametrize(
-    ("query_len", "heads", "num_splits"), [(2, (3, 3), 4), (9, (6, 2), 1), (40, (3, 1), 3)], ids=str
+    ("query_len", "heads", "num_slots"), [(2, (3, 3), 4), (9, (6, 2), 1), (40, (3, 1), 3)], ids=str
 )
-def test_few_new_tokens(query_len: int, heads: tuple[int, int], num_splits: int) -> None:
+def test_few_new_tokens(query_len: int, heads: tuple[int, int], num_slots: int) -> None:
     """Rows of early tokens see nothing of the last splits; several tiles of rows."""
     case = Case((query_len,) * 2, (query_len, query_len + 37), heads)
-    case.check(case.decode(num_splits=num_splits, block_n=16))
+    case.check(case.decode(num_slots=num_slots, block_n=16))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_few_new_tokens(query_len: int, heads: tuple[int, int], num_splits: int)
 def test_trees(tree_before: int, query_len: int, window: int | None, block_n: int) -> None:
     """Also of more than 64 columns, and with nodes of earlier forwards."""
     case = Case((query_len,) * 2, (query_len + 2, 120), (2, 1), page_size=4, tree_before=tree_before)
-    case.check(case.decode(window, num_splits=2, block_n=block_n), window)
+    case.check(case.decode(window, num_slots=2, block_n=block_n), window)
 
 
 @pytest.mark.parametrize(
@@ -176,13 +176,13 @@ def test_long_uniform_chunks_are_ragged_ones() -> None:
 def test_padding_rows() -> None:
     """Rows whose pages are all page 0: live rows are as without them; a length of 0 gives 0."""
     case = Case((2, 2), (30, 9), page_size=4)
-    expected = case.decode(num_splits=2)
+    expected = case.decode(num_slots=2)
     table = torch.cat([case.table, torch.zeros(3, case.table.shape[1], dtype=torch.int64, device=DEVICE)])
     lens = torch.cat([case.lens, torch.tensor([2, 2, 0], device=DEVICE)])
     q = torch.cat([case.q, torch.full((6, 4, 32), float("nan"), device=DEVICE)])
     plan = Plan.uniform(table, lens, 2, case.page_size, is_stored=True)
-    for num_splits in (1, 2):
-        tiles = DecodeTiles.choose(q, case.kv, *table.shape)._replace(num_splits=num_splits)
+    for num_slots in (1, 2):
+        tiles = DecodeTiles.choose(q, case.kv, len(table))._replace(num_slots=num_slots)
         out = decode_attention(q, case.kv, plan, None, tiles)
         torch.testing.assert_close(out[:4], expected)
         assert (out[8:] == 0).all()
@@ -205,21 +205,23 @@ def test_chunks_that_see_nothing(window: int | None) -> None:
 
 def test_what_lay_in_memory_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """All is written that is read: here of more splits than there are tiles of keys."""
-    case = Case((2, 2), (2, 30))
+    case = Case((2, 2, 2), (2, 300, 30))
 
-    def empty(shape: tuple[int, ...], **options: object) -> torch.Tensor:
-        return torch.full(shape, float("nan"), **options)
+    def empty(shape: tuple[int, ...] | int, dtype: torch.dtype, **options: object) -> torch.Tensor:
+        value = float("nan") if dtype.is_floating_point else 0x7700_0000_0077
+        return torch.full(shape if isinstance(shape, tuple) else (shape,), value, dtype=dtype, **options)
 
     monkeypatch.setattr(torch, "empty", empty)
-    case.check(case.decode(num_splits=5, block_n=16))
+    for num_slots in (5, 40):
+        case.check(case.decode(num_slots=num_slots, block_n=16))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
 def test_nan_of_a_broken_model_stays_nan() -> None:
-    case = Case((1, 1), (40, 9))
+    case = Case((1, 1), (400, 9))
     case.qkv[0, : case.head_dim] = float("nan")
-    for num_splits in (1, 3):
-        out = case.decode(num_splits=num_splits, block_n=16)
+    for num_slots in (1, 3, 9):
+        out = case.decode(num_slots=num_slots, block_n=16)
         assert out[0, 0].isnan().all() and not out[0, 1:].isnan().any() and not out[1].isnan().any()
 
 
@@ -228,20 +230,38 @@ def test_large_scores() -> None:
     case = Case((1, 1), (50, 33), (2, 1))
     case.qkv *= 100
     case.kv *= 100
-    case.check(case.decode(num_splits=2, block_n=16))
+    case.check(case.decode(num_slots=2, block_n=16))
     case.check(case.extend(block_n=16))
 
 
+@pytest.mark.parametrize(("num_slots", "num_splits"), [(5, 3), (7, 4)])
+@pytest.mark.parametrize(("query_len", "heads", "window"), [(1, (4, 2), None), (9, (3, 1), None), (9, (3, 1), 20)])
+def test_one_long_sequence_among_short_ones(
+    num_slots: int, num_splits: int, query_len: int, heads: tuple[int, int], window: int | None
+) -> None:
+    """With fewer slots than twice the sequences, the last program of a sequence combines its splits."""
+    case = Case((query_len,) * 3, (query_len, 300, 70), heads)
+    plan = Plan.uniform(case.table, case.lens, query_len, case.page_size, is_stored=True)
+    tiles = DecodeTiles.choose(case.q, case.kv, 3)._replace(num_slots=num_slots, block_n=16, block_m=16)
+    outs = [decode_attention(case.q, case.kv, plan, window, tiles) for _ in range(2)]  # two layers
+    case.check(outs[0], window)
+    assert torch.equal(*outs)
+    (shares,) = plan._shares.values()
+    assert [word >> 40 for word in shares.firsts.tolist()] == [1, num_splits, 1]
+    assert (shares.arrivals is None) == (num_slots == 7)
+    assert shares.arrivals is None or not shares.arrivals.any()
+
+
 @pytest.mark.parametrize(("head_dim", "num_per_sm"), [(32, 6), (128, 3)])
-def test_choice_of_splits(head_dim: int, num_per_sm: int) -> None:
-    """By shapes alone: as many programs as run at once, and no more than the table's capacity makes sense of."""
+def test_choice_of_slots(head_dim: int, num_per_sm: int) -> None:
+    """By shapes alone: as many programs as run at once."""
     sms = triton_attention._num_sms(torch.device(DEVICE))
-    kv = torch.empty(1, 2, 1, 16, head_dim, device=DEVICE, dtype=torch.float16)
-    for num_seqs, max_pages in ((1, 1), (1, 64), (2, 64), (5, 64), (10_000, 64)):
-        q = torch.empty(num_seqs, 1, head_dim, device=DEVICE, dtype=torch.float16)
-        tiles = DecodeTiles.choose(q, kv, num_seqs, max_pages)
-        assert tiles.num_splits == max(1, min(num_per_sm * sms // num_seqs, max_pages * 16 // 64, 32))
-        assert tiles.num_stages == (2 if head_dim == 128 and num_seqs > num_per_sm * sms else 3)
+    kv = torch.empty(1, 2, 2, 16, head_dim, device=DEVICE, dtype=torch.float16)
+    for num_seqs in (1, 2, 5, 10_000):
+        q = torch.empty(num_seqs, 2, head_dim, device=DEVICE, dtype=torch.float16)
+        tiles = DecodeTiles.choose(q, kv, num_seqs)
+        assert tiles.num_slots == num_per_sm * sms // 2
+        assert tiles.num_stages == (2 if head_dim == 128 and num_seqs > tiles.num_slots else 3)
 
 
 @pytest.mark.parametrize("with_norms", [False, True], ids=["plain", "norms"])
@@ -342,5 +362,5 @@ def test_a_graph_holds_a_forward(tree_before: int | None) -> None:
 def test_plans_hold_tensors_and_shapes_only() -> None:
     case = Case((2, 2), (5, 9), tree_before=0)
     plan = Plan.uniform(case.table, case.lens, 2, case.page_size, case.tree, case.positions)
-    kinds = {type(getattr(plan, field.name)) for field in dataclasses.fields(plan)}
+    kinds = {type(getattr(plan, field.name)) for field in dataclasses.fields(plan) if field.init}
     assert kinds <= {torch.Tensor, int, type(None)}

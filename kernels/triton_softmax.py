@@ -1,0 +1,128 @@
+"""The running softmax of attention on a GPU (FlashAttention-2, arXiv:2307.08691), and how its parts become one.
+
+A program that has seen some of a row's keys holds `sums` [BLOCK_M, BLOCK_D] of weighed values, and by row the `total`
+of the weights and the `highest` score, in base 2. Parts of items (triton_shares.py) lie in memory as `parts`
+[num_items * num_rows, HEAD_DIM] and `stats` [2, num_items * num_rows]: highest scores, then totals; float32.
+"""
+
+# ruff: noqa: N803
+# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .triton_shares import is_last, unpacked
+
+
+@triton.jit
+def nothing_seen(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """What `weigh` begins with: sums [BLOCK_M, BLOCK_D], totals and highest scores [BLOCK_M], float32."""
+    total = tl.zeros([BLOCK_M], tl.float32)
+    return tl.zeros([BLOCK_M, BLOCK_D], tl.float32), total, tl.full([BLOCK_M], -3.4028234663852886e38, tl.float32)
+
+
+@triton.jit
+def weigh(scores, scale, values, sums, total, highest):
+    """One tile of the running softmax in base 2: `scores` [BLOCK_M, BLOCK_N], to be multiplied by `scale`, -inf where
+    unseen. A row starts with the least float32 as `highest`, so that one that has seen nothing makes no NaN; NaN of
+    scores stays."""
+    new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
+    weights = tl.exp2(scores * scale - new_highest[:, None])
+    correction = tl.exp2(highest - new_highest)
+    total = total * correction + tl.sum(weights, 1)
+    sums = tl.dot(weights.to(values.dtype), values, sums * correction[:, None], input_precision="ieee")
+    return sums, total, new_highest
+
+
+@triton.jit
+def quotient(sums, total):
+    """Sums over totals; 0 where nothing was seen."""
+    return sums / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
+def _store_stats(ptr, rows, stride, highest, total, is_row):
+    """As `combine_kernel` reads them."""
+    tl.store(ptr + rows, highest, mask=is_row)
+    tl.store(ptr + stride + rows, total, mask=is_row)
+
+
+@triton.jit
+def store_heads(ptr, rows, values, is_row, dims, HEAD_DIM: tl.constexpr):
+    """`values` [rows, BLOCK_D], as far as there are rows and dimensions."""
+    is_stored = is_row[:, None] & (dims[None, :] < HEAD_DIM)
+    tl.store(ptr + rows[:, None] * HEAD_DIM + dims[None, :], values, mask=is_stored)
+
+
+@triton.jit
+def store_part(
+    parts_ptr, stats_ptr, arrivals_ptr, item, split, num_splits, rows, num_rows, sums, total, highest, is_row, dims,
+    has_keys, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """What a split brings to `rows` of its item's `num_rows` goes where `combine_kernel` reads it. With arrivals:
+    unless it is the only one, and the last of a sequence's returns (sums, total) of all and its rows, the others
+    none."""
+    stats_stride = tl.num_programs(1) * num_rows
+    if arrivals_ptr is None or num_splits > 1:
+        _store_stats(stats_ptr, item * num_rows + rows, stats_stride, highest, total, is_row)
+        if has_keys:
+            store_heads(parts_ptr, (item * num_rows + rows).to(tl.int64), sums, is_row, dims, HEAD_DIM)
+    if arrivals_ptr is not None:  # noqa: SIM102
+        if num_splits > 1:
+            is_row &= is_last(arrivals_ptr, num_splits)
+            rows += (item - split) * num_rows
+            sums, total = _gathered(
+                parts_ptr, stats_ptr, rows, num_rows, num_splits, stats_stride, is_row, dims, HEAD_DIM
+            )
+    return sums, total, is_row
+
+
+@triton.jit
+def _gathered(parts_ptr, stats_ptr, rows, num_rows, num_splits, stats_stride, is_row, dims, HEAD_DIM: tl.constexpr):
+    """(sums, total) over all splits, of which the first one's are at `rows`; one without keys has total 0 and no
+    sums."""
+    sums, total, highest = nothing_seen(rows.shape[0], dims.shape[0])
+    is_dim = dims[None, :] < HEAD_DIM
+    for _ in range(num_splits):
+        other_highest = tl.load(stats_ptr + rows, mask=is_row, other=-3.4028234663852886e38)
+        other_total = tl.load(stats_ptr + stats_stride + rows, mask=is_row, other=0.0)
+        is_read = (is_row & (other_total != 0.0))[:, None] & is_dim
+        others = tl.load(parts_ptr + rows.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :], mask=is_read, other=0.0)
+        new_highest = tl.maximum(highest, other_highest)
+        correction, weight = tl.exp2(highest - new_highest), tl.exp2(other_highest - new_highest)
+        sums = sums * correction[:, None] + others * weight[:, None]
+        total = total * correction + other_total * weight
+        highest = new_highest
+        rows += num_rows
+    return sums, total
+
+
+@triton.jit(do_not_specialize=("num_splits", "num_rows", "num_items"))
+def combine_kernel(
+    out_ptr, parts_ptr, stats_ptr, firsts_ptr, num_splits, num_rows, num_items,
+    HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Grid: (num_tokens * num_heads). `num_rows` of an item. Splits without keys have total 0 and no sums."""
+    row = tl.program_id(0)
+    seq, first = row // num_rows, 0
+    if firsts_ptr is not None:
+        first, _, num_splits = unpacked(tl.load(firsts_ptr + seq))
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    splits, dims = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
+    is_split, is_dim = splits < num_splits, dims[None, :] < HEAD_DIM
+    rows = (first + splits) * num_rows + row % num_rows
+    highest = tl.load(stats_ptr + rows, mask=is_split, other=-3.4028234663852886e38)
+    total = tl.load(stats_ptr + num_items * num_rows + rows, mask=is_split, other=0.0)
+    parts = parts_ptr + rows.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
+    sums = tl.load(parts, mask=is_split[:, None] & is_dim, other=0.0)
+    is_used = total != 0.0
+    weights = tl.where(is_used, tl.exp2(highest - tl.max(highest, 0)), 0.0)
+    sums = tl.sum(tl.where(is_used[:, None], sums, 0.0) * weights[:, None], 0)
+    total = tl.sum(total * weights, 0)
+    out = sums / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + row.to(tl.int64) * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)

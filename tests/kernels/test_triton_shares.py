@@ -1,0 +1,65 @@
+"""Who looks at which keys, and what becomes of the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from triton_device import DEVICE
+
+from baton.kernels.triton_shares import MIN_SPLIT, Shares
+
+NUMBER = 0xFFFFF
+
+
+def shares_of(seq_lens: Sequence[int], num_slots: int, max_splits: int = 32) -> tuple[list[int], Shares]:
+    """Splits of each sequence, after a look at what is said of them."""
+    shares = Shares.of(torch.tensor(seq_lens, device=DEVICE), num_slots, max_splits, 3)
+    firsts = [(word & NUMBER, word >> 40) for word in shares.firsts.tolist()]
+    items = shares.items.tolist()
+    expected = [seq | split << 20 | number << 40 for seq, (_, number) in enumerate(firsts) for split in range(number)]
+    assert items == expected + [-1] * (len(items) - len(expected))
+    for seq, (first, number) in enumerate(firsts):
+        assert items[first] == seq | number << 40
+    return [number for _, number in firsts], shares
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "num_slots", "expected"),
+    [
+        ([1000] * 8, 49, [6] * 8),  # 49 // 8
+        ([1000] * 64, 49, [1] * 64),
+        ([1000, 1000, 0, 0, 0], 20, [10, 10, 1, 1, 1]),  # padding takes nothing
+        (
+            [32_768] + [1000] * 63,
+            49,
+            [16] + [1] * 63,
+        ),  # as much as the others have together: half of 49, of 1.5 k tiles
+        ([32_768] + [1000] * 7, 49, [32] + [1] * 7),  # at most 32
+        ([100, 6400], 12, [1, 11]),
+        ([MIN_SPLIT, MIN_SPLIT + 1], 30, [1, 2]),  # no shorter ones
+        ([0, 0, 0], 30, [1, 1, 1]),
+        ([640] * 3, 1, [1, 1, 1]),
+    ],
+)
+def test_splits_by_length(seq_lens: list[int], num_slots: int, expected: list[int]) -> None:
+    assert shares_of(seq_lens, num_slots)[0] == expected
+
+
+def test_any_lengths() -> None:
+    """All items have room, whatever the lengths, and no split is longer than twice its part of all."""
+    generator = torch.Generator().manual_seed(0)
+    for num_seqs in (1, 2, 5, 33):
+        for num_slots in (1, 7, 50):
+            lens = (torch.rand(num_seqs, generator=generator) ** 4 * 9000).int().tolist()
+            numbers, _ = shares_of(lens, num_slots)
+            sizes = [-(-length // MIN_SPLIT) for length in lens]
+            for size, number in zip(sizes, numbers, strict=True):
+                assert number == 32 or size / number <= max(1.0, 2 * sum(sizes) / num_slots)
+
+
+def test_few_splits_are_combined_by_the_last_to_arrive() -> None:
+    assert shares_of([500] * 4, 8)[1].arrivals is None
+    arrivals = shares_of([500] * 4, 7)[1].arrivals
+    assert arrivals is not None and arrivals.tolist() == [0] * 12
