@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import gpu
 from .attention import Tree
-from .triton_shares import MAX_SPLITS, MIN_SPLIT, Shares, unpacked
+from .triton_shares import MAX_SPLITS, MIN_SPLIT, Shares, work
 from .triton_softmax import combine_kernel, nothing_seen, quotient, store_heads, store_part, weigh
 from .triton_store import token_rows
 from .triton_visibility import in_window, pack, seen_in_tree, span
@@ -144,6 +144,7 @@ def decode_attention(
     shares = plan.shares(tiles.num_slots, max_splits, num_tiles) if num_seqs > 1 and num_splits > 1 else None
     num_items = num_seqs * num_splits if shares is None else len(shares.items)
     items, firsts, arrivals = (None, None, None) if shares is None else (shares.items, shares.firsts, shares.arrivals)
+    grid = (num_splits, num_seqs) if shares is None else (num_items, 1)
     dependent = gpu.dependent_launch(num_tokens)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     parts = stats = None
@@ -151,8 +152,9 @@ def decode_attention(
         num_rows = num_items * query_len * num_heads
         parts = torch.empty((num_rows, head_dim), dtype=torch.float32, device=q.device)
         stats = torch.empty((2, num_rows), dtype=torch.float32, device=q.device)
-    _decode_kernel[(num_tiles, num_items)](
-        out, parts, stats, items, arrivals, q, kv_layer, plan.block_table, plan.seq_lens,
+    _decode_kernel[(num_tiles, *grid)](
+        out, parts, stats, items, arrivals, q, kv_layer, plan.block_table,
+        plan.seq_lens if shares is None else shares.lens,
         plan.tree_starts, visible, None if window is None else plan.positions,
         query_len, window or 0, num_splits, q.stride(0), plan.block_table.stride(0),
         0 if visible is None else visible.shape[1], softmax_scale(head_dim),
@@ -162,8 +164,8 @@ def decode_attention(
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=dependent,
     )  # fmt: skip
     if parts is not None and arrivals is None:
-        combine_kernel[(num_tokens * num_heads,)](
-            out, parts, stats, firsts, num_splits, query_len * num_heads, num_items,
+        combine_kernel[(query_len * num_heads, num_seqs)](
+            out, parts, stats, firsts, num_splits, num_items * query_len * num_heads,
             HEAD_DIM=head_dim, SPLITS=triton.next_power_of_2(max_splits), BLOCK_D=padded(head_dim),
             DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
         )  # fmt: skip
@@ -226,32 +228,26 @@ def tile_rows(first, kv_head, query_len, GROUP: tl.constexpr, BLOCK_M: tl.conste
 
 @triton.jit(do_not_specialize=_RUN_TIME)
 def _decode_kernel(
-    out_ptr, parts_ptr, stats_ptr, items_ptr, arrivals_ptr,
-    q_ptr, kv_ptr, table_ptr, seq_lens_ptr, tree_starts_ptr, visible_ptr, positions_ptr,
+    out_ptr, parts_ptr, stats_ptr, items_ptr, arrivals_ptr, q_ptr, kv_ptr, table_ptr, seq_lens_ptr, tree_starts_ptr,
+    visible_ptr, positions_ptr,
     query_len, window, num_splits, q_stride, table_stride, num_words, scale,
     IS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (kv heads * tiles of rows, items)."""
+    """Grid: (kv heads * tiles of rows, and what `work` says)."""
     kv_head, tile = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
-    item = tl.program_id(1)
-    if items_ptr is None:
-        seq, split = item // num_splits, item % num_splits
-    else:
-        seq, split, num_splits = unpacked(tl.load(items_ptr + item))
-        if num_splits < 0:
-            return
-    seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
+    item, seq, split, num_splits, seq_len = work(items_ptr, seq_lens_ptr, num_splits)
+    if num_splits < 0:
+        return
     table_ptr += seq.to(tl.int64) * table_stride
     tokens, heads, is_row = tile_rows(tile * BLOCK_M, kv_head, query_len, GROUP, BLOCK_M)
     batch_tokens = seq * query_len + tokens  # of the forward
-    first_new = seq_len - query_len
+    first_new, dims = seq_len - query_len, tl.arange(0, BLOCK_D)
     last_seen = first_new + tokens  # by causality
     begin, end, lowest = span(
         positions_ptr, batch_tokens, last_seen, seq_len, window, split, num_splits, IS_TREE, HAS_WINDOW, BLOCK_N
     )
-    dims = tl.arange(0, BLOCK_D)
     is_dim = dims[None, :] < HEAD_DIM
     out_rows = batch_tokens.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
     q_rows = batch_tokens.to(tl.int64) * q_stride + heads * HEAD_DIM
@@ -285,10 +281,8 @@ def _decode_kernel(
     if DEPENDENT:
         gdc_launch_dependents()
     if HAS_PARTS:
-        if arrivals_ptr is not None:
-            arrivals_ptr += seq * tl.num_programs(0) + tl.program_id(0)
         sums, total, is_row = store_part(
-            parts_ptr, stats_ptr, arrivals_ptr, item, split, num_splits, tokens * (NUM_KV_HEADS * GROUP) + heads,
+            parts_ptr, stats_ptr, arrivals_ptr, item, seq, split, num_splits, out_rows,
             query_len * (NUM_KV_HEADS * GROUP), sums, total, highest, is_row, dims, begin < end, HEAD_DIM,
         )  # fmt: skip
     if not HAS_PARTS or arrivals_ptr is not None:

@@ -59,21 +59,21 @@ def store_heads(ptr, rows, values, is_row, dims, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def store_part(
-    parts_ptr, stats_ptr, arrivals_ptr, item, split, num_splits, rows, num_rows, sums, total, highest, is_row, dims,
-    has_keys, HEAD_DIM: tl.constexpr,
+    parts_ptr, stats_ptr, arrivals_ptr, item, seq, split, num_splits, out_rows, num_rows, sums, total, highest, is_row,
+    dims, has_keys, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """What a split brings to `rows` of its item's `num_rows` goes where `combine_kernel` reads it. With arrivals:
-    unless it is the only one, and the last of a sequence's returns (sums, total) of all and its rows, the others
-    none."""
-    stats_stride = tl.num_programs(1) * num_rows
+    """What a split brings to `out_rows` goes where `combine_kernel` reads it, `num_rows` an item. With arrivals, unless
+    it is the only one: the last of a sequence's splits returns (sums, total) of all and its rows, the others none."""
+    stats_stride = tl.num_programs(1) * tl.num_programs(2) * num_rows
+    rows = out_rows + (item - seq) * num_rows
     if arrivals_ptr is None or num_splits > 1:
-        _store_stats(stats_ptr, item * num_rows + rows, stats_stride, highest, total, is_row)
+        _store_stats(stats_ptr, rows, stats_stride, highest, total, is_row)
         if has_keys:
-            store_heads(parts_ptr, (item * num_rows + rows).to(tl.int64), sums, is_row, dims, HEAD_DIM)
+            store_heads(parts_ptr, rows, sums, is_row, dims, HEAD_DIM)
     if arrivals_ptr is not None:  # noqa: SIM102
         if num_splits > 1:
-            is_row &= is_last(arrivals_ptr, num_splits)
-            rows += (item - split) * num_rows
+            is_row &= is_last(arrivals_ptr + seq * tl.num_programs(0) + tl.program_id(0), num_splits)
+            rows -= split * num_rows
             sums, total = _gathered(
                 parts_ptr, stats_ptr, rows, num_rows, num_splits, stats_stride, is_row, dims, HEAD_DIM
             )
@@ -90,7 +90,7 @@ def _gathered(parts_ptr, stats_ptr, rows, num_rows, num_splits, stats_stride, is
         other_highest = tl.load(stats_ptr + rows, mask=is_row, other=-3.4028234663852886e38)
         other_total = tl.load(stats_ptr + stats_stride + rows, mask=is_row, other=0.0)
         is_read = (is_row & (other_total != 0.0))[:, None] & is_dim
-        others = tl.load(parts_ptr + rows.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :], mask=is_read, other=0.0)
+        others = tl.load(parts_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=is_read, other=0.0)
         new_highest = tl.maximum(highest, other_highest)
         correction, weight = tl.exp2(highest - new_highest), tl.exp2(other_highest - new_highest)
         sums = sums * correction[:, None] + others * weight[:, None]
@@ -100,14 +100,13 @@ def _gathered(parts_ptr, stats_ptr, rows, num_rows, num_splits, stats_stride, is
     return sums, total
 
 
-@triton.jit(do_not_specialize=("num_splits", "num_rows", "num_items"))
+@triton.jit(do_not_specialize=("num_splits", "stats_stride"))
 def combine_kernel(
-    out_ptr, parts_ptr, stats_ptr, firsts_ptr, num_splits, num_rows, num_items,
+    out_ptr, parts_ptr, stats_ptr, firsts_ptr, num_splits, stats_stride,
     HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (num_tokens * num_heads). `num_rows` of an item. Splits without keys have total 0 and no sums."""
-    row = tl.program_id(0)
-    seq, first = row // num_rows, 0
+    """Grid: (rows of an item, sequences). Splits without keys have total 0 and no sums."""
+    row, num_rows, seq, first = tl.program_id(0), tl.num_programs(0), tl.program_id(1), 0
     if firsts_ptr is not None:
         first, _, num_splits = unpacked(tl.load(firsts_ptr + seq))
     if DEPENDENT:
@@ -115,9 +114,9 @@ def combine_kernel(
         gdc_wait()
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
     is_split, is_dim = splits < num_splits, dims[None, :] < HEAD_DIM
-    rows = (first + splits) * num_rows + row % num_rows
+    rows = (first + splits) * num_rows + row
     highest = tl.load(stats_ptr + rows, mask=is_split, other=-3.4028234663852886e38)
-    total = tl.load(stats_ptr + num_items * num_rows + rows, mask=is_split, other=0.0)
+    total = tl.load(stats_ptr + stats_stride + rows, mask=is_split, other=0.0)
     parts = parts_ptr + rows.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
     sums = tl.load(parts, mask=is_split[:, None] & is_dim, other=0.0)
     is_used = total != 0.0
@@ -125,4 +124,8 @@ def combine_kernel(
     sums = tl.sum(tl.where(is_used[:, None], sums, 0.0) * weights[:, None], 0)
     total = tl.sum(total * weights, 0)
     out = sums / tl.where(total == 0.0, 1.0, total)
-    tl.store(out_ptr + row.to(tl.int64) * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    tl.store(
+        out_ptr + (seq * num_rows + row).to(tl.int64) * HEAD_DIM + dims,
+        out.to(out_ptr.dtype.element_ty),
+        mask=dims < HEAD_DIM,
+    )

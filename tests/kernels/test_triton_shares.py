@@ -18,10 +18,14 @@ def shares_of(seq_lens: Sequence[int], num_slots: int, max_splits: int = 32) -> 
     shares = Shares.of(torch.tensor(seq_lens, device=DEVICE), num_slots, max_splits, 3)
     firsts = [(word & NUMBER, word >> 40) for word in shares.firsts.tolist()]
     items = shares.items.tolist()
-    expected = [seq | split << 20 | number << 40 for seq, (_, number) in enumerate(firsts) for split in range(number)]
+    in_order = sorted(range(len(seq_lens)), key=lambda seq: (firsts[seq][1] == 1, seq))  # those that are split first
+    expected = [seq | split << 20 | firsts[seq][1] << 40 for seq in in_order for split in range(firsts[seq][1])]
     assert items == expected + [-1] * (len(items) - len(expected))
+    lens = [seq_lens[seq] for seq in in_order for _ in range(firsts[seq][1])]
+    assert shares.lens.tolist() == lens + [0] * (len(items) - len(expected))
     for seq, (first, number) in enumerate(firsts):
         assert items[first] == seq | number << 40
+    assert len(expected) <= num_slots or num_slots < 2 * len(seq_lens)
     return [number for _, number in firsts], shares
 
 
@@ -30,14 +34,15 @@ def shares_of(seq_lens: Sequence[int], num_slots: int, max_splits: int = 32) -> 
     [
         ([1000] * 8, 49, [6] * 8),  # 49 // 8
         ([1000] * 64, 49, [1] * 64),
-        ([1000, 1000, 0, 0, 0], 20, [10, 10, 1, 1, 1]),  # padding takes nothing
+        ([1000, 1000, 0, 0, 0], 20, [8, 8, 1, 1, 1]),  # padding takes no more
         (
             [32_768] + [1000] * 63,
             49,
             [16] + [1] * 63,
         ),  # as much as the others have together: half of 49, of 1.5 k tiles
-        ([32_768] + [1000] * 7, 49, [32] + [1] * 7),  # at most 32
-        ([100, 6400], 12, [1, 11]),
+        ([1000] * 63 + [32_768], 49, [1] * 63 + [16]),
+        ([32_768] + [1000] * 7, 49, [32] + [2] * 7),  # at most 32
+        ([100, 6400], 12, [1, 10]),
         ([MIN_SPLIT, MIN_SPLIT + 1], 30, [1, 2]),  # no shorter ones
         ([0, 0, 0], 30, [1, 1, 1]),
         ([640] * 3, 1, [1, 1, 1]),
