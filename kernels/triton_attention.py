@@ -160,14 +160,14 @@ def decode_attention(
         0 if visible is None else visible.shape[1], softmax_scale(head_dim),
         IS_TREE=visible is not None, HAS_WINDOW=window is not None, HAS_PARTS=parts is not None, DEPENDENT=dependent,
         NUM_KV_HEADS=num_kv_heads, GROUP=group, PAGE_SIZE=page_size, HEAD_DIM=head_dim,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(head_dim),
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(head_dim), MIN_SPLIT=MIN_SPLIT,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=dependent,
     )  # fmt: skip
     if parts is not None and arrivals is None:
         combine_kernel[(query_len * num_heads, num_seqs)](
-            out, parts, stats, firsts, num_splits, num_items * query_len * num_heads,
-            HEAD_DIM=head_dim, SPLITS=triton.next_power_of_2(max_splits), BLOCK_D=padded(head_dim),
-            DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
+            out, parts, stats, firsts, plan.seq_lens, num_splits, num_items * query_len * num_heads,
+            HEAD_DIM=head_dim, SPLITS=triton.next_power_of_2(min(num_splits, tiles.num_slots // num_seqs, 32)),
+            MIN_SPLIT=MIN_SPLIT, BLOCK_D=padded(head_dim), DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
         )  # fmt: skip
     return out
 
@@ -233,11 +233,11 @@ def _decode_kernel(
     query_len, window, num_splits, q_stride, table_stride, num_words, scale,
     IS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MIN_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (kv heads * tiles of rows, and what `work` says)."""
     kv_head, tile = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
-    item, seq, split, num_splits, seq_len = work(items_ptr, seq_lens_ptr, num_splits)
+    item, seq, split, num_splits, seq_len = work(items_ptr, seq_lens_ptr, num_splits, MIN_SPLIT)
     if num_splits < 0:
         return
     table_ptr += seq.to(tl.int64) * table_stride

@@ -21,7 +21,9 @@ import triton
 import triton.language as tl
 
 MIN_SPLIT = 64  # keys; shorter ones cost more to combine than they save
-MAX_SPLITS = 32
+MAX_SPLITS = 128
+_MOST_GATHERED = 32  # splits that one program combines, one after the other
+_SEQS = 64  # one kernel for all batches of up to so many
 _RUN_TIME = ("num_seqs", "num_items", "least", "num_shared", "max_splits", "num_arrivals")
 
 
@@ -44,15 +46,15 @@ class Shares:
             least, num_shared, num_most, arrivals = 1, num_slots - num_seqs, num_slots, None
         else:
             least, num_shared, num_most = 0, num_slots, num_slots + num_seqs
+            max_splits = min(max_splits, _MOST_GATHERED)
             arrivals = torch.empty(num_seqs * num_tiles, dtype=torch.int32, device=device)
         num_items = min(num_most, num_seqs * max_splits)
-        items, lens = torch.empty((2, num_items), dtype=torch.int64, device=device).unbind(0)
-        firsts = torch.empty(num_seqs, dtype=torch.int64, device=device)
+        items, lens, firsts = (
+            torch.empty(size, dtype=torch.int64, device=device) for size in (num_items, num_items, num_seqs)
+        )
         _share_kernel[(1,)](
             items, lens, firsts, arrivals, seq_lens, num_seqs, num_items, least, num_shared, max_splits,
-            num_seqs * num_tiles,
-            MIN_SPLIT=MIN_SPLIT, SEQS=triton.next_power_of_2(num_seqs), ITEMS=triton.next_power_of_2(num_items),
-            num_warps=4,
+            num_seqs * num_tiles, MIN_SPLIT=MIN_SPLIT, SEQS=max(_SEQS, triton.next_power_of_2(num_seqs)), num_warps=4,
         )  # fmt: skip
         return cls(items, lens, firsts, arrivals)
 
@@ -60,11 +62,10 @@ class Shares:
 @triton.jit(do_not_specialize=_RUN_TIME)
 def _share_kernel(
     items_ptr, lens_ptr, firsts_ptr, arrivals_ptr, seq_lens_ptr, num_seqs, num_items, least, num_shared, max_splits,
-    num_arrivals,
-    MIN_SPLIT: tl.constexpr, SEQS: tl.constexpr, ITEMS: tl.constexpr,
+    num_arrivals, MIN_SPLIT: tl.constexpr, SEQS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (1,)."""
-    seqs, all_items = tl.arange(0, SEQS), tl.arange(0, ITEMS)
+    seqs = tl.arange(0, SEQS)
     is_seq = seqs < num_seqs
     lens = tl.load(seq_lens_ptr + seqs, mask=is_seq, other=0)
     sizes = (tl.maximum(lens, 0) + MIN_SPLIT - 1) // MIN_SPLIT
@@ -80,25 +81,33 @@ def _share_kernel(
     for split in range(tl.max(shares, 0).to(tl.int32)):
         tl.store(items_ptr + first + split, words | (split << 20), mask=split < shares)
         tl.store(lens_ptr + first + split, lens, mask=split < shares)
-    is_left = (all_items >= num_cut + tl.sum(whole, 0)) & (all_items < num_items)
-    tl.store(items_ptr + all_items, tl.full([ITEMS], -1, tl.int64), mask=is_left)
-    tl.store(lens_ptr + all_items, tl.zeros([ITEMS], tl.int64), mask=is_left)
+    for begin in range(num_cut + tl.sum(whole, 0), num_items, SEQS):
+        tl.store(items_ptr + begin + seqs, tl.full([SEQS], -1, tl.int64), mask=begin + seqs < num_items)
+        tl.store(lens_ptr + begin + seqs, tl.zeros([SEQS], tl.int64), mask=begin + seqs < num_items)
     if arrivals_ptr is not None:
-        for begin in range(0, num_arrivals, ITEMS):
-            tl.store(arrivals_ptr + begin + all_items, 0, mask=begin + all_items < num_arrivals)
+        for begin in range(0, num_arrivals, SEQS):
+            tl.store(arrivals_ptr + begin + seqs, 0, mask=begin + seqs < num_arrivals)
 
 
 @triton.jit
-def work(items_ptr, seq_lens_ptr, num_splits):
+def work(items_ptr, seq_lens_ptr, num_splits, MIN_SPLIT: tl.constexpr):
     """Of a program: its item, sequence, split, number of splits (-1: no work) and length of the sequence. Grid: (..,
     items, 1), lengths by item; without items (.., splits, sequences), lengths by sequence."""
     item = tl.program_id(1)
     if items_ptr is None:
         seq = tl.program_id(2)
-        return item + seq * num_splits, seq, item, num_splits, tl.load(seq_lens_ptr + seq).to(tl.int32)
+        seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
+        number = splits_of(seq_len, num_splits, MIN_SPLIT)
+        return item + seq * num_splits, seq, item, tl.where(item < number, number, -1), seq_len
     else:
         seq, split, num_splits = unpacked(tl.load(items_ptr + item))
         return item, seq, split, num_splits, tl.load(seq_lens_ptr + item).to(tl.int32)
+
+
+@triton.jit
+def splits_of(seq_len, most, MIN_SPLIT: tl.constexpr):
+    """How many a sequence has where nothing is shared."""
+    return tl.maximum(tl.minimum(tl.cdiv(seq_len, MIN_SPLIT), most), 1)
 
 
 @triton.jit

@@ -246,10 +246,18 @@ def test_one_long_sequence_among_short_ones(
     outs = [decode_attention(case.q, case.kv, plan, window, tiles) for _ in range(2)]  # two layers
     case.check(outs[0], window)
     assert torch.equal(*outs)
-    (shares,) = plan._shares.values()
+    ((cut, shares),) = plan._shares.items()
+    assert plan.shares(*cut) is shares  # found once a forward
     assert [word >> 40 for word in shares.firsts.tolist()] == num_splits
     assert (shares.arrivals is None) == (num_slots == 7)
     assert shares.arrivals is None or not shares.arrivals.any()
+
+
+@pytest.mark.parametrize(("seq_len", "num_slots"), [(3, 40), (130, 40), (300, 2), (300, 40)])
+def test_one_sequence(seq_len: int, num_slots: int) -> None:
+    """It has as many splits as there are slots and its length is worth, and programs beyond do nothing."""
+    case = Case((3,), (seq_len,), (4, 2))
+    case.check(case.decode(num_slots=num_slots, block_n=16))
 
 
 @pytest.mark.parametrize(("head_dim", "num_per_sm"), [(32, 6), (128, 3)])

@@ -41,7 +41,7 @@ def shares_of(seq_lens: Sequence[int], num_slots: int, max_splits: int = 32) -> 
             [16] + [1] * 63,
         ),  # as much as the others have together: half of 49, of 1.5 k tiles
         ([1000] * 63 + [32_768], 49, [1] * 63 + [16]),
-        ([32_768] + [1000] * 7, 49, [32] + [2] * 7),  # at most 32
+        ([32_768] + [1000] * 7, 49, [32] + [2] * 7),  # at most 32, here
         ([100, 6400], 12, [1, 10]),
         ([MIN_SPLIT, MIN_SPLIT + 1], 30, [1, 2]),  # no shorter ones
         ([0, 0, 0], 30, [1, 1, 1]),
