@@ -83,6 +83,7 @@ def main() -> None:
         "adaptive": lambda: [_adaptive(engine, rounds, batch) for batch in options.batches if batch <= 64],
         "prefill": lambda: [prefill(engine, limits, *each) for each in ((1, 1024), (1, 8192), (16, 2048))],
         "small-prompts": lambda: [_small_prompt(engine, num_tokens) for num_tokens in LENGTHS],
+        "turns": lambda: [turn(engine, num_tokens) for num_tokens in (16, 64, 256, 1024)],
         "offline": lambda: [offline(engine, rounds)],
     }
     needs_drafter = {"rounds": True, "adaptive": True, "mixed": False}
@@ -279,6 +280,37 @@ def prefill(engine: Engine, limits: Limits, num_prompts: int, num_tokens: int) -
     return row
 
 
+def turn(engine: Engine, num_tokens: int) -> dict[str, Any]:
+    """The last `num_tokens` of a prompt as long as the context allows, whose other tokens are in their pages: the next
+    turn of a long conversation."""
+    prefix = engine.context_len - 1024
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, engine.card.vocab_size, (prefix + num_tokens,), generator=generator).tolist()
+    pages = engine.pool.allocate(-(-len(ids) // engine.pool.page_size), Owner.REQUEST)
+    for first in range(0, prefix, 8192):
+        engine.compute([BatchRow(ids[first : min(first + 8192, prefix)], first, pages, 0)])
+
+    def run() -> list[int]:
+        return engine.compute([BatchRow(ids[prefix:], prefix, pages)]).logits.argmax(1).tolist()
+
+    num_checked = check(engine, ids, run())
+    seconds: list[float] = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    engine.pool.release(pages)
+    row = {
+        "tokens": num_tokens,
+        "prefix": prefix,
+        "ms": statistics.median(seconds) * 1e3,
+        "checked_tokens": num_checked,
+    }
+    say("turn " + _words(row))
+    return row
+
+
 def _small_prompt(engine: Engine, num_tokens: int) -> dict[str, Any]:
     row = small_prompt(engine, num_tokens)
     say("small prompt " + _words(row))
@@ -323,7 +355,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--num-tokens", type=int, default=256 * 1600, help="KV tokens of the pool")
     parser.add_argument("--context-len", type=int, default=16384)
     parser.add_argument("--page-size", type=int, default=PAGE_SIZE)
-    names = ["decode", "mixed", "idle", "rounds", "adaptive", "prefill", "small-prompts", "offline"]
+    names = ["decode", "mixed", "idle", "rounds", "adaptive", "prefill", "small-prompts", "turns", "offline"]
     parser.add_argument("--only", nargs="+", default=names)
     parser.add_argument("--commit", help="of this tree, for the report (default: what git says)")
     parser.add_argument("--json", metavar="FILE")

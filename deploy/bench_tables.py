@@ -120,6 +120,11 @@ def _small_prompts(report: Report) -> Iterator[_Cell]:
         yield _Cell(point, f"{model} kernels ms", f"{row['kernels_ms']:.2f}")
 
 
+def _turns(report: Report) -> Iterator[_Cell]:
+    for row in report.get("turns", ()):
+        yield _Cell((f"{row['tokens']:,}", f"{row['prefix']:,}"), f"{report['model']} ms", f"{row['ms']:.2f}")
+
+
 def _idle(report: Report) -> Iterator[_Cell]:
     for row in report.get("idle", ()):
         point, model = (f"{row['batch']}",), report["model"]
@@ -169,6 +174,7 @@ _TABLES = (
     _Table(("decode step, one long sequence, batch", "its tokens"), _mixed),
     _Table(("prefill, tokens/s",), _prompts),
     _Table(("a short prompt, tokens",), _small_prompts),
+    _Table(("new tokens", "behind"), _turns),
     _Table(("idle in decode steps, batch",), _idle),
     _Table(("a round over a plain step: tokens/s over plain", "batch"), _rounds),
     _Table(("adaptive K over none (first turn, least turn), batch",), _adaptive),

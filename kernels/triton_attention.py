@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -87,10 +88,10 @@ class Plan:
         rows = token_rows(block_table, seq_lens, num_tokens, page_size, None, starts)
         return cls(block_table, seq_lens, rows, None, starts, None, None, None)
 
-    def shares(self, *cut: int) -> Shares:
-        """`Shares.of` these sequences, found by the first layer that asks."""
+    def shares(self, make: Callable[..., Shares], *cut: int) -> Shares:
+        """`make(plan, *cut)`, by the first layer that asks."""
         if cut not in self._shares:
-            self._shares[cut] = Shares.of(self.seq_lens, *cut)
+            self._shares[cut] = make(self, *cut)
         return self._shares[cut]
 
 
@@ -112,7 +113,7 @@ class DecodeTiles(NamedTuple):
         block_m, block_n = min(64, max(16, triton.next_power_of_2(num_rows))), tile_keys(kv_layer)
         num_tiles = num_kv_heads * triton.cdiv(num_rows, block_m)
         is_wide = block_m == 64 or 2 * block_n * padded(kv_layer.shape[4]) * kv_layer.itemsize > _TILE_BYTES
-        num_at_once = _num_sms(q.device) * (3 if block_m == 16 else 2) * (1 if is_wide else 2)  # by shared memory
+        num_at_once = num_sms(q.device) * (3 if block_m == 16 else 2) * (1 if is_wide else 2)  # by shared memory
         # two stages take less of it, so that more programs run at once
         is_crowded = is_wide and block_m == 16 and num_at_once < num_seqs * num_tiles
         num_stages = 2 if block_m == 64 or is_crowded else 3
@@ -141,7 +142,9 @@ def decode_attention(
     num_tiles = num_kv_heads * triton.cdiv(query_len * group, tiles.block_m)
     max_splits = min(MAX_SPLITS, triton.cdiv(max_pages * page_size, MIN_SPLIT))
     num_splits = min(tiles.num_slots, max_splits)  # the most of a sequence
-    shares = plan.shares(tiles.num_slots, max_splits, num_tiles) if num_seqs > 1 and num_splits > 1 else None
+    shares = None
+    if num_seqs > 1 and num_splits > 1:
+        shares = plan.shares(_shares, tiles.num_slots, max_splits, num_tiles)
     num_items = num_seqs * num_splits if shares is None else len(shares.items)
     items, firsts, arrivals = (None, None, None) if shares is None else (shares.items, shares.firsts, shares.arrivals)
     grid = (num_splits, num_seqs) if shares is None else (num_items, 1)
@@ -172,6 +175,10 @@ def decode_attention(
     return out
 
 
+def _shares(plan: Plan, *cut: int) -> Shares:
+    return Shares.of(plan.seq_lens, *cut)
+
+
 def check_shapes(q: torch.Tensor, kv_layer: torch.Tensor, plan: Plan) -> tuple[int, int, int]:
     """(num_tokens, num_heads, head_dim)."""
     num_tokens, num_heads, head_dim = q.shape
@@ -199,7 +206,7 @@ def tile_keys(kv_layer: torch.Tensor) -> int:
 
 
 @functools.cache
-def _num_sms(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return _INTERPRETED_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count

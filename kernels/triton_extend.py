@@ -4,6 +4,9 @@ Tiles of BLOCK_M rows (token, query head of a kv head) of one sequence run over 
 tile of few tokens and all query heads of a kv head meets few keys that only some of its rows see. Sequences are ragged
 and their lengths live on the device: tile t belongs to the last sequence s with starts[s] * group // BLOCK_M + s <= t,
 which leaves each sequence at least as many tiles as it has and bounds their number by the shapes.
+
+Where there are fewer tiles than run at once, as of a short prompt behind a long prefix, programs share a tile's keys
+(triton_shares.py).
 """
 
 # ruff: noqa: N803, N806
@@ -17,10 +20,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .triton_attention import Plan, check_shapes, load_pages, padded, softmax_scale, tile_keys, tile_rows
-from .triton_softmax import nothing_seen, quotient, store_heads, weigh
+from .triton_attention import Plan, check_shapes, load_pages, num_sms, padded, softmax_scale, tile_keys, tile_rows
+from .triton_shares import MAX_SPLITS, Shares, unpacked
+from .triton_softmax import nothing_seen, quotient, store_heads, store_part, weigh
 
 _SEQS = 32
+_MIN_SPLIT = 512  # keys; a tile has many rows to combine
 
 
 class ExtendTiles(NamedTuple):
@@ -28,15 +33,18 @@ class ExtendTiles(NamedTuple):
 
     block_m: int  # rows, of tokens and query heads
     block_n: int  # keys
+    num_slots: int  # tiles, of all kv heads, that are worked on at once
     num_warps: int
     num_stages: int
 
     @classmethod
     def choose(cls, kv_layer: torch.Tensor) -> ExtendTiles:
-        """From shapes alone."""
+        """From shapes and the device alone."""
+        per_sm = 2 if padded(kv_layer.shape[4]) * kv_layer.itemsize <= 128 else 1  # by shared memory
+        num_slots = max(1, per_sm * num_sms(kv_layer.device) // kv_layer.shape[2])
         if kv_layer.dtype == torch.float32:  # no tensor cores; for tests more than for speed
-            return cls(32, min(32, tile_keys(kv_layer)), num_warps=8, num_stages=2)
-        return cls(128, tile_keys(kv_layer), num_warps=8, num_stages=3)
+            return cls(32, min(32, tile_keys(kv_layer)), num_slots, num_warps=8, num_stages=2)
+        return cls(128, tile_keys(kv_layer), num_slots, num_warps=8, num_stages=3)
 
 
 def extend_attention(
@@ -54,9 +62,17 @@ def extend_attention(
     assert starts is not None and plan.visible is None and starts.shape == (num_seqs + 1,), plan
     tiles = tiles or ExtendTiles.choose(kv_layer)
     group = num_heads // num_kv_heads
+    num_tiles = num_tokens * group // tiles.block_m + num_seqs
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    _extend_kernel[(num_tokens * group // tiles.block_m + num_seqs, num_kv_heads)](
-        out, q, kv_layer, plan.block_table, plan.seq_lens, starts,
+    shares = parts = stats = None
+    if num_tiles < 2 * tiles.num_slots and plan.block_table.shape[1] * page_size > _MIN_SPLIT:
+        shares = plan.shares(_shares, num_tiles, group, tiles.block_m, tiles.num_slots, num_kv_heads)
+        num_rows = len(shares.items) * num_kv_heads * tiles.block_m
+        parts = torch.empty((num_rows, head_dim), dtype=torch.float32, device=q.device)
+        stats = torch.empty((2, num_rows), dtype=torch.float32, device=q.device)
+    items, arrivals = (None, None) if shares is None else (shares.items, shares.arrivals)
+    _extend_kernel[(num_tiles, num_kv_heads) if items is None else (num_kv_heads, len(items))](
+        out, parts, stats, items, arrivals, q, kv_layer, plan.block_table, plan.seq_lens, starts,
         num_seqs, window or 0, q.stride(0), plan.block_table.stride(0), softmax_scale(head_dim),
         HAS_WINDOW=window is not None, NUM_KV_HEADS=num_kv_heads, GROUP=group, PAGE_SIZE=page_size, HEAD_DIM=head_dim,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(head_dim), SEQS=_SEQS,
@@ -65,18 +81,33 @@ def extend_attention(
     return out
 
 
+def _shares(plan: Plan, num_tiles: int, group: int, block_m: int, num_slots: int, num_kv_heads: int) -> Shares:
+    """Of tiles, by the keys that they look at."""
+    assert plan.starts is not None
+    num_keys = torch.empty(num_tiles, dtype=torch.int64, device=plan.seq_lens.device)
+    _keys_kernel[(num_tiles,)](
+        num_keys, plan.seq_lens, plan.starts, len(plan.seq_lens), GROUP=group, BLOCK_M=block_m, SEQS=_SEQS, num_warps=1
+    )
+    return Shares.of(num_keys, num_slots, MAX_SPLITS, num_kv_heads, _MIN_SPLIT, gathers=True)
+
+
 @triton.jit(do_not_specialize=("num_seqs", "window", "table_stride"))
 def _extend_kernel(
-    out_ptr, q_ptr, kv_ptr, table_ptr, seq_lens_ptr, starts_ptr, num_seqs, window, q_stride, table_stride, scale,
+    out_ptr, parts_ptr, stats_ptr, items_ptr, arrivals_ptr, q_ptr, kv_ptr, table_ptr, seq_lens_ptr, starts_ptr,
+    num_seqs, window, q_stride, table_stride, scale,
     HAS_WINDOW: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SEQS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (most tiles there can be, kv heads). The last tiles of a sequence, which have most keys, come first."""
-    tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
-    seq = _sequence(starts_ptr, num_seqs, tile, GROUP, BLOCK_M, SEQS)
-    start = tl.load(starts_ptr + seq)
-    query_len = tl.load(starts_ptr + seq + 1) - start
-    first_row = (tile - start * GROUP // BLOCK_M - seq) * BLOCK_M
+    """Grid: (most tiles there can be, kv heads), or (kv heads, items). The last tiles of a sequence, which have most
+    keys, come first."""
+    if items_ptr is None:
+        tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    else:
+        kv_head = tl.program_id(0)
+        tile, split, num_splits = unpacked(tl.load(items_ptr + tl.program_id(1)))
+        if num_splits < 0:
+            return
+    seq, start, query_len, first_row = _tile(starts_ptr, num_seqs, tile, GROUP, BLOCK_M, SEQS)
     if first_row < query_len * GROUP:
         seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
         table_ptr += seq.to(tl.int64) * table_stride
@@ -88,7 +119,11 @@ def _extend_kernel(
         if HAS_WINDOW:
             begin = tl.maximum(tl.min(last_seen, 0) - window + 1, 0) // BLOCK_N * BLOCK_N
             full = begin
-
+        if items_ptr is not None:
+            share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), num_splits) * BLOCK_N
+            begin += split * share
+            end = tl.minimum(end, begin + share)
+            full = tl.minimum(tl.maximum(full, begin), tl.maximum(end, begin))
         dims = tl.arange(0, BLOCK_D)
         is_dim = dims[None, :] < HEAD_DIM
         batch_tokens = (start + tokens).to(tl.int64)
@@ -121,9 +156,37 @@ def _extend_kernel(
             scores = tl.where(is_seen, scores, float("-inf"))
             v = tl.load(tile_ptrs + V_OFFSET, mask=is_inside[:, None] & is_dim, other=0.0)
             sums, total, highest = weigh(scores, scale, v, sums, total, highest)
+        if items_ptr is not None:
+            sums, total, is_row = store_part(
+                parts_ptr, stats_ptr, arrivals_ptr, tl.program_id(1), tile, split, num_splits,
+                (tile * NUM_KV_HEADS + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M), NUM_KV_HEADS * BLOCK_M,
+                sums, total, highest, is_row, dims, begin < end, HEAD_DIM,
+            )  # fmt: skip
         out = quotient(sums, total).to(out_ptr.dtype.element_ty)
         out_rows = batch_tokens * (NUM_KV_HEADS * GROUP) + heads
         store_heads(out_ptr, out_rows, out, is_row, dims, HEAD_DIM)
+
+
+@triton.jit
+def _tile(starts_ptr, num_seqs, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SEQS: tl.constexpr):
+    """Its sequence, where that starts, its number of tokens, and the first row of the tile, if it has so many."""
+    seq = _sequence(starts_ptr, num_seqs, tile, GROUP, BLOCK_M, SEQS)
+    start = tl.load(starts_ptr + seq)
+    query_len = tl.load(starts_ptr + seq + 1) - start
+    return seq, start, query_len, (tile - start * GROUP // BLOCK_M - seq) * BLOCK_M
+
+
+@triton.jit(do_not_specialize=("num_seqs",))
+def _keys_kernel(
+    num_keys_ptr, seq_lens_ptr, starts_ptr, num_seqs,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SEQS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tiles). Keys of each tile, 0 of one that is not there."""
+    tile = tl.program_id(0)
+    seq, _, query_len, first_row = _tile(starts_ptr, num_seqs, tile, GROUP, BLOCK_M, SEQS)
+    last = tl.minimum((first_row + BLOCK_M - 1) // GROUP, query_len - 1)
+    end = tl.load(seq_lens_ptr + seq) - query_len + last + 1
+    tl.store(num_keys_ptr + tile, tl.where(first_row < query_len * GROUP, end, 0))
 
 
 @triton.jit

@@ -1,8 +1,10 @@
-"""Who looks at which keys in `decode_attention` (triton_attention.py) where sequences differ in length.
+"""Who looks at which keys in the attention of a forward (triton_attention.py, triton_extend.py) whose sequences differ
+in length.
 
-A program works on an *item*: a sequence, or one of the splits of its keys. Sequences have as many as their part of all
-keys is of the programs that run at once, and at least one. So nobody waits long for one long sequence among short ones,
-and equal ones are cut as they would be by their number. All of it is found on the device: a CUDA graph holds it.
+A program works on an *item*: a sequence (of prompts, a tile of rows), or one of the splits of its keys. Sequences have
+as many as their part of all keys is of the programs that run at once, and at least one. So nobody waits long for one
+long sequence among short ones, and equal ones are cut as they would be by their number. All of it is found on the
+device: a CUDA graph holds it.
 
 Where at least two items a sequence run at once, there are never more items than do: programs too many, even those
 without work, make all wait. Else split sequences come first, and what they have beyond one item runs when others end.
@@ -37,12 +39,21 @@ class Shares:
     arrivals: torch.Tensor | None  # int32 zeros, by sequence and tile of rows: how many of its splits are done
 
     @classmethod
-    def of(cls, seq_lens: torch.Tensor, num_slots: int, max_splits: int, num_tiles: int) -> Shares:
+    def of(
+        cls,
+        seq_lens: torch.Tensor,
+        num_slots: int,
+        max_splits: int,
+        num_tiles: int,
+        min_split: int = MIN_SPLIT,
+        *,
+        gathers: bool = False,
+    ) -> Shares:
         """`seq_lens` [num_seqs] int64; `num_slots` items run at once, of `num_tiles` programs each. Where few sequences
-        will be split, the last program to finish one combines its splits: `arrivals` are for that."""
+        will be split, or it `gathers`, the last program to finish one combines its splits: `arrivals` are for that."""
         num_seqs, device = len(seq_lens), seq_lens.device
         assert seq_lens.dtype == torch.int64 and seq_lens.is_contiguous() and num_seqs < 1 << 20, seq_lens
-        if num_slots >= 2 * num_seqs:
+        if num_slots >= 2 * num_seqs and not gathers:
             least, num_shared, num_most, arrivals = 1, num_slots - num_seqs, num_slots, None
         else:
             least, num_shared, num_most = 0, num_slots, num_slots + num_seqs
@@ -54,7 +65,7 @@ class Shares:
         )
         _share_kernel[(1,)](
             items, lens, firsts, arrivals, seq_lens, num_seqs, num_items, least, num_shared, max_splits,
-            num_seqs * num_tiles, MIN_SPLIT=MIN_SPLIT, SEQS=max(_SEQS, triton.next_power_of_2(num_seqs)), num_warps=4,
+            num_seqs * num_tiles, MIN_SPLIT=min_split, SEQS=max(_SEQS, triton.next_power_of_2(num_seqs)), num_warps=4,
         )  # fmt: skip
         return cls(items, lens, firsts, arrivals)
 

@@ -84,10 +84,12 @@ def test_another_model_has_no_peers() -> None:
     assert rows(text, "prefill")[1] == ["1 x 8,192", "39,713"]
 
 
-def test_short_prompts_and_idle_time() -> None:
+def test_short_prompts_turns_and_idle_time() -> None:
     short = {"tokens": 1024, "wall_ms": 7.4, "submit_ms": 3.0, "device_ms": 4.0, "kernels_ms": 3.75, "launches": 185.0}
     idle = {"batch": 8, "idle_share": 0.026, "idle_share_between_rounds": 0.004, "longest_gap_us": 5.2}
-    text = tables({"": engine(**{"small-prompts": [short], "idle": [idle]})})
+    turn = {"tokens": 64, "prefix": 15360, "ms": 6.543}
+    text = tables({"": engine(**{"small-prompts": [short], "idle": [idle], "turns": [turn]})})
+    assert rows(text, "new tokens")[1] == ["64", "15,360", "6.54"]
     assert rows(text, "a short prompt")[1] == ["1,024", "7.40", "3.75"]
     assert rows(text, "idle")[1] == ["8", "0.4%", "2.6%", "5"]
 

@@ -188,6 +188,23 @@ def test_padding_rows() -> None:
         assert (out[8:] == 0).all()
 
 
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("query_lens", "seq_lens"), [((5,), (300,)), ((9, 1, 0, 20), (9, 200, 0, 130))], ids=str)
+def test_short_chunks_behind_long_prefixes(
+    query_lens: tuple[int, ...], seq_lens: tuple[int, ...], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs share the keys of a tile, whose last one combines what they found; a second layer finds the same."""
+    monkeypatch.setattr(triton_extend, "_MIN_SPLIT", 32)
+    case = Case(query_lens, seq_lens, (4, 2))
+    plan = Plan.ragged(case.table, case.lens, case.starts, len(case.qkv), case.page_size)
+    tiles = ExtendTiles.choose(case.kv)._replace(block_m=16, block_n=16, num_slots=20)
+    outs = [extend_attention(case.q, case.kv, plan, window, tiles) for _ in range(2)]
+    case.check(outs[0], window)
+    assert torch.equal(*outs)
+    (shares,) = plan._shares.values()
+    assert max(word >> 40 for word in shares.firsts.tolist()) > 2
+
+
 @pytest.mark.parametrize("window", [None, 5])
 def test_chunks_that_see_nothing(window: int | None) -> None:
     """Empty sequences change nothing; tokens of a sequence of length 0 become 0, whatever pages hold."""
