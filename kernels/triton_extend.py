@@ -9,7 +9,7 @@ Where there are fewer tiles than run at once, as of a short prompt behind a long
 (triton_shares.py).
 """
 
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806, RET505
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -100,30 +100,14 @@ def _extend_kernel(
 ):  # fmt: skip
     """Grid: (most tiles there can be, kv heads), or (kv heads, items). The last tiles of a sequence, which have most
     keys, come first."""
-    if items_ptr is None:
-        tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
-    else:
-        kv_head = tl.program_id(0)
-        tile, split, num_splits = unpacked(tl.load(items_ptr + tl.program_id(1)))
-        if num_splits < 0:
-            return
+    tile, kv_head, split, num_splits = _work(items_ptr)
     seq, start, query_len, first_row = _tile(starts_ptr, num_seqs, tile, GROUP, BLOCK_M, SEQS)
-    if first_row < query_len * GROUP:
+    if (first_row < query_len * GROUP) & (num_splits > 0):
         seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
         table_ptr += seq.to(tl.int64) * table_stride
         tokens, heads, is_row = tile_rows(first_row, kv_head, query_len, GROUP, BLOCK_M)
         last_seen = seq_len - query_len + tokens
-        end = tl.max(last_seen, 0) + 1
-        # Keys below `full` are seen by all rows, whole tiles of them need no mask
-        begin, full = 0, tl.maximum(seq_len - query_len + first_row // GROUP + 1, 0) // BLOCK_N * BLOCK_N
-        if HAS_WINDOW:
-            begin = tl.maximum(tl.min(last_seen, 0) - window + 1, 0) // BLOCK_N * BLOCK_N
-            full = begin
-        if items_ptr is not None:
-            share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), num_splits) * BLOCK_N
-            begin += split * share
-            end = tl.minimum(end, begin + share)
-            full = tl.minimum(tl.maximum(full, begin), tl.maximum(end, begin))
+        begin, full, end = _span(last_seen, window, items_ptr, split, num_splits, HAS_WINDOW, BLOCK_N)
         dims = tl.arange(0, BLOCK_D)
         is_dim = dims[None, :] < HEAD_DIM
         batch_tokens = (start + tokens).to(tl.int64)
@@ -165,6 +149,32 @@ def _extend_kernel(
         out = quotient(sums, total).to(out_ptr.dtype.element_ty)
         out_rows = batch_tokens * (NUM_KV_HEADS * GROUP) + heads
         store_heads(out_ptr, out_rows, out, is_row, dims, HEAD_DIM)
+
+
+@triton.jit
+def _work(items_ptr):
+    """A program's tile, kv head, split and number of splits (-1: no work)."""
+    if items_ptr is None:
+        return tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), 0, 1
+    else:
+        tile, split, num_splits = unpacked(tl.load(items_ptr + tl.program_id(1)))
+        return tile, tl.program_id(0), split, num_splits
+
+
+@triton.jit
+def _span(last_seen, window, items_ptr, split, num_splits, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Keys begin .. end - 1 of a split. Those below `full` are seen by all rows: whole tiles of them need no mask."""
+    end = tl.max(last_seen, 0) + 1
+    begin, full = 0, tl.maximum(tl.min(last_seen, 0) + 1, 0) // BLOCK_N * BLOCK_N
+    if HAS_WINDOW:
+        begin = tl.maximum(tl.min(last_seen, 0) - window + 1, 0) // BLOCK_N * BLOCK_N
+        full = begin
+    if items_ptr is not None:
+        share = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), num_splits) * BLOCK_N
+        begin += split * share
+        end = tl.minimum(end, begin + share)
+        full = tl.minimum(tl.maximum(full, begin), tl.maximum(end, begin))
+    return begin, full, end
 
 
 @triton.jit
