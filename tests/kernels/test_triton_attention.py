@@ -195,6 +195,15 @@ def test_short_chunks_behind_long_prefixes(
 ) -> None:
     """Programs share the keys of a tile, whose last one combines what they found; a second layer finds the same."""
     monkeypatch.setattr(triton_extend, "_MIN_SPLIT", 32)
+    parts: list[torch.Tensor] = []
+
+    def empty(shape: tuple[int, ...] | int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        made = torch.zeros(shape, dtype=dtype, device=device)
+        if isinstance(shape, tuple) and shape[1:] == (32,):
+            parts.append(made.fill_(float("nan")))
+        return made
+
+    monkeypatch.setattr(torch, "empty", empty)
     case = Case(query_lens, seq_lens, (4, 2))
     plan = Plan.ragged(case.table, case.lens, case.starts, len(case.qkv), case.page_size)
     tiles = ExtendTiles.choose(case.kv)._replace(block_m=16, block_n=16, num_slots=20)
@@ -203,6 +212,15 @@ def test_short_chunks_behind_long_prefixes(
     assert torch.equal(*outs)
     (shares,) = plan._shares.values()
     assert max(word >> 40 for word in shares.firsts.tolist()) > 2
+    num_keys = [0] * len(shares.firsts)  # of each tile
+    for seq, (start, query_len) in enumerate(zip(case.starts.tolist(), query_lens, strict=False)):
+        for number in range(-(-2 * query_len // 16)):
+            last = min(8 * number + 7, query_len - 1)
+            num_keys[2 * start // 16 + seq + number] = seq_lens[seq] - query_len + last + 1
+    items = zip(shares.items.tolist(), shares.lens.tolist(), strict=True)
+    assert all(length == num_keys[word & 0xFFFFF] for word, length in items if word >= 0)
+    by_head = parts[0].view(len(shares.items), 2, 16, 32).isfinite().all(-1).sum((0, 2)).tolist()
+    assert by_head[0] == by_head[1] > 0  # no head writes where another does
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -280,7 +298,7 @@ def test_one_sequence(seq_len: int, num_slots: int) -> None:
 @pytest.mark.parametrize(("head_dim", "num_per_sm"), [(32, 6), (128, 3)])
 def test_choice_of_slots(head_dim: int, num_per_sm: int) -> None:
     """By shapes alone: as many programs as run at once."""
-    sms = triton_attention._num_sms(torch.device(DEVICE))
+    sms = triton_attention.num_sms(torch.device(DEVICE))
     kv = torch.empty(1, 2, 2, 16, head_dim, device=DEVICE, dtype=torch.float16)
     for num_seqs in (1, 2, 5, 10_000):
         q = torch.empty(num_seqs, 2, head_dim, device=DEVICE, dtype=torch.float16)
