@@ -10,7 +10,7 @@ Where there are fewer tiles than run at once, as of a short prompt behind a long
 """
 
 # ruff: noqa: N803, N806, RET505
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
