@@ -36,7 +36,7 @@ from ..metadata.config import ProcessConfig
 from ..metadata.logs import setup_logging
 from .bench_adaptive import adaptive
 from .bench_prompts import LENGTHS, small_prompt
-from .bench_sequences import Running, check, run_rounds, start, start_long, stop
+from .bench_sequences import CHUNK, Running, check, run_rounds, start, start_long, stop, store
 from .bench_tables import heading, tables
 from .roofline import Limits, best_s, floor_s, measure_limits, weight_bytes
 
@@ -235,12 +235,12 @@ def _adaptive(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
 
 
 def prefill(engine: Engine, limits: Limits, num_prompts: int, num_tokens: int) -> dict[str, Any]:
-    """`num_prompts` prompts at once, in chunks of 8192 tokens as a node computes them."""
+    """`num_prompts` prompts at once, in chunks as a node computes them."""
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(0, engine.card.vocab_size, (num_prompts, num_tokens), generator=generator).tolist()
     num_pages = -(-num_tokens // engine.pool.page_size)
     pages = [engine.pool.allocate(num_pages, Owner.REQUEST) for _ in prompts]
-    at_once = max(1, 8192 // num_tokens)
+    at_once = max(1, CHUNK // num_tokens)
 
     def run() -> list[int]:
         """First tokens. A chunk is submitted before the one before is read, as a node does it."""
@@ -253,12 +253,7 @@ def prefill(engine: Engine, limits: Limits, num_prompts: int, num_tokens: int) -
         return torch.cat(tokens).tolist()
 
     num_checked = sum(check(engine, ids, [token]) for ids, token in zip(prompts, run(), strict=True))
-    seconds: list[float] = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - started)
+    seconds = _timed(run, 5)
     for own in pages:
         engine.pool.release(own)
     took, total = statistics.median(seconds), num_prompts * num_tokens
@@ -287,28 +282,28 @@ def turn(engine: Engine, num_tokens: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, engine.card.vocab_size, (prefix + num_tokens,), generator=generator).tolist()
     pages = engine.pool.allocate(-(-len(ids) // engine.pool.page_size), Owner.REQUEST)
-    for first in range(0, prefix, 8192):
-        engine.compute([BatchRow(ids[first : min(first + 8192, prefix)], first, pages, 0)])
+    store(engine, ids[:prefix], pages)
 
     def run() -> list[int]:
         return engine.compute([BatchRow(ids[prefix:], prefix, pages)]).logits.argmax(1).tolist()
 
     num_checked = check(engine, ids, run())
+    took = statistics.median(_timed(run, 20))
+    engine.pool.release(pages)
+    row = {"tokens": num_tokens, "prefix": prefix, "ms": took * 1e3, "checked_tokens": num_checked}
+    say("turn " + _words(row))
+    return row
+
+
+def _timed(run: Callable[[], object], times: int) -> list[float]:
+    """Seconds of each call, which waits for what it asks of the device."""
     seconds: list[float] = []
-    for _ in range(20):
+    for _ in range(times):
         torch.cuda.synchronize()
         started = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - started)
-    engine.pool.release(pages)
-    row = {
-        "tokens": num_tokens,
-        "prefix": prefix,
-        "ms": statistics.median(seconds) * 1e3,
-        "checked_tokens": num_checked,
-    }
-    say("turn " + _words(row))
-    return row
+    return seconds
 
 
 def _small_prompt(engine: Engine, num_tokens: int) -> dict[str, Any]:

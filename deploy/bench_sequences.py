@@ -25,7 +25,7 @@ from ..metadata.request import SamplingParams
 from .planted_text import PlantedText
 
 CONTEXT = 1024
-_CHUNK = 8192  # tokens
+CHUNK = 8192  # tokens of prompts that are computed at once
 
 
 @dataclass(slots=True, eq=False)
@@ -67,11 +67,16 @@ def start_long(engine: Engine, rounds: Rounds, prompt_len: int, num_new: int) ->
     assert engine.drafter is None
     ids = torch.randint(0, engine.card.vocab_size, (prompt_len,), generator=torch.Generator().manual_seed(1)).tolist()
     pages = engine.pool.allocate(-(-(prompt_len + num_new + 64) // engine.pool.page_size), Owner.REQUEST)
-    for first in range(0, prompt_len - _CHUNK, _CHUNK):
-        engine.compute([BatchRow(ids[first : first + _CHUNK], first, pages, 0)])
-    first = (prompt_len - 1) // _CHUNK * _CHUNK
+    first = (prompt_len - 1) // CHUNK * CHUNK
+    store(engine, ids[:first], pages)
     computed = engine.compute([BatchRow(ids[first:], first, pages)])
     return _admit(engine, rounds, num_new, [ids], [pages], computed)[0]
+
+
+def store(engine: Engine, ids: Sequence[int], pages: Sequence[int]) -> None:
+    """The KV of a prompt's first tokens."""
+    for first in range(0, len(ids), CHUNK):
+        engine.compute([BatchRow(ids[first : first + CHUNK], first, pages, 0)])
 
 
 def _admit(

@@ -1,10 +1,9 @@
 """CUDA graphs of small prompt chunks: one for each bucket of tokens, replayed in one launch.
 
 Up to some hundred tokens, more with small layers, the kernels of a forward take less time than asking for them one by
-one does. What is captured
-is the forward of any chunk, over static inputs of the bucket's size. Tokens beyond the chunk's form one more sequence,
-of no slots: they are stored nowhere, see nothing, and nobody reads what becomes of them. Sequences beyond the chunk's
-are empty.
+one does. What is captured is the forward of any chunk, over static inputs of the bucket's size. Tokens beyond the
+chunk's form one more sequence, of no slots: they are stored nowhere, see nothing, and nobody reads what becomes of
+them. Sequences beyond the chunk's are empty.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ device: a CUDA graph holds it.
 
 Where at least two items a sequence run at once, there are never more items than do: programs too many, even those
 without work, make all wait. Else split sequences come first, and what they have beyond one item runs when others end.
-(64 sequences of 1,090 keys and one of 15,360: 104 us a layer of Llama-3.1-8B on an H200, and 538 us without splits.)
+(63 sequences of 1,090 keys and one of 15,360: 104 us a layer of Llama-3.1-8B on an H200, and 538 us without splits.)
 """
 
 # ruff: noqa: N803, RET505
