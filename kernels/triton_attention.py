@@ -36,6 +36,7 @@ from .triton_visibility import in_window, pack, seen_in_tree, span
 
 MAX_DECODE_QUERY_LEN = 64  # causal tokens a sequence beyond which tiles are full enough without splits
 _TILE_BYTES = 16 * 1024  # of keys, and of values; half of it in float32, which has no tensor cores and spills
+_COMBINED_DIMS = 64  # by one program of one warp, whose threads exchange nothing through shared memory
 _INTERPRETED_SMS = 4
 _RUN_TIME = ("query_len", "window", "num_splits", "table_stride", "num_words")
 
@@ -167,10 +168,10 @@ def decode_attention(
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=dependent,
     )  # fmt: skip
     if parts is not None and arrivals is None:
-        combine_kernel[(query_len * num_heads, num_seqs)](
+        combine_kernel[(query_len * num_heads, num_seqs, triton.cdiv(head_dim, _COMBINED_DIMS))](
             out, parts, stats, firsts, plan.seq_lens, num_splits, num_items * query_len * num_heads,
-            HEAD_DIM=head_dim, SPLITS=triton.next_power_of_2(min(num_splits, tiles.num_slots // num_seqs, 32)),
-            MIN_SPLIT=MIN_SPLIT, BLOCK_D=padded(head_dim), DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
+            HEAD_DIM=head_dim, SPLITS=triton.next_power_of_2(num_splits),
+            MIN_SPLIT=MIN_SPLIT, BLOCK_D=_COMBINED_DIMS, DEPENDENT=dependent, num_warps=1, launch_pdl=dependent,
         )  # fmt: skip
     return out
 

@@ -1,14 +1,15 @@
 """Who looks at which keys in the attention of a forward (triton_attention.py, triton_extend.py) whose sequences differ
 in length.
 
-A program works on an *item*: a sequence (of prompts, a tile of rows), or one of the splits of its keys. Sequences have
-as many as their part of all keys is of the programs that run at once, and at least one. So nobody waits long for one
-long sequence among short ones, and equal ones are cut as they would be by their number. All of it is found on the
-device: a CUDA graph holds it.
+A program works on an *item*: a sequence (of prompts, a tile of rows), or one of the splits of its keys. Splits are as
+short as there is room for items, but hold no less than an equal part of all keys for each program that runs at once.
+So nobody waits long for one long sequence among short ones, and equal ones are cut as they would be by their number.
+All of it is found on the device: a CUDA graph holds it. (63 sequences of 1,090 keys and one of 15,360: 104 us a layer
+of Llama-3.1-8B on an H200, and 538 us without splits.)
 
-Where at least two items a sequence run at once, there are never more items than do: programs too many, even those
-without work, make all wait. Else split sequences come first, and what they have beyond one item runs when others end.
-(63 sequences of 1,090 keys and one of 15,360: 104 us a layer of Llama-3.1-8B on an H200, and 538 us without splits.)
+There are no more items than run at once, unless nearly all of those are sequences: programs too many, even those
+without work, make all wait. Those without work come first, while the kernel before ends; behind the others they cost
+5 % of a step (64 sequences of Llama-3.2-1B). Next are splits, which are of the longest sequences.
 """
 
 # ruff: noqa: N803, RET505
@@ -23,10 +24,10 @@ import triton
 import triton.language as tl
 
 MIN_SPLIT = 64  # keys; shorter ones cost more to combine than they save
-MAX_SPLITS = 128
-_MOST_GATHERED = 32  # splits that one program combines, one after the other
+MAX_SPLITS = 32  # one program combines so many
+_LEFT_FOR_LONG = 8  # programs that run at once, if one for each sequence does
 _SEQS = 64  # one kernel for all batches of up to so many
-_RUN_TIME = ("num_seqs", "num_items", "least", "num_shared", "max_splits", "num_arrivals")
+_RUN_TIME = ("num_seqs", "num_items", "num_slots", "max_splits", "num_arrivals")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,51 +54,61 @@ class Shares:
         will be split, or it `gathers`, the last program to finish one combines its splits: `arrivals` are for that."""
         num_seqs, device = len(seq_lens), seq_lens.device
         assert seq_lens.dtype == torch.int64 and seq_lens.is_contiguous() and num_seqs < 1 << 20, seq_lens
-        if num_slots >= 2 * num_seqs and not gathers:
-            least, num_shared, num_most, arrivals = 1, num_slots - num_seqs, num_slots, None
-        else:
-            least, num_shared, num_most = 0, num_slots, num_slots + num_seqs
-            max_splits = min(max_splits, _MOST_GATHERED)
-            arrivals = torch.empty(num_seqs * num_tiles, dtype=torch.int32, device=device)
-        num_items = min(num_most, num_seqs * max_splits)
+        are_few = num_slots >= 2 * num_seqs
+        num_items = num_slots if are_few or num_slots - num_seqs >= _LEFT_FOR_LONG else num_slots + num_seqs
+        num_items = min(num_items, num_seqs * max_splits)
         items, lens, firsts = (
             torch.empty(size, dtype=torch.int64, device=device) for size in (num_items, num_items, num_seqs)
         )
+        arrivals = None
+        if not are_few or gathers:
+            arrivals = torch.empty(num_seqs * num_tiles, dtype=torch.int32, device=device)
         _share_kernel[(1,)](
-            items, lens, firsts, arrivals, seq_lens, num_seqs, num_items, least, num_shared, max_splits,
-            num_seqs * num_tiles, MIN_SPLIT=min_split, SEQS=max(_SEQS, triton.next_power_of_2(num_seqs)), num_warps=4,
+            items, lens, firsts, arrivals, seq_lens, num_seqs, num_items, num_slots, max_splits, num_seqs * num_tiles,
+            MIN_SPLIT=min_split, SEQS=max(_SEQS, triton.next_power_of_2(num_seqs)), num_warps=4,
         )  # fmt: skip
         return cls(items, lens, firsts, arrivals)
 
 
 @triton.jit(do_not_specialize=_RUN_TIME)
 def _share_kernel(
-    items_ptr, lens_ptr, firsts_ptr, arrivals_ptr, seq_lens_ptr, num_seqs, num_items, least, num_shared, max_splits,
+    items_ptr, lens_ptr, firsts_ptr, arrivals_ptr, seq_lens_ptr, num_seqs, num_items, num_slots, max_splits,
     num_arrivals, MIN_SPLIT: tl.constexpr, SEQS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (1,)."""
     seqs = tl.arange(0, SEQS)
     is_seq = seqs < num_seqs
     lens = tl.load(seq_lens_ptr + seqs, mask=is_seq, other=0)
-    sizes = (tl.maximum(lens, 0) + MIN_SPLIT - 1) // MIN_SPLIT
-    shares = least + sizes * num_shared // tl.maximum(tl.sum(sizes, 0), 1)
-    shares = tl.maximum(tl.minimum(tl.minimum(shares, max_splits), sizes), 1)
-    cut = tl.where(is_seq & (shares > 1), shares, 0)
-    whole = (is_seq & (shares == 1)).to(tl.int64)
-    num_cut = tl.sum(cut, 0)
-    first = tl.where(cut > 0, tl.cumsum(cut, 0) - cut, num_cut + tl.cumsum(whole, 0) - 1)
-    shares = cut + whole
-    words = seqs.to(tl.int64) | (shares << 40)
-    tl.store(firsts_ptr + seqs, first | (shares << 40), mask=is_seq)
-    for split in range(tl.max(shares, 0).to(tl.int32)):
-        tl.store(items_ptr + first + split, words | (split << 20), mask=split < shares)
+    sizes = tl.cdiv(tl.maximum(lens, 0).to(tl.int32), MIN_SPLIT)
+    shares = _fewest(sizes, is_seq, num_items, num_slots, max_splits)
+    cut, whole = tl.where(shares > 1, shares, 0), (shares == 1).to(tl.int32)
+    num_idle = num_items - tl.sum(shares, 0)
+    first = num_idle + tl.where(cut > 0, tl.cumsum(cut, 0) - cut, tl.sum(cut, 0) + tl.cumsum(whole, 0) - 1)
+    number = shares.to(tl.int64) << 40
+    tl.store(firsts_ptr + seqs, number | first, mask=is_seq)
+    for begin in range(0, num_idle, SEQS):
+        tl.store(items_ptr + begin + seqs, tl.full([SEQS], -1, tl.int64), mask=begin + seqs < num_idle)
+        tl.store(lens_ptr + begin + seqs, tl.zeros([SEQS], tl.int64), mask=begin + seqs < num_idle)
+    for split in range(tl.max(shares, 0)):
+        tl.store(items_ptr + first + split, number | (split << 20) | seqs, mask=split < shares)
         tl.store(lens_ptr + first + split, lens, mask=split < shares)
-    for begin in range(num_cut + tl.sum(whole, 0), num_items, SEQS):
-        tl.store(items_ptr + begin + seqs, tl.full([SEQS], -1, tl.int64), mask=begin + seqs < num_items)
-        tl.store(lens_ptr + begin + seqs, tl.zeros([SEQS], tl.int64), mask=begin + seqs < num_items)
     if arrivals_ptr is not None:
         for begin in range(0, num_arrivals, SEQS):
             tl.store(arrivals_ptr + begin + seqs, 0, mask=begin + seqs < num_arrivals)
+
+
+@triton.jit
+def _fewest(sizes, is_seq, num_items, num_slots, max_splits):
+    """By sequence its number of splits (0: not a sequence), none longer than the least length of which `num_items` hold
+    all, and that is no less than an equal part for each of `num_slots`."""
+    longest = tl.max(sizes, 0)
+    low = tl.maximum(tl.cdiv(tl.sum(sizes, 0), num_slots), tl.maximum(tl.cdiv(longest, max_splits), 1))
+    high = tl.maximum(low, longest)
+    while low < high:
+        middle = (low + high) // 2
+        has_room = tl.sum(tl.where(is_seq, tl.maximum(tl.cdiv(sizes, middle), 1), 0), 0) <= num_items
+        low, high = tl.where(has_room, low, middle + 1), tl.where(has_room, middle, high)
+    return tl.where(is_seq, tl.maximum(tl.cdiv(sizes, low), 1), 0)
 
 
 @triton.jit

@@ -106,29 +106,27 @@ def combine_kernel(
     HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, BLOCK_D: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows of an item, sequences). SPLITS are read at once. One without keys has total 0 and no sums."""
+    """Grid: (rows of an item, sequences, blocks of dimensions). A split without keys has total 0 and no sums."""
     row, num_rows, seq = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
-    if firsts_ptr is None:
-        first = seq * num_splits
+    if firsts_ptr is None:  # all are read while it finds out how many count
+        first, num_read = seq * num_splits, num_splits
         num_splits = splits_of(tl.load(seq_lens_ptr + seq).to(tl.int32), num_splits, MIN_SPLIT)
     else:
         first, _, num_splits = unpacked(tl.load(firsts_ptr + seq))
+        num_read = num_splits
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    dims = tl.arange(0, BLOCK_D)
-    sums, total, highest = tl.zeros([BLOCK_D], tl.float32), 0.0, -3.4028234663852886e38
-    for begin in range(0, num_splits, SPLITS):
-        splits = begin + tl.arange(0, SPLITS)
-        rows, is_split = (first + splits) * num_rows + row, splits < num_splits
-        scores = tl.load(stats_ptr + rows, mask=is_split, other=-3.4028234663852886e38)
-        totals = tl.load(stats_ptr + stats_stride + rows, mask=is_split, other=0.0)
-        parts = parts_ptr + rows.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
-        parts = tl.load(parts, mask=is_split[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
-        is_used, new_highest = totals != 0.0, tl.maximum(highest, tl.max(scores, 0))
-        correction, weights = tl.exp2(highest - new_highest), tl.where(is_used, tl.exp2(scores - new_highest), 0.0)
-        sums = sums * correction + tl.sum(tl.where(is_used[:, None], parts, 0.0) * weights[:, None], 0)
-        total = total * correction + tl.sum(totals * weights, 0)
-        highest = new_highest
+    splits, dims = tl.arange(0, SPLITS), tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    rows, is_read = (first + splits) * num_rows + row, splits < num_read
+    scores = tl.load(stats_ptr + rows, mask=is_read, other=-3.4028234663852886e38)
+    totals = tl.load(stats_ptr + stats_stride + rows, mask=is_read, other=0.0)
+    parts = parts_ptr + rows.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
+    parts = tl.load(parts, mask=is_read[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
+    is_used = (splits < num_splits) & (totals != 0.0)
+    scores = tl.where(is_used, scores, -3.4028234663852886e38)
+    weights = tl.where(is_used, tl.exp2(scores - tl.max(scores, 0)), 0.0)
+    sums = tl.sum(tl.where(is_used[:, None], parts, 0.0) * weights[:, None], 0)
+    total = tl.sum(tl.where(is_used, totals, 0.0) * weights, 0)
     out = (sums / tl.where(total == 0.0, 1.0, total)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + (seq * num_rows + row).to(tl.int64) * HEAD_DIM + dims, out, mask=dims < HEAD_DIM)

@@ -20,12 +20,13 @@ def shares_of(seq_lens: Sequence[int], num_slots: int, max_splits: int = 32) -> 
     items = shares.items.tolist()
     in_order = sorted(range(len(seq_lens)), key=lambda seq: (firsts[seq][1] == 1, seq))  # those that are split first
     expected = [seq | split << 20 | firsts[seq][1] << 40 for seq in in_order for split in range(firsts[seq][1])]
-    assert items == expected + [-1] * (len(items) - len(expected))
+    idle = len(items) - len(expected)
+    assert items == [-1] * idle + expected
     lens = [seq_lens[seq] for seq in in_order for _ in range(firsts[seq][1])]
-    assert shares.lens.tolist() == lens + [0] * (len(items) - len(expected))
+    assert shares.lens.tolist() == [0] * idle + lens
     for seq, (first, number) in enumerate(firsts):
         assert items[first] == seq | number << 40
-    assert len(expected) <= num_slots or num_slots < 2 * len(seq_lens)
+    assert len(items) <= num_slots or num_slots < min(2 * len(seq_lens), len(seq_lens) + 8)
     return [number for _, number in firsts], shares
 
 
@@ -41,7 +42,7 @@ def shares_of(seq_lens: Sequence[int], num_slots: int, max_splits: int = 32) -> 
             [16] + [1] * 63,
         ),  # as much as the others have together: half of 49, of 1.5 k tiles
         ([1000] * 63 + [32_768], 49, [1] * 63 + [16]),
-        ([32_768] + [1000] * 7, 49, [32] + [2] * 7),  # at most 32, here
+        ([32_768] + [1000] * 7, 49, [32] + [1] * 7),  # at most 32, and none shorter than those
         ([100, 6400], 12, [1, 10]),
         ([MIN_SPLIT, MIN_SPLIT + 1], 30, [1, 2]),  # no shorter ones
         ([0, 0, 0], 30, [1, 1, 1]),
@@ -53,15 +54,17 @@ def test_splits_by_length(seq_lens: list[int], num_slots: int, expected: list[in
 
 
 def test_any_lengths() -> None:
-    """All items have room, whatever the lengths, and no split is longer than twice its part of all."""
+    """Splits are as short as all items together allow, but no shorter than an equal part for each slot."""
     generator = torch.Generator().manual_seed(0)
-    for num_seqs in (1, 2, 5, 33):
-        for num_slots in (1, 7, 50):
+    for num_seqs in (1, 2, 5, 33, 90):
+        for num_slots in (1, 7, 40, 99):
             lens = (torch.rand(num_seqs, generator=generator) ** 4 * 9000).int().tolist()
-            numbers, _ = shares_of(lens, num_slots)
+            numbers, shares = shares_of(lens, num_slots)
             sizes = [-(-length // MIN_SPLIT) for length in lens]
-            for size, number in zip(sizes, numbers, strict=True):
-                assert number == 32 or size / number <= max(1.0, 2 * sum(sizes) / num_slots)
+            longest = max(-(-sum(sizes) // num_slots), -(-max(sizes) // 32), 1)
+            while sum(max(1, -(-size // longest)) for size in sizes) > len(shares.items):
+                longest += 1
+            assert numbers == [max(1, -(-size // longest)) for size in sizes]
 
 
 def test_few_splits_are_combined_by_the_last_to_arrive() -> None:
