@@ -238,13 +238,16 @@ def test_chunks_that_see_nothing(window: int | None) -> None:
     assert (out[9:] == 0).all()
 
 
+@pytest.mark.parametrize("garbage", [float("nan"), 1e30])
 @pytest.mark.parametrize("seq_lens", [(2, 300, 30), (130,), (1000,)], ids=str)
-def test_what_lay_in_memory_does_not_matter(seq_lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lay_in_memory_does_not_matter(
+    seq_lens: tuple[int, ...], garbage: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All is written that counts: here of more splits than there are tiles of keys."""
     case = Case((2,) * len(seq_lens), seq_lens, head_dim=80, spare_columns=40)  # room for more splits
 
     def empty(shape: tuple[int, ...] | int, dtype: torch.dtype, **options: object) -> torch.Tensor:
-        value = float("nan") if dtype.is_floating_point else 0x770077
+        value = garbage if dtype.is_floating_point else 0x770077
         return torch.full(shape if isinstance(shape, tuple) else (shape,), value, dtype=dtype, **options)
 
     monkeypatch.setattr(torch, "empty", empty)
