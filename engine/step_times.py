@@ -79,7 +79,7 @@ class StepTimes:
             for num_steps in steps:
                 seconds[size, num_steps] = min(each[num_steps] for each in runs[1:])
             spent_s += sum(sum(each.values()) for each in runs)
-        return cls(seconds)
+        return cls(_undisturbed(seconds))
 
     def seconds(self, size: int, num_steps: int) -> float:
         """Of a round of `size` sequences; sizes and steps beyond those measured are extrapolated."""
@@ -151,6 +151,15 @@ class StepTimes:
 
             known = self._known[size, num_steps] = max(1e-9, _between(self._steps, num_steps, at))
         return known
+
+
+def _undisturbed(seconds: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+    """No round takes longer than one of no fewer sequences and steps; where one seems to, something else ran then, as
+    another node that starts on the same device."""
+    return {
+        (size, steps): min(took for (other, more), took in seconds.items() if other >= size and more >= steps)
+        for size, steps in seconds
+    }
 
 
 def _bounded(error: float, bound: float) -> float:

@@ -180,7 +180,7 @@ def test_a_draft_that_is_the_target_is_always_accepted_after_catching_up(
         pair.submit(case.ask.name, case.prompt, case.params, n=case.ask.n)
     pair.run()
     stats = pair.decode.rounds.stats
-    assert stats.num_drafted > 30 and len(caught_up) > 10, (stats, caught_up)
+    assert stats.num_drafted > 30 and len(caught_up) > 5, (stats, caught_up)
     assert stats.num_accepted == stats.num_drafted, stats
 
 

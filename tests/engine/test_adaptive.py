@@ -176,6 +176,14 @@ def test_measuring_runs_each_kind_and_drops_the_first_run() -> None:
     assert StepTimes.measure(lambda size, steps: 1.0 + size + steps, 1, (0, 4)).seconds(1, 4) == pytest.approx(6.0)
 
 
+def test_a_disturbance_of_what_is_measured_is_seen_where_more_takes_less() -> None:
+    times = StepTimes.measure(
+        lambda size, steps: 0.040 if (size, steps) == (4, 1) else 0.001 * size * (1 + steps), 8, range(6)
+    )
+    assert times.seconds(4, 1) == times.seconds(8, 1) == 0.016
+    assert times.seconds(4, 0) == 0.004 and times.seconds(4, 5) == 0.024
+
+
 def test_a_slow_machine_measures_two_sizes() -> None:
     sizes: set[int] = set()
 
