@@ -25,7 +25,7 @@ import triton.language as tl
 
 MIN_SPLIT = 64  # keys; shorter ones cost more to combine than they save
 MAX_SPLITS = 32  # one program combines so many
-_LEFT_FOR_LONG = 8  # programs that run at once, if one for each sequence does
+_LEFT_FOR_LONG = 8  # items that run at once beyond one for each sequence; with fewer, more are launched
 _SEQS = 64  # one kernel for all batches of up to so many
 _RUN_TIME = ("num_seqs", "num_items", "num_slots", "max_splits", "num_arrivals")
 
