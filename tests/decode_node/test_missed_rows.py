@@ -176,11 +176,12 @@ def test_a_draft_that_is_the_target_is_always_accepted_after_catching_up(
     pair = make_pair("standalone", model, draft_model=str(model))
     caught_up = count_caught_up(pair)
     force_steps(pair, lambda index: SCHEDULES["catches up"][index % 12])
-    for case in reference.cases:
-        pair.submit(case.ask.name, case.prompt, case.params, n=case.ask.n)
-    pair.run()
+    for turn in ("first", "second"):  # how often they must catch up depends on who runs beside whom
+        for case in reference.cases:
+            pair.submit(f"{case.ask.name} {turn}", case.prompt, case.params, n=case.ask.n)
+        pair.run()
     stats = pair.decode.rounds.stats
-    assert stats.num_drafted > 30 and len(caught_up) > 5, (stats, caught_up)
+    assert stats.num_drafted > 30 and len(caught_up) > 10 and {1, 2, 3} <= set(caught_up), (stats, caught_up)
     assert stats.num_accepted == stats.num_drafted, stats
 
 
