@@ -351,7 +351,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--context-len", type=int, default=16384)
     parser.add_argument("--page-size", type=int, default=PAGE_SIZE)
     names = ["decode", "mixed", "idle", "rounds", "adaptive", "prefill", "small-prompts", "turns", "offline"]
-    parser.add_argument("--only", nargs="+", default=names)
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--commit", help="of this tree, for the report (default: what git says)")
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()

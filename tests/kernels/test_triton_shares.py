@@ -36,11 +36,7 @@ def shares_of(seq_lens: Sequence[int], num_slots: int, max_splits: int = 32) -> 
         ([1000] * 8, 49, [6] * 8),  # 49 // 8
         ([1000] * 64, 49, [1] * 64),
         ([1000, 1000, 0, 0, 0], 20, [8, 8, 1, 1, 1]),  # padding takes no more
-        (
-            [32_768] + [1000] * 63,
-            49,
-            [16] + [1] * 63,
-        ),  # as much as the others have together: half of 49, of 1.5 k tiles
+        ([32_768] + [1000] * 63, 49, [16] + [1] * 63),  # an equal part of 1,520 tiles for each of 49 is 32 tiles
         ([1000] * 63 + [32_768], 49, [1] * 63 + [16]),
         ([32_768] + [1000] * 7, 49, [32] + [1] * 7),  # at most 32, and none shorter than those
         ([100, 6400], 12, [1, 10]),
