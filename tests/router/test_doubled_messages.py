@@ -80,6 +80,7 @@ def test_a_lost_first_token_is_asked_for_where_decode_has_nothing_to_repeat_it(
     def answer_decode_resend(message: m.ToNode) -> None:
         if isinstance(message, m.Resend):
             asked.append(("decode", message.first))
+            monkeypatch.setattr(gaps, "SILENCE_S", 60.0)  # the next attempt may take a busy machine longer than 0.3 s
             decode.link.send(m.Failed(message.unit, "transfer_error", "an offer was lost", retryable=True))
         else:
             FakeNode.take(decode, message)
