@@ -50,6 +50,15 @@ class Linear:
         assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
 
+    def parts(self, x: torch.Tensor) -> torch.Tensor:
+        """As a call, or float32 parts of it, [num_parts, num_rows, out_size], where a kernel leaves them to be summed
+        by who reads them (`add_rms_norm_`)."""
+        if self.weight is None or self.bias is not None or not gpu.compiled(x):
+            return self(x)
+        from ..kernels.triton_linear import linear_parts
+
+        return linear_parts(x, self.weight)
+
     def gated(self, x: torch.Tensor, *, norm: Norm | None = None) -> torch.Tensor:
         """`silu_mul` of the product, of which the gate is the first half: [num_rows, in_size] -> [num_rows, out_size /
         2]; in one kernel where there is one, which norms x first where it `fuses`."""
@@ -97,7 +106,7 @@ class Residual:
 
     hidden: torch.Tensor  # [num_tokens, hidden_size], added to in place
     eps: float
-    _delta: torch.Tensor | None = None  # still to be added
+    _delta: torch.Tensor | None = None  # still to be added, [num_tokens, hidden_size], or parts of it (`Linear.parts`)
 
     def gated_product(self, linear: Linear, norm: torch.Tensor) -> torch.Tensor:
         """`Linear.gated` of the normed stream: [num_tokens, hidden_size] -> [num_tokens, out_size / 2]; `norm`
@@ -112,7 +121,7 @@ class Residual:
         if linear.fuses(x):
             linear(x, residual=hidden)
         else:
-            self._delta = linear(x)
+            self._delta = linear.parts(x)
 
     def normed(self, norm: torch.Tensor) -> torch.Tensor:
         """A new tensor, [num_tokens, hidden_size]."""
@@ -121,10 +130,12 @@ class Residual:
 
     def settled(self) -> torch.Tensor:
         """`hidden` with all that was added."""
-        if self._delta is not None:
-            self.hidden.add_(self._delta)
-            self._delta = None
-        return self.hidden
+        delta, self._delta = self._delta, None
+        if delta is not None and delta.ndim == 3:
+            from ..kernels.triton_linear import sum_parts
+
+            delta = sum_parts(delta, self.hidden.dtype)
+        return self.hidden if delta is None else self.hidden.add_(delta)
 
 
 @functools.cache

@@ -39,7 +39,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm_(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """hidden += delta (None: nothing), in place; returns `rms_norm` of it. `hidden`, `delta` [num_rows, size]."""
+    """hidden += delta (None: nothing), in place; returns `rms_norm` of it. `hidden`, `delta` [num_rows, size]; where
+    hidden is on CUDA also float32 parts of a delta, [num_parts, num_rows, size], whose sum is rounded first."""
     if cpu.compiled(hidden):
         return cpu.add_rms_norm_(hidden, delta, weight, eps)
     if gpu.compiled(hidden):
@@ -48,5 +49,5 @@ def add_rms_norm_(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torc
         if triton_norm.serves(hidden, weight):
             return triton_norm.add_rms_norm_(hidden, delta, weight, eps)
     if delta is not None:
-        hidden.add_(delta)
+        hidden.add_(delta if delta.ndim == 2 else delta.sum(0).to(hidden.dtype))
     return rms_norm(hidden, weight, eps)

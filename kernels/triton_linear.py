@@ -35,7 +35,7 @@ from .norm import Norm
 from .triton_silu import silu_mul, silu_mul_of
 from .triton_vector import vector_product
 
-MAX_ROWS = 32
+MAX_ROWS = 64
 _DTYPES = (torch.bfloat16, torch.float16)
 _SUM_BLOCK = 1024
 
@@ -52,16 +52,24 @@ class Config(NamedTuple):
 
 
 # Rows of x up to each bound share a configuration.
-ROW_CLASSES = (1, 4, 8, 16, 32)
+ROW_CLASSES = (1, 4, 8, 16, 32, 64)
 # (rows of W, columns of W) -> one configuration for each of ROW_CLASSES; None: torch, gated `linear` and `silu_mul`.
-# Measured on an H200 by tests/benchmarks/bench_kernels_dense.py; other shapes take `_default`.
+# Measured on an H200 by tests/benchmarks/bench_kernels_dense.py (choices); other shapes take `_default`.
 Table = dict[tuple[int, int], tuple[Config | None, ...]]
 TABLE: Table = {
-    (3072, 2048): (Config("vector", 8, 2048, 4, 4, 1), None, None, None, None),
+    (3072, 2048): (
+        Config("vector", 8, 2048, 4, 4, 1),
+        Config("dot", 32, 256, 4, 4, 1),
+        Config("dot", 64, 128, 4, 5, 2),
+        Config("dot", 64, 128, 4, 5, 2),
+        Config("dot", 64, 128, 4, 5, 2),
+        None,
+    ),
     (2048, 2048): (
         Config("vector", 1, 2048, 4, 4, 1),
-        Config("vector", 4, 2048, 4, 4, 1),
         Config("dot", 64, 128, 4, 5, 4),
+        Config("dot", 64, 128, 4, 5, 4),
+        Config("dot", 32, 128, 4, 5, 1),
         Config("dot", 64, 64, 4, 6, 4),
         Config("dot", 64, 64, 4, 6, 4),
     ),
@@ -71,19 +79,22 @@ TABLE: Table = {
         Config("dot", 64, 128, 4, 3, 1),
         Config("dot", 64, 128, 4, 3, 1),
         Config("dot", 64, 128, 4, 3, 1),
+        None,
     ),
     (2048, 8192): (
         Config("vector", 1, 8192, 8, 4, 1),
         Config("dot", 64, 128, 4, 5, 4),
+        Config("dot", 64, 256, 4, 3, 4),
         Config("dot", 64, 128, 4, 5, 4),
         Config("dot", 64, 128, 4, 5, 4),
-        Config("dot", 64, 128, 4, 5, 4),
+        Config("dot", 64, 128, 4, 4, 4),
     ),
     (128256, 2048): (
         Config("vector", 2, 2048, 8, 4, 1),
+        Config("dot", 128, 128, 8, 3, 1),
+        Config("dot", 128, 128, 8, 3, 1),
+        Config("dot", 128, 128, 8, 3, 1),
         Config("dot", 64, 64, 4, 6, 1),
-        Config("dot", 128, 128, 8, 3, 1),
-        Config("dot", 128, 128, 8, 3, 1),
         Config("dot", 64, 64, 4, 6, 1),
     ),
     (6144, 4096): (
@@ -92,24 +103,28 @@ TABLE: Table = {
         Config("dot", 64, 128, 4, 5, 1),
         Config("dot", 64, 128, 4, 5, 1),
         Config("dot", 64, 128, 4, 5, 1),
+        None,
     ),
     (4096, 4096): (
         Config("vector", 2, 2048, 8, 4, 1),
+        Config("dot", 64, 128, 4, 5, 2),
+        Config("dot", 64, 128, 4, 5, 2),
+        Config("dot", 64, 128, 4, 5, 2),
+        Config("dot", 64, 128, 4, 5, 2),
+        Config("dot", 64, 128, 4, 4, 2),
+    ),
+    (28672, 4096): (Config("vector", 1, 2048, 8, 4, 1), None, None, None, None, None),
+    (4096, 14336): (
+        Config("vector", 1, 16384, 8, 4, 1),
+        Config("dot", 64, 128, 4, 5, 4),
         Config("dot", 64, 128, 4, 3, 4),
         Config("dot", 64, 128, 4, 5, 2),
         Config("dot", 64, 128, 4, 5, 2),
-        Config("dot", 64, 128, 4, 5, 1),
-    ),
-    (28672, 4096): (Config("vector", 1, 2048, 8, 4, 1), None, None, None, None),
-    (4096, 14336): (
-        Config("vector", 1, 16384, 8, 4, 1),
-        Config("dot", 64, 128, 4, 5, 2),
-        Config("dot", 64, 128, 4, 5, 2),
-        Config("dot", 64, 128, 4, 5, 2),
-        Config("dot", 64, 128, 4, 5, 2),
+        Config("dot", 64, 128, 4, 3, 4),
     ),
     (128256, 4096): (
         Config("vector", 2, 2048, 4, 4, 1),
+        Config("dot", 64, 128, 4, 3, 1),
         Config("dot", 64, 128, 4, 3, 1),
         Config("dot", 64, 128, 4, 3, 1),
         Config("dot", 64, 128, 4, 3, 1),
@@ -120,17 +135,19 @@ TABLE: Table = {
 GATED_TABLE: Table = {
     (16384, 2048): (
         Config("vector", 4, 2048, 8, 4, 1),
+        Config("dot", 64, 128, 4, 3, 1),
+        Config("dot", 64, 128, 4, 5, 1),
         Config("dot", 64, 64, 4, 6, 1),
         Config("dot", 64, 64, 4, 6, 1),
-        Config("dot", 64, 64, 4, 6, 1),
-        Config("dot", 64, 64, 4, 6, 1),
+        Config("dot", 64, 128, 4, 4, 1),
     ),
     (28672, 4096): (
         Config("vector", 2, 4096, 8, 4, 1),
-        Config("dot", 128, 128, 8, 3, 1),
         Config("dot", 64, 128, 4, 3, 1),
         Config("dot", 64, 128, 4, 3, 1),
+        Config("dot", 64, 128, 4, 5, 1),
         Config("dot", 128, 128, 8, 3, 1),
+        Config("dot", 128, 64, 8, 4, 1),
     ),
 }
 
@@ -158,11 +175,32 @@ def linear(
         _launch(x, weight, bias, out, config, norm=norm, adds=residual is not None)
         return out
     assert norm is None and residual is None, config
-    dependent = gpu.dependent_launch(num_rows)
-    parts = torch.empty((config.split_k, num_rows, out_size), dtype=torch.float32, device=x.device)
+    return _sum(_parts(x, weight, config), bias, out)
+
+
+def linear_parts(x: Tensor, weight: Tensor, config: Config | None = None) -> Tensor:
+    """`linear`, or, where programs share the columns of a row of W, what each of them brings, [split_k, num_rows,
+    out_size] float32: for a kernel that takes the sum along (`add_rms_norm_`)."""
+    config = config or choose(x, weight)
+    return linear(x, weight, None, config) if config is None or config.split_k == 1 else _parts(x, weight, config)
+
+
+def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of `linear_parts`, the product: [num_parts, num_rows, out_size] float32 -> [num_rows, out_size]."""
+    return _sum(parts, None, torch.empty(parts.shape[1:], dtype=dtype, device=parts.device))
+
+
+def _parts(x: Tensor, weight: Tensor, config: Config) -> Tensor:
+    parts = torch.empty((config.split_k, x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
     _launch(x, weight, None, parts, config)
-    _sum_kernel[(num_rows, triton.cdiv(out_size, _SUM_BLOCK))](
-        parts, weight if bias is None else bias, out, num_rows, out_size, SPLITS=config.split_k, BLOCK=_SUM_BLOCK,
+    return parts
+
+
+def _sum(parts: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    num_parts, num_rows, size = parts.shape
+    dependent = gpu.dependent_launch(num_rows)
+    _sum_kernel[(num_rows, triton.cdiv(size, _SUM_BLOCK))](
+        parts, out if bias is None else bias, out, num_rows, size, SPLITS=num_parts, BLOCK=_SUM_BLOCK,
         HAS_BIAS=bias is not None, DEPENDENT=dependent, launch_pdl=dependent,
     )  # fmt: skip
     return out
@@ -205,13 +243,19 @@ def _default(num_rows: int, out_size: int, in_size: int, is_gated: bool) -> Conf
     if num_rows == 1:
         is_large = out_size * in_size >= 1 << 25
         return Config("vector", 2 if is_large else 1, min(2048, triton.next_power_of_2(in_size)))
-    if is_gated:
-        return Config("dot", 32, 128)
-    num_blocks = triton.cdiv(out_size, 32)
+    if num_rows > 32:
+        if out_size >= 1 << 16:
+            return Config("dot", 128, 64, 8, 5)
+        return Config("dot", 64, 64) if is_gated else Config("dot", 64, 128, split_k=_split(out_size, in_size, 64, 96))
+    return Config("dot", 32, 128) if is_gated else Config("dot", 32, 256, split_k=_split(out_size, in_size, 32, 264))
+
+
+def _split(out_size: int, in_size: int, block_n: int, num_programs: int) -> int:
+    """How many programs share the columns of a row for so many in all."""
     split_k = 1
-    while split_k < 8 and num_blocks * split_k < 264 and in_size // (2 * split_k) >= 1024:
+    while split_k < 8 and triton.cdiv(out_size, block_n) * split_k < num_programs and in_size // (2 * split_k) >= 1024:
         split_k *= 2
-    return Config("dot", 32, 256, split_k=split_k)
+    return split_k
 
 
 def _launch(
@@ -251,7 +295,7 @@ def _launch(
     part = triton.cdiv(in_size, config.split_k * config.block_k) * config.block_k  # columns of a program
     _dot_kernel[grid](
         x, weight, weight if bias is None else bias, out, num_rows, size, in_size, x.stride(0), part,
-        BLOCK_M=16 if num_rows <= 16 else 32, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        BLOCK_M=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         IS_EVEN=in_size % (config.split_k * config.block_k) == 0,
         IS_PART=out.ndim == 3, HAS_BIAS=bias is not None, IS_GATED=is_gated, DEPENDENT=dependent,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=dependent,

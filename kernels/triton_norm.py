@@ -8,7 +8,7 @@ depend on the rows beside it.
 
 # Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
 # ruff: noqa: N803
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -41,11 +41,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def add_rms_norm_(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """hidden += delta (None: nothing), in place, and `rms_norm` of it, a new contiguous tensor; `hidden` and `delta`
-    [num_rows, size], their last dimension contiguous."""
+    [num_rows, size], their last dimension contiguous, or `delta` as contiguous float32 parts [num_parts, num_rows,
+    size], of which the sum is rounded to hidden's dtype."""
     if delta is None:
         return rms_norm(hidden, weight, eps)
-    assert hidden.ndim == 2 and delta.shape == hidden.shape and delta.dtype == hidden.dtype, (hidden.shape, delta.shape)
-    assert delta.shape[1] == 1 or delta.stride(1) == 1, delta.stride()
+    assert hidden.ndim == 2 and delta.shape[-2:] == hidden.shape, (hidden.shape, delta.shape)
+    if delta.ndim == 3:
+        assert delta.dtype == torch.float32 and delta.is_contiguous(), (delta.dtype, delta.stride())
+    else:
+        assert delta.ndim == 2 and delta.dtype == hidden.dtype, (delta.shape, delta.dtype)
+        assert delta.shape[1] == 1 or delta.stride(1) == 1, delta.stride()
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     _launch(hidden.unsqueeze(1), delta, weight, eps, out)
     return out
@@ -65,8 +70,9 @@ def _launch(
     rows_per_program = max(1, _TILE // block)
     _rms_norm_kernel[(triton.cdiv(num_rows, rows_per_program),)](
         rows, rows if delta is None else delta, weight, out, num_rows, num_inner, rows.stride(0), rows.stride(1),
-        0 if delta is None else delta.stride(0), eps, SIZE=size, BLOCK=block, ROWS=rows_per_program,
-        ADDS=delta is not None, DEPENDENT=dependent, num_warps=min(16, max(4, block // 512)),
+        0 if delta is None else delta.stride(-2), eps, SIZE=size, BLOCK=block, ROWS=rows_per_program,
+        ADDS=delta is not None, PARTS=1 if delta is None or delta.ndim == 2 else delta.shape[0],
+        DEPENDENT=dependent, num_warps=min(16, max(4, block // 512)),
         launch_pdl=dependent,
     )  # fmt: skip
 
@@ -74,7 +80,7 @@ def _launch(
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x_ptr,  # [num_outer, num_inner, SIZE]; written where ADDS
-    delta_ptr,  # [num_rows, SIZE], read where ADDS
+    delta_ptr,  # [num_rows, SIZE], read where ADDS; PARTS > 1: [PARTS, num_rows, SIZE] float32
     weight_ptr,  # [SIZE]
     out_ptr,  # [num_rows, SIZE]
     num_rows,
@@ -87,6 +93,7 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADDS: tl.constexpr,
+    PARTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
@@ -99,7 +106,11 @@ def _rms_norm_kernel(
         gdc_wait()
     x = tl.load(x_ptr + at, mask=is_in, other=0.0)
     if ADDS:
-        delta = tl.load(delta_ptr + rows * delta_stride + columns, mask=is_in, other=0.0)
+        delta_at = delta_ptr + rows * delta_stride + columns
+        delta = tl.load(delta_at, mask=is_in, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            delta += tl.load(delta_at + part * num_rows.to(tl.int64) * SIZE, mask=is_in, other=0.0)
+        delta = delta.to(x.dtype)
         x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
         tl.store(x_ptr + at, x, mask=is_in)
     wide = x.to(tl.float32)

@@ -1,15 +1,17 @@
 """Norms, gate, sampler and small-batch products in CUDA graphs: Triton kernels against torch and cuBLAS.
 
-    python tests/benchmarks/bench_kernels_dense.py [--parts noise small linear chain] [--models 8b 1b]
-                                                   [--rows 1 4 8 16 32] [--json FILE]
+    python tests/benchmarks/bench_kernels_dense.py [--parts noise small linear choices chain] [--models 8b 1b]
+                                                   [--rows 1 4 8 16 32 64] [--json FILE]
 
     noise    the bits of the noise on this GPU against those of the reference on the CPU, and draws against torch's
     small    norms, gate, argmax, top-k: microseconds; inputs stay in L2, as they do in a decode step
     linear   every product of a decode step with every candidate configuration: microseconds and TB/s of weights. Calls
-             go round copies of the weights of over 400 MB, so that none is in L2. The last lines are what TABLE
-             and GATED_TABLE of kernels/triton_linear.py should hold: torch where no kernel is 1 % faster
+             go round copies of the weights of over 400 MB, so that none is in L2
+    choices  the fastest few of each product, and torch's, by turns in a chain of all layers with dependent launches,
+             where a kernel also hides its start and leaves its sums to the next. The last lines are what TABLE and
+             GATED_TABLE of kernels/triton_linear.py should hold: what is stored where nothing is 0.2 % faster
     chain    all norms, products and gates of a decode step (no attention), each layer with weights of its own, with
-             the configurations that `linear` found or the stored ones: torch, Triton, Triton with dependent launch
+             the configurations that `choices` found or the stored ones: torch, Triton, Triton with dependent launch
 
 A call's time is that of a graph of many calls over their number, the median of 7 replays. Each candidate's result is
 compared with float32 before it is timed. The ceiling is the H200's measured read bandwidth, 4.7 TB/s.
@@ -19,13 +21,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,17 +50,18 @@ ROTATED_BYTES = 400e6  # eight times the L2
 REPLAY_BYTES = 4e9  # weights read by a replay: a millisecond
 VOCAB_SIZE = 128256
 DTYPE = torch.bfloat16
-NUM_THREADS = 8  # that compile
+NUM_THREADS = 16  # that compile
 Case = tuple[str, int, Callable[[], object], Callable[[], object]]  # name, bytes moved, kernel, torch
 
 
 class Model(NamedTuple):
-    """Llama-3's shapes."""
+    """The shapes of its matrices."""
 
     num_layers: int
     hidden_size: int
     mlp_size: int
     qkv_size: int
+    vocab_size: int = VOCAB_SIZE
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
@@ -67,11 +71,12 @@ class Model(NamedTuple):
             "o": (hidden, hidden),
             "gate_up": (2 * self.mlp_size, hidden),
             "down": (hidden, self.mlp_size),
-            "head": (VOCAB_SIZE, hidden),
+            "head": (self.vocab_size, hidden),
         }
 
 
 MODELS = {"8b": Model(32, 4096, 14336, 6144), "1b": Model(16, 2048, 8192, 3072)}
+MODELS["qwen3-8b"] = Model(36, 4096, 12288, 6144, 151936)
 
 
 def microseconds(calls: list[Callable[[], object]], num_rounds: int = 1) -> float:
@@ -215,14 +220,17 @@ def candidates(num_rows: int, shape: tuple[int, int], is_gated: bool) -> Iterato
         for block_n, num_warps in itertools.product((1, 2, 4), (4, 8, 16)):
             if whole <= block_n * whole * (1 + is_gated) <= 32 * num_warps * (128 if num_rows <= 4 else 64):
                 yield Config("vector", block_n, whole, num_warps)
-    tiles = [(16, 256, 5), (16, 512, 4), (32, 128, 5), (32, 256, 3), (32, 256, 4), (64, 64, 6), (64, 128, 3)]
-    tiles += [(64, 128, 5), (64, 256, 3), (128, 64, 4), (128, 128, 3)]
+    tiles = [(64, 64, 6), (64, 128, 3), (128, 64, 4), (128, 128, 3)]
+    if num_rows <= 32:
+        tiles += [(16, 256, 5), (16, 512, 4), (32, 128, 5), (32, 256, 3), (32, 256, 4), (64, 128, 5), (64, 256, 3)]
+    else:
+        tiles += [(64, 64, 4), (64, 128, 4), (128, 64, 3), (128, 64, 5), (256, 64, 3)]
     for (block_n, block_k, num_stages), split_k in itertools.product(tiles, (1, 2, 4, 8)):
         num_programs = triton.cdiv(out_size // (1 + is_gated), block_n) * split_k
         if split_k > 1 and (num_programs > 1100 or in_size // split_k < 2 * block_k or is_gated):
             continue
         if num_programs >= 64:
-            yield Config("dot", block_n, block_k, 8 if block_n == 128 else 4, num_stages, split_k)
+            yield Config("dot", block_n, block_k, 8 if block_n >= 128 else 4, num_stages, split_k)
 
 
 def bench_matrix(shape: tuple[int, int], row_counts: list[int], is_gated: bool) -> list[dict[str, Any]]:
@@ -262,22 +270,16 @@ def bench_matrix(shape: tuple[int, int], row_counts: list[int], is_gated: bool) 
     return results
 
 
-def compile_all(configs: list[Config], launch: Callable[[Config], object]) -> None:
+def compile_all(configs: Sequence[Config | None], launch: Callable[[Config | None], object]) -> None:
     """Side by side, as compilation takes most of the time."""
 
-    def attempt(config: Config) -> None:
+    def attempt(config: Config | None) -> None:
         with contextlib.suppress(OutOfResources), torch.inference_mode():
             launch(config)
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         list(threads.map(attempt, configs))
     torch.cuda.synchronize()
-
-
-def best_of(times: list[dict[str, Any]]) -> Config | None:
-    """The fastest, where it beats torch by 1 %."""
-    plain = next(each["us"] for each in times if each["config"] is None)
-    return times[0]["config"] if times[0]["us"] < 0.99 * plain else None
 
 
 def bench_linear(models: list[str], row_counts: list[int]) -> list[dict[str, Any]]:
@@ -296,27 +298,85 @@ def bench_linear(models: list[str], row_counts: list[int]) -> list[dict[str, Any
                         print(
                             f"            {each['us']:7.2f} us {each['tb_s']:.2f} TB/s ({share:.0%}) {each['config']}"
                         )
-                results.append({"name": label, "shape": shape, "is_gated": is_gated, "rows": measured})
-                store(shape, measured, is_gated)
+                results.append({"name": label, "model": model, "shape": shape, "is_gated": is_gated, "rows": measured})
                 torch.cuda.empty_cache()
+    return results
+
+
+# --- which of them, where they stand ----------------------------------------------------------------------------------
+
+
+def bench_choices(measured: list[dict[str, Any]], row_counts: list[int]) -> list[dict[str, Any]]:
+    """`measured`: what `bench_linear` returned. Changes the tables."""
+    set_dependent_launch(True)
+    results = []
+    for name in dict.fromkeys(product["model"] for product in measured):
+        products = [each for each in measured if each["model"] == name and not each["name"].endswith("gate_up")]
+        chain = Chain(MODELS[name])
+        for num_rows in sorted(set(row_counts) & set(ROW_CLASSES)):
+            results += [{"model": name, **choice} for choice in chain.choose(products, num_rows)]
+        del chain
+        torch.cuda.empty_cache()
+    set_dependent_launch(False)
     for name, table in (("TABLE", triton_linear.TABLE), ("GATED_TABLE", triton_linear.GATED_TABLE)):
-        print(f"{name} = {{")
+        print(f"{name}: Table = {{")
         for shape, configs in table.items():
             print(f"    {shape}: ({', '.join(map(literal, configs))}),")
         print("}")
     return results
 
 
-def store(shape: tuple[int, int], measured: list[dict[str, Any]], is_gated: bool) -> None:
-    """Each class of rows takes what is best for its largest number of rows, or for the nearest one measured."""
-    best = {row["rows"]: best_of(row["times"]) for row in measured}
-    table = triton_linear.GATED_TABLE if is_gated else triton_linear.TABLE
-    configs = []
-    for bound in ROW_CLASSES:
-        config = best[min(best, key=lambda rows: abs(rows - bound))]
-        fits = config is None or config.kind == "dot" or bound in best
-        configs.append(config if fits else None)
-    table[shape] = tuple(configs)
+class Chain:
+    """A decode step without attention, of which one product after the other tries its candidates."""
+
+    def __init__(self, model: Model) -> None:
+        shapes = [shape for matrix, shape in model.matrices.items() if matrix != "head"]
+        self._layers = [[matrix(shape) for shape in shapes] for _ in range(model.num_layers)]
+        self._head, self._norm = matrix(model.matrices["head"]), random(model.hidden_size)
+        self._weights = {linear.weight.shape: linear.weight for linear in (*self._layers[0], self._head)}
+
+    def choose(self, products: list[dict[str, Any]], num_rows: int) -> list[dict[str, Any]]:
+        hidden = random(num_rows, len(self._norm))
+        before = torch_step(hidden, self._layers, self._head, self._norm)
+        results, index, best = [], ROW_CLASSES.index(num_rows), self._microseconds(hidden)
+        print(f"{num_rows} rows: {best:.1f} us as stored")
+        for product in products:
+            shape, is_gated = product["shape"], product["is_gated"]
+            weight, table = self._weights[shape], triton_linear.GATED_TABLE if is_gated else triton_linear.TABLE
+            table.setdefault(shape, tuple(stored(weight, bound, is_gated) for bound in ROW_CLASSES))
+            times = next(row["times"] for row in product["rows"] if row["rows"] == num_rows)
+            kept = table[shape][index]
+            few = [config for config in fastest(times) if config != kept]
+            x, call = random(num_rows, shape[1]), gated_linear if is_gated else linear
+            compile_all(few, lambda config, call=call, x=x, weight=weight: call(x, weight, config=config))
+            for config in few:
+                table[shape] = (*table[shape][:index], config, *table[shape][index + 1 :])
+                error = self._error(hidden, before)
+                us = self._microseconds(hidden)
+                is_better = us < 0.998 * best and error < 0.05
+                print(f"    {product['name']} {literal(config)}: {us - best:+.1f} us, error {error:.3f}")
+                results.append({"rows": num_rows, "name": product["name"], "config": config, "us": us, "was": best})
+                kept, best = (config, us) if is_better else (kept, best)
+            table[shape] = (*table[shape][:index], kept, *table[shape][index + 1 :])
+        print(f"{num_rows} rows: {self._microseconds(hidden):.1f} us as chosen")
+        return results
+
+    def _microseconds(self, hidden: Tensor) -> float:
+        step = functools.partial(triton_step, hidden, self._layers, self._head, self._norm)
+        return min(microseconds([step]) for _ in range(3))
+
+    def _error(self, hidden: Tensor, expected: Tensor) -> float:
+        actual = triton_step(hidden, self._layers, self._head, self._norm)
+        return ((actual - expected).norm() / expected.norm()).item()
+
+
+def stored(weight: Tensor, num_rows: int, is_gated: bool) -> Config | None:
+    return triton_linear.choose(random(num_rows, weight.shape[1]), weight, is_gated=is_gated)
+
+
+def fastest(times: list[dict[str, Any]]) -> list[Config | None]:
+    """The four fastest kernels, and torch's."""
+    return [*[each["config"] for each in times if each["config"] is not None][:4], None]
 
 
 def literal(config: Config | None) -> str:
@@ -384,7 +444,7 @@ def triton_step(hidden: Tensor, layers: list[list[Linear]], head: Linear, norm: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ["noise", "small", "linear", "chain"]
+    parts = ["noise", "small", "linear", "choices", "chain"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROW_CLASSES))
@@ -398,6 +458,7 @@ def main() -> None:
         "noise": bench_noise,
         "small": bench_small,
         "linear": lambda: bench_linear(args.models, args.rows),
+        "choices": lambda: bench_choices(report.get("linear", []), args.rows),
         "chain": lambda: bench_chain(args.models, args.rows),
     }
     with torch.inference_mode():

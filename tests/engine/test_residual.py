@@ -16,6 +16,7 @@ from baton.kernels.silu import silu_mul_ref
 
 SIZE, INNER, EPS = 64, 96, 1e-5
 FUSED, PLAIN = triton_linear.Config("vector", 16, 128), None
+PARTS = triton_linear.Config("dot", 32, 32, split_k=2)
 
 
 def layers(dtype: torch.dtype) -> tuple[list[Linear], list[torch.Tensor]]:
@@ -51,12 +52,15 @@ def by_hand(hidden: torch.Tensor, num_layers: int) -> tuple[torch.Tensor, torch.
     return rms_norm_ref(hidden, norms[2], EPS), hidden
 
 
+@pytest.mark.parametrize("plain", [PLAIN, PARTS])
 @pytest.mark.parametrize("fused", [(), ("mix",), ("down",), ("gate_up", "down"), ("mix", "gate_up", "down")])
-def test_any_products_may_be_fused(fused: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_products_may_be_fused(
+    fused: tuple[str, ...], plain: triton_linear.Config | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu, "compiled", lambda tensor: True)
 
     def chosen(name: str) -> tuple[triton_linear.Config | None, ...]:
-        return (FUSED if name in fused else PLAIN,) * len(triton_linear.ROW_CLASSES)
+        return (FUSED if name in fused else plain,) * len(triton_linear.ROW_CLASSES)
 
     table = {(SIZE, SIZE): chosen("mix"), (SIZE, INNER): chosen("down")}
     monkeypatch.setattr(triton_linear, "TABLE", table)

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from baton.kernels import triton_linear
 from baton.kernels.norm import Norm, rms_norm_ref
 from baton.kernels.silu import silu_mul_ref
-from baton.kernels.triton_linear import MAX_ROWS, Config, choose, fuses, gated_linear, linear
+from baton.kernels.triton_linear import MAX_ROWS, Config, choose, fuses, gated_linear, linear, linear_parts, sum_parts
 
 NAN = float("nan")
 HALF = torch.float16  # the interpreter multiplies matrices of no bfloat16
@@ -30,6 +30,8 @@ CASES = [  # (num_rows, out_size, in_size, config): odd numbers of rows of W, co
     (16, 32, 256, Config("dot", 32, 64, split_k=2)),
     (17, 70, 272, Config("dot", 32, 64, split_k=3)),
     (32, 64, 48, Config("dot", 16, 64, split_k=4)),
+    (33, 70, 272, Config("dot", 32, 64)),
+    (64, 34, 256, Config("dot", 64, 64, split_k=2)),
 ]
 VECTOR_CASES = [case for case in CASES if case[3].kind == "vector" and case[3].block_n > 1]
 
@@ -57,6 +59,18 @@ def test_every_kernel(num_rows: int, out_size: int, in_size: int, config: Config
     plain = F.linear(x.double(), weight.double())
     assert_near(linear(x, weight, None, config), plain, dtype)
     assert_near(linear(x, weight, bias, config), plain + bias.double(), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "out_size", "in_size", "config"), CASES)
+def test_parts_of_a_product(num_rows: int, out_size: int, in_size: int, config: Config, dtype: torch.dtype) -> None:
+    x, weight, _ = operands(num_rows, out_size, in_size, dtype)
+    whole, parts = linear(x, weight, None, config), linear_parts(x, weight, config)
+    if config.split_k == 1:
+        assert torch.equal(parts, whole)
+    else:
+        assert parts.shape == (config.split_k, num_rows, out_size) and parts.dtype == torch.float32
+        assert torch.equal(sum_parts(parts, dtype), whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -121,7 +135,7 @@ def test_a_row_does_not_depend_on_the_others(config: Config) -> None:
     assert torch.equal(linear(x, weight, None, config)[1], together[1])
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 8, 32])
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 32, 33, 64])
 def test_chosen_by_shape(num_rows: int) -> None:
     x, weight, bias = operands(num_rows, 70, 160, HALF)
     config = choose(x, weight)
@@ -131,10 +145,10 @@ def test_chosen_by_shape(num_rows: int) -> None:
 
 
 def test_stored_configurations_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = (Config("vector", 4, 32), None, Config("dot", 16, 32), None, Config("dot", 32, 32))
+    stored = (Config("vector", 4, 32), None, Config("dot", 16, 32), None, Config("dot", 32, 32), None)
     monkeypatch.setattr(triton_linear, "TABLE", {(70, 160): stored})
-    chosen = [choose(*operands(num_rows, 70, 160, HALF)[:2]) for num_rows in (1, 2, 4, 5, 8, 9, 16, 17, 32)]
-    assert chosen == [stored[0], None, None, stored[2], stored[2], None, None, stored[4], stored[4]]
+    chosen = [choose(*operands(num_rows, 70, 160, HALF)[:2]) for num_rows in (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 64)]
+    assert chosen == [stored[0], None, None, stored[2], stored[2], None, None, stored[4], stored[4], None, None]
     assert choose(*operands(1, 70, 160, HALF)[:2], is_gated=True) != stored[0]
 
 

@@ -13,6 +13,7 @@ from baton.kernels.norm import rms_norm_ref
 
 EPS = 1e-5
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ROUNDED = DTYPES[:2] if IS_INTERPRETED else DTYPES  # as torch rounds; the interpreter cuts bfloat16 off
 
 
 def assert_normed(actual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float = EPS) -> None:
@@ -53,6 +54,27 @@ def test_add_in_place(num_rows: int, size: int, dtype: torch.dtype) -> None:
     assert torch.equal(delta, kept)
 
 
+@pytest.mark.parametrize("dtype", ROUNDED)
+@pytest.mark.parametrize(("num_parts", "num_rows", "size"), [(1, 3, 64), (2, 1, 256), (4, 9, 100), (8, 3, 40)])
+def test_add_parts(num_parts: int, num_rows: int, size: int, dtype: torch.dtype) -> None:
+    """Summed in order, rounded once, then added, as if the sum were there before."""
+    hidden, parts = random(num_rows, size, dtype=dtype), random(num_parts, num_rows, size, seed=2)
+    weight, same = random(size, dtype=dtype, seed=1), hidden.clone()
+    delta = torch.zeros_like(parts[0])
+    for part in parts:
+        delta += part
+    expected = triton_norm.add_rms_norm_(same, delta.to(dtype), weight, EPS)
+    actual = triton_norm.add_rms_norm_(hidden, parts, weight, EPS)
+    assert torch.equal(hidden, same) and torch.equal(actual, expected)
+
+
+def test_parts_of_another_kind_are_refused() -> None:
+    hidden, weight = random(3, 64, dtype=torch.float16), random(64, dtype=torch.float16)
+    for parts in (random(2, 3, 64, dtype=torch.float16), random(2, 3, 128)[..., ::2], random(2, 4, 64)):
+        with pytest.raises(AssertionError):
+            triton_norm.add_rms_norm_(hidden, parts, weight, EPS)
+
+
 def test_add_to_rows_apart_writes_nothing_between() -> None:
     table, deltas, weight = random(5, 80), random(5, 90, seed=2), random(70, seed=1)
     kept = table.clone()
@@ -90,7 +112,11 @@ def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == ["rms_norm", "add_rms_norm_"]
     strided = random(2, 64)[:, ::2]
     torch.testing.assert_close(norm.rms_norm(strided, weight, EPS), rms_norm_ref(strided, weight, EPS))
-    assert len(calls) == 2
+    parts = random(3, 2, 32, seed=3)
+    expected = strided + parts.sum(0)
+    actual = norm.add_rms_norm_(strided, parts, weight, EPS)
+    torch.testing.assert_close(actual, rms_norm_ref(expected, weight, EPS))
+    assert torch.equal(strided, expected) and len(calls) == 2
 
 
 def test_off_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
