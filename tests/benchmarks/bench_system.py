@@ -1,11 +1,12 @@
 """The whole system on one GPU: HTTP, router, a prefill and a decode process, against the engine in this process.
 
     python -m baton.deploy.synthetic llama-3.2-1b models/1b --planted
-    python tests/benchmarks/bench_system.py --model models/1b [--streams 1 16 64] [--prompt-len 1024] [--tokens 256]
+    python tests/benchmarks/bench_system.py --model models/1b [--streams 1 16 64] [--prompt-len 1024] [--tokens 512]
 
 All streams of a round start at once. Time to first token (ttft) and between tokens (itl) are a client's, tokens a
 second are those of the whole round, prompts included; `engine` is a decode step of as many sequences in this process,
-measured afterwards with both nodes gone, and `share` what the system keeps of its speed while all streams generate.
+measured afterwards with both nodes gone, and `share` what the system keeps of its speed while all streams generate:
+from the last stream's first token to the first stream's last one, where that is at least 32 tokens of each.
 With a planted model every token of every stream is compared with the text that is known; the exit status is 1 where one
 differs. Prints a table; all figures go to --json FILE.
 """
@@ -39,6 +40,8 @@ from baton.engine.engine import Engine  # noqa: E402
 from baton.engine.rounds import Rounds  # noqa: E402
 
 PAGE_SIZE = 64
+_FEWEST_STEPS = 32  # over which a speed is one
+_TIMED_STEPS = 48
 
 
 def main() -> None:
@@ -95,7 +98,8 @@ def one_round(cluster: Cluster, options: argparse.Namespace, num_streams: int, i
     times = [np.array([at for at, ids in output for _ in ids]) for output in outputs]
     begun = max(float(each[0]) for each in times)  # from when all have their first token
     ended = min(float(each[-1]) for each in times)  # until the first has its last
-    together = sum(int(((each > begun) & (each <= ended)).sum()) for each in times)
+    together = [np.flatnonzero((each > begun) & (each <= ended)) for each in times]
+    num_together = sum(len(each) for each in together)
     ttft = sorted(float(each[0] - started) for each in times)
     gaps = np.concatenate([np.diff(each) for each in times]) * 1e3
     return {
@@ -105,7 +109,9 @@ def one_round(cluster: Cluster, options: argparse.Namespace, num_streams: int, i
         "ttft_ms_max": ttft[-1] * 1e3,
         "itl_ms_p50": float(np.percentile(gaps, 50)),
         "itl_ms_p99": float(np.percentile(gaps, 99)),
-        "steady_tokens_per_s": together / (ended - begun) if ended > begun else 0.0,
+        "steady_tokens_per_s": num_together / (ended - begun) if ended > begun else 0.0,
+        "steady_steps": num_together / num_streams,
+        "steady_at": float(np.concatenate(together).mean()) if num_together else 0.0,  # of a stream's tokens
         "wrong_streams": num_wrong,
         "checked_tokens": num_streams * options.tokens if config.get("planted") else 0,
     }
@@ -168,14 +174,16 @@ def add_engine(options: argparse.Namespace, points: list[dict[str, Any]]) -> Non
     rounds = Rounds(engine, max(options.streams), buckets=options.streams)
     rounds.capture()
     for point in points:
-        sequences = bench_sequences.start(engine, rounds, point["streams"], options.tokens + 64)
+        sequences = bench_sequences.start(engine, rounds, point["streams"], options.tokens + 4 * _TIMED_STEPS)
         shape = rounds.shape.with_steps(0)
-        bench_sequences.run_rounds(rounds, sequences, shape, 8)
-        step_s = statistics.median(bench_sequences.run_rounds(rounds, sequences, shape, 48) for _ in range(3))
+        before = max(8, int(point["steady_at"]) - 3 * _TIMED_STEPS // 2)  # as long as the streams were
+        bench_sequences.run_rounds(rounds, sequences, shape, before)
+        step_s = statistics.median(bench_sequences.run_rounds(rounds, sequences, shape, _TIMED_STEPS) for _ in range(3))
         point["checked_tokens"] += bench_sequences.stop(engine, rounds, sequences)
         point["engine_step_ms"] = step_s * 1e3
         point["engine_tokens_per_s"] = point["streams"] / step_s
-        point["share"] = point["steady_tokens_per_s"] / point["engine_tokens_per_s"]
+        if point["steady_steps"] >= _FEWEST_STEPS:
+            point["share"] = point["steady_tokens_per_s"] / point["engine_tokens_per_s"]
 
 
 def _options() -> argparse.Namespace:
@@ -183,7 +191,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--prompt-len", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--transport", default="auto")
