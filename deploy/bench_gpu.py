@@ -31,6 +31,7 @@ from ..engine.engine import Engine
 from ..engine.pages import Owner
 from ..engine.progress import ProgressBar
 from ..engine.rounds import Rounds
+from ..engine.startup import freeze
 from ..engine.trees import DraftShape
 from ..metadata.config import ProcessConfig
 from ..metadata.logs import setup_logging
@@ -75,6 +76,7 @@ def main() -> None:
     report["capture_s"] = round(time.monotonic() - started, 2)
     with ProgressBar("capturing prompt graphs") as progress:
         engine.capture_prompts(progress)
+    freeze()  # as a node
     parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "decode": lambda: [decode(engine, rounds, batch, limits) for batch in options.batches],
         "mixed": lambda: [mixed(engine, rounds, batch, limits) for batch in options.batches if batch <= 64],

@@ -38,6 +38,7 @@ from baton.deploy.planted_text import PlantedText  # noqa: E402
 from baton.engine.config import EngineConfig  # noqa: E402
 from baton.engine.engine import Engine  # noqa: E402
 from baton.engine.rounds import Rounds  # noqa: E402
+from baton.engine.startup import freeze  # noqa: E402
 
 PAGE_SIZE = 64
 _FEWEST_STEPS = 32  # over which a speed is one
@@ -173,6 +174,7 @@ def add_engine(options: argparse.Namespace, points: list[dict[str, Any]]) -> Non
     engine = Engine(config)
     rounds = Rounds(engine, max(options.streams), buckets=options.streams)
     rounds.capture()
+    freeze()  # as a node
     for point in points:
         sequences = bench_sequences.start(engine, rounds, point["streams"], options.tokens + 4 * _TIMED_STEPS)
         shape = rounds.shape.with_steps(0)
