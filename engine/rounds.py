@@ -7,6 +7,7 @@ the slots. Whatever is done to slots and pages between two rounds is ordered wit
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ from .trees import DraftShape
 
 _MEASURED = SamplingParams(max_tokens=1, temperature=0.0)
 _COUNTS = 2  # numbers of a row before its tokens
+_WARM_UP_MISSED, _MOST_WARM_UP_ROWS = (1, 4, 24), 1024
 
 
 class Accepted(NamedTuple):
@@ -130,6 +132,17 @@ class Rounds:
             self._graphs = RoundGraphs(self._run_captured, inputs, self.slots.padding)
             self._graphs.capture(shapes, (GREEDY, SAMPLED), progress)
         self.measure(1, 0)  # compiles what surrounds a graph
+        self.warm_up_catching_up()
+
+    def warm_up_catching_up(self) -> None:
+        """Catch up once with padding as it will be done with sequences, so that no kernel for it is compiled or loaded
+        while they wait."""
+        if self.drafter is None or not self.drafter.has_kv:
+            return
+        with torch.inference_mode():
+            for size, num_missed in itertools.product(self._buckets, _WARM_UP_MISSED):
+                if size * num_missed <= _MOST_WARM_UP_ROWS:
+                    self._catch_up([self._nobody(num_missed) for _ in range(size)], [0] * size)
 
     def admit(self, sequence: Running, length: int, draft: DraftState | None) -> None:
         """Give a sequence a slot: `length` tokens have KV, one more is known."""
@@ -198,10 +211,8 @@ class Rounds:
 
     def measure(self, num_seqs: int, num_steps: int) -> float:
         """Seconds of a round of `num_seqs` sequences that are padding, the host's part included."""
-        sampling = SamplingState(_MEASURED, [0, 0], vocab_size=self.engine.model_config.vocab_size)
-        sequence = _Padding(self.slots.padding, [0, 0], [], sampling)
         started = time.monotonic()
-        self.run([sequence] * num_seqs, self.shape.with_steps(num_steps), [0] * num_seqs)
+        self.run([self._nobody()] * num_seqs, self.shape.with_steps(num_steps), [0] * num_seqs)
         return time.monotonic() - started
 
     def recompute(self, sequences: Sequence[Running], rows: Sequence[BatchRow], hidden: Tensor | None) -> None:
@@ -216,6 +227,13 @@ class Rounds:
         ]
         with torch.inference_mode():
             self.drafter.observe_prompt(chunks, hidden)
+
+    def _nobody(self, num_missed: int = 0) -> _Padding:
+        """In the padding page, as long as catching up needs it."""
+        known = [0] * (2 + num_missed + (self.engine.speculation.hidden.num_target_rows if num_missed else 0))
+        sampling = SamplingState(_MEASURED, known, vocab_size=self.engine.model_config.vocab_size)
+        pages = [0] * -(-len(known) // self.engine.pool.page_size)
+        return _Padding(self.slots.padding, known, pages, sampling, num_missed)
 
     def _run(self, inputs: RoundInputs, shape: DraftShape, needs: Needs) -> RoundResult:
         """By a graph, where the inputs are a bucket's and there are graphs."""
@@ -301,37 +319,34 @@ class Rounds:
 
     def _observe_missed(self, drafter: Drafter, late: Sequence[Running]) -> None:
         """As prompts whose first rows are computed: those since the last `observe`, and those that its proposals stood
-        in for."""
+        in for. The device waits meanwhile, so it is asked for everything of all sequences at once."""
+        slots, nums_missed = [_slot(sequence) for sequence in late], [sequence.num_missed for sequence in late]
+        index = to_device(torch.tensor(slots), self.engine.device)
+        after = to_device(torch.tensor([sequence.token_ids[-1] for sequence in late]), self.engine.device)
+        missed, before = self.slots.missed(slots, nums_missed), self.slots.draft(index).rows
+        states = None if missed is None else list(missed.split(nums_missed))
         chunks: list[PromptChunk] = []
         tails: list[PromptTail] = []
-        tokens: list[int] = []  # after them
-        device = self.engine.device
-        hidden: list[Tensor] = []
-        last: list[Tensor] = []
-        for sequence in late:
-            *known, bonus = sequence.token_ids
-            tokens.append(bonus)
-            states = self.slots.missed(_slot(sequence), sequence.num_missed)
-            before = self.slots.draft(_slot(sequence)).rows
+        for row, sequence in enumerate(late):
+            known = sequence.token_ids[:-1]
             num_before = 0
             if states is not None and before is not None:
                 num_before = min(before.shape[1], len(known) - sequence.num_missed)
-                states = torch.cat([before[0, before.shape[1] - num_before :], states])
+                states[row] = torch.cat([before[row, before.shape[1] - num_before :], states[row]])
             chunks.append(PromptChunk(known, len(known) - sequence.num_missed - num_before, len(known), sequence.pages))
-            if states is not None:
-                hidden.append(states)
-                last.append(states[-1:])
-            tails.append(PromptTail(known, sequence.pages, None if states is None else states[:-1]))
+            tails.append(PromptTail(known, sequence.pages, None if states is None else states[row][:-1]))
             sequence.num_missed = 0
-        drafter.observe_prompt(chunks, torch.cat(hidden) if hidden else None)
-        index = to_device(torch.tensor([_slot(sequence) for sequence in late]), device)
+        hidden = last = None
+        if states is not None:
+            hidden = torch.cat(states)
+            ends = torch.tensor([len(each) for each in states]).cumsum(0)
+            last = hidden.index_select(0, to_device(ends - 1, self.engine.device))
+        drafter.observe_prompt(chunks, hidden)
         needs = Needs.any_of(sequence.sampling.needs for sequence in late)
         sampling = self.slots.read(index, index.new_zeros(len(late), 0), needs).sampling
-        after = to_device(torch.tensor(tokens), device)
-        draft = drafter.finish_prompt(tails, after, torch.cat(last) if last else None, sampling)
-        for row, sequence in enumerate(late):
-            if draft.present():
-                self.slots.load_draft(_slot(sequence), draft.row(row))
+        draft = drafter.finish_prompt(tails, after, last, sampling)
+        if draft.present():
+            self.slots.load_draft(index, draft)
 
 
 def _slot(sequence: Running) -> int:

@@ -7,11 +7,13 @@ last row is padding's: sequences that a bucket has too few of read it, and it st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..kernels.advance import Columns, advance_
-from ..kernels.rows import assign_rows_
+from ..kernels.rows import assign_rows_, gather_rows
 from .constants import counted
 from .copies import to_device
 from .drafters.base import Drafter, DraftState, RoundRows
@@ -48,7 +50,7 @@ class Slots:
         if drafter is not None and extend is not None:
             missed = drafter.hidden.allocate("extend", num_rows * (MAX_MISSED + 1), device)
             assert missed is not None
-            self._missed, self._missed_rows = missed.view(num_rows, MAX_MISSED + 1, extend.width), missed
+            self._missed = missed.view(num_rows, MAX_MISSED + 1, extend.width)
         column = torch.zeros(2 + len(INTS), dtype=torch.int64)  # padding: a greedy sequence of one token
         column[_LENGTH], column[_TOP_K] = _PADDING_LENGTH, 1  # of any rank but 0, which no row has
         self._padding_ints = column.to(device)
@@ -90,15 +92,16 @@ class Slots:
         if self._stops is not None:
             self._stops[slot] = state.dense_stops()
         if draft is not None:
-            self.load_draft(slot, draft)
+            self.load_draft(to_device(torch.tensor([slot]), self.device), draft)
 
-    def load_draft(self, slot: int, draft: DraftState) -> None:
-        """Raises ValueError for a state of another shape or dtype than the drafter's."""
-        self._draft.store(to_device(torch.tensor([slot]), self.device), draft.to(self.device))
+    def load_draft(self, index: Tensor, draft: DraftState) -> None:
+        """Of the slots `index` [num_rows] int64, all different. Raises ValueError for a state of another shape or dtype
+        than the drafter's."""
+        self._draft.store(index, draft.to(self.device))
 
-    def draft(self, slot: int) -> DraftState:
-        """A copy of one row."""
-        return self._draft.row(slot)
+    def draft(self, index: Tensor) -> DraftState:
+        """Copies of the slots `index` [num_rows] int64."""
+        return self._draft.select(index)
 
     def read(
         self,
@@ -168,11 +171,15 @@ class Slots:
     def keep_missed(self, rows: Tensor, extend: Tensor) -> None:
         """What a round without drafts left out, [num_seqs, extend width], at `rows` [num_seqs] int64."""
         assert self._missed is not None
-        assign_rows_([self._missed_rows], rows, [extend])
+        assign_rows_([self._missed.flatten(0, 1)], rows, [extend])
 
-    def missed(self, slot: int, num_missed: int) -> Tensor | None:
-        """[num_missed, extend width], oldest first; None where the drafter takes no such states."""
-        return None if self._missed is None else self._missed[slot, :num_missed]
+    def missed(self, slots: Sequence[int], num_missed: Sequence[int]) -> Tensor | None:
+        """Of each slot so many, oldest first, end to end: a copy [sum of num_missed, extend width]; None where the
+        drafter takes no such states."""
+        if self._missed is None:
+            return None
+        rows = [self.missed_row(slot, row) for slot, num in zip(slots, num_missed, strict=True) for row in range(num)]
+        return gather_rows([self._missed.flatten(0, 1)], to_device(torch.tensor(rows), self.device))[0]
 
     def _per_token(self, dtype: torch.dtype) -> Tensor:
         return torch.zeros(self.num_slots + 1, self._vocab_size, dtype=dtype, device=self.device)

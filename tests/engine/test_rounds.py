@@ -1,14 +1,21 @@
-"""What a captured round leaves behind does not stand in the way of sequences that come later."""
+"""What a captured round leaves behind does not stand in the way of sequences that come later; what catching up asks of
+the device."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from drafters import settings, target_of
 from node_pair import params
 from solo import Solo
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from baton.engine.drafters.base import PromptChunk
 
 
 def test_columns_that_a_round_allocated_take_sequences(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -36,3 +43,64 @@ def test_a_bucket_takes_the_columns_that_a_round_may_reach(checkpoint: Callable[
     assert len(short.pages) < reach <= table.shape[1] < inputs.block_table.shape[1]
     assert table[0].tolist() == [*short.pages, *[0] * (table.shape[1] - len(short.pages))]
     assert not table[1:].any()
+
+
+class Operations(TorchDispatchMode):
+    """Counts those that a device would be asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "standalone"])
+def test_catching_up_asks_as_much_for_many_sequences_as_for_two(
+    name: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """64 sequences took 25 ms, of which the GPU worked for one."""
+    solo = Solo(target_of(name, checkpoint), num_pages=400, **settings(name, target_of(name, checkpoint), tmp_path))
+    counts: list[Counter[str]] = []
+    for num_seqs in (2, 7):
+        prompts = [[index + 1, 2, 3, 4, 5] for index in range(num_seqs)]
+        sequences = solo.start_many(prompts, [params(40)] * num_seqs)
+        for _ in range(3):
+            solo.round(sequences, 0)
+        with torch.inference_mode(), Operations() as operations:
+            assert solo.rounds._catch_up(sequences, [2] * num_seqs) == [2] * num_seqs
+        assert not any(each.num_missed for each in sequences)
+        counts.append(operations.counts)
+    assert sum(counts[0].values()) > 10 and counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("name", ["eagle", "mtp3-deepseek", "standalone", "ngram"])
+def test_catching_up_is_warmed_up_with_padding(
+    name: str, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All sizes of a batch, and nothing of it reaches a sequence."""
+    model = target_of(name, checkpoint)
+    solo = Solo(model, num_slots=4, num_pages=200, buckets=(1, 2, 4), **settings(name, model, tmp_path))
+    sizes: list[tuple[int, int]] = []
+    observe = solo.drafter.observe_prompt
+
+    def observing(chunks: list[PromptChunk], hidden: torch.Tensor | None) -> None:
+        assert all(set(chunk.pages) == {0} for chunk in chunks)
+        sizes.append((len(chunks), chunks[0].stop - chunks[0].start))
+        observe(chunks, hidden)
+
+    wants = params(40, seed=3, temperature=0.8)
+    expected = solo.run(solo.start([1, 2, 3, 4], wants), 30, 2)
+    sequence = solo.start([1, 2, 3, 4], wants)
+    solo.run(sequence, 12, 2)
+    solo.round([sequence], 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(solo.drafter, "observe_prompt", observing)
+        solo.rounds.warm_up_catching_up()
+    num_before = solo.engine.speculation.hidden.num_target_rows
+    assert sizes == [(size, num + num_before) for size in (1, 2, 4) for num in (1, 4, 24)] * (name != "ngram")
+    assert solo.run(sequence, 30, 2) == expected
+    assert (solo.rounds.stats.num_verified > 0 and not solo.rounds.slots._draft.present()) or solo.drafter.has_kv

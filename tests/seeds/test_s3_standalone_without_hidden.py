@@ -113,14 +113,14 @@ def test_no_state_in_layout_rounds_or_row(model: Path, tmp_path: Path, make_pair
     pair.submit("r", PROMPT, params(60))
     pair.step_until(lambda: pair.decode.scheduler.running)
     [running] = pair.decode.scheduler.running
-    assert pair.decode.rounds.slots.draft(running.slot).present() == []
+    assert pair.decode.rounds.slots.draft(torch.tensor([running.slot])).present() == []
     check_no_tensors(pair.decode.rounds.slots)
     pair.run()
 
 
 def check_no_tensors(slots: Slots) -> None:
     """No row of any slot holds a state, also none of rounds that left the draft out."""
-    assert slots._draft.present() == [] and slots._missed is None and slots.missed(0, 1) is None
+    assert slots._draft.present() == [] and slots._missed is None and slots.missed([0], [1]) is None
 
 
 # --- none that matters ---
