@@ -4,9 +4,9 @@
 
     vector   1 to 8 rows, without tensor cores (triton_vector.py). It takes along what stands before and after a product
              in a decoder layer: `fuses`.
-    dot      2 to 32 rows. x is padded to 16 or 32 rows for the tensor cores; tiles of W pass through shared memory, a
-             few ahead. Where W has few rows its columns are split over programs too; their float32 partial sums are
-             added by a second small kernel, in a fixed order.
+    dot      2 to 64 rows. x is padded to 16, 32 or 64 rows for the tensor cores; tiles of W pass through shared memory,
+             a few ahead. Where W has few rows its columns are split over programs too; their float32 partial sums are
+             added in a fixed order, by a second small kernel or by the one that reads them (`linear_parts`).
 
 Products of 16-bit numbers are exact in float32 and so are summed. The result of a row does not depend on the rows
 beside it, but on which kernel is taken, which depends on how many there are.
