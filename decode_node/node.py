@@ -79,7 +79,7 @@ class DecodeNode:
         self.handoff = handoff
         self.rounds = Rounds(engine, max_running, buckets=graph_sizes(engine.kv, max_running))
         with ProgressBar("capturing round graphs") as progress:
-            self.rounds.capture(progress)
+            self.rounds.warm_up(progress)
         self.chooser: StepChooser | None = None
         if is_adaptive and self.rounds.shape.num_steps:
             times = StepTimes.measure(self.rounds.measure, min(max_running, _MAX_MEASURED), self.rounds.shape.choices)

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,7 +74,7 @@ def main() -> None:
     started = time.monotonic()
     rounds = Rounds(engine, max(options.batches), buckets=options.batches)
     with ProgressBar("capturing round graphs") as progress:
-        rounds.capture(progress)
+        rounds.warm_up(progress)
     report["capture_s"] = round(time.monotonic() - started, 2)
     with ProgressBar("capturing prompt graphs") as progress:
         engine.capture_prompts(progress)
@@ -172,7 +174,7 @@ def _graph_seconds(rounds: Rounds, sequences: Sequence[Running], shape: DraftSha
 
 def idle(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
     """From a trace of decode steps, what the GPU was without work: in all, and in gaps longer than those between the
-    kernels of one graph, which are the host's."""
+    kernels of one graph, which are the host's; `idle_share_between`: which kernels most of it lies between."""
     sequences = start(engine, rounds, batch, 2 * NUM_STEPS)
     shape = rounds.shape.with_steps(0)
     run_rounds(rounds, sequences, shape, 8)
@@ -180,22 +182,27 @@ def idle(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
         run_rounds(rounds, sequences, shape, 32)
     num_checked = stop(engine, rounds, sequences)
     spans = sorted(
-        (event.time_range.start, event.time_range.end)
+        (event.time_range.start, event.time_range.end, re.split(r"[<(]", event.name)[0])
         for event in trace.events() or ()
         if str(event.device_type).endswith("CUDA")
     )
     spans = spans[len(spans) // 4 :]  # the first rounds find an idle device
     gaps: list[float] = []
-    end = spans[0][1]
-    for begin, until in spans:
+    between: dict[str, float] = defaultdict(float)
+    _, end, before = spans[0]
+    for begin, until, name in spans[1:]:
         gaps.append(max(0.0, begin - end))
-        end = max(end, until)
+        between[f"{before}, {name}"] += gaps[-1]
+        if until > end:
+            end, before = until, name
     total = end - spans[0][0]
+    most = sorted(between, key=lambda names: -between[names])[:6]
     row = {
         "batch": batch,
         "idle_share": sum(gaps) / total,
         "idle_share_between_rounds": sum(gap for gap in gaps if gap > HOST_GAP_US) / total,
         "longest_gap_us": max(gaps),
+        "idle_share_between": {names: round(between[names] / total, 4) for names in most},
         "checked_tokens": num_checked,
     }
     say("idle " + _words(row))

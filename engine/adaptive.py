@@ -37,7 +37,7 @@ _ALL_WEIGHT = 4.0  # tries that the average of all sequences counts for in one s
 _DOUBT = 2.0  # wrong tries that are added where a loss must be bounded
 _HORIZON = 16  # rounds over which catching up must pay
 
-_LOAN, _SHARE = 4.0, 0.005
+_LOAN, _SHARE = 6.0, 0.005
 _MOST_GAINS = 30.0  # of one sequence; chance is smaller in larger batches, by the square root
 _TRIED_SHARE, _MOST_HALVINGS, _MOST_CREDIT = 0.015, 3, 6.0
 _TRIED_DRAFTS = 8  # of all sequences together

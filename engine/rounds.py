@@ -121,26 +121,21 @@ class Rounds:
         self._buckets = {size: deque(self._allocate_two(size)) for size in sorted(buckets)}
         self._graphs: RoundGraphs[RoundResult] | None = None
 
-    def capture(self, progress: Progress | None = None) -> None:
-        """On CUDA: graphs of all buckets for requests without filters and penalties, which `progress` counts; others
-        are captured when they come."""
-        if not gpu.compiled(self.engine.kv):
-            return
-        inputs = [self._allocate(size, device=self.engine.device) for size in self._buckets]
-        shapes = [self.shape.with_steps(steps) for steps in self.shape.choices]
-        with torch.inference_mode():
-            self._graphs = RoundGraphs(self._run_captured, inputs, self.slots.padding)
-            self._graphs.capture(shapes, (GREEDY, SAMPLED), progress)
-        self.measure(1, 0)  # compiles what surrounds a graph
-        self.warm_up_catching_up()
-
-    def warm_up_catching_up(self) -> None:
-        """Catch up once with padding as it will be done with sequences, so that no kernel for it is compiled or loaded
-        while they wait."""
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Whatever is compiled or loaded when it is used first, so that no sequence waits for it. On CUDA: graphs of
+        all buckets for requests without filters and penalties, which `progress` counts; others are captured when they
+        come."""
+        if gpu.compiled(self.engine.kv):
+            inputs = [self._allocate(size, device=self.engine.device) for size in self._buckets]
+            shapes = [self.shape.with_steps(steps) for steps in self.shape.choices]
+            with torch.inference_mode():
+                self._graphs = RoundGraphs(self._run_captured, inputs, self.slots.padding)
+                self._graphs.capture(shapes, (GREEDY, SAMPLED), progress)
+            self.measure(1, 0)  # compiles what surrounds a graph
         if self.drafter is None or not self.drafter.has_kv:
             return
         with torch.inference_mode():
-            for size, num_missed in itertools.product(self._buckets, _WARM_UP_MISSED):
+            for size, num_missed in itertools.product(self._buckets or [1], _WARM_UP_MISSED):
                 if size * num_missed <= _MOST_WARM_UP_ROWS:
                     self._catch_up([self._nobody(num_missed) for _ in range(size)], [0] * size)
 

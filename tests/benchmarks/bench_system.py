@@ -173,7 +173,7 @@ def add_engine(options: argparse.Namespace, points: list[dict[str, Any]]) -> Non
     )
     engine = Engine(config)
     rounds = Rounds(engine, max(options.streams), buckets=options.streams)
-    rounds.capture()
+    rounds.warm_up()
     freeze()  # as a node
     for point in points:
         sequences = bench_sequences.start(engine, rounds, point["streams"], options.tokens + 4 * _TIMED_STEPS)

@@ -1,10 +1,10 @@
 """Adaptive drafting is never much slower than none, and not much slower than the best fixed K where drafts pay clearly.
 
-The limits. A node may lose `_LOAN` rounds, 4, in its life and 0.5 % of the time: of its first 1,024 tokens less than 1
-%, of the first 256 about 2 %, of the first 128 about 4 %. Noise of 15 % a round and a wrong table come on top of that
-until some rounds of each kind were seen. Of the best fixed K nine tenths are asked for where it is 1.5 times as fast as
-none and the table is right: rounds without drafts that measure, and one sequence's bad luck, which stops its drafting
-for a while, take the rest.
+The limits. A node may lose `_LOAN` rounds, 6, in its life and 0.5 % of the time: of its first 1,024 tokens less than
+2 %, of the first 128 up to 7 %. Noise of 15 % a round and a wrong table come on top of that until some rounds of each
+kind were seen. Of the best fixed K nine tenths are asked for where it is 1.5 times as fast as none and the table is
+right: rounds without drafts that measure, and one sequence's bad luck, which stops its drafting for a while, take the
+rest.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_not_slower_than_without_drafts_and_near_the_best(name: str) -> None:
         world = World(machine, lambda stream, token, rate=rate: rate, batch, seed=next(seeds))
         first, later = world.run(128), world.run(896)
         best = best_fixed(machine, batch, rate)
-        assert first > 0.94, (batch, rate, noise, first)
+        assert first > 0.92, (batch, rate, noise, first)
         assert 1024 / (128 / first + 896 / later) > 0.98, (batch, rate, noise, first, later)
         assert later > 0.9 * best or best < 1.5, (batch, rate, noise, later, best)
 

@@ -99,7 +99,7 @@ def test_catching_up_is_warmed_up_with_padding(
     solo.round([sequence], 0)
     with monkeypatch.context() as patched:
         patched.setattr(solo.drafter, "observe_prompt", observing)
-        solo.rounds.warm_up_catching_up()
+        solo.rounds.warm_up()
     num_before = solo.engine.speculation.hidden.num_target_rows
     assert sizes == [(size, num + num_before) for size in (1, 2, 4) for num in (1, 4, 24)] * (name != "ngram")
     assert solo.run(sequence, 30, 2) == expected
