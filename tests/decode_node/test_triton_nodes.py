@@ -52,6 +52,6 @@ def test_output_is_that_of_the_cpu_kernels(
         settings = {"speculative": name, "draft_model": str(write_head(tmp_path / name, name, model)), "draft_steps": 2}
     expected = outputs(model)
     monkeypatch.setattr(gpu, "compiled", lambda tensor: True)
-    monkeypatch.setattr(Rounds, "capture", lambda self, progress: None)
+    monkeypatch.setattr(Rounds, "warm_up", lambda self, progress: None)
     monkeypatch.setattr(Engine, "capture_prompts", lambda self, progress: None)
     assert outputs(model, **settings) == expected

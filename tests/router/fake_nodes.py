@@ -85,7 +85,7 @@ class Behaviour:
     change_tokens: Callable[[FakeNode, list[m.Tokens]], list[m.Tokens]] | None = None  # of one unit's decode
     answer_prefill: Callable[[FakeNode, m.Prefill], bool] | None = None  # True: handled
     answer_reserve: Callable[[FakeNode, m.Reserve], bool] | None = None
-    hold: threading.Event | None = None  # decode waits for it before the tokens after the first
+    hold: threading.Event | None = None  # decode waits for it before the tokens after the first, but a canary's
     ack_cancels: bool = True
     resend: bool = True
 
@@ -329,15 +329,14 @@ class FakeNode(threading.Thread):
 
     def _step(self) -> None:
         behaviour = self.cluster.behaviour
-        if behaviour.hold is not None and not behaviour.hold.is_set():
-            return
+        is_held = behaviour.hold is not None and not behaviour.hold.is_set()
         now = time.monotonic()
         kept: list[tuple[float, list[m.Tokens]]] = []
         for due, steps in self.running:
-            if now < due:
+            unit = steps[0].units[0]
+            if now < due or (is_held and not unit.rid.startswith("canary")):
                 kept.append((due, steps))
                 continue
-            unit = steps[0].units[0]
             key = (unit.rid, unit.choice, unit.attempt)
             if key not in self.reserved:
                 continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from baton.decode_node.config import DecodeConfig
@@ -31,7 +33,7 @@ def start_prefill(name: str, config: PrefillConfig, *, lease_s: float, **more: A
     )
     membership = make_membership(config, name, "prefill", engine, None, epoch, handoff.address)
     sizes = config.max_running, config.chunk(engine.device.type)
-    return _started(PrefillNode(engine, membership, handoff, *sizes, **more), membership)
+    return _started(membership, handoff, lambda: PrefillNode(engine, membership, handoff, *sizes, **more))
 
 
 def start_decode(name: str, config: DecodeConfig, **more: Any) -> DecodeNode:
@@ -48,10 +50,15 @@ def start_decode(name: str, config: DecodeConfig, **more: Any) -> DecodeNode:
     )
     membership = make_membership(config, name, "decode", engine, None, epoch, "")
     sizes = config.max_running, config.chunk(engine.device.type)
-    return _started(DecodeNode(engine, membership, handoff, *sizes, **more), membership)
+    return _started(membership, handoff, lambda: DecodeNode(engine, membership, handoff, *sizes, **more))
 
 
-def _started(node: Any, membership: Membership) -> Any:
-    membership.member = node
+def _started(membership: Membership, handoff: HandoffServer | HandoffClient, make: Callable[[], Any]) -> Any:
+    """The node, if it can be made: its warm-up may find a fault."""
+    with ExitStack() as stack:
+        stack.callback(handoff.close)
+        stack.callback(membership.close)
+        node = membership.member = make()
+        stack.pop_all()
     membership.start()
     return node

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import zmq
 from local_nodes import start_decode, start_prefill
 
 from baton.decode_node.config import DecodeConfig
+from baton.decode_node.node import DecodeNode
 from baton.metadata.bus import decode_frame
 from baton.metadata.messages import (
     PROTOCOL_MAX,
@@ -44,6 +46,7 @@ from baton.metadata.request import (
     unpack_ids,
 )
 from baton.prefill_node.config import PrefillConfig
+from baton.prefill_node.node import PrefillNode
 
 ROUTER_EPOCH = "test-router"
 
@@ -88,10 +91,16 @@ class NodePair:
             "device": "cpu",
             "threads": 1,
         }
-        settings = PrefillConfig(**(common | (prefill or {})))
-        self.prefill = start_prefill("prefill-0", settings, lease_s=5.0, overlaps=overlaps)
-        settings = DecodeConfig(**(common | (decode or {})))
-        self.decode = start_decode("decode-0", settings, is_adaptive=is_adaptive, overlaps=overlaps)
+        self._nodes: list[PrefillNode | DecodeNode] = []
+        with ExitStack() as stack:
+            stack.callback(self.close)
+            settings = PrefillConfig(**(common | (prefill or {})))
+            self.prefill = start_prefill("prefill-0", settings, lease_s=5.0, overlaps=overlaps)
+            self._nodes.append(self.prefill)
+            settings = DecodeConfig(**(common | (decode or {})))
+            self.decode = start_decode("decode-0", settings, is_adaptive=is_adaptive, overlaps=overlaps)
+            self._nodes.append(self.decode)
+            stack.pop_all()
         for node in (self.prefill, self.decode):  # their router is this thread: it is not gone while one computes long
             node.membership._session._clock = lambda: 0.0
         self.results: dict[tuple[str, int], Result] = {}
@@ -170,7 +179,7 @@ class NodePair:
         return self.ledgers[-1]
 
     def close(self) -> None:
-        for node in (self.prefill, self.decode):
+        for node in self._nodes:
             node.membership.close()
             node.handoff.close()
         self._socket.close()
