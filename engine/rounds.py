@@ -35,6 +35,8 @@ from .trees import DraftShape
 
 _MEASURED = SamplingParams(max_tokens=1, temperature=0.0)
 _COUNTS = 2  # numbers of a row before its tokens
+# Rows that a sequence lacks after a round that only measured, after a node's first rounds, and when drafts are tried
+# again (adaptive.py); and the most of all sequences that are warmed up for.
 _WARM_UP_MISSED, _MOST_WARM_UP_ROWS = (1, 4, 24), 1024
 
 

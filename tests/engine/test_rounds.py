@@ -62,7 +62,7 @@ class Operations(TorchDispatchMode):
 def test_catching_up_asks_as_much_for_many_sequences_as_for_two(
     name: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """64 sequences took 25 ms, of which the GPU worked for one."""
+    """Sequence by sequence, 64 of them kept the host busy for 14 to 30 ms, and the GPU waited."""
     solo = Solo(target_of(name, checkpoint), num_pages=400, **settings(name, target_of(name, checkpoint), tmp_path))
     counts: list[Counter[str]] = []
     for num_seqs in (2, 7):
@@ -103,4 +103,3 @@ def test_catching_up_is_warmed_up_with_padding(
     num_before = solo.engine.speculation.hidden.num_target_rows
     assert sizes == [(size, num + num_before) for size in (1, 2, 4) for num in (1, 4, 24)] * (name != "ngram")
     assert solo.run(sequence, 30, 2) == expected
-    assert (solo.rounds.stats.num_verified > 0 and not solo.rounds.slots._draft.present()) or solo.drafter.has_kv
