@@ -287,7 +287,7 @@ class DecodeNode:
         plan = self.scheduler.plan()
         if self._under_way is None:
             return plan
-        if plan.is_premature or plan.rows or self.rounds.reads_tokens(plan.decoding, plan.shape):
+        if plan.is_premature or plan.rows or self.rounds.reads_tokens(plan.shape):
             self.settle()
             return self.scheduler.plan(plan.shape)
         return plan

@@ -90,7 +90,7 @@ def _run(rounds: Rounds, chooser: StepChooser, sequences: Sequence[Running]) -> 
         usable = [rounds.shape.num_steps * (each.num_missed <= MAX_MISSED) for each in sequences]
         num_steps = chooser.choose(slots, usable, rounds.num_missed(sequences)) if any(usable) else 0
         shape = rounds.shape.with_steps(num_steps)
-        if before is not None and rounds.reads_tokens(sequences, shape):
+        if before is not None and rounds.reads_tokens(shape):
             take(before)
             before = None
         submitted = rounds.submit(sequences, shape, [min(num_steps, each) for each in usable])

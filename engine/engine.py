@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from ..kernels import gpu, prompt_attention
+from ..kernels.rows import gather_rows
 from ..kernels.trees import move_slots_
 from ..metadata.errors import ConfigError
 from ..metadata.hidden_layout import HiddenDtype
@@ -158,7 +159,7 @@ class Engine:
         """As `compute`. Reads nothing of a tensor on the host where our compiled kernels serve."""
         extend, final = self.states(batch)
         if batch.logit_rows is not None and batch.logit_rows.shape[0] != final.shape[0]:
-            final = final.index_select(0, batch.logit_rows)
+            [final] = gather_rows([final], batch.logit_rows)
         return Computed(extend, self.model.logits(final))
 
     def states(self, batch: ForwardBatch) -> tuple[torch.Tensor | None, torch.Tensor]:

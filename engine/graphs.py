@@ -1,8 +1,8 @@
 """CUDA graphs of rounds: one for each bucket, number of steps and kind of sampling, replayed in one launch.
 
-What is captured is `run_round` itself, over the bucket's static inputs and the slots. Capturing runs it over padding
-alone, so it reaches nobody. Requests that ask for different steps of sampling share a few kinds: to do more than a row
-asks for changes nothing of it.
+What is captured is `run_round` itself, or `catch_up`, over the bucket's static inputs and the slots. Capturing runs it
+over padding alone, so it reaches nobody. Requests that ask for different steps of sampling share a few kinds: to do
+more than a row asks for changes nothing of it.
 """
 
 from __future__ import annotations
@@ -53,9 +53,15 @@ def graph_sizes(kv: torch.Tensor, max_running: int) -> list[int]:
     )
 
 
+class CatchUp(NamedTuple):
+    """Not a round: catching up on so many rows that rounds without drafts left out, before one that drafts."""
+
+    num_rows: int
+
+
 class _Key(NamedTuple):
     size: int  # of the bucket
-    shape: DraftShape
+    work: DraftShape | CatchUp
     kind: Needs
 
 
@@ -69,7 +75,10 @@ class RoundGraphs(Generic[Result]):
     """Owns the graphs, their inputs on the device and their memory, which all share: one runs at a time."""
 
     def __init__(
-        self, run: Callable[[RoundInputs, DraftShape, Needs], Result], inputs: Sequence[RoundInputs], padding: int
+        self,
+        run: Callable[[RoundInputs, DraftShape | CatchUp, Needs], Result],
+        inputs: Sequence[RoundInputs],
+        padding: int,
     ) -> None:
         """`run` reads nothing of a tensor on the host; `inputs` of each bucket, on the device; `padding` a slot."""
         self._run = run
@@ -78,10 +87,12 @@ class RoundGraphs(Generic[Result]):
         self._captured: dict[_Key, _Captured[Result]] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, shapes: Sequence[DraftShape], kinds: Sequence[Needs], progress: Progress | None = None) -> None:
+    def capture(
+        self, works: Sequence[DraftShape | CatchUp], kinds: Sequence[Needs], progress: Progress | None = None
+    ) -> None:
         """All buckets, largest first, so that the smaller ones fit in its memory. `progress` counts graphs."""
         started, before = time.monotonic(), torch.cuda.memory_reserved()
-        for key in tracked(list(starmap(_Key, product(sorted(self._inputs, reverse=True), shapes, kinds))), progress):
+        for key in tracked(list(starmap(_Key, product(sorted(self._inputs, reverse=True), works, kinds))), progress):
             self._capture(key)
         logger.info(
             "%d round graphs captured in %.1f s, %d MiB",
@@ -90,10 +101,10 @@ class RoundGraphs(Generic[Result]):
             (torch.cuda.memory_reserved() - before) >> 20,
         )
 
-    def replay(self, inputs: RoundInputs, shape: DraftShape, needs: Needs) -> Result:
+    def replay(self, inputs: RoundInputs, work: DraftShape | CatchUp, needs: Needs) -> Result:
         """Of a bucket's size, in host memory that stays as it is until the device has read it. The result is static:
         read it before the next replay. A kind of sampling that nobody asked for before is captured now."""
-        key = _Key(len(inputs.slots), shape, covering(needs))
+        key = _Key(len(inputs.slots), work, covering(needs))
         found = self._captured.get(key) or self._capture(key)
         self._inputs[key.size].copy_(inputs)
         found.graph.replay()
@@ -103,6 +114,6 @@ class RoundGraphs(Generic[Result]):
         inputs = self._inputs[key.size]
         inputs.block.zero_()
         inputs.slots.fill_(self._padding)
-        found = _Captured(*captured(lambda: self._run(inputs, key.shape, key.kind), self._pool))
+        found = _Captured(*captured(lambda: self._run(inputs, key.work, key.kind), self._pool))
         self._captured[key] = found
         return found

@@ -17,11 +17,18 @@ import torch.nn.functional as F
 
 from ..kernels import gpu
 from ..kernels.norm import Norm, add_rms_norm_
+from ..kernels.rows import gather_rows
 from ..kernels.silu import silu_mul
 
 _BLOCKED_FOR_ROWS = 32  # the number of rows that oneDNN chooses its blocking for
 # Rounding of weights to half precision that disappears in the rounding of a float32 sum of a few hundred products.
 _HALF_TOLERANCE = 2.0**-22
+
+
+def embed(token_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+    """Rows `token_ids` [num_tokens] int64 of [vocab_size, hidden_size], copies: [num_tokens, hidden_size]. Of up to 16
+    tokens torch's `embedding` takes one after the other on CUDA, 12 us for 16."""
+    return gather_rows([embedding], token_ids)[0]
 
 
 @dataclass(slots=True, eq=False)

@@ -5,7 +5,8 @@ its position, with that position's noise, given the tokens before it. A drafter 
 without one, or without drafts, a round brings one token.
 
 `run_round` is one function over the static tensors of a bucket and the slots (slots.py); no value is read on the host
-before its result is. Above the largest bucket the same function runs over tensors of the batch's own size.
+before its result is. Above the largest bucket the same function runs over tensors of the batch's own size. So is
+`catch_up`, which makes up for what rounds without drafts left out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..kernels.rows import gather_rows
 from ..kernels.trees import Ancestry, ancestry
 from .batch import ForwardBatch
 from .constants import counted
-from .drafters.base import Drafter, DraftState, RoundRows
+from .drafters.base import Drafter, DraftState, MissedRows, RoundRows
 from .engine import Engine
 from .logprobs import Logprobs, compute_logprobs
 from .round_inputs import RoundInputs
@@ -136,6 +137,16 @@ def _observe(
         return None
     if observes:
         return drafter.observe(rows, hidden, targets, num_accepted)
-    if hidden is not None:
-        slots.keep_missed(inputs.missed_rows, hidden[:, 0])
+    slots.keep_missed(inputs.missed_rows, rows.last_tokens, None if hidden is None else hidden[:, 0])
     return None
+
+
+def catch_up(drafter: Drafter, slots: Slots, inputs: RoundInputs, num_rows: int, needs: Needs) -> None:
+    """Run the drafter over the oldest `num_rows` rows that each sequence lacks, or all if they are fewer: as after a
+    round that brought as many tokens. `inputs.limits` says how many a sequence lacks, at least one, and
+    `inputs.missed_rows` where the first is kept."""
+    rows = slots.read(inputs.slots, inputs.block_table, needs)
+    num_missed = inputs.limits.clamp(min=1)  # padding has 0
+    tokens, hidden = slots.missed(inputs.missed_rows, num_missed, rows.last_tokens, num_rows)
+    before = MissedRows(rows.lengths - num_missed, tokens[:, 0], rows.block_table, rows.sampling, rows.draft)
+    slots.load_draft(inputs.slots, drafter.observe(before, hidden, tokens[:, 1:], num_missed.clamp(max=num_rows) - 1))

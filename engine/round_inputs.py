@@ -18,8 +18,9 @@ class RoundInputs(NamedTuple):
     block: Tensor  # [num_seqs, 3 + max_steps + num_columns] int64
     num_used: int  # columns of `block` that a round may read; what others hold is of a round before
     slots: Tensor  # [num_seqs] int64
-    limits: Tensor  # [num_seqs] int64, drafts that may be accepted
-    missed_rows: Tensor  # [num_seqs] int64, where a row that the drafter does not see is kept (Slots.missed_row)
+    limits: Tensor  # [num_seqs] int64, drafts that may be accepted; when catching up, rows that the drafter lacks
+    missed_rows: Tensor  # [num_seqs] int64, where a row that the drafter does not see is kept (Slots.missed_row), or
+    # when catching up, the oldest of those
     proposed: Tensor  # [num_seqs, max_steps] int64, by a drafter on the host
     block_table: Tensor  # [num_seqs, num_columns] int64
 

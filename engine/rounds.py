@@ -7,9 +7,7 @@ the slots. Whatever is done to slots and pages between two rounds is ordered wit
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -20,14 +18,14 @@ from torch import Tensor
 from ..kernels import gpu
 from ..metadata.request import SamplingParams, TokenLogprobs
 from .batch import BatchRow
-from .copies import recorded_event, to_device, to_host
-from .drafters.base import Drafter, DraftState, PromptChunk, PromptTail
+from .copies import recorded_event, to_host
+from .drafters.base import Drafter, DraftState, PromptChunk
 from .drafters.ngram import NgramDrafter
 from .engine import Engine
-from .graphs import GREEDY, SAMPLED, RoundGraphs
+from .graphs import GREEDY, SAMPLED, CatchUp, RoundGraphs
 from .logprobs import Logprobs
 from .progress import Progress
-from .round import RoundResult, run_round
+from .round import RoundResult, catch_up, run_round
 from .round_inputs import RoundInputs
 from .sampling_state import Needs, SamplingState
 from .slots import MAX_MISSED, Slots
@@ -35,9 +33,6 @@ from .trees import DraftShape
 
 _MEASURED = SamplingParams(max_tokens=1, temperature=0.0)
 _COUNTS = 2  # numbers of a row before its tokens
-# Rows that a sequence lacks after a round that only measured, after a node's first rounds, and when drafts are tried
-# again (adaptive.py); and the most of all sequences that are warmed up for.
-_WARM_UP_MISSED, _MOST_WARM_UP_ROWS = (1, 4, 24), 1024
 
 
 class Accepted(NamedTuple):
@@ -73,7 +68,8 @@ class Submitted(NamedTuple):
     sequences: list[Running]
     shape: DraftShape
     limits: list[int]
-    numbers: Tensor  # of RoundResult, on the host once `event` has happened
+    inputs: list[RoundInputs]  # on the host, which stay as they are until `event` has happened
+    numbers: Tensor  # of RoundResult, on the host likewise
     logprobs: Logprobs | None  # likewise
     event: torch.cuda.Event | None  # None where the device is the host
     num_caught_up: int  # rows that the drafter had not seen before
@@ -120,26 +116,31 @@ class Rounds:
         self._num_columns = -(-num_tokens // engine.pool.page_size) + 1
         # pages that a round may run past those of its sequences, into padding
         self._num_spare = -(-2 * self.shape.num_slots // engine.pool.page_size) + 1
-        self._buckets = {size: deque(self._allocate_two(size)) for size in sorted(buckets)}
-        self._graphs: RoundGraphs[RoundResult] | None = None
+        self._catch_ups = _catch_ups(self.drafter)
+        # Inputs that are free, of each bucket: the device may not have read those of a round, and of catching up before
+        # it, when the next round's are written.
+        self._buckets = {
+            size: [self._allocate(size) for _ in range(2 + bool(self._catch_ups))] for size in sorted(buckets)
+        }
+        self._graphs: RoundGraphs[RoundResult | None] | None = None
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Whatever is compiled or loaded when it is used first, so that no sequence waits for it. On CUDA: graphs of
         all buckets for requests without filters and penalties, which `progress` counts; others are captured when they
         come."""
         if gpu.compiled(self.engine.kv):
-            inputs = [self._allocate(size, device=self.engine.device) for size in self._buckets]
+            inputs = [self._allocate_on(self.engine.device, size) for size in self._buckets]
             shapes = [self.shape.with_steps(steps) for steps in self.shape.choices]
             with torch.inference_mode():
                 self._graphs = RoundGraphs(self._run_captured, inputs, self.slots.padding)
-                self._graphs.capture(shapes, (GREEDY, SAMPLED), progress)
+                self._graphs.capture([*shapes, *self._catch_ups], (GREEDY, SAMPLED), progress)
             self.measure(1, 0)  # compiles what surrounds a graph
-        if self.drafter is None or not self.drafter.has_kv:
             return
         with torch.inference_mode():
-            for size, num_missed in itertools.product(self._buckets or [1], _WARM_UP_MISSED):
-                if size * num_missed <= _MOST_WARM_UP_ROWS:
-                    self._catch_up([self._nobody(num_missed) for _ in range(size)], [0] * size)
+            for work in self._catch_ups:
+                inputs = self._fill([self._nobody()], [1], [0])
+                self._run(inputs, work, GREEDY)
+                self._free(inputs)
 
     def admit(self, sequence: Running, length: int, draft: DraftState | None) -> None:
         """Give a sequence a slot: `length` tokens have KV, one more is known."""
@@ -167,12 +168,18 @@ class Rounds:
         the most that the round before may have brought.
 
         The round before may be under way, unless `reads_tokens`. At most two are under way."""
-        num_caught_up = self.num_missed(sequences) if shape.num_steps else 0
+        num_caught_up, used = 0, list[RoundInputs]()
         with torch.inference_mode():
-            if shape.num_steps:
-                limits = self._catch_up(sequences, limits)
             needs = Needs.any_of(sequence.sampling.needs for sequence in sequences)
-            result = self._run(self._fill(sequences, limits, shape), shape, needs)
+            if shape.num_steps:
+                limits = self._leave_behind(sequences, limits)
+                num_caught_up = self.num_missed(sequences)
+                used = self._catch_up(sequences, needs)
+            used.append(self._fill(sequences, limits, [sequence.num_missed for sequence in sequences]))
+            if isinstance(self.drafter, NgramDrafter) and shape.num_steps:
+                self._propose(self.drafter, used[-1], sequences, shape.num_steps)
+            result = self._run(used[-1], shape, needs)
+            assert result is not None, shape
             numbers = _numbers_to_host(result.numbers[: len(sequences)])
             logprobs = result.logprobs
             if logprobs is not None:
@@ -183,24 +190,24 @@ class Rounds:
             if is_missed and self.drafter is not None and self.drafter.has_kv:
                 sequence.num_missed += 1  # nothing is accepted then
         event = recorded_event(self.engine.device)
-        return Submitted(list(sequences), shape, list(limits), numbers, logprobs, event, num_caught_up)
+        return Submitted(list(sequences), shape, list(limits), used, numbers, logprobs, event, num_caught_up)
 
     def collect(self, submitted: Submitted) -> list[Accepted | None]:
         """Wait for a round. Rounds are collected in the order in which they were submitted. The caller appends the
         tokens, of which the last has no KV yet. None for a sequence that was released meanwhile."""
         if submitted.event is not None:
             submitted.event.synchronize()
+        for inputs in submitted.inputs:
+            self._free(inputs)
         results = self._read(submitted)
         for accepted in results:
             if accepted is not None and accepted.num_drafted:
                 self.stats.count(accepted)
         return results
 
-    def reads_tokens(self, sequences: Sequence[Running], shape: DraftShape) -> bool:
-        """Whether a round of these needs to know on the host what the round before brought."""
-        if shape.num_steps == 0:
-            return False
-        return isinstance(self.drafter, NgramDrafter) or self.num_missed(sequences) > 0
+    def reads_tokens(self, shape: DraftShape) -> bool:
+        """Whether a round needs to know on the host what the round before brought."""
+        return shape.num_steps > 0 and isinstance(self.drafter, NgramDrafter)
 
     def num_missed(self, sequences: Sequence[Running]) -> int:
         """Rows that the drafter must catch up on before it drafts for these sequences."""
@@ -225,63 +232,70 @@ class Rounds:
         with torch.inference_mode():
             self.drafter.observe_prompt(chunks, hidden)
 
-    def _nobody(self, num_missed: int = 0) -> _Padding:
-        """In the padding page, as long as catching up needs it."""
-        known = [0] * (2 + num_missed + (self.engine.speculation.hidden.num_target_rows if num_missed else 0))
-        sampling = SamplingState(_MEASURED, known, vocab_size=self.engine.model_config.vocab_size)
-        pages = [0] * -(-len(known) // self.engine.pool.page_size)
-        return _Padding(self.slots.padding, known, pages, sampling, num_missed)
+    def _nobody(self) -> _Padding:
+        sampling = SamplingState(_MEASURED, [0, 0], vocab_size=self.engine.model_config.vocab_size)
+        return _Padding(self.slots.padding, [0, 0], [0], sampling)
 
-    def _run(self, inputs: RoundInputs, shape: DraftShape, needs: Needs) -> RoundResult:
-        """By a graph, where the inputs are a bucket's and there are graphs."""
+    def _run(self, inputs: RoundInputs, work: DraftShape | CatchUp, needs: Needs) -> RoundResult | None:
+        """By a graph, where the inputs are a bucket's and there are graphs. The result of a round, None of others."""
         if self._graphs is not None and len(inputs.slots) in self._buckets:
-            return self._graphs.replay(inputs, shape, needs)
-        return run_round(self.engine, self.drafter, self.slots, inputs.to(self.engine.device), shape, needs)
+            return self._graphs.replay(inputs, work, needs)
+        return self._compute(inputs.to(self.engine.device), work, needs)
 
-    def _run_captured(self, inputs: RoundInputs, shape: DraftShape, needs: Needs) -> RoundResult:
+    def _run_captured(self, inputs: RoundInputs, work: DraftShape | CatchUp, needs: Needs) -> RoundResult | None:
         if needs.processes:
             self.slots.allocate_all()
-        return run_round(self.engine, self.drafter, self.slots, inputs, shape, needs)
+        return self._compute(inputs, work, needs)
 
-    def _allocate(self, num_seqs: int, device: torch.device | str = "cpu", *, pinned: bool = False) -> RoundInputs:
+    def _compute(self, inputs: RoundInputs, work: DraftShape | CatchUp, needs: Needs) -> RoundResult | None:
+        if isinstance(work, DraftShape):
+            return run_round(self.engine, self.drafter, self.slots, inputs, work, needs)
+        assert self.drafter is not None
+        catch_up(self.drafter, self.slots, inputs, work.num_rows, needs)
+        return None
+
+    def _allocate_on(self, device: torch.device | str, num_seqs: int, *, pinned: bool = False) -> RoundInputs:
         max_steps = max(1, self.shape.num_steps)
         return RoundInputs.allocate(num_seqs, self._num_columns, max_steps, device, pinned=pinned)
 
-    def _allocate_two(self, num_seqs: int) -> list[RoundInputs]:
-        """Of a bucket, to be used in turns: the device may not have read one yet when the next round's is written."""
-        pinned = self.engine.device.type == "cuda"
-        return [self._allocate(num_seqs, pinned=pinned) for _ in range(2)]
+    def _allocate(self, num_seqs: int) -> RoundInputs:
+        """On the host."""
+        return self._allocate_on("cpu", num_seqs, pinned=self.engine.device.type == "cuda")
 
-    def _fill(self, sequences: Sequence[Running], limits: Sequence[int], shape: DraftShape) -> RoundInputs:
-        """The smallest bucket that holds the batch, or inputs of its own size, filled; all beyond it is padding."""
+    def _free(self, inputs: RoundInputs) -> None:
+        """The device has read them."""
+        self._buckets.get(len(inputs.slots), []).append(inputs)
+
+    def _fill(self, sequences: Sequence[Running], limits: Sequence[int], missed: Sequence[int]) -> RoundInputs:
+        """Inputs of the smallest bucket that holds the batch, or of its own size, filled; all beyond it is padding.
+        `missed`: which of the rows that a sequence has missed, `missed_rows` is about."""
         num_seqs = len(sequences)
         size = next((each for each in self._buckets if each >= num_seqs), num_seqs)
-        if size in self._buckets:
-            self._buckets[size].rotate()
-            inputs = self._buckets[size][0]
-        else:
-            inputs = self._allocate(size)
+        free = self._buckets.get(size)
+        inputs = free.pop() if free else self._allocate(size)
         num_columns = min(max(len(sequence.pages) for sequence in sequences) + self._num_spare, self._num_columns)
         inputs = inputs.using(num_columns)
-        slots, most, missed = inputs.slots.numpy(), inputs.limits.numpy(), inputs.missed_rows.numpy()
+        slots, most, rows = inputs.slots.numpy(), inputs.limits.numpy(), inputs.missed_rows.numpy()
         table = inputs.block_table[:, :num_columns].numpy()
         slots[:num_seqs] = [_slot(sequence) for sequence in sequences]
         most[:num_seqs] = limits
-        missed[:num_seqs] = [self.slots.missed_row(_slot(sequence), sequence.num_missed) for sequence in sequences]
+        rows[:num_seqs] = [
+            self.slots.missed_row(_slot(sequence), row) for sequence, row in zip(sequences, missed, strict=True)
+        ]
         for row, sequence in enumerate(sequences):
             num_pages = len(sequence.pages)
             table[row, :num_pages] = sequence.pages
             table[row, num_pages:] = 0
         padding = self.slots.padding
         slots[num_seqs:], most[num_seqs:], table[num_seqs:] = padding, 0, 0
-        missed[num_seqs:] = self.slots.missed_row(padding, 0)
-        if isinstance(self.drafter, NgramDrafter) and shape.num_steps:
-            found = [
-                self.drafter.lookup(_slot(sequence), sequence.token_ids, sequence.salt, shape.num_steps)
-                for sequence in sequences
-            ]
-            inputs.proposed[:num_seqs, : shape.num_steps] = torch.tensor(found, dtype=torch.int64)
+        rows[num_seqs:] = self.slots.missed_row(padding, 0)
         return inputs
+
+    def _propose(
+        self, drafter: NgramDrafter, inputs: RoundInputs, sequences: Sequence[Running], num_steps: int
+    ) -> None:
+        found = [drafter.lookup(_slot(each), each.token_ids, each.salt, num_steps) for each in sequences]
+        inputs.proposed[: len(sequences), :num_steps] = torch.tensor(found, dtype=torch.int64)
 
     def _read(self, submitted: Submitted) -> list[Accepted | None]:
         sequences, limits = submitted.sequences, submitted.limits
@@ -300,50 +314,38 @@ class Rounds:
             results.append(Accepted(tokens[:count], logprobs[start : start + count], num_accepted, num_drafted))
         return results
 
-    def _catch_up(self, sequences: Sequence[Running], limits: Sequence[int]) -> list[int]:
-        """Run the drafter over the rows that rounds without drafts left out; a sequence that lacks too many, or wants
-        no drafts, is left behind for good. Returns the limits that hold then."""
-        late = [sequence for sequence in sequences if 0 < sequence.num_missed <= MAX_MISSED]
-        for sequence in late:
-            if sequence.sampling.params.draft_steps == 0:
+    def _leave_behind(self, sequences: Sequence[Running], limits: Sequence[int]) -> list[int]:
+        """Sequences that lack too many rows are left behind for good, and those that lack some and want no drafts.
+        Returns the limits that hold then."""
+        for sequence in sequences:
+            if sequence.num_missed and sequence.sampling.params.draft_steps == 0:
                 sequence.num_missed = MAX_MISSED + 1
-        late = [sequence for sequence in late if sequence.num_missed <= MAX_MISSED]
-        if late and self.drafter is not None:
-            self._observe_missed(self.drafter, late)
-        return [
-            0 if sequence.num_missed > MAX_MISSED else limit for sequence, limit in zip(sequences, limits, strict=True)
-        ]
+        return [0 if each.num_missed > MAX_MISSED else limit for each, limit in zip(sequences, limits, strict=True)]
 
-    def _observe_missed(self, drafter: Drafter, late: Sequence[Running]) -> None:
-        """As prompts whose first rows are computed: those since the last `observe`, and those that its proposals stood
-        in for. The device waits meanwhile, so it is asked for everything of all sequences at once."""
-        slots, nums_missed = [_slot(sequence) for sequence in late], [sequence.num_missed for sequence in late]
-        index = to_device(torch.tensor(slots), self.engine.device)
-        after = to_device(torch.tensor([sequence.token_ids[-1] for sequence in late]), self.engine.device)
-        missed, before = self.slots.missed(slots, nums_missed), self.slots.draft(index).rows
-        states = None if missed is None else list(missed.split(nums_missed))
-        chunks: list[PromptChunk] = []
-        tails: list[PromptTail] = []
-        for row, sequence in enumerate(late):
-            known = sequence.token_ids[:-1]
-            num_before = 0
-            if states is not None and before is not None:
-                num_before = min(before.shape[1], len(known) - sequence.num_missed)
-                states[row] = torch.cat([before[row, before.shape[1] - num_before :], states[row]])
-            chunks.append(PromptChunk(known, len(known) - sequence.num_missed - num_before, len(known), sequence.pages))
-            tails.append(PromptTail(known, sequence.pages, None if states is None else states[row][:-1]))
-            sequence.num_missed = 0
-        hidden = last = None
-        if states is not None:
-            hidden = torch.cat(states)
-            ends = torch.tensor([len(each) for each in states]).cumsum(0)
-            last = hidden.index_select(0, to_device(ends - 1, self.engine.device))
-        drafter.observe_prompt(chunks, hidden)
-        needs = Needs.any_of(sequence.sampling.needs for sequence in late)
-        sampling = self.slots.read(index, index.new_zeros(len(late), 0), needs).sampling
-        draft = drafter.finish_prompt(tails, after, last, sampling)
-        if draft.present():
-            self.slots.load_draft(index, draft)
+    def _catch_up(self, sequences: Sequence[Running], needs: Needs) -> list[RoundInputs]:
+        """Run the drafter over the rows that rounds without drafts left out, oldest first, as many at a time as a round
+        brings. Returns the inputs that the device reads."""
+        used: list[RoundInputs] = []
+        late = [sequence for sequence in sequences if 0 < sequence.num_missed <= MAX_MISSED]
+        done = 0
+        while late:
+            work = self._catch_ups[any(sequence.num_missed > done + 1 for sequence in late)]
+            lacking = [sequence.num_missed - done for sequence in late]
+            used.append(self._fill(late, lacking, [done] * len(late)))
+            self._run(used[-1], work, needs._replace(num_logprobs=None))
+            done += work.num_rows
+            for sequence in late:
+                if sequence.num_missed <= done:
+                    sequence.num_missed = 0
+            late = [sequence for sequence in late if sequence.num_missed]
+        return used
+
+
+def _catch_ups(drafter: Drafter | None) -> list[CatchUp]:
+    """What catching up is done by: one row after a round that only measured, or as many as a round brings at most."""
+    if drafter is None or not drafter.has_kv:
+        return []
+    return [CatchUp(1), CatchUp(drafter.shape.num_steps + 1)]
 
 
 def _slot(sequence: Running) -> int:

@@ -7,8 +7,6 @@ last row is padding's: sequences that a bucket has too few of read it, and it st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -45,12 +43,14 @@ class Slots:
         self._bias: Tensor | None = None
         self._stops: Tensor | None = None
         self._draft = DraftState() if drafter is None else drafter.allocate(num_rows)
-        extend = None if drafter is None or not drafter.has_kv else drafter.hidden.spec("extend")
-        self._missed: Tensor | None = None  # [num_rows, MAX_MISSED + 1, extend width], the last a waste bin
-        if drafter is not None and extend is not None:
-            missed = drafter.hidden.allocate("extend", num_rows * (MAX_MISSED + 1), device)
-            assert missed is not None
-            self._missed = missed.view(num_rows, MAX_MISSED + 1, extend.width)
+        # What rounds without drafts keep for a drafter with KV, MAX_MISSED + 1 rows of each slot, the last a waste bin:
+        # the token at the row's position [.., 1] and the extend state [.., width], where it takes one.
+        self._missed: list[Tensor] = []
+        if drafter is not None and drafter.has_kv:
+            num_missed = num_rows * (MAX_MISSED + 1)
+            states = drafter.hidden.allocate("extend", num_missed, device)
+            tokens = torch.zeros(num_missed, 1, dtype=torch.int64, device=device)
+            self._missed = [tokens] if states is None else [tokens, states]
         column = torch.zeros(2 + len(INTS), dtype=torch.int64)  # padding: a greedy sequence of one token
         column[_LENGTH], column[_TOP_K] = _PADDING_LENGTH, 1  # of any rank but 0, which no row has
         self._padding_ints = column.to(device)
@@ -114,10 +114,10 @@ class Slots:
     ) -> RoundRows:
         """The rows `index` [num_seqs] int64, copied; what `needs` does not ask for is left out, and the drafter's state
         without `with_draft`."""
-        ints = self._ints.index_select(1, index)
+        ints = self._ints[:, index]  # torch's index_select takes one after the other of up to 16
         floats, top_p = self._floats, self._top_p
         if not needs.is_plain_greedy:
-            floats, top_p = floats.index_select(1, index), top_p.index_select(0, index)
+            floats, top_p = floats[:, index], top_p[index]
 
         def rows(column: Tensor | None, is_needed: bool) -> Tensor | None:
             return column.index_select(0, index) if is_needed and column is not None else None
@@ -168,18 +168,23 @@ class Slots:
         """Where `keep_missed` puts a row of a sequence that has missed so many; from MAX_MISSED on they are lost."""
         return slot * (MAX_MISSED + 1) + min(num_missed, MAX_MISSED)
 
-    def keep_missed(self, rows: Tensor, extend: Tensor) -> None:
-        """What a round without drafts left out, [num_seqs, extend width], at `rows` [num_seqs] int64."""
-        assert self._missed is not None
-        assign_rows_([self._missed.flatten(0, 1)], rows, [extend])
+    def keep_missed(self, rows: Tensor, tokens: Tensor, extend: Tensor | None) -> None:
+        """What a round without drafts left out, at `rows` [num_seqs] int64: the `tokens` [num_seqs] int64 that it ran,
+        and their states [num_seqs, extend width], None where the drafter takes none."""
+        kept = [tokens.unsqueeze(1)]
+        assign_rows_(self._missed, rows, kept if extend is None else [*kept, extend])
 
-    def missed(self, slots: Sequence[int], num_missed: Sequence[int]) -> Tensor | None:
-        """Of each slot so many, oldest first, end to end: a copy [sum of num_missed, extend width]; None where the
-        drafter takes no such states."""
-        if self._missed is None:
-            return None
-        rows = [self.missed_row(slot, row) for slot, num in zip(slots, num_missed, strict=True) for row in range(num)]
-        return gather_rows([self._missed.flatten(0, 1)], to_device(torch.tensor(rows), self.device))[0]
+    def missed(
+        self, first: Tensor, num_missed: Tensor, last_tokens: Tensor, num_rows: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """`num_rows` of what was kept from the rows `first` [num_seqs] int64 on, of sequences that lack as many as
+        `num_missed` [num_seqs] int64 from there: tokens [num_seqs, num_rows + 1], `last_tokens` [num_seqs] int64 behind
+        those that they lack, and states [num_seqs, num_rows, extend width] or None. What is beyond is anything."""
+        step = counted(num_rows + 1, first.device)
+        index = (first.unsqueeze(1) + step).clamp(max=len(self._missed[0]) - 1)
+        tokens, *states = gather_rows(self._missed, index.flatten())
+        tokens = torch.where(step == num_missed.unsqueeze(1), last_tokens.unsqueeze(1), tokens.view(index.shape))
+        return tokens, states[0].view(*index.shape, -1)[:, :-1] if states else None
 
     def _per_token(self, dtype: torch.dtype) -> Tensor:
         return torch.zeros(self.num_slots + 1, self._vocab_size, dtype=dtype, device=self.device)

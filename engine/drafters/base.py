@@ -12,9 +12,11 @@ last one sampled, belongs at position L. A round of K steps:
 `propose` and `observe` run on tensors alone, of a fixed number of rows: no value of a tensor is read on the host, here
 or in what follows.
 
+Rounds without drafts leave `observe` out where it stores KV. What they left out is made up for as if one round had
+brought it: `observe` with `MissedRows`.
+
 Prompts are computed by the same drafter: `observe_prompt` for each chunk and `finish_prompt` once the token after the
-prompt is known, on a prefill node, when a decode node recomputes a preempted sequence, and when rounds without drafts
-have left rows out.
+prompt is known, on a prefill node, and when a decode node recomputes a preempted sequence.
 
 Zero rows. A node without work runs nothing, so `propose` and `observe` always have a sequence. `finish_prompt` has none
 when a recomputed chunk ends no prompt: its `hidden` is then [0, width], of the same width as ever. And the one token of
@@ -114,6 +116,15 @@ class RoundRows:
         return self.sampling.ahead(num_accepted.unsqueeze(1) + 1, targets, is_new)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MissedRows(RoundRows):
+    """Sequences as they were before rounds without drafts: nothing was proposed, and `sampling` is of the token that
+    follows all those rounds."""
+
+    def after(self, targets: Tensor, num_accepted: Tensor) -> SamplingBatch:
+        return self.sampling
+
+
 class Drafter(Protocol):
     """Proposes tokens in the target's vocabulary. One thread; tensors on the engine's device."""
 
@@ -136,7 +147,7 @@ class Drafter(Protocol):
 
     @property
     def has_kv(self) -> bool:
-        """Whether a round that leaves out `observe` leaves holes, which `observe_prompt` must fill."""
+        """Whether a round that leaves out `observe` leaves holes, which another must fill."""
         ...
 
     def allocate(self, num_rows: int) -> DraftState:
@@ -149,7 +160,8 @@ class Drafter(Protocol):
 
     def observe(self, rows: RoundRows, hidden: Tensor | None, targets: Tensor, num_accepted: Tensor) -> DraftState:
         """After a verify: `hidden` [num_seqs, K + 1, extend width] of the target, `targets` [num_seqs, K + 1] int64 its
-        tokens, both along the accepted path, `num_accepted` [num_seqs] int64. Returns the state for the next round."""
+        tokens, both along the accepted path, `num_accepted` [num_seqs] int64. Returns the state for the next round.
+        With `MissedRows` after as many rounds without drafts as `num_accepted` + 1."""
         ...
 
     def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: Tensor | None) -> None:

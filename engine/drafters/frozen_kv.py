@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...kernels.rows import gather_rows
 from ...metadata.hidden_layout import HiddenLayout
 from ..batch import ForwardBatch
 from ..constants import counted
@@ -59,7 +60,7 @@ class FrozenKvDrafter:
         states = hidden.flatten(0, 1)
         self.hidden.check("extend", states)
         first = counted(len(targets), targets.device, targets.shape[1])
-        return DraftState(hidden=states.index_select(0, first + num_accepted))
+        return DraftState(hidden=gather_rows([states], first + num_accepted)[0])
 
     def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: Tensor | None) -> None:
         """Nothing: there is no KV of its own."""

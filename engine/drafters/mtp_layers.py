@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.rows import gather_rows
 from ...metadata.hidden_layout import HiddenLayout
 from ..batch import BatchRow, ForwardBatch
 from ..constants import counted
@@ -166,7 +167,8 @@ class MtpLayersDrafter:
         for m, layer in enumerate(self._layers):
             fed = tokens.gather(1, used + m).flatten()
             outputs = layer.forward(replace(batch, input_ids=fed), self._kv[m : m + 1], inputs)
-            proposed = sample_ahead(layer.logits(outputs.index_select(0, last)), sampling, drafted).unsqueeze(1)
+            [final] = gather_rows([outputs], last)
+            proposed = sample_ahead(layer.logits(final), sampling, drafted).unsqueeze(1)
             drafted = torch.cat([drafted, proposed], dim=1)
             if m < num_before:
                 tokens.scatter_(1, next_column + m, proposed)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.attention import Tree
+from ...kernels.rows import gather_rows
 from ...metadata.hidden_layout import HiddenLayout
 from ..batch import BatchRow, ForwardBatch
 from ..constants import counted
@@ -76,7 +77,7 @@ class ShiftedDrafter:
         end = rows.lengths + num_rows
         recurrent = self._forward(rows, targets, positions, end, hidden.flatten(0, 1), is_extend=True)
         last = counted(num_seqs, targets.device, num_rows) + num_accepted
-        return self._state(recurrent.index_select(0, last), rows.after(targets, num_accepted))
+        return self._state(gather_rows([recurrent], last)[0], rows.after(targets, num_accepted))
 
     def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: Tensor | None) -> None:
         """Rows of all positions whose next token is in the prompt: a prompt's last one waits for `finish_prompt`."""

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ...metadata.hidden_layout import HiddenLayout
 from ..batch import BatchRow, ForwardBatch
+from ..constants import counted
 from ..models.llama import LlamaModel
 from ..sampling_batch import SamplingBatch
 from ..trees import Drafts, DraftShape, sample_ahead
-from .base import DraftState, PromptChunk, PromptTail, RoundRows
+from .base import DraftState, MissedRows, PromptChunk, PromptTail, RoundRows
 
 
 class StandaloneDrafter:
@@ -52,8 +53,15 @@ class StandaloneDrafter:
         return Drafts(tokens[:, 1:])
 
     def observe(self, rows: RoundRows, hidden: Tensor | None, targets: Tensor, num_accepted: Tensor) -> DraftState:
-        """Nothing: the draft's KV of accepted tokens is there already."""
+        """The draft's KV of accepted tokens is there already, where it proposed any."""
         assert hidden is None, hidden
+        if isinstance(rows, MissedRows):
+            tokens = torch.cat([rows.last_tokens.unsqueeze(1), targets[:, :-1]], dim=1)
+            positions = rows.lengths.unsqueeze(1) + counted(tokens.shape[1], tokens.device)
+            end = rows.lengths + tokens.shape[1]
+            self._model.forward(
+                ForwardBatch.uniform(tokens, positions, end, rows.block_table, self._page_size), self.kv
+            )
         return DraftState()
 
     def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: Tensor | None) -> None:

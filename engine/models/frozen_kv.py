@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from ...kernels import cpu, gpu
 from ...kernels.attention import paged_attention
@@ -22,7 +21,7 @@ from ...kernels.rotary import apply_rotary_
 from ...metadata.errors import ConfigError, ModelError
 from ..attention import triton_plan
 from ..batch import ForwardBatch
-from ..layers import Linear
+from ..layers import Linear, embed
 from ..model_config import ModelConfig
 from ..rope import RotaryEmbedding
 from .llama import LlamaModel
@@ -90,7 +89,7 @@ class FrozenKvHead:
         eps, num_tokens = config.rms_norm_eps, batch.num_tokens
         attend = self._attention(batch, kv)
         cos, sin = self._rotary(batch.positions, self._target.dtype)
-        x = self._pre_projection(torch.cat([F.embedding(batch.input_ids, self._target.weights.embedding), hidden], 1))
+        x = self._pre_projection(torch.cat([embed(batch.input_ids, self._target.weights.embedding), hidden], 1))
         for layer, source in zip(self._layers, self._file.target_layers, strict=True):
             q = layer.q(rms_norm(x, layer.attention_norm, eps)).view(num_tokens, config.num_heads, config.head_dim)
             apply_rotary_(q, cos, sin)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from ...kernels.norm import rms_norm
 from ...metadata.errors import ConfigError, ModelError
@@ -21,7 +20,7 @@ from ...metadata.hidden_layout import spec_hidden_size
 from ..attention import Attention, begin_attention
 from ..batch import ForwardBatch
 from ..checkpoint import Checkpoint
-from ..layers import Linear, Residual
+from ..layers import Linear, Residual, embed
 from ..model_config import ModelConfig
 from ..rope import RotaryEmbedding
 from ..weights import LayerWeights
@@ -61,7 +60,7 @@ class EagleHead:
 
     def forward(self, batch: ForwardBatch, kv: torch.Tensor, hidden: torch.Tensor, *, is_extend: bool) -> torch.Tensor:
         attend = begin_attention(self.config, self.rotary, batch, kv)
-        x = self.fc(torch.cat([F.embedding(batch.input_ids, self.embedding), hidden], dim=1))
+        x = self.fc(torch.cat([embed(batch.input_ids, self.embedding), hidden], dim=1))
         for index, layer in enumerate(self.layers):
             normed = x if index == 0 else rms_norm(x, layer.attention_norm, self.config.rms_norm_eps)
             x = finish_layer(x, normed, index, layer, attend, self.config.rms_norm_eps)
@@ -92,7 +91,7 @@ class Eagle3Head:
         attend = begin_attention(self.config, self.rotary, batch, kv)
         x = self.fc(hidden) if is_extend else hidden.clone()
         normed = rms_norm(x, self.hidden_norm, eps)
-        embedded = rms_norm(F.embedding(batch.input_ids, self.embedding), self.layer.attention_norm, eps)
+        embedded = rms_norm(embed(batch.input_ids, self.embedding), self.layer.attention_norm, eps)
         both = torch.cat([embedded, normed], dim=1)
         return finish_layer(normed if self.is_norm_before_residual else x, both, 0, self.layer, attend, eps)
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from ...kernels.norm import add_rms_norm_, rms_norm
 from ..attention import begin_attention
 from ..batch import ForwardBatch
-from ..layers import Linear
+from ..layers import Linear, embed
 from ..model_config import ModelConfig
 from ..rope import RotaryEmbedding
 from ..weights import LayerWeights
@@ -40,7 +39,7 @@ class HyperEagleHead:
         """States come back, and go in, in the same form in both phases."""
         eps = self.config.rms_norm_eps
         attend = begin_attention(self.config, self.rotary, batch, kv)
-        embedded = F.embedding(batch.input_ids, self.target.weights.embedding)
+        embedded = embed(batch.input_ids, self.target.weights.embedding)
         wide = self.fc(torch.cat([embedded, rms_norm(hidden, self.hidden_norm, eps)], dim=1))
         streams = self._streams(wide)
         for index, layer in enumerate(self.layers):

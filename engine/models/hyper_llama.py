@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from ...kernels.norm import add_rms_norm_
 from ..attention import Attention, begin_attention
 from ..batch import ForwardBatch
+from ..layers import embed
 from ..weights import LayerWeights, StreamSite
 from .llama import LlamaModel, TargetStates
 
@@ -32,7 +32,7 @@ class HyperLlamaModel(LlamaModel):
         assert kv.dtype == self.dtype, (kv.dtype, self.dtype)
         config, eps = self.config, self.config.rms_norm_eps
         attend = begin_attention(config, self._rotary, batch, kv)
-        embedded = F.embedding(batch.input_ids, self.weights.embedding)
+        embedded = embed(batch.input_ids, self.weights.embedding)
         streams = embedded.unsqueeze(1).expand(-1, config.hc_mult, -1)
         aux: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.weights.layers):

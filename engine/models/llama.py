@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from ..attention import begin_attention
 from ..batch import ForwardBatch
-from ..layers import Residual
+from ..layers import Residual, embed
 from ..model_config import ModelConfig
 from ..rope import RotaryEmbedding
 from ..weights import Weights
@@ -59,7 +58,7 @@ class LlamaModel:
         `aux_layers` (num_layers: the last layer's output)."""
         assert kv.dtype == self.dtype, (kv.dtype, self.dtype)
         attend = begin_attention(self.config, self._rotary, batch, kv)
-        stream = Residual(F.embedding(batch.input_ids, self.weights.embedding), self.config.rms_norm_eps)
+        stream = Residual(embed(batch.input_ids, self.weights.embedding), self.config.rms_norm_eps)
         aux: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.weights.layers):
             normed = stream.normed(layer.attention_norm)

@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 
 from ...kernels.norm import rms_norm
 from ..attention import begin_attention
 from ..batch import ForwardBatch
-from ..layers import Linear
+from ..layers import Linear, embed
 from ..model_config import ModelConfig
 from ..rope import RotaryEmbedding
 from ..weights import LayerWeights
@@ -46,7 +45,7 @@ class MtpHead:
     ) -> torch.Tensor:
         eps = self.config.rms_norm_eps
         attend = begin_attention(self.config, self.rotary, batch, kv)
-        embedded = F.embedding(batch.input_ids, self.target.weights.embedding)
+        embedded = embed(batch.input_ids, self.target.weights.embedding)
         if self.is_mimo:
             embedded = torch.where(batch.positions.unsqueeze(1) == 0, 0.0, embedded)
         halves = [rms_norm(embedded, self.embedding_norm, eps), rms_norm(hidden, self.hidden_norm, eps)]

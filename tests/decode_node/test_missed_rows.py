@@ -82,13 +82,13 @@ def plain(checkpoint: Callable[..., Path]) -> Callable[[str], tuple[Path, Plain]
 def count_caught_up(pair: NodePair) -> list[int]:
     """Rows that drafters caught up on, from now on."""
     counts: list[int] = []
-    observe = pair.decode.rounds._observe_missed
+    catch_up = pair.decode.rounds._catch_up
 
-    def counting(drafter: Any, late: Sequence[Any]) -> None:
-        counts.extend(each.num_missed for each in late)
-        observe(drafter, late)
+    def counting(sequences: Sequence[Any], needs: Any) -> Any:
+        counts.extend(each.num_missed for each in sequences if 0 < each.num_missed <= MAX_MISSED)
+        return catch_up(sequences, needs)
 
-    pair.decode.rounds._observe_missed = counting
+    pair.decode.rounds._catch_up = counting
     return counts
 
 

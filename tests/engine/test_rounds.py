@@ -15,7 +15,8 @@ from node_pair import params
 from solo import Solo
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from baton.engine.drafters.base import PromptChunk
+from baton.engine.drafters.base import DraftState, MissedRows, RoundRows
+from baton.engine.graphs import GREEDY
 
 
 def test_columns_that_a_round_allocated_take_sequences(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -34,9 +35,12 @@ def test_a_bucket_takes_the_columns_that_a_round_may_reach(checkpoint: Callable[
     model = target_of("eagle", checkpoint)
     solo = Solo(model, num_pages=60, context_len=400, buckets=(3,), **settings("eagle", model, tmp_path))
     long, short = (solo.start(list(range(1, num_tokens)), params(4)) for num_tokens in (40, 4))
-    for _ in range(2):  # both of a bucket's inputs
-        solo.rounds._fill([long, short], [0, 0], solo.rounds.shape)
-    inputs = solo.rounds._fill([short], [0], solo.rounds.shape)
+    [free] = solo.rounds._buckets.values()
+    used = [solo.rounds._fill([long, short], [0, 0], [0, 0]) for _ in free.copy()]  # all there are
+    for each in used:
+        solo.rounds._free(each)
+    inputs = solo.rounds._fill([short], [0], [0])
+    assert any(inputs.block is each.block for each in used)
     page_size = solo.engine.pool.page_size
     reach = -(-(len(short.pages) * page_size + 2 * solo.rounds.shape.num_slots) // page_size)
     table = inputs.block[:, : inputs.num_used][:, 3 + inputs.proposed.shape[1] :]
@@ -65,13 +69,14 @@ def test_catching_up_asks_as_much_for_many_sequences_as_for_two(
     """Sequence by sequence, 64 of them kept the host busy for 14 to 30 ms, and the GPU waited."""
     solo = Solo(target_of(name, checkpoint), num_pages=400, **settings(name, target_of(name, checkpoint), tmp_path))
     counts: list[Counter[str]] = []
+    solo.rounds.warm_up()
     for num_seqs in (2, 7):
         prompts = [[index + 1, 2, 3, 4, 5] for index in range(num_seqs)]
         sequences = solo.start_many(prompts, [params(40)] * num_seqs)
         for _ in range(3):
             solo.round(sequences, 0)
         with torch.inference_mode(), Operations() as operations:
-            assert solo.rounds._catch_up(sequences, [2] * num_seqs) == [2] * num_seqs
+            solo.rounds._catch_up(sequences, GREEDY)
         assert not any(each.num_missed for each in sequences)
         counts.append(operations.counts)
     assert sum(counts[0].values()) > 10 and counts[0] == counts[1]
@@ -81,16 +86,17 @@ def test_catching_up_asks_as_much_for_many_sequences_as_for_two(
 def test_catching_up_is_warmed_up_with_padding(
     name: str, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All sizes of a batch, and nothing of it reaches a sequence."""
+    """As many rows as it takes at a time, and nothing of it reaches a sequence."""
     model = target_of(name, checkpoint)
     solo = Solo(model, num_slots=4, num_pages=200, buckets=(1, 2, 4), **settings(name, model, tmp_path))
-    sizes: list[tuple[int, int]] = []
-    observe = solo.drafter.observe_prompt
+    sizes: list[tuple[int, ...]] = []
+    observe = solo.drafter.observe
 
-    def observing(chunks: list[PromptChunk], hidden: torch.Tensor | None) -> None:
-        assert all(set(chunk.pages) == {0} for chunk in chunks)
-        sizes.append((len(chunks), chunks[0].stop - chunks[0].start))
-        observe(chunks, hidden)
+    def observing(rows: RoundRows, hidden: Any, targets: torch.Tensor, num_accepted: torch.Tensor) -> DraftState:
+        num_pages = -(-targets.shape[1] // solo.engine.pool.page_size)
+        assert isinstance(rows, MissedRows) and not rows.block_table[:, :num_pages].any()
+        sizes.append(tuple(targets.shape))
+        return observe(rows, hidden, targets, num_accepted)
 
     wants = params(40, seed=3, temperature=0.8)
     expected = solo.run(solo.start([1, 2, 3, 4], wants), 30, 2)
@@ -98,8 +104,7 @@ def test_catching_up_is_warmed_up_with_padding(
     solo.run(sequence, 12, 2)
     solo.round([sequence], 0)
     with monkeypatch.context() as patched:
-        patched.setattr(solo.drafter, "observe_prompt", observing)
+        patched.setattr(solo.drafter, "observe", observing)
         solo.rounds.warm_up()
-    num_before = solo.engine.speculation.hidden.num_target_rows
-    assert sizes == [(size, num + num_before) for size in (1, 2, 4) for num in (1, 4, 24)] * (name != "ngram")
+    assert sizes == [(1, 1), (1, solo.drafter.shape.num_steps + 1)] * (name != "ngram")
     assert solo.run(sequence, 30, 2) == expected

@@ -37,9 +37,11 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(solo: Solo) -> tuple[list[list[int]], list[list[int]]]:
     """Tokens and accepted counts of three sequences in batches that grow and shrink, with other limits in each."""
-    sequences = [solo.start(prompt, params(60, seed=i, **PARAMS[i])) for i, prompt in enumerate(PROMPTS)]
+    sequences = [solo.start(prompt, params(90, seed=i, **PARAMS[i])) for i, prompt in enumerate(PROMPTS)]
     most = solo.rounds.shape.num_steps
     for turn in range(18):
+        for _ in range(15 * (turn == 9)):  # the next round that drafts catches up on more rows than a round brings
+            solo.round(sequences[:2], 0)
         members, share = MEMBERS[turn % 6], (2, 0, 1)[(turn + turn // 6) % 3]
         num_steps = most if share == 2 or not solo.rounds.shape.is_chain else share
         limits = [(num_steps, num_steps // 2, 0)[(i + turn) % 3] for i in members]

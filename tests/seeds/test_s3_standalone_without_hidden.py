@@ -120,7 +120,10 @@ def test_no_state_in_layout_rounds_or_row(model: Path, tmp_path: Path, make_pair
 
 def check_no_tensors(slots: Slots) -> None:
     """No row of any slot holds a state, also none of rounds that left the draft out."""
-    assert slots._draft.present() == [] and slots._missed is None and slots.missed([0], [1]) is None
+    assert slots._draft.present() == []
+    assert [(kept.shape[1], kept.dtype) for kept in slots._missed] == [(1, torch.int64)]  # tokens
+    zero = torch.zeros(1, dtype=torch.int64)
+    assert slots.missed(zero, zero, zero, 3)[1] is None
 
 
 # --- none that matters ---

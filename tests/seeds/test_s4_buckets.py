@@ -92,8 +92,9 @@ class Outsiders:
     def _bytes(self) -> list[torch.Tensor]:
         slots, pages = self._solo.rounds.slots, [page for each in self._sequences for page in each.pages]
         rows = [each.slot for each in self._sequences]
-        columns = [slots._top_p, slots._prompt_mask, slots._output_counts, slots._bias, slots._missed]
+        columns = [slots._top_p, slots._prompt_mask, slots._output_counts, slots._bias]
         columns += [value for _, value in slots._draft.present()]
+        columns += [kept.unflatten(0, (-1, MAX_MISSED + 1)) for kept in slots._missed]
         mine = [column[rows].clone() for column in columns if column is not None]
         both = [column[:, [*rows, slots.padding]].clone() for column in (slots._ints, slots._floats)]
         return mine + both + [kv[:, pages].clone() for kv in self._solo.engine._kvs]
@@ -210,22 +211,23 @@ def test_the_drafter_catches_up(
         solo.round(sequences if at else sequences[:1], 0)
     assert [sequence.num_missed for sequence in sequences] == [num_missed, num_missed - 1]
     caught_up: list[int] = []
-    observe_missed = Rounds._observe_missed
+    catch_up = Rounds._catch_up
 
-    def checking(self: Rounds, *rest: Any) -> None:
-        observe_missed(self, *rest)
+    def checking(self: Rounds, *rest: Any) -> list[RoundInputs]:
+        used = catch_up(self, *rest)
         for sequence in sequences:
             caught_up.append(sequence.num_missed)
             check_against_scratch(solo, sequence)
+        return used
 
-    monkeypatch.setattr(Rounds, "_observe_missed", checking)
+    monkeypatch.setattr(Rounds, "_catch_up", checking)
     for sequence in sequences:
         solo.poison(sequence)
     for num_steps in (1, 3):
         assert [each.num_drafted for each in solo.round(sequences, num_steps)] == [num_steps] * 2
         for sequence in sequences:
             check_against_scratch(solo, sequence)
-    assert caught_up == [0, 0]
+    assert caught_up == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("name", ["eagle", "standalone", "mtp3-deepseek", "frozen-kv-mtp"])

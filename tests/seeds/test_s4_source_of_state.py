@@ -149,11 +149,12 @@ def test_state_of_an_earlier_round_is_caught(name: str, make_solo: MakeSolo, mon
     """The defect: rounds without drafts are forgotten, and the next one that drafts goes on from the state before."""
     solo = make_solo(name)
 
-    def forget(self: Rounds, drafter: Any, late: Any) -> None:
-        for sequence in late:
+    def forget(self: Rounds, sequences: Any, needs: Any) -> list[Any]:
+        for sequence in sequences:
             sequence.num_missed = 0
+        return []
 
-    monkeypatch.setattr(Rounds, "_observe_missed", forget)
+    monkeypatch.setattr(Rounds, "_catch_up", forget)
     with caught():
         check(solo, monkeypatch)
 

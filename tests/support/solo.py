@@ -28,6 +28,7 @@ from baton.engine.pages import Owner
 from baton.engine.rounds import Accepted, Rounds
 from baton.engine.sampling_batch import INTS, SamplingBatch
 from baton.engine.sampling_state import SamplingState
+from baton.engine.slots import MAX_MISSED
 from baton.metadata.request import SamplingParams
 
 POISON = 1e4  # where nobody may read: finite, so that a masked score stays masked
@@ -63,8 +64,8 @@ def spoil(solo: Solo, victim: Running) -> None:
     slots = solo.rounds.slots
     for _, value in slots._draft.present():
         value[slots.padding] = POISON if value.is_floating_point() else 7
-    if slots._missed is not None:
-        slots._missed[slots.padding] = POISON
+    for kept in slots._missed:
+        kept[slots.padding * (MAX_MISSED + 1) :] = POISON if kept.is_floating_point() else 7
     for kv in solo.engine._kvs:
         kv[:, 0] = POISON
 

@@ -97,8 +97,9 @@ def check_round(solo: Solo, oracle: Oracle, sequence: Any, num_steps: int, log: 
     states, theirs = oracle.rows(before, [])
     caught_up = log[: len(log) - len(own) - 1]
     if num_missed:
-        assert [position for each in caught_up for position in each.positions] == missed
-        close(torch.cat([each.recurrent for each in caught_up]), states[-num_missed:])
+        [extend] = caught_up  # as many rows as a round has: those beyond are overwritten
+        assert extend.positions[:num_missed] == missed and len(extend.positions) == solo.drafter.shape.num_steps + 1
+        close(extend.recurrent[:num_missed], states[-num_missed:])
         close(log.logits.pop(0), theirs[-1:])
     assert bool(caught_up) == bool(num_missed)
     states, theirs = oracle.rows(before, [each.tokens[0] for each in own])
