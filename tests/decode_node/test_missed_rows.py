@@ -158,7 +158,7 @@ def note_left_behind(pair: NodePair) -> set[str]:
 def test_a_try_after_rounds_without_drafts_is_run(
     overlaps: bool, plain: Callable[[str], tuple[Path, Plain]], make_pair: MakePair
 ) -> None:
-    """The tokens that catching up needs are waited for; the try is not lost over it."""
+    """Also while the round before is under way, whose row it must catch up on."""
     model, reference = plain("eagle")
     pair = make_pair("eagle", model, overlaps=overlaps)
     force_steps(pair, lambda index: 5 if index % 4 == 3 else 0)

@@ -60,3 +60,34 @@ def test_graphs_bring_what_direct_calls_bring(
     captured = Solo(model, device="cuda", num_pages=200, num_slots=5, buckets=(1, 2), **drafting)
     captured.rounds.warm_up()
     assert run(captured) == direct
+
+
+STEPS = (5, 0, 0, 5, 1, *[0] * 15, 5, 5, 0, 3, *[0] * 6, 2, 0, 5)
+
+
+@pytest.mark.parametrize("name", ["standalone", "eagle3", "hyper-eagle", "mtp3-deepseek"])
+def test_rounds_that_overlap_bring_what_rounds_alone_bring(
+    name: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Each is submitted before the one before is read, and catches up on rows of rounds that nobody has read."""
+    model = target_of(name, checkpoint)
+    found: list[Any] = []
+    for overlaps in (False, True):
+        drafting = settings(name, model, tmp_path / str(overlaps))
+        solo = Solo(model, device="cuda", num_pages=400, num_slots=4, buckets=(1, 4), **drafting)
+        solo.rounds.warm_up()
+        sequences = [solo.start(prompt, params(300, seed=i, **PARAMS[i])) for i, prompt in enumerate(PROMPTS)]
+        under_way: list[Any] = []
+        for num_steps in STEPS * 2:
+            shape = solo.rounds.shape.with_steps(min(num_steps, solo.rounds.shape.num_steps))
+            under_way.append(solo.rounds.submit(sequences, shape, [shape.num_steps] * 3))
+            while len(under_way) > overlaps:
+                solo.take(sequences, solo.rounds.collect(under_way.pop(0)))
+        for submitted in under_way:
+            solo.take(sequences, solo.rounds.collect(submitted))
+        state = [value for each in sequences for _, value in solo.draft(each).present()]
+        state += [kv for each in sequences if (kv := solo.draft_kv(each)) is not None]
+        found.append(([each.token_ids for each in sequences], [each.num_accepted for each in sequences], state))
+    assert found[0][:2] == found[1][:2]
+    assert len(found[0][2]) == len(found[1][2]) > 0
+    assert all(torch.equal(one, two) for one, two in zip(found[0][2], found[1][2], strict=True))

@@ -114,13 +114,18 @@ class Solo:
         """One round of all `sequences`, which grow by what it brings."""
         shape = self.rounds.shape.with_steps(num_steps)
         results = self.rounds.run(sequences, shape, limits or [num_steps] * len(sequences))
+        self.take(sequences, results)
+        return results
+
+    def take(self, sequences: Sequence[Running], results: Sequence[Accepted | None]) -> None:
+        """What a round of them brought."""
         for sequence, result in zip(sequences, results, strict=True):
+            assert result is not None
             for token in result.token_ids:
                 sequence.token_ids.append(token)
                 sequence.sampling.append(token)
             sequence.num_computed += len(result.token_ids)
             sequence.num_accepted.append(result.num_accepted)
-        return results
 
     def run(self, sequence: Running, num_tokens: int, num_steps: int) -> list[int]:
         """Rounds of one sequence until it has generated `num_tokens`, which are returned."""
