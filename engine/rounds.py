@@ -138,7 +138,7 @@ class Rounds:
             return
         with torch.inference_mode():
             for work in self._catch_ups:
-                inputs = self._fill([self._nobody()], [1], [0])
+                inputs = self._fill([self._nobody()], [0], [0])
                 self._run(inputs, work, GREEDY)
                 self._free(inputs)
 
