@@ -180,8 +180,9 @@ class Slots:
         """`num_rows` of what was kept from the rows `first` [num_seqs] int64 on, of sequences that lack as many as
         `num_missed` [num_seqs] int64 from there: tokens [num_seqs, num_rows + 1], `last_tokens` [num_seqs] int64 behind
         those that they lack, and states [num_seqs, num_rows, extend width] or None. What is beyond is anything."""
+        assert num_rows <= MAX_MISSED, num_rows  # what is beyond a slot's rows is another's, not the end
         step = counted(num_rows + 1, first.device)
-        index = (first.unsqueeze(1) + step).clamp(max=len(self._missed[0]) - 1)
+        index = first.unsqueeze(1) + step
         tokens, *states = gather_rows(self._missed, index.flatten())
         tokens = torch.where(step == num_missed.unsqueeze(1), last_tokens.unsqueeze(1), tokens.view(index.shape))
         return tokens, states[0].view(*index.shape, -1)[:, :-1] if states else None

@@ -205,7 +205,10 @@ def test_the_drafter_catches_up(
     """After rounds without drafts, of one sequence more than of the other, the next one that drafts goes on from what a
     recompute gives: what it proposes, and what it leaves."""
     solo = make_solo(name, 2)
-    sequences = [solo.start(prompt, params(100, seed=1)) for prompt in prompts()[:2]]
+    asked = ({"temperature": 0.9}, {"temperature": 1.2, "logit_bias": {7: 9.0}})
+    sequences = [
+        solo.start(prompt, params(100, seed=1, **more)) for prompt, more in zip(prompts(), asked, strict=False)
+    ]
     solo.round(sequences, 2)
     for at in range(num_missed):
         solo.round(sequences if at else sequences[:1], 0)
