@@ -162,7 +162,7 @@ def mixed(engine: Engine, rounds: Rounds, batch: int, limits: Limits) -> dict[st
 
 def _graph_seconds(rounds: Rounds, sequences: Sequence[Running], shape: DraftShape) -> float:
     """Of the round's graph alone, replayed back to back."""
-    inputs = rounds._fill(sequences, [shape.num_steps] * len(sequences), shape)
+    inputs = rounds._fill(sequences, [shape.num_steps] * len(sequences), [0] * len(sequences))
     needs = sequences[0].sampling.needs
 
     def several() -> None:

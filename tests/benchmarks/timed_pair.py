@@ -5,7 +5,6 @@ Imported by bench_speculation.py, which puts tests/support on the path.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 from node_pair import NodePair, params
 from ties import TIE_BOUND
 
-from baton.decode_node.config import DecodeConfig
 from baton.engine.batch import BatchRow
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
@@ -24,7 +22,6 @@ from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
 from baton.metadata.request import SamplingParams
 from baton.metadata.schema import HandoffBytes, handoff_bytes
-from baton.prefill_node.config import PrefillConfig
 
 NUM_PAGES = 1536  # 64 streams of 256 tokens and the slots of their drafts
 TIMEOUT_S = 300.0
@@ -76,13 +73,13 @@ class TimedPair(NodePair):
 
     def __init__(self, model: Path, *, is_adaptive: bool = False, **settings: Any) -> None:
         """`settings` are of both nodes, device, dtype and threads among them."""
-        self._settings = {"num_pages": NUM_PAGES, **settings}
         self._num_requests = 0
         self._rounds: dict[str, Rounds] = {}  # by rid
         self._steps: list[int] = []
         self._has_run = False
         self._decode_s = self._sampled_at = self._prefilled_at = self._round_at = 0.0
-        super().__init__(model, is_adaptive=is_adaptive)
+        both = {"num_pages": NUM_PAGES, **settings}
+        super().__init__(model, prefill=both, decode=both | {"prefix_cache": False}, is_adaptive=is_adaptive)
         self._watch()
         self.step()  # both nodes hear that they are welcome
 
@@ -166,12 +163,6 @@ class TimedPair(NodePair):
 
         self.prefill.engine.sample = sample_and_stamp
         rounds.submit, rounds.collect = stamp_and_submit, collect_and_count
-
-    def _start_prefill(self, config: PrefillConfig, overlaps: bool | None) -> Any:
-        return super()._start_prefill(dataclasses.replace(config, **self._settings), overlaps)
-
-    def _start_decode(self, config: DecodeConfig, *options: Any) -> Any:
-        return super()._start_decode(dataclasses.replace(config, **self._settings, prefix_cache=False), *options)
 
 
 class Differences(NamedTuple):

@@ -1,0 +1,41 @@
+"""What bench_speculation compares is what it says: no speculation, drafts in every round, adaptive."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from node_pair import params
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from timed_pair import TimedPair
+
+PROMPTS = [[at, at + 1] * 6 for at in (5, 9, 40)]
+EACH = [params(16, temperature=0.0)] * 3
+
+
+@pytest.fixture(params=["off", "fixed", "adaptive"])
+def timed(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Iterator[tuple[str, TimedPair]]:
+    settings: dict[str, Any] = {"speculative": "none" if request.param == "off" else "ngram", "threads": 1}
+    settings |= {"page_size": 4, "draft_steps": None if request.param == "off" else 3}
+    with closing(TimedPair(checkpoint("llama"), is_adaptive=request.param == "adaptive", **settings)) as pair:
+        yield request.param, pair
+
+
+def test_each_kind_is_what_it_is_called(timed: tuple[str, TimedPair]) -> None:
+    kind, pair = timed
+    assert (pair.decode.chooser is not None) == (kind == "adaptive")
+    assert (pair.prefill.engine.pool.page_size, pair.decode.engine.pool.page_size) == (4, 4)
+    run = pair.generate(PROMPTS, EACH, 2)
+    assert [len(output) for output in run.outputs] == [16] * 3 and run.num_tokens == 45
+    assert run.steps[0] == (3 if kind == "fixed" else 0) and max(run.steps) == pair.num_steps
+    assert pair.num_steps == (0 if kind == "off" else 3)
+    again = pair.generate(PROMPTS, EACH, 2)
+    assert again.outputs == run.outputs and 0.0 < again.seconds < 60.0
+    caches = [node.cache.ledger() for node in (pair.prefill, pair.decode)]
+    assert [each.free + each.padding == 1536 for each in caches] == [False, True]  # decode keeps none
