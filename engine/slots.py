@@ -99,10 +99,6 @@ class Slots:
         than the drafter's."""
         self._draft.store(index, draft.to(self.device))
 
-    def draft(self, index: Tensor) -> DraftState:
-        """Copies of the slots `index` [num_rows] int64."""
-        return self._draft.select(index)
-
     def read(
         self,
         index: Tensor,
@@ -179,13 +175,17 @@ class Slots:
     ) -> tuple[Tensor, Tensor | None]:
         """`num_rows` of what was kept from the rows `first` [num_seqs] int64 on, of sequences that lack as many as
         `num_missed` [num_seqs] int64 from there: tokens [num_seqs, num_rows + 1], `last_tokens` [num_seqs] int64 behind
-        those that they lack, and states [num_seqs, num_rows, extend width] or None. What is beyond is anything."""
+        those that they lack, and states [num_seqs, num_rows, extend width] or None. Beyond are any tokens and zeros:
+        rows of others might hold no numbers, and a masked key that is none spoils the rows that do not see it."""
         assert num_rows <= MAX_MISSED, num_rows  # what is beyond a slot's rows is another's, not the end
         step = counted(num_rows + 1, first.device)
         index = first.unsqueeze(1) + step
         tokens, *states = gather_rows(self._missed, index.flatten())
         tokens = torch.where(step == num_missed.unsqueeze(1), last_tokens.unsqueeze(1), tokens.view(index.shape))
-        return tokens, states[0].view(*index.shape, -1)[:, :-1] if states else None
+        if not states:
+            return tokens, None
+        is_beyond = (step >= num_missed.unsqueeze(1)).unsqueeze(2)
+        return tokens, states[0].view(*index.shape, -1).masked_fill_(is_beyond, 0.0)[:, :-1]
 
     def _per_token(self, dtype: torch.dtype) -> Tensor:
         return torch.zeros(self.num_slots + 1, self._vocab_size, dtype=dtype, device=self.device)

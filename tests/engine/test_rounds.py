@@ -70,6 +70,22 @@ def test_what_the_device_may_still_read_is_not_written(checkpoint: Callable[...,
         assert len(free) == 4 and blocks <= {each.block.data_ptr() for each in free}
 
 
+def test_rows_that_a_sequence_does_not_lack_are_zeros(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Those of others, or of who had the slot before, may hold no numbers."""
+    model = target_of("eagle", checkpoint)
+    slots = Solo(model, num_pages=40, **settings("eagle", model, tmp_path)).rounds.slots
+    tokens, states = slots._missed
+    states.fill_(float("nan"))
+    first = torch.tensor([slots.missed_row(slot, 0) for slot in (3, 5)])
+    for row in range(3):
+        slots.keep_missed(first + row, torch.tensor([10 + row, 20 + row]), torch.full((2, states.shape[1]), row + 1.0))
+    kept = tokens[first + 2].flatten().tolist()
+    found, extend = slots.missed(first + 1, torch.tensor([2, 1]), torch.tensor([90, 91]), 4)
+    assert kept == [12, 22] and found[0, :3].tolist() == [11, 12, 90] and found[1, :2].tolist() == [21, 91]
+    assert extend is not None and extend[:, :, 0].tolist() == [[2.0, 3.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0]]
+    assert extend.isfinite().all()
+
+
 class Operations(TorchDispatchMode):
     """Counts those that a device would be asked for each time: `counted` keeps its numbers."""
 

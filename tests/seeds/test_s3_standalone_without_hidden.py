@@ -112,8 +112,6 @@ def test_no_state_in_layout_rounds_or_row(model: Path, tmp_path: Path, make_pair
     pair = make_pair(model, **drafter)
     pair.submit("r", PROMPT, params(60))
     pair.step_until(lambda: pair.decode.scheduler.running)
-    [running] = pair.decode.scheduler.running
-    assert pair.decode.rounds.slots.draft(torch.tensor([running.slot])).present() == []
     check_no_tensors(pair.decode.rounds.slots)
     pair.run()
 

@@ -150,7 +150,7 @@ class Solo:
     def draft(self, sequence: Running) -> DraftState:
         """What the drafter keeps of it, one row."""
         assert sequence.slot is not None
-        return self.rounds.slots.draft(torch.tensor([sequence.slot], device=self.engine.device))
+        return self.rounds.slots._draft.select(torch.tensor([sequence.slot], device=self.engine.device))
 
     def draft_kv(self, sequence: Running) -> torch.Tensor | None:
         """[num_layers, 2, num_kv_heads, L, head_dim]: the drafter's own KV of all tokens with target KV."""
