@@ -318,7 +318,7 @@ class Rounds:
         """Sequences that lack too many rows are left behind for good, and those that lack some and want no drafts.
         Returns the limits that hold then."""
         for sequence in sequences:
-            if sequence.num_missed and sequence.sampling.params.draft_steps == 0:
+            if 0 < sequence.num_missed <= MAX_MISSED and sequence.sampling.params.draft_steps == 0:
                 sequence.num_missed = MAX_MISSED + 1
         return [0 if each.num_missed > MAX_MISSED else limit for each, limit in zip(sequences, limits, strict=True)]
 

@@ -262,3 +262,7 @@ def test_a_request_that_wants_no_drafts_is_left_behind_at_once(make_solo: MakeSo
     assert [each.num_drafted for each in results] == [0, 3]
     assert sequence.num_missed > MAX_MISSED and other.num_missed == 0
     check_against_scratch(solo, other)
+    missed = sequence.num_missed
+    for _ in range(4):  # the hole in its draft KV grows, and pages with holes must not be cached
+        solo.round([sequence, other], 3, [0, 3])
+    assert sequence.num_missed == missed + 4
