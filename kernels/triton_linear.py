@@ -69,7 +69,7 @@ TABLE: Table = {
         Config("vector", 1, 2048, 4, 4, 1),
         Config("dot", 64, 128, 4, 5, 4),
         Config("dot", 64, 128, 4, 5, 4),
-        Config("dot", 32, 128, 4, 5, 1),
+        Config("dot", 64, 128, 4, 5, 4),
         Config("dot", 64, 64, 4, 6, 4),
         Config("dot", 64, 64, 4, 6, 4),
     ),
