@@ -51,6 +51,9 @@ class Config(NamedTuple):
     split_k: int = 1  # dot: programs that share the columns of a row of W
 
 
+# Of a dot product. A process finds the device in one of two states, which other processes change; in one of them 64
+# programs, launched while the kernel before ran, took 12.9 us instead of 5.9 (docs/performance.md).
+FEWEST_PROGRAMS = 96
 # Rows of x up to each bound share a configuration.
 ROW_CLASSES = (1, 4, 8, 16, 32, 64)
 # (rows of W, columns of W) -> one configuration for each of ROW_CLASSES; None: torch, gated `linear` and `silu_mul`.
@@ -246,7 +249,9 @@ def _default(num_rows: int, out_size: int, in_size: int, is_gated: bool) -> Conf
     if num_rows > 32:
         if out_size >= 1 << 16:
             return Config("dot", 128, 64, 8, 5)
-        return Config("dot", 64, 64) if is_gated else Config("dot", 64, 128, split_k=_split(out_size, in_size, 64, 96))
+        if is_gated:
+            return Config("dot", 64, 64)
+        return Config("dot", 64, 128, split_k=_split(out_size, in_size, 64, FEWEST_PROGRAMS))
     return Config("dot", 32, 128) if is_gated else Config("dot", 32, 256, split_k=_split(out_size, in_size, 32, 264))
 
 

@@ -43,7 +43,7 @@ from baton.engine.layers import Linear, Residual
 from baton.kernels import gpu, noise, triton_linear, triton_noise, triton_norm, triton_sample, triton_silu
 from baton.kernels.norm import rms_norm_ref
 from baton.kernels.silu import silu_mul_ref
-from baton.kernels.triton_linear import ROW_CLASSES, Config, gated_linear, linear
+from baton.kernels.triton_linear import FEWEST_PROGRAMS, ROW_CLASSES, Config, gated_linear, linear
 
 PEAK = 4.7  # TB/s
 ROTATED_BYTES = 400e6  # eight times the L2
@@ -51,9 +51,6 @@ REPLAY_BYTES = 4e9  # weights read by a replay: a millisecond
 VOCAB_SIZE = 128256
 DTYPE = torch.bfloat16
 NUM_THREADS = 16  # that compile
-# Of a product. A process finds the device in one of two states, which other processes change; in one of them 64
-# programs, launched while the kernel before ran, took 12.9 us instead of 5.9 (docs/performance.md). A run sees one.
-FEWEST_PROGRAMS = 96
 Case = tuple[str, int, Callable[[], object], Callable[[], object]]  # name, bytes moved, kernel, torch
 
 
@@ -213,7 +210,8 @@ def sample_cases(num_rows: int) -> Iterator[Case]:
 
 
 def candidates(num_rows: int, shape: tuple[int, int], is_gated: bool) -> Iterator[Config]:
-    """What is worth a try; what does not fit in shared memory is passed over."""
+    """What is worth a try; what does not fit in shared memory is passed over. Too few programs are not worth it,
+    whatever a run here would say of them: it sees the device in one of its states."""
     (out_size, in_size), whole = shape, triton.next_power_of_2(shape[1])
     if num_rows == 1:
         for block_n, block_k, num_warps in itertools.product((1, 2, 4), sorted({1024, 2048, 4096, whole}), (4, 8)):
