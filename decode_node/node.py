@@ -3,17 +3,18 @@
 The life of a unit here, and who moves it on:
 
     Reserve message --> reserved --pages arrived, checked--> running --last token--> ended (pages to the prefix cache)
+    Compute message --> reserved ---------at once----------> running
              |             |                                 |    ^
            refused    revoked, failed,                    preempt resume
         (Room follows)  cancelled                            v    |
                                                            preempted
 
-Reserve messages fill `reserved`, the handoff client empties it; the scheduler moves the rest.
+Reserve messages fill `reserved`, the handoff client empties it; the scheduler moves the rest. A Compute message's
+prompt is computed here, as after a preemption.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from typing import NamedTuple
@@ -22,24 +23,27 @@ import msgspec
 
 from ..engine.adaptive import StepChooser
 from ..engine.draft_row import get_draft
+from ..engine.drafters.base import DraftState
 from ..engine.engine import NO_NUMBERS, Engine
 from ..engine.graphs import graph_sizes
 from ..engine.progress import ProgressBar
 from ..engine.rounds import Accepted, Rounds, Submitted
+from ..engine.slots import MAX_MISSED
 from ..engine.step_times import StepTimes
 from ..engine.stopping import ended
 from ..engine.trees import DraftShape
 from ..metadata.buffers import MetadataBuffers, Sampled
-from ..metadata.errors import ProtocolError, RequestError
+from ..metadata.errors import ProtocolError
 from ..metadata.handoff_client import Arrived, HandoffClient, Revoked, TransferFailed
 from ..metadata.membership import Membership, RouterGone
-from ..metadata.messages import Admitted, Cancel, Cancelled, Failed, Resend, Reserve, Reserved, Room
+from ..metadata.messages import Admitted, Cancel, Cancelled, Compute, Failed, Resend, Reserve
 from ..metadata.node_info import Load, NodeStats
 from ..metadata.request import TokenLogprobs, Unit
 from ..metadata.session import Work
 from .outbox import Outbox
+from .reservations import Reservations
 from .scheduler import DecodeScheduler, Plan
-from .sequence import Sequence, new_sequence
+from .sequence import Sequence
 from .step_clock import StepClock
 
 logger = logging.getLogger(__name__)
@@ -98,9 +102,8 @@ class DecodeNode:
         self._under_way: _UnderWay | None = None
         self._clock = StepClock(self._overlaps)
         self.outbox = Outbox()
-        self._orders = itertools.count()
         self._row_buffer = MetadataBuffers(engine.schema)
-        self._refused_at: int | None = None  # the scheduler's count of releases when a reservation was refused
+        self._reservations = Reservations(engine, self.scheduler, self.outbox, self.load, membership.send, self._fail)
         self._num_steps = self._num_generated = self._num_recomputed = 0
         self._num_moved_pages = self._num_moved_bytes = 0
         self._transfer_seconds = 0.0
@@ -119,7 +122,7 @@ class DecodeNode:
             self._compute(plan)
         for sequence in plan.failed:
             self._fail(sequence.unit, "out_of_pages", "the pool cannot hold this request alone", is_retryable=False)
-        self._offer_room()
+        self._reservations.offer_room()
         self._clock.end()
         return bool(self.scheduler.running) or self._under_way is not None
 
@@ -163,7 +166,7 @@ class DecodeNode:
 
     def _handle(self, message: Work | RouterGone) -> None:
         match message:
-            case Reserve():
+            case Reserve() | Compute():
                 self._reserve(message)
             case Cancel(rid=rid, attempt=attempt, choices=choices):
                 for sequence in self.scheduler.find(rid, attempt, choices):
@@ -177,35 +180,33 @@ class DecodeNode:
             case _:
                 logger.warning("dropped a %s: no business of a decode node", type(message).__name__)
 
-    def _reserve(self, message: Reserve) -> None:
-        """Grant choices in order while they fit, and claim those granted."""
-        units = [Unit(message.rid, choice, message.attempt) for choice in message.choices]
-        known = [unit for unit in units if unit in self.units() or self.outbox.find_ended(unit) is not None]
-        if known:  # it came twice, or the answer was lost
-            self._answer(message, known)
-            return
-        granted: list[Sequence] = []
-        for choice in message.choices:
-            try:
-                sequence = new_sequence(message, choice, next(self._orders), self.engine)
-            except RequestError as error:
-                self._fail(Unit(message.rid, choice, message.attempt), error.code, str(error), is_retryable=False)
+    def _reserve(self, message: Reserve | Compute) -> None:
+        for sequence in self._reservations.grant(message):
+            if isinstance(message, Compute):
+                self._begin(sequence)
                 continue
-            if not self.scheduler.reserve(sequence):
-                self._refused_at = self.scheduler.num_releases
-                break
-            granted.append(sequence)
-        self._answer(message, [sequence.unit for sequence in granted])
-        for sequence in granted:
             assert sequence.lease is not None
             num_prompt_pages = -(-len(sequence.token_ids) // self.engine.pool.page_size)
             self.handoff.claim(
                 sequence.unit, message.prefill, len(sequence.lease.pages), sequence.pages[:num_prompt_pages]
             )
 
-    def _answer(self, message: Reserve, units: list[Unit]) -> None:
-        granted = tuple(unit.choice for unit in units)
-        self.membership.send(Reserved(rid=message.rid, attempt=message.attempt, granted=granted, load=self.load()))
+    def _begin(self, sequence: Sequence) -> None:
+        """Runs a sequence whose prompt is computed here. A drafter with KV leaves it behind: prefill alone makes its
+        state after a prompt."""
+        self.scheduler.begin(sequence.unit)
+        drafter = self.engine.drafter
+        if drafter is not None and drafter.has_kv:
+            sequence.num_missed = MAX_MISSED + 1
+        self._take_slot(sequence, None if drafter is None else drafter.allocate(1))
+        logger.info("computes %d tokens alone", sequence.num_to_compute, extra={"rid": sequence.unit.rid})
+
+    def _take_slot(self, sequence: Sequence, draft: DraftState | None) -> None:
+        """Gives a running sequence its place in rounds. Before its first one all its tokens but the last have KV."""
+        self.rounds.admit(sequence, len(sequence.token_ids) - 1, draft)
+        if self.chooser is not None and sequence.slot is not None:
+            self.chooser.admit(sequence.slot)
+        sequence.clock.start(sequence.num_generated)
 
     def _resend(self, unit: Unit, first: int) -> None:
         sequence = next((each for each in self.scheduler if each.unit == unit), None) or self.outbox.find_ended(unit)
@@ -261,10 +262,7 @@ class DecodeNode:
         sequence.append(sampled.first_token, sampled.logprobs)
         drafter = self.engine.drafter
         draft = None if drafter is None else get_draft(self._row_buffer, drafter, sequence.token_ids)
-        self.rounds.admit(sequence, sequence.num_computed, draft)
-        if self.chooser is not None and sequence.slot is not None:
-            self.chooser.admit(sequence.slot)
-        sequence.clock.start(sequence.num_generated)
+        self._take_slot(sequence, draft)
         self._num_moved_pages += event.num_pages
         self._num_moved_bytes += event.num_bytes
         self._transfer_seconds += event.transfer_s
@@ -382,13 +380,6 @@ class DecodeNode:
     def _send(self, sequences: list[Sequence]) -> None:
         for tokens in self.outbox.unsent(sequences):
             self.membership.send(tokens)
-
-    def _offer_room(self) -> None:
-        """After a refusal, tell the router when something has come free."""
-        has_released = self._refused_at is not None and self.scheduler.num_releases > self._refused_at
-        if has_released and not self.scheduler.preempted:
-            self._refused_at = None
-            self.membership.send(Room(load=self.load()))
 
 
 def _slots(sequences: list[Sequence]) -> list[int]:

@@ -1,6 +1,6 @@
 """Which sequences run in a step, and whose the pages are.
 
-    reserve --> reserved --admit--> running --finish--> (pages to the prefix cache)
+    reserve --> reserved --admit, begin--> running --finish--> (pages to the prefix cache)
                                     |     ^
                                  preempt  resume (recompute in chunks)
                                     v     |
@@ -27,6 +27,7 @@ from ..engine.pages import Owner
 from ..engine.prefix_cache import PrefixCache
 from ..engine.trees import DraftShape
 from ..metadata.errors import OutOfPages
+from ..metadata.needs import decode_len
 from ..metadata.request import Unit
 from .sequence import Sequence
 
@@ -35,8 +36,8 @@ NO_DRAFTS = DraftShape(0)
 
 @dataclass(slots=True)
 class Plan:
-    """One step: a round of the sequences that decode, chunks of those that are recomputed after a preemption, and the
-    sequences that can never go on."""
+    """One step: a round of the sequences that decode, chunks of those that are computed here (alone, or again after
+    a preemption), and the sequences that can never go on."""
 
     decoding: list[Sequence] = field(default_factory=list)
     limits: list[int] = field(default_factory=list)  # drafts that each of `decoding` may accept
@@ -99,6 +100,14 @@ class DecodeScheduler:
         bisect.insort(self.running, sequence, key=_order)
         return sequence
 
+    def begin(self, unit: Unit) -> Sequence:
+        """Nothing will arrive for the unit: it runs from now on, and what is known of it is computed here in chunks."""
+        sequence = self.reserved.pop(unit)
+        assert sequence.lease is not None, unit
+        sequence.num_computed = sequence.num_cached = len(sequence.lease.pages) * self.page_size
+        bisect.insort(self.running, sequence, key=_order)
+        return sequence
+
     # --- one step ---
 
     def plan(self, shape: DraftShape | None = None) -> Plan:
@@ -156,7 +165,7 @@ class DecodeScheduler:
     def _with_two_rounds(self, num_tokens: int) -> int:
         """Slots of a sequence and its next two rounds: the second begins where a fully accepted first one ends. Not
         beyond the context, which drafts may leave empty-handed."""
-        return max(num_tokens, min(num_tokens + 1 + self.shape.num_steps + self.shape.num_slots, self.context_len))
+        return decode_len(num_tokens, 1 + self.shape.num_steps + self.shape.num_slots, self.context_len)
 
     @property
     def _is_under_way(self) -> bool:

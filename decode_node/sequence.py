@@ -8,7 +8,7 @@ from ..engine.engine import Engine
 from ..engine.prefix_cache import Lease
 from ..engine.sampling_state import SamplingState
 from ..engine.slots import MAX_MISSED
-from ..metadata.messages import Reserve
+from ..metadata.messages import Dispatch
 from ..metadata.request import Ended, GenerationRequest, TokenLogprobs, Unit
 from .run_clock import RunClock
 
@@ -64,8 +64,8 @@ class Sequence:
         self.sampling.append(token_id)
 
 
-def new_sequence(message: Reserve, choice: int, order: int, engine: Engine) -> Sequence:
-    """A choice of a reservation, without pages yet. Raises RequestError for ids that the model does not have."""
+def new_sequence(message: Dispatch, choice: int, order: int, engine: Engine) -> Sequence:
+    """A choice that was asked for, without pages yet. Raises RequestError for ids that the model does not have."""
     request = message.request
     prompt_ids, received_ids = request.token_ids(engine.model_config.vocab_size, engine.context_len)
     sampling = SamplingState(

@@ -12,7 +12,10 @@ from ..metadata.config import setting
 from ..metadata.errors import BatonError, RequestError
 from .client import Client
 
-_HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
+_HELP = (
+    "/reset forgets the conversation, /max N sets the longest answer in tokens, /exit (or Ctrl-D) leaves, Ctrl-C stops "
+    "an answer"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,18 @@ class Conversation:
     model: str
     config: ChatConfig
     messages: list[dict[str, str]] = field(default_factory=list)
+    finish_reason: str | None = None  # of the last answer, if it came to its end
+    max_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.max_tokens = self.config.max_tokens
+
+    @property
+    def why_cut(self) -> str | None:
+        """Why the last answer is not all that the model would have said, and what helps; None if it is."""
+        if self.finish_reason == "length":
+            return f"cut at {self.max_tokens} tokens; /max N or --max-tokens N allows more"
+        return None if self.finish_reason in (None, "stop") else f"ended early: {self.finish_reason}"
 
     def reset(self) -> None:
         self.messages = [{"role": "system", "content": self.config.system}] if self.config.system else []
@@ -45,12 +60,15 @@ class Conversation:
     def ask(self, text: str) -> Generator[str]:
         """The answer's pieces as they come. A question without any answer is taken back; half an answer is kept."""
         self.messages.append({"role": "user", "content": text})
+        self.finish_reason = None
         pieces: list[str] = []
         try:
             with closing(self.client.stream_chat(self._body())) as stream:
                 for piece in stream:
-                    pieces.append(piece)
-                    yield piece
+                    self.finish_reason = piece.finish_reason or self.finish_reason
+                    if piece.text:
+                        pieces.append(piece.text)
+                        yield piece.text
         finally:
             if pieces:
                 self.messages.append({"role": "assistant", "content": "".join(pieces)})
@@ -62,7 +80,7 @@ class Conversation:
         wanted = {
             "temperature": config.temperature,
             "top_p": config.top_p,
-            "max_tokens": config.max_tokens,
+            "max_tokens": self.max_tokens,
             "seed": config.seed,
         }
         return {
@@ -88,6 +106,8 @@ def run(config: ChatConfig) -> int:
             break
         if line == "/reset":
             conversation.reset()
+        elif line.split()[:1] == ["/max"]:
+            _set_max(conversation, line.split()[1:])
         elif line.startswith("/"):
             print(f"{line.split()[0]} is no command: {_HELP}", file=sys.stderr)
         elif line:
@@ -109,6 +129,13 @@ def _lines(is_interactive: bool) -> Iterator[str]:
                 raise
 
 
+def _set_max(conversation: Conversation, words: list[str]) -> None:
+    if len(words) == 1 and words[0].isascii() and words[0].isdecimal() and 0 < int(words[0]) < 1 << 31:
+        conversation.max_tokens = int(words[0])
+    else:
+        print(f"/max takes a number of tokens, as in /max {2 * conversation.max_tokens}", file=sys.stderr)
+
+
 def _answer(conversation: Conversation, text: str) -> bool:
     """Prints the answer; False when it failed."""
     try:
@@ -116,6 +143,8 @@ def _answer(conversation: Conversation, text: str) -> bool:
             for piece in pieces:
                 print(piece, end="", flush=True)
         print()
+        if conversation.why_cut is not None:
+            print(f"({conversation.why_cut})", file=sys.stderr)
     except KeyboardInterrupt:
         print(" (stopped)")
     except BatonError as error:

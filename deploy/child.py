@@ -6,19 +6,14 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
-from collections import deque
 from pathlib import Path
 
 from .lifeline import PARENT
 from .plan import Command
 
-_MAX_RESTARTS = 3
-_RESTART_WINDOW_S = 60.0
-
 
 class Child:
-    """One process, its log file, and the times of its restarts."""
+    """One process and its log file."""
 
     def __init__(self, command: Command, run_dir: Path) -> None:
         self.name = command.name
@@ -26,15 +21,14 @@ class Child:
         self.log_path = run_dir / f"{command.name}.log"
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
-        self._restarts: deque[float] = deque()
+        self.num_starts = 0
         self._log_offset = 0
         self._unfinished = b""
-        self.restart_at: float | None = None  # monotonic time at which the next start is due
 
     def start(self) -> None:
         """Starts the process, in a group of its own, with its output in the log, after that of the starts before."""
         environ = {**os.environ, **self._command.environ, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-        self.restart_at = None
+        self.num_starts += 1
         with self.log_path.open("wb" if self._process is None else "ab") as log:
             self._process = subprocess.Popen(
                 self._command.argv,
@@ -59,17 +53,6 @@ class Child:
     @property
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
-
-    def plan_restart(self) -> bool:
-        """Sets `restart_at` after 0.5, 1, 2 s; False when there were too many restarts in the last minute."""
-        now = time.monotonic()
-        while self._restarts and now - self._restarts[0] > _RESTART_WINDOW_S:
-            self._restarts.popleft()
-        if len(self._restarts) >= _MAX_RESTARTS:
-            return False
-        self.restart_at = now + 0.5 * 2 ** len(self._restarts)
-        self._restarts.append(now)
-        return True
 
     def terminate(self) -> None:
         """Asks the process to drain and go."""

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..metadata.errors import BatonError, ConfigError
+from ..metadata.errors import BatonError
 from .config_file import print_tables, read_tables
 from .flags import Parser, Setting, add_flag, by_name, resolve
 from .lifeline import die_with_parent
@@ -32,7 +32,7 @@ _RID_HELP = "the answer's x-request-id, or `id` in its body; without one the rec
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command line; returns its exit status: 0, 1 (failed), 2 (wrong configuration), 130 (interrupted)."""
+    """Runs one command line; returns its exit status: 0, that of the error (metadata/errors.py), 130 (interrupted)."""
     die_with_parent()
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         if _is_debug(argv):
             raise
         print(f"baton: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return error.exit_status
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "numpy", "safetensors") or _is_debug(argv):
             raise

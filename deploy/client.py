@@ -5,13 +5,20 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Generator, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ..metadata.errors import ConfigError, RequestError, Unavailable
 
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 _TIMEOUT_S = 10.0
+
+
+class Piece(NamedTuple):
+    """A piece of a streamed answer: text, or the reason why it ended (`stop`, `length`, ...), or both."""
+
+    text: str
+    finish_reason: str | None = None
 
 
 class Client:
@@ -41,9 +48,13 @@ class Client:
     def is_ready(self) -> bool:
         """Whether GET /ready says yes. Nobody listening, or no answer in time, is a no."""
         try:
-            return self._call("GET", "/ready", timeout_s=2.0)[0] == 200
+            return self.ready()[0] == 200
         except Unavailable:
             return False
+
+    def ready(self) -> tuple[int, bytes]:
+        """Status and body of GET /ready. Raises Unavailable when nobody answers."""
+        return self._call("GET", "/ready", timeout_s=2.0)
 
     def why_not_ready(self) -> str:
         """What GET /ready answers, as text."""
@@ -71,8 +82,8 @@ class Client:
         """Status and body of GET `path`. Raises Unavailable when nobody answers."""
         return self._call("GET", path)
 
-    def stream_chat(self, body: dict[str, Any]) -> Generator[str]:
-        """The text pieces of a streamed chat completion. Closing the iterator cancels the request.
+    def stream_chat(self, body: dict[str, Any]) -> Generator[Piece]:
+        """The pieces of a streamed chat completion. Closing the iterator cancels the request.
 
         Raises Unavailable when nobody listens or the stream breaks off, RequestError when the router says no.
         """
@@ -111,7 +122,7 @@ class Client:
         return Unavailable(f"{self.url}: {error or type(error).__name__}")
 
 
-def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
+def _pieces(response: http.client.HTTPResponse) -> Iterator[Piece]:
     for line in response:
         if not line.startswith(b"data:"):
             continue
@@ -122,8 +133,9 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
         if "error" in event:
             raise Unavailable(event["error"].get("message", "the stream ended in an error"))
         for choice in event.get("choices", ()):
-            if text := choice.get("delta", {}).get("content"):
-                yield text
+            piece = Piece(choice.get("delta", {}).get("content") or "", choice.get("finish_reason"))
+            if any(piece):
+                yield piece
     raise Unavailable("the stream broke off before its end")
 
 

@@ -63,7 +63,13 @@ def _line(setting: Setting, value: Any) -> str:
     if setting.name in SECRETS:
         return f"# {setting.name} is set and not printed: give it again, best by {ENVIRONMENT[setting.name]}"
     if isinstance(value, str):
-        value = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        value = _text(value)
+    elif isinstance(value, tuple):
+        value = f"[{', '.join(map(_text, value))}]"
     elif isinstance(value, bool):
         value = str(value).lower()
     return f"{setting.name} = {value}"
+
+
+def _text(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,7 +1,8 @@
 """Flags from configuration dataclasses: a field is a flag, a TOML key and an attribute, and is written once.
 
-A field's annotation gives the type (`int | None`, `Literal[...]`, `bool` as --x / --no-x), its metadata the help text
-(`metadata.config.setting`), the class its default. Precedence: flag, environment, TOML table, default.
+A field's annotation gives the type (`int | None`, `Literal[...]`, `bool` as --x / --no-x, `tuple[str, ...]` as a flag
+that is given once for each item), its metadata the help text (`metadata.config.setting`), the class its default.
+Precedence: flag, environment, TOML table, default.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Setting:
     """One configuration field as flags and files see it."""
 
     name: str
-    kind: type  # bool, int, float or str
+    kind: type  # bool, int, float or str; tuple: any number of str
     choices: tuple[str, ...] | None
     default: Any
     text: str
@@ -44,16 +45,29 @@ class Setting:
         """What a value must be, in words."""
         if self.choices is not None:
             return "one of " + ", ".join(self.choices)
-        return {bool: "true or false", int: "a whole number", float: "a number", str: "text in quotes"}[self.kind]
+        return _WANTED[self.kind]
 
     def check(self, value: object) -> Any:
         """`value` in the field's type. Raises ValueError that says what is wanted."""
         if self.kind is float:
             if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
                 return float(value)
+        elif self.kind is tuple:
+            items = [value] if isinstance(value, str) else value
+            if isinstance(items, list | tuple) and all(isinstance(item, str) for item in items):
+                return tuple(items)
         elif type(value) is self.kind and (self.choices is None or value in self.choices):
             return value
         raise ValueError(f"must be {self.wanted}")
+
+
+_WANTED = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text in quotes",
+    tuple: "a list of texts in quotes",
+}
 
 
 @cache
@@ -79,8 +93,8 @@ def _setting(item: Any, hint: Any) -> Setting:
     assert len(kinds) == 1, f"{item.name}: {hint} cannot be a flag"
     is_literal = get_origin(kinds[0]) is Literal
     choices = get_args(kinds[0]) if is_literal else None
-    kind = str if is_literal else kinds[0]
-    assert kind in (bool, int, float, str), f"{item.name}: {hint} cannot be a flag"
+    kind = str if is_literal else tuple if kinds[0] == tuple[str, ...] else kinds[0]
+    assert kind in _WANTED, f"{item.name}: {hint} cannot be a flag"
     assert item.default is not MISSING, f"{item.name}: a setting needs a default"
     text = item.metadata.get("help", "")
     return Setting(item.name, kind, choices, item.default, text, item.metadata.get("metavar"))
@@ -103,6 +117,11 @@ class Parser(argparse.ArgumentParser):
 def add_flag(parser: argparse.ArgumentParser, setting: Setting) -> None:
     """The setting's flag; when it is not given the parsed arguments have no such attribute."""
     text = setting.text.replace("%", "%%")
+    if setting.kind is tuple:
+        parser.add_argument(
+            setting.flag, action="append", default=argparse.SUPPRESS, help=text, metavar=setting.metavar or "TEXT"
+        )
+        return
     if setting.default is not None and setting.kind is not bool:
         text += f" (default: {setting.default})"
     if setting.kind is bool:
@@ -152,6 +171,8 @@ def to_argv(config: Any, skip: Iterable[str] = SECRETS) -> list[str]:
             continue
         if setting.kind is bool:
             argv.append(setting.flag if value else setting.flag.replace("--", "--no-", 1))
+        elif setting.kind is tuple:
+            argv += [f"{setting.flag}={item}" for item in value]
         else:
             argv.append(f"{setting.flag}={value}")  # one word, so that values may begin with a dash
     return argv

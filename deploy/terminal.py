@@ -69,6 +69,10 @@ class Status:
             for line in lines:
                 say(f"  {name}: {line}")
 
+    def tell(self, line: str) -> None:
+        """A line that stays."""
+        say(f"\r\033[K{line}" if self._is_terminal else line)
+
     def draw(self, age_s: float) -> None:
         """Shows the last line of each process, `age_s` seconds after the start. Does nothing without a terminal."""
         if self._is_terminal:

@@ -1,26 +1,25 @@
-"""The KV pools of a node on CUDA, for the handoff: shared with other processes by CUDA IPC, gathered, digested.
+"""The KV pools of a node on CUDA, for the handoff: shared with other processes, gathered, digested.
 
-Each pool lies in one allocation of cudaMalloc, whose handle another process of this host opens; it reads the whole
-allocation then, and CUDA cannot keep it from writing. What is copied for the handoff goes over a stream of its own;
-rounds and chunks are submitted to the current one.
-
-Handles by the driver's interface: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html
+Each pool lies in an allocation of its own, which other processes of this host map and can read, not write
+(cuda_memory.py). What is copied for the handoff goes over a stream of its own; rounds and chunks are submitted to the
+current one.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
+import os
+import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..kernels.pages import has_kernels, page_checksums
-from ..metadata.device_pool import MappedPools
+from ..metadata.device_pool import MappedPools, Shared
 from ..metadata.errors import TransferError
 from ..metadata.memory import PageMemory
-from ..metadata.node_info import DeviceHandle
+from .cuda_memory import Mapping, map_shared, share
 
 if TYPE_CHECKING:
     from ..kernels.triton_pages import PoolAddress
@@ -29,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 _STORE_BYTES = 64 << 20  # of pages that lie twice on the device while they are copied to the host
 _FEW_PAGES = 16  # of a launch
-_ALIGNMENT = 16  # of a pool, bytes: the kernels' widest access
-_LAZY_ENABLE_PEER_ACCESS = 1
 
 
 class _Slip:
@@ -74,15 +71,15 @@ class CudaMapping(NamedTuple):
     """A peer's pools, mapped (metadata/device_pool.py: MappedPools)."""
 
     pools: list[PoolAddress]
-    bases: list[int]
+    mappings: list[Mapping]
     stream: torch.cuda.Stream
 
     def close(self) -> None:
         self.stream.synchronize()
         with torch.cuda.device(self.stream.device):
-            for base in self.bases:
-                _driver().close(base)
-        self.bases.clear()
+            for mapping in self.mappings:
+                mapping.close()
+        self.mappings.clear()
 
 
 class CudaPool:
@@ -104,10 +101,10 @@ class CudaPool:
         self._stream = torch.cuda.Stream(self._device)
         self._fences: dict[int, torch.cuda.Event] = {}  # by page: what was submitted before it was expected
         self.device = str(torch.cuda.get_device_properties(self._device).uuid)
-        self.handles = self._export()
+        self.shared = self._share()
         self._warm_up()
 
-    def map(self, handles: Sequence[DeviceHandle], num_pages: int) -> CudaMapping:
+    def map(self, descriptors: Sequence[int], sizes: Sequence[int], num_pages: int) -> CudaMapping:
         """Raises TransferError."""
         if not has_kernels():
             raise TransferError("triton is not installed, which reads a peer's pool")
@@ -115,23 +112,15 @@ class CudaPool:
 
         mapping = CudaMapping([], [], self._stream)
         try:
-            for pool, handle in zip(self._pools, handles, strict=True):
-                expected = pool.shape[0] * num_pages * pool.shape[2] * 4
-                if handle.size != expected or handle.offset % _ALIGNMENT:
-                    raise TransferError(
-                        f"peer's pool has {handle.size} bytes at {handle.offset}, {num_pages} pages of this layout "
-                        f"have {expected}"
-                    )
-                with torch.cuda.device(self._device):  # the driver asks the device that is current
-                    base = _driver().open(handle.handle)
-                    mapping.bases.append(base)
-                    _, size = _driver().range_of(base)
-                if handle.offset + handle.size > size:
-                    raise TransferError(f"peer's pool ends at {handle.offset + handle.size} of {size} bytes mapped")
-                mapping.pools.append(PoolAddress(base + handle.offset, num_pages))
-        except TransferError:
+            for pool, descriptor, size in zip(self._pools, descriptors, sizes, strict=True):
+                needed = pool.shape[0] * num_pages * pool.shape[2] * 4
+                if size < needed:
+                    raise TransferError(f"peer's pool has {size} bytes, {num_pages} pages of this layout have {needed}")
+                mapping.mappings.append(map_shared(descriptor, size, self._device))
+                mapping.pools.append(PoolAddress(mapping.mappings[-1].address, num_pages))
+        except (TransferError, OSError, ValueError, torch.OutOfMemoryError) as error:
             mapping.close()
-            raise
+            raise TransferError(f"cannot map the peer's pools: {error}") from error
         return mapping
 
     def expect(self, pages: Sequence[int]) -> None:
@@ -222,92 +211,23 @@ class CudaPool:
             moves = slip.pages.to(self._device, non_blocking=True)
         return moves[0], moves[1]
 
-    def _export(self) -> tuple[DeviceHandle, ...]:
-        """Empty, with a word in the log, where CUDA cannot share the pools."""
+    def _share(self) -> tuple[Shared, ...]:
+        """Empty, with a word in the log, when CUDA cannot share the pools."""
+        shared: list[Shared] = []
         try:
-            with torch.cuda.device(self._device):
-                return tuple(_exported(pool) for pool in self._pools)
+            for pool in self._pools:
+                shared.append(share(pool))
+                weakref.finalize(self, os.close, shared[-1].descriptor)
         except (TransferError, OSError) as error:
-            logger.warning("the pools cannot be shared by CUDA IPC (%s): pages travel by way of the host", error)
+            logger.warning("the pools cannot be shared (%s): pages travel by way of the host", error)
             return ()
-
-
-class _Handle(ctypes.Structure):
-    _fields_ = [("reserved", ctypes.c_char * 64)]
-
-
-class _Driver:
-    """The few calls of libcuda that torch does not offer. Raises OSError where there is none."""
-
-    def __init__(self) -> None:
-        self._own: dict[bytes, int] = {}  # where allocations of this process lie, by handle
-        self._lib = ctypes.CDLL("libcuda.so.1")
-        self._lib.cuIpcOpenMemHandle_v2.argtypes = (ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint)
-        self._lib.cuIpcCloseMemHandle.argtypes = (ctypes.c_uint64,)
-        self._lib.cuIpcGetMemHandle.argtypes = (ctypes.POINTER(_Handle), ctypes.c_uint64)
-        self._lib.cuMemGetAddressRange_v2.argtypes = (
-            ctypes.POINTER(ctypes.c_uint64),
-            ctypes.POINTER(ctypes.c_size_t),
-            ctypes.c_uint64,
-        )
-
-    def range_of(self, address: int) -> tuple[int, int]:
-        """Base and size of the allocation, or the mapping, that an address lies in."""
-        base, size = ctypes.c_uint64(), ctypes.c_size_t()
-        self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
-        return base.value, size.value
-
-    def handle_of(self, base: int) -> bytes:
-        """The handle of an allocation, 64 bytes."""
-        handle = _Handle()
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
-        self._own[bytes(handle)] = base
-        return bytes(handle)
-
-    def open(self, handle: bytes) -> int:
-        """Maps an allocation of another process; returns where. The caller closes it. One of this process, which CUDA
-        would not map, lies where it lies."""
-        if handle in self._own:
-            return self._own[handle]
-        base = ctypes.c_uint64()
-        self._call(
-            "cuIpcOpenMemHandle_v2", ctypes.byref(base), _Handle.from_buffer_copy(handle), _LAZY_ENABLE_PEER_ACCESS
-        )
-        return base.value
-
-    def close(self, base: int) -> None:
-        """Unmaps it."""
-        if base not in self._own.values():
-            self._call("cuIpcCloseMemHandle", base)
-
-    def _call(self, name: str, *args: Any) -> None:
-        status: int = getattr(self._lib, name)(*args)
-        if status:
-            text = ctypes.c_char_p()
-            self._lib.cuGetErrorName(status, ctypes.byref(text))
-            raise TransferError(f"{name}: {(text.value or b'error').decode()} ({status})")
-
-
-_drivers: list[_Driver] = []
-
-
-def _driver() -> _Driver:
-    if not _drivers:
-        _drivers.append(_Driver())
-    return _drivers[0]
+        return tuple(shared)
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event()
     event.record(stream)
     return event
-
-
-def _exported(pool: torch.Tensor) -> DeviceHandle:
-    base, _ = _driver().range_of(pool.data_ptr())
-    offset = pool.data_ptr() - base
-    assert offset % _ALIGNMENT == 0, offset
-    return DeviceHandle(handle=_driver().handle_of(base), offset=offset, size=pool.nbytes)
 
 
 def _as_bytes(sums: Sequence[torch.Tensor], num_pages: int) -> list[bytes]:

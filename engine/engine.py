@@ -22,6 +22,7 @@ from ..metadata.request import SamplingParams, TokenLogprobs
 from ..metadata.schema import block_bytes, on_gpu, page_bytes, page_layer_bytes, pools
 from .batch import BatchRow, Computed, ForwardBatch
 from .config import DtypeChoice, EngineConfig
+from .cuda_memory import pool_zeros
 from .cuda_pool import CudaPool
 from .drafters.base import PromptChunk, PromptTail
 from .drafters.registry import Speculation, read_speculation
@@ -85,7 +86,7 @@ class Engine:
         ]
         self.device_pool: CudaPool | None = None
         if self.device.type == "cuda":  # `memory` is the host mirror then
-            self._kvs = [torch.zeros_like(each, device=self.device) for each in self._kvs]
+            self._kvs = [pool_zeros(tuple(each.shape), dtype, self.device) for each in self._kvs]
             self.device_pool = CudaPool(self._kvs, self.memory, has_checksums=config.checksums)
         draft_kv = self._kvs[1] if len(self._kvs) > 1 else None
         self.drafter = self.speculation.load(self.model, self._kvs[0], draft_kv, progress)

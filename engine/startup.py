@@ -74,7 +74,7 @@ def serve(
                 membership.wait()
     except Refused as error:
         logger.error("%s", error)
-        return 1
+        return error.exit_status
     finally:
         membership.close()
         node.handoff.close()
@@ -143,8 +143,8 @@ def load_keys(config: EngineConfig, *addresses: str) -> KeyPair | None:
 
 def transports(config: EngineConfig, engine: Engine) -> tuple[str, ...]:
     """The transports that the node may use, best first. Raises ConfigError where it can use none."""
-    if config.transport == "cuda_ipc" and engine.device_pool is None:
-        raise ConfigError(f"transport cuda_ipc needs device cuda, this node is on {engine.device.type}; use auto")
+    if config.transport == "cuda" and engine.device_pool is None:
+        raise ConfigError(f"transport cuda needs device cuda, this node is on {engine.device.type}; use auto")
     if config.transport != "auto":
         return (config.transport,)
-    return ("local", "zmq") if engine.device_pool is None else ("cuda_ipc", "local", "zmq")
+    return ("local", "zmq") if engine.device_pool is None else ("cuda", "local", "zmq")

@@ -5,7 +5,8 @@
 
 The name is the process's node id, `router` for the router. So the list says more than who may come: whose key a node
 must find at the other end when it connects, and under which name alone a key's holder may speak. A line that is gone
-shuts its process out: the file is looked at again at every handshake, and about once a second.
+shuts its process out: the file is looked at again at every handshake, for every message of a stranger, and about once
+a second.
 """
 
 from __future__ import annotations
@@ -67,6 +68,14 @@ class AllowList:
         """Whose a public key is; None for a stranger's."""
         return self._names.get(key)
 
+    def newest_name_of(self, key: bytes) -> str | None:
+        """As `name_of`, and looks at the file again before it calls a key a stranger's."""
+        name = self.name_of(key)
+        if name is None:
+            self.look()
+            name = self.name_of(key)
+        return name
+
     def server_key(self, name: str) -> bytes:
         """The key that who connects to `name` must find there. Raises ConfigError where the list has none."""
         key = self.key_of(name)
@@ -114,6 +123,23 @@ class AllowList:
         if reason != self._complaint:
             self._complaint = reason
             logger.error("%s; what allow-list %s said before stays in force", reason, self.path)
+
+
+class ServerKey:
+    """The key that a client must find at the server called `name`, which may be replaced while the client runs. Used by
+    one thread. Raises ConfigError where the list has none."""
+
+    def __init__(self, allow_list: AllowList, name: str) -> None:
+        self._allow_list, self._name = allow_list, name
+        self._key = allow_list.server_key(name)
+        self._due = Throttle(CHECK_S)
+
+    def is_replaced(self) -> bool:
+        """Whether the list names another key than when last asked; looks at the file about once a second."""
+        if self._due.is_due():
+            self._allow_list.look()
+        key, self._key = self._key, self._allow_list.server_key(self._name)
+        return key != self._key
 
 
 def with_line(path: str | Path, line: str) -> str:

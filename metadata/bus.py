@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -11,7 +12,7 @@ import zmq
 
 from .addresses import parse_address
 from .curve import sender_key
-from .errors import ConfigError, ProtocolError
+from .errors import ConfigError, ProtocolError, StaleMessage
 from .logs import Throttle
 from .seal import unseal
 
@@ -43,15 +44,51 @@ def routing_id(node_id: str, epoch: str) -> bytes:
     return name
 
 
+class Wire:
+    """The way between the product and its sockets: of every connection that it begins, and of every message that it
+    sends or receives. A wire that is faulty on purpose may take its place (transports/faulty.py)."""
+
+    def connect(self, socket: zmq.Socket[bytes], address: str) -> None:
+        """As `connect_socket`."""
+        socket.connect(address)
+
+    def send(self, socket: zmq.Socket[bytes], frames: Sequence[Any], *, track: bool) -> zmq.MessageTracker | None:
+        """As `send_frames`."""
+        for frame in frames[:-1]:
+            socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE)
+        if track:
+            return cast(zmq.MessageTracker, socket.send(frames[-1], zmq.NOBLOCK, copy=False, track=True))
+        socket.send(frames[-1], zmq.NOBLOCK)
+        return None
+
+    def receive(self, socket: zmq.Socket[bytes], most: int, *, copy: bool) -> list[Any]:
+        """As `receive_frames`."""
+        frames: list[Any] = [socket.recv(zmq.NOBLOCK, copy=copy)]
+        while socket.get(zmq.RCVMORE):
+            frame: Any = socket.recv(zmq.NOBLOCK, copy=copy)
+            if len(frames) <= most:
+                frames.append(frame)
+        return frames
+
+
+wire = Wire()
+
+
+def connect_socket(socket: zmq.Socket[bytes], address: str) -> None:
+    """Connects, now and after every break. Raises zmq.ZMQError for an address that nobody can connect to."""
+    wire.connect(socket, address)
+
+
+def send_frames(socket: zmq.Socket[bytes], *frames: Any, track: bool = False) -> zmq.MessageTracker | None:
+    """Queues a message; never waits. With `track` the last frame is not copied: it must not change before the tracker
+    that is returned says so. Raises zmq.ZMQError when the peer is gone, zmq.Again when its queue is full."""
+    return wire.send(socket, frames, track=track)
+
+
 def receive_frames(socket: zmq.Socket[bytes], most: int, *, copy: bool = True) -> list[Any]:
     """The frames of the next message: bytes, or `zmq.Frame` where `copy` is False. Of one with more than `most` frames
     the first `most + 1` are kept, which the caller refuses. Raises zmq.Again when nothing waits."""
-    frames: list[Any] = [socket.recv(zmq.NOBLOCK, copy=copy)]
-    while socket.get(zmq.RCVMORE):
-        frame: Any = socket.recv(zmq.NOBLOCK, copy=copy)
-        if len(frames) <= most:
-            frames.append(frame)
-    return frames
+    return wire.receive(socket, most, copy=copy)
 
 
 class Received(NamedTuple):
@@ -69,7 +106,7 @@ def receive_from(socket: zmq.Socket[bytes], allow_list: AllowList | None) -> Rec
         sender, *bodies = receive_frames(socket, 2)
         return Received(sender, bodies, None)
     frames = receive_frames(socket, 2, copy=False)
-    name = allow_list.name_of(sender_key(frames[0]))
+    name = allow_list.newest_name_of(sender_key(frames[0]))
     sender, *bodies = (frame.bytes for frame in frames)
     return Received(sender, bodies, name)
 
@@ -113,16 +150,25 @@ def has_input(socket: zmq.Socket[bytes]) -> bool:
 
 
 class DroppedFrames:
-    """Counts the frames that one socket refused, and logs them at most once a second."""
+    """Counts the frames that one socket refused, and logs them at most once a second. Messages about what has ended are
+    counted apart: ordinary cancels leave them behind, and nothing is wrong with them."""
 
     def __init__(self, logger: logging.Logger, where: str) -> None:
         self.count = 0
+        self.num_stale = 0
         self._logger = logger
         self._where = where
         self._throttle = Throttle()
+        self._stale_throttle = Throttle()
 
-    def add(self, sender: bytes, reason: str) -> None:
-        """Counts one frame; `reason` says what is wrong with it."""
+    def add(self, sender: bytes, error: ProtocolError) -> None:
+        """Counts one frame; `error` says what is wrong with it."""
+        if isinstance(error, StaleMessage):
+            self.num_stale += 1
+            if self._logger.isEnabledFor(logging.DEBUG) and self._stale_throttle.is_due():
+                words = "%s: late words of %.80r (%d so far): %s"
+                self._logger.debug(words, self._where, sender, self.num_stale, error)
+            return
         self.count += 1
         if self._throttle.is_due():
-            self._logger.warning("%s dropped a frame of %.80r (%d so far): %s", self._where, sender, self.count, reason)
+            self._logger.warning("%s dropped a frame of %.80r (%d so far): %s", self._where, sender, self.count, error)

@@ -49,9 +49,9 @@ class NodeConfig(ProcessConfig):
     router: str = setting("tcp://127.0.0.1:5700", "the router's address for nodes", metavar="tcp://HOST:PORT")
     node_id: str | None = setting(None, "name of this node, unique in the cluster (default: role-host-pid)")
     bind_host: str = setting("127.0.0.1", "address on which a prefill node serves pages; others must reach it")
-    transport: Literal["auto", "cuda_ipc", "local", "zmq"] = setting(
+    transport: Literal["auto", "cuda", "local", "zmq"] = setting(
         "auto",
-        "how pages travel: cuda_ipc (between GPUs of one host), local (shared memory, one host), zmq (anywhere), "
+        "how pages travel: cuda (between GPUs of one host), local (shared memory, one host), zmq (anywhere), "
         "auto (the first of them that both nodes can use)",
     )
     checksums: bool = setting(True, "check every page after its transfer")

@@ -7,9 +7,14 @@ pages lie only while they travel by way of the host. Page numbers name pages of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from .node_info import DeviceHandle
+
+class Shared(NamedTuple):
+    """A pool's memory on a GPU: a file descriptor of it, which its owner keeps open, and its size in bytes."""
+
+    descriptor: int
+    size: int
 
 
 class Gather(Protocol):
@@ -46,13 +51,13 @@ class DevicePool(Protocol):
         ...
 
     @property
-    def handles(self) -> tuple[DeviceHandle, ...]:
-        """By which other processes of this host map the pools, one a pool; empty where that is impossible."""
+    def shared(self) -> tuple[Shared, ...]:
+        """Return what other processes of this host map the pools by, one for each pool; empty if they cannot."""
         ...
 
-    def map(self, handles: Sequence[DeviceHandle], num_pages: int) -> MappedPools:
-        """Maps a peer's pools of `num_pages` pages. Raises TransferError, with nothing left mapped, when that cannot
-        be."""
+    def map(self, descriptors: Sequence[int], sizes: Sequence[int], num_pages: int) -> MappedPools:
+        """Map a peer's pools of `num_pages` pages so that they can be read and not written. The caller closes the
+        descriptors. Raises TransferError, with nothing left mapped, when that cannot be."""
         ...
 
     def expect(self, pages: Sequence[int]) -> None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 
 class BatonError(Exception):
-    """Base of all errors. `rid` and `node` say whose life the error belongs to, where known."""
+    """Base of all errors. `rid` and `node` say whose life the error belongs to, where known. A process that ends with
+    the error has `exit_status`."""
 
     code = "internal_error"
+    exit_status = 1
 
     def __init__(self, message: str, *, rid: str | None = None, node: str | None = None) -> None:
         super().__init__(message)
@@ -21,6 +23,7 @@ class ConfigError(BatonError):
     """A flag or a configuration field has a value that cannot work. Names the value and the fix."""
 
     code = "config_error"
+    exit_status = 2
 
 
 class ModelError(BatonError):
@@ -67,10 +70,15 @@ class ProtocolError(BatonError):
     code = "protocol_error"
 
 
+class StaleMessage(ProtocolError):
+    """A message is about something that has ended here: an ordinary cancel leaves such messages behind."""
+
+
 class Refused(BatonError):
     """Two processes cannot work together; the message names both sides' values."""
 
     code = "refused"
+    exit_status = 3
 
 
 class TransferError(BatonError):

@@ -22,11 +22,13 @@ from .addresses import host_identity
 from .bus import DroppedFrames
 from .checksums import row_checksum
 from .curve import KeyPair
+from .descriptors import DescriptorInbox
 from .device_pool import DevicePool
-from .errors import ProtocolError, TransferError
+from .errors import ProtocolError, StaleMessage, TransferError
 from .handoff_link import Link
 from .handoff_pages import ReceivedPages
 from .inbound import Inbound
+from .logs import Throttle
 from .memory import PageMemory
 from .messages import (
     MAX_BATCH,
@@ -119,6 +121,8 @@ class HandoffClient:
         self._pages = ReceivedPages(schema, memory, device)
         self._answer_s, self._clock = answer_s, clock
         self._context = zmq.Context[zmq.Socket[bytes]].instance() if context is None else context
+        self._inbox = _inbox() if device is not None and "cuda" in transports else None
+        self._inbox_looks = Throttle(clock=clock)
         self._hello = LinkHello(
             node_id=node_id,
             epoch=epoch,
@@ -127,6 +131,7 @@ class HandoffClient:
             draft_fingerprint=fingerprints[1],
             transports=tuple(transports),
             host=host_identity(),
+            inbox="" if self._inbox is None else self._inbox.address,
         )
         self._links: dict[str, Link] = {}  # by the peer's epoch
         self._inbound: dict[Unit, Inbound] = {}
@@ -184,6 +189,8 @@ class HandoffClient:
         for epoch, link in list(self._links.items()):
             if link.lost is not None:
                 self._close(epoch, link.lost, link.is_refused)
+        if self._inbox_looks.is_due():
+            self._tidy_inbox()
         events, self._events = self._events, []
         return events
 
@@ -216,6 +223,8 @@ class HandoffClient:
             self.drop(unit, "decode node leaves")
         for epoch in list(self._links):
             self._links.pop(epoch).close()
+        if self._inbox is not None:
+            self._inbox.close()
 
     # --- the links' side -------------------------------------------------------------------------------------------
 
@@ -226,7 +235,9 @@ class HandoffClient:
                 self._close(epoch, f"prefill node {peer.node_id} was restarted", is_refused=False)
         link = self._links.get(peer.epoch)
         if link is None:
-            link = Link(peer, self._hello, self._memory, self._device, self._keys, self._clock, self._context)
+            link = Link(
+                peer, self._hello, self._memory, self._device, self._inbox, self._keys, self._clock, self._context
+            )
             self._links[peer.epoch] = link
         return link
 
@@ -235,6 +246,8 @@ class HandoffClient:
         now = self._clock()
         if not (link.is_waiting and self._uses(link)):
             link.last_heard = now  # it owes nothing
+        if self._uses(link):
+            link.greet_again(now)
         self._step(link)
         link.check_connection()  # after the drain: a refusal may lie before the end of the connection
         if now - link.last_heard > self._answer_s:
@@ -253,7 +266,7 @@ class HandoffClient:
                 num_bytes += 0 if data is None else data.nbytes
                 self._handle(link, message, data)
             except ProtocolError as error:
-                self.dropped.add(link.peer.node_id.encode(), str(error))
+                self.dropped.add(link.peer.node_id.encode(), error)
             if num_bytes > POLL_BYTES:
                 break
         self._has_more = True
@@ -289,8 +302,12 @@ class HandoffClient:
                 self._fail(unit, f"prefill node {link.peer.node_id} does not know it", tell=None)
 
     def _of(self, link: Link, unit: Unit) -> Inbound:
+        """The claim that a message of this link is about. Raises StaleMessage for a unit that has ended here, or never
+        was, and ProtocolError for one that is claimed on another link."""
         inbound = self._inbound.get(unit)
-        if inbound is None or inbound.epoch != link.peer.epoch:
+        if inbound is None:
+            raise StaleMessage(f"{unit} is not claimed any more", rid=unit.rid)
+        if inbound.epoch != link.peer.epoch:
             raise ProtocolError(f"{unit} is not claimed on this link", rid=unit.rid)
         return inbound
 
@@ -393,3 +410,18 @@ class HandoffClient:
         link.close()
         for unit in [unit for unit, inbound in self._inbound.items() if inbound.epoch == epoch]:
             self._fail(unit, reason, tell=None, is_refused=is_refused)
+        self._tidy_inbox()
+
+    def _tidy_inbox(self) -> None:
+        """Descriptors that came for a link that is over must not stay open; those of a link that opens are awaited."""
+        if self._inbox is not None and all(link.transport is not None for link in self._links.values()):
+            self._inbox.discard()
+
+
+def _inbox() -> DescriptorInbox | None:
+    """Return an inbox for the descriptors of peers' pools; None if the system has none to give."""
+    try:
+        return DescriptorInbox()
+    except OSError as error:
+        logger.warning("no Unix socket for descriptors (%s): pages travel by way of the host", error.strerror)
+        return None

@@ -15,32 +15,34 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from .addresses import require_keys
-from .bus import configure_socket, decode_frame, receive_frames
+from .bus import configure_socket, connect_socket, decode_frame, receive_frames, send_frames
 from .curve import KeyPair, secure_client
+from .descriptors import DescriptorInbox
 from .device_pool import DevicePool
-from .errors import ConfigError, ProtocolError, TransferError
+from .errors import ConfigError, ProtocolError, StaleMessage, TransferError
 from .handoff_peers import LINK_BEAT_MS, LINK_SILENCE_MS
 from .memory import PageMemory
 from .messages import (
     DATA_FRAME_BYTES,
-    DeviceWelcome,
+    CudaWelcome,
     LinkHello,
     LinkWelcome,
     Pages,
     ToDecode,
     ToPrefill,
-    encode,
     to_decode_decoder,
 )
 from .node_info import Peer
+from .protocol import encode, known
 from .transports.base import Transport
-from .transports.cuda_ipc import CudaIpcTransport
+from .transports.cuda import CudaTransport
 from .transports.local import LocalTransport
 from .transports.zmq import ZmqTransport
 
 logger = logging.getLogger(__name__)
 
 FRAME_SLACK_BYTES = 1 << 20
+HELLO_S = 0.5  # a hello without an answer is said again: within a lease of the tickets that wait to be claimed
 _LOSSES = {
     zmq.EVENT_DISCONNECTED: "the connection was closed",
     zmq.EVENT_CLOSED: "it cannot be reached",
@@ -60,20 +62,25 @@ class Link:
         hello: LinkHello,
         memory: Sequence[PageMemory],
         device: DevicePool | None,
+        inbox: DescriptorInbox | None,
         keys: KeyPair | None,
         clock: Callable[[], float],
         context: zmq.Context[zmq.Socket[bytes]],
     ) -> None:
         """Connects and says hello. Raises TransferError for an address that is none."""
         self.peer = peer
+        self.protocol = known(peer.protocol)  # in which the peer is addressed
         self.transport: Transport | None = None
         self.lost: str | None = None
         self.is_refused = False
         self.num_pages = 0  # of the peer's pool
         self.lease_s = 1.0  # the peer's, once it has welcomed us
         self.last_heard = self.last_renewed = clock()
-        self._hello, self._memory, self._device, self._clock = hello, tuple(memory), device, clock
+        self._hello = msgspec.structs.replace(hello, protocol=self.protocol)
+        self._memory, self._device, self._inbox, self._clock = tuple(memory), device, inbox, clock
         self._keys = keys
+        self._welcomed: LinkWelcome | None = None  # the last one
+        self._greeted_at = clock()
         self.server_key = b""  # that the peer proves to hold, where there are keys
         self.socket = context.socket(zmq.DEALER)
         try:
@@ -82,7 +89,7 @@ class Link:
             self.socket.close(linger=0)
             raise TransferError(f"cannot open a link to {peer.data_address!r}: {error}", node=peer.node_id) from error
         self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(sum(_LOSSES))
-        self.send(hello)
+        self.send(self._hello)
 
     @property
     def is_waiting(self) -> bool:
@@ -95,9 +102,15 @@ class Link:
         if self.lost is not None or (self.transport is None and not isinstance(message, LinkHello)):
             return
         try:
-            self.socket.send(encode(message), zmq.NOBLOCK)
+            send_frames(self.socket, encode(message, self.protocol))
         except zmq.ZMQError as error:
             self.lose(f"it does not take messages any more ({error.strerror})")
+
+    def greet_again(self, now: float) -> None:
+        """Says hello again to a peer that has not answered it for long: one of the two may have been lost."""
+        if self.transport is None and now - self._greeted_at >= HELLO_S:
+            self._greeted_at = now
+            self.send(self._hello)
 
     def receive(self) -> tuple[ToDecode, memoryview | None] | None:
         """The next message, with its data frame for Pages; None when there is none now.
@@ -111,16 +124,23 @@ class Link:
         message = decode_frame(to_decode_decoder, frames[0].bytes if len(frames[0]) <= DATA_FRAME_BYTES else b"")
         if len(frames) != (2 if isinstance(message, Pages) else 1):
             raise ProtocolError(f"{type(message).__name__} with {len(frames)} frames")
-        self.last_heard = self._clock()  # of a peer that sends junk only nothing was heard
+        answer = LinkWelcome if self.transport is None else Pages
+        if isinstance(message, answer) or not self.is_waiting:  # other words are no answer, nor is junk
+            self.last_heard = self._clock()
         return message, frames[1].buffer if len(frames) == 2 else None
 
     def welcome(self, message: LinkWelcome) -> None:
-        """Takes the transport agreed on. Where the peer's memory cannot be mapped, says hello again without it."""
+        """Takes the transport agreed on. If the peer's memory cannot be mapped, says hello again without it. Raises
+        StaleMessage for a welcome that came before: hello was said again."""
+        if message == self._welcomed:
+            raise StaleMessage("a welcome that came before")
+        self._welcomed = message
         if (message.node_id, message.epoch) != (self.peer.node_id, self.peer.epoch):
             self.lose(f"it is {message.node_id} of epoch {message.epoch}, not {self.peer.node_id} of {self.peer.epoch}")
         elif self.transport is not None or message.transport not in self._hello.transports:
             self.lose(f"it welcomed us with transport {message.transport!r}, out of turn or not among ours")
         else:
+            self.protocol = max(self.protocol, message.since)
             self.lease_s, self.num_pages = message.lease_s, message.num_pages
             self._start(message)
 
@@ -170,9 +190,11 @@ class Link:
         self.socket.set(zmq.HEARTBEAT_IVL, LINK_BEAT_MS)
         self.socket.set(zmq.HEARTBEAT_TIMEOUT, LINK_SILENCE_MS)
         if self._keys is not None:
+            if self._keys.allow_list is not None:
+                self._keys.allow_list.look()  # the peer's line may be new
             secure_client(self.socket, self._keys, self.peer.node_id)
             self.server_key = self._keys.server_key(self.peer.node_id)
-        self.socket.connect(self.peer.data_address)
+        connect_socket(self.socket, self.peer.data_address)
 
     def _start(self, message: LinkWelcome) -> None:
         try:
@@ -184,10 +206,10 @@ class Link:
 
     def _open(self, message: LinkWelcome) -> Transport:
         match message:
-            case DeviceWelcome(transport=CudaIpcTransport.name) if self._device is not None:
+            case CudaWelcome(transport=CudaTransport.name) if self._device is not None and self._inbox is not None:
                 where = "this" if message.pools.device == self._device.device else "another"
                 logger.info("prefill node %s is on %s GPU", self.peer.node_id, where)
-                return CudaIpcTransport.map(self._memory, self._device, message)
+                return CudaTransport.map(self._memory, self._device, self._inbox, message)
             case LinkWelcome(transport=LocalTransport.name):
                 return LocalTransport.map(self._memory, message)
             case LinkWelcome(transport=ZmqTransport.name):
@@ -202,4 +224,5 @@ class Link:
             return
         logger.warning("prefill node %s: %s; pages will travel by %s", self.peer.node_id, reason, others[0])
         self._hello = msgspec.structs.replace(self._hello, transports=others)
+        self._greeted_at = self._clock()
         self.send(self._hello)

@@ -11,14 +11,15 @@ from .addresses import any_port_of, host_identity, parse_address, require_keys
 from .bus import configure_socket
 from .curve import KeyPair, secure_server
 from .errors import ConfigError
-from .messages import LinkHello
+from .messages import CudaWelcome, LinkHello, LinkWelcome, ToDecode
 from .node_info import HandoffSchema
+from .protocol import PROTOCOL_MIN, encode, known
 from .schema import differences
 
 LINK_BEAT_MS = 200  # libzmq's own heartbeat: it notices a stopped host or process, not a hanging loop
 LINK_SILENCE_MS = 1000
 CONTROL_FRAME_BYTES = 8 << 20
-_SAME_HOST = ("cuda_ipc", "local")  # they read the peer's memory
+_SAME_HOST = ("cuda", "local")  # they read the peer's memory
 
 
 @dataclass(slots=True)
@@ -28,6 +29,8 @@ class DecodePeer:
     node_id: str
     epoch: str
     transport: str
+    protocol: int  # in which it is addressed
+    greeting: tuple[LinkHello, LinkWelcome] | None = None  # its last hello, and the answer
     unsent: list[zmq.MessageTracker] = field(default_factory=list[zmq.MessageTracker])
 
     @property
@@ -45,15 +48,22 @@ def objections(
     for name, here, there in zip(("target", "draft"), fingerprints, theirs, strict=True):
         if here != there:
             reasons.append(f"{name} weights: {here} here, {there} there")
-    if not any(can_use(name, transports, hello.host) for name in hello.transports):
+    if not any(can_use(name, transports, hello) for name in hello.transports):
         hosts = "same host" if hello.host == host_identity() else "another host"
         reasons.append(f"transports: {', '.join(transports)} here, {', '.join(hello.transports)} there ({hosts})")
     return reasons
 
 
-def can_use(transport: str, transports: Collection[str], host: str) -> bool:
-    """Whether pages can travel by `transport`, one of ours, to a node on `host`."""
-    return transport in transports and (transport not in _SAME_HOST or host == host_identity())
+def can_use(transport: str, transports: Collection[str], hello: LinkHello) -> bool:
+    """Return whether pages can travel by `transport`, if it is one of ours, to the decode node that says this hello."""
+    if transport == "cuda" and (not hello.inbox or known(hello.protocol) < CudaWelcome.since):
+        return False
+    return transport in transports and (transport not in _SAME_HOST or hello.host == host_identity())
+
+
+def frame_for(peer: DecodePeer | None, message: ToDecode) -> bytes:
+    """The message in a protocol that the decode node understands; None: nothing is known of it."""
+    return encode(message, PROTOCOL_MIN if peer is None else peer.protocol)
 
 
 def bind_data_socket(

@@ -18,20 +18,21 @@ from typing import Any
 import msgspec
 import zmq
 
-from .bus import DroppedFrames, Received, bound_address, decode_frame, receive_from
+from .bus import DroppedFrames, Received, bound_address, decode_frame, receive_from, send_frames
 from .checksums import CHECKSUM_BYTES, row_checksum
 from .curve import KeyPair
+from .descriptors import new_token, send_descriptors
 from .device_pool import DevicePool
-from .errors import ProtocolError
+from .errors import ProtocolError, TransferError
 from .handoff_pages import OfferedPages
-from .handoff_peers import DecodePeer, bind_data_socket, can_use, objections
+from .handoff_peers import DecodePeer, bind_data_socket, can_use, frame_for, objections
 from .logs import Throttle
 from .memory import PageMemory
 from .messages import (
     MAX_REASON,
     Ack,
     Claim,
-    DeviceWelcome,
+    CudaWelcome,
     Drop,
     LinkHello,
     LinkRefused,
@@ -45,10 +46,10 @@ from .messages import (
     ToDecode,
     ToPrefill,
     UnknownClaim,
-    encode,
     to_prefill_decoder,
 )
 from .node_info import DevicePools, HandoffSchema
+from .protocol import known
 from .request import Unit, pack_ids, unpack_ids
 from .schema import blocks_per_page, page_bytes, row_bytes
 from .tickets import Claimed, Holder, Refund, Ticket, TicketBook, TicketEnded
@@ -80,7 +81,7 @@ class HandoffServer:
         node_id: str,
         epoch: str,
         keys: KeyPair | None = None,
-        transports: Sequence[str] = ("cuda_ipc", "local", "zmq"),
+        transports: Sequence[str] = ("cuda", "local", "zmq"),
         device: DevicePool | None = None,
         lease_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
@@ -90,9 +91,9 @@ class HandoffServer:
         self._schema, self._fingerprints = schema, fingerprints
         self._memory, self._device = tuple(memory), device
         self._pages = OfferedPages(schema, memory, device)
-        impossible: set[str] = set() if all(pool.is_shared for pool in memory) else {"local", "cuda_ipc"}
-        if device is None or not device.handles:
-            impossible.add("cuda_ipc")
+        impossible: set[str] = set() if all(pool.is_shared for pool in memory) else {"local", "cuda"}
+        if device is None or not device.shared:
+            impossible.add("cuda")
         self._transports = [name for name in transports if name not in impossible]
         self._lease_s, self._clock = lease_s, clock
         self._book = TicketBook(clock, lease_s)
@@ -200,7 +201,7 @@ class HandoffServer:
             try:
                 num_bytes += self._handle(received.sender, self._decode(received))
             except ProtocolError as error:
-                self.dropped.add(received.sender, str(error))
+                self.dropped.add(received.sender, error)
             if num_bytes > DRAIN_BYTES:
                 break
         return False
@@ -220,7 +221,9 @@ class HandoffServer:
             return
         for holder, link in list(self._links.items()):
             if self._allow_list.key_of(link.node_id) is None:
-                self._forget_link(holder, f"decode node {link.node_id} is not in the allow-list any more")
+                reason = f"decode node {link.node_id} is not in the allow-list any more"
+                self._send(holder, LinkRefused(reason=reason))  # it opens another link once it is let in again
+                self._forget_link(holder, reason)
 
     def _handle(self, holder: Holder, message: ToPrefill) -> int:
         """Answers one message. Returns the bytes of pages copied out. Raises ProtocolError."""
@@ -247,9 +250,12 @@ class HandoffServer:
         return 0
 
     def _meet(self, holder: Holder, hello: LinkHello) -> None:
-        known = self._links.get(holder)
-        if known is not None and (known.node_id, known.epoch) != (hello.node_id, hello.epoch):
-            raise ProtocolError(f"LinkHello of {hello.node_id}:{hello.epoch} on the link of {known.node_id}")
+        peer = self._links.get(holder)
+        if peer is not None and (peer.node_id, peer.epoch) != (hello.node_id, hello.epoch):
+            raise ProtocolError(f"LinkHello of {hello.node_id}:{hello.epoch} on the link of {peer.node_id}")
+        if peer is not None and peer.greeting is not None and peer.greeting[0] == hello:
+            self._send(holder, peer.greeting[1])  # it has said hello again before it heard the answer
+            return
         reasons = objections(self._schema, self._fingerprints, self._transports, hello)
         if reasons:
             reason = f"prefill node {self.node_id} and decode node {hello.node_id}: {'; '.join(reasons)}"
@@ -258,17 +264,34 @@ class HandoffServer:
             self._links.pop(holder, None)
             self._send(holder, LinkRefused(reason=reason[:MAX_REASON]))
             return
-        transport = next(name for name in hello.transports if can_use(name, self._transports, hello.host))
-        if known is None:
+        welcome = self._welcome(hello)
+        if welcome is None:
+            self._links.pop(holder, None)
+            self._send(holder, LinkRefused(reason=f"prefill node {self.node_id}: none of {hello.transports} works"))
+            return
+        if peer is None:
             self._prune_links()
-            known = self._links[holder] = DecodePeer(hello.node_id, hello.epoch, "")
-        if known.transport != transport:
-            logger.info("decode node %s linked, pages travel by %s", hello.node_id, transport)
-            known.transport = transport
-        self._send(holder, self._welcome(transport))
+            peer = self._links[holder] = DecodePeer(hello.node_id, hello.epoch, "", known(hello.protocol))
+        peer.protocol = known(hello.protocol)
+        if peer.transport != welcome.transport:
+            logger.info("decode node %s linked, pages travel by %s", hello.node_id, welcome.transport)
+            peer.transport = welcome.transport
+        peer.greeting = hello, welcome
+        self._send(holder, welcome)
 
-    def _welcome(self, transport: str) -> LinkWelcome:
-        shared = {"cuda_ipc": self._memory[:1], "local": self._memory}.get(transport, ())
+    def _welcome(self, hello: LinkHello) -> LinkWelcome | None:
+        """Return the answer for the first transport that works; None if none does."""
+        for transport in dict.fromkeys(hello.transports):
+            if can_use(transport, self._transports, hello):
+                try:
+                    return self._welcome_by(transport, hello.inbox)
+                except TransferError as error:
+                    if self._refusals.is_due():
+                        logger.warning("decode node %s: %s; not by %s", hello.node_id, error, transport)
+        return None
+
+    def _welcome_by(self, transport: str, inbox: str) -> LinkWelcome:
+        shared = {"cuda": self._memory[:1], "local": self._memory}.get(transport, ())
         welcome = LinkWelcome(
             node_id=self.node_id,
             epoch=self.epoch,
@@ -279,10 +302,12 @@ class HandoffServer:
             fds=tuple(pool.fd for pool in shared if pool.fd is not None),
             sizes=tuple(pool.size for pool in shared),
         )
-        if transport != "cuda_ipc" or self._device is None:
+        if transport != "cuda" or self._device is None:
             return welcome
-        pools = DevicePools(device=self._device.device, handles=self._device.handles)
-        return DeviceWelcome(**msgspec.structs.asdict(welcome), pools=pools)
+        sizes, token = tuple(pool.size for pool in self._device.shared), new_token()
+        pools = DevicePools(device=self._device.device, sizes=sizes, token=token)
+        send_descriptors(inbox, token, [pool.descriptor for pool in self._device.shared])
+        return CudaWelcome(**msgspec.structs.asdict(welcome), pools=pools)
 
     def _claim(self, holder: Holder, unit: Unit, have: int) -> None:
         match self._book.claim(unit, holder, have, self._links[holder].epoch):
@@ -363,12 +388,12 @@ class HandoffServer:
 
     def _send(self, holder: Holder, message: ToDecode, data: Any = None) -> None:
         """Sends, or closes a link that cannot take it: the peer is gone, or has not read for thousands of messages."""
+        frames = [holder, frame_for(self._links.get(holder), message)]
         try:
             if data is None:
-                self.socket.send_multipart([holder, encode(message)], zmq.NOBLOCK)
+                send_frames(self.socket, *frames)
             else:
-                frames = [holder, encode(message), data]
-                tracker = self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False, track=True)
+                tracker = send_frames(self.socket, *frames, data, track=True)
                 assert tracker is not None
                 self._links[holder].unsent.append(tracker)
         except zmq.ZMQError as error:

@@ -27,15 +27,17 @@ from .bus import (
     Received,
     bound_address,
     configure_socket,
-    decode_frame,
     file_descriptor,
     has_input,
     receive_from,
+    send_frames,
 )
 from .curve import KeyPair, secure_server
 from .errors import ConfigError, ProtocolError
+from .hello import HelloRefused, decode_to_router
 from .logs import Throttle
-from .messages import HUB_FRAME_BYTES, Beat, Hello, RouterBeat, ToNode, ToRouter, encode, to_router_decoder
+from .messages import HUB_FRAME_BYTES, Beat, Hello, Refusal, RouterBeat, ToNode, ToRouter
+from .protocol import PROTOCOL_MIN, encode
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +70,7 @@ class Hub:
         self.sent = 0
         self._on_message = on_message
         self._on_lost = on_lost
-        self._beat_frame = encode(RouterBeat(router_epoch=epoch))
+        self._beat_frame = encode(RouterBeat(router_epoch=epoch), PROTOCOL_MIN)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         try:
@@ -103,10 +105,10 @@ class Hub:
         self._drain_monitor()
         self._beat()
 
-    def send(self, peer: bytes, message: ToNode) -> bool:
-        """Queues a message for the node with this routing id. False, never an error, when it is gone or its queue is
-        full."""
-        return self._send_frame(peer, encode(message))
+    def send(self, peer: bytes, message: ToNode, protocol: int | None = None) -> bool:
+        """Queues a message for the node with this routing id, addressed in `protocol` (None: the newest). False, never
+        an error, when it is gone or its queue is full."""
+        return self._send_frame(peer, encode(message, protocol))
 
     def close(self) -> None:
         """Stops serving and frees the address. Queued messages are lost. May be called twice."""
@@ -127,8 +129,7 @@ class Hub:
         if self._socket.closed:
             return False
         try:
-            self._socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
-            self._socket.send(frame, zmq.NOBLOCK)
+            send_frames(self._socket, peer, frame)
             self.sent += 1
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
@@ -171,8 +172,13 @@ class Hub:
                     return
                 self._allow_list.require(received.name, _node_id(sender.removesuffix(BEAT_SUFFIX)))
             message = self._decode(sender, received.bodies)
+        except HelloRefused as refusal:
+            self._dropped.add(sender, refusal)
+            if refusal.peer == sender:
+                self.send(sender, Refusal(router_epoch=self.epoch, reason=refusal.reason))
+            return
         except ProtocolError as error:
-            self._dropped.add(sender, str(error))
+            self._dropped.add(sender, error)
             return
         self.received += 1
         peer = sender.removesuffix(BEAT_SUFFIX)
@@ -181,7 +187,7 @@ class Hub:
         try:
             self._on_message(peer, message)
         except ProtocolError as error:
-            self._dropped.add(sender, str(error))
+            self._dropped.add(sender, error)
         except Exception as error:  # one message's failure; the others must still be served
             if self._failures.is_due():
                 self._report(error, f"while handling {type(message).__name__} of {peer!r}")
@@ -190,7 +196,7 @@ class Hub:
     def _decode(sender: bytes, bodies: list[bytes]) -> ToRouter:
         if len(bodies) != 1:
             raise ProtocolError("a message must be one frame")
-        message = decode_frame(to_router_decoder, bodies[0])
+        message = decode_to_router(bodies[0])
         if sender.endswith(BEAT_SUFFIX) and not isinstance(message, Beat):
             raise ProtocolError(f"{type(message).__name__} from a heartbeat socket")
         if isinstance(message, Hello) and f"{message.node_id}:{message.epoch}".encode() != sender:

@@ -7,11 +7,21 @@ import logging
 import zmq
 
 from .addresses import parse_address, require_keys
-from .allow_list import ROUTER
-from .bus import DRAIN_LIMIT, DroppedFrames, configure_socket, decode_frame, receive_frames, routing_id
+from .allow_list import ROUTER, ServerKey
+from .bus import (
+    DRAIN_LIMIT,
+    DroppedFrames,
+    configure_socket,
+    connect_socket,
+    decode_frame,
+    receive_frames,
+    routing_id,
+    send_frames,
+)
 from .curve import KeyPair, secure_client
 from .errors import ConfigError, ProtocolError
-from .messages import HUB_FRAME_BYTES, ToNode, ToRouter, encode, to_node_decoder
+from .messages import HUB_FRAME_BYTES, ToNode, ToRouter, to_node_decoder
+from .protocol import encode
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +52,7 @@ def connect_dealer(
         socket.immediate = is_immediate
         if keys is not None:
             secure_client(socket, keys, ROUTER)
-        socket.connect(str(parse_address(address)))
+        connect_socket(socket, str(parse_address(address)))
     except zmq.ZMQError as error:
         socket.close()
         raise ConfigError(f"cannot connect to {address}: {error.strerror}") from error
@@ -52,18 +62,25 @@ def connect_dealer(
     return socket
 
 
+def router_key(keys: KeyPair | None) -> ServerKey | None:
+    """The router's key, which may be replaced in the allow-list; None where there is no list."""
+    return None if keys is None or keys.allow_list is None else ServerKey(keys.allow_list, ROUTER)
+
+
 class Link:
-    """Sends to and receives from the router; used by one thread. `socket` may be polled together with others.
+    """Sends to and receives from the router; used by one thread. `socket` may be polled together with others; it is
+    another one once the router's key has been replaced.
 
     It connects by itself, whether the router is there yet or not, and again after every break: what that means for
     the node is session.py's part. Raises ConfigError for an address that is malformed or off loopback without keys.
     """
 
     def __init__(self, router_address: str, node_id: str, epoch: str, keys: KeyPair | None) -> None:
-        identity = routing_id(node_id, epoch)
+        self._address, self._identity, self._keys = router_address, routing_id(node_id, epoch), keys
+        self._router_key = router_key(keys)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self.socket = connect_dealer(self._context, router_address, identity, keys, max_frame=HUB_FRAME_BYTES)
+            self.socket = self._connect()
         except BaseException:
             self._context.term()
             raise
@@ -79,6 +96,10 @@ class Link:
 
     def receive(self, limit: int = DRAIN_LIMIT) -> list[ToNode]:
         """The messages that have arrived, at most `limit`; never waits. Malformed ones are counted and left out."""
+        if self._router_key is not None and self._router_key.is_replaced():
+            logger.warning("the router has another key now: connecting anew")
+            self.socket.close()
+            self.socket = self._connect()
         messages: list[ToNode] = []
         for _ in range(limit):
             try:
@@ -90,14 +111,15 @@ class Link:
                     raise ProtocolError("a message must be one frame")
                 messages.append(decode_frame(to_node_decoder, frames[0]))
             except ProtocolError as error:
-                self._dropped.add(b"router", str(error))
+                self._dropped.add(b"router", error)
         self.received += len(messages)
         return messages
 
-    def send(self, message: ToRouter) -> bool:
-        """Queues a message for the router; never waits. False, and counted in `unsent`, when the queue is full."""
+    def send(self, message: ToRouter, protocol: int | None = None) -> bool:
+        """Queues a message for the router, which is addressed in `protocol` (None: the newest); never waits. False, and
+        counted in `unsent`, when the queue is full."""
         try:
-            self.socket.send(encode(message), zmq.NOBLOCK)
+            send_frames(self.socket, encode(message, protocol))
         except zmq.Again:
             self.unsent += 1
             return False
@@ -108,3 +130,6 @@ class Link:
         """Closes the connection; queued messages are lost. May be called twice."""
         self.socket.close()
         self._context.term()
+
+    def _connect(self) -> zmq.Socket[bytes]:
+        return connect_dealer(self._context, self._address, self._identity, self._keys, max_frame=HUB_FRAME_BYTES)

@@ -18,11 +18,12 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 
 import zmq
 
-from .bus import BEAT_SUFFIX, routing_id
+from .bus import BEAT_SUFFIX, routing_id, send_frames
 from .curve import KeyPair
-from .link import connect_dealer
-from .messages import Beat, encode
+from .link import connect_dealer, router_key
+from .messages import Beat
 from .node_info import Load, NodeStats
+from .protocol import PROTOCOL_MIN, encode
 
 BEAT_INTERVAL_S = 0.2
 PEER_SILENCE_S = 1.5
@@ -52,11 +53,10 @@ class Pulse:
         interval_s: float = BEAT_INTERVAL_S,
     ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        identity = routing_id(node_id, epoch) + BEAT_SUFFIX
+        self._address, self._identity, self._keys = router_address, routing_id(node_id, epoch) + BEAT_SUFFIX, keys
+        self._router_key = router_key(keys)
         try:
-            self._socket = connect_dealer(
-                self._context, router_address, identity, keys, max_frame=_BEAT_REPLY_BYTES, is_immediate=True
-            )
+            self._socket = self._connect()
         except BaseException:
             self._context.term()
             raise
@@ -64,6 +64,7 @@ class Pulse:
         # each is one reference, replaced whole: the thread never sees half of a change
         self._phase = _Phase(0, "starting", time.monotonic(), 60.0)
         self._figures = (load, NodeStats())
+        self._protocol = PROTOCOL_MIN
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="baton-pulse", daemon=True)
 
@@ -80,6 +81,10 @@ class Pulse:
         """The figures that the next beats carry."""
         self._figures = (load, stats)
 
+    def speak(self, protocol: int) -> None:
+        """The protocol in which the router is addressed from now on."""
+        self._protocol = protocol
+
     def close(self) -> None:
         """Stops the thread and closes its socket. May be called twice."""
         self._is_stopped.set()
@@ -88,13 +93,21 @@ class Pulse:
         self._socket.close()
         self._context.term()
 
+    def _connect(self) -> zmq.Socket[bytes]:
+        return connect_dealer(
+            self._context, self._address, self._identity, self._keys, max_frame=_BEAT_REPLY_BYTES, is_immediate=True
+        )
+
     def _run(self) -> None:
         while True:
+            if self._router_key is not None and self._router_key.is_replaced():
+                self._socket.close()
+                self._socket = self._connect()
             phase, (load, stats) = self._phase, self._figures
             age_s = time.monotonic() - phase.since
             beat = Beat(phase.step, phase.name, max(age_s, 0.0), phase.limit_s, load, stats)
             with contextlib.suppress(zmq.Again):  # no router at present; the socket keeps connecting
-                self._socket.send(encode(beat), zmq.NOBLOCK)
+                send_frames(self._socket, encode(beat, self._protocol))
             if self._is_stopped.wait(self._interval_s):
                 return
 

@@ -135,7 +135,9 @@ class Membership:
         """The router's work since the last call, in order. Raises Refused when the router wants no such node."""
         self._complain_without_router()
         work: list[Work | RouterGone] = []
-        for item in self._session.take(self._link.receive()):
+        todo = self._session.take(self._link.receive())
+        self._pulse.speak(self._session.protocol)
+        for item in todo:
             match item:
                 case Joined() if self._leaving_until is not None:
                     self.send(Leaving(done=False))
@@ -159,8 +161,12 @@ class Membership:
         return work
 
     def send(self, message: ToRouter) -> None:
-        """Never waits. A message that finds the queue full is lost; the router asks again (Resend)."""
-        if not self._link.send(message) and self._session.is_joined:
+        """Never waits. A message that finds the queue full is lost; the router asks again (Resend). So is one for a
+        router that is gone, where the next one may not know such messages."""
+        session = self._session
+        if message.since > session.protocol and not session.is_joined:
+            return
+        if not self._link.send(message, session.protocol) and session.is_joined:
             logger.warning("the queue to the router is full: lost a %s", type(message).__name__)
 
     def enter(self, phase: str, limit_s: float) -> None:

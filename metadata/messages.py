@@ -1,26 +1,53 @@
 """Every message that crosses a process border, typed and bounded (DESIGN.md section 3).
 
 Four directions, four unions, one typed decoder each; a message that does not belong to a direction is refused by the
-decoder. Unknown fields are refused: a new field or message means a new protocol version. Token ids travel as
-little-endian int32 bytes, batches as columns. Nothing here imports torch.
+decoder. Unknown fields are refused, in all but a Hello (hello.py). A new field or message means a new protocol version
+and says so where it is declared (protocol.py): a peer of an older version is sent nothing that it does not know.
+Token ids travel as little-endian int32 bytes, batches as columns. Nothing here imports torch.
 
     router -> node     ToNode      over the hub (DEALER -> ROUTER), each carrying the router's epoch
     node   -> router   ToRouter    over the hub
-    decode -> prefill  ToPrefill   over the data link (DEALER -> ROUTER)
-    prefill -> decode  ToDecode    over the data link; `Pages` is followed by raw data frames
+    decode -> prefill  ToPrefill   over the data link: handoff_messages.py
+    prefill -> decode  ToDecode    over the data link
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
 
-from . import seal
-from .node_info import Capacity, DevicePools, HandoffSchema, Load, ModelCard, NodeStats, Peer, PoolLedger, Role
+# the data link's messages are to be had here as well
+from .handoff_messages import DATA_FRAME_BYTES as DATA_FRAME_BYTES
+from .handoff_messages import MAX_BATCH as MAX_BATCH
+from .handoff_messages import Ack as Ack
+from .handoff_messages import Claim as Claim
+from .handoff_messages import CudaWelcome as CudaWelcome
+from .handoff_messages import Drop as Drop
+from .handoff_messages import LinkHello as LinkHello
+from .handoff_messages import LinkRefused as LinkRefused
+from .handoff_messages import LinkWelcome as LinkWelcome
+from .handoff_messages import Offer as Offer
+from .handoff_messages import Pages as Pages
+from .handoff_messages import Pull as Pull
+from .handoff_messages import Renew as Renew
+from .handoff_messages import Revoke as Revoke
+from .handoff_messages import RevokeAck as RevokeAck
+from .handoff_messages import ToDecode as ToDecode
+from .handoff_messages import ToPrefill as ToPrefill
+from .handoff_messages import UnknownClaim as UnknownClaim
+from .handoff_messages import to_decode_decoder as to_decode_decoder
+from .handoff_messages import to_prefill_decoder as to_prefill_decoder
+from .node_info import Capacity, HandoffSchema, Load, ModelCard, NodeStats, Peer, PoolLedger, Role
+from .protocol import PROTOCOL_MAX as PROTOCOL_MAX
+from .protocol import PROTOCOL_MIN as PROTOCOL_MIN
+from .protocol import (
+    Message,
+    Since,
+)
+from .protocol import encode as encode
 from .request import (
-    MAX_CONTEXT,
     Choices,
     Count,
     Digest,
@@ -28,7 +55,6 @@ from .request import (
     GenerationRequest,
     Ids,
     Index,
-    Message,
     Name,
     Seconds,
     Text,
@@ -37,20 +63,15 @@ from .request import (
 )
 from .times import PrefillTimes, PullTimes
 
-PROTOCOL_MIN = 4
-PROTOCOL_MAX = 5  # with DeviceWelcome
-
-MAX_BATCH = 4096
 MAX_REASON = 4096  # characters of a Text
-MIN_LEASE_S = 0.05
 HUB_FRAME_BYTES = 64 << 20  # a tokenizer is the largest message on the hub
-DATA_FRAME_BYTES = 64 << 20
 
 # --- node -> router -----------------------------------------------------------------------------------------------
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """First words of a node, and again after HelloAgain or a new router epoch."""
+    """First words of a node, and again after HelloAgain or a new router epoch. A node that does not know yet what the
+    router understands says it in the oldest protocol of its own; the router asks again for what it lacks."""
 
     role: Role
     node_id: Name
@@ -63,6 +84,12 @@ class Hello(Message, frozen=True, tag="hello"):
     model: ModelCard
     capacity: Capacity
     data_address: Annotated[str, Meta(max_length=256)] = ""
+    protocol: Annotated[Index, Since(6)] = 0  # in which this Hello is written
+
+    @property
+    def protocols(self) -> tuple[int, int]:
+        """The protocols that the node knows, lowest and highest."""
+        return self.protocol_min, self.protocol_max
 
 
 class TokenizerFile(Message, frozen=True, tag="tokenizer"):
@@ -84,7 +111,7 @@ class Beat(Message, frozen=True, tag="beat"):
 
 
 class Reserved(Message, frozen=True, tag="reserved"):
-    """Decode's answer to Reserve. Choices not granted stay the router's; none granted means full (no failure)."""
+    """Decode's answer to Reserve and Compute. Choices not granted stay the router's; none means full (no failure)."""
 
     rid: Name
     attempt: Index
@@ -201,7 +228,8 @@ class Dispatch(RouterMessage, frozen=True):
 
 
 class Welcome(RouterMessage, frozen=True, tag="welcome"):
-    """Answer to Hello: the node is in. `notice`, if any, is a warning that the node logs: nobody to pair with yet."""
+    """Answer to Hello: the node is in, and both speak `protocol` from now on. `notice`, if any, is a warning that the
+    node logs: nobody to pair with yet."""
 
     protocol: Index
     need_tokenizer: bool
@@ -215,7 +243,9 @@ class Refusal(RouterMessage, frozen=True, tag="refusal"):
 
 
 class HelloAgain(RouterMessage, frozen=True, tag="hello_again"):
-    """The router does not know this routing id."""
+    """The router does not know this routing id, or wants its Hello in a newer protocol, of which both know."""
+
+    protocol: Annotated[Index, Since(6)] = 0  # 0: the oldest that the node knows
 
 
 class RouterBeat(RouterMessage, frozen=True, tag="router_beat"):
@@ -227,6 +257,13 @@ class Reserve(Dispatch, frozen=True, tag="reserve"):
     in order; then claim the granted ones from `prefill`."""
 
     prefill: Peer
+
+
+class Compute(Dispatch, frozen=True, tag="compute"):
+    """Decode alone: take pages as for Reserve, compute what is known of these choices here, prompt and received tokens,
+    and generate. Answered by Reserved; no Admitted follows."""
+
+    since: ClassVar[int] = 6
 
 
 class Prefill(Dispatch, frozen=True, tag="prefill"):
@@ -267,134 +304,8 @@ class Drain(RouterMessage, frozen=True, tag="drain"):
     """Finish what you hold and leave, as after SIGTERM."""
 
 
-ToNode = Welcome | Refusal | HelloAgain | RouterBeat | Reserve | Prefill | Cancel | Resend | Inspect | Flush | Drain
-
-
-# --- decode -> prefill, on the data link ---------------------------------------------------------------------------
-
-
-class LinkHello(Message, frozen=True, tag="link_hello"):
-    """Decode opens the link. `transports`: those it can use, best first; equal `host`s can share memory."""
-
-    node_id: Name
-    epoch: Digest
-    layout: HandoffSchema
-    target_fingerprint: Digest
-    draft_fingerprint: Digest | None
-    transports: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=8)]
-    host: Digest
-
-
-class Claim(Message, frozen=True, tag="claim"):
-    """Decode has reserved for the unit and holds its first `have` pages. Parked for 1 s when the unit is unknown."""
-
-    unit: Unit
-    have: Index
-
-
-class Pull(Message, frozen=True, tag="pull"):
-    """Send these pages (indices in the ticket). Only transports that cannot read the pool themselves ask."""
-
-    unit: Unit
-    indices: Ids
-
-
-class Renew(Message, frozen=True, tag="renew"):
-    """Keeps the leases of these tickets alive."""
-
-    units: Annotated[tuple[Unit, ...], Meta(max_length=MAX_BATCH)]
-
-
-class Ack(Message, frozen=True, tag="ack"):
-    """All pages are in decode's own memory and checked: the ticket ends."""
-
-    unit: Unit
-
-
-class Drop(Message, frozen=True, tag="drop"):
-    """Decode gives the claim up (cancelled, or failed): the ticket ends."""
-
-    unit: Unit
-    reason: Text
-
-
-class RevokeAck(Message, frozen=True, tag="revoke_ack"):
-    """Decode will not read the ticket's pages any more."""
-
-    unit: Unit
-
-
-ToPrefill = LinkHello | Claim | Pull | Renew | Ack | Drop | RevokeAck
-
-
-# --- prefill -> decode, on the data link ---------------------------------------------------------------------------
-
-
-class LinkWelcome(Message, frozen=True, tag="link_welcome"):
-    """The link is open. For `local`, where the pools are: /proc/PID/fd/FD of prefill, one fd a pool, sizes in bytes."""
-
-    node_id: Name
-    epoch: Digest
-    transport: Name
-    lease_s: Annotated[float, Meta(ge=MIN_LEASE_S, le=1e4)]  # a tiny one would be renewed all the time
-    num_pages: Count = 0
-    pid: Count = 0
-    fds: Annotated[tuple[Count, ...], Meta(max_length=2)] = ()
-    sizes: Annotated[tuple[Count, ...], Meta(max_length=2)] = ()
-
-
-class DeviceWelcome(LinkWelcome, frozen=True, tag="device_welcome", kw_only=True):
-    """LinkWelcome for `cuda_ipc`, which only nodes of protocol 5 name. `fds`, `sizes`: of the target's pool alone."""
-
-    pools: DevicePools
-
-
-class LinkRefused(Message, frozen=True, tag="link_refused"):
-    """The two nodes cannot hand over; the reason names both values."""
-
-    reason: Text
-
-
-class Offer(Message, frozen=True, tag="offer"):
-    """Pages that are computed and will not be written again, as columns. The last offer of a ticket carries the row."""
-
-    unit: Unit
-    num_pages: Index  # of the whole ticket
-    indices: Ids  # place of each page in the ticket
-    pages: Ids  # its number in prefill's pool
-    generations: Annotated[bytes, Meta(max_length=8 * MAX_CONTEXT)]  # int64: how often the page had been allocated
-    checksums: Annotated[bytes, Meta(max_length=DATA_FRAME_BYTES)]  # uint64 by (page, pool, layer, K|V, kv head)
-    row: Annotated[bytes, Meta(max_length=1 << 24)] | None = None
-    row_checksum: Count = 0
-
-
-class Pages(Message, frozen=True, tag="pages"):
-    """Answer to Pull, followed by one raw frame: per page the target's
-    [num_layers, 2, num_kv_heads, page_size, head_dim] and then the draft's."""
-
-    unit: Unit
-    indices: Ids
-    generations: Annotated[bytes, Meta(max_length=8 * MAX_CONTEXT)]
-
-
-class Revoke(Message, frozen=True, tag="revoke"):
-    """The ticket is over: `finished` when the first token ended the request, else an error."""
-
-    unit: Unit
-    finished: bool
-    reason: Text
-
-
-class UnknownClaim(Message, frozen=True, tag="unknown_claim"):
-    """The claim named a unit that did not become known in time."""
-
-    unit: Unit
-
-
-ToDecode = LinkWelcome | DeviceWelcome | LinkRefused | Offer | Pages | Revoke | UnknownClaim
+OfRouter = Welcome | Refusal | HelloAgain | RouterBeat | Inspect | Flush | Drain
+ToNode = OfRouter | Reserve | Compute | Prefill | Cancel | Resend
 
 to_router_decoder = msgspec.msgpack.Decoder(ToRouter)
 to_node_decoder = msgspec.msgpack.Decoder(ToNode)
-to_prefill_decoder = msgspec.msgpack.Decoder(ToPrefill)
-to_decode_decoder = msgspec.msgpack.Decoder(ToDecode)
-encode = seal.encode

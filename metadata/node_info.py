@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from .request import MAX_CONTEXT, Count, Digest, Index, Message, Name, Seconds, Text, TokenId
+from .protocol import Message, Since
+from .request import MAX_CONTEXT, Count, Digest, Index, Name, Seconds, Text, TokenId
 
 MAX_FROZEN_LAYERS = 256
 
@@ -44,19 +45,12 @@ class HandoffSchema(Message, frozen=True):
     frozen_layers: Annotated[tuple[Index, ...], Meta(max_length=MAX_FROZEN_LAYERS)] = ()
 
 
-class DeviceHandle(Message, frozen=True):
-    """How another process maps a pool in device memory: by CUDA's handle of the allocation that it lies in."""
-
-    handle: Annotated[bytes, Meta(min_length=64, max_length=64)]
-    offset: Count  # of the pool in the allocation, bytes
-    size: Count  # of the pool, bytes
-
-
 class DevicePools(Message, frozen=True):
-    """A node's pools on its GPU, target, then draft."""
+    """A node's pools on its GPU, target, then draft. Their file descriptors went to the peer's inbox with `token`."""
 
     device: Name  # its UUID
-    handles: Annotated[tuple[DeviceHandle, ...], Meta(min_length=1, max_length=2)]
+    sizes: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=2)]  # of the allocations, bytes
+    token: Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
 class ModelCard(Message, frozen=True):
@@ -79,6 +73,7 @@ class Peer(Message, frozen=True):
     node_id: Name
     epoch: Digest
     data_address: Annotated[str, Meta(max_length=256)] = ""
+    protocol: Annotated[Index, Since(6)] = 0  # in which both nodes address each other; 0: the router does not say
 
 
 class Capacity(Message, frozen=True):

@@ -11,6 +11,7 @@ import xxhash
 from msgspec import Meta, Struct
 
 from .errors import RequestError
+from .protocol import Message
 
 MAX_CONTEXT = 1 << 20  # tokens
 MAX_CHOICES = 128
@@ -54,10 +55,6 @@ def choice_seed(seed: int, choice: int) -> int:
     if choice == 0:
         return seed
     return xxhash.xxh3_64_intdigest(f"{seed}:{choice}".encode()) >> 1
-
-
-class Message(Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of all messages."""
 
 
 class Unit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
 from xxhash import xxh3_64_digest
 
 _CHECKSUM_BYTES = 8
-_encode = msgspec.msgpack.Encoder().encode
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    """A message as a frame; bus.decode_frame is the inverse."""
-    return seal(_encode(message))
 
 
 def seal(body: bytes) -> bytes:

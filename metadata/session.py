@@ -8,6 +8,9 @@
 Each Welcome starts from nothing: on a Hello the router gives up what it had on this node, and the node frees what it
 holds on RouterChanged and RouterLost. Work from a router that has not welcomed this node is dropped. When a Hello gets
 lost, the router finds beats of an unknown node (liveness.py) and answers HelloAgain.
+
+Hello is first said in the oldest protocol that this node knows, which every router understands that could welcome it.
+A router that knows a newer one asks with HelloAgain for the Hello in that, before it welcomes the node.
 """
 
 from __future__ import annotations
@@ -18,8 +21,11 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from .messages import (
     Cancel,
+    Compute,
     Drain,
     Flush,
     Hello,
@@ -72,21 +78,21 @@ class RouterRefused:
     reason: str
 
 
-Work = Reserve | Prefill | Cancel | Resend | Inspect | Flush | Drain
+Work = Reserve | Compute | Prefill | Cancel | Resend | Inspect | Flush | Drain
 SessionEvent = Joined | RouterChanged | RouterLost | RouterRefused
 
 
 class RouterSession:
     """Feed it every message that `Link.receive` returns, and do what `take` answers, in order.
 
-    `send` is `Link.send`; `tokenizer` makes the file that a router may ask for once it has welcomed the node. With an
-    empty `take([])` now and then (every second at least) it keeps its deadlines.
+    `send(message, protocol)` is `Link.send`; `tokenizer` makes the file that a router may ask for once it has welcomed
+    the node. With an empty `take([])` now and then (every second at least) it keeps its deadlines.
     """
 
     def __init__(
         self,
         hello: Hello,
-        send: Callable[[ToRouter], bool],
+        send: Callable[[ToRouter, int], bool],
         tokenizer: Callable[[], TokenizerFile],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -99,6 +105,8 @@ class RouterSession:
         self._heard_at = clock()
         self._hello_at = -math.inf
         self._is_hello_due = False
+        self._hello_protocol = hello.protocol_min  # in which Hello was said last
+        self.protocol = hello.protocol_min  # in which the router is addressed
         self.ignored = 0  # work from a router that had not welcomed this node
 
     @property
@@ -113,7 +121,7 @@ class RouterSession:
 
     def start(self) -> None:
         """Says Hello; it waits in the link until a router is there."""
-        self._say_hello()
+        self._say_hello(self._hello.protocol_min)
 
     def take(self, messages: Iterable[ToNode]) -> list[Work | SessionEvent]:
         """What the node has to do after these messages, in order: events of the session, and the router's work."""
@@ -125,10 +133,10 @@ class RouterSession:
         if self._router_epoch is not None and silence_s > ROUTER_SILENCE_S:
             logger.warning("no word from the router for %.1f s", silence_s)
             self._router_epoch = None
-            self._is_joined = False
+            self._part()
             todo.append(RouterLost(silence_s))
         elif self._is_hello_due or (self._is_unanswered and now - self._hello_at > WELCOME_TIMEOUT_S):
-            self._say_hello()
+            self._say_hello(self._hello_protocol if self._is_hello_due else self._hello.protocol_min)
         return todo
 
     @property
@@ -145,7 +153,7 @@ class RouterSession:
             logger.error("the router refused this node: %s", message.reason)
             todo.append(RouterRefused(message.reason))
         elif isinstance(message, HelloAgain):
-            self._rejoin(todo)
+            self._rejoin(message, todo)
         elif isinstance(message, RouterBeat):
             pass  # heard_at is all it is for
         elif self._is_joined:
@@ -158,35 +166,49 @@ class RouterSession:
         self._router_epoch = message.router_epoch
         if self._is_joined:
             self._abandon(todo, "the router is another one now")
-        if not isinstance(message, Welcome | Refusal):  # those answer a Hello that this router has
-            self._say_hello_again()
+        if not isinstance(message, Welcome | Refusal | HelloAgain):  # those answer a Hello, or ask for one
+            self._say_hello_again(self._hello.protocol_min)
 
     def _join(self, message: Welcome, todo: list[Work | SessionEvent]) -> None:
         if self._is_joined:
             self._abandon(todo, "the router welcomed this node afresh")
-        logger.info("joined router %s, protocol %d", message.router_epoch, message.protocol)
+        self.protocol = self._known(message.protocol)
+        logger.info("joined router %s, protocol %d", message.router_epoch, self.protocol)
         if message.notice:
             logger.warning("the router says: %s", message.notice)
         self._is_joined = True
-        todo.append(Joined(message.router_epoch, message.protocol))
+        todo.append(Joined(message.router_epoch, self.protocol))
         if message.need_tokenizer:
-            self._send(self._tokenizer())
+            self._send(self._tokenizer(), self.protocol)
 
-    def _rejoin(self, todo: list[Work | SessionEvent]) -> None:
+    def _rejoin(self, message: HelloAgain, todo: list[Work | SessionEvent]) -> None:
         if self._is_joined:
             self._abandon(todo, "the router has forgotten this node")
-        self._say_hello_again()
+        protocol = self._known(message.protocol)
+        if protocol > self._hello_protocol:  # the router has the Hello, and wants more of it
+            self._say_hello(protocol)
+        else:
+            self._say_hello_again(protocol)
 
     def _abandon(self, todo: list[Work | SessionEvent], why: str) -> None:
         logger.warning("%s: freeing all its requests", why)
-        self._is_joined = False
+        self._part()
         self._hello_at = -math.inf
         todo.append(RouterChanged(self._router_epoch or ""))
 
-    def _say_hello_again(self) -> None:
-        if self._clock() - self._hello_at >= HELLO_INTERVAL_S:
-            self._say_hello()
+    def _part(self) -> None:
+        """The next router may be an older one."""
+        self._is_joined = False
+        self.protocol = self._hello.protocol_min
 
-    def _say_hello(self) -> None:
-        self._is_hello_due = not self._send(self._hello)
+    def _known(self, protocol: int) -> int:
+        return min(max(self._hello.protocol_min, protocol), self._hello.protocol_max)
+
+    def _say_hello_again(self, protocol: int) -> None:
+        if self._clock() - self._hello_at >= HELLO_INTERVAL_S:
+            self._say_hello(protocol)
+
+    def _say_hello(self, protocol: int) -> None:
+        self._hello_protocol = protocol
+        self._is_hello_due = not self._send(msgspec.structs.replace(self._hello, protocol=protocol), protocol)
         self._hello_at = self._clock()

@@ -46,7 +46,7 @@ class TicketEnded(NamedTuple):
 
 
 class Refund(NamedTuple):
-    """What a late claim of a ticket that ended unclaimed is told."""
+    """The answer to a claim of a revoked ticket."""
 
     finished: bool
     reason: str
@@ -77,12 +77,16 @@ class Ticket:
     claimant: str | None = None
     holder: Holder | None = None
     have: int = 0
-    is_revoked: bool = False
+    revoked: Refund | None = None  # what the holder is told; its lease cannot be renewed
     is_overdue: bool = False  # its lease was found over once, and prolonged
     row: bytes | None = None
     pages: dict[int, int] = field(default_factory=dict[int, int])
     generations: dict[int, int] = field(default_factory=dict[int, int])
     checksums: dict[int, bytes] = field(default_factory=dict[int, bytes])
+
+    @property
+    def is_revoked(self) -> bool:
+        return self.revoked is not None
 
     def offer(self, indices: Sequence[int], pages: Sequence[int], generations: Sequence[int]) -> None:
         """Records offered pages; each index is offered once."""
@@ -125,12 +129,14 @@ class TicketBook:
         return ticket
 
     def claim(self, unit: Unit, holder: Holder, have: int, claimant: str = "") -> Ticket | Refund | None:
-        """The ticket, now `holder`'s, whose node's epoch is `claimant`; its Refund when it ended before; None: parked
-        until the unit is known. A holder that claims again misses offers, and renews its lease.
+        """The ticket, now `holder`'s, whose node's epoch is `claimant`; its Refund when it was taken back before; None:
+        parked until the unit is known. A holder that claims again misses offers, and renews its lease.
 
         Raises ProtocolError when another link holds it or may, `have` is beyond it, or too many claims are parked.
         """
         ticket = self._tickets.get(unit)
+        if ticket is not None and ticket.revoked is not None and ticket.holder == holder:
+            return ticket.revoked  # its claim crossed the revoke, or that was lost
         if ticket is not None:
             self._take(ticket, holder, have, claimant)
             return ticket
@@ -166,7 +172,7 @@ class TicketBook:
             self._end(ticket, "revoked", reason)
             self._refunds[unit] = (Refund(finished, reason), ticket.claimant, self._clock() + self._lease_s)
             return None
-        ticket.is_revoked = True
+        ticket.revoked = Refund(finished, reason)
         return ticket
 
     def end(self, unit: Unit, holder: Holder, how: How, reason: str = "") -> bool:
@@ -228,13 +234,15 @@ class TicketBook:
         return events
 
     def _take(self, ticket: Ticket, holder: Holder, have: int, claimant: str) -> None:
-        if ticket.holder == holder and not ticket.is_revoked:
+        if ticket.holder == holder:
             ticket.lease_end, ticket.is_overdue = self._clock() + self._lease_s, False
             return
         if ticket.holder is not None:
             raise ProtocolError(f"{ticket.unit} is claimed already", rid=ticket.unit.rid)
         if ticket.claimant not in (None, claimant):
-            raise ProtocolError(f"{ticket.unit} is for decode epoch {ticket.claimant}, not {claimant}")
+            raise ProtocolError(
+                f"{ticket.unit} is for decode epoch {ticket.claimant}, not {claimant}", rid=ticket.unit.rid
+            )
         if have >= ticket.num_pages:
             raise ProtocolError(f"claim of {ticket.unit} has {have} pages of {ticket.num_pages}", rid=ticket.unit.rid)
         ticket.holder, ticket.have, ticket.is_overdue = holder, have, False

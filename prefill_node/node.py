@@ -144,8 +144,8 @@ class PrefillNode:
             case Cancel(rid=rid, attempt=attempt, choices=choices):
                 self._cancel(rid, attempt, choices)
                 self.membership.send(Cancelled(rid=rid, attempt=attempt))
-            case Resend(unit=unit):
-                self._resend(unit)
+            case Resend(unit=unit, first=first):
+                self._resend(unit, first)
             case RouterGone():
                 for job in list(self.scheduler):
                     self._drop(job, set(job.choices), message.reason)
@@ -198,8 +198,9 @@ class PrefillNode:
                 job.tickets.add(unit)
         self.scheduler.submit(job)
 
-    def _resend(self, unit: Unit) -> None:
-        tokens = self.first_tokens.again(unit)
+    def _resend(self, unit: Unit, first: int) -> None:
+        """The router lacks the unit's token number `first`, or, if it is a later one, the end of the prompt."""
+        tokens = self.first_tokens.again(unit, first)
         if tokens is not None:
             self.membership.send(tokens)
         elif not any(unit in job.choices for job in self.scheduler):

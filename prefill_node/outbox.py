@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..metadata.buffers import Sampled
 from ..metadata.messages import Tokens
-from ..metadata.request import Ended, Unit, pack_ids
+from ..metadata.request import Ended, Unit, pack_ids, unpack_ids
 from .job import PrefillJob
 
 _KEPT = 1024  # units
@@ -45,6 +45,7 @@ class FirstTokens:
             self._kept.popitem(last=False)
         return tokens
 
-    def again(self, unit: Unit) -> Tokens | None:
-        """The message that held the unit's first token; the router drops what it has already."""
-        return self._kept.get(unit)
+    def again(self, unit: Unit, first: int) -> Tokens | None:
+        """The message that held the unit's token number `first`; the router drops what it has already."""
+        tokens = self._kept.get(unit)
+        return None if tokens is None or unpack_ids(tokens.firsts)[0] < first else tokens

@@ -16,6 +16,7 @@ from ..engine.batch import BatchRow
 from ..engine.pages import Owner
 from ..engine.prefix_cache import PrefixCache
 from ..metadata.errors import OutOfPages
+from ..metadata.needs import pages_of, prefill_pages, shared_pages
 from .job import PrefillJob
 
 
@@ -85,10 +86,8 @@ class PrefillScheduler:
 
     def num_pages(self, job: PrefillJob) -> int:
         """All pages of the prompt, those that differ by choice once for each."""
-        num_tokens = len(job.token_ids)
-        num_pages = -(-num_tokens // self.page_size)
-        num_copies = 0 if job.decode is None else max(0, len(job.choices) - 1)
-        return num_pages + num_copies * (num_pages - self._num_shared(num_tokens))
+        num_choices = 1 if job.decode is None else len(job.choices)
+        return prefill_pages(len(job.token_ids), num_choices, self.page_size, self.cache.lookahead)
 
     @property
     def num_queued_tokens(self) -> int:
@@ -104,7 +103,7 @@ class PrefillScheduler:
         limit = 0 if job.request.prompt_logprobs else (num_tokens - 1) // self.page_size
         lease = self.cache.acquire(job.token_ids, job.request.salt, limit)
         owner = Owner.REQUEST if job.decode is None else Owner.TICKET
-        num_own = -(-num_tokens // self.page_size) - len(lease.pages)
+        num_own = pages_of(num_tokens, self.page_size) - len(lease.pages)
         try:
             own = self.cache.allocate(self.num_pages(job) - len(lease.pages), owner)
         except OutOfPages:
@@ -112,11 +111,6 @@ class PrefillScheduler:
             return False
         job.lease, job.pages, job.tail_copies = lease, lease.pages + own[:num_own], own[num_own:]
         job.num_submitted = job.num_computed = job.num_cached = len(lease.pages) * self.page_size
-        job.num_shared = self._num_shared(num_tokens)
+        job.num_shared = shared_pages(num_tokens, self.page_size, self.cache.lookahead)
         assert len(lease.pages) <= job.num_shared, (job.rid, len(lease.pages), job.num_shared)
         return True
-
-    def _num_shared(self, num_tokens: int) -> int:
-        """Pages of a prompt that hold none of the positions whose draft KV depends on sampled tokens."""
-        lookahead = self.cache.lookahead
-        return max(0, num_tokens - lookahead) // self.page_size if lookahead else -(-num_tokens // self.page_size)

@@ -14,22 +14,25 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Hashable
 from typing import Protocol
 
 from ..metadata.errors import BatonError, RequestError, Unavailable
-from ..metadata.messages import Prefill, Reserve, Reserved, ToNode
+from ..metadata.messages import Compute, Prefill, Reserve, Reserved, ToNode
+from ..metadata.node_info import Role
 from ..metadata.request import Unit
+from .absence import no_node
 from .generation import Attempt, Generation
 from .intake import Bounds, Intake
 from .pairing import DecodeFigures, PrefillFigures, PrefixAffinity, choose_decode, choose_prefill
-from .registry import Group, Node
+from .registry import ROLES, Group, Node
 from .stranded import Stranded
 from .waiting import Entry, WaitingQueue
 
 logger = logging.getLogger(__name__)
 
 WINDOW = 16  # reservations under way at once
-ASK_S = 1.0  # a reservation without an answer is asked for again that often
+ASK_S = 0.5  # a reservation without an answer is asked for again that often: before its claims are given up
 ANSWER_S = 10.0  # ... and is taken back after so long
 FULL_S = 2.0  # a node that said "full" is asked again after so long at the latest
 QUEUED_PER_SLOT = 2  # prompts that a prefill node may hold for each of its running slots
@@ -92,23 +95,26 @@ class Admission:
         """Entries that wait in one group."""
         return len(self._queues[group])
 
-    def check_fits(self, group: Group, prompt_len: int, *, needs_decode: bool) -> None:
-        """Raises Unavailable without nodes, RequestError when no pool could ever hold the prompt and one token."""
-        for role in ("prefill", "decode"):
-            if role == "decode" and not needs_decode:
-                continue
-            if not group.live(role):
-                if self.stranded.may_wait(group, time.monotonic()):
-                    continue
-                raise Unavailable(f"no {role} node serves model {group.key.model!r} now")
-            need = -(-(prompt_len + (role == "decode")) // group.page_size)
-            most = group.most_pages(role)
-            if need > most:
-                raise RequestError(
-                    f"the prompt has {prompt_len} tokens and needs {need} pages of {group.page_size} tokens; "
-                    f"the largest {role} pool has {most}",
-                    param="prompt",
-                )
+    def check_fits(self, entry: Entry) -> None:
+        """Raises Unavailable without nodes, RequestError when no nodes that are there could ever hold the request."""
+        group, need = entry.generation.group, entry.need
+        roles = ROLES if entry.needs_decode else ROLES[:1]
+        missing: list[Role] = [role for role in roles if not group.live(role)]
+        if missing:
+            if self.stranded.may_wait(group, time.monotonic()):
+                return
+            raise no_node(f"no {missing[0]} node serves model {group.key.model!r} now", [group], missing)
+        pairs = list(group.pairs())
+        if entry.could_go_to(pairs, group.live("prefill")) or (entry.needs_decode and not pairs):
+            return
+        pages: dict[Role, int] = {"prefill": need.prefill_pages, "decode": need.decode_pages or 0}
+        short: list[Role] = [role for role in roles if pages[role] > group.most_pages(role)]
+        role: Role = short[0] if short else roles[-1]
+        raise RequestError(
+            f"the prompt has {len(entry.generation.prompt_ids)} tokens and needs {pages[role]} pages of "
+            f"{group.page_size} tokens; the largest {role} pool has {group.most_pages(role)}",
+            param="prompt",
+        )
 
     def submit(self, entry: Entry, *, first: bool = False) -> None:
         """Queues an entry, at the front when it was admitted before."""
@@ -128,7 +134,8 @@ class Admission:
 
     def forget(self, group: Group) -> None:
         """The group is no more; nobody waits in it."""
-        assert not self._queues.pop(group, ()), group.key
+        queue = self._queues.pop(group, None)
+        assert not queue, group.key
         self.intake.forget(group)
         self.stranded.forget(group)
 
@@ -139,16 +146,24 @@ class Admission:
             return None
         entry.attempt = None
         if attempt.decode is not None:
-            attempt.decode.pledged_pages -= entry.pages * len(attempt.choices)
+            attempt.decode.pledged_pages -= (entry.need.decode_pages or 0) * len(attempt.choices)
         return entry
 
     def pump(self, group: Group) -> None:
         """Gives nodes to those who wait, as far as there is room."""
         now, pace = time.monotonic(), self.intake.pace(group)
+        pairs, prefills = [pair for pair in group.pairs() if self._life.is_usable(*pair)], group.live("prefill")
+        fits: dict[Hashable, bool] = {}  # most of those who wait need about the same
         num_under_way = 0
         for entry in list(self._queues[group]):
             if entry.generation.is_over or not entry.choices or self.intake.is_late(entry, now):
                 continue
+            if entry.attempt is None and entry.pair is None:
+                like = (entry.need, entry.needs_decode, frozenset(entry.unfit))
+                if like not in fits:
+                    fits[like] = entry.could_go_to(pairs, prefills)
+                if not fits[like]:
+                    continue  # it waits for a node that is not there, and is in nobody's way
             if (entry.attempt is None and not self._place(entry)) or entry.was_refused:
                 pace.blocked(now)
                 return
@@ -191,7 +206,7 @@ class Admission:
                 self._life.unanswered(entry.generation, attempt)
             elif attempt is not None and now > attempt.ask_at and attempt.decode is not None:
                 attempt.ask_at = now + ASK_S
-                self._life.send(attempt.decode, self._reserve(entry.generation, attempt))
+                self._life.send(attempt.decode, self._reserve(entry.generation, attempt, attempt.decode))
         for group, queue in list(self._queues.items()):
             for node in group.live("decode"):
                 if node.full_since is not None and now - node.full_since > FULL_S:
@@ -207,22 +222,23 @@ class Admission:
         decode = self._pick_decode(entry) if entry.needs_decode else None
         if entry.needs_decode and decode is None:
             return False
-        prefill = self._pick_prefill(entry, decode)
-        if prefill is None:
+        prefill = self._pick_prefill(entry, decode) if entry.needs_prefill else None
+        if entry.needs_prefill and prefill is None:
             return False
         choices = entry.choices
         if decode is not None:
-            choices = choices[: decode.hello.capacity.max_running - len(decode.units)]
+            room = decode.hello.capacity.max_running - len(decode.units)
+            choices = choices[: min(room, entry.need.most_choices(prefill))]
         attempt = generation.begin_attempt(set(choices), prefill, decode, now)
         if decode is None:
             self._dispatch(entry, attempt, now)
             return True
         entry.attempt = attempt
         self._asked[(generation.rid, attempt.number)] = entry
-        decode.pledged_pages += entry.pages * len(choices)
+        decode.pledged_pages += (entry.need.decode_pages or 0) * len(choices)
         decode.units.update(Unit(generation.rid, choice, attempt.number) for choice in choices)
         attempt.ask_at = now + ASK_S
-        if not self._life.send(decode, self._reserve(generation, attempt)):
+        if not self._life.send(decode, self._reserve(generation, attempt, decode)):
             self.take_back(generation, attempt)
             decode.units.difference_update(Unit(generation.rid, choice, attempt.number) for choice in choices)
             del generation.attempts[attempt.number]
@@ -230,19 +246,15 @@ class Admission:
         generation.timeline.reserving((generation.choices[choice] for choice in choices), attempt, now)
         return True
 
-    def _reserve(self, generation: Generation, attempt: Attempt) -> Reserve:
-        choices = tuple(sorted(attempt.choices))
-        return Reserve(
-            router_epoch=self._epoch,
-            rid=generation.rid,
-            attempt=attempt.number,
-            choices=choices,
-            request=generation.wire_request(choices[0]),
-            prefill=attempt.prefill.peer,
-        )
+    def _reserve(self, generation: Generation, attempt: Attempt, decode: Node) -> Reserve | Compute:
+        epoch, rid, number, choices = self._epoch, generation.rid, attempt.number, tuple(sorted(attempt.choices))
+        request = generation.wire_request(choices[0])
+        if attempt.prefill is None:
+            return Compute(epoch, rid, number, choices, request)
+        return Reserve(epoch, rid, number, choices, request, attempt.prefill.peer_of(decode))
 
     def _dispatch(self, entry: Entry, attempt: Attempt, now: float) -> None:
-        """Sends the prompt to prefill for the choices of `attempt`, and takes them off the entry."""
+        """Sends the prompt to prefill, if it takes part, for the choices of `attempt`, and takes them off the entry."""
         generation, prefill = entry.generation, attempt.prefill
         self._strike(entry, attempt.choices)
         for choice in attempt.choices:
@@ -254,6 +266,8 @@ class Admission:
         self._life.dispatched(generation, attempt, now)
         if not generation.is_canary:
             self.intake.pace(generation.group).granted(now)
+        if prefill is None:
+            return
         num_cached = self.affinity.num_matched(prefill.routing_id, entry.hashes) * generation.group.page_size
         prefill.prefilling[(generation.rid, attempt.number)] = len(generation.prompt_ids) - num_cached
         self.affinity.note(prefill.routing_id, entry.hashes)
@@ -264,7 +278,7 @@ class Admission:
             attempt=attempt.number,
             choices=choices,
             request=generation.wire_request(choices[0]),
-            decode=attempt.decode.peer if attempt.decode is not None else None,
+            decode=attempt.decode.peer_of(prefill) if attempt.decode is not None else None,
         )
         logger.log(
             logging.DEBUG if generation.is_canary else logging.INFO,
@@ -286,29 +300,35 @@ class Admission:
             self._queues[entry.generation.group].remove(entry)
 
     def _refused(self, entry: Entry, node: Node) -> None:
-        """Full is no failure, unless the largest decode node is empty and still has no room."""
+        """Full is no failure. An empty node that has no room is not asked again; if there is no other, the request
+        fails."""
         generation = entry.generation
         if entry.pair is not None:
             self._life.fail(generation, PairFull(f"decode node {node.node_id} is full"))
             return
         num_pages = node.hello.capacity.num_pages
-        is_empty = not node.units and node.load.running == 0 and node.load.free_pages >= num_pages
-        if is_empty and num_pages >= generation.group.most_pages("decode"):
+        if node.units or node.load.running or node.load.free_pages < num_pages:
+            return
+        entry.unfit.add(node.routing_id)
+        if not entry.could_go_to(generation.group.pairs(), ()):
             self._life.fail(
                 generation,
                 RequestError(
                     f"the prompt's {len(generation.prompt_ids)} tokens and the room to generate do not fit an empty "
-                    f"pool: the largest decode pool has {num_pages} pages of {generation.group.page_size} tokens",
+                    f"pool: the largest decode pool has {generation.group.most_pages('decode')} pages of "
+                    f"{generation.group.page_size} tokens",
                     param="prompt",
                 ),
             )
 
     def _pick_decode(self, entry: Entry) -> Node | None:
         if entry.pair is not None:
-            nodes = [entry.pair[1]]
+            nodes = [entry.pair[1]] if entry.pair[1] is not None else []
         else:
-            prefills = entry.generation.group.live("prefill")
-            live = entry.generation.group.live("decode")
+            group, need = entry.generation.group, entry.need
+            prefills = [node for node in group.live("prefill") if need.fits_prefill(node)]
+            live = [node for node in group.live("decode") if need.fits_decode(node)]
+            live = [node for node in live if node.routing_id not in entry.unfit]
             nodes = [node for node in live if any(self._life.is_usable(prefill, node) for prefill in prefills)]
             failed = entry.generation.has_failed_on
             nodes = [node for node in nodes if not all(failed(prefill, node) for prefill in prefills)] or nodes
@@ -321,17 +341,15 @@ class Admission:
             )
             for node in nodes
         ]
-        place = choose_decode(figures, entry.pages)
+        place = choose_decode(figures, entry.need.decode_pages or 0)
         return None if place is None else nodes[place]
 
     def _pick_prefill(self, entry: Entry, decode: Node | None) -> Node | None:
         generation = entry.generation
         if entry.pair is not None:
-            nodes = [entry.pair[0]]
+            nodes = [entry.pair[0]] if entry.pair[0] is not None else []
         else:
-            live = generation.group.live("prefill")
-            need = -(-entry.num_computed // generation.group.page_size)
-            nodes = [node for node in live if node.hello.capacity.num_pages >= need]
+            nodes = [node for node in generation.group.live("prefill") if entry.need.fits_prefill(node)]
             nodes = [node for node in nodes if self._life.is_usable(node, decode)]
             nodes = [node for node in nodes if not generation.has_failed_on(node, decode)] or nodes
         page_size = generation.group.page_size

@@ -39,7 +39,7 @@ Priority = Annotated[
 TimeoutS = Annotated[
     Annotated[float, Meta(gt=0)] | None,
     Meta(
-        description="Seconds after which the answer is of no use: the request is then ended with status 408. One that "
+        description="Seconds after which the answer is of no use: the request is then ended with status 504. One that "
         "would not be done in time is refused at once with 429. At most the router's --request-timeout-s."
     ),
 ]

@@ -13,7 +13,9 @@ import msgspec
 from aiohttp import web
 
 from ..metadata.errors import BatonError, Overloaded, RequestError, Unavailable
+from ..metadata.node_info import Role
 from . import debug, explain, generate, handoff, openapi
+from .absence import degraded, no_node
 from .access import CALLER, Access
 from .api_types import (
     CancelledRequest,
@@ -25,11 +27,13 @@ from .api_types import (
     TokenizeResponse,
 )
 from .config import RouterConfig
-from .errors import HttpRefusal, NotFound, from_malformed, from_validation, response_of
+from .doors import Doors
+from .encodings import decoded, encoding_of
+from .errors import HttpRefusal, NoNode, NotFound, from_malformed, from_validation, response_of
 from .explain import ARRIVED, RESPONSE_ID
-from .http_faults import reason_of
+from .http_faults import SERVER, reason_of
 from .metrics import CONTENT_TYPE, Metrics
-from .registry import Group
+from .registry import ROLES, Group
 from .request_life import RequestLife
 from .sse import limit_unread
 from .tokenizer import TextTokenizer
@@ -56,12 +60,14 @@ class Api:
         self.is_draining = False
         self.ledgers = debug.LedgerDesk(life)
         self.access = Access(config)
+        self.doors = Doors(config, self.access)
         self.under_way = UnderWay(life.abort)
         self._num_body_bytes = 0  # of bodies that are being received
 
     def application(self) -> web.Application:
         """The aiohttp application with all routes."""
         app = web.Application(client_max_size=self.config.max_body_bytes, middlewares=[self._middleware])
+        app.on_response_prepare.append(self._label)
         for method, path, handler in _ROUTES:
             if method == "GET":
                 app.router.add_get(path, self._bound(handler))  # answers HEAD as well
@@ -75,9 +81,8 @@ class Api:
             raise Unavailable("the router is shutting down")
         if (request.content_length or 0) > self.config.max_body_bytes:
             raise web.HTTPRequestEntityTooLarge(self.config.max_body_bytes, request.content_length or 0)
-        if request.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
-            raise HttpRefusal(415, "a body with a Content-Encoding is not served; send it as it is")
-        data = await self._read(request)
+        encoding = encoding_of(request.headers.getall("Content-Encoding", ()))
+        data = decoded(await self._read(request), encoding, self.config.max_body_bytes)
         request[ARRIVED] = time.monotonic()
         try:
             return decoder.decode(data)
@@ -110,11 +115,12 @@ class Api:
         """
         registry = self.life.registry
         if model is None:
-            served = list(registry.models())
-            if len(served) != 1:
-                names = ", ".join(group.key.model for group in served) or "none"
-                raise RequestError(f"model: must be named; served are: {names}", param="model")
-            model = served[0].key.model
+            served = {group.key.model for group in registry.models()}
+            names = served or {group.key.model for group in registry.groups.values() if group.nodes}
+            if len(names) != 1:
+                words = ", ".join(sorted(served)) or "none"
+                raise RequestError(f"model: must be named; served are: {words}", param="model")
+            (model,) = names
         groups = registry.groups_of(model)
         if not groups:
             if not registry.nodes:
@@ -125,9 +131,9 @@ class Api:
         served = [group for group in groups if self.life.admission.stranded.may_wait(group, now)]
         ready = [group for group in served if group.is_paired] or served
         if not ready:
-            missing = [role for role in ("prefill", "decode") if not any(group.live(role) for group in groups)]
+            missing: list[Role] = [role for role in ROLES if not any(group.live(role) for group in groups)]
             why = f"it has no {' and no '.join(missing)} node" if missing else "its nodes are not ready"
-            raise Unavailable(f"model {model!r} cannot be served now: {why}")
+            raise no_node(f"model {model!r} cannot be served now: {why}", groups, missing)
         group = min(ready, key=self.life.admission.num_waiting_in)
         assert group.tokenizer is not None, "a paired group has its tokenizer"
         return group, group.tokenizer
@@ -158,10 +164,15 @@ class Api:
     ) -> web.StreamResponse:
         try:
             limit_unread(request, self.config.max_unread_s)
-            request[CALLER] = self.access.caller_of(request)
-            response = await handler(request)
+            self.doors.check(request)
+            if request.method == "OPTIONS":
+                response = self.doors.options(request)
+            else:
+                request[CALLER] = self.access.caller_of(request)
+                response = await handler(request)
         except BatonError as error:
-            response = response_of(error)
+            caller = request.get(CALLER)
+            response = response_of(error, may_operate=caller is not None and self.access.may_operate(caller))
         except web.HTTPException as error:
             response = response_of(_refusal(request, error))
             if "Allow" in error.headers:
@@ -176,6 +187,11 @@ class Api:
         if not response.prepared and request_id is not None:
             response.headers["x-request-id"] = request_id
         return response
+
+    async def _label(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Adds the headers that every answer has, streams and errors too."""
+        response.headers["Server"] = SERVER
+        self.doors.label(request, response)
 
 
 def _header_id(request: web.Request) -> str | None:
@@ -201,11 +217,12 @@ async def _health(_api: Api, _request: web.Request) -> web.StreamResponse:
 
 async def _ready(api: Api, request: web.Request) -> web.StreamResponse:
     health = api.life.health
-    if health.is_ready and not api.is_draining:
-        return web.json_response({"status": "ready"})
     if api.is_draining:
         raise Unavailable("the router is shutting down")
-    raise Unavailable(health.reason if api.access.may_operate(request[CALLER]) else "no request could be served now")
+    if not health.is_ready:
+        raise NoNode("no request could be served now", health.reason)
+    found = degraded(api.life.registry, time.monotonic()) if api.access.may_operate(request[CALLER]) else []
+    return _json({"status": "ready", "degraded": found} if found else {"status": "ready"})
 
 
 async def _metrics(api: Api, _request: web.Request) -> web.StreamResponse:

@@ -13,7 +13,7 @@ from .registry import Node
 
 logger = logging.getLogger(__name__)
 
-ACK_S = 1.0  # repeated when not acknowledged for so long, then for twice that, and so on
+ACK_S = 0.25  # repeated when not acknowledged for so long, then for twice that, and so on
 MAX_ACK_S = 8.0
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..metadata.config import ProcessConfig, at_least, setting
 from ..metadata.errors import ConfigError
+from .origin import allowed_hosts, allowed_origins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,18 @@ class RouterConfig(ProcessConfig):
     api_keys: str | None = setting(None, "file with more such keys, one a line", metavar="FILE")
     admin_key: str | None = setting(
         None, "key for /admin and /debug (default: $BATON_ADMIN_KEY); without one they are open on loopback alone"
+    )
+    allow_origin: tuple[str, ...] = setting(
+        (),
+        "origin of web pages that may use this server, like https://chat.example; give it once for each. With * any "
+        "page that a user of this server visits can use it as that user can",
+        metavar="ORIGIN",
+    )
+    allow_host: tuple[str, ...] = setting(
+        (),
+        "name under which clients may address this server while it is on loopback and has no API key, beside "
+        "localhost; give it once for each. With * a page that has its own name resolved to loopback can use it",
+        metavar="HOST",
     )
     max_concurrent_per_key: int | None = setting(None, "sequences (prompts times n) under way at once for an API key")
     max_waiting: int = setting(1024, "requests that may wait for room; above it clients get 429")
@@ -49,6 +62,8 @@ class RouterConfig(ProcessConfig):
         for name in ("api_key", "admin_key"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} is empty; leave it out to serve without a key")
+        allowed_origins(self.allow_origin)
+        allowed_hosts(self.allow_host)
 
     @property
     def required_key(self) -> str | None:

@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 
 from ..metadata.messages import Flush, Inspect, LedgerReport
+from .absence import degraded
 from .api_types import DrainRequest
 from .registry import Node
 
@@ -66,7 +67,17 @@ async def nodes(api: Api, _request: web.Request) -> web.StreamResponse:
         for group in life.registry.groups.values()
         for prefill, decode in group.pairs()
     ]
-    return web.json_response({"router_epoch": life.epoch, "nodes": listed, "pairs": pairs})
+    is_ready = life.health.is_ready
+    return web.json_response(
+        {
+            "router_epoch": life.epoch,
+            "is_ready": is_ready,
+            "reason": None if is_ready else life.health.reason,
+            "degraded": msgspec.to_builtins(degraded(life.registry, now)),
+            "nodes": [{**each, "num_restarts": life.registry.comings.num_restarts(each["node_id"])} for each in listed],
+            "pairs": pairs,
+        }
+    )
 
 
 async def ledger(api: Api, _request: web.Request) -> web.StreamResponse:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -43,6 +45,12 @@ class Forbidden(BatonError):
     code = "admin_key_required"
 
 
+class Foreign(BatonError):
+    """The request comes from a web page, or is for a host, that has no business here."""
+
+    code = "foreign"
+
+
 class NodeFault(BatonError):
     """Nodes could not do it. Its text is for the log: nodes write what they like; `shown` is for the client."""
 
@@ -52,14 +60,23 @@ class NodeFault(BatonError):
         self.shown = shown or _SHOWN.get(code, "a node failed at this request; its log says why")
 
 
+class NoNode(Unavailable):
+    """No node of a role takes requests. `shown` is for every client; who may operate is told which nodes, and why."""
+
+    def __init__(self, shown: str, words: str | None = None) -> None:
+        super().__init__(words or shown)
+        self.shown = shown
+
+
 class HttpRefusal(BatonError):
-    """The HTTP request itself is at fault: method, size or encoding of its body."""
+    """The HTTP request itself is at fault: method, size, type or encoding of its body. `headers` go with the answer."""
 
     code = "http_error"
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, headers: Mapping[str, str] = MappingProxyType({})) -> None:
         super().__init__(message)
         self.status = status
+        self.headers = headers
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -102,7 +119,7 @@ def status_of(error: BatonError) -> int:
             return 400
         case Unauthorized():
             return 401
-        case Forbidden():
+        case Forbidden() | Foreign():
             return 403
         case Overloaded():
             return 429
@@ -116,15 +133,16 @@ def status_of(error: BatonError) -> int:
             return 500
 
 
-def body_of(error: BatonError) -> ErrorBody:
+def body_of(error: BatonError, *, may_operate: bool = False) -> ErrorBody:
     """The JSON body of an error. It says nothing of our insides: what went wrong there is in the log."""
     status = status_of(error)
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     param = error.param if isinstance(error, RequestError) else None
-    if isinstance(error, NodeFault):
+    if isinstance(error, NodeFault) or (isinstance(error, NoNode) and not may_operate):
         words = error.shown
     else:
         words = str(error) if status != 500 else "internal error; the router's log has the details"
+    words = words.encode("utf-8", "backslashreplace").decode()  # headers may hold what is no text
     return ErrorBody(ErrorDetail(words, kind, param, error.code if status != 400 else None))
 
 
@@ -139,18 +157,22 @@ def outcome_of(error: BatonError) -> str:
             return "failed"
 
 
-def response_of(error: BatonError) -> web.Response:
-    """The whole HTTP response of an error, with Retry-After where the client may come again."""
+def response_of(error: BatonError, *, may_operate: bool = False) -> web.Response:
+    """The whole HTTP response of an error, with Retry-After where the client may come again. `may_operate`: its reader
+    may be told of nodes."""
     headers: dict[str, str] = {}
     if isinstance(error, Overloaded):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers["retry-after-ms"] = str(max(1, math.ceil(1000 * error.retry_after_s)))  # the official clients' own
     elif isinstance(error, Unavailable) or (isinstance(error, NodeFault) and error.code == Unavailable.code):
         headers["Retry-After"] = "1"
     elif isinstance(error, DeadlineExceeded):
         headers["x-should-retry"] = "false"  # the official clients try a 504 again by themselves
+    elif isinstance(error, HttpRefusal):
+        headers.update(error.headers)
     elif isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
-    data = msgspec.json.encode(body_of(error))
+    data = msgspec.json.encode(body_of(error, may_operate=may_operate))
     return web.Response(status=status_of(error), body=data, content_type="application/json", headers=headers)
 
 

@@ -129,7 +129,7 @@ def _all(api: Api) -> list[Timeline]:
 
 def _is_called(timeline: Timeline, wanted: str) -> bool:
     """The request's own id, its HTTP request's where that had several prompts, or what the client called it."""
-    return wanted in (timeline.rid, timeline.client_id) or timeline.rid.startswith(wanted + "-")
+    return wanted in (timeline.rid, timeline.response_id, timeline.client_id)
 
 
 def _line(timeline: Timeline, now: float) -> RequestLine:

@@ -4,7 +4,8 @@ A gap shows when later tokens arrive; after a quarter of a second the node is as
 does not help the choice moves to other nodes. The loss of a choice's *last* message shows only as silence,
 and so does that of its first where decode's, which repeats it, does not come: prefill is asked for it before long.
 Where the first has come and decode does not have the pages, an offer may have been lost: decode is asked, which asks
-prefill.
+prefill. Where all tokens are here and the prompt's log-probabilities are not, prefill is asked, and says if it has
+forgotten the request.
 """
 
 from __future__ import annotations
@@ -54,13 +55,16 @@ class Gaps:
 
     def check_silence(self, choice: Choice, now: float) -> None:
         """Asks the node that owes a choice its next token when it has been silent for long."""
-        attempt = choice.attempt
-        if attempt is None or choice.finish_reason is not None:
+        attempt, has_ended = choice.attempt, choice.finish_reason is not None
+        if attempt is None or (has_ended and (attempt.prefill_done or not choice.generation.lacks_prompt)):
             return
         if now - max(choice.seen_at or 0.0, choice.asked_at, attempt.sent_at) > SILENCE_S:
             choice.asked_at = now
             is_first = len(choice.received) == choice.num_before and not attempt.prefill_done
-            self._resend(choice, attempt.prefill if is_first or attempt.decode is None else attempt.decode)
+            by_turns = (attempt.prefill, attempt.decode) if is_first or has_ended else (attempt.decode, attempt.prefill)
+            node = next((each for each in by_turns if each is not None), None)
+            if node is not None:
+                self._resend(choice, node)
 
     def _ask(self, choice: Choice, now: float) -> None:
         attempt, node = choice.attempt, choice.ahead_from

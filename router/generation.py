@@ -27,6 +27,7 @@ from .registry import Group, Node
 from .stop_strings import StopStrings
 from .timeline import Timeline
 
+PairId = tuple[bytes | None, bytes | None]  # routing ids of an attempt's prefill and decode node
 MAX_AHEAD = 64  # messages held for one choice while an earlier one is missing
 
 
@@ -59,7 +60,8 @@ class Listener(Protocol):
 
 
 class Attempt:
-    """One dispatch of some choices to a pair of nodes. `decode` is None where prefill alone gives the last token."""
+    """One dispatch of some choices to a pair of nodes. `decode` is None where prefill alone gives the last token,
+    `prefill` where the decode node computes the prompt itself."""
 
     __slots__ = (
         "admitted",
@@ -73,26 +75,26 @@ class Attempt:
         "sent_at",
     )
 
-    def __init__(self, number: int, choices: set[int], prefill: Node, decode: Node | None, now: float) -> None:
+    def __init__(self, number: int, choices: set[int], prefill: Node | None, decode: Node | None, now: float) -> None:
         self.number = number
         self.choices = choices  # those of the attempt that still run
         self.prefill = prefill
         self.decode = decode
-        self.dispatched = False  # Prefill was sent
-        self.prefill_done = False
+        self.dispatched = False  # it has its nodes: Prefill was sent, if it takes part
+        self.prefill_done = prefill is None
         self.admitted: set[int] = set()  # choices whose pages decode has: prefill may go
         self.sent_at = now
         self.ask_at = now  # when decode is asked again for its answer to Reserve
 
     @property
-    def pair(self) -> tuple[bytes, bytes | None]:
+    def pair(self) -> PairId:
         """Routing ids of its nodes."""
         return _pair_of(self.prefill, self.decode)
 
     @property
     def nodes(self) -> list[Node]:
         """The nodes that may hold something of this attempt."""
-        legs = [self.prefill] if self.dispatched and not self.prefill_done else []
+        legs = [self.prefill] if self.prefill is not None and self.dispatched and not self.prefill_done else []
         return [*legs, self.decode] if self.decode is not None else legs
 
 
@@ -139,7 +141,7 @@ class Choice:
         self.gap_since: float | None = None  # since when a token is missing
         self.ahead_from: Node | None = None  # who sent what lies beyond the gap
         self.num_before = 0  # tokens received before the present attempt
-        self.failures: list[tuple[bytes, bytes | None]] = []  # pairs that failed, none after more than a first token
+        self.failures: list[PairId] = []  # pairs that failed, none after more than a first token
         self.num_losses = 0  # nodes that died under it, likewise
         self.num_resends = 0
         self.asked_at = 0.0  # when the last message was asked for that may have been lost
@@ -322,7 +324,7 @@ class Generation:
         self.num_cached: int | None = None  # the first attempt's
         self.num_rounds = self.num_drafted = self.num_accepted = 0  # of choices that nodes ended
         self.attempts: dict[int, Attempt] = {}
-        self.failed_pairs: set[tuple[bytes, bytes | None]] = set()  # routing ids; others are tried first
+        self.failed_pairs: set[PairId] = set()  # routing ids; others are tried first
         self.created_at = now
         self.priority = priority
         self.deadline = None if timeout_s is None else now + timeout_s
@@ -345,6 +347,15 @@ class Generation:
         """Every choice has ended, and the prompt's log-probabilities are here if they were asked for."""
         if self.wants_prompt_logprobs and self.prompt_logprobs is None:
             return False
+        return self._has_ended
+
+    @property
+    def lacks_prompt(self) -> bool:
+        """Only the prompt's log-probabilities are missing."""
+        return self.wants_prompt_logprobs and self.prompt_logprobs is None and self._has_ended
+
+    @property
+    def _has_ended(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
 
     def note_failure(self, attempt: Attempt) -> None:
@@ -361,7 +372,7 @@ class Generation:
         """Whether an attempt failed on this pair."""
         return _pair_of(prefill, decode) in self.failed_pairs
 
-    def begin_attempt(self, choices: set[int], prefill: Node, decode: Node | None, now: float) -> Attempt:
+    def begin_attempt(self, choices: set[int], prefill: Node | None, decode: Node | None, now: float) -> Attempt:
         """A new attempt of these choices, under a number never used before."""
         attempt = Attempt(self._next_attempt, choices, prefill, decode, now)
         self._next_attempt += 1
@@ -379,5 +390,5 @@ class Generation:
         )
 
 
-def _pair_of(prefill: Node, decode: Node | None) -> tuple[bytes, bytes | None]:
-    return prefill.routing_id, decode.routing_id if decode is not None else None
+def _pair_of(prefill: Node | None, decode: Node | None) -> PairId:
+    return prefill and prefill.routing_id, decode and decode.routing_id

@@ -3,20 +3,88 @@
 from __future__ import annotations
 
 import logging
+from asyncio import BaseTransport
 
+from aiohttp import HttpVersion11, StreamReader
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web import BaseRequest, RequestHandler, RequestPayloadError, StreamResponse
 
 from ..metadata.errors import BatonError
 from .errors import HttpRefusal, response_of
+from .half_closed import HalfClosed, can_look
+from .sse import STREAM
 
 logger = logging.getLogger(__name__)
 
+SERVER = "baton"  # in the Server header of every answer; aiohttp would name versions
+INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"  # may come any number of times before an answer (RFC 9110, 15.2)
+
 
 class Connection(RequestHandler):
-    """One connection of the HTTP server. What fails before a route is found gets an answer of ours, not aiohttp's."""
+    """One connection of the HTTP server. What fails before a route is found gets an answer of ours, not aiohttp's.
 
-    __slots__ = ()
+    A client that has sent its last byte gets the answers to what it has asked. aiohttp would hang up.
+    """
+
+    __slots__ = ("_half_closed", "_last_body", "_num_answered")
+
+    def connection_made(self, transport: BaseTransport) -> None:
+        """A client has come."""
+        self._half_closed: HalfClosed | None = None
+        self._last_body: StreamReader | None = None  # of the requests that have come; the others' bodies are whole
+        self._num_answered = 0  # of the requests that have come, which aiohttp counts
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """The client is gone, or the connection was closed here."""
+        if self._half_closed is not None:
+            self._half_closed.end()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """The client has sent something."""
+        super().data_received(data)
+        if self._messages:
+            self._last_body = self._messages[-1][1]
+
+    def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]  asyncio takes either
+        """The client has sent its last byte. Returns whether the connection stays open, for what is under way."""
+        if self._half_closed is not None:
+            return True
+        if self.transport is None or not can_look() or self._is_idle:
+            return False
+        if self._last_body is not None and not self._last_body.is_eof():
+            self._last_body.set_exception(RequestPayloadError("the connection ended before the body did"))
+            self._last_body.feed_eof()
+        self._half_closed = HalfClosed(self.transport, self._loop, self._probe)
+        return True
+
+    async def finish_response(
+        self, request: BaseRequest, resp: StreamResponse, start_time: float | None
+    ) -> tuple[StreamResponse, bool]:
+        """Sends what is left of an answer. No request can follow the client's last byte."""
+        finished, is_reset = await super().finish_response(request, resp, start_time)
+        self._num_answered += 1
+        if self._half_closed is not None and self._is_idle:
+            finished.force_close()
+        return finished, is_reset
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._num_answered == self._request_count
+
+    def _probe(self) -> bool:
+        """Sends the client of the request under way an interim answer, or a comment if its stream has begun."""
+        request = self._current_request
+        if request is None or self.transport is None:
+            return True
+        if stream := request.get(STREAM):
+            stream.comment()
+        elif not request.writer.output_size:
+            if request.version < HttpVersion11:
+                return False
+            self.transport.write(INTERIM)
+        return True
 
     def handle_error(
         self,
@@ -27,9 +95,9 @@ class Connection(RequestHandler):
     ) -> StreamResponse:
         """The answer of a failed request, after which the connection is closed."""
         super().handle_error(request, status, exc, message)  # logs, and raises where an answer has begun
-        is_encoding = "content-encoding" in (message or "").lower()
-        words = "the Content-Encoding of the body is not served" if is_encoding else "this is no proper HTTP request"
-        response = response_of(HttpRefusal(status, words) if status < 500 else BatonError("internal error"))
+        refusal = HttpRefusal(status, "this is no proper HTTP request")
+        response = response_of(refusal if status < 500 else BatonError("internal error"))
+        response.headers["Server"] = SERVER
         response.force_close()
         return response
 

@@ -82,27 +82,21 @@ class Intake:
         behind = queue.fresh_after(turn_of(now, asked.priority))
         num_excess = self._num_excess(asked) - len(behind)
         if num_excess > 0:
-            raise Overloaded(
-                f"{self.num_waiting} requests wait already; at most {self._bounds.num_requests} may",
-                retry_after_s=pace.retry_after_s(now, num_excess),
-            )
+            words = f"{self.num_waiting} requests wait already; at most {self._bounds.num_requests} may"
+            raise self._overloaded(words, group, now, num_excess)
         num_tokens = self._num_excess_tokens(asked) - sum(entry.num_tokens for entry in behind)
         if num_tokens > 0:
-            raise Overloaded(
-                f"requests with {self.num_waiting_tokens} prompt tokens wait already; at most "
-                f"{self._bounds.num_tokens} tokens may",
-                retry_after_s=pace.retry_after_s(now, -(-len(queue) * num_tokens // max(1, queue.num_tokens))),
-            )
+            words = f"requests with {self.num_waiting_tokens} prompt tokens wait already; at most "
+            words += f"{self._bounds.num_tokens} tokens may"
+            raise self._overloaded(words, group, now, -(-len(queue) * num_tokens // max(1, queue.num_tokens)))
         num_before = queue.num_before(turn_of(now, asked.priority))
         wait_s, service_s = pace.wait_s(num_before), pace.service_s(asked.max_tokens)
         patience_s = min(self._bounds.wait_s, asked.timeout_s - service_s - MARGIN_S)
         if wait_s and wait_s > patience_s:
             num_excess = round((wait_s - max(0.0, patience_s)) * (num_before + 1) / wait_s)
-            raise Overloaded(
-                f"{num_before} requests wait before this one: about {wait_s:.1f} s, and {service_s:.1f} s more to be "
-                f"served; it may wait {self._bounds.wait_s:.1f} s, and last {asked.timeout_s:.1f} s in all",
-                retry_after_s=pace.retry_after_s(now, num_excess),
-            )
+            words = f"{num_before} requests wait before this one: about {wait_s:.1f} s, and {service_s:.1f} s more to "
+            words += f"be served; it may wait {self._bounds.wait_s:.1f} s, and last {asked.timeout_s:.1f} s in all"
+            raise self._overloaded(words, group, now, num_excess)
 
     def make_room(self, group: Group, asked: Asked) -> None:
         """`check_room`, right before `submit`: where the queues are full, those behind give up their places to it."""
@@ -114,8 +108,7 @@ class Intake:
 
     def refuse(self, generation: Generation, reason: str) -> None:
         """Ends a request that waits, since there is no room for it."""
-        retry_s = self._paces[generation.group].retry_after_s(time.monotonic(), 1)
-        self._fail(generation, Overloaded(reason, retry_after_s=retry_s))
+        self._fail(generation, self._overloaded(reason, generation.group, time.monotonic(), 1))
 
     def is_late(self, entry: Entry, now: float) -> bool:
         """Whether a request has waited so long that it would miss its deadline, going by how long others take."""
@@ -135,6 +128,12 @@ class Intake:
         """A request is over, complete or not: what it took tells how long others will take."""
         if generation.dispatched_at is not None and not generation.is_canary:
             self._paces[generation.group].served(now - generation.dispatched_at, generation.num_generated)
+
+    def _overloaded(self, words: str, group: Group, now: float, num_excess: int) -> Overloaded:
+        """A refusal, with the moment when the client should come again."""
+        num_running = sum(len(node.units) for node in group.live("decode"))
+        num_running = num_running or sum(len(node.prefilling) for node in group.live("prefill"))
+        return Overloaded(words, retry_after_s=self._paces[group].retry_after_s(now, num_excess, num_running))
 
     def _check_size(self, asked: Asked) -> None:
         """Raises RequestError for what may never wait."""

@@ -39,7 +39,7 @@ class Router:
         self.config = config
         self.metrics = Metrics()
         self.life = RequestLife(config, new_epoch(), self.metrics)
-        self.metrics.watch_nodes(self.life.registry.nodes.values, lambda: self.life.admission.num_waiting)
+        self.metrics.watch_nodes(self.life.registry, lambda: self.life.admission.num_waiting)
         self.api = Api(config, self.life, self.metrics)
         self._tracing: Tracing | None = None
         self._hub: Hub | None = None
@@ -75,8 +75,9 @@ class Router:
         except OSError as error:
             await self.stop()
             raise ConfigError(f"cannot serve HTTP on {config.host}:{config.port}: {error.strerror}") from error
-        host, port = self._http.sockets[0].getsockname()[:2]
-        self.api.access.is_local = ip_address(host).is_loopback
+        addresses = [listening.getsockname() for listening in self._http.sockets]
+        host, port = addresses[0][:2]
+        self.api.access.is_local = all(ip_address(address[0]).is_loopback for address in addresses)
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         logger.info("serving HTTP on %s, nodes on %s", self.url, self.node_address)
         if not self.api.access.is_local and not self.api.access.has_api_keys:
@@ -111,7 +112,13 @@ class Router:
         server, loop = runner.server, asyncio.get_running_loop()
         assert server is not None, "the runner has been set up"
         return await loop.create_server(
-            lambda: Connection(server, loop=loop, access_log=None, logger=_http_logger),  # pyright: ignore[reportArgumentType]
+            lambda: Connection(
+                server,
+                loop=loop,  # pyright: ignore[reportArgumentType]
+                access_log=None,  # pyright: ignore[reportArgumentType]
+                logger=_http_logger,
+                auto_decompress=False,  # encodings.py does it: aiohttp serves what libraries happen to be installed
+            ),
             self.config.host,
             self.config.port,
             backlog=BACKLOG,

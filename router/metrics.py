@@ -5,7 +5,7 @@ histogram, which costs a tenth. Node figures are read from the registry when the
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
@@ -13,10 +13,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ..metadata.messages import Admitted, PrefillDone
-from .registry import Node
+from .registry import Node, Registry
 
 if TYPE_CHECKING:
     from .generation import Choice, Generation
+    from .moves import MoveReason
 
 LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 INTERVAL_S = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
@@ -58,15 +59,15 @@ class TokenFigures(Collector):
 
 
 class NodeFigures(Collector):
-    """What nodes say of themselves in their heartbeats, and how many requests wait."""
+    """What nodes say of themselves in their heartbeats, how often they came and went, and how many requests wait."""
 
-    def __init__(self, nodes: Callable[[], Iterable[Node]], num_waiting: Callable[[], int]) -> None:
-        self._nodes = nodes
+    def __init__(self, registry: Registry, num_waiting: Callable[[], int]) -> None:
+        self._registry = registry
         self._num_waiting = num_waiting
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("baton_waiting_requests", "Requests without nodes yet.", value=self._num_waiting())
-        nodes = list(self._nodes())
+        nodes = list(self._registry.nodes.values())
         labels = ["node", "role", "model"]
         for name, text, value in _GAUGES:
             gauge = GaugeMetricFamily(f"baton_node_{name}", text, labels=labels)
@@ -85,6 +86,22 @@ class NodeFigures(Collector):
             for position, count in enumerate(node.stats.accepted_at, 1):
                 accepted.add_metric([node.node_id, node.role, node.hello.model.name, str(position)], count)
         yield accepted
+        yield from self._comings()
+
+    def _comings(self) -> Iterator[Metric]:
+        """By the nodes' names, whether or not they are here."""
+        restarts = CounterMetricFamily(
+            "baton_node_restarts", "Times that a node joined again after a new start.", labels=["node", "role"]
+        )
+        losses = CounterMetricFamily(
+            "baton_node_losses", "Times that a node was lost, by how.", labels=["node", "role", "reason"]
+        )
+        for coming in self._registry.comings:
+            restarts.add_metric([coming.node_id, coming.role], coming.num_restarts)
+            for loss, count in coming.losses.items():
+                losses.add_metric([coming.node_id, coming.role, loss], count)
+        yield restarts
+        yield losses
 
 
 _GAUGES: tuple[tuple[str, str, Callable[[Node], float]], ...] = (
@@ -94,6 +111,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[Node], float]], ...] = (
     ("waiting", "Requests that wait on the node.", lambda node: node.load.waiting),
     ("tickets", "Handoffs that are open.", lambda node: node.load.tickets),
     ("queued_tokens", "Prompt tokens still to compute.", lambda node: node.load.queued_tokens),
+    (
+        "draining",
+        "1: it takes nothing new, as it drains or leaves.",
+        lambda node: node.is_draining,
+    ),
 )
 _COUNTERS = (
     "steps",
@@ -119,6 +141,12 @@ class Metrics:
         registry = CollectorRegistry()
         self._registry = registry
         self._requests = Counter("baton_requests", "Requests by outcome.", ["model", "outcome"], registry=registry)
+        self._moved = Counter(
+            "baton_moved_requests",
+            "Times that a request went on on other nodes.",
+            ["model", "reason"],
+            registry=registry,
+        )
         self._http = Counter("baton_http_responses", "HTTP responses.", ["status"], registry=registry)
         self._ttft = _histogram(registry, "baton_ttft_seconds", "Time to first token.")
         self._e2e = _histogram(registry, "baton_e2e_seconds", "Time from a request to its end.")
@@ -137,7 +165,7 @@ class Metrics:
         self._tokens = TokenFigures()
         registry.register(self._tokens)
 
-    def watch_nodes(self, nodes: Callable[[], Iterable[Node]], num_waiting: Callable[[], int]) -> None:
+    def watch_nodes(self, nodes: Registry, num_waiting: Callable[[], int]) -> None:
         """Adds the figures of nodes."""
         self._registry.register(NodeFigures(nodes, num_waiting))
 
@@ -152,6 +180,10 @@ class Metrics:
     def count_request(self, model: str, outcome: str) -> None:
         """A request ended: done, failed, cancelled or refused."""
         self._requests.labels(model, outcome).inc()
+
+    def moved(self, generation: Generation, reason: MoveReason) -> None:
+        """A request goes on on other nodes."""
+        self._moved.labels(generation.group.key.model, reason).inc()
 
     def dispatched(self, generation: Generation, now: float) -> None:
         """A request has nodes for the first time."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Literal, Protocol
 
 from ..metadata.errors import BatonError, Unavailable
 from ..metadata.request import Unit
@@ -24,6 +24,7 @@ from .waiting import Entry
 
 logger = logging.getLogger(__name__)
 
+MoveReason = Literal["lost", "failed", "drained"]  # a node was lost, an attempt failed, or a drain ran out of time
 MAX_LOSSES = 16  # nodes in a row that died under a choice, before it is taken for the cause
 
 
@@ -41,11 +42,20 @@ class Life(Protocol):
 class Moves:
     """Ends attempts, and queues their choices anew."""
 
-    def __init__(self, life: Life, cancels: Cancels, gaps: Gaps, max_attempts: int) -> None:
+    def __init__(
+        self,
+        life: Life,
+        cancels: Cancels,
+        gaps: Gaps,
+        max_attempts: int,
+        on_moved: Callable[[Generation, MoveReason], None],
+    ) -> None:
+        """`on_moved` is told of every request that goes on on other nodes."""
         self._life = life
         self._cancels = cancels
         self._gaps = gaps
         self._max_attempts = max_attempts
+        self._on_moved = on_moved
 
     def failed(
         self, generation: Generation, attempt: Attempt, choices: Iterable[int], reason: str, *, at: Node | None = None
@@ -61,7 +71,7 @@ class Moves:
                 times = len(choice.failures)
                 self._life.fail(generation, _given_up(f"after {times} attempts", reason))
                 return
-        self._requeue(generation, moved, reason)
+        self._requeue(generation, moved, "failed", reason)
 
     def lost(self, node: Node, reason: str) -> None:
         """A node is gone. What it held goes on elsewhere; so does what waited for its pages."""
@@ -71,6 +81,15 @@ class Moves:
             for attempt in list(generation.attempts.values()):
                 if node is attempt.decode or node is attempt.prefill:
                     self._lose(generation, attempt, node, where)
+
+    def forgotten(self, node: Node, unit: Unit, reason: str) -> None:
+        """A node does not know a unit that has ended here. If it is the prefill node that still owes the prompt's
+        log-probabilities, its last word was lost: they are computed again."""
+        generation = self._life.generations.get(unit.rid)
+        attempt = generation.attempts.get(unit.attempt) if generation is not None else None
+        if generation is not None and attempt is not None and attempt.prefill is node and generation.lacks_prompt:
+            node.prefilling.pop((unit.rid, unit.attempt), None)
+            self._lose(generation, attempt, node, reason)
 
     def unreachable(self, generation: Generation, attempt: Attempt, node: Node) -> None:
         """A message to a node could not be sent: it is gone, or its queue is full."""
@@ -82,8 +101,11 @@ class Moves:
         for generation in list(self._life.generations.values()):
             for attempt in list(generation.attempts.values()):
                 if node in attempt.nodes or (node is attempt.prefill and not attempt.dispatched):
+                    if generation.is_canary:  # its answer would be another node's
+                        self._life.fail(generation, Unavailable(f"{node.role} node {node.node_id}: {reason}"))
+                        break
                     moved = self._stop(generation, attempt, set(attempt.choices), None)
-                    self._requeue(generation, moved, f"{node.role} node {node.node_id}: {reason}")
+                    self._requeue(generation, moved, "drained", f"{node.role} node {node.node_id}: {reason}")
 
     def leave_nodes(self, generation: Generation, reason: str) -> None:
         """Nothing of a request waits any more, nor is held by nodes."""
@@ -137,7 +159,7 @@ class Moves:
             if choice.num_losses > MAX_LOSSES or generation.is_canary:
                 self._life.fail(generation, _given_up(f"after {choice.num_losses} nodes were lost under it", reason))
                 return
-        self._requeue(generation, moved, reason)
+        self._requeue(generation, moved, "lost", reason)
 
     def _stop(self, generation: Generation, attempt: Attempt, choices: set[int], gone: Node | None) -> set[int]:
         """Ends the attempt for these choices, here and on its nodes but `gone`. Returns those that must go on."""
@@ -160,15 +182,16 @@ class Moves:
         """The router counts these choices no more among what the attempt's nodes have."""
         if attempt.decode is not None:
             attempt.decode.units.difference_update(Unit(generation.rid, choice, attempt.number) for choice in choices)
-        if choices >= attempt.choices:
+        if choices >= attempt.choices and attempt.prefill is not None:
             attempt.prefill.prefilling.pop((generation.rid, attempt.number), None)
 
-    def _requeue(self, generation: Generation, choices: set[int], reason: str) -> None:
+    def _requeue(self, generation: Generation, choices: set[int], kind: MoveReason, reason: str) -> None:
         """One entry a choice, because each goes on from its own tokens; the lowest ends up in front. Choices whose
         reservation had no answer yet are in the queue still."""
         if not choices or generation.is_over:
             return
         logger.info("moves: %s", reason, extra={"rid": generation.rid})
+        self._on_moved(generation, kind)
         for index in sorted(choices, reverse=True):
             choice = generation.choices[index]
             generation.timeline.moved(choice, reason, time.monotonic())

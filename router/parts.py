@@ -144,7 +144,7 @@ def _cuts(mark: Mark, following: Mark, num_prompt: int) -> Iterable[Cut]:
 def _prefill(span: tuple[float, float], leg: Leg, num_prompt: int, num_tokens: int) -> Iterator[Cut]:
     """dispatch (the message waits for the node's step) | prefill queue | prefill | first token, placed from the end."""
     told = leg.prefilled
-    part = Part("prefill", node=leg.prefill, attempt=leg.attempt)
+    part = Part("prefill", node=leg.prefill or "", attempt=leg.attempt)
     if told is None:
         yield Cut(span[0], structs.replace(part, num_prompt=num_prompt, num_tokens=num_tokens))
         return
@@ -172,7 +172,7 @@ def _handoff(span: tuple[float, float], leg: Leg, admitted: Admitted) -> Iterato
     times = admitted.times
     at = _back(span, (times.last_s, times.admit_s))
     node, attempt, moving_s = leg.decode or "", leg.attempt, admitted.transfer_s
-    yield Cut(span[0], Part("offer", node=leg.prefill, attempt=attempt))
+    yield Cut(span[0], Part("offer", node=leg.prefill or "", attempt=attempt))
     yield Cut(
         at[0],
         Part(

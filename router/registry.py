@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..metadata import schema
 from ..metadata.bus import routing_id
 from ..metadata.errors import ProtocolError
+from ..metadata.hello import apart
 from ..metadata.liveness import Change, PeerLiveness
 from ..metadata.logs import Throttle
 from ..metadata.messages import (
-    PROTOCOL_MAX,
-    PROTOCOL_MIN,
     Beat,
     Hello,
     HelloAgain,
@@ -32,7 +31,9 @@ from ..metadata.messages import (
     Welcome,
 )
 from ..metadata.node_info import Load, ModelCard, NodeStats, Peer, Role
+from ..metadata.protocol import PROTOCOL_MIN, Message, agreed, is_newer
 from ..metadata.request import Unit
+from .comings import LOSS_WORDS, Comings, Loss
 from .mismatch import loneliness, misfit
 from .newcomers import SILENCE_S, Newcomers, Obstacle, taken
 from .tokenizer import ChatTemplate, TextTokenizer
@@ -42,8 +43,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ROLES: tuple[Role, ...] = ("prefill", "decode")
 MAX_EMPTY_GROUPS = 16  # without nodes, kept for those that come back
 MAX_LINES = 32  # logged in a second of nodes that come and go
+TOKENIZER_S = 5.0  # a tokenizer that has not come for so long is asked for again
 
 
 class GroupKey(NamedTuple):
@@ -72,19 +75,22 @@ class Node:
         "load",
         "pledged_pages",
         "prefilling",
+        "protocol",
         "refused_at_free",
         "routing_id",
         "unacked",
         "units",
+        "welcomed_at",
     )
 
     def __init__(self, hello: Hello, group: Group, now: float) -> None:
         self.routing_id = routing_id(hello.node_id, hello.epoch)
         self.hello = hello
+        self.protocol = agreed(hello.protocols) or PROTOCOL_MIN  # in which it is addressed
         self.group = group
         self.load = Load(free_pages=hello.capacity.num_pages, running=0, waiting=0)
         self.beat: Beat | None = None
-        self.last_seen = now
+        self.last_seen = self.welcomed_at = now
         self.is_leaving = False  # by its own word
         self.is_cordoned = False  # drained by an operator
         self.evict_at: float | None = None  # what it holds then moves elsewhere
@@ -112,13 +118,17 @@ class Node:
 
     def shares_protocol(self, other: Hello) -> bool:
         """Whether a protocol version exists that it, the other node and the router know."""
-        lowest = max(PROTOCOL_MIN, self.hello.protocol_min, other.protocol_min)
-        return lowest <= min(PROTOCOL_MAX, self.hello.protocol_max, other.protocol_max)
+        return agreed(self.hello.protocols, other.protocols) is not None
 
-    @property
-    def peer(self) -> Peer:
-        """How its counterpart addresses it."""
-        return Peer(node_id=self.hello.node_id, epoch=self.hello.epoch, data_address=self.hello.data_address)
+    def knows(self, kind: type[Message]) -> bool:
+        """Whether a message of this type can be sent to it."""
+        return kind.since <= self.protocol
+
+    def peer_of(self, other: Node) -> Peer:
+        """How the other node, its counterpart, addresses it."""
+        protocol = agreed(self.hello.protocols, other.hello.protocols) or 0
+        hello = self.hello
+        return Peer(node_id=hello.node_id, epoch=hello.epoch, data_address=hello.data_address, protocol=protocol)
 
     @property
     def stats(self) -> NodeStats:
@@ -145,6 +155,7 @@ class Group:
         self.layout = hello.layout
         self.nodes: dict[bytes, Node] = {}
         self.tokenizer: TextTokenizer | None = None
+        self.has_bad_tokenizer = False  # one came that cannot be read
         self.template: ChatTemplate | None = ChatTemplate.of(hello.model)
         self.created = int(time.time())
 
@@ -186,12 +197,13 @@ class Registry:
     def __init__(
         self,
         epoch: str,
-        send: Callable[[bytes, ToNode], bool],
+        send: Callable[[bytes, ToNode, int], bool],
         on_joined: Callable[[Node], None],
         on_lost: Callable[[Node, str], None],
     ) -> None:
         self.nodes: dict[bytes, Node] = {}
         self.groups: dict[GroupKey, Group] = {}
+        self.comings = Comings()
         self._tokenizers: dict[str, TextTokenizer] = {}
         self._liveness: PeerLiveness[bytes] = PeerLiveness()
         self._newcomers = Newcomers()
@@ -204,14 +216,18 @@ class Registry:
     def greet_again(self, peer: bytes) -> None:
         """Answers a peer that is not known."""
         if peer not in self._newcomers:
-            self._send(peer, HelloAgain(router_epoch=self._epoch))
+            self._send(peer, HelloAgain(router_epoch=self._epoch), PROTOCOL_MIN)
 
     def hello(self, peer: bytes, hello: Hello, now: float) -> None:
         """A node introduces itself: it is let in, or refused with both sides' values; not at once where who is in its
         way may be dead."""
         known = self.nodes.get(peer)
         if known is not None:
-            self.lose(known, "it introduced itself anew")
+            self.lose(known, "anew")
+        protocol = agreed(hello.protocols)
+        if protocol is not None and is_newer(Hello, max(PROTOCOL_MIN, hello.protocol), protocol):
+            self._send(peer, HelloAgain(router_epoch=self._epoch, protocol=protocol), protocol)
+            return
         obstacle = self._obstacle(hello, now)
         if obstacle is not None and self._newcomers.waits(peer, hello, obstacle.heard_at, now):
             return
@@ -224,7 +240,6 @@ class Registry:
         except ProtocolError as error:
             self._refuse(peer, hello, str(error))
             return
-        need_tokenizer = node.group.tokenizer is None
         notice = loneliness(node, self.nodes.values()) or ""
         self._log(
             logging.INFO,
@@ -237,11 +252,21 @@ class Registry:
         )
         if notice:
             self._log(logging.WARNING, "node %s: %s", node.node_id, notice)
-        protocol = min(PROTOCOL_MAX, hello.protocol_max)
-        self._send(
-            peer, Welcome(router_epoch=self._epoch, protocol=protocol, need_tokenizer=need_tokenizer, notice=notice)
-        )
+        self._welcome(node, now, notice)
         self._on_joined(node)
+
+    def _welcome(self, node: Node, now: float, notice: str = "") -> None:
+        node.welcomed_at = now
+        self._send(
+            node.routing_id,
+            Welcome(
+                router_epoch=self._epoch,
+                protocol=node.protocol,
+                need_tokenizer=node.group.tokenizer is None,
+                notice=notice,
+            ),
+            node.protocol,
+        )
 
     def take_tokenizer(self, node: Node, file: TokenizerFile) -> None:
         """A node sent its tokenizer. Raises ProtocolError when it is not the one it spoke of, or cannot be read."""
@@ -249,7 +274,9 @@ class Registry:
         if file.digest != digest:
             raise ProtocolError(f"node {node.node_id} sent tokenizer {file.digest}, not {digest}", node=node.node_id)
         if digest not in self._tokenizers:
+            node.group.has_bad_tokenizer = True  # until it is known to be good
             self._tokenizers[digest] = TextTokenizer.from_compressed(file.data, digest)
+            node.group.has_bad_tokenizer = False
         for group in self.groups.values():
             if group.key.tokenizer == digest and group.tokenizer is None:
                 group.tokenizer = self._tokenizers[digest]
@@ -260,23 +287,29 @@ class Registry:
         node.is_reachable = True
         node.beat = beat
         node.set_load(beat.load)
+        is_lacking = node.group.tokenizer is None and not node.group.has_bad_tokenizer
+        if is_lacking and now - node.welcomed_at > TOKENIZER_S:  # it was lost
+            self._welcome(node, now)
         self._apply(self._liveness.hear(node.routing_id, beat))
 
     def leaving(self, node: Node, message: Leaving) -> None:
         """A node drains, or goes."""
         node.is_leaving = True
         if message.done:
-            self.lose(node, "it left", level=logging.INFO)
+            self.lose(node, None)
         else:
             self._log(logging.INFO, "node %s (%s) drains", node.node_id, node.role)
 
-    def lose(self, node: Node, reason: str, level: int = logging.WARNING) -> None:
-        """A node is gone; what it held is moved by whom `on_lost` tells."""
+    def lose(self, node: Node, loss: Loss | None, reason: str | None = None) -> None:
+        """A node is gone, by its own word if `loss` is None; what it held is moved by whom `on_lost` tells."""
         if self.nodes.pop(node.routing_id, None) is None:
             return
+        reason = reason or (LOSS_WORDS[loss] if loss is not None else "it left")
+        self.comings.gone(node, None if node.is_leaving else loss, time.monotonic())
         del node.group.nodes[node.routing_id]
         self._liveness.remove(node.routing_id)
         node.is_leaving = True
+        level = logging.INFO if loss is None else logging.WARNING
         self._log(level, "node %s (%s) is gone: %s", node.node_id, node.role, reason)
         self._on_lost(node, reason)
 
@@ -284,7 +317,7 @@ class Registry:
         """A node's connection closed: it is dead, or comes back and introduces itself."""
         self._newcomers.remove(peer)
         if peer in self.nodes:
-            self.lose(self.nodes[peer], "its connection closed")
+            self.lose(self.nodes[peer], "closed")
 
     def check(self, now: float) -> None:
         """Gives up nodes that are silent, answers those that wait for it. To be called several times a second."""
@@ -316,8 +349,8 @@ class Registry:
                 names.add(group.key.model)
                 yield group
 
-    def unready_reason(self) -> str:
-        """Why no request could be served, in words."""
+    def unready_reason(self) -> str | None:
+        """Return in words what is missing before a request can be served."""
         if not self.nodes:
             return "no node has joined"
         lonely = [reason for node in self.nodes.values() if (reason := loneliness(node, self.nodes.values()))]
@@ -326,12 +359,12 @@ class Registry:
         if not any(group.tokenizer for group in self.groups.values() if group.nodes):
             return "no tokenizer has arrived yet"
         roles = {node.role for node in self.nodes.values()}
-        missing = [role for role in ("prefill", "decode") if role not in roles]
-        return f"no {missing[0]} node has joined" if missing else "no canary request has passed yet"
+        missing = [role for role in ROLES if role not in roles]
+        return f"no {missing[0]} node has joined" if missing else None
 
     def _apply(self, change: Change[bytes] | None) -> None:
         if change is not None and change.state != "alive" and change.peer in self.nodes:
-            self.lose(self.nodes[change.peer], f"{change.state}: {change.reason}")
+            self.lose(self.nodes[change.peer], change.state, f"{change.state}: {change.reason}")
 
     def _admit(self, hello: Hello, now: float) -> Node:
         key = _key_of(hello)
@@ -343,6 +376,7 @@ class Registry:
         node = Node(hello, group, now)
         self.nodes[node.routing_id] = node
         group.nodes[node.routing_id] = node
+        self.comings.joined(node, now)
         self._liveness.add(node.routing_id)
         return node
 
@@ -352,15 +386,14 @@ class Registry:
         if namesake is not None and now - namesake.last_seen < SILENCE_S:
             return Obstacle(taken(hello), namesake.last_seen)
         if namesake is not None:
-            self.lose(namesake, "another life of it has joined")
-        if hello.protocol_max < PROTOCOL_MIN or hello.protocol_min > PROTOCOL_MAX:
-            ours, theirs = f"{PROTOCOL_MIN}..{PROTOCOL_MAX}", f"{hello.protocol_min}..{hello.protocol_max}"
-            return Obstacle(f"protocol versions {theirs} of the node, {ours} of the router", math.inf)
+            self.lose(namesake, "replaced")
+        if agreed(hello.protocols) is None:
+            return Obstacle(apart(hello.protocols), math.inf)
         return misfit(hello, self.groups.get(_key_of(hello)), self.nodes.values())
 
     def _refuse(self, peer: bytes, hello: Hello, reason: str) -> None:
         self._log(logging.WARNING, "node %s (%s) refused: %s", hello.node_id, hello.role, reason)
-        self._send(peer, Refusal(router_epoch=self._epoch, reason=reason[:4096]))
+        self._send(peer, Refusal(router_epoch=self._epoch, reason=reason[:4096]), PROTOCOL_MIN)
 
     def _log(self, level: int, words: str, *values: object) -> None:
         """One line of a node that comes or goes, unless there were too many just now."""

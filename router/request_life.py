@@ -48,7 +48,7 @@ from .moves import Moves
 from .registry import Group, Node, Registry
 from .timeline import Finished, Outcome, Timeline
 from .token_flow import TokenFlow
-from .waiting import Entry
+from .waiting import Entry, Pinned
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class RequestLife:
         self._drain_timeout_s = config.drain_timeout_s
         self._gaps = Gaps(epoch, self.send, self._tokens_lost)
         self._cancels = Cancels(epoch, self.send)
-        self._moves = Moves(self, self._cancels, self._gaps, config.max_attempts)
+        self._moves = Moves(self, self._cancels, self._gaps, config.max_attempts, metrics.moved)
         self._drains = Drains(self.registry, self._moves)
         self._flow = TokenFlow(self, self._gaps, metrics)
         self._hub: Hub | None = None
@@ -94,8 +94,8 @@ class RequestLife:
 
     def submit(self, generation: Generation) -> None:
         """Takes a request in; its listener hears of it from now on. Raises Overloaded, Unavailable, RequestError."""
-        needs_decode = generation.params.max_tokens > 1
-        self.admission.check_fits(generation.group, len(generation.prompt_ids), needs_decode=needs_decode)
+        entry = Entry(generation, tuple(range(len(generation.choices))))
+        self.admission.check_fits(entry)
         self.generations[generation.rid] = generation
         generation.timeline.queued(time.monotonic())
         logger.info(
@@ -105,7 +105,7 @@ class RequestLife:
             generation.params.max_tokens,
             extra={"rid": generation.rid},
         )
-        self.admission.submit(Entry(generation, tuple(range(len(generation.choices)))))
+        self.admission.submit(entry)
 
     def cancel(self, generation: Generation, reason: str) -> None:
         """Ends a request without telling its listener. Nothing happens when it is over already."""
@@ -120,7 +120,7 @@ class RequestLife:
         return [
             generation
             for generation in self.generations.values()
-            if not generation.is_canary and (generation.rid == rid or generation.rid.rpartition("-")[0] == rid)
+            if not generation.is_canary and rid in (generation.rid, generation.timeline.response_id)
         ]
 
     def abort(self, generation: Generation, reason: str) -> None:
@@ -145,13 +145,13 @@ class RequestLife:
         return self._drains.begin(node_id, self._drain_timeout_s if timeout_s is None else timeout_s)
 
     def undrain(self, node_id: str) -> Node:
-        """Takes `drain` back. Raises NotFound."""
+        """Takes `drain` back. Raises NotFound, and HttpRefusal when the node leaves by its own word."""
         node = self._drains.undo(node_id)
         self._joined(node)
         return node
 
-    def submit_canary(self, generation: Generation, pair: tuple[Node, Node]) -> bool:
-        """Sends a request through one pair, outside the queue. False when the pair has no room now."""
+    def submit_canary(self, generation: Generation, pair: Pinned) -> bool:
+        """Sends a request through one pair, or to one node alone, outside the queue. False when there is no room."""
         self.generations[generation.rid] = generation
         if self.admission.ask_now(Entry(generation, (0,), pair)):
             return True
@@ -181,6 +181,7 @@ class RequestLife:
             case Room():
                 node.full_since = None
                 node.set_load(message.load)
+                self.health.made_room(now)
                 self.admission.pump(node.group)
             case PrefillDone():
                 self._prefill_done(node, message)
@@ -196,6 +197,8 @@ class RequestLife:
             case TokenizerFile():
                 self._tokenizer(node, message)
             case Leaving():
+                if message.done:
+                    self._drains.left(node)
                 self.registry.leaving(node, message)
 
     def on_connection_lost(self, peer: bytes) -> None:
@@ -204,7 +207,7 @@ class RequestLife:
 
     def send(self, node: Node, message: ToNode) -> bool:
         """Sends to a node; False when it is gone or its queue is full: then it gets no request before its next beat."""
-        if self._send_raw(node.routing_id, message):
+        if self._send_raw(node.routing_id, message, node.protocol):
             return True
         node.is_reachable = False
         return False
@@ -237,7 +240,7 @@ class RequestLife:
 
     def is_usable(self, prefill: Node, decode: Node | None) -> bool:
         """Whether this pair may be given requests (its last canary did not fail)."""
-        return decode is None or self.health.is_usable(prefill, decode)
+        return self.health.may_answer_alone(prefill) if decode is None else self.health.is_usable(prefill, decode)
 
     def why_unusable(self, group: Group) -> str:
         """Why no pair of a group works, in words."""
@@ -257,6 +260,7 @@ class RequestLife:
         attempt.choices.discard(choice.index)
         if not attempt.choices and attempt.prefill_done:
             generation.attempts.pop(attempt.number, None)
+        self.health.made_room(time.monotonic())
         self.admission.pump(generation.group)
 
     def done(self, generation: Generation) -> None:
@@ -304,18 +308,20 @@ class RequestLife:
         if choice is not None and choice.attempt is not None and choice.attempt.decode is node:
             choice.attempt.admitted.add(choice.index)
             choice.generation.timeline.admitted(choice, message, now)
-            self.health.worked(choice.attempt.prefill, node, now)
+            if choice.attempt.prefill is not None:
+                self.health.worked(choice.attempt.prefill, node, now)
 
     def _failed(self, node: Node, message: Failed) -> None:
         choice = self._flow.find(message.unit, node)
         if choice is None or choice.attempt is None:  # over, or elsewhere: also what a client's leaving brought about
+            self._moves.forgotten(node, message.unit, message.message)
             return
         generation, attempt = choice.generation, choice.attempt
         where = f"{node.role} node {node.node_id}: {message.message}"
         if not message.retryable:
             self.fail(generation, NodeFault(where, message.code))
             return
-        if attempt.decode is not None:
+        if attempt.prefill is not None and attempt.decode is not None:
             failure = where if message.code == TransferError.code else None
             self.health.doubt(attempt.prefill, attempt.decode, failure)
             self.health.look(time.monotonic())
@@ -330,6 +336,7 @@ class RequestLife:
         self.health.look(time.monotonic())
 
     def _joined(self, node: Node) -> None:
+        self._drains.joined(node)
         self.health.look(time.monotonic())
         self.admission.pump(node.group)
 
@@ -352,9 +359,9 @@ class RequestLife:
             self._gaps.close(choice)
         self.admission.pump(generation.group)
 
-    def _send_raw(self, peer: bytes, message: ToNode) -> bool:
+    def _send_raw(self, peer: bytes, message: ToNode, protocol: int) -> bool:
         assert self._hub is not None, "the hub has not been started"
-        return self._hub.send(peer, message)
+        return self._hub.send(peer, message, protocol)
 
     def _tick(self) -> None:
         now = time.monotonic()

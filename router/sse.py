@@ -73,6 +73,10 @@ class EventStream:
         self._loop.call_soon(self._end_tick)
         self._write(data)
 
+    def comment(self) -> None:
+        """Sends what no client takes for an event."""
+        self.push(b":\n\n")
+
     async def open(self, headers: dict[str, str]) -> web.StreamResponse:
         """Sends the headers and what is queued."""
         response = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream; charset=utf-8"})
@@ -82,6 +86,7 @@ class EventStream:
             response.enable_chunked_encoding()
             self._is_chunked = True
         await response.prepare(self._request)
+        self._request[STREAM] = self
         self._response = response
         self._flush()
         return response
@@ -90,6 +95,7 @@ class EventStream:
         """Sends what is queued and ends the response."""
         assert self._response is not None, "the stream was never opened"
         self._flush()
+        del self._request[STREAM]
         await self._response.write_eof()
 
     def _end_tick(self) -> None:
@@ -133,3 +139,6 @@ class EventStream:
             return
         self._is_paused = False
         self._set_paused(False)
+
+
+STREAM = web.RequestKey("stream", EventStream)  # of an HTTP request whose stream is open

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from ..metadata.errors import BatonError, Unavailable
+from ..metadata.node_info import Role
+from .absence import no_node
 from .errors import NodeFault
 from .generation import Generation
 from .registry import Group, Node
@@ -56,13 +58,9 @@ class Stranded:
         pairs = [pair for pair in group.pairs() if self._life.is_usable(*pair)]
         if pairs:
             self._served_at[group] = now
-        prefill = max((prefill.hello.capacity.num_pages for prefill, _ in pairs), default=0)
-        decode = max((decode.hello.capacity.num_pages for _, decode in pairs), default=0)
-        alone = group.most_pages("prefill")
+        prefills = group.live("prefill")
         for entry in list(waiting):
-            num_prompt_pages = -(-entry.num_computed // group.page_size)
-            fits = num_prompt_pages <= prefill and entry.pages <= decode if entry.needs_decode else alone > 0
-            if fits or entry.attempt is not None or entry.generation.is_over:
+            if entry.attempt is not None or entry.generation.is_over or entry.could_go_to(pairs, prefills):
                 entry.stranded_since = None
             elif entry.stranded_since is None:
                 entry.stranded_since = now
@@ -72,10 +70,12 @@ class Stranded:
     def _error(self, entry: Entry, pairs: list[tuple[Node, Node]]) -> BatonError:
         group = entry.generation.group
         words = f"no node of model {group.key.model!r} could take the request for {self._node_wait_s:g} s: "
-        missing = [role for role in ("prefill", "decode") if not group.live(role)]
+        missing: list[Role] = [role for role in ("prefill", "decode") if not group.live(role)]
         if missing:
-            return Unavailable(words + f"no {' and no '.join(missing)} node is left")
+            return no_node(words + f"no {' and no '.join(missing)} node is left", [group], missing)
         if not pairs:
             shown = words + "its nodes cannot work together now"
             return NodeFault(words + self._life.why_unusable(group), Unavailable.code, shown)
-        return Unavailable(words + f"none has room for the {entry.pages} pages that it needs")
+        need = entry.need
+        pages = max(need.prefill_pages, need.decode_pages or 0)
+        return Unavailable(f"{words}none has room for the {pages} pages and the {need.context_len} tokens of context")

@@ -54,7 +54,7 @@ class Leg:
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt.number
-        self.prefill = attempt.prefill.node_id
+        self.prefill = attempt.prefill.node_id if attempt.prefill is not None else None
         self.decode = attempt.decode.node_id if attempt.decode is not None else None
         self.prefilled: Prefilled | None = None
         self.admitted: Admitted | None = None
@@ -136,6 +136,11 @@ class Timeline:
         self.ended_at: float | None = None
 
     @property
+    def response_id(self) -> str:
+        """The id of the HTTP answer, KIND-HEX. With several prompts a request is one of them: KIND-HEX-PLACE."""
+        return "-".join(self.rid.split("-")[:2])
+
+    @property
     def nodes(self) -> set[str]:
         """Ids of all nodes that worked on it."""
         legs = [mark.leg for track in self.tracks for mark in track.marks if mark.leg is not None]
@@ -175,9 +180,10 @@ class Timeline:
                 marks[-1].num_refused += 1
 
     def dispatched(self, choices: Iterable[Choice], attempt: Attempt, now: float) -> None:
-        """The prompt was sent to prefill."""
+        """The prompt was sent to prefill, or decode computes it."""
+        stage: Stage = "prefill" if attempt.prefill is not None else "decode"
         for choice in choices:
-            self.tracks[choice.index].enter(now, "prefill", len(choice.received), Leg(attempt))
+            self.tracks[choice.index].enter(now, stage, len(choice.received), Leg(attempt))
 
     def first_token(self, choice: Choice, now: float) -> None:
         """Prefill's token is here."""

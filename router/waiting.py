@@ -9,15 +9,20 @@ their priorities after it. What was admitted before, and must move to other node
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from .generation import Attempt, Generation
+from .needs import Need
 from .pairing import page_hashes
 from .registry import Node
 
 AGE_S = 10.0  # seconds of waiting that make up for one step of priority
 
 Turn = tuple[float, int]  # smaller is served earlier; the second part tells entries of one time apart
+
+
+# The nodes that a canary is for: a pair, a prefill node alone (for one token), or a decode node alone.
+Pinned = tuple[Node, Node] | tuple[Node, None] | tuple[None, Node]
 
 
 class Entry:
@@ -28,15 +33,15 @@ class Entry:
         "choices",
         "generation",
         "hashes",
-        "num_computed",
-        "pages",
+        "need",
         "pair",
         "stranded_since",
         "turn",
+        "unfit",
         "was_refused",
     )
 
-    def __init__(self, generation: Generation, choices: tuple[int, ...], pair: tuple[Node, Node] | None = None) -> None:
+    def __init__(self, generation: Generation, choices: tuple[int, ...], pair: Pinned | None = None) -> None:
         self.generation = generation
         self.choices = choices
         self.pair = pair
@@ -44,17 +49,27 @@ class Entry:
         self.was_refused = False
         self.stranded_since: float | None = None  # no node there could take it, however idle
         self.turn: Turn = (0.0, 0)  # the queue sets it
-        page_size = generation.group.page_size
-        self.num_computed = len(generation.prompt_ids) + len(generation.choices[choices[0]].received)  # by prefill
-        # one more token is generated and one is computed with it: the least that "two rounds" can mean
-        self.pages = -(-(self.num_computed + 2) // page_size)
-        self.hashes = page_hashes(generation.prompt_ids, page_size, generation.salt)
+        self.unfit: set[bytes] = set()  # decode nodes (routing ids) that refused it though they were empty
+        self.need = Need.of(generation, choices[0], needs_decode=self.needs_decode)
+        self.hashes = page_hashes(generation.prompt_ids, generation.group.page_size, generation.salt)
 
     @property
     def needs_decode(self) -> bool:
         """False when one token is left, which prefill gives alone, or only log-probabilities of the prompt are."""
         choice = self.generation.choices[self.choices[0]]
         return choice.num_left > 1 and choice.finish_reason is None
+
+    def could_go_to(self, pairs: Iterable[tuple[Node, Node]], prefills: Iterable[Node]) -> bool:
+        """Whether one of these pairs could serve it, or one of these prefill nodes alone where that is enough, however
+        busy they are now."""
+        if not self.needs_decode:
+            return any(self.need.fits_prefill(prefill) for prefill in prefills)
+        return self.need.fits_any(pair for pair in pairs if pair[1].routing_id not in self.unfit)
+
+    @property
+    def needs_prefill(self) -> bool:
+        """False when a decode node computes the prompt itself."""
+        return self.pair is None or self.pair[0] is not None
 
     @property
     def num_tokens(self) -> int:

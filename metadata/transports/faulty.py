@@ -4,35 +4,45 @@ Nothing imports this module but the command line, and that only where the enviro
 the environment of a process could as well kill it, and no peer can. The plan (`Plan`, as JSON) is read again whenever
 the file changes; each fault is a line in the file beside it, written before the fault takes effect.
 
-What is decorated: `send` and `recv_multipart` of every DEALER socket (a node's link to the router, its heartbeat, the
-decode node's data links: so both directions of every connection), `step` and `receive` of every transport, and
-`time.monotonic`; a strike may also wait for what a ROUTER socket (a prefill node's data links) takes. Call `switch_on`
-before any module that takes the clock as a default is imported.
+`replacements` lists what takes the place of what: the bus's wire, through which every message of the product passes
+(bus.py); `step` and `receive` of every transport; `time.monotonic`, also where a function of ours has it as a default.
+
+Messages are spoilt where a DEALER sends or receives them. One end of every connection is a DEALER (a node's link to the
+router, its heartbeat, the decode node's data links), so this covers both directions of all of them, and each once.
+Strikes count what a ROUTER sends or receives as well. A message that is held back wakes the loop that polls its socket.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
+import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from types import FunctionType
+from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import msgspec
 import zmq
 from msgspec import Struct
 
+from .. import bus
 from ..seal import unseal
 
-HOLD_S = 0.25  # the longest that a frame is held back
+HOLD_S = 0.25  # the longest that a message is held back
 _REREAD_S = 0.02
 _real_monotonic = time.monotonic
+_real_poll = zmq.Poller.poll
 
 Way = Literal["in", "out"]
+Kind = Literal["drop", "duplicate", "reorder", "delay", "truncate", "flip", "full"]
 
 
 class Strike(Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,12 +56,13 @@ class Strike(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Plan(Struct, frozen=True, forbid_unknown_fields=True):
-    """What to spoil. Shares are probabilities a frame or page."""
+    """A plan of faults. Shares are probabilities per message or page."""
 
     seed: int = 0
-    frames: dict[Literal["drop", "duplicate", "reorder", "delay", "truncate", "flip", "full"], float] = {}
+    frames: dict[Kind, float] = {}
+    weights: dict[Way, float] = {}  # by which the shares of `frames` are multiplied on one way; none: 1
     tags: tuple[str, ...] = ()  # messages that `frames` is for; none: all
-    most: int = 1 << 30  # frames and pages spoilt under this plan, each way of a socket having its own count
+    most: int = 1 << 30  # of each: messages that come, messages that go, pages
     pages: dict[Literal["flip", "stale", "slow"], float] = {}
     clock_s: float = 0.0  # the monotonic clock is ahead by so much; never less than it was before
     connect: dict[str, str] = {}  # where connections to an address go instead
@@ -66,7 +77,7 @@ class Faults:
         self._record = os.open(path.with_suffix(".faults"), os.O_APPEND | os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC)
         self._read_at = self._changed_at = 0.0
         self._plan = Plan()
-        self._num_left = 0
+        self._num_spoilt: Counter[str] = Counter()  # under this plan
         self._num_struck = 0  # the number of the last strike that is over
         self._skip = 0
         self._clock_s = 0.0
@@ -88,15 +99,15 @@ class Faults:
         """The clock as this process sees it."""
         return _real_monotonic() + max(self._clock_s, self.plan.clock_s)
 
-    def choose(self, shares: dict[Any, float]) -> str | None:
-        """The kind of fault that befalls one frame or page, if one does."""
-        if not shares or self._num_left <= 0:
+    def choose(self, shares: Mapping[Any, float], of: Way | Literal["page"]) -> str | None:
+        """The kind of fault that befalls one message or page, if one does."""
+        if not shares or self._num_spoilt[of] >= self._plan.most:
             return None
         drawn = self.random.random()
         for kind, share in shares.items():
             drawn -= share
             if drawn < 0:
-                self._num_left -= 1
+                self._num_spoilt[of] += 1
                 return kind
         return None
 
@@ -123,98 +134,165 @@ class Faults:
             self.note("clock", f"{plan.clock_s:g} s ahead")
         if plan.strike is not None and plan.strike != self._plan.strike:
             self._skip = plan.strike.skip
-        self._plan, self._num_left = plan, plan.most
+        self._plan = plan
+        self._num_spoilt.clear()
         self.random.seed(plan.seed)
 
 
 class _Held(NamedTuple):
-    parts: list[Any]
-    until: float
+    frames: Sequence[Any]
+    until: float  # monotonic seconds
 
 
-class FaultySocket(zmq.Socket[bytes]):
-    """A DEALER that loses, doubles, swaps, delays, cuts and flips messages."""
+@dataclass(slots=True)
+class _End:
+    """Messages of one socket that the injector holds."""
 
-    faults: Faults
-    _coming: deque[list[Any]] | None = None  # received, to be handed out
-    _held: dict[Way, list[_Held]] | None = None
+    coming: deque[list[Any]] = field(default_factory=deque[list[Any]])  # received, to be handed out
+    held: dict[Way, list[_Held]] = field(default_factory=lambda: {"in": [], "out": []})
 
-    def connect(self, addr: str) -> Any:
-        return super().connect(self.faults.plan.connect.get(addr, addr))
+    def due(self, way: Way) -> list[Any]:
+        """Takes out what was held back long enough."""
+        now, held = _real_monotonic(), self.held[way]
+        self.held[way] = [each for each in held if each.until > now]
+        return [each.frames for each in held if each.until <= now]
 
-    def send(self, data: Any, flags: int = 0, *args: Any, **more: Any) -> Any:
-        if self.type != zmq.DEALER:
-            return cast(Any, super().send)(data, flags, *args, **more)
-        for parts in [*self._spoilt("out", [bytes(data)]), *self._due("out")]:
-            super().send(parts[0], flags)
+    @property
+    def wakes_at(self) -> float:
+        """When somebody must look at the socket again, whether it has input or not."""
+        if self.coming:
+            return 0.0
+        return min((each.until for held in self.held.values() for each in held), default=float("inf"))
+
+
+class FaultyWire(bus.Wire):
+    """A wire that loses, doubles, swaps, delays, cuts and flips messages, and refuses to take some."""
+
+    def __init__(self, faults: Faults) -> None:
+        self._faults = faults
+        self._ends: WeakKeyDictionary[zmq.Socket[bytes], _End] = WeakKeyDictionary()
+
+    def connect(self, socket: zmq.Socket[bytes], address: str) -> None:
+        super().connect(socket, self._faults.plan.connect.get(address, address))
+
+    def send(self, socket: zmq.Socket[bytes], frames: Sequence[Any], *, track: bool) -> zmq.MessageTracker | None:
+        if socket.type != zmq.DEALER:
+            self._watch("out", frames[1:])
+            return super().send(socket, frames, track=track)
+        end = self._end(socket)
+        for each in self._spoilt(end, "out", frames):
+            super().send(socket, each, track=False)
+        self._send_due(socket, end)
         return None
 
-    def recv_multipart(self, flags: int = 0, copy: bool = True, track: bool = False) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if self.type != zmq.DEALER:
-            return self._watched(cast(Any, super().recv_multipart)(flags, copy, track))
-        if self._coming is None:
-            self._coming = deque()
-        for parts in self._due("out"):
-            super().send(parts[0], zmq.NOBLOCK)
-        self._coming.extend(self._due("in"))
-        while not self._coming:
-            parts = super().recv_multipart(flags)
-            self._coming.extend(self._spoilt("in", parts))
-        parts = self._coming.popleft()
-        return parts if copy else [zmq.Frame(part) for part in parts]
+    def receive(self, socket: zmq.Socket[bytes], most: int, *, copy: bool) -> list[Any]:
+        if socket.type != zmq.DEALER:
+            frames = super().receive(socket, most, copy=copy)
+            self._watch("in", frames[1:])
+            return frames
+        end = self._end(socket)
+        self._send_due(socket, end)
+        end.coming.extend(end.due("in"))
+        while not end.coming:
+            frames = super().receive(socket, most, copy=copy)
+            end.coming.extend(self._spoilt(end, "in", frames))
+        return end.coming.popleft()
 
-    def _watched(self, parts: list[Any]) -> list[Any]:
-        if self.type == zmq.ROUTER and len(parts) == 2:
-            tag, attempt = _tag(bytes(parts[1]))
-            self.faults.reach(f"in:{tag}", attempt)
-        return parts
+    def poll(self, poller: zmq.Poller, timeout: int | None = None) -> list[tuple[Any, int]]:
+        """As `zmq.Poller.poll`, at most until a message that is held back at one of its sockets is due."""
+        ends = [self._ends[each] for each, _ in poller.sockets if each in self._ends]
+        wakes_at = min((end.wakes_at for end in ends), default=float("inf"))
+        if wakes_at < float("inf"):
+            most = max(0, int(1000 * (wakes_at - _real_monotonic())) + 1)
+            timeout = most if timeout is None or timeout < 0 else min(most, int(timeout))
+        return _real_poll(poller, timeout)
 
-    def _spoilt(self, way: Way, parts: list[bytes]) -> list[list[bytes]]:
+    def _end(self, socket: zmq.Socket[bytes]) -> _End:
+        return self._ends.setdefault(socket, _End())
+
+    def _send_due(self, socket: zmq.Socket[bytes], end: _End) -> None:
+        for frames in end.due("out"):
+            with contextlib.suppress(zmq.Again):  # there is no room for it now: it is lost
+                super().send(socket, frames, track=False)
+
+    def _watch(self, way: Way, frames: Sequence[Any]) -> tuple[str, int]:
+        """What message it is, and of which attempt. It may be the process's last."""
+        tag, attempt = _tag(_bytes(frames[0])) if frames else ("?", 0)
+        self._faults.reach(f"{way}:{tag}", attempt)
+        return tag, attempt
+
+    def _spoilt(self, end: _End, way: Way, frames: Sequence[Any]) -> list[Any]:
         """The messages that take this one's place."""
-        tag, attempt = _tag(parts[0])
-        self.faults.reach(f"{way}:{tag}", attempt)
-        plan = self.faults.plan
-        kind = self.faults.choose(plan.frames) if not plan.tags or tag in plan.tags else None
-        if kind is None or (kind == "full" and way == "in"):
-            return [parts]
-        self.faults.note(kind, f"{way}:{tag}", attempt)
+        tag, attempt = self._watch(way, frames)
+        plan = self._faults.plan
+        weight = plan.weights.get(way, 1.0) if not plan.tags or tag in plan.tags else 0.0
+        shares = {
+            kind: weight * share for kind, share in plan.frames.items() if weight and (way, kind) != ("in", "full")
+        }
+        kind = self._faults.choose(shares, way)
+        if kind is None:
+            return [frames]
+        self._faults.note(kind, f"{way}:{tag}", attempt)
         match kind:
             case "full":
                 raise zmq.Again
             case "drop":
                 return []
             case "duplicate":
-                return [parts, parts]
+                return [frames, frames]
             case "reorder" | "delay":
                 hold_s = HOLD_S if kind == "delay" else HOLD_S / 10
-                if self._held is None:
-                    self._held = {"in": [], "out": []}
-                self._held[way].append(_Held(parts, _real_monotonic() + hold_s * self.faults.random.random()))
+                until = _real_monotonic() + hold_s * self._faults.random.random()
+                end.held[way].append(_Held(frames, until))
                 return []
             case _:
-                return [_damaged(parts, kind, self.faults.random)]
-
-    def _due(self, way: Way) -> list[list[bytes]]:
-        """What was held back long enough."""
-        if self._held is None or not self._held[way]:
-            return []
-        now, held = _real_monotonic(), self._held[way]
-        self._held[way] = [each for each in held if each.until > now]
-        return [each.parts for each in held if each.until <= now]
+                return [_damaged(frames, kind, self._faults.random)]
 
 
 def switch_on(path: str) -> None:
     """Makes this process faulty from now on."""
-    faults = FaultySocket.faults = Faults(Path(path))
-    time.monotonic = faults.monotonic
-    cast(Any, zmq.Context)._socket_class = FaultySocket
-    from .cuda_ipc import CudaIpcTransport
+    for owner, name, value in replacements(Faults(Path(path))):
+        setattr(owner, name, value)
+
+
+def replacements(faults: Faults) -> Iterator[tuple[Any, str, Any]]:
+    """Yield what makes a process faulty: owner, name, and replacement."""
+    from .cuda import CudaTransport
     from .local import LocalTransport
     from .zmq import ZmqTransport
 
-    for transport in (CudaIpcTransport, LocalTransport, ZmqTransport):
+    wire = FaultyWire(faults)
+    yield bus, "wire", wire
+    yield zmq.Poller, "poll", _polling(wire)
+    for transport in (CudaTransport, LocalTransport, ZmqTransport):
         for name in ("step", "receive"):
-            setattr(transport, name, _spoiling(getattr(transport, name), faults))
+            yield transport, name, _spoiling(getattr(transport, name), faults)
+    yield time, "monotonic", faults.monotonic
+    for function in _our_functions():
+        defaults = function.__defaults__ or ()
+        if _real_monotonic in defaults:
+            clocks = (faults.monotonic if each is _real_monotonic else each for each in defaults)
+            yield function, "__defaults__", tuple(clocks)
+        named: dict[str, Any] = function.__kwdefaults__ or {}
+        if clocks_of := {name: faults.monotonic for name, each in named.items() if each is _real_monotonic}:
+            yield function, "__kwdefaults__", named | clocks_of
+
+
+def _polling(wire: FaultyWire) -> Callable[..., list[tuple[Any, int]]]:
+    def poll(poller: zmq.Poller, timeout: int | None = None) -> list[tuple[Any, int]]:
+        return wire.poll(poller, timeout)
+
+    return poll
+
+
+def _our_functions() -> Iterator[FunctionType]:
+    """Functions and methods of the modules of ours that are imported already."""
+    ours = __name__.partition(".")[0]
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == ours:
+            classes = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == name]
+            for owner in (module, *classes):
+                yield from (each for each in vars(owner).values() if isinstance(each, FunctionType))
 
 
 def _spoiling(move_pages: Callable[..., Iterator[Any]], faults: Faults) -> Callable[..., Iterator[Any]]:
@@ -224,7 +302,7 @@ def _spoiling(move_pages: Callable[..., Iterator[Any]], faults: Faults) -> Calla
         for landed in move_pages(transport, *args):
             move = landed.move
             faults.reach("pull", move.unit.attempt)
-            kind = faults.choose(faults.plan.pages)
+            kind = faults.choose(faults.plan.pages, "page")
             if kind is not None:
                 faults.note(f"page {kind}", "pull", move.unit.attempt)
             if kind == "flip":
@@ -247,15 +325,25 @@ def _flipped(transport: Any, landed: Any, rng: random.Random) -> Any:
     return landed if device is None else landed._replace(checksums=device.load([page])[0])
 
 
-def _damaged(parts: list[bytes], kind: str, rng: random.Random) -> list[bytes]:
-    """One of the frames cut short, or with one bit flipped."""
-    place = rng.randrange(len(parts))
-    frame = bytearray(parts[place])
+def _damaged(frames: Sequence[Any], kind: str, rng: random.Random) -> list[Any]:
+    """One of the frames cut short, or with one bit flipped. The others are those that came, with what libzmq says of
+    their sender."""
+    place = rng.randrange(len(frames))
+    frame = bytearray(_bytes(frames[place]))
     if kind == "truncate":
-        del frame[rng.randrange(len(frame)) :]
+        del frame[rng.randrange(max(1, len(frame))) :]
     elif frame:
         frame[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
-    return [*parts[:place], bytes(frame), *parts[place + 1 :]]
+    damaged = bytes(frame)
+    return [
+        *frames[:place],
+        zmq.Frame(damaged) if isinstance(frames[place], zmq.Frame) else damaged,
+        *frames[place + 1 :],
+    ]
+
+
+def _bytes(frame: Any) -> bytes:
+    return frame.bytes if isinstance(frame, zmq.Frame) else bytes(frame)
 
 
 def _tag(frame: bytes) -> tuple[str, int]:

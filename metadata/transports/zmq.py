@@ -48,7 +48,7 @@ class ZmqTransport(Transport):
         return iter(())
 
     def receive(self, message: Pages, data: memoryview) -> Iterator[Landed]:
-        moves = self._in_flight.pop((message.unit, message.indices), None)
+        moves = self._in_flight.get((message.unit, message.indices))
         if moves is None:
             raise ProtocolError(f"pages of {message.unit} that were not asked for", rid=message.unit.rid)
         num_bytes = len(moves) * self.page_bytes
@@ -58,6 +58,7 @@ class ZmqTransport(Transport):
                 f"there came {data.nbytes} and {len(message.generations)}",
                 rid=message.unit.rid,
             )
+        self._ask_again_before(message)
         generations: list[int] = np.frombuffer(message.generations, "<i8").tolist()
         return self._unpack(moves, generations, np.frombuffer(data, np.uint8))
 
@@ -68,6 +69,12 @@ class ZmqTransport(Transport):
     def close(self) -> None:
         super().close()
         self._in_flight.clear()
+
+    def _ask_again_before(self, message: Pages) -> None:
+        """The message is an answer. Answers come in the order of their questions: those it has overtaken are lost."""
+        while (key := next(iter(self._in_flight))) != (message.unit, message.indices):
+            self._queue.extend(self._in_flight.pop(key))
+        del self._in_flight[key]
 
     def _unpack(self, moves: list[Move], generations: list[int], frame: np.ndarray) -> Iterator[Landed]:
         for number, move in enumerate(moves):

@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--devices", type=int, nargs="+", default=[0], help="GPUs of prefill and decode")
     parser.add_argument("--page-size", type=int, default=64, help="tokens of a page, on GPUs")
-    parser.add_argument("--transports", nargs="+", default=["cuda_ipc"], help="on GPUs")
+    parser.add_argument("--transports", nargs="+", default=["cuda"], help="on GPUs")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192, 32768], help="tokens, on GPUs")
     parser.add_argument("--commit", help="of this tree, for the report (default: what git says)")
     parser.add_argument("--json", type=Path, metavar="FILE")

@@ -132,7 +132,7 @@ async def stream(url: str, num_tokens: int) -> list[float]:
     """The times of one stream's events."""
     host, port = url.removeprefix("http://").rsplit(":", 1)
     body = json.dumps({"model": "fake", "prompt": "hello", "max_tokens": num_tokens, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     loop = asyncio.get_running_loop()
     transport, protocol = await loop.create_connection(lambda: Stream(head + body), host, int(port))
     await protocol.done

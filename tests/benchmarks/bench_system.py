@@ -126,7 +126,7 @@ async def ask(cluster: Cluster, prompts: Sequence[list[int]], num_tokens: int) -
 async def _stream(port: int, model: str, prompt: list[int], num_tokens: int) -> Stream:
     fields = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True, "stream": True}
     body = json.dumps({"model": model, "prompt": prompt, **fields}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     loop = asyncio.get_running_loop()
     transport, stream = await loop.create_connection(lambda: Stream(head + body), "127.0.0.1", port)
     try:

@@ -42,7 +42,7 @@ def measure(
             for transport in transports:
                 client = gpu_client(schema, ours, transport)
                 ours.kvs[0].zero_()
-                tried = all_lengths if transport == "cuda_ipc" else all_lengths[:-1]
+                tried = all_lengths if transport == "cuda" else all_lengths[:-1]
                 for num_tokens in tried:
                     row = _handoffs(client, prefill, num_tokens // page_size, rounds)
                     rows.append({"transport": transport, "checksums": has_checksums, "tokens": num_tokens} | row)

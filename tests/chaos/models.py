@@ -2,20 +2,25 @@
 
 The target's next token depends mostly, not only, on the last one, so that heads made for it are often right and wrong
 KV is noticed. No score along any answer is a near tie (tests/support/matrix.py), so that every comparison is exact.
+
+`python tests/chaos/models.py DIR` writes all of them, for runs side by side, or on a machine without transformers.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import drafters
-from checkpoints import make_checkpoint
-from matrix import Ask, Plain
-from node_pair import params
-from streams import Known
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+
+import drafters  # noqa: E402
+from checkpoints import make_checkpoint  # noqa: E402
+from matrix import Ask, Plain  # noqa: E402
+from node_pair import params  # noqa: E402
+from streams import Known  # noqa: E402
 
 CONTEXT = 0.5  # share of every layer's branches that is left in the target
 ALGORITHMS = ("none", "ngram", "eagle", "eagle3", "mtp3", "standalone", "frozen-kv-mtp")
@@ -93,3 +98,10 @@ def _answer(case: Any) -> dict[str, Any]:
 def _known(each: Mapping[str, Any]) -> Known:
     ids = tuple(tuple(choice) for choice in each["ids"])
     return Known(each["name"], each["body"] | {"model": "chaos"}, ids, tuple((end, stop) for end, stop in each["ends"]))
+
+
+if __name__ == "__main__":
+    made = make_target(Path(sys.argv[1]))
+    for algorithm in ALGORITHMS:
+        flags(algorithm, made)
+    known_answers(made)

@@ -21,6 +21,7 @@ class Line:
         self.weather: Weather = "fair"
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self.listener.getsockname()[1]
+        self.num_connections = 0
         self._rng = rng
 
     async def serve(self) -> None:
@@ -33,6 +34,7 @@ class Line:
             if self.weather == "cut":
                 return
             from_there, there = await asyncio.open_connection("127.0.0.1", self.target)
+            self.num_connections += 1
             tasks = [asyncio.create_task(self._pump(*way)) for way in ((reader, there), (from_there, writer))]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:

@@ -14,7 +14,7 @@ from typing import Any
 from evidence import Evidence
 from outages import Outages
 from rig import REQUEST_S, Rig, role_of
-from scenarios import EVENTS, FRAMES, JUMPS_S, PAGES, PHASE_OF, STOPS_S, TAGS, Scenario
+from scenarios import EVENTS, FRAMES, JUMPS_S, PAGES, PHASE_OF, STOPS_S, STORM_WEIGHTS, TAGS, Scenario
 from streams import HANG_S, Known, Stream
 
 from baton.metadata.transports.faulty import Strike
@@ -31,6 +31,7 @@ class Result:
 
     scenario: Scenario
     faults: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])  # by kind and phase
+    ways: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])  # those of messages: kind, way
     outcomes: Counter[str] = field(default_factory=Counter[str])
     failures: list[str] = field(default_factory=list)  # why streams failed, where they may
     defects: list[str] = field(default_factory=list)
@@ -112,9 +113,11 @@ class Play:
         changes: dict[str, Any] = {"seed": rng.randrange(1 << 30)}
         if kind == "storm":
             changes |= {"frames": dict.fromkeys(FRAMES, 0.012), "pages": {"flip": 0.02, "stale": 0.004, "slow": 0.05}}
+            changes["weights"] = STORM_WEIGHTS
         elif kind in FRAMES:
-            changes |= {"frames": {kind: rng.choice((0.1, 0.3, 1.0))}, "tags": TAGS[self.scenario.phase]}
-            changes["most"] = rng.randint(1, 6)
+            way, other = ("out", "in") if kind == "full" or rng.random() < 0.3 else ("in", "out")
+            changes |= {"frames": {kind: rng.choice((0.1, 0.3, 1.0))}, "tags": TAGS[way][self.scenario.phase]}
+            changes |= {"most": rng.randint(1, 6), "weights": {other: 0.0}}
         elif kind in PAGES:
             most = 2 if kind == "page stale" else 8
             changes |= {"pages": {kind.removeprefix("page "): rng.choice((0.05, 0.3))}, "most": rng.randint(1, most)}
@@ -231,7 +234,9 @@ class Play:
             elif kind == "clock":
                 self.result.faults[self.scenario.kind, phase] += 1
             else:
-                tag = fault["where"].partition(":")[2]
+                way, _, tag = fault["where"].partition(":")
+                if tag:
+                    self.result.ways[kind, way] += 1
                 own = "moving" if fault["attempt"] else "pulling" if fault["where"] == "pull" else PHASE_OF.get(tag)
                 aimed = phase in ("preempted", "draining") or self.scenario.kind != "storm"
                 self.result.faults[kind, phase if aimed else own or phase] += 1

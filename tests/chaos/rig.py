@@ -36,6 +36,7 @@ def role_of(name: str) -> str:
 class Rig(Cluster):
     """A router and `nodes`. What is killed stays dead until `mend`."""
 
+    complaints = ("Traceback",)  # frames are damaged on purpose
     exit_s = 60.0  # the interpreter's own end takes seconds where many share the cores
 
     def __init__(self, directory: Path, model: Path, flags: list[str], *, nodes: Iterable[str] = NODES, seed: int = 0):
@@ -59,7 +60,7 @@ class Rig(Cluster):
                 if role_of(name) == "decode":
                     self.lines.open((name, prefill), port)
         for name in self.paths:
-            self.plan(name, Plan())
+            self.new_plan(name)  # before anybody connects
         self.auditor = Auditor(self)
 
     # --- processes ---
@@ -69,8 +70,14 @@ class Rig(Cluster):
         for name in self.nodes_wanted:
             self.start_wanted(name)
         self.wait_ready(num_nodes=len(self.nodes_wanted), timeout_s=START_S)
+        # canaries go through every pair: a line that nobody has connected to could be cut without anybody's notice
+        wait_until(lambda: not self.idle_lines(), lambda: f"connections through {self.idle_lines()}", SETTLE_S)
         self.auditor.start()
         return self
+
+    def idle_lines(self) -> list[tuple[str, str]]:
+        """Lines that no connection has ever gone through."""
+        return [ends for ends in self.lines if not self.lines[ends].num_connections]
 
     def start_wanted(self, name: str) -> None:
         flags = [*NODE_FLAGS, "--num-pages", POOLS[role_of(name)], *self.flags]

@@ -1,6 +1,8 @@
 """Chaos by hand, as long as told:  python tests/chaos/run.py --minutes 60 --seed 7 --out chaos.json
 
-Every algorithm gets a cluster in its turn, of real processes, for a few scenarios. Writes the report after each.
+Every algorithm gets a cluster in its turn, of real processes, for a few scenarios. Writes the report after each, as
+JSON, at the end as a table too. Runs with other seeds may go on side by side, each with its own --out; tally.py adds up
+their reports.
 """
 
 from __future__ import annotations
@@ -40,21 +42,27 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="*", default=list(KINDS))
     parser.add_argument("--pause-file", type=Path, help="while it exists no scenario begins")
     parser.add_argument("--work", type=Path, help="directory for checkpoints and logs; kept where it is named")
+    parser.add_argument("--models", type=Path, help="what models.py has written there; several runs may share it")
     parser.add_argument("--out", type=Path, default=Path("chaos.json"))
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and no process is left behind
     work = args.work or Path(tempfile.mkdtemp(prefix="chaos-"))
     work.mkdir(parents=True, exist_ok=True)
     started, tally = time.monotonic(), Tally()
+    tally.seeds.append(args.seed)
     scenarios = generate(args.seed, NODES, tuple(args.kinds))
     until = started + 60 * args.minutes
-    for round_number, algorithm in enumerate(itertools.cycle(args.algorithms)):
+    first = args.seed % len(args.algorithms)  # runs side by side do not all play the same one
+    turns = itertools.cycle([*args.algorithms[first:], *args.algorithms[:first]])
+    for round_number, algorithm in enumerate(turns):
         if time.monotonic() > until:
             break
         some = itertools.islice(scenarios, args.each)
         some = _paused(some, args.pause_file)
-        run_cluster(work, algorithm, round_number, args.seed, some, until, tally, args.out)
-    tally.write(args.out, seconds=round(time.monotonic() - started), seed=args.seed)
+        run_cluster(work, args.models or work, algorithm, round_number, args.seed, some, until, tally, args.out)
+    tally.seconds = time.monotonic() - started
+    tally.write(args.out)
+    args.out.with_suffix(".md").write_text(tally.table() + "\n")
     print(tally.table())
     print(json.dumps(tally.to_json(), indent=1))
     if args.work is None:
@@ -70,8 +78,8 @@ def _paused(scenarios: Iterable[Scenario], pause_file: Path | None) -> Iterator[
         yield scenario
 
 
-def run_cluster(work, algorithm, number, seed, scenarios, until, tally, out) -> None:
-    target = make_target(work)
+def run_cluster(work, models, algorithm, number, seed, scenarios, until, tally, out) -> None:
+    target = make_target(models)
     answers = known_answers(target)
     rng = random.Random(seed * 1000 + number)
     transport = rng.choice(("local", "zmq"))
@@ -92,13 +100,13 @@ def run_cluster(work, algorithm, number, seed, scenarios, until, tally, out) -> 
             tally.add(algorithm, result)
             tally.longest_orphan_s = max(tally.longest_orphan_s, rig.auditor.longest)
             _say(result)
-            tally.write(out, seed=seed)
+            tally.write(out)
         rig.end()
     except (AssertionError, OSError, HTTPException, subprocess.TimeoutExpired) as error:
         traceback.print_exc()
         words = f"the cluster did not come back: {str(error)[:2000]}{evidence.of('')}"
         tally.defects.append(f"{algorithm}, {scenario}: {words}")
-        tally.write(out, seed=seed)
+        tally.write(out)
     finally:
         rig.abandon()
 

@@ -27,19 +27,36 @@ EVENTS = {
     ("decode", "pulling"): ("pull", 20),
     ("decode", "decoding"): ("out:tokens", 40),
 }
-# messages that belong to a phase: what the frames' faults are for
-TAGS = {
-    "queued": ("reserve", "reserved", "room"),
-    "prefilling": ("prefill", "prefill_done", "claim"),
-    "offered": ("link_hello", "link_welcome", "claim", "offer"),
-    "pulling": ("pull", "pages", "renew", "ack", "revoke", "revoke_ack"),
+# messages that belong to a phase: what the frames' faults are for, as they come to a node and as they go
+COMING = {
+    "queued": ("reserve",),
+    "prefilling": ("prefill",),
+    "offered": ("link_welcome", "offer"),
+    "pulling": ("pages", "offer", "revoke", "unknown_claim"),
+    "moving": ("cancel", "reserve", "prefill", "resend"),
+    "idle": ("router_beat", "welcome", "hello_again"),
+}
+# nothing comes that belongs to these phases alone: whatever comes for any request
+COMING |= dict.fromkeys(
+    ("decoding", "preempted", "draining"),
+    ("resend", "cancel", "reserve", "prefill", "link_welcome", "offer", "pages", "revoke", "router_beat"),
+)
+GOING = {
+    "queued": ("reserved", "room"),
+    "prefilling": ("prefill_done", "claim"),
+    "offered": ("link_hello", "claim"),
+    "pulling": ("pull", "renew", "ack", "revoke_ack"),
     "decoding": ("tokens", "admitted"),
     "preempted": ("tokens", "admitted", "reserved"),
-    "moving": ("cancel", "cancelled", "failed", "reserve", "reserved", "prefill", "drop"),
-    "draining": ("leaving", "tokens", "prefill_done", "cancel"),
-    "idle": ("beat", "router_beat", "hello", "welcome", "hello_again", "tokenizer"),
+    "moving": ("cancelled", "failed", "reserved", "drop"),
+    "draining": ("leaving", "tokens", "prefill_done"),
+    "idle": ("beat", "hello", "tokenizer"),
 }
-PHASE_OF = {tag: phase for phase in ("idle", "draining", "moving", *PHASES[:5]) for tag in TAGS[phase]}
+TAGS = {"in": COMING, "out": GOING}
+STORM_WEIGHTS = {"in": 6.0, "out": 1.0}  # fewer messages come to a node than go
+PHASE_OF = {
+    tag: phase for tags in TAGS.values() for phase in ("idle", "draining", "moving", *PHASES[:5]) for tag in tags[phase]
+}
 STOPS_S = (0.4, 1.0, 2.5, 6.0)
 JUMPS_S = (0.4, 1.2, 6.0, 40.0)
 

@@ -1,14 +1,27 @@
-"""The report: faults by kind and phase, streams saved and failed and why, as JSON and as a table."""
+"""The report: faults by kind, phase and direction, streams saved and failed and why, as JSON and as a table.
+
+`python tests/chaos/tally.py A.json B.json ... --out ALL.json` adds up the reports of several runs.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from play import Result
-from scenarios import PHASES
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+
+from scenarios import PHASES  # noqa: E402
+
+if TYPE_CHECKING:
+    from play import Result
+
+WAYS = ("in", "out")  # as seen by a DEALER: a node to its router, a decode node to prefill nodes
+MOST_SETTLE = 10  # the longest times that are kept
 
 
 class Tally:
@@ -16,6 +29,9 @@ class Tally:
 
     def __init__(self) -> None:
         self.faults: Counter[tuple[str, str]] = Counter()
+        self.ways: Counter[tuple[str, str]] = Counter()
+        self.seeds: list[int] = []
+        self.seconds = 0.0
         self.outcomes: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         self.defects: list[str] = []
@@ -27,6 +43,7 @@ class Tally:
     def add(self, algorithm: str, result: Result) -> None:
         self.num_scenarios[algorithm] += 1
         self.faults += result.faults
+        self.ways += result.ways
         self.outcomes += result.outcomes
         self.failures.update(_without_names(words) for words in result.failures)
         self.defects += [f"{algorithm}, {result.scenario}: {words}" for words in result.defects]
@@ -35,36 +52,105 @@ class Tally:
         if any(kind == "kill" for kind, _ in result.faults) and not result.scenario.kind.startswith("router"):
             self.killed += result.outcomes
 
+    def add_report(self, report: dict[str, Any]) -> None:
+        """What `to_json` made of another run."""
+        self.num_scenarios.update(report["scenarios"])
+        self.faults.update(_by_pair(report["faults"]))
+        self.ways.update(_by_pair(report["ways"]))
+        self.outcomes.update(report["streams"])
+        self.killed.update(report["streams_with_a_killed_node"])
+        self.failures.update(report["failures"])
+        self.longest_stream_s = max(self.longest_stream_s, report["longest_stream_s"])
+        self.longest_orphan_s = max(self.longest_orphan_s, report["longest_orphan_s"])
+        self.settle_s += report["settle_s"]
+        self.defects += report["defects"]
+        self.seeds += report["seeds"]
+        self.seconds += report["seconds"]
+
     def to_json(self) -> dict[str, Any]:
         return {
+            "seeds": self.seeds,
+            "seconds": round(self.seconds),
             "scenarios": dict(self.num_scenarios),
             "num_faults": self.faults.total(),
-            "faults": {f"{kind} / {phase}": count for (kind, phase), count in sorted(self.faults.items())},
+            "num_faults_of_messages": {way: self.num_on_way(way) for way in WAYS},
+            "faults": _by_name(self.faults),
+            "ways": _by_name(self.ways),
             "streams": dict(self.outcomes),
             "streams_with_a_killed_node": dict(self.killed),
             "failures": dict(self.failures),
             "longest_stream_s": round(self.longest_stream_s, 1),
             "longest_orphan_s": round(self.longest_orphan_s, 2),
-            "settle_s": sorted(round(seconds, 2) for seconds in self.settle_s)[-10:],
+            "settle_s": sorted(round(seconds, 2) for seconds in self.settle_s)[-MOST_SETTLE:],
             "defects": self.defects,
         }
 
-    def write(self, path: Path, **more: Any) -> None:
-        path.write_text(json.dumps(self.to_json() | more, indent=1))
+    def num_on_way(self, way: str) -> int:
+        """Faults of messages in one direction."""
+        return sum(count for (_, each), count in self.ways.items() if each == way)
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(self.to_json(), indent=1))
 
     def table(self) -> str:
-        """Markdown: a row a kind, a column a phase."""
+        """Markdown: a row a kind, a column a phase, and for messages one a direction."""
         kinds = sorted({kind for kind, _ in self.faults})
-        rows = ["| fault | " + " | ".join(PHASES) + " | all |", "|---" * (len(PHASES) + 2) + "|"]
+        heads = [*PHASES, "all", *WAYS]
+        rows = ["| fault | " + " | ".join(heads) + " |", "|---" * (1 + len(heads)) + "|"]
         for kind in kinds:
             counts = [self.faults[kind, phase] for phase in PHASES]
-            rows.append(f"| {kind} | " + " | ".join(str(count or "") for count in [*counts, sum(counts)]) + " |")
+            counts += [sum(counts), *(self.ways[kind, way] for way in WAYS)]
+            rows.append(f"| {kind} | " + " | ".join(str(count or "") for count in counts) + " |")
         counts = [sum(self.faults[kind, phase] for kind in kinds) for phase in PHASES]
-        rows.append("| all | " + " | ".join(str(count) for count in [*counts, sum(counts)]) + " |")
+        counts += [sum(counts), *(self.num_on_way(way) for way in WAYS)]
+        rows.append("| all | " + " | ".join(str(count) for count in counts) + " |")
         streams = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.outcomes.items()))
-        return "\n".join([*rows, "", f"Streams: {streams}. Defects: {len(self.defects)}."])
+        killed = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.killed.items()))
+        words = [
+            f"{self.faults.total()} faults in {self.num_scenarios.total()} scenarios; of messages "
+            + " and ".join(f"{self.num_on_way(way)} {way}" for way in WAYS)
+            + f". Streams: {streams}. Where a node was killed: {killed or 'none'}.",
+            f"Longest stream {self.longest_stream_s:.1f} s, longest orphan {self.longest_orphan_s:.2f} s. "
+            f"Defects: {len(self.defects)}.",
+        ]
+        return "\n".join([*rows, "", *words])
+
+
+def _by_name(counts: Counter[tuple[str, str]]) -> dict[str, int]:
+    return {f"{first} / {second}": count for (first, second), count in sorted(counts.items())}
+
+
+def _by_pair(counts: dict[str, int]) -> dict[tuple[str, str], int]:
+    pairs = ((name.partition(" / "), count) for name, count in counts.items())
+    return {(first, second): count for (first, _, second), count in pairs}
 
 
 def _without_names(words: str) -> str:
     """The reason alone, so that equal ones are counted together."""
     return words.partition("): ")[2] or words
+
+
+def merged(reports: Iterable[Path]) -> Tally:
+    """The reports of several runs as one."""
+    tally = Tally()
+    for path in reports:
+        tally.add_report(json.loads(path.read_text()))
+    return tally
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("reports", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, help="where the sum goes, as JSON and, beside it, as a table (.md)")
+    args = parser.parse_args()
+    tally = merged(args.reports)
+    if args.out is not None:
+        tally.write(args.out)
+        args.out.with_suffix(".md").write_text(tally.table() + "\n")
+    print(tally.table())
+    print("\n".join(tally.defects))
+    return 1 if tally.defects else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

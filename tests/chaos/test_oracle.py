@@ -1,14 +1,22 @@
-"""What the harness makes of what it sees: evidence from logs, errors that an outage excuses, orphans in the ledger."""
+"""What the harness makes of what it sees: evidence from logs, errors that an outage excuses, orphans in the ledger, and
+the sum of several reports."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from evidence import MAX_LINE, MAX_LINES, Evidence
 from outages import NODE_WAIT_S, Outages
+from play import Result
 from rig import ORPHAN_S, Auditor
+from scenarios import COMING, GOING, PHASES, Scenario
+from tally import Tally
+
+from baton.metadata import messages
 
 TRACEBACK = """12:00:00.000 E decode-0 what nobody foresaw
 Traceback (most recent call last):
@@ -62,3 +70,39 @@ def test_an_orphan_is_as_old_as_the_books_say() -> None:
     assert not auditor.orphans and auditor.longest < ORPHAN_S
     auditor._look(books, now)
     assert auditor.orphans == ["cmpl-1/0.0 at p0"] and auditor.longest > ORPHAN_S
+
+
+def test_reports_of_several_runs_add_up(tmp_path: Path) -> None:
+    for seed, way in ((1, "in"), (2, "out"), (3, "in")):
+        tally, result = Tally(), Result(Scenario(0, seed, "drop", "queued", "decode-0"), seconds=1.0, settle_s=seed)
+        result.faults["drop", "queued"] = result.ways["drop", way] = seed
+        result.faults["kill", "moving"] = 1
+        result.outcomes["done"] = 5
+        result.longest_stream_s = seed
+        result.defects = ["hangs"] if seed == 3 else []
+        tally.seeds.append(seed)
+        tally.add("eagle" if seed == 1 else "none", result)
+        tally.write(tmp_path / f"{seed}.json")
+    tool = [sys.executable, str(Path(__file__).with_name("tally.py"))]
+    reports = [str(tmp_path / f"{seed}.json") for seed in (1, 2, 3)]
+    done = subprocess.run(
+        [*tool, *reports, "--out", str(tmp_path / "all.json")], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1 and "hangs" in done.stdout, done  # as one run with a defect
+    table = (tmp_path / "all.md").read_text()
+    assert "| drop | 6 |  |  |  |  |  |  |  |  | 6 | 4 | 2 |" in table
+    assert "| all | 6 | 0 | 0 | 0 | 0 | 0 | 3 | 0 | 0 | 9 | 4 | 2 |" in table
+    assert "9 faults in 3 scenarios; of messages 4 in and 2 out. Streams: 15 done" in table and "Defects: 1" in table
+    again = subprocess.run([*tool, str(tmp_path / "all.json")], capture_output=True, text=True, timeout=60, check=False)
+    assert again.stdout == done.stdout
+
+
+def test_messages_of_a_phase_are_sent_in_that_direction() -> None:
+    kinds = {
+        "in": messages.ToNode | messages.ToDecode,
+        "out": messages.ToRouter | messages.ToPrefill,
+    }
+    for way, phases in (("in", COMING), ("out", GOING)):
+        known = {each.__struct_config__.tag for each in get_args(kinds[way])}
+        assert set(phases) == set(PHASES)
+        assert {tag for tags in phases.values() for tag in tags} <= known

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from node_pair import ROUTER_EPOCH, NodePair, Result, params
 
-from baton.metadata.messages import Prefill, Reserve, encode
+from baton.metadata.messages import Compute, Dispatch, Prefill, Reserve, encode
 from baton.metadata.node_info import Peer
 from baton.metadata.request import GenerationRequest, SamplingParams, pack_ids
 from baton.metadata.seal import seal
@@ -30,7 +30,7 @@ def test_dispatches_that_come_twice_run_once(pair: NodePair) -> None:
     send = pair.send
 
     def send_twice(node: str, message: Any) -> None:
-        for _ in range(1 + isinstance(message, Reserve | Prefill)):
+        for _ in range(1 + isinstance(message, Dispatch)):
             send(node, message)
 
     pair.submit("once", [1, 2, 3, 4, 5], params(6), n=2)
@@ -38,6 +38,8 @@ def test_dispatches_that_come_twice_run_once(pair: NodePair) -> None:
     pair.send = send_twice
     pair.submit("twice", [1, 2, 3, 4, 5], params(6), n=2)
     assert [pair.run()["twice", choice].ids for choice in (0, 1)] == expected
+    pair.submit("alone", [1, 2, 3, 4, 5], params(6), n=2, is_alone=True)
+    assert [pair.run()["alone", choice].ids for choice in (0, 1)] == expected
 
 
 HOSTILE = {  # prompt ids, received ids
@@ -51,16 +53,18 @@ HOSTILE = {  # prompt ids, received ids
 }
 
 
-@pytest.mark.parametrize("node", ["prefill", "decode"])
-def test_prompts_that_no_model_can_run_fail_alone(pair: NodePair, node: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [Prefill, Reserve, Compute])
+def test_prompts_that_no_model_can_run_fail_alone(
+    pair: NodePair, kind: type[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = "prefill" if kind is Prefill else "decode"
     answers: list[Any] = []
     monkeypatch.setattr(pair, "_granted", answers.append)
     peer = Peer(node_id="other", epoch="e", data_address="tcp://127.0.0.1:1")
     for rid, (prompt, received) in HOSTILE.items():
         pair.results[rid, 0] = Result()
         request = GenerationRequest(pack_ids(prompt), SamplingParams(max_tokens=4), pack_ids(received))
-        kind = Prefill if node == "prefill" else Reserve
-        pair.send(node, kind(ROUTER_EPOCH, rid, 0, (0,), request, peer))
+        pair.send(node, kind(ROUTER_EPOCH, rid, 0, (0,), request, *([] if kind is Compute else [peer])))
     num_answers = len(HOSTILE) if node == "decode" else 0
     pair.step_until(lambda: all(pair.results[rid, 0].failed for rid in HOSTILE) and len(answers) == num_answers)
     failed = [pair.results[rid, 0].failed for rid in HOSTILE]

@@ -18,8 +18,8 @@ from typing import Any
 import drafters
 import pytest
 from heads import ALGORITHM, HYPER, write_head
-from matrix import CELLS, PAGE_SIZE, Plain, Watch, coach, run_cell
-from node_pair import NodePair
+from matrix import CELLS, PAGE_SIZE, Ask, Plain, Watch, coach, run_cell
+from node_pair import NodePair, params, replace
 
 from baton.decode_node import node
 
@@ -110,13 +110,72 @@ def test_output_is_that_of_speculation_off(
     pair = make_pair(
         model, BUCKETS[buckets], overlaps=overlaps, chunk_tokens=CHUNKS[chunk], **settings(name, topk, model)
     )
-    if name != "standalone":  # whose own KV would be of other tokens
-        coach(pair, reference.truths)
+    truths = reference.truths
+    if name == "standalone":  # it is often right by itself; of what it is told its own KV would be of other tokens
+        truths = {case.params.seed: truths[case.params.seed] for case in reference.cases if case.ask.name == "stopped"}
+    coach(pair.decode.engine.drafter, truths)
     watch = Watch.of(pair)
     for cell in CELLS:
         run_cell(pair, cell, reference.cases)
     check_coverage(pair, watch, BUCKETS[buckets])
     assert watch.num_dead == 0 if not overlaps else watch.num_dead > 0 or name == "ngram", watch.num_dead
+
+
+# --- ends inside accepted runs ---
+
+CONTEXT = 40
+FIELDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 1.0, "num_logprobs": 0},
+    "filtered": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+    "penalized": {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.7},
+    "biased": {"temperature": 0.6, "logit_bias": {7: 2.0, 11: -3.0}, "num_logprobs": 2},
+}
+STOPS = [  # a stop token that first comes at index k ends the request if min_tokens is k, and does not if it is k + 1
+    Ask(f"{kind} {k} {more}", 3 + k, params(k + 6, min_tokens=k + more, **fields), stop_at=k)
+    for kind, fields in FIELDS.items()
+    for k in range(4, 9)
+    for more in (0, 1)
+]
+LENGTHS = [
+    Ask(f"{kind} {num}", 5, params(num, **FIELDS[kind])) for kind in ("greedy", "penalized") for num in (5, 6, 7)
+]
+NO_STOPS = [Ask(f"{kind} without stops", 6, params(12, min_tokens=6, **FIELDS[kind])) for kind in FIELDS]
+CONTEXT_ENDS = [Ask(f"context of {num}", CONTEXT - num, params(num, **FIELDS["seeded"])) for num in (5, 6, 7)]
+
+
+@pytest.fixture(scope="module")
+def plain_ends() -> Callable[[Path], Plain]:
+    return functools.cache(lambda model: Plain.of(model, [*STOPS, *LENGTHS, *NO_STOPS, *CONTEXT_ENDS]))
+
+
+@pytest.mark.parametrize(("name", "topk"), DRAFTS, ids=[f"{name}-{'tree' if k > 1 else 'chain'}" for name, k in DRAFTS])
+def test_what_ends_a_request_ends_it_inside_an_accepted_run(
+    name: str,
+    topk: int,
+    checkpoint: Callable[..., Path],
+    plain_ends: Callable[[Path], Plain],
+    settings: Callable[..., dict[str, Any]],
+    make_pair: Callable[..., NodePair],
+) -> None:
+    """Every draft is right, also behind the end. Requests of all kinds share the rounds."""
+    model, is_even = drafters.target_of(name, checkpoint), DRAFTS.index((name, topk)) % 2 == 0
+    reference = plain_ends(model)
+    buckets = BUCKETS["buckets" if is_even else "direct"]
+    pair = make_pair(model, buckets, overlaps=is_even, context_len=CONTEXT, **settings(name, topk, model))
+    coach(pair.decode.engine.drafter, reference.truths, lambda *_: True)
+    watch = Watch.of(pair)
+    for case in reference.cases:
+        wants = case.params if case.ask not in CONTEXT_ENDS else replace(case.params, max_tokens=CONTEXT)
+        pair.submit(case.ask.name, case.prompt, wants)
+    results = pair.run()
+    for case in reference.cases:
+        case.check([results[case.ask.name, 0]])
+    crossed = {name.rsplit(" ", 2)[0] + name[-1] for name in watch.crossings}
+    assert len(crossed) >= (2 * len(FIELDS) if topk == 1 else 7), crossed  # trees are shallow where little is likely
+    assert {name[-1] for name in crossed} == {"0", "1"}
+    for asks in (LENGTHS, CONTEXT_ENDS):
+        assert max(watch.last_runs[ask.name] for ask in asks) > 2, watch.last_runs
 
 
 def check_coverage(pair: NodePair, watch: Watch, buckets: tuple[int, ...]) -> None:
@@ -125,7 +184,7 @@ def check_coverage(pair: NodePair, watch: Watch, buckets: tuple[int, ...]) -> No
     assert stats.num_drafted > stats.num_accepted > 0 and stats.accepted_at[-1] > 0, stats
     assert watch.num_joins > 4 and watch.num_leaves > 4, (watch.num_joins, watch.num_leaves)
     assert any({0, 1, shape.num_steps} <= limits for limits in watch.limits), watch.limits
-    assert watch.num_stops_inside > 0
+    assert watch.num_stops_inside > 0 and watch.crossings
     assert (watch.num_moves > 0) == (not shape.is_chain)
     sizes = set(watch.sizes)
     if buckets:

@@ -103,7 +103,7 @@ def test_output_is_that_of_speculation_off(
         settings["draft_model"] = str(drafters.perturbed(model, tmp_path / name, 0.03))
     pair = make_pair(name, model, overlaps=schedule == "catches up", **settings)
     if name != "standalone":
-        coach(pair, reference.truths)
+        coach(pair.decode.engine.drafter, reference.truths)
     watch, caught_up, shape = Watch.of(pair), count_caught_up(pair), pair.decode.rounds.shape
     planned = [min(each, shape.num_steps) for each in SCHEDULES[schedule]]
     if not shape.is_chain:

@@ -27,6 +27,7 @@ from baton.engine.model_config import ModelConfig
 from baton.engine.models.llama import LlamaModel
 from baton.engine.trees import Drafts, DraftShape
 from baton.metadata.errors import ConfigError
+from baton.prefill_node import scheduler as prefill_scheduler
 from baton.prefill_node.job import PrefillJob
 
 from .test_speculation import SETTINGS, prompts
@@ -258,8 +259,7 @@ def _rows_of_the_last_chunk_alone(checked: Checked) -> None:
 
 def _shared_tail_pages(checked: Checked) -> None:
     """Prefill takes the last page alone for one that depends on the first tokens."""
-    scheduler = checked.pair.prefill.scheduler
-    scheduler._num_shared = lambda num_tokens: (num_tokens - 1) // scheduler.page_size
+    prefill_scheduler.shared_pages = lambda num_tokens, page_size, _lookahead: (num_tokens - 1) // page_size
 
 
 DEFECTS = (
@@ -277,6 +277,7 @@ def test_the_recompute_catches(
     kind: str, defect: Callable[[Checked], None], make_checked: MakeChecked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PrefillJob, "keep_rows", PrefillJob.keep_rows)  # put back afterwards
+    monkeypatch.setattr(prefill_scheduler, "shared_pages", prefill_scheduler.shared_pages)
     checked = make_checked(kind, chunk_tokens=1)
     defect(checked)
     with pytest.raises(AssertionError):

@@ -22,9 +22,17 @@ def page(num_tokens: int, **nodes: tuple[int, int, int] | None) -> str:
         stats = NodeStats(num_rounds=rounds, num_drafted=drafted, accepted_at=(accepted - accepted // 3, accepted // 3))
         hello = SimpleNamespace(model=SimpleNamespace(name='a "model"'), capacity=SimpleNamespace(num_pages=1))
         listed.append(
-            SimpleNamespace(node_id=name, role="decode", stats=stats, hello=hello, load=Load(1, 0, 0))  # type: ignore[call-arg]
+            SimpleNamespace(
+                node_id=name,
+                role="decode",
+                stats=stats,
+                hello=hello,
+                load=Load(1, 0, 0),  # type: ignore[call-arg]
+                is_draining=False,
+            )
         )
-    metrics.watch_nodes(lambda: listed, lambda: 0)
+    registry: Any = SimpleNamespace(nodes=dict(enumerate(listed)), comings=[])
+    metrics.watch_nodes(registry, lambda: 0)
     generation = SimpleNamespace(group=SimpleNamespace(key=SimpleNamespace(model="m")), first_token_at=1.0)
     metrics.tokens(generation, SimpleNamespace(seen_at=None), num_tokens, 2.0)  # type: ignore[arg-type]
     return metrics.page().decode()

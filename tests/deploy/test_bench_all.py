@@ -82,13 +82,13 @@ def test_figures_of_a_part_that_fails_now_are_not_those_of_before(bench: Bench) 
 
 
 def test_the_tables_are_those_of_all_parts(bench: Bench) -> None:
-    moved = HEADING | {"checked_bytes": 9, "devices": ["cuda:0"], "transports": ["cuda_ipc"], "page_size": 64}
-    row = {"transport": "cuda_ipc", "checksums": True, "tokens": 64, "s": 0.00078, "gb_s": 10.8}
+    moved = HEADING | {"checked_bytes": 9, "devices": ["cuda:0"], "transports": ["cuda"], "page_size": 64}
+    row = {"transport": "cuda", "checksums": True, "tokens": 64, "s": 0.00078, "gb_s": 10.8}
     bench.run(bench.part("engine-8b", REPORT), bench.part("handoff", moved | {"handoff": [row]}))
     text = (bench.out / "figures.md").read_text()
     assert text.startswith("device: G\ntorch: 2\ncommit: c1\ndate: 2026-01-01 00:00\n\nengine-8b: ")
     assert "| batch 1 | 4.08 | 4.74 | 1.16 |" in text
-    assert "| cuda_ipc | 1 | 64 | 64 | 0.78 | 10.8 |" in text
+    assert "| cuda | 1 | 64 | 64 | 0.78 | 10.8 |" in text
 
 
 def test_models_are_made_where_absent_and_whole(bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

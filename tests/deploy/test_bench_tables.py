@@ -36,10 +36,10 @@ def drafted(drafter: str, *, gain: float) -> dict[str, Any]:
 def handoff(devices: list[str], page_size: int) -> dict[str, Any]:
     """As bench_handoff writes it."""
     timed = {"tokens": 4096, "s": 0.00216, "gb_s": 248.6}
-    rows = [{"transport": "cuda_ipc", "checksums": on, "least_s": 0.002, "offer_s": 0.001} | timed for on in (1, 0)]
+    rows = [{"transport": "cuda", "checksums": on, "least_s": 0.002, "offer_s": 0.001} | timed for on in (1, 0)]
     rows.append({"transport": "device copy", "checksums": False, "tokens": 4096, "s": 0.00027, "gb_s": 1988.0})
     rows.append({"transport": "checksums alone", "checksums": True, "tokens": 4096, "s": 0.00033, "gb_s": 1626.0})
-    return {"devices": devices, "transports": ["cuda_ipc"], "page_size": page_size, "handoff": rows}
+    return {"devices": devices, "transports": ["cuda"], "page_size": page_size, "handoff": rows}
 
 
 def system(model: str) -> dict[str, Any]:
@@ -115,8 +115,8 @@ def test_handoffs_are_rows_by_transport_gpus_and_page_size() -> None:
     text = tables({"one": handoff(["cuda:0"], 64), "two": handoff(["cuda:0", "cuda:1"], 16)})
     head, one, two = rows(text, "handoff")
     assert head[4:8] == ["checksums on ms", "checksums on GB/s", "checksums off ms", "checksums off GB/s"]
-    assert one == ["cuda_ipc", "1", "64", "4,096", "2.16", "249", "2.16", "249", "0.27", "0.33"]
-    assert two[:4] == ["cuda_ipc", "2", "16", "4,096"]
+    assert one == ["cuda", "1", "64", "4,096", "2.16", "249", "2.16", "249", "0.27", "0.33"]
+    assert two[:4] == ["cuda", "2", "16", "4,096"]
 
 
 def test_the_whole_system_has_a_row_for_each_number_of_streams() -> None:

@@ -54,6 +54,9 @@ class Server:
             return self.left.set()
         for piece in ["answer ", f"{len(self.requests)}", " ü"]:
             _event(handler, {"choices": [{"index": 0, "delta": {"content": piece}}]})
+        handler.wfile.write(b":\n\n")  # a comment: the router sends some
+        reason = question.removeprefix("end ") if question.startswith("end ") else "stop"
+        _event(handler, {"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
         _event(handler, {"choices": [], "usage": {"prompt_tokens": 1}})
         handler.wfile.write(b"data: [DONE]\n\n")
         return None
@@ -119,6 +122,29 @@ def test_piped_lines_are_turns_and_history_is_kept(server: Server) -> None:
     assert "top_p" not in last, "what is not given is the model's own default"
     assert [message["role"] for message in last["messages"]] == ["system", "user", "assistant", "user"]
     assert last["messages"][2]["content"] == "answer 1 ü"
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("length", "(cut at 7 tokens; /max N or --max-tokens N allows more)\n"),
+        ("content_filter", "(ended early: content_filter)\n"),
+        ("stop", ""),
+    ],
+)
+def test_an_answer_that_was_cut_says_so(server: Server, reason: str, words: str) -> None:
+    """On stderr: what a pipe gets is the answers."""
+    result = chat(server, f"end {reason}\nnext\n", "--max-tokens", "7")
+    assert (result.stdout, result.stderr) == ("answer 1 ü\nanswer 2 ü\n", words)
+    assert result.returncode == 0
+
+
+def test_the_longest_answer_can_be_changed(server: Server) -> None:
+    result = chat(server, "one\n/max 2000\ntwo\n/reset\n/max\n/max many\n/max 0\n/max 1 2\n/maximum 5\nend length\n")
+    assert [request["max_tokens"] for request in server.requests] == [512, 2000, 2000]
+    assert result.stderr.count("/max takes a number of tokens, as in /max 4000") == 4
+    assert "/maximum is no command" in result.stderr
+    assert "cut at 2000 tokens" in result.stderr
 
 
 def test_commands(server: Server) -> None:
@@ -192,7 +218,8 @@ def test_a_url_that_is_none(url: str) -> None:
 def test_the_client_takes_urls_as_people_write_them(server: Server) -> None:
     for url in [server.url, server.url + "/", server.url + "/v1", server.url + "/v1/", server.url[len("http://") :]]:
         assert Client(url).model_names() == ["toy"]
-        assert "".join(Client(url).stream_chat({"messages": [{"content": "hi"}]})).startswith("answer")
+        pieces = list(Client(url).stream_chat({"messages": [{"content": "hi"}]}))
+        assert "".join(piece.text for piece in pieces).startswith("answer")
 
 
 def test_the_client_raises_what_the_router_said(server: Server) -> None:

@@ -58,6 +58,9 @@ def test_each_command_has_help(command: str) -> None:
     ("argv", "words"),
     [
         (["decode", "--pge-size", "3"], ["--pge-size", "did you mean '--page-size'"]),
+        (["router", "--allow-origins", "https://x"], ["--allow-origins", "did you mean '--allow-origin'"]),
+        (["up", "--allow-origin", "https://x.example/"], ["--allow-origin https://x.example/:", "https://x.example"]),
+        (["router", "--allow-host", "http://x:80"], ["--allow-host http://x:80:", "write x"]),
         (["decode", "--page-size", "x"], ["--page-size", "'x'"]),
         (["router", "--port", "99999"], ["99999"]),
         (["router", "--config", "/no/such/file.toml"], ["/no/such/file.toml"]),

@@ -32,6 +32,7 @@ class Toy:
     mode: Literal["fast", "slow"] = setting("fast", "a mode")
     is_on: bool = setting(True, "a switch")
     api_key: str | None = setting(None, "a secret")
+    guest: tuple[str, ...] = setting((), "a guest; may be given more than once")
 
 
 def parse(*argv: str, table: dict[str, Any] | None = None, environ: dict[str, str] | None = None) -> Toy:
@@ -57,6 +58,14 @@ def test_every_type_as_a_flag() -> None:
     assert parse("--name=x", "--size", "3", "--rate", "2", "--mode", "slow", "--no-is-on") == Toy(
         name="x", size=3, rate=2.0, mode="slow", is_on=False
     )
+
+
+def test_a_list_is_a_flag_for_each_item_and_replaces_the_files() -> None:
+    assert parse("--guest", "a", "--guest=-b").guest == ("a", "-b")
+    known = by_name(Toy)["guest"]
+    assert parse(table={"guest": known.check(["a", "b"])}).guest == ("a", "b")
+    assert parse("--guest", "c", table={"guest": ("a", "b")}).guest == ("c",)
+    assert known.check("one alone") == ("one alone",)
 
 
 def test_a_flag_wins_over_the_environment_over_the_file_over_the_default() -> None:
@@ -102,6 +111,8 @@ def test_a_wrong_flag_is_one_sentence(argv: list[str], words: list[str]) -> None
         ("[toy]\nis_on = 1", ["is_on", "true or false"]),
         ("[toy]\nmode = 'x'", ["mode", "one of fast, slow"]),
         ("[toy]\nname = 3", ["name", "text"]),
+        ("[toy]\nguest = 3", ["guest = 3", "a list of texts"]),
+        ("[toy]\nguest = ['a', 3]", ["guest = ['a', 3]", "a list of texts"]),
         ("[toy\nname = 3", ["not a TOML file"]),
     ],
 )
@@ -130,6 +141,9 @@ toys = st.builds(
     rate=st.floats(allow_nan=False, allow_infinity=False),
     mode=st.sampled_from(["fast", "slow"]),
     is_on=st.booleans(),
+    guest=st.lists(st.text(st.characters(exclude_categories=["Cs"])).filter(lambda text: text != "--"), max_size=3).map(
+        tuple
+    ),
 )
 
 
@@ -159,7 +173,9 @@ def test_every_real_setting_has_a_help_text_and_survives_both_ways(config: type)
         assert item.text, f"{config.__name__}.{item.name} has no help text"
     changed = {item.name: _other(item) for item in settings_of(config)}
     value = replace(config(), **changed)
-    table = tomllib.loads(print_tables({"x": value}))["x"]
+    known = by_name(config)
+    printed = tomllib.loads(print_tables({"x": value}))["x"]
+    table = {key: known[key].check(item) for key, item in printed.items()}
     parser = Parser(prog="x")
     for item in settings_of(config):
         add_flag(parser, item)
@@ -171,6 +187,8 @@ def test_every_real_setting_has_a_help_text_and_survives_both_ways(config: type)
 def _other(item: Any) -> Any:
     if item.choices:
         return item.choices[-1]
+    if item.kind is tuple:
+        return ("http://one.example", "*") if item.name == "allow_origin" else ("one.example", "*")
     return {bool: not item.default, int: 7, float: 1.5, str: "tcp://127.0.0.1:1"}[item.kind]
 
 

@@ -13,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import psutil
 import pytest
 
 from baton.decode_node.config import DecodeConfig
-from baton.deploy import acceptance
+from baton.deploy import acceptance, restarts
 from baton.deploy.child import Child
 from baton.deploy.client import Client
 from baton.deploy.launcher import Launcher
@@ -41,12 +42,20 @@ from baton.metadata.errors import ConfigError, Unavailable
 from baton.prefill_node.config import PrefillConfig
 from baton.router.config import RouterConfig
 
-# Answers as a router that is ready, from 0.3 s after its start.
+# Answers as a router that is ready, from 0.3 s after its start. While a file is there, decode-0 drains.
 READY_SERVER = """
-import http.server, json, sys, time
+import http.server, json, pathlib, sys, time
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         body = json.dumps({"data": [{"id": "toy"}]}).encode()
+        mark = pathlib.Path(sys.argv[2])
+        if self.path == "/metrics":
+            drains = {"decode-0": int(mark.exists()), "decode-1": 0}
+            labels = 'baton_node_draining{model="toy",node="%s",role="decode"} %d.0\\n'
+            body = "".join(labels % item for item in drains.items()).encode()
+        elif self.path == "/ready" and mark.exists():
+            item = {"node": "decode-0", "role": "decode", "state": "draining", "words": "decode-0 rests"}
+            body = json.dumps({"status": "ready", "degraded": [item]}).encode()
         self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers()
         self.wfile.write(body)
 time.sleep(0.3)
@@ -59,7 +68,7 @@ SPECULATING_SERVER = READY_SERVER.replace(
         if self.path == "/metrics":
             num = Handler.num = getattr(Handler, "num", 0) + 1
             labels = 'model="toy",node="decode-0",role="decode"'
-            body = "\\n".join([
+            body += "\\n".join([
                 'baton_output_tokens_total{model="toy"} %d.0' % (5 * num),
                 'baton_node_num_rounds_total{%s} %d.0' % (labels, num),
                 'baton_node_num_drafted_total{%s} %d.0' % (labels, 5 * num),
@@ -85,7 +94,9 @@ class Running:
 
     def __init__(self, run_dir: Path, codes: dict[str, str], decode: DecodeConfig | None = None, **up: float) -> None:
         port = free_port()
-        children = [Child(command(name, code, str(port)), run_dir) for name, code in codes.items()]
+        self.drained = run_dir / "drained"
+        argv = str(port), str(self.drained)
+        children = [Child(command(name, code, *argv), run_dir) for name, code in codes.items()]
         self.children = {child.name: child for child in children}
         self._client = Client.local("127.0.0.1", port, None)
         self._plan = plan(decode, **{"stop_timeout_s": 1.0, "ready_timeout_s": 20.0, **up})
@@ -107,6 +118,13 @@ class Running:
         while not self._client.is_ready():
             time.sleep(0.02)
         time.sleep(0.4)  # and the launcher has seen it too
+
+
+def until(holds: Callable[[], bool], words: Callable[[], str]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline, words()
+        time.sleep(0.05)
 
 
 def interrupt() -> None:
@@ -182,12 +200,67 @@ def test_a_child_that_dies_later_is_restarted(tmp_path: Path, capfd: pytest.Capt
     assert "decode-0 was killed by signal 9" in capfd.readouterr().err
 
 
-def test_restarts_are_bounded(tmp_path: Path) -> None:
+def test_a_role_that_cannot_start_any_more_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.02)
     # the second process lives only as long as it takes to be ready once
     code = f"import pathlib, time\nmark = pathlib.Path({str(tmp_path / 'mark')!r})\n"
     code += "time.sleep(0 if mark.exists() else 1.5); mark.touch()"
-    with pytest.raises(Unavailable, match="too many restarts"):
+    with pytest.raises(Unavailable, match=r"(?s)no decode process could start, 5 times in a row: decode-0 exited"):
         Running(tmp_path, {"router": READY_SERVER, "decode-0": code}).run()
+
+
+def test_one_node_in_a_crash_loop_stops_nobody(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is started again, each time later, until the cause is gone."""
+    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.02)
+    monkeypatch.setattr(restarts, "MAX_WAIT_S", 0.2)
+    mark = tmp_path / "bad"
+    code = (
+        f"import pathlib, sys, time\nif pathlib.Path({str(mark)!r}).exists(): sys.exit('device lost')\ntime.sleep(600)"
+    )
+    running = Running(tmp_path, {"router": READY_SERVER, "decode-0": SLEEPER, "decode-1": code})
+
+    def script() -> None:
+        running.until_ready()
+        pid = running.children["decode-0"].pid
+        mark.touch()
+        running.children["decode-1"].kill()
+        until(lambda: "the 8th time in a row" in said(), said)
+        mark.unlink()
+        until(lambda: "decode-1 serves again" in said(), said)
+        assert running.children["decode-0"].pid == pid and running.children["decode-0"].is_running
+        interrupt()
+
+    seen: list[str] = []
+
+    def said() -> str:
+        seen.append(capfd.readouterr().err)
+        return "".join(seen)
+
+    assert running.run(threading.Thread(target=script)) == 0
+    lines = [line for line in said().splitlines() if line.startswith("decode-1 ") and "serves again" not in line]
+    assert lines[0].startswith("decode-1 was killed by signal 9; next start in 0.02 s; decode-0 serves on. Log: ")
+    assert lines[1].startswith("decode-1 exited with status 1, the 2nd time in a row; next start in 0.04 s; ")
+    assert lines[1].endswith("decode-1.log: device lost")
+    assert "next start in 0.2 s" in lines[7]
+    assert len(lines) == running.children["decode-1"].num_starts - 1, "one line for each death"
+
+
+def test_a_drained_node_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    running = Running(tmp_path, {"router": READY_SERVER, "decode-0": SLEEPER})
+
+    def script() -> None:
+        running.until_ready()
+        running.drained.touch()
+        time.sleep(2.5)
+        running.drained.unlink()
+        time.sleep(1.5)
+        interrupt()
+
+    assert running.run(threading.Thread(target=script)) == 0
+    said = capfd.readouterr().err.splitlines()
+    assert said.count("decode-0 rests") == said.count("no node is draining any more") == 1
 
 
 def test_a_child_that_will_not_stop_is_killed_and_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -259,8 +332,9 @@ def test_the_log_is_read_line_by_line(tmp_path: Path) -> None:
 
 
 def test_the_commands_of_a_plan() -> None:
+    given = RouterConfig(api_key="hunter2", allow_origin=("https://a.example", "http://b:1"), allow_host=("c",))
     made = commands(
-        Plan(UpConfig(prefill=2, decode=1), RouterConfig(api_key="hunter2"), PrefillConfig(), DecodeConfig(threads=3)),
+        Plan(UpConfig(prefill=2, decode=1), given, PrefillConfig(), DecodeConfig(threads=3)),
         node_port=5701,
         http_port=8001,
     )
@@ -268,6 +342,8 @@ def test_the_commands_of_a_plan() -> None:
     router, *nodes = made
     assert "--port=8001" in router.argv
     assert "--node-address=tcp://127.0.0.1:5701" in router.argv
+    allowed = ["--allow-origin=https://a.example", "--allow-origin=http://b:1", "--allow-host=c"]
+    assert [word for word in router.argv if word.startswith("--allow")] == allowed
     assert router.environ["BATON_API_KEY"] == "hunter2"
     for node in nodes:
         assert "--router=tcp://127.0.0.1:5701" in node.argv

@@ -6,15 +6,16 @@ import ast
 import subprocess
 import sys
 import tomllib
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ["decode_node", "deploy", "engine", "kernels", "metadata", "prefill_node", "router"]
 CODE = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-MAX_LINES = 400
 
 MAY_IMPORT = {  # DESIGN: imports run downwards only
     "deploy": set(FOLDERS),
@@ -185,9 +186,44 @@ def test_no_wall_clock_decides_anything_on_a_node() -> None:
     assert not wrong
 
 
-def test_no_file_is_too_long_to_read_in_one_sitting() -> None:
-    lengths = {_name(path): len(path.read_text(encoding="utf-8").splitlines()) for path in CODE}
-    assert not {name: length for name, length in lengths.items() if length > MAX_LINES}
+_KINDS = ((dict, MappingProxyType), (list, tuple), (set, frozenset), (bytearray, bytes), (deque, tuple))
+_CHANGES = {name for kind, frozen in _KINDS for name in {*dir(kind)} - {*dir(frozen)} if not name.startswith("_")}
+_CHANGES = _CHANGES - {"copy", "maxlen"} | {"next", "setattr", "delattr"}
+_VERBS = {"send", "recv", "open", "close", "start", "stop", "take", "give", "put", "write", "free", "release", "forget"}
+
+
+def _changes_in_asserts(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """What an assert does beside looking, which `python -O` would leave undone: a name bound, or a call that by its
+    name changes something (a container's mutator, a verb, torch's trailing underscore)."""
+    for node in (inner for each in ast.walk(tree) if isinstance(each, ast.Assert) for inner in ast.walk(each)):
+        if isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom):
+            yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            is_in_place = name.endswith("_") and not name.endswith("__")
+            if name in _CHANGES or name.split("_")[0] in _VERBS or is_in_place:
+                yield node.lineno, ast.unparse(node)
+
+
+def test_no_assert_changes_anything() -> None:
+    wrong = [f"{_name(path)}:{line} {code}" for path in CODE for line, code in _changes_in_asserts(_tree(path))]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("condition", "is_change"),
+    [
+        ("not self.queues.pop(group, ())", True),
+        ("self.send(message)", True),
+        ("(left := count()) == 0", True),
+        ("next(ids) == 1", True),
+        ("x.add_(1).sum() == 0", True),
+        ("len(rows) == 1 and x.is_contiguous(), sorted(rows)", False),
+        ("self.queues.get(group) is None", False),
+    ],
+)
+def test_the_scan_of_asserts_finds_what_it_looks_for(condition: str, is_change: bool) -> None:
+    assert bool(list(_changes_in_asserts(ast.parse(f"assert {condition}")))) == is_change
 
 
 def test_every_module_says_what_it_is() -> None:

@@ -86,6 +86,21 @@ def test_rows_that_a_sequence_does_not_lack_are_zeros(checkpoint: Callable[..., 
     assert extend.isfinite().all()
 
 
+def test_drafts_that_a_sequence_may_not_take_count_for_nothing(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Neither as drafted nor as accepted, however many others of the batch take."""
+    model = checkpoint("llama")
+    solo = Solo(model, num_pages=100, speculative="standalone", draft_model=str(model))  # always right
+    sequences = [solo.start([index + 1, 2, 3, 4], params(40)) for index in range(4)]
+    limits = [5, 1, 0, 3]
+    results = solo.round(sequences, 5, limits)
+    assert [each.num_drafted for each in results] == [each.num_accepted for each in results] == limits
+    assert [len(each.token_ids) for each in results] == [limit + 1 for limit in limits]
+    stats = solo.rounds.stats
+    assert (stats.num_verified, stats.num_drafted, stats.num_accepted) == (3, 9, 9)
+    assert stats.accepted_at == [3, 2, 2, 1, 1]
+    assert [each.num_drafted for each in solo.round(sequences, 2, [5, 1, 0, 2])] == [2, 1, 0, 2]
+
+
 class Operations(TorchDispatchMode):
     """Counts those that a device would be asked for each time: `counted` keeps its numbers."""
 

@@ -29,7 +29,7 @@ def cluster(tmp_path: Path) -> Callable[..., Cluster]:
     return lambda: GpuCluster(tmp_path, DEMO)
 
 
-@pytest.mark.parametrize("transport", ["cuda_ipc", "local", "zmq"])
+@pytest.mark.parametrize("transport", ["cuda", "local", "zmq"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_output_equals_transformers(dtype: str, transport: str, cluster: Callable[..., Cluster]) -> None:
     flags = ["--device", "cuda", "--dtype", dtype, "--transport", transport, "--chunk-tokens", "100"]

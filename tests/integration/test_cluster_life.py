@@ -16,30 +16,12 @@ import pytest
 from cluster import Cluster, Process, wait_until
 
 from baton.deploy import cli
+from baton.metadata.allow_list import line_of
+from baton.metadata.curve import KeyPair
 
 pytestmark = pytest.mark.integration
 
 NewCluster = Callable[..., Cluster]
-
-
-def test_two_prefill_and_two_decode_nodes_of_two_versions_share_the_work(new_cluster: NewCluster) -> None:
-    """As in the middle of a rolling upgrade: of each role one node knows the older protocol alone."""
-    cluster, old = new_cluster(), ("prefill-1", "decode-1")
-    cluster.entries = {name: [str(Path(__file__).parents[1] / "support" / "old_version.py")] for name in old}
-    cluster.start(prefill=2, decode=2)
-    wait_until(lambda: _pairs(cluster) == ["ready"] * 4, lambda: cluster.tails(), 10)  # a canary's tokens were right
-    for name, process in cluster.processes.items():
-        assert name == "router" or f", protocol {4 if name in old else 5}" in process.log, process.log
-    prompts = [f"prompt {i} " * 8 for i in range(12)]
-    with ThreadPoolExecutor(12) as pool:
-        first = list(pool.map(lambda each: _greedy(cluster, each), prompts))
-        again = list(pool.map(lambda each: _greedy(cluster, each), reversed(prompts)))  # in other company
-    assert again[::-1] == first
-    stats = {name: books["stats"] for name, books in cluster.ledger()["nodes"].items()}
-    for name in ("prefill-0", "prefill-1"):
-        assert stats[name]["prompt_tokens"] > 100, stats
-    for name in ("decode-0", "decode-1"):
-        assert stats[name]["generated_tokens"] > 100, stats
 
 
 def test_processes_start_in_any_order_and_nodes_join_late(new_cluster: NewCluster) -> None:
@@ -120,7 +102,7 @@ def test_nodes_that_cannot_be_paired_are_told_why(
 ) -> None:
     cluster = new_cluster().start()
     stranger = cluster.start_node("decode", "stranger", *flags)
-    assert stranger.wait(30) == 1
+    assert stranger.wait(30) == 3
     for value in values:
         assert value in stranger.log, stranger.log
     cluster.complete("still serving", max_tokens=2)
@@ -132,7 +114,7 @@ def test_a_node_with_another_model_of_the_same_name_is_refused(
     cluster = new_cluster().start()
     name = cluster.model_name
     other = cluster.start_node("decode", "other", "--model-name", name, model=checkpoint("llama"))
-    assert other.wait(30) == 1
+    assert other.wait(30) == 3
     assert "weights" in other.log or "layers" in other.log or "fingerprint" in other.log, other.log
     cluster.complete("still serving", max_tokens=2)
 
@@ -199,6 +181,17 @@ def test_nodes_have_keys_of_their_own_and_can_be_shut_out(
     wait_until(lambda: len(cluster.nodes()) == 1, "decode-0 is shut out", 5)
     allow_list.write_text(listed)
     wait_until(lambda: len(cluster.nodes()) == 2, "decode-0 is back", 10)
+    cluster.wait_ready(2)
+    assert cluster.complete("hello", max_tokens=5, temperature=0)["choices"] == before["choices"]
+    assert "is taken out" not in router.log and "canary failed" not in router.log, router.log  # nothing failed first
+
+    new = KeyPair.generate()
+    new.write(tmp_path / "new-router.key")
+    lines = [line for line in listed.splitlines(True) if not line.startswith("router ")]
+    allow_list.write_text("".join([*lines, line_of("router", new.public)]))
+    router.kill()
+    cluster.start_router(*keys("new-router", allow_list))
+    cluster.wait_ready(2)
     assert cluster.complete("hello", max_tokens=5, temperature=0)["choices"] == before["choices"]
     for stranger in strangers:
         stranger.send_signal(signal.SIGTERM)
@@ -222,14 +215,6 @@ def _stream(cluster: Cluster, body: dict[str, Any]) -> tuple[list[int], list[str
     choices = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
     ids = [token for choice in choices for token in choice["token_ids"]]
     return ids, [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
-
-
-def _pairs(cluster: Cluster) -> list[str]:
-    return [pair["state"] for pair in cluster.get("/debug/nodes")[1]["pairs"]]
-
-
-def _greedy(cluster: Cluster, prompt: str) -> str:
-    return cluster.complete(prompt, max_tokens=30, temperature=0)["choices"][0]["text"]
 
 
 def _says(process: Process, words: str) -> bool:

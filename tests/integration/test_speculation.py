@@ -116,7 +116,7 @@ def test_a_pair_of_unlike_settings_is_refused_naming_both(new_cluster: Callable[
     cluster.start_node("prefill", "prefill-0")
     wait_until(lambda: has_joined(cluster), cluster.tails, 30)
     decode = cluster.start_node("decode", "decode-0", "--speculative", "ngram")
-    assert decode.wait(30) == 1
+    assert decode.wait(30) == 3
     router = cluster.processes["router"].log
     for log in (decode.log, router):
         assert "algorithm: ngram here, none there" in log, log

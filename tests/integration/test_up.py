@@ -179,6 +179,55 @@ def test_a_node_that_dies_is_restarted_and_serves_again(tmp_path: Path, model_di
         assert running.process.wait(20) == 0, running.said
 
 
+def test_one_node_in_a_crash_loop_stops_nobody(tmp_path: Path, model_dir: Path) -> None:
+    """decode-1 dies and finds no key when it is started again: decode-0 goes on answering. With the key it is back."""
+    with up(tmp_path, model_dir, "--decode", "2") as running:
+        name = running.request("GET", "/v1/models")[1]["data"][0]["id"]
+        body = {"model": name, "prompt": "def main(", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        wait_until(lambda: len(_nodes(running)) == 3, lambda: running.said, READY_S)
+        (key,) = running.run_dir.glob("keys-*/decode-1.key")
+        key.rename(key.with_suffix(".away"))
+        next(each for each in running.family() if "--node-id=decode-1" in each.cmdline()).kill()
+
+        num_answers = 0
+
+        def fails_again() -> bool:
+            nonlocal num_answers
+            status, answer = running.request("POST", "/v1/completions", body)
+            assert status == 200, answer
+            num_answers += 1
+            return "decode-1 exited with status 2, the 4th time in a row" in running.said
+
+        wait_until(fails_again, lambda: running.said, READY_S)
+        assert num_answers > 4
+        (degraded,) = running.request("GET", "/ready")[1]["degraded"]
+        assert degraded["node"] == "decode-1" and degraded["state"] == "gone"
+        key.with_suffix(".away").rename(key)
+        wait_until(lambda: "decode-1 serves again" in running.said, lambda: running.said, READY_S)
+        assert {"decode-0", "decode-1"} < set(_nodes(running))
+        assert running.request("GET", "/ready")[1] == {"status": "ready"}
+        assert "decode-0 serves on" in running.said
+        running.process.terminate()
+        assert running.process.wait(20) == 0, running.said
+
+
+def test_a_drained_node_is_told_of_on_the_terminal(tmp_path: Path, model_dir: Path) -> None:
+    with up(tmp_path, model_dir) as running:
+        assert running.request("POST", "/admin/nodes/decode-0/drain")[0] == 200
+        way_back = (
+            "decode node decode-0 is draining, since an operator asked for it (POST /admin/nodes/decode-0/undrain"
+        )
+        wait_until(lambda: f"nothing is served now: {way_back}" in running.said, lambda: running.said, 20)
+        assert running.request("POST", "/admin/nodes/decode-0/undrain")[0] == 200
+        wait_until(lambda: "requests are served again" in running.said, lambda: running.said, 20)
+        running.process.terminate()
+        assert running.process.wait(20) == 0, running.said
+
+
+def _nodes(running: Up) -> list[str]:
+    return [node["node_id"] for node in running.request("GET", "/debug/nodes")[1]["nodes"]]
+
+
 @pytest.mark.parametrize(
     ("files", "words"),
     [

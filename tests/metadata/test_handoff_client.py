@@ -47,7 +47,7 @@ def transport(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(params=["local", "zmq", "cuda_ipc", "gpu local", "gpu zmq"])
+@pytest.fixture(params=["local", "zmq", "cuda", "gpu local", "gpu zmq"])
 def way(request: pytest.FixtureRequest) -> str:
     """A transport, between nodes on GPUs where it says so or can only be so."""
     return request.param
@@ -157,7 +157,7 @@ def test_choices_share_pages_and_have_rows_of_their_own(pair):
 
 
 def test_many_pages_take_several_messages(nodes, way, monkeypatch):
-    for size in ("zmq.MESSAGE_BYTES", "cuda_ipc.GATHER_BYTES"):
+    for size in ("zmq.MESSAGE_BYTES", "cuda.GATHER_BYTES"):
         monkeypatch.setattr(f"baton.metadata.transports.{size}", 3 * 3 * 2 * 2 * 4 * 8 * 4)  # 3 pages
     pair = Pair(nodes, way)
     order = np.random.default_rng(0).permutation(np.arange(1, 32)).tolist()
@@ -232,7 +232,7 @@ def test_no_page_is_written_after_drop(nodes, way, monkeypatch):
     """Pages that were queued or on their way when the claim was dropped leave no trace."""
     monkeypatch.setattr("baton.metadata.handoff_client.POLL_BYTES", 1)
     monkeypatch.setattr("baton.metadata.transports.zmq.MESSAGE_BYTES", 1)
-    monkeypatch.setattr("baton.metadata.transports.cuda_ipc.GATHER_BYTES", 1)
+    monkeypatch.setattr("baton.metadata.transports.cuda.GATHER_BYTES", 1)
     pair = Pair(nodes, way)
     pair.server.open(unit(), 20)
     pair.server.offer(unit(), list(range(20)), list(range(1, 21)), [1] * 20)
@@ -264,7 +264,7 @@ def test_revoke_reaches_the_claimer_and_ends_the_ticket(pair, finished, is_claim
     assert not pair.client.tickets()
 
 
-@pytest.mark.parametrize("way", ["zmq", "cuda_ipc"])
+@pytest.mark.parametrize("way", ["zmq", "cuda"])
 def test_a_lease_ends_when_renewals_stop_and_decode_is_told(pair):
     pair.server.open(unit(), 2)
     pair.claim(unit(), [3, 4])
@@ -279,7 +279,7 @@ def test_a_lease_ends_when_renewals_stop_and_decode_is_told(pair):
     assert not events[-1].finished and "lease" in events[-1].reason
 
 
-@pytest.mark.parametrize("way", ["zmq", "cuda_ipc"])
+@pytest.mark.parametrize("way", ["zmq", "cuda"])
 def test_an_unknown_claim_fails_after_a_second(pair):
     start = time.monotonic()
     pair.claim(unit(), [3])
@@ -300,7 +300,7 @@ def test_a_corrupted_page_is_found_repeated_and_fails_the_transfer(pair):
     assert pair.client.num_checksum_failures == MAX_PULLS and not named(events, Arrived)
 
 
-@pytest.mark.parametrize("way", ["local", "zmq", "cuda_ipc", "gpu zmq"])  # a mirror is copied once, before the offer
+@pytest.mark.parametrize("way", ["local", "zmq", "cuda", "gpu zmq"])  # a mirror is copied once, before the offer
 def test_a_fault_in_passing_is_repaired_by_pulling_again(pair):
     pair.server.open(unit(), 1)
     pair.server.offer(unit(), [0], [1], [1])
@@ -330,7 +330,7 @@ def test_a_page_used_again_under_the_ticket_is_noticed_by_its_generation(nodes, 
         ({"schema": make_schema(msgspec.structs.replace(TARGET, head_dim=16), None, 4)}, "head_dim: 8 here, 16 there"),
         ({"fingerprints": ("a" * 16, None)}, "target weights: ffffffffffffffff here, aaaaaaaaaaaaaaaa there"),
         ({"fingerprints": ("f" * 16, "b")}, "draft weights: None here, b there"),
-        ({"transports": ("cuda_ipc",)}, "transports: local, zmq here, cuda_ipc there (same host)"),
+        ({"transports": ("cuda",)}, "transports: local, zmq here, cuda there (same host)"),
     ],
     ids=["page size", "head dim", "target", "draft", "transport"],
 )
@@ -349,11 +349,11 @@ def test_a_lost_hello_fails_the_claims_of_its_link_and_no_others(nodes, monkeypa
     """What follows a hello that was damaged on its way must not be refused as if the nodes could never hand over."""
     spoilt = []
 
-    def encode_once_wrong(message: Any) -> bytes:
+    def encode_once_wrong(message: Any, protocol: int) -> bytes:
         if isinstance(message, LinkHello) and not spoilt:
             spoilt.append(message)
             return b"damaged"
-        return encode(message)
+        return encode(message, protocol)
 
     monkeypatch.setattr(handoff_link, "encode", encode_once_wrong)
     server, source = make_server()
@@ -379,7 +379,7 @@ def test_a_link_that_takes_no_claims_is_lost_with_them(nodes, monkeypatch):
     for name in ("r", "s"):
         client.claim(unit(name), peer_of(server), 0, [3])
 
-    def refuse(message: Any) -> bytes:
+    def refuse(message: Any, protocol: int) -> bytes:
         raise zmq.Again
 
     monkeypatch.setattr(handoff_link, "encode", refuse)

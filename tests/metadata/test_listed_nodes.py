@@ -12,14 +12,19 @@ import pytest
 from handoff_nodes import SCHEMA, make_client, make_row, make_server, named, peer_of, spin, unit
 from key_files import Listed
 
+from baton.metadata.allow_list import AllowList
 from baton.metadata.curve import KeyPair
+from baton.metadata.errors import ConfigError
 from baton.metadata.handoff_client import Arrived, TransferFailed
 from baton.metadata.hub import Hub
 from baton.metadata.link import Link
-from baton.metadata.messages import Cancelled, HelloAgain, ToRouter
+from baton.metadata.liveness import Pulse
+from baton.metadata.messages import Beat, Cancelled, Claim, HelloAgain, ToRouter
+from baton.metadata.node_info import Load
 from baton.metadata.tickets import Claimed, TicketEnded
 
 DONE = Cancelled(rid="r", attempt=0)
+LOAD = Load(free_pages=1, running=0, waiting=0)
 
 
 @pytest.fixture(autouse=True)
@@ -39,10 +44,10 @@ def listed(tmp_path: Path) -> Listed:
 class Router:
     """A hub that keeps what it gets."""
 
-    def __init__(self, keys: KeyPair) -> None:
+    def __init__(self, keys: KeyPair, address: str = "tcp://127.0.0.1:*") -> None:
         self.messages: list[tuple[bytes, ToRouter]] = []
         self.lost: list[bytes] = []
-        self.hub = Hub("tcp://127.0.0.1:*", "e0", keys, lambda *each: self.messages.append(each), self.lost.append)
+        self.hub = Hub(address, "e0", keys, lambda *each: self.messages.append(each), self.lost.append)
         self.hub.start()
 
 
@@ -117,14 +122,63 @@ async def test_nobody_speaks_under_anothers_name(router: Router, listed: Listed)
     posing.close()
 
 
+async def test_a_node_that_is_let_in_again_is_heard_at_once(
+    router: Router, links: dict[str, Link], listed: Listed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection stands, so there is no handshake at which the hub would look at the list."""
+    links["d0"].send(DONE)
+    await until(lambda: router.messages)
+    listed.write("router", "p0", "d1")
+    await until(lambda: router.lost)
+    monkeypatch.setattr(router.hub, "_shut_out", lambda: None)  # the next look of its own is far off
+    listed.write("router", "p0", "d0", "d1")
+    links["d0"].send(DONE)
+    await until(lambda: len(router.messages) == 2)
+
+
+async def test_nodes_find_a_router_that_has_another_key_now(router: Router, listed: Listed) -> None:
+    """First comes the new line, then the router with the key; the nodes run on."""
+    keys = listed.of("d0")
+    link = Link(router.hub.address, "d0", "1", keys)
+    pulse = Pulse(router.hub.address, "d0", "1", keys, load=LOAD, interval_s=0.02)
+    pulse.start()
+    try:
+        link.send(DONE)
+        await until(lambda: {type(message) for _, message in router.messages} == {Cancelled, Beat})
+        listed.pairs["router"] = KeyPair.generate()
+        listed.write("router", "p0", "d0", "d1")
+        await until(lambda: link.receive() == [] and router.lost)  # nobody trusts the old key any more
+        router.hub.close()
+        other = await bind_again(router.hub.address, listed.of("router"))
+        try:
+            await until(lambda: link.receive() == [] and link.send(DONE) and len(other.messages) > 5, 10)
+            assert {type(message) for _, message in other.messages} == {Cancelled, Beat}
+            other.hub.send(b"d0:1", HelloAgain(router_epoch="e0"))
+            await until(lambda: any(isinstance(message, HelloAgain) for message in link.receive()))
+        finally:
+            other.hub.close()
+    finally:
+        pulse.close()
+        link.close()
+
+
+async def bind_again(address: str, keys: KeyPair) -> Router:
+    for _ in range(100):
+        try:
+            return Router(keys, address)
+        except ConfigError:  # the old listener's port is free a moment later
+            await asyncio.sleep(0.01)
+    raise AssertionError(f"{address} stays taken")
+
+
 # --- data links -----------------------------------------------------------------------------------------------------
 
 
 class Pair:
     """Prefill node p0 and decode node d0, pages by ZeroMQ."""
 
-    def __init__(self, prefill: KeyPair, decode: KeyPair) -> None:
-        self.server, source = make_server(keys=prefill)
+    def __init__(self, prefill: KeyPair, decode: KeyPair, **more: Any) -> None:
+        self.server, source = make_server(keys=prefill, **more)
         self.client, target = make_client(keys=decode, transports=("zmq",))
         self.nodes = [self.server, self.client]
         self.held = [*source, *target, *self.nodes]
@@ -178,9 +232,10 @@ def test_decode_knows_no_prefill_node_that_is_not_in_its_list(listed: Listed, pa
     assert "names no key of 'p0'" in failed.reason
 
 
-def test_decode_takes_nothing_from_who_holds_another_key(listed: Listed, pairs: list[Pair]) -> None:
-    """Its own list says which key prefill must prove."""
-    real = listed.of("d0")
+def test_decode_takes_nothing_from_who_holds_another_key(listed: Listed, pairs: list[Pair], tmp_path: Path) -> None:
+    """The list of its own host says which key prefill must prove."""
+    (tmp_path / "own").write_text(listed.path.read_text())
+    real = listed.pairs["d0"].listed(AllowList(tmp_path / "own"))
     listed.pairs["p0"] = KeyPair.generate()
     listed.write("router", "p0", "d0")
     pairs.append(Pair(listed.of("p0"), real))
@@ -200,13 +255,13 @@ def test_tickets_of_a_decode_node_that_is_taken_out_end(pair: Pair, listed: List
     pair.spin(Claimed)
     before = pair.server.dropped.count
     listed.write("router", "p0", "d1")
-    ended = named(pair.spin(TicketEnded), TicketEnded)
+    ended = named(spin([pair.server], lambda events: named(events, TicketEnded)), TicketEnded)
     assert [each.unit for each in ended] == [unit("r")]
     pair.server.open(unit("later"), 1)
-    pair.client._links[pair.server.epoch].check_key()  # p0 is in the list: decode goes on as if nothing had happened
-    pair.client.claim(unit("later"), peer_of(pair.server), 0, [10])
-    spin(pair.nodes, lambda _: pair.server.dropped.count > before)
-    assert not pair.server._links
+    link = pair.client._links[pair.server.epoch]
+    link.send(Claim(unit=unit("later"), have=0))  # its connection stands
+    spin([pair.server], lambda _: pair.server.dropped.count > before)
+    assert not pair.server._links and pair.server.tickets() == [unit("later")]
 
 
 def test_links_to_a_prefill_node_that_is_taken_out_end(pair: Pair, listed: Listed) -> None:
@@ -216,3 +271,84 @@ def test_links_to_a_prefill_node_that_is_taken_out_end(pair: Pair, listed: Liste
     (failed,) = named(pair.spin(TransferFailed), TransferFailed)
     assert "not in allow-list" in failed.reason
     assert not pair.client.sockets()
+
+
+def hand_over(pair: Pair, rid: str) -> None:
+    """All of a page's way; nothing of it fails."""
+    pair.begin(rid)
+    pair.server.finish(unit(rid), make_row(SCHEMA))
+    events = spin(pair.nodes, lambda events: named(events, TransferFailed) or named(events, Arrived))
+    assert not named(events, TransferFailed), events
+    spin(pair.nodes, lambda _: not pair.server.tickets())
+
+
+def let_nobody_look(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on neither node is due to look at its list."""
+    for node in pair.nodes:
+        monkeypatch.setattr(node._allow_list, "is_due", lambda: False)
+
+
+def test_the_first_handoff_of_a_decode_node_that_is_let_in_again(
+    pair: Pair, listed: Listed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.begin("r")
+    pair.spin(Claimed)
+    listed.write("router", "p0", "d1")
+    (failed,) = named(pair.spin(TicketEnded, TransferFailed), TransferFailed)  # decode is told, and waits for nothing
+    assert "d0 is not in the allow-list any more" in failed.reason and not failed.is_refused
+    let_nobody_look(pair, monkeypatch)
+    listed.write("router", "p0", "d0", "d1")
+    hand_over(pair, "again")
+
+
+def test_the_first_handoff_of_a_decode_node_that_was_out_for_a_moment(
+    pair: Pair, listed: Listed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has noticed nothing and keeps its link; prefill has read the list without it."""
+    hand_over(pair, "r")
+    let_nobody_look(pair, monkeypatch)
+    listed.write("router", "p0", "d1")
+    pair.server._allow_list.look()
+    listed.write("router", "p0", "d0", "d1")
+    hand_over(pair, "again")
+
+
+def test_the_first_handoff_of_a_prefill_node_that_is_let_in_again(
+    pair: Pair, listed: Listed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.begin("r")
+    pair.spin(Claimed)
+    listed.write("router", "d0", "d1")
+    pair.spin(TransferFailed)
+    let_nobody_look(pair, monkeypatch)
+    listed.write("router", "p0", "d0", "d1")
+    hand_over(pair, "again")
+
+
+def test_the_first_handoff_of_a_prefill_node_with_a_new_key(
+    pair: Pair, pairs: list[Pair], listed: Listed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line is replaced and the node started again; the decode node runs on."""
+    pair.begin("r")
+    pair.spin(Claimed)
+    listed.pairs["p0"] = KeyPair.generate()
+    listed.write("router", "p0", "d0", "d1")
+    pair.spin(TransferFailed)  # nobody trusts the old key any more
+    let_nobody_look(pair, monkeypatch)
+    pairs.append(Pair(listed.of("p0"), listed.of("d1"), epoch="another" * 2))
+    pairs[1].nodes = [pairs[1].server, pair.client]
+    pairs[1].client = pair.client
+    hand_over(pairs[1], "again")
+
+
+def test_the_first_handoff_of_a_prefill_node_that_is_new(
+    listed: Listed, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decode node has not looked at the list since the line came."""
+    prefill = listed.of("p0")
+    listed.write("router", "d0")
+    decode = listed.of("d0")
+    pairs.append(Pair(prefill, decode))
+    let_nobody_look(pairs[0], monkeypatch)
+    listed.write("router", "p0", "d0")
+    hand_over(pairs[0], "r")

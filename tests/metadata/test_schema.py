@@ -10,17 +10,27 @@ import pytest
 
 from baton.metadata.errors import ConfigError
 from baton.metadata.hidden_layout import HiddenLayout
-from baton.metadata.node_info import HandoffSchema, PoolLayout
+from baton.metadata.node_info import MAX_FROZEN_LAYERS, HandoffSchema, PoolLayout, RowField
+from baton.metadata.request import MAX_TOP_LOGPROBS
 from baton.metadata.schema import (
+    ALGORITHMS,
+    CPU_CHECKSUM,
+    FIRST_TOKEN,
+    GPU_CHECKSUM,
     ROW_KINDS,
+    block_bytes,
     blocks_per_page,
     describe,
     differences,
     digest,
+    field_bytes,
     handoff_bytes,
     make_schema,
+    on_gpu,
     page_bytes,
     page_layer_bytes,
+    pool_page_bytes,
+    pools,
     row_bytes,
 )
 
@@ -76,6 +86,138 @@ def test_sizes():
     assert (blocks_per_page(plain), blocks_per_page(both)) == (8 * 2 * 4, 8 * 2 * 4 + 2 * 2)
     assert blocks_per_page(make_schema(TARGET, None, 16, checksums=False)) == 0
     assert row_bytes(plain) == sum(4 * field.width for field in plain.row)
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("float32", 4), ("bfloat16", 2), ("float16", 2), ("int32", 4)])
+def test_a_field_takes_the_bytes_of_its_numbers(dtype, num_bytes):
+    field = FIRST_TOKEN.field(dtype, 7)
+    assert field == RowField(name="first_token", dtype=dtype, width=7)
+    assert field_bytes(field) == 7 * num_bytes
+
+
+def test_a_block_is_one_head_of_a_page():
+    assert block_bytes(TARGET, 16) == 16 * 32 * 4 and block_bytes(DRAFT, 4) == 4 * 16 * 2
+    assert pool_page_bytes(TARGET, 16) == 8 * 2 * 4 * block_bytes(TARGET, 16)
+    assert pool_page_bytes(DRAFT, 4) == 1 * 2 * 2 * block_bytes(DRAFT, 4)
+
+
+def test_pools_are_the_target_and_then_the_draft():
+    assert pools(make_schema(TARGET)) == (TARGET,)
+    assert pools(make_schema(TARGET, DRAFT, 16, "standalone")) == (TARGET, DRAFT)
+
+
+def test_a_schema_is_plain_unless_told_otherwise():
+    assert make_schema(TARGET) == make_schema(TARGET, None, 16, "none", None, checksums=True)
+    plain = make_schema(TARGET)
+    assert (plain.algorithm, plain.page_size, plain.checksum) == ("none", 16, CPU_CHECKSUM)
+    assert (plain.draft, plain.frozen_layers, plain.key_lookahead) == (None, (), 0)
+
+
+def test_fields_have_the_width_and_type_of_what_they_hold():
+    layout = hidden("eagle", draft_dtype="bfloat16")
+    schema = make_schema(TARGET, DRAFT, 16, "eagle", layout, draft_topk=4, draft_rows=2, ranks_trees=True)
+    assert [(field.name, field.dtype, field.width) for field in schema.row] == [
+        ("first_token", "int32", 1),
+        ("num_cached", "int32", 1),
+        ("num_logprobs", "int32", 1),
+        ("logprobs", "float32", 1 + MAX_TOP_LOGPROBS),
+        ("top_ids", "int32", MAX_TOP_LOGPROBS),
+        ("topk_index", "int32", 8),
+        ("topk_score", "float32", 8),
+        ("recurrent_hidden", "bfloat16", 32),
+    ]
+    layout = hidden("mtp", num_mtp_layers=3, target_dtype="float16")
+    row = make_schema(TARGET, DRAFT, 16, "mtp", layout, draft_topk=1, draft_rows=3).row
+    assert (row[-1].name, row[-1].dtype, row[-1].width) == ("target_rows", "float16", 2 * 64)
+
+
+def test_scores_do_not_travel_without_proposals():
+    schema = make_schema(TARGET, DRAFT, 16, "eagle", hidden("eagle"), ranks_trees=True)
+    assert names(schema) == [*PLAIN_FIELDS, "recurrent_hidden"]
+
+
+def test_mtp_without_a_layout_looks_one_token_ahead():
+    assert make_schema(TARGET, DRAFT, 16, "mtp").key_lookahead == 1
+
+
+def test_a_node_on_a_gpu_computes_other_checksums_or_none():
+    plain, bare = make_schema(TARGET), make_schema(TARGET, checksums=False)
+    assert on_gpu(plain) == msgspec.structs.replace(plain, checksum=GPU_CHECKSUM) != plain
+    assert on_gpu(bare) == bare
+
+
+def test_another_order_of_the_same_fields_is_a_difference():
+    here = make_schema(TARGET)
+    there = msgspec.structs.replace(here, row=here.row[::-1])
+    order = " ".join(PLAIN_FIELDS), " ".join(PLAIN_FIELDS[::-1])
+    assert differences(here, there) == [f"row order: {order[0]} here, {order[1]} there"]
+    assert digest(here) != digest(there)
+
+
+def test_all_that_differs_is_named():
+    fields, here = " ".join(PLAIN_FIELDS), make_schema(TARGET, DRAFT, 16, "eagle", hidden("eagle"), draft_topk=4)
+    there = make_schema(msgspec.structs.replace(TARGET, head_dim=64), None, 4, "frozen_kv_mtp", frozen_layers=(1, 0))
+    assert differences(here, there) == [
+        "algorithm: eagle here, frozen_kv_mtp there",
+        "page_size: 16 here, 4 there",
+        "key_lookahead: 1 here, 0 there",
+        "target.head_dim: 32 here, 64 there",
+        "draft.num_layers: 1 here, absent there",
+        "draft.num_kv_heads: 2 here, absent there",
+        "draft.head_dim: 16 here, absent there",
+        "draft.dtype: bfloat16 here, absent there",
+        f"row order: {fields} topk_index recurrent_hidden here, {fields} there",
+        "row.topk_index: 4 x int32 here, absent there",
+        "row.recurrent_hidden: 32 x float32 here, absent there",
+        "frozen_layers: absent here, 1, 0 there",
+    ]
+
+
+def test_a_schema_in_words():
+    schema = make_schema(TARGET, DRAFT, 16, "standalone")
+    assert describe(schema) == (
+        "algorithm standalone, page_size 16, target 8 layers x 4 kv heads x 32 float32,"
+        " draft 1 layers x 2 kv heads x 16 bfloat16,"
+        f" {page_bytes(schema)} bytes a page, {row_bytes(schema)} a row, checksum xxh3_64"
+    )
+    assert describe(frozen(0, 7)).startswith(
+        "algorithm frozen_kv_mtp, page_size 16, target 8 layers x 4 kv heads x 32 float32,"
+        " draft on KV of target layers 0, 7, "
+    )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "draft", "of", "words"),
+    [
+        ("magic", None, None, f"algorithm 'magic' is unknown; known are {', '.join(ALGORITHMS)}"),
+        ("eagle", None, "eagle", "algorithm 'eagle' hands over draft KV pages, but the draft pool is absent"),
+        (
+            "ngram",
+            DRAFT,
+            "ngram",
+            "algorithm 'ngram' has no draft KV pages, but the draft pool is 1 layers x 2 kv heads x 16 bfloat16",
+        ),
+        ("none", None, "eagle", "hidden layout is of algorithm 'eagle', the schema of 'none'"),
+        (
+            "frozen_kv_mtp",
+            None,
+            "frozen_kv_mtp",
+            "algorithm 'frozen_kv_mtp' reads KV of named target layers, but frozen_layers is ()",
+        ),
+    ],
+)
+def test_a_refusal_says_what_does_not_belong_together(algorithm, draft, of, words):
+    with pytest.raises(ConfigError) as raised:
+        make_schema(TARGET, draft, 16, algorithm, None if of is None else hidden(of))
+    assert str(raised.value) == words
+
+
+def test_a_head_has_at_most_as_many_layers_as_the_wire_takes():
+    assert len(frozen(*[0] * MAX_FROZEN_LAYERS).frozen_layers) == MAX_FROZEN_LAYERS
+    for layers in ((0,) * (MAX_FROZEN_LAYERS + 1), (8,)):
+        with pytest.raises(ConfigError) as raised:
+            frozen(*layers)
+        assert str(raised.value) == (f"frozen_layers {layers}: at most {MAX_FROZEN_LAYERS}, of target layers 0 to 7")
 
 
 def test_equal_schemas_have_no_differences_and_one_digest():
@@ -167,6 +309,8 @@ def test_what_a_handoff_moves():
     assert handoff_bytes(row, 16).total == page_bytes(row) + row_bytes(row)
     mtp = make_schema(TARGET, DRAFT, 16, "mtp", hidden("mtp", num_mtp_layers=3), draft_topk=1, draft_rows=3)
     assert handoff_bytes(mtp, 1).hidden_state == 2 * 64 * 4
+    plain = make_schema(TARGET)
+    assert handoff_bytes(plain, 33) == (3 * 8 * 16384, 0, 0, row_bytes(plain))
     alone = make_schema(TARGET, DRAFT, 16, "standalone", draft_topk=4)
     assert handoff_bytes(alone, 1) == (8 * 16384, 2048, 0, row_bytes(alone))
 

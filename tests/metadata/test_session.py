@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton.metadata.errors import ConfigError
@@ -14,6 +15,7 @@ from baton.metadata.link import Link
 from baton.metadata.liveness import Pulse
 from baton.metadata.messages import (
     PROTOCOL_MAX,
+    PROTOCOL_MIN,
     Cancel,
     Hello,
     HelloAgain,
@@ -42,13 +44,15 @@ class Node:
     def __init__(self, hello: Hello) -> None:
         self.now = 100.0
         self.said: list[ToRouter] = []
+        self.spoken: list[int] = []  # the protocol of each
         self.is_full = False
         self.session = RouterSession(hello, self._send, lambda: FILE, lambda: self.now)
         self.session.start()
 
-    def _send(self, message: ToRouter) -> bool:
+    def _send(self, message: ToRouter, protocol: int) -> bool:
         if not self.is_full:
             self.said.append(message)
+            self.spoken.append(protocol)
         return not self.is_full
 
     def take(self, *messages: Any) -> list[Any]:
@@ -62,7 +66,8 @@ class Node:
 
 @pytest.fixture
 def hello(sample: Any) -> Hello:
-    return sample(Hello, node_id="node", epoch="1")
+    lowest, highest = PROTOCOL_MIN, PROTOCOL_MAX
+    return sample(Hello, node_id="node", epoch="1", protocol_min=lowest, protocol_max=highest, protocol=lowest)
 
 
 @pytest.fixture
@@ -115,7 +120,7 @@ def test_hello_again_crossing_the_first_hello_is_not_answered_twice(node: Node) 
 
 def test_hello_again_while_joined_frees_everything(joined: Node) -> None:
     again = HelloAgain(router_epoch="a")
-    assert joined.take(again, again, work()) == [RouterChanged("a")]
+    assert joined.take(again, again, work()) == [RouterChanged("a")] and joined.session.is_joined is False
     assert joined.hellos() == 1
     assert joined.take(welcome(), work()) == [Joined("a", PROTOCOL_MAX), work()]
 
@@ -144,6 +149,51 @@ def test_a_new_router_that_welcomes_at_once(joined: Node) -> None:
 def test_a_second_welcome_starts_afresh(joined: Node) -> None:
     assert joined.take(work(), welcome(), work()) == [work(), RouterChanged("a"), Joined("a", PROTOCOL_MAX), work()]
     assert joined.hellos() == 0
+
+
+def test_hello_is_said_in_the_oldest_protocol_and_in_a_newer_one_when_asked(node: Node, hello: Hello) -> None:
+    assert (node.said, node.spoken) == ([hello], [PROTOCOL_MIN])
+    again = HelloAgain(router_epoch="a", protocol=PROTOCOL_MAX)
+    assert node.take(again, again, RouterBeat(router_epoch="a")) == []  # at once, and once
+    newest = msgspec.structs.replace(hello, protocol=PROTOCOL_MAX)
+    assert (node.said, node.spoken) == ([hello, newest], [PROTOCOL_MIN, PROTOCOL_MAX])
+    assert node.take(welcome(need=True)) == [Joined("a", PROTOCOL_MAX)]
+    assert (node.said[2:], node.spoken[2:]) == ([FILE], [PROTOCOL_MAX])
+
+
+def test_a_newer_hello_that_was_lost_is_asked_for_again(node: Node) -> None:
+    node.take(HelloAgain(router_epoch="a", protocol=PROTOCOL_MAX))
+    node.now += 0.5
+    node.take(HelloAgain(router_epoch="a"))  # the answer to a beat: the router has forgotten that it asked
+    node.take(HelloAgain(router_epoch="a", protocol=PROTOCOL_MAX))
+    assert node.spoken == [PROTOCOL_MIN, PROTOCOL_MAX, PROTOCOL_MIN, PROTOCOL_MAX]
+
+
+def test_a_newer_hello_that_found_the_queue_full_is_said_later(node: Node) -> None:
+    node.is_full = True
+    node.take(HelloAgain(router_epoch="a", protocol=PROTOCOL_MAX))
+    node.is_full = False
+    node.take()
+    assert node.spoken == [PROTOCOL_MIN, PROTOCOL_MAX]
+
+
+@pytest.mark.parametrize(("named", "agreed"), [(5, 5), (0, PROTOCOL_MIN), (PROTOCOL_MAX + 9, PROTOCOL_MAX)])
+def test_the_router_is_addressed_as_its_welcome_says(node: Node, named: int, agreed: int) -> None:
+    assert node.session.protocol == PROTOCOL_MIN
+    joined = [Joined("a", agreed)]
+    assert node.take(Welcome(router_epoch="a", protocol=named, need_tokenizer=True)) == joined
+    assert (node.session.protocol, node.spoken[1:]) == (agreed, [agreed])
+
+
+@pytest.mark.parametrize("end", [[], [HelloAgain(router_epoch="a")], [RouterBeat(router_epoch="b")]])
+def test_the_next_router_may_be_an_older_one(joined: Node, end: list[Any]) -> None:
+    assert joined.session.protocol == PROTOCOL_MAX
+    joined.now += 0.0 if end else 5.1
+    joined.take(*end)
+    assert joined.session.protocol == PROTOCOL_MIN
+    joined.now += 0.5
+    joined.take(HelloAgain(router_epoch="c"))
+    assert set(joined.spoken[1:]) == {PROTOCOL_MIN}
 
 
 def test_silence_is_a_lost_router_once(joined: Node) -> None:
@@ -190,6 +240,153 @@ def test_refusal_carries_the_reason(node: Node) -> None:
     reason = "page_size is 16 here and 32 there"
     assert node.take(Refusal(router_epoch="a", reason=reason)) == [RouterRefused(reason)]
     assert node.hellos() == 1  # only the first
+
+
+def test_a_refusal_changes_nothing_else(joined: Node) -> None:
+    assert joined.take(Refusal(router_epoch="a", reason="why"), work()) == [RouterRefused("why"), work()]
+    assert joined.hellos() == 0
+
+
+def test_nothing_is_known_before_the_first_word_of_a_router(node: Node) -> None:
+    assert node.session.router_epoch is None and node.session.ignored == 0 and node.session.is_joined is False
+    node.now += 5.1
+    assert node.take() == [], "who was never there is not lost"
+    node.take(RouterBeat(router_epoch="a"))
+    assert node.session.router_epoch == "a" and not node.session.is_joined
+
+
+def test_nothing_is_said_before_the_start_unless_a_router_asks(hello: Hello) -> None:
+    said: list[ToRouter] = []
+
+    def send(message: ToRouter, protocol: int) -> bool:
+        said.append(message)
+        return True
+
+    session = RouterSession(hello, send, lambda: FILE, lambda: 100.0)
+    assert session.take([]) == [] and said == []
+    assert session.take([HelloAgain(router_epoch="a")]) == []
+    assert said == [msgspec.structs.replace(hello, protocol=hello.protocol_min)]
+
+
+def test_a_tokenizer_is_not_sent_unless_it_is_asked_for(node: Node) -> None:
+    node.take(welcome(need=False))
+    assert node.said[1:] == []
+
+
+def test_a_lost_router_is_out_of_view(joined: Node) -> None:
+    joined.now += 5.1
+    assert joined.take() == [RouterLost(pytest.approx(5.1))]
+    assert joined.session.router_epoch is None and joined.session.is_joined is False
+    assert joined.take(work()) == [] and joined.session.ignored == 1
+    assert joined.take(work()) == [] and joined.session.ignored == 2
+
+
+@pytest.mark.parametrize(("waited_s", "is_again"), [(2.0, False), (2.01, True)])
+def test_a_router_in_view_has_two_seconds_to_answer(node: Node, waited_s: float, is_again: bool) -> None:
+    node.take(RouterBeat(router_epoch="a"))
+    assert node.hellos() == 1
+    node.now += waited_s
+    node.take()
+    assert node.hellos() == is_again
+
+
+@pytest.mark.parametrize(("waited_s", "is_again"), [(0.49, False), (0.5, True)])
+def test_a_hello_is_said_again_after_half_a_second(node: Node, waited_s: float, is_again: bool) -> None:
+    node.hellos()
+    node.now += waited_s
+    assert node.take(HelloAgain(router_epoch="a")) == []
+    assert node.hellos() == is_again
+
+
+def test_a_router_that_welcomed_is_not_asked_again(node: Node) -> None:
+    node.take(welcome())
+    node.hellos()
+    for _ in range(20):
+        node.now += 1.0
+        assert node.take(RouterBeat(router_epoch="a")) == []
+    assert node.hellos() == 0
+
+
+def test_any_message_of_a_router_says_that_it_is_there(joined: Node) -> None:
+    for message in (work(), RouterBeat(router_epoch="a"), work()):
+        joined.now += 4.0
+        joined.take(message)
+    assert joined.session.is_joined
+    joined.now += 4.0
+    joined.take()
+    joined.now += 1.0
+    assert joined.take() == [], "exactly five seconds"
+    joined.now += 0.01
+    assert joined.take() == [RouterLost(pytest.approx(5.01))]
+
+
+def test_a_hello_that_waits_for_room_is_not_said_to_a_router_that_is_lost(joined: Node) -> None:
+    joined.is_full = True
+    joined.take(HelloAgain(router_epoch="a"))
+    joined.is_full = False
+    joined.now += 5.1
+    assert joined.take() == [RouterLost(pytest.approx(5.1))]
+    assert joined.hellos() == 0
+    joined.take()
+    assert joined.hellos() == 1
+
+
+def test_time_is_the_monotonic_clocks_if_nothing_else_is_said(hello: Hello) -> None:
+    session = RouterSession(hello, lambda *_: True, lambda: FILE)
+    assert session._clock is time.monotonic
+    session.take([welcome()])
+    assert session.take([]) == [] and session.is_joined
+
+
+@pytest.mark.parametrize(
+    ("messages", "lines"),
+    [
+        ([welcome()], [f"joined router a, protocol {PROTOCOL_MAX}"]),
+        (
+            [Welcome(router_epoch="a", protocol=5, need_tokenizer=False, notice="waits for a decode node")],
+            ["joined router a, protocol 5", "the router says: waits for a decode node"],
+        ),
+        ([Refusal(router_epoch="a", reason="page_size")], ["the router refused this node: page_size"]),
+        (
+            [welcome(), welcome("b")],
+            [
+                f"joined router a, protocol {PROTOCOL_MAX}",
+                "the router is another one now: freeing all its requests",
+                f"joined router b, protocol {PROTOCOL_MAX}",
+            ],
+        ),
+        (
+            [welcome(), welcome()],
+            [
+                f"joined router a, protocol {PROTOCOL_MAX}",
+                "the router welcomed this node afresh: freeing all its requests",
+                f"joined router a, protocol {PROTOCOL_MAX}",
+            ],
+        ),
+        (
+            [welcome(), HelloAgain(router_epoch="a")],
+            [
+                f"joined router a, protocol {PROTOCOL_MAX}",
+                "the router has forgotten this node: freeing all its requests",
+            ],
+        ),
+        ([HelloAgain(router_epoch="a"), work(), RouterBeat(router_epoch="a")], []),
+    ],
+)
+def test_the_log_says_what_the_router_is_to_the_node(
+    node: Node, caplog: pytest.LogCaptureFixture, messages: list[Any], lines: list[str]
+) -> None:
+    with caplog.at_level("INFO", logger="baton.metadata.session"):
+        node.take(*messages)
+    assert [record.getMessage() for record in caplog.records] == lines
+
+
+def test_the_log_says_for_how_long_a_router_was_silent(joined: Node, caplog: pytest.LogCaptureFixture) -> None:
+    joined.now += 7.25
+    joined.take()
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", "no word from the router for 7.2 s")
+    ]
 
 
 class WelcomingRouter:

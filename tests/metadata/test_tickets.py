@@ -98,8 +98,10 @@ def test_a_holder_that_claims_again_has_its_ticket_still(book, clock):
     clock.now += 0.9
     assert book.expire() == ([], []) and book.units == [U]
     book.revoke(U, False, "late")
+    assert book.claim(U, LINK, 0) == Refund(False, "late")  # told again, and its lease is not renewed
     with pytest.raises(ProtocolError, match="claimed already"):
-        book.claim(U, LINK, 0)
+        book.claim(U, OTHER, 0)
+    assert book.next_deadline() == pytest.approx(clock.now + 0.1)
 
 
 def test_a_lease_ends_unless_it_is_renewed(book, clock):
@@ -280,6 +282,163 @@ def test_the_end_of_an_unclaimed_ticket_is_told_to_its_claimant_alone(book):
     book.revoke(U, True, "stop")
     assert book.claim(U, OTHER, 0, "e2") is None
     assert book.claim(U, LINK, 0, "e1") == Refund(True, "stop")
+
+
+def test_a_ticket_is_found_until_it_ends(book):
+    ticket = book.open(U, 4)
+    assert book.get(U) is ticket and book.get(V) is None
+    book.revoke(U, False, "stop")
+    assert book.get(U) is None
+
+
+@pytest.mark.parametrize("num_pages", [0, -1])
+def test_a_ticket_has_pages(book, num_pages):
+    with pytest.raises(AssertionError):
+        book.open(U, num_pages)
+
+
+def test_a_unit_has_one_ticket(book):
+    book.open(U, 4)
+    with pytest.raises(AssertionError):
+        book.open(U, 4)
+    assert book.units == [U]
+
+
+def test_leases_last_a_second_if_nothing_else_is_said(clock):
+    book = TicketBook(clock)
+    book.open(U, 4)
+    assert book.next_deadline() == clock.now + 1.0
+
+
+@pytest.mark.parametrize("lease_s", [1.0, 8.0])
+def test_a_lease_begins_when_it_is_opened_claimed_and_claimed_again(clock, lease_s):
+    book = TicketBook(clock, lease_s)
+    book.open(U, 4)
+    assert book.next_deadline() == clock.now + lease_s
+    for _ in range(2):
+        clock.now += lease_s / 4
+        book.claim(U, LINK, 0)
+        assert book.next_deadline() == clock.now + lease_s
+        assert book.expire() == ([], [])
+
+
+def test_a_claim_again_counts_as_a_renewal_of_a_lease_that_was_found_over(book, clock):
+    """It gets its second look anew."""
+    claimed(book)
+    clock.now += 2.0
+    assert book.expire() == ([], [])
+    book.claim(U, LINK, 0)
+    clock.now += 2.0
+    assert book.expire() == ([], []) and book.units == [U]
+
+
+def test_each_lease_that_is_found_over_is_prolonged_by_itself(book, clock):
+    claimed(book, U, LINK)
+    clock.now += 0.9
+    claimed(book, V, OTHER)
+    clock.now += 0.9
+    assert book.expire() == ([], [])  # U's, which is over once
+    clock.now += 0.3
+    assert book.expire(is_all_read=False) == ([], [Parked(U, LINK)])  # while V's is over for the first time
+    assert book.units == [V] and book.next_deadline() == pytest.approx(clock.now + 0.25)
+
+
+def test_all_leases_that_are_over_are_judged_when_one_is_prolonged(book, clock):
+    """V's was found over before; U's, which was opened before it and claimed since, is for the first time."""
+    book.open(U, 4)
+    claimed(book, V, OTHER)
+    clock.now += 0.9
+    book.claim(U, LINK, 0)
+    book.take_events()
+    clock.now += 0.6
+    assert book.expire() == ([], []) and book.next_deadline() == pytest.approx(clock.now + 0.25)
+    clock.now += 0.6
+    assert book.expire() == ([], [Parked(V, OTHER)])
+    assert book.units == [U]
+
+
+@pytest.mark.parametrize(("since_s", "is_away"), [(0.5, False), (0.5001, True)])
+def test_a_node_is_away_when_it_does_not_ask_for_half_a_lease(book, clock, since_s, is_away):
+    claimed(book)
+    clock.now += 1.0 - since_s
+    book.expire()
+    clock.now += since_s
+    assert book.expire() == ([], [] if is_away else [Parked(U, LINK)])
+
+
+@pytest.mark.parametrize("claimant", [None, "e1"])
+def test_a_late_claim_of_an_unclaimed_ticket_is_told_why_for_one_lease(book, clock, claimant):
+    reason = "nobody claimed it within 1 s"
+    for at, is_told in ((0.9, True), (1.0, False)):
+        book.open(U, 4, claimant)
+        watch(book, clock, 1.0)
+        assert book.take_events() == [TicketEnded(U, "lease", reason)]
+        watch(book, clock, at)
+        assert book.claim(U, LINK, 0, "e1") == (Refund(False, reason) if is_told else None)
+        book.end(U, LINK, "dropped")
+
+
+def test_the_reason_of_a_revoked_ticket_is_told_for_one_lease(book, clock):
+    for at, is_told in ((0.9, True), (1.0, False)):
+        book.open(U, 4)
+        book.revoke(U, True, "stop")
+        watch(book, clock, at)
+        assert book.claim(U, LINK, 0) == (Refund(True, "stop") if is_told else None)
+        book.end(U, LINK, "dropped")
+
+
+def test_a_unit_that_is_opened_again_has_no_end_to_tell(book):
+    book.open(U, 4)
+    book.revoke(U, True, "stop")
+    book.open(U, 4)
+    assert book.end(U, LINK, "dropped") is False
+    book.claim(U, LINK, 0)
+    book.end(U, LINK, "acked")
+    assert book.claim(U, LINK, 0) is None
+
+
+def test_a_claim_without_an_epoch_is_nobodys(book):
+    book.open(U, 4, "e1")
+    with pytest.raises(ProtocolError, match=r"for decode epoch e1, not $"):
+        book.claim(U, LINK, 0)
+
+
+def test_claims_that_are_refused_name_their_request(book):
+    claimed(book)
+    book.open(V, 4, "e1")
+    parked = Unit("parked", 0, 0)
+    book.claim(parked, LINK, 0)
+    for unit, holder, have in ((U, OTHER, 0), (V, LINK, 0), (parked, LINK, 0)):
+        with pytest.raises(ProtocolError) as raised:
+            book.claim(unit, holder, have)
+        assert raised.value.rid == unit.rid
+    with pytest.raises(ProtocolError) as raised:
+        book.claim(V, LINK, 4, "e1")
+    assert raised.value.rid == V.rid
+
+
+@pytest.mark.parametrize("how", ["dropped", "given up", "closed", "opened"])
+def test_a_parked_claim_that_is_over_leaves_nothing(book, clock, how):
+    book.claim(U, LINK, 0)
+    book.claim(U, OTHER, 0)
+    for link in (LINK, OTHER):
+        if how == "dropped":
+            assert book.end(U, link, "dropped")
+        elif how == "closed":
+            book.close(link, "gone")
+    if how == "given up":
+        clock.now += 1.0
+        assert book.expire() == ([Parked(U, LINK), Parked(U, OTHER)], [])
+    elif how == "opened":
+        book.open(U, 4)
+    assert not book._parked
+
+
+def test_one_parked_claim_ends_and_the_other_waits_on(book):
+    book.claim(U, LINK, 0)
+    book.claim(U, OTHER, 2)
+    assert book.end(U, LINK, "dropped") and not book.end(U, LINK, "dropped")
+    assert book.open(U, 4).holder == OTHER
 
 
 def test_a_closed_epoch_ends_its_own_tickets_only(book):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 import urllib.error
@@ -14,11 +15,14 @@ from typing import Any
 import pytest
 import uvloop
 
+from baton.router import openapi
 from baton.router.config import RouterConfig
 from baton.router.main import Router
 from baton.router.tokenizer import TextTokenizer
 
 from .fake_nodes import Behaviour, FakeCluster, Script, make_tokenizer
+
+DECLARED: dict[str, Any] = openapi.document()["paths"]
 
 
 class RunningRouter:
@@ -78,6 +82,7 @@ class RunningRouter:
         except urllib.error.HTTPError as error:
             with error:
                 status, raw, given = error.code, error.read(), dict(error.headers)
+        check_is_declared(method, path, status)
         given = {name.lower(): value for name, value in given.items()}
         return status, json.loads(raw) if given.get("content-type", "").startswith("application/json") else raw, given
 
@@ -106,6 +111,15 @@ class RunningRouter:
         self._thread.join(10)
         assert not self._thread.is_alive(), "the router did not stop"
         assert not self.errors, self.errors
+
+
+def check_is_declared(method: str, path: str, status: int) -> None:
+    """Whatever a test asks, the status of the answer stands in the OpenAPI document."""
+    for template, operations in DECLARED.items():
+        pattern = re.sub(r"{\w+}", ".+" if template.startswith("/v1") else "[^/]+", template)
+        if method.lower() in operations and re.fullmatch(pattern, path.partition("?")[0]):
+            statuses = operations[method.lower()]["responses"]
+            assert str(status) in statuses, f"{method} {template} answered {status}, which is not declared"
 
 
 @pytest.fixture

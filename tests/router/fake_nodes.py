@@ -85,7 +85,10 @@ class Behaviour:
     change_tokens: Callable[[FakeNode, list[m.Tokens]], list[m.Tokens]] | None = None  # of one unit's decode
     answer_prefill: Callable[[FakeNode, m.Prefill], bool] | None = None  # True: handled
     answer_reserve: Callable[[FakeNode, m.Reserve], bool] | None = None
+    # what two nodes' names ("" for one that takes no part) make of an output: faulty nodes
+    corrupt: Callable[[str, str, list[int]], list[int]] | None = None
     hold: threading.Event | None = None  # decode waits for it before the tokens after the first, but a canary's
+    answer_compute: Callable[[FakeNode, m.Compute], bool] | None = None
     ack_cancels: bool = True
     resend: bool = True
 
@@ -106,6 +109,12 @@ class FakeCluster:
     eos: tuple[int, ...] = (1,)
     behaviour: Behaviour = field(default_factory=Behaviour)
     nodes: list[FakeNode] = field(default_factory=list)
+
+    def generate_by(self, script: Script) -> None:
+        """Change what short prompts bring. Canaries have prompts of several pages, and what they bring must not change:
+        nodes may compute one in the background at any time."""
+        before, canary_len = self.script, 2 * self.page_size
+        self.script = lambda prompt, choice: (before if len(prompt) > canary_len else script)(prompt, choice)
 
     def card(self) -> ModelCard:
         return ModelCard(
@@ -147,7 +156,7 @@ class FakeNode(threading.Thread):
         self.refusal: str | None = None
         self.notice = ""
         self.handoffs: queue.Queue[tuple[m.Prefill, int, list[int]]] = queue.Queue()
-        self.reserved: dict[tuple[str, int, int], m.Reserve] = {}
+        self.reserved: dict[tuple[str, int, int], m.Reserve | m.Compute] = {}
         self.running: list[tuple[float, list[m.Tokens]]] = []
         self.sent: dict[Unit, list[m.Tokens]] = {}
         self.cancelled: set[tuple[str, int, int | None]] = set()
@@ -198,6 +207,7 @@ class FakeNode(threading.Thread):
                 num_pages=cluster.num_pages, page_size=cluster.page_size, max_running=cluster.max_running
             ),
             data_address="tcp://127.0.0.1:1",
+            protocol=m.PROTOCOL_MAX,
         )
         import msgspec
 
@@ -236,6 +246,8 @@ class FakeNode(threading.Thread):
         match message:
             case m.Welcome():
                 self.notice = message.notice
+                self.reserved.clear()  # as a real node: each Welcome starts from nothing
+                self.running.clear()
                 if message.need_tokenizer:
                     data = self.cluster.tokenizer
                     self.link.send(m.TokenizerFile(self.cluster.card().tokenizer_digest, zlib.compress(data)))
@@ -246,6 +258,9 @@ class FakeNode(threading.Thread):
             case m.Reserve():
                 if behaviour.answer_reserve is None or not behaviour.answer_reserve(self, message):
                     self.reserve(message)
+            case m.Compute():
+                if behaviour.answer_compute is None or not behaviour.answer_compute(self, message):
+                    self.compute(message)
             case m.Prefill():
                 if behaviour.answer_prefill is None or not behaviour.answer_prefill(self, message):
                     self.prefill(message)
@@ -261,7 +276,20 @@ class FakeNode(threading.Thread):
             case _:
                 pass
 
-    def reserve(self, message: m.Reserve) -> None:
+    def compute(self, message: m.Compute) -> None:
+        """The prompt without a prefill node."""
+        self.reserve(message)
+        prompt, num_received = unpack_ids(message.request.prompt_ids), len(unpack_ids(message.request.received_ids))
+        for choice in message.choices:
+            if (message.rid, choice, message.attempt) in self.reserved:
+                output = self.output(message.request, prompt, choice, None, self)
+                unit = Unit(message.rid, choice, message.attempt)
+                places = range(num_received, len(output))
+                steps = [self.tokens(unit, message.request, output, place, 1) for place in places]
+                self.sent[unit] = list(steps)
+                self.running.append((0.0, steps))
+
+    def reserve(self, message: m.Reserve | m.Compute) -> None:
         granted: list[int] = []
         for choice in message.choices:
             if self._pages(message.request) <= self.load().free_pages and len(self.reserved) < self.cluster.max_running:
@@ -273,13 +301,13 @@ class FakeNode(threading.Thread):
         request = message.request
         prompt, received = unpack_ids(request.prompt_ids), unpack_ids(request.received_ids)
         for choice in message.choices:
-            output = self.output(request, prompt, choice)
+            decode = message.decode
+            node = next((node for node in self.cluster.nodes if decode and node.epoch == decode.epoch), None)
+            output = self.output(request, prompt, choice, self, node)
             tokens = self.tokens(Unit(message.rid, choice, message.attempt), request, output, len(received), 1)
             self.link.send(tokens)
-            decode = message.decode
-            if decode is None:
+            if node is None:
                 continue
-            node = next(node for node in self.cluster.nodes if node.epoch == decode.epoch)
             if tokens.ended:  # revoked as finished
                 node.reserved.pop((message.rid, choice, message.attempt), None)
             else:
@@ -289,9 +317,19 @@ class FakeNode(threading.Thread):
             m.PrefillDone(message.rid, message.attempt, 0.001, 0.002, 3, self.load(), prompt_logprobs=prompt_logprobs)
         )
 
-    def output(self, request: GenerationRequest, prompt: list[int], choice: int) -> list[int]:
-        """The whole output, cut at a stop id or max_tokens."""
+    def output(
+        self,
+        request: GenerationRequest,
+        prompt: list[int],
+        choice: int,
+        prefill: FakeNode | None = None,
+        decode: FakeNode | None = None,
+    ) -> list[int]:
+        """The whole output, cut at a stop id or max_tokens, by the nodes that compute it."""
         output = self.cluster.script(prompt, choice)
+        corrupt = self.cluster.behaviour.corrupt
+        if corrupt is not None:
+            output = corrupt(prefill.name if prefill else "", decode.name if decode else "", list(output))
         for place, token in enumerate(output):
             if token in request.params.stop_ids and place + 1 >= request.params.min_tokens:
                 return output[: place + 1][: request.params.max_tokens]

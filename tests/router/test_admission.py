@@ -211,9 +211,9 @@ def test_nobody_is_asked_for_while_a_refused_request_is_asked_for_again(make_sys
     def answer(node: FakeNode, message: m.Reserve) -> bool:
         num_prompt = len(message.request.prompt_ids) // 4
         asked.append((message.rid, time.monotonic()))
-        if num_prompt < 50 or len({rid for rid, _ in asked}) > 1:
+        if num_prompt < 50:
             return False
-        if len(asked) == 1:
+        if sum(rid == message.rid for rid, _ in asked) == 1:
             busy = m.Load(free_pages=0, running=1, waiting=0)
             node.post(m.Reserved(message.rid, message.attempt, (), busy))
             node.post(m.Room(node.load()), after_s=0.1)
@@ -233,3 +233,68 @@ def test_nobody_is_asked_for_while_a_refused_request_is_asked_for_again(make_sys
     others = [at for rid, at in asked if rid != asked[0][0]]  # some may come before the router knows of the refusal
     assert len(others) == 3 and first < again
     assert not any(again <= at < again + 0.25 for at in others), "asked for before the refused one had its answer"
+
+
+@pytest.mark.parametrize("len_left", [0, 1, 2])
+def test_a_prompt_about_as_large_as_the_pool_is_served_or_refused_at_once(
+    make_system: Callable[..., System], len_left: int
+) -> None:
+    """8 pages of 16 tokens. A prompt with room for two rounds is served; a longer one is refused on arrival, and holds
+    up nobody."""
+    system = make_system(num_pages=8).up()
+    begun = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        large = pool.submit(system.complete, prompt=[5] * (8 * 16 - len_left), max_tokens=2)
+        time.sleep(0.1)
+        assert system.complete()[0] == 200
+        status, body, _ = large.result()
+    assert time.monotonic() - begun < 5, "somebody waited for room that no node has"
+    assert (status, body.get("error", {}).get("param")) == ((200, None) if len_left == 2 else (400, "prompt")), body
+
+
+def test_who_fits_no_node_that_is_there_stands_in_nobodys_way(make_system: Callable[..., System]) -> None:
+    """The node that is large enough dies. Its request waits for another one; those behind it go on."""
+    system = make_system(router={"node_wait_s": 30.0}, num_pages=8)
+    system.cluster.add("prefill", "p0", capacity=Capacity(64, 16, 64))
+    system.up(0, 1)
+    system.cluster.add("decode", "large", capacity=Capacity(64, 16, 64))
+    wait_until(lambda: system.router.call(lambda: len(system.router.router.life.registry.nodes) == 3))
+    system.behaviour.hold = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        moved = pool.submit(system.complete, prompt=[5] * 200)
+        wait_until(lambda: own(system.cluster.by_name("large"), m.Reserve))
+        system.cluster.by_name("large").stop()
+        system.cluster.nodes.pop()
+        system.behaviour.hold.set()
+        wait_until(lambda: waiting(system) == 1)
+        begun = time.monotonic()
+        assert [system.complete()[0] for _ in range(3)] == [200] * 3
+        assert time.monotonic() - begun < 5
+        assert not moved.done()
+        system.cluster.add("decode", "large", capacity=Capacity(64, 16, 64))
+        assert moved.result(30)[0] == 200
+
+
+def test_a_small_node_that_refuses_though_it_is_empty_is_not_asked_over_and_over(
+    make_system: Callable[..., System],
+) -> None:
+    """It may draft so much that it needs more room than the router knows. The larger node is busy, and has it later."""
+    system = make_system().up()
+    system.cluster.add("decode", "large", capacity=Capacity(600, 16, 1))
+    wait_until(lambda: system.router.call(lambda: len(system.router.router.life.registry.nodes) == 3))
+    small = system.cluster.by_name("d0")
+
+    def refuse(node: FakeNode, message: m.Reserve) -> bool:
+        if node is not small or message.rid.startswith("canary"):
+            return False
+        node.link.send(m.Reserved(message.rid, message.attempt, (), node.load()))
+        return True
+
+    system.behaviour.answer_reserve = refuse
+    system.behaviour.hold = threading.Event()
+    with ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(system.complete) for _ in range(3)]
+        time.sleep(1.0)
+        system.behaviour.hold.set()
+        assert [answer.result()[0] for answer in answers] == [200] * 3
+    assert len(own(small, m.Reserve)) <= 3

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
 from baton.metadata import messages as m
-from baton.router import openapi
+from baton.router import errors, openapi
 from baton.router.api_types import CompletionRequest
 
 from .conftest import System
@@ -80,6 +82,36 @@ def test_openapi_comes_from_the_types(system: System) -> None:
     app = system.router.router.api.application()
     served = {resource.canonical for resource in app.router.resources()}
     assert set(body["paths"]) == served - {"/openapi.json"}
+
+
+def test_the_statuses_that_the_code_can_raise_are_declared() -> None:
+    """All of them, and no other. Which route answers which: conftest.py, check_is_declared."""
+    declared = {
+        int(status)
+        for operations in openapi.document()["paths"].values()
+        for operation in operations.values()
+        for status in operation["responses"]
+    }
+    raised = {200, 500, *errors._STATUS.values()}
+    for path in Path(errors.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "HttpRefusal":
+                raised |= {node.args[0].value} if isinstance(node.args[0], ast.Constant) else set()
+            elif isinstance(node, ast.FunctionDef) and node.name == "status_of":
+                returns = [each.value for each in ast.walk(node) if isinstance(each, ast.Return)]
+                raised |= {each.value for each in returns if isinstance(each, ast.Constant)}
+    assert raised - {405} == declared  # 405: a method that is not declared
+
+
+def test_a_timeout_is_declared_as_it_is_sent() -> None:
+    """408 is for a body that does not come, 504 for a request that takes too long."""
+    document = openapi.document()
+    responses = document["paths"]["/v1/completions"]["post"]["responses"]
+    assert "body" in responses["408"]["description"]
+    assert "timeout_s" in responses["504"]["description"]
+    described = document["components"]["schemas"]["CompletionRequest"]["properties"]["timeout_s"]
+    assert "504" in str(described)
+    assert "408" not in str(described)
 
 
 def test_the_router_imports_nothing_heavy() -> None:

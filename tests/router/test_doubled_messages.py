@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from baton.metadata import messages as m
-from baton.metadata.request import Unit, pack_ids
-from baton.router import admission, gaps
+from baton.metadata.handoff_server import HandoffServer
+from baton.metadata.link import Link
+from baton.metadata.request import Unit, pack_ids, unpack_ids
+from baton.router import admission, cancels, gaps, registry
 
 from .conftest import System
 from .fake_nodes import FakeNode
@@ -148,3 +152,66 @@ def test_a_lost_last_offer_is_asked_for_soon_after_the_first_token(
 
 def test_what_may_have_been_lost_is_asked_for_within_2_s() -> None:
     assert admission.ASK_S <= gaps.SILENCE_S <= 2.0
+
+
+@pytest.mark.parametrize("max_tokens", [1, 100])
+def test_log_probabilities_of_a_prompt_whose_last_word_was_lost_are_computed_again(
+    system: System, monkeypatch: pytest.MonkeyPatch, max_tokens: int
+) -> None:
+    """All tokens are there; PrefillDone, which carries them, is not."""
+    monkeypatch.setattr(gaps, "SILENCE_S", 0.2)
+    asked: list[m.Resend] = []
+    prefill, decode = system.cluster.by_name("p0"), system.cluster.by_name("d0")
+
+    def lose(node: FakeNode, message: m.Prefill) -> bool:
+        if message.attempt > 0 or message.rid.startswith("canary"):
+            return False
+        output = node.output(message.request, unpack_ids(message.request.prompt_ids), 0)
+        node.link.send(node.tokens(Unit(message.rid, 0, 0), message.request, output, 0, 1))
+        if message.decode is not None:
+            decode.handoffs.put((message, 0, output))
+        return True
+
+    def answer_resend(message: m.ToNode) -> None:
+        if isinstance(message, m.Resend):
+            asked.append(message)
+            prefill.link.send(m.Failed(message.unit, "unavailable", "not known", retryable=True))
+        else:
+            FakeNode.take(prefill, message)
+
+    system.behaviour.answer_prefill = lose
+    prefill.take = answer_resend  # type: ignore[method-assign]
+    status, answer, _ = system.complete(echo=True, logprobs=1, max_tokens=max_tokens)
+    assert status == 200 and asked[0].first >= 1, answer
+    logprobs = answer["choices"][0]["logprobs"]
+    assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) > 3
+    system.router.wait_idle()
+
+
+def test_a_lost_tokenizer_is_asked_for_again(
+    make_system: Callable[..., System], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "TOKENIZER_S", 0.2)
+    lost: list[str] = []
+    send = Link.send
+
+    def lose(link: Link, message: m.ToRouter) -> bool:
+        if isinstance(message, m.TokenizerFile) and len(lost) < 2:  # of both nodes
+            lost.append(message.digest)
+            return True
+        return send(link, message)
+
+    monkeypatch.setattr(Link, "send", lose)
+    system = make_system().up()
+    assert len(lost) == 2
+    status, answer, _ = system.complete()
+    assert (status, answer["choices"][0]["text"]) == (200, system.text)
+
+
+def test_a_cancel_that_is_lost_three_times_arrives_within_2_s() -> None:
+    waits_s = [cancels.ACK_S * 2**number for number in range(3)]
+    assert sum(waits_s) < 2.0
+
+
+def test_a_reservation_is_asked_for_again_before_its_claims_are_given_up() -> None:
+    assert inspect.signature(HandoffServer).parameters["lease_s"].default > admission.ASK_S

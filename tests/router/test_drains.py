@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton.router.drains import Drains
-from baton.router.errors import NotFound
+from baton.router.errors import HttpRefusal, NotFound
 
 
 class Drained:
@@ -19,12 +19,15 @@ class Drained:
         self.live: list[Any] = []
         group = SimpleNamespace(live=lambda role: self.live)
         self.first, self.other = (
-            SimpleNamespace(node_id=name, role="decode", group=group, is_cordoned=False, evict_at=None)
+            SimpleNamespace(
+                node_id=name, role="decode", group=group, is_cordoned=False, is_leaving=False, evict_at=None
+            )
             for name in ("d0", "d1")
         )
         self.live.append(self.other)
         self.evicted: list[Any] = []
-        registry: Any = SimpleNamespace(nodes={b"d0": self.first, b"d1": self.other})
+        self.nodes = {b"d0": self.first, b"d1": self.other}
+        registry: Any = SimpleNamespace(nodes=self.nodes)
         moves: Any = SimpleNamespace(evict=lambda node, reason: self.evicted.append(node))
         self.drains = Drains(registry, moves)
 
@@ -63,3 +66,34 @@ def test_a_drain_that_was_taken_back_moves_nothing() -> None:
 def test_an_unknown_name_is_told_the_others() -> None:
     with pytest.raises(NotFound, match="'d7' is not here; joined are: d0, d1"):
         Drained().drains.begin("d7", 1.0)
+
+
+def test_a_drain_belongs_to_the_name_until_the_node_leaves() -> None:
+    drained = Drained()
+    drained.drains.begin("d0", 5.0)
+    again = SimpleNamespace(**{**vars(drained.first), "is_cordoned": False})
+    drained.drains.joined(again)
+    assert again.is_cordoned and not drained.other.is_cordoned
+    drained.drains.left(again)
+    fresh = SimpleNamespace(**{**vars(drained.first), "is_cordoned": False})
+    drained.drains.joined(fresh)
+    assert not fresh.is_cordoned
+
+
+def test_a_node_that_leaves_is_not_put_back() -> None:
+    drained = Drained()
+    drained.drains.begin("d0", 5.0)
+    drained.first.is_leaving = True
+    with pytest.raises(HttpRefusal, match=r"d0 is leaving.*cannot be undone"):
+        drained.drains.undo("d0")
+
+
+def test_a_drain_of_a_node_that_is_gone_can_be_undone() -> None:
+    drained = Drained()
+    drained.drains.begin("d0", 5.0)
+    del drained.nodes[b"d0"]
+    with pytest.raises(NotFound, match=r"d0.* will not drain when it comes back"):
+        drained.drains.undo("d0")
+    again = SimpleNamespace(**{**vars(drained.first), "is_cordoned": False})
+    drained.drains.joined(again)
+    assert not again.is_cordoned

@@ -16,6 +16,8 @@ from baton.router.waiting import Entry, WaitingQueue
 
 class _Group:  # hashed by its identity, as groups are
     page_size = 16
+    layout = SimpleNamespace(page_size=16, key_lookahead=0)
+    live = staticmethod(lambda role: [])
 
 
 GROUP: Any = _Group()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,11 @@ START = (
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_process_from_start_to_end(number: signal.Signals) -> None:
     begun = time.monotonic()
-    with subprocess.Popen([sys.executable, "-c", START], stderr=subprocess.PIPE, text=True) as process:
+    with (
+        subprocess.Popen([sys.executable, "-c", START], stderr=subprocess.PIPE, text=True) as process,
+        ExitStack() as end,
+    ):
+        end.callback(process.kill)  # or what fails here would be waited for without end
         assert process.stderr is not None
         line = process.stderr.readline()
         assert "serving HTTP on http://127.0.0.1:" in line
@@ -81,7 +86,9 @@ def test_http_1_0_gets_a_plain_stream(system: System) -> None:
     host, port = system.router.url.removeprefix("http://").rsplit(":", 1)
     with socket.create_connection((host, int(port))) as client:
         body = b'{"model": "fake", "prompt": "hello", "max_tokens": 100, "stream": true}'
-        client.sendall(b"POST /v1/completions HTTP/1.0\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        client.sendall(
+            b"POST /v1/completions HTTP/1.0\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        )
         data = b""
         while more := client.recv(65536):
             data += more

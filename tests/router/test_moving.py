@@ -23,7 +23,10 @@ class Moving:
     """A request of several choices, all on (p0, d0); everything that Moves asks of others is written down."""
 
     def __init__(self, tokenizer: TextTokenizer, num_choices: int = 2, *, max_attempts: int = 3, **more: Any) -> None:
-        group: Any = SimpleNamespace(tokenizer=tokenizer, key=SimpleNamespace(model="fake"), page_size=16)
+        layout = SimpleNamespace(page_size=16, key_lookahead=0)
+        group: Any = SimpleNamespace(
+            tokenizer=tokenizer, key=SimpleNamespace(model="fake"), page_size=16, layout=layout
+        )
         nobody: Any = None
         self.generation = Generation(
             "r", group, [5, 6, 7], SamplingParams(max_tokens=50), nobody, num_choices=num_choices, now=0.0, **more
@@ -48,7 +51,8 @@ class Moving:
             )
         )
         gaps: Any = SimpleNamespace(close=lambda choice: self.closed.append(choice.index))
-        self.moves = Moves(self, cancels, gaps, max_attempts)
+        self.kinds: list[str] = []  # why it moved
+        self.moves = Moves(self, cancels, gaps, max_attempts, lambda generation, kind: self.kinds.append(kind))
         self.attempt = self.begin(self.d0)
 
     def begin(self, decode: Any, *, dispatched: bool = True) -> Attempt:
@@ -238,3 +242,14 @@ def test_several_choices_resume_in_their_order(moving: Moving) -> None:
     moving.moves.pause(moving.generation, "its client does not read")
     moving.moves.resume(moving.generation)
     assert moving.queued == [(0,), (1,), (77,)]
+
+
+def test_why_a_request_moved_is_counted(tokenizer: TextTokenizer) -> None:
+    for event, kind in (
+        (lambda moving: moving.moves.failed(moving.generation, moving.attempt, {0}, "no"), "failed"),
+        (lambda moving: moving.moves.unreachable(moving.generation, moving.attempt, moving.d0), "lost"),
+        (lambda moving: moving.moves.evict(moving.d0, "its time is over"), "drained"),
+    ):
+        moving = Moving(tokenizer)
+        event(moving)
+        assert moving.kinds == [kind]

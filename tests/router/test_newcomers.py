@@ -23,6 +23,7 @@ class Clocked:
     def __init__(self) -> None:
         self.sent: dict[bytes, list[m.ToNode]] = defaultdict(list)
         self.joined: list[str] = []
+        self.spoken: defaultdict[bytes, list[int]] = defaultdict(list)
         self.registry = Registry("r" * 16, self._send, lambda node: self.joined.append(node.hello.epoch), _ignore)
         self.now = 100.0
 
@@ -41,6 +42,7 @@ class Clocked:
             model=card,
             capacity=Capacity(num_pages=8, page_size=16, max_running=4),
             data_address="",
+            protocol=m.PROTOCOL_MAX,
         )
         peer = f"{name}:{epoch}".encode()
         self.registry.hello(peer, msgspec.structs.replace(hello, **changes), self.now)
@@ -57,8 +59,9 @@ class Clocked:
     def answers(self, peer: bytes) -> list[type]:
         return [type(message) for message in self.sent[peer]]
 
-    def _send(self, peer: bytes, message: m.ToNode) -> bool:
+    def _send(self, peer: bytes, message: m.ToNode, protocol: int) -> bool:
         self.sent[peer].append(message)
+        self.spoken[peer].append(protocol)
         return True
 
 
@@ -129,7 +132,7 @@ def test_a_rival_that_died_unnoticed_keeps_nobody_out() -> None:
     clocked.after(0.4)
     clocked.hello("new", layout=make_layout(page_size=32))
     assert clocked.answers(new) == [] and list(clocked.registry.nodes) == [old]
-    clocked.registry.lose(clocked.registry.nodes[old], "silent")
+    clocked.registry.lose(clocked.registry.nodes[old], "dead")
     clocked.after(0.1)
     assert clocked.answers(new) == [m.Welcome] and list(clocked.registry.nodes) == [new]
 
@@ -182,3 +185,32 @@ def test_lines_of_nodes_that_come_and_go_are_bounded(caplog: pytest.LogCaptureFi
             clocked.hello("e")  # joined, and gone before
             clocked.hello("f", name="d1", protocol_max=0, protocol_min=0)  # refused
     assert 0 < len(caplog.records) <= (2 + int(time.monotonic() - begun)) * MAX_LINES
+
+
+def test_who_says_hello_in_an_older_protocol_than_both_know_is_asked_again() -> None:
+    clocked = Clocked()
+    peer = clocked.hello("e", protocol=m.PROTOCOL_MIN)
+    (asked,) = clocked.sent[peer]
+    assert asked == m.HelloAgain(router_epoch="r" * 16, protocol=m.PROTOCOL_MAX) and not clocked.joined
+    clocked.hello("e", protocol=m.PROTOCOL_MAX)
+    welcome = clocked.sent[peer][1]
+    assert isinstance(welcome, m.Welcome) and welcome.protocol == m.PROTOCOL_MAX
+    assert clocked.spoken[peer] == [m.PROTOCOL_MAX] * 2
+
+
+@pytest.mark.parametrize(("highest", "spoken"), [(m.PROTOCOL_MIN, m.PROTOCOL_MIN), (5, 5), (99, m.PROTOCOL_MAX)])
+def test_a_node_is_addressed_in_the_highest_protocol_that_both_know(highest: int, spoken: int) -> None:
+    clocked = Clocked()
+    peer = clocked.hello("e", protocol_max=highest, protocol=0 if highest < 6 else highest)
+    (welcome,) = clocked.sent[peer]
+    assert isinstance(welcome, m.Welcome) and welcome.protocol == spoken
+    assert clocked.spoken[peer] == [spoken] and clocked.registry.nodes[peer].protocol == spoken
+    node = clocked.registry.nodes[peer]
+    assert node.knows(m.CudaWelcome) == (spoken >= 6) and node.knows(m.Reserve)
+
+
+def test_a_node_that_starts_anew_is_lost_before_it_is_asked_for_more() -> None:
+    clocked = Clocked()
+    peer = clocked.hello("e")
+    clocked.hello("e", protocol=m.PROTOCOL_MIN)
+    assert clocked.answers(peer) == [m.Welcome, m.HelloAgain] and not clocked.registry.nodes

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ import pytest
 from baton.metadata import messages as m
 
 from .conftest import System
+from .fake_nodes import FakeNode
 from .test_admission import waiting
-from .test_request_life import own, wait_until
+from .test_request_life import is_canary, own, wait_until
 
 
 def busy(make_system: Callable[..., System], **router: Any) -> System:
@@ -24,6 +26,21 @@ def busy(make_system: Callable[..., System], **router: Any) -> System:
     return system
 
 
+def first_runs(system: System) -> None:
+    """The one slot is taken, and whoever took it waits no more."""
+    wait_until(lambda: own(system.cluster.by_name("p0"), m.Prefill))
+
+
+@contextmanager
+def clients(system: System, count: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads for requests. Whatever the test finds, the slot comes free before they are waited for."""
+    with ThreadPoolExecutor(count) as pool:
+        try:
+            yield pool
+        finally:
+            system.behaviour.hold.set()
+
+
 def order(system: System) -> list[str]:
     """Ids in the order in which prefill got them."""
     return list(dict.fromkeys(message.rid for message in own(system.cluster.by_name("p0"), m.Prefill)))
@@ -31,9 +48,9 @@ def order(system: System) -> list[str]:
 
 def test_lower_numbers_go_first_and_equal_ones_in_order(make_system: Callable[..., System]) -> None:
     system = busy(make_system)
-    with ThreadPoolExecutor(8) as pool:
+    with clients(system, 8) as pool:
         futures = [pool.submit(system.complete)]
-        wait_until(lambda: own(system.cluster.by_name("d0"), m.Reserve))
+        first_runs(system)
         for place, priority in enumerate([0, 5, 0, -3, 5, -3]):
             futures.append(pool.submit(system.complete, priority=priority))
             wait_until(lambda place=place: waiting(system) == place + 1)
@@ -44,9 +61,9 @@ def test_lower_numbers_go_first_and_equal_ones_in_order(make_system: Callable[..
 
 def test_a_full_queue_makes_room_for_a_higher_priority(make_system: Callable[..., System]) -> None:
     system = busy(make_system, max_waiting=2)
-    with ThreadPoolExecutor(8) as pool:
+    with clients(system, 8) as pool:
         served = [pool.submit(system.complete)]
-        wait_until(lambda: own(system.cluster.by_name("d0"), m.Reserve))
+        first_runs(system)
         served.append(pool.submit(system.complete))
         wait_until(lambda: waiting(system) == 1)
         last = pool.submit(system.complete, stream=True)
@@ -67,9 +84,9 @@ def test_a_full_queue_makes_room_for_a_higher_priority(make_system: Callable[...
 
 def test_prompt_tokens_that_wait_are_bounded(make_system: Callable[..., System]) -> None:
     system = busy(make_system, max_waiting_tokens=30)
-    with ThreadPoolExecutor(4) as pool:
+    with clients(system, 4) as pool:
         served = [pool.submit(system.complete)]
-        wait_until(lambda: own(system.cluster.by_name("d0"), m.Reserve))
+        first_runs(system)
         served.append(pool.submit(system.complete, prompt=[5] * 20))
         wait_until(lambda: waiting(system) == 1)
         status, body, headers = system.complete(prompt=[5] * 11)
@@ -86,9 +103,9 @@ def test_prompt_tokens_that_wait_are_bounded(make_system: Callable[..., System])
 
 def test_nobody_waits_longer_than_the_bound(make_system: Callable[..., System]) -> None:
     system = busy(make_system, max_queue_s=0.4)
-    with ThreadPoolExecutor(4) as pool:
+    with clients(system, 4) as pool:
         running = pool.submit(system.complete)
-        wait_until(lambda: own(system.cluster.by_name("d0"), m.Reserve))
+        first_runs(system)
         begun = time.monotonic()
         status, body, _ = pool.submit(system.complete, prompt=["a", "b"]).result(5)
         assert (status, body["error"]["type"]) == (429, "rate_limit_error")
@@ -102,9 +119,9 @@ def test_nobody_waits_longer_than_the_bound(make_system: Callable[..., System]) 
 def test_a_request_some_of_which_runs_may_wait_on(make_system: Callable[..., System]) -> None:
     """Many prompts in one body take their time: once one has nodes, the others are not refused."""
     system = busy(make_system, max_queue_s=0.3)
-    with ThreadPoolExecutor(1) as pool:
+    with clients(system, 1) as pool:
         answer = pool.submit(system.complete, prompt=["a", "b", "c"])
-        wait_until(lambda: own(system.cluster.by_name("d0"), m.Reserve))
+        first_runs(system)
         time.sleep(0.6)
         system.behaviour.hold.set()
         assert answer.result(5)[0] == 200
@@ -128,9 +145,9 @@ def learned(system: System, *, interval_s: float, service_s: float) -> None:
 def test_who_would_be_late_is_refused_at_once(make_system: Callable[..., System]) -> None:
     """The request's own timeout_s counts, queue and service together; so does the router's bound on the queue alone."""
     system = busy(make_system, max_queue_s=8.0)
-    with ThreadPoolExecutor(8) as pool:
+    with clients(system, 8) as pool:
         served = [pool.submit(system.complete)]
-        wait_until(lambda: own(system.cluster.by_name("d0"), m.Reserve))
+        first_runs(system)
         for place in range(3):
             served.append(pool.submit(system.complete))
             wait_until(lambda place=place: waiting(system) == place + 1)
@@ -154,9 +171,9 @@ def test_who_would_be_late_is_refused_at_once(make_system: Callable[..., System]
 
 def test_who_has_become_late_costs_no_node_anything(make_system: Callable[..., System]) -> None:
     system = busy(make_system)
-    with ThreadPoolExecutor(8) as pool:
+    with clients(system, 8) as pool:
         running = pool.submit(system.complete)
-        wait_until(lambda: own(system.cluster.by_name("d0"), m.Reserve))
+        first_runs(system)
         late = pool.submit(system.complete, timeout_s=1.5)
         wait_until(lambda: waiting(system) == 1)
         learned(system, interval_s=0.01, service_s=1.4)
@@ -179,6 +196,32 @@ def test_timeout_s(make_system: Callable[..., System]) -> None:
     assert (status, body["error"]["type"]) == (504, "timeout_error")
     assert "0.3 s" in body["error"]["message"]
     assert headers["x-should-retry"] == "false"
+    system.router.wait_idle()
+
+
+def test_who_waits_for_a_node_that_was_taken_for_dead_gets_in(
+    make_system: Callable[..., System],
+) -> None:
+    """As on a busy machine: it was lost after it had taken a reservation, and joins anew with nothing of before."""
+    system = make_system(max_running=1).up()
+    life = system.router.router.life
+    taken: list[m.Reserve] = []
+
+    def take(node: FakeNode, message: m.Reserve) -> bool:
+        if is_canary(message) or taken:
+            return False
+        taken.append(message)
+        node.reserved[(message.rid, 0, message.attempt)] = message
+        return True  # the answer is lost
+
+    system.behaviour.answer_reserve = take
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(system.complete) for _ in range(3)]
+        wait_until(lambda: taken)
+        system.router.call(
+            lambda: [life.registry.lose(node, "dead") for node in list(life.registry.nodes.values()) if node.units]
+        )
+        assert [future.result()[0] for future in futures] == [200] * 3
     system.router.wait_idle()
 
 

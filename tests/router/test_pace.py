@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
-from baton.router.pace import MAX_RETRY_S, NUM_SPREADS, Pace
+from baton.router.pace import MAX_RETRY_S, NUM_SPREADS, SOON_S, Pace
 
 
 def full(interval_s: float, num_grants: int = 100) -> tuple[Pace, float]:
@@ -83,8 +84,65 @@ def test_those_who_are_sent_away_come_back_one_after_the_other() -> None:
     pace, now = full(0.5)
     times = [pace.retry_after_s(now, 1) for _ in range(20)]
     assert times == pytest.approx([0.5 * place for place in range(1, 21)])
-    later = pace.retry_after_s(now + 100, 1)
+    for _ in range(200):  # their times come; nodes are as full as before
+        now += 0.5
+        pace.granted(now)
+    later = pace.retry_after_s(now, 1)
     assert later == pytest.approx(0.5), "promises that have passed bind nobody"
+
+
+def test_a_faster_pace_brings_new_promises_nearer() -> None:
+    """Those of before were made when a grant took two seconds."""
+    pace, now = full(2.0)
+    assert max(pace.retry_after_s(now, 1) for _ in range(20)) == pytest.approx(40.0)
+    for _ in range(100):
+        now += 0.05
+        pace.granted(now)
+    assert pace.retry_after_s(now, 1) < 20 * 0.06
+
+
+def test_promises_are_void_as_nodes_have_room_again_and_again() -> None:
+    pace, now = full(1.0)
+    for _ in range(30):
+        pace.retry_after_s(now, 1)
+    left: list[float] = []
+    for _ in range(6):
+        pace.unblocked()
+        pace.unblocked()  # nothing happens as long as nodes have room
+        left.append(pace.num_promised(now))
+        pace.blocked(now)
+    assert left == [15, 7, 3, 1, 0, 0]
+
+
+def test_a_pace_is_learned_in_as_many_grants_as_there_are_slots() -> None:
+    """Two slots, whose requests begin together and take a second each."""
+    pace = Pace()
+    pace.blocked(0.0)
+    told: list[float] = []
+    for now in (1.0, 2.0, 3.0):
+        for _ in range(2):
+            pace.served(1.0, 10)
+            pace.granted(now)
+        told.append(pace.retry_after_s(now, 10, 2))
+        pace._promises.clear()
+    assert told == pytest.approx([5.0 * 2 / 4, 5.0 * 4 / 6, 5.0 * 6 / 8]), "of few samples less is believed"
+
+
+def test_a_grant_that_is_overdue_counts() -> None:
+    """Long requests follow short ones."""
+    pace, now = full(0.05)
+    before = pace.retry_after_s(now, 10)
+    assert before == pytest.approx(0.5)
+    assert pace.retry_after_s(now + 20, 10) > 5
+
+
+def test_without_any_measure_those_who_are_refused_come_again_soon_and_not_all_at_once() -> None:
+    pace = Pace()
+    pace.blocked(0.0)
+    told = [pace.retry_after_s(0.0, 1, 2) for _ in range(300)]
+    assert sorted(set(told)) == told and SOON_S[0] < told[0] and told[-1] < SOON_S[1]
+    assert max(np.histogram(told, 20)[0]) < 300 / 2
+    assert pace.retry_after_s(10.0, 20, 2) == MAX_RETRY_S, "none of two has ended in ten seconds: five for each"
 
 
 def test_nobody_is_sent_away_for_ever() -> None:

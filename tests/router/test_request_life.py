@@ -245,7 +245,7 @@ def test_stop_string_counts_accepted_tokens(system: System) -> None:
 
 
 def test_stop_string_cancels_one_choice_of_two(system: System) -> None:
-    system.cluster.script = lambda prompt, choice: system.say("one STOP two" if choice == 0 else "one two three")
+    system.cluster.generate_by(lambda prompt, choice: system.say("one STOP two" if choice == 0 else "one two three"))
     _, body, _ = system.complete(n=2, stop="STOP")
     assert [choice["text"] for choice in body["choices"]] == ["one ", "one two three"]
     cancels = wait_until(lambda: own(system.cluster.by_name("d0"), m.Cancel))
@@ -253,7 +253,7 @@ def test_stop_string_cancels_one_choice_of_two(system: System) -> None:
 
 
 def test_min_tokens_comes_before_stop_strings(system: System) -> None:
-    system.cluster.script = lambda prompt, choice: system.say("a STOP b STOP c")
+    system.cluster.generate_by(lambda prompt, choice: system.say("a STOP b STOP c"))
     first = len(system.tokenizer.inner.encode("a STOP b").ids)
     _, body, _ = system.complete(stop="STOP", min_tokens=first)
     assert body["choices"][0]["text"] == "a STOP b "
@@ -270,14 +270,14 @@ def test_stop_token_is_counted_and_not_shown(system: System) -> None:
 
 
 def test_ignore_eos(system: System) -> None:
-    system.cluster.script = lambda prompt, choice: [*system.say("a b"), *system.say("c d e f g h")]
+    system.cluster.generate_by(lambda prompt, choice: [*system.say("a b"), *system.say("c d e f g h")])
     _, body, _ = system.complete(max_tokens=8, ignore_eos=True)
     assert body["usage"]["completion_tokens"] == 8
     assert body["choices"][0]["finish_reason"] == "length"
 
 
 def test_first_token_can_end_a_request(system: System) -> None:
-    system.cluster.script = lambda prompt, choice: [1]
+    system.cluster.generate_by(lambda prompt, choice: [1])
     _, body, _ = system.complete()
     assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("", "stop")
     assert body["usage"]["completion_tokens"] == 1
@@ -415,11 +415,13 @@ def stream_of(raw: bytes) -> list[str]:
     return [event.removeprefix("data: ") for event in raw.decode().strip().split("\n\n")]
 
 
-def wait_until(get: Callable[[], Any], timeout: float = 30.0) -> Any:
+def wait_until(
+    get: Callable[[], Any], describe: Callable[[], str] = lambda: "it did not happen in time", timeout: float = 30.0
+) -> Any:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         value = get()
         if value:
             return value
         time.sleep(0.005)
-    raise AssertionError("it did not happen in time")
+    raise AssertionError(describe())

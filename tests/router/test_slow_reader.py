@@ -46,7 +46,7 @@ def open_stream(system: System, *, num_tokens: int = TOKENS, stream: bool = True
     client.connect((host, int(port)))
     asked = {"model": "fake", "prompt": "hello", "max_tokens": num_tokens, "return_token_ids": True}
     body = json.dumps({**asked, "logprobs": 5, "stream": stream}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
     client.sendall(head % len(body) + body)
     return client
 

@@ -10,10 +10,13 @@ import pytest
 from baton.metadata.errors import Unavailable
 from baton.router.errors import NodeFault
 from baton.router.stranded import Stranded
+from baton.router.waiting import Entry
 
 
 def node(num_pages: int = 100) -> Any:
-    return SimpleNamespace(hello=SimpleNamespace(capacity=SimpleNamespace(num_pages=num_pages)))
+    capacity = SimpleNamespace(num_pages=num_pages, max_running=8)
+    model = SimpleNamespace(context_len=1000)
+    return SimpleNamespace(hello=SimpleNamespace(capacity=capacity, model=model), routing_id=b"d0")
 
 
 class Group:
@@ -21,28 +24,30 @@ class Group:
 
     key = SimpleNamespace(model="fake")
     page_size = 16
+    layout = SimpleNamespace(page_size=16, key_lookahead=0)
 
     def __init__(self, prefill: int = 1, decode: int = 1) -> None:
-        self.nodes = {"prefill": [node() for _ in range(prefill)], "decode": [node() for _ in range(decode)]}
+        self.by_role = {"prefill": [node() for _ in range(prefill)], "decode": [node() for _ in range(decode)]}
+        self.nodes: dict[bytes, Any] = {}
 
     def live(self, role: str) -> list[Any]:
-        return self.nodes[role]
+        return self.by_role[role]
 
     def pairs(self) -> Any:
-        return ((prefill, decode) for prefill in self.nodes["prefill"] for decode in self.nodes["decode"])
+        return ((prefill, decode) for prefill in self.by_role["prefill"] for decode in self.by_role["decode"])
 
     @property
     def is_paired(self) -> bool:
         return any(True for _ in self.pairs())
 
     def most_pages(self, role: str) -> int:
-        return max((each.hello.capacity.num_pages for each in self.nodes[role]), default=0)
+        return max((each.hello.capacity.num_pages for each in self.by_role[role]), default=0)
 
 
 class Waiting:
     """One entry that waits 10 s for nodes, looked at four times a second."""
 
-    def __init__(self, group: Any, *, is_usable: bool = True, **entry: Any) -> None:
+    def __init__(self, group: Any, *, is_usable: bool = True, needs_decode: bool = True, **entry: Any) -> None:
         self.group, self.is_usable, self.now = group, is_usable, 100.0
         self.errors: list[Any] = []
         life: Any = SimpleNamespace(
@@ -51,15 +56,17 @@ class Waiting:
             why_unusable=lambda group: "pair p0 -> d0: secret words of a node",
         )
         self.stranded = Stranded(life, 10.0)
-        self.entry: Any = SimpleNamespace(
-            generation=SimpleNamespace(is_over=False, group=group),
-            attempt=None,
-            stranded_since=None,
-            needs_decode=True,
-            num_computed=160,
-            pages=11,
+        generation: Any = SimpleNamespace(
+            is_over=False,
+            group=group,
+            prompt_ids=[5] * 160,
+            salt="",
+            params=SimpleNamespace(max_tokens=100),
+            choices=[SimpleNamespace(received=[], num_left=100 if needs_decode else 1, finish_reason=None)],
         )
-        vars(self.entry).update(entry)
+        self.entry: Any = Entry(generation, (0,))
+        for name, value in entry.items():
+            setattr(self.entry, name, value)
 
     def after(self, seconds: float) -> list[Any]:
         """The errors so far, this much later."""
@@ -82,9 +89,9 @@ def test_who_has_no_node_waits_as_long_as_stated_and_is_told_which(missing: str)
 def test_a_node_that_comes_in_time_starts_the_count_anew() -> None:
     waiting = Waiting(Group(decode=0))
     assert waiting.after(9.0) == []
-    waiting.group.nodes["decode"].append(node())
+    waiting.group.by_role["decode"].append(node())
     waiting.after(0.25)
-    waiting.group.nodes["decode"].clear()
+    waiting.group.by_role["decode"].clear()
     assert waiting.after(9.0) == []
     assert len(waiting.after(2.0)[:1]) == 1
 
@@ -104,12 +111,22 @@ def test_one_token_needs_no_decode_node() -> None:
 def test_a_pool_that_was_large_enough_is_waited_for(role: str, num_pages: int) -> None:
     """The prompt takes 10 pages of a prefill node, and with room to generate 11 of a decode node."""
     group = Group(decode=2, prefill=2)
-    for each in group.nodes[role]:
+    for each in group.by_role[role]:
         each.hello.capacity.num_pages = num_pages
     assert Waiting(group).after(30.0) == []
-    for each in group.nodes[role]:
+    for each in group.by_role[role]:
         each.hello.capacity.num_pages = num_pages - 1
     assert "none has room for the 11 pages" in str(Waiting(group).after(30.0)[0])
+
+
+def test_large_pools_that_make_no_pair_are_none() -> None:
+    """A large prefill node works with a small decode node alone, and the other way round."""
+    group: Any = Group(decode=2, prefill=2)
+    large_prefill, small_prefill = group.by_role["prefill"]
+    large_decode, small_decode = group.by_role["decode"]
+    small_prefill.hello.capacity.num_pages = small_decode.hello.capacity.num_pages = 5
+    group.pairs = lambda: [(large_prefill, small_decode), (small_prefill, large_decode)]
+    assert Waiting(group).after(30.0)
 
 
 def test_pairs_that_do_not_work_are_waited_for_and_their_words_kept_inside() -> None:
@@ -124,7 +141,7 @@ def test_new_requests_may_wait_where_others_were_served_lately() -> None:
     group, may_wait = waiting.group, waiting.stranded.may_wait
     assert may_wait(group, 0.0)  # it can serve
     waiting.after(0.25)
-    group.nodes["decode"].clear()
+    group.by_role["decode"].clear()
     assert may_wait(group, waiting.now + 10.0) and not may_wait(group, waiting.now + 10.1)
     waiting.stranded.served(group, waiting.now + 5.0)
     assert may_wait(group, waiting.now + 15.0)
@@ -136,5 +153,5 @@ def test_new_requests_may_wait_where_others_were_served_lately() -> None:
 def test_a_pair_that_takes_nobody_does_not_serve() -> None:
     waiting = Waiting(Group(), is_usable=False)
     waiting.after(1.0)
-    waiting.group.nodes["decode"].clear()
+    waiting.group.by_role["decode"].clear()
     assert not waiting.stranded.may_wait(waiting.group, waiting.now)

@@ -354,6 +354,38 @@ def test_choices_and_prompts_have_their_own_parts(system: System) -> None:
     assert explain(system, f"{body['id']}-0") == lives[1:]
 
 
+def test_a_part_of_an_id_is_no_id(system: System) -> None:
+    _, body, _ = system.complete(prompt=["hello", "what"])
+    whole = body["id"]
+    kind, _, digits = whole.partition("-")
+    cut = [kind, f"{kind}-", f"{kind}-{digits[:-1]}", f"{whole}-"]
+    for wanted in (*cut, f"{whole}-2", f"{whole}-0-0", digits, "chatcmpl", "-"):
+        status, answer, _ = system.router.request("GET", f"/debug/requests/{wanted}")
+        assert status == 404, (wanted, answer)
+    assert len(explain(system, whole)) == 2
+
+
+@pytest.mark.parametrize("prompt", ["hello", ["hello", "what"]])
+def test_what_runs_is_found_by_whole_ids_alone(system: System, prompt: str | list[str]) -> None:
+    """RequestLife.find is told the same ids as GET /debug/requests."""
+    life = system.router.router.life
+    system.behaviour.hold = threading.Event()
+    thread = threading.Thread(target=lambda: system.complete(prompt=prompt))
+    thread.start()
+    num = 1 if isinstance(prompt, str) else len(prompt)
+    wait_until(lambda: len(life.generations) == num)
+    rids = sorted(life.generations)
+    whole = rids[0] if num == 1 else rids[0].rpartition("-")[0]
+
+    def count(wanted: str) -> int:
+        return system.router.call(lambda: len(life.find(wanted)))
+
+    assert (count(whole), count("cmpl"), count(whole[:-1])) == (num, 0, 0)
+    assert [count(rid) for rid in rids] == [1] * num
+    system.behaviour.hold.set()
+    thread.join()
+
+
 def test_a_live_request(system: System) -> None:
     system.behaviour.hold = threading.Event()
     thread = threading.Thread(target=system.complete)

@@ -84,6 +84,7 @@ class Cluster:
     """A router and nodes of one model on loopback."""
 
     ready_s = READY_S
+    complaints = ("Traceback", "dropped a frame")  # what no log may say: nobody sends nonsense here
     exit_s = EXIT_S  # what a process may take to go
 
     def __init__(self, directory: Path, model: Path | None, *, is_forked: bool = False) -> None:
@@ -94,7 +95,7 @@ class Cluster:
         self.processes: dict[str, Process] = {}
         self.http_port, self.node_port = free_port(), free_port()
         self.api_key: str | None = None
-        self.entries: dict[str, list[str]] = {}  # how a process is started that is not `baton` as it is, by name
+        self.releases: dict[str, Path] = {}  # by name, of processes of another release: what has their `baton` in it
 
     @property
     def base_url(self) -> str:
@@ -143,11 +144,13 @@ class Cluster:
         """`baton *argv` in a process group of its own, its output in a log of its own."""
         log_path = self.directory / f"{name}-{len(list(self.directory.glob(f'{name}-*.log')))}.log"
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self.environ(name)}
+        if name in self.releases:
+            environ["PYTHONPATH"] = str(self.releases[name])
         log_path.touch()
-        if self.is_forked and name not in self.entries:
+        if self.is_forked and name not in self.releases:
             popen = Forked(argv, log_path, environ)
         else:
-            popen = _start(self.entries.get(name, ["-m", "baton.deploy.cli"]), argv, log_path, environ)
+            popen = _start(argv, log_path, environ)
         self.processes[name] = Process(name, popen, log_path)
         return self.processes[name]
 
@@ -188,10 +191,11 @@ class Cluster:
             self.kill_all()
 
     def check_logs(self) -> None:
-        """No process met anything unforeseen: no traceback in any log."""
+        """No process met anything unforeseen: no traceback in any log, nor a message that was taken for malformed."""
         for path in self.directory.glob("*.log"):
             log = path.read_text(encoding="utf-8", errors="replace")
-            assert "Traceback" not in log, f"{path.name}\n{log[log.index('Traceback') - 500 :][:4000]}"
+            for words in self.complaints:
+                assert words not in log, f"{path.name}\n{log[max(0, log.index(words) - 500) :][:4000]}"
 
     def stop(self) -> None:
         """SIGTERM to nodes and router; every process exits with 0 in time and none of their children is left."""
@@ -295,10 +299,10 @@ class Cluster:
             assert books["pool"]["free"] == size, f"{name}: {books['pool']} of {size}"
 
 
-def _start(entry: list[str], argv: Sequence[str], log_path: Path, environ: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(argv: Sequence[str], log_path: Path, environ: dict[str, str]) -> subprocess.Popen[bytes]:
     with log_path.open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-P", *entry, *argv],
+            [sys.executable, "-P", "-m", "baton.deploy.cli", *argv],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

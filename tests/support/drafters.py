@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from heads import ALGORITHM, HYPER, KINDS, LAYERED, write_head
+from heads import ALGORITHM, HYPER, KINDS, LAYERED, SIX_LAYERS, write_head
 from safetensors.torch import load_file, save_file
 
 NAMES = ("standalone", *KINDS, HYPER)  # that run once a token
@@ -24,7 +24,7 @@ def target_of(name: str, checkpoint: Callable[..., Path], **config: Any) -> Path
 
 
 def most_steps(name: str) -> int:
-    return 3 if name in LAYERED else 15
+    return {SIX_LAYERS: 6, **dict.fromkeys(LAYERED, 3)}.get(name, 15)
 
 
 def settings(name: str, model: Path, directory: Path, *, steps: int = 5) -> dict[str, Any]:

@@ -1,12 +1,15 @@
 """A GPU of numpy arrays: what a DevicePool promises, with work that is done only when the test lets it run.
 
-Work under way is a list of closures in order, as on a stream; `run` does it. `PEERS` stands for the driver: whoever
-knows a pool's handle maps it.
+Work under way is a list of closures in order, as on a stream; `run` does it. The pools lie in memfds, which stand for
+allocations on a GPU: whoever gets a descriptor of one maps it, read-only.
 """
 
 from __future__ import annotations
 
 import itertools
+import mmap
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +17,10 @@ import numpy as np
 import torch
 
 from baton.kernels.pages import page_checksums_ref
+from baton.metadata.device_pool import Shared
 from baton.metadata.errors import TransferError
 from baton.metadata.memory import PageMemory
-from baton.metadata.node_info import DeviceHandle
 
-PEERS: dict[bytes, np.ndarray] = {}
 _numbers = itertools.count()
 
 
@@ -72,14 +74,18 @@ class FakeDevice:
         """`seed`: of the bytes in the pools; None: zeros. The mirror has zeros."""
         self.memory, self.has_checksums = memory, has_checksums
         self.is_slow = False
-        self.pools = [np.zeros_like(pool.pages) for pool in memory]
+        self.pools: list[np.ndarray] = []
+        self.shared: tuple[Shared, ...] = ()
+        for pool in memory:
+            self._allocate(pool.pages.shape)
         if seed is not None:
             rng = np.random.default_rng(seed)
             for pool in self.pools:
                 pool[:] = rng.integers(0, 256, pool.shape, np.uint8)
         self.views = [View(self, place) for place in range(len(memory))]
         self.device = f"GPU-{next(_numbers)}"
-        self.handles = tuple(self._handle(place) for place in range(len(memory) if self.can_be_mapped else 0))
+        if not self.can_be_mapped:
+            self.shared = ()
         self.mappings: list[FakeMapping] = []
         self.calls: list[tuple[str, list[int]]] = []
         self.num_waits = 0
@@ -96,11 +102,15 @@ class FakeDevice:
 
     # --- as DevicePool says ---
 
-    def map(self, handles: Sequence[DeviceHandle], num_pages: int) -> FakeMapping:
-        pools = [PEERS.get(handle.handle) for handle in handles]
-        if any(pool is None or pool.shape[1] != num_pages for pool in pools):
-            raise TransferError("no such handle")
-        self.mappings.append(FakeMapping([pool for pool in pools if pool is not None]))
+    def map(self, descriptors: Sequence[int], sizes: Sequence[int], num_pages: int) -> FakeMapping:
+        pools: list[np.ndarray] = []
+        for ours, descriptor, size in zip(self.pools, descriptors, sizes, strict=True):
+            shape = (ours.shape[0], num_pages, ours.shape[2])
+            if not np.prod(shape, dtype=object) <= size == os.fstat(descriptor).st_size:
+                raise TransferError(f"{size} bytes are no {num_pages} pages, or not those that came")
+            mapped = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
+            pools.append(np.frombuffer(mapped, np.uint8, int(np.prod(shape))).reshape(shape))
+        self.mappings.append(FakeMapping(pools))
         return self.mappings[-1]
 
     def expect(self, pages: Sequence[int]) -> None:
@@ -147,7 +157,10 @@ class FakeDevice:
         ]
         return [row.tobytes() for row in torch.cat(sums, dim=1).numpy().astype("<i8")]
 
-    def _handle(self, place: int) -> DeviceHandle:
-        handle = f"{self.device} pool {place}".encode().ljust(64, b"\0")
-        PEERS[handle] = self.pools[place]
-        return DeviceHandle(handle=handle, offset=0, size=self.pools[place].nbytes)
+    def _allocate(self, shape: tuple[int, ...]) -> None:
+        size = max(1, int(np.prod(shape)))
+        descriptor = os.memfd_create("fake-gpu", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, size)
+        weakref.finalize(self, os.close, descriptor)
+        self.pools.append(np.frombuffer(mmap.mmap(descriptor, size), np.uint8).reshape(shape))
+        self.shared = (*self.shared, Shared(descriptor, size))

@@ -49,6 +49,7 @@ def make_hello(role: str, name: str, epoch: str = "1", digest: str = "t") -> m.H
         role=role, node_id=name, epoch=epoch, protocol_min=m.PROTOCOL_MIN, protocol_max=m.PROTOCOL_MAX, layout=SCHEMA,
         target_fingerprint="f" * 16, draft_fingerprint=None, model=card,
         capacity=Capacity(num_pages=100, page_size=4, max_running=16), data_address="tcp://127.0.0.1:1",
+        protocol=m.PROTOCOL_MAX,
     )  # type: ignore[arg-type]  # fmt: skip
 
 
@@ -97,6 +98,7 @@ class RouterTarget(Target):
 
     async def _start(self) -> None:
         self.life = RequestLife(RouterConfig(canary_interval_s=3600.0), "e0", Metrics())
+        self.life.health.is_usable = lambda *_: True  # no canary of such nodes is right, and requests must go on
         self.hub = Hub("tcp://127.0.0.1:*", "e0", None, self.life.on_message, self.life.on_connection_lost)
         self.hub._failures = Throttle(0.0)
         self.hub._loop = asyncio.get_running_loop()
@@ -105,9 +107,9 @@ class RouterTarget(Target):
         self.life.start(self.hub)
         self._join()
 
-    def _send(self, peer: bytes, message: Any) -> bool:
-        m.encode(message)
-        if isinstance(message, m.Reserve | m.Prefill):
+    def _send(self, peer: bytes, message: Any, protocol: int | None = None) -> bool:
+        m.encode(message, protocol)
+        if isinstance(message, m.Dispatch):
             self.asked.append((peer, message))
         return True
 
@@ -189,7 +191,7 @@ class RouterTarget(Target):
         ended = {0: Ended("stop", 1, 3, first + count, 0)} if rng.random() < 0.2 else {}
         ids = pack_ids(rng.randint(2, VOCAB_SIZE - 1) for _ in range(count))
         tokens = m.Tokens((unit,), pack_ids([max(0, first + rng.choice([0, 0, 0, -1, 1]))]), pack_ids([count]), ids)
-        if isinstance(asked, m.Reserve):
+        if isinstance(asked, m.Reserve | m.Compute):
             makers = (
                 lambda: m.Reserved(rid=rid, attempt=attempt, granted=asked.choices, load=LOAD),
                 lambda: m.Admitted(unit, 0.1, 2, 4096, 0),
@@ -277,7 +279,7 @@ class MembershipTarget(Target):
             work = []  # a router that refuses a node ends it: that is its right
         self.num_accepted += self.membership.dropped_frames == before
         for item in work:
-            if isinstance(item, m.Reserve | m.Prefill):
+            if isinstance(item, m.Dispatch):
                 try:
                     prompt_ids, received_ids = item.request.token_ids(VOCAB_SIZE, 512)
                 except RequestError:
@@ -291,9 +293,9 @@ class MembershipTarget(Target):
         self.membership.close()
 
     def _valid(self, rng: random.Random) -> Any:
-        kind = rng.choice([*get_args(m.ToNode), *(m.Welcome, m.Reserve, m.Prefill) * 4])
+        kind = rng.choice([*get_args(m.ToNode), *(m.Welcome, m.Reserve, m.Compute, m.Prefill) * 4])
         message = make_sample(kind, rng)
-        if isinstance(message, m.Reserve | m.Prefill) and rng.random() < 0.7:
+        if isinstance(message, m.Dispatch) and rng.random() < 0.7:
             ids = [pack_ids(rng.randint(0, VOCAB_SIZE - 1) for _ in range(rng.randint(1, 4))) for _ in range(2)]
             request = msgspec.structs.replace(message.request, prompt_ids=ids[0], received_ids=ids[1])
             message = msgspec.structs.replace(message, request=request)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import Any, ClassVar, get_args
 
 import msgspec
@@ -22,7 +23,8 @@ from baton.metadata import messages as m
 from baton.metadata.buffers import MetadataBuffers
 from baton.metadata.bus import decode_frame
 from baton.metadata.checksums import page_checksums, row_checksum
-from baton.metadata.errors import ProtocolError
+from baton.metadata.descriptors import send_descriptors
+from baton.metadata.errors import ProtocolError, TransferError
 from baton.metadata.handoff_client import Arrived
 from baton.metadata.handoff_server import MAX_LINKS
 from baton.metadata.node_info import DevicePools, Peer, PoolLayout
@@ -342,24 +344,32 @@ class GpuClientTarget(ClientTarget):
 
     name = "handoff client on a GPU"
     has_gpu = True
-    transports = ("cuda_ipc", "local", "zmq")
+    transports = ("cuda", "local", "zmq")
 
     def _welcome(self, rng: random.Random, epoch: str) -> m.LinkWelcome:
         welcome = super()._welcome(rng, epoch)
-        [known] = self.source[0].device.handles
+        [known] = self.source[0].device.shared
+        token, first = rng.randbytes(16), self.server._memory[0]
         if rng.random() < 0.5:  # one that can be
-            first = self.server._memory[0]
+            send_descriptors(self.client._hello.inbox, token, [known.descriptor])
             changes: dict[str, Any] = {"pid": os.getpid(), "fds": (first.fd or 0,), "sizes": (first.size,)}
-            fields = msgspec.structs.asdict(welcome) | changes | {"transport": "cuda_ipc"}
-            return m.DeviceWelcome(**fields, pools=DevicePools(device="GPU-evil", handles=(known,)))
+            fields = msgspec.structs.asdict(welcome) | changes | {"transport": "cuda"}
+            return m.CudaWelcome(**fields, pools=DevicePools(device="GPU-evil", sizes=(known.size,), token=token))
         if rng.random() < 0.3:
             return welcome
-        handle = rng.choice([known, msgspec.structs.replace(known, handle=rng.randbytes(64))])
-        fields = msgspec.structs.asdict(welcome) | {
-            "transport": rng.choice(["cuda_ipc", "cuda_ipc", "cuda_ipc", "local"])
-        }
-        pools = DevicePools(device="GPU-evil", handles=(handle,) * rng.choice([1, 1, 1, 2]))
-        return m.DeviceWelcome(**fields | {"pools": pools, "num_pages": rng.choice([32, 32, 32, 2**31])})
+        sent = rng.choice(
+            [[], [known.descriptor], [known.descriptor] * 2, [known.descriptor] * 3, [first.fd or 0], [0]]
+        )
+        with suppress(TransferError):  # a full inbox
+            send_descriptors(self.client._hello.inbox, token, sent)
+        fields = msgspec.structs.asdict(welcome) | {"transport": rng.choice(["cuda", "cuda", "cuda", "local"])}
+        size = rng.choice([known.size, known.size, 0, 1, 2**62])
+        pools = DevicePools(
+            device="GPU-evil",
+            sizes=(size,) * rng.choice([1, 1, 1, 2]),
+            token=rng.choice([token, token, rng.randbytes(16)]),
+        )
+        return m.CudaWelcome(**fields | {"pools": pools, "num_pages": rng.choice([32, 32, 32, 2**31])})
 
     def _checksums(self, sources: list[int]) -> bytes:
         return b"".join(self.source[0].device.digest(sources))

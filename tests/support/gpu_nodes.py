@@ -14,11 +14,13 @@ import torch
 import zmq
 from handoff_nodes import FINGERPRINTS, make_memory, make_row
 
+from baton.engine.cuda_memory import shareable_zeros
 from baton.engine.cuda_pool import CudaPool
 from baton.metadata.handoff_client import HandoffClient
 from baton.metadata.handoff_server import HandoffServer
 from baton.metadata.memory import PageMemory
 from baton.metadata.node_info import HandoffSchema, Peer
+from baton.metadata.protocol import PROTOCOL_MAX
 
 SPECULATIONS: dict[str, dict[str, Any]] = {  # every kind of drafter, for the demo model
     "none": {"speculative": "none"},
@@ -43,7 +45,7 @@ class GpuPool(NamedTuple):
 def make_pool(schema: HandoffSchema, num_pages: int, seed: int | None = None, device: str = "cuda:0") -> GpuPool:
     """Filled with bytes that the seed alone decides, else with zeros."""
     memory = make_memory(schema, num_pages)
-    kvs = [torch.zeros(pool.pages.shape, dtype=torch.uint8, device=device) for pool in memory]
+    kvs = [shareable_zeros(pool.pages.shape, torch.uint8, torch.device(device)) for pool in memory]
     if seed is not None:
         generator = torch.Generator(device).manual_seed(seed)
         for kv in kvs:
@@ -152,7 +154,8 @@ def gpu_prefill(
     process.start()
     theirs.close()
     try:
-        yield GpuPrefill(process, pipe, Peer(node_id="p0", epoch=epoch, data_address=pipe.recv()))
+        address = pipe.recv()
+        yield GpuPrefill(process, pipe, Peer("p0", epoch, address, protocol=PROTOCOL_MAX))
     finally:
         with suppress(OSError):  # it may have been killed
             pipe.send(Order("end"))
@@ -162,7 +165,7 @@ def gpu_prefill(
 
 
 def gpu_client(schema: HandoffSchema, ours: GpuPool, *transports: str) -> HandoffClient:
-    names = transports or ("cuda_ipc", "local", "zmq")
+    names = transports or ("cuda", "local", "zmq")
     return HandoffClient("d0", "d1" * 8, schema, FINGERPRINTS, ours.memory, transports=names, device=ours.pool)
 
 

@@ -16,7 +16,7 @@ import zmq
 from baton.metadata.handoff_client import HandoffClient
 from baton.metadata.handoff_server import HandoffServer
 from baton.metadata.memory import PageMemory
-from baton.metadata.messages import DeviceWelcome, LinkWelcome
+from baton.metadata.messages import PROTOCOL_MAX, CudaWelcome, LinkWelcome
 from baton.metadata.node_info import HandoffSchema, Peer, PoolLayout
 from baton.metadata.request import Unit
 from baton.metadata.schema import block_bytes, make_schema, on_gpu, page_layer_bytes, pools, row_bytes
@@ -28,7 +28,7 @@ DRAFT_SCHEMA = make_schema(TARGET, DRAFT, 4, "standalone", draft_topk=1)
 FINGERPRINTS = ("f" * 16, None)
 PREFILL_EPOCH = "e0" * 8
 
-W = TypeVar("W", bound=LinkWelcome | DeviceWelcome)
+W = TypeVar("W", bound=LinkWelcome | CudaWelcome)
 
 
 def unit(rid: str = "r", choice: int = 0, attempt: int = 0) -> Unit:
@@ -83,7 +83,7 @@ def _make_with_gpu(kind: Any, schema: HandoffSchema, num_pages: int, seed: int |
 
 
 def peer_of(server: HandoffServer) -> Peer:
-    return Peer(node_id=server.node_id, epoch=server.epoch, data_address=server.address)
+    return Peer(node_id=server.node_id, epoch=server.epoch, data_address=server.address, protocol=PROTOCOL_MAX)
 
 
 def make_welcome(kind: Callable[..., W], memory: Sequence[PageMemory], transport: str, **more: Any) -> W:

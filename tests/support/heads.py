@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 
 KINDS = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp")  # for an ordinary target
 LAYERED = ("mtp3-deepseek", "mtp3-mimo")  # three layers, one a step
+SIX_LAYERS = "mtp6-deepseek"  # more than short prompts have tokens
 HYPER = "hyper-eagle"  # for a target with residual streams
 ALGORITHM = {
     "eagle": "eagle",
@@ -20,6 +22,7 @@ ALGORITHM = {
     "mtp-mimo": "mtp",
     "mtp3-deepseek": "mtp",
     "mtp3-mimo": "mtp",
+    SIX_LAYERS: "mtp",
     "frozen-kv-mtp": "frozen-kv-mtp",
     "hyper-eagle": "eagle",
 }
@@ -50,8 +53,9 @@ def write_head(directory: Path, kind: str, target_dir: Path, *, seed: int = 0, *
     if kind == "eagle3":
         config |= {"draft_vocab_size": config["vocab_size"] // 2, "target_hidden_size": target["hidden_size"]}
         config["eagle_aux_hidden_state_layer_ids"] = [0, 1, target["num_hidden_layers"]]
-    if kind.startswith("mtp3"):  # as in a target's own directory
-        config |= {"num_hidden_layers": target["num_hidden_layers"], "num_nextn_predict_layers": 3}
+    if kind in LAYERED or kind == SIX_LAYERS:  # as in a target's own directory
+        num_layers = int(kind.removeprefix("mtp")[0])
+        config |= {"num_hidden_layers": target["num_hidden_layers"], "num_nextn_predict_layers": num_layers}
     if kind == "frozen-kv-mtp":
         kv = {"num_key_value_heads": target.get("num_key_value_heads"), "head_dim": target["head_dim"]}
         kv |= {"num_attention_heads": target["num_attention_heads"], "num_hidden_layers": 2}
@@ -129,10 +133,11 @@ def _mtp_deepseek(config: dict[str, Any], target: dict[str, Any]) -> dict[str, t
     return _mtp_deepseek_layer(config, target["num_hidden_layers"])
 
 
-def _mtp3_deepseek(config: dict[str, Any], target: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    num_layers = target["num_hidden_layers"]
-    layers = [_mtp_deepseek_layer(config, num_layers + m) for m in range(3)]
-    return layers[0] | layers[1] | layers[2]
+def _mtp_deepseek_layers(config: dict[str, Any], target: dict[str, Any], num: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for m in range(num):
+        shapes |= _mtp_deepseek_layer(config, target["num_hidden_layers"] + m)
+    return shapes
 
 
 def _mtp_deepseek_layer(config: dict[str, Any], index: int) -> dict[str, tuple[int, ...]]:
@@ -196,6 +201,7 @@ _SHAPES = {
     "eagle3": _eagle3,
     "mtp-deepseek": _mtp_deepseek,
     "mtp-mimo": _mtp_mimo,
-    "mtp3-deepseek": _mtp3_deepseek,
+    "mtp3-deepseek": partial(_mtp_deepseek_layers, num=3),
     "mtp3-mimo": _mtp3_mimo,
+    SIX_LAYERS: partial(_mtp_deepseek_layers, num=6),
 }

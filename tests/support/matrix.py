@@ -30,6 +30,7 @@ from baton.metadata.request import SamplingParams, choice_seed
 PAGE_SIZE = 4
 FEW_PAGES = 24  # for the decode node's requests where they are preempted
 LEAST_GAP = 1e-3  # between the two best scores of any token: ten times what promise P1 calls a tie
+BEYOND = 8  # tokens behind the end of a text that drafters know, so that accepted runs would go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,19 @@ class Ask:
     prompt_len: int
     params: SamplingParams
     n: int = 1
-    stop_at: int | None = None  # the output token of that index ends the request where it comes first
+    stop_at: int | None = None  # the output token of that index, which is not there before, ends the request
     is_late: bool = False  # joins a batch that is under way
+
+    def is_met(self, free: list[int], ids: list[int]) -> bool:
+        """Whether `ids` end at the stop token, or go on otherwise there if `min_tokens` asks for more; `free` is the
+        text without a stop."""
+        if self.stop_at is None:
+            return ids == free[: self.params.max_tokens]
+        if free.index(free[self.stop_at]) < self.stop_at:
+            return False
+        if self.params.min_tokens <= self.stop_at:
+            return ids == free[: self.stop_at + 1]
+        return ids[: self.stop_at] == free[: self.stop_at] and ids[self.stop_at] != free[self.stop_at]
 
 
 ASKS = (
@@ -49,7 +61,7 @@ ASKS = (
     Ask("one step", 12, params(11, num_logprobs=2, draft_steps=1)),
     Ask("never drafted", 6, params(9, temperature=1.0, frequency_penalty=1.5, draft_steps=0)),
     Ask("choices", 11, params(14, temperature=1.0, top_p=0.9, repetition_penalty=1.6, num_logprobs=0), n=2),
-    Ask("stopped", 13, params(24), stop_at=7, is_late=True),
+    Ask("stopped", 13, params(24, min_tokens=8), stop_at=8, is_late=True),
     Ask(
         "biased",
         4,
@@ -106,19 +118,20 @@ class Plain:
         return plain
 
     def _add(self, pair: NodePair, ask: Ask, index: int) -> None:
-        """With the first prompt, of some tried, whose output has no near tie."""
-        asked = replace(ask.params, seed=100 + index)
+        """With the first prompt, of some tried, whose output has no near tie and ends as asked."""
         for attempt in range(20):
+            asked = replace(ask.params, seed=100 + index)
             generator = torch.Generator().manual_seed(100 * index + attempt)
             prompt = torch.randint(1, 512, (ask.prompt_len,), generator=generator).tolist()
-            case = free = Case(ask, prompt, asked, run_alone(pair, f"{index}.{attempt} free", prompt, asked, ask.n))
+            longer = replace(asked, max_tokens=asked.max_tokens + BEYOND)
+            free = Case(ask, prompt, longer, run_alone(pair, f"{index}.{attempt} free", prompt, longer, ask.n))
             if ask.stop_at is not None:
-                stopped = replace(asked, stop_ids=(free.expected[0].ids[ask.stop_at],))
-                case = Case(ask, prompt, stopped, run_alone(pair, f"{index}.{attempt}", prompt, stopped, ask.n))
-            if _least_gap(pair, case) > LEAST_GAP:
+                asked = replace(asked, stop_ids=(free.expected[0].ids[ask.stop_at],))
+            case = Case(ask, prompt, asked, run_alone(pair, f"{index}.{attempt}", prompt, asked, ask.n))
+            if ask.is_met(free.expected[0].ids, case.expected[0].ids) and _least_gap(pair, case) > LEAST_GAP:
                 break
         else:
-            raise AssertionError(f"near ties everywhere: {ask}")
+            raise AssertionError(f"near ties everywhere, or it never ends as asked: {ask}")
         for (seed, text), (_, whole) in zip(case.texts(), free.texts(), strict=True):
             self.truths[seed] = whole if whole[: len(text)] == text else text
         self.cases.append(case)
@@ -153,21 +166,24 @@ def _least_gap(pair: NodePair, case: Case) -> float:
 # --- drafters that are often right ---
 
 
-def coach(pair: NodePair, truths: dict[int, list[int]]) -> None:
-    """Let what the decode node's drafter proposes be the target's own token at about two positions of three. In a tree
-    the right nodes are not the first ones, so their KV has to move."""
-    drafter: Any = pair.decode.engine.drafter
+def _mostly(seed: int, position: int) -> bool:
+    return (position - 1 + seed) % 12 not in (2, 6, 7)
+
+
+def coach(drafter: Any, truths: dict[int, list[int]], is_told: Callable[[int, int], bool] = _mostly) -> None:
+    """Let what the drafter proposes be the target's own token where `is_told(seed, position)`, at about three positions
+    of four. In a tree the right nodes are not the first ones, so their KV has to move."""
     propose = drafter.propose
 
     def coached(rows: RoundRows, shape: DraftShape) -> Drafts:
         drafts = propose(rows, shape)
         tokens = drafts.tokens.clone()
         for row, (seed, length) in enumerate(zip(rows.sampling.seeds.tolist(), rows.lengths.tolist(), strict=True)):
-            following = truths.get(seed, [])[length + 1 : length + 1 + shape.num_steps]  # padding has no seed of these
-            told = [(length + step + seed) % 12 not in (2, 6, 7) for step in range(len(following))]
+            start = length + 1
+            following = truths.get(seed, [])[start : start + shape.num_steps]  # padding has no seed of these
             path = _path(drafts, row, shape.num_steps, length)
-            for node, token, is_told in zip(path, following, told, strict=False):
-                if is_told:
+            for position, (node, token) in enumerate(zip(path, following, strict=False), start):
+                if is_told(seed, position):
                     tokens[row, node - 1] = token
         return drafts._replace(tokens=tokens)
 
@@ -198,6 +214,8 @@ class Watch:
     sizes: list[tuple[int, int]] = field(default_factory=list)  # sequences, and rows with padding
     limits: list[set[int]] = field(default_factory=list)
     num_stops_inside: int = 0  # accepted runs that go on behind a stop token
+    crossings: set[str] = field(default_factory=set)  # rids whose accepted run came to min_tokens and went on
+    last_runs: dict[str, int] = field(default_factory=dict)  # by rid, how many tokens the last accepted run has
     num_dead: int = 0  # sequences in rounds that were submitted before they were known to be over
     num_moves: int = 0  # accepted nodes of trees that were not where their KV belongs
 
@@ -218,6 +236,12 @@ class Watch:
                 watch.num_dead += result is None
                 stops = set(sequence.sampling.params.stop_ids)
                 watch.num_stops_inside += result is not None and bool(stops.intersection(result.token_ids[:-1]))
+                if result is not None:
+                    watch.last_runs[sequence.unit.rid] = len(result.token_ids)
+                if result is not None and stops:
+                    num_before = sequence.sampling.params.min_tokens - sequence.num_generated
+                    if 0 < num_before < len(result.token_ids) - 1:
+                        watch.crossings.add(sequence.unit.rid)
             return results
 
         def filling(sequences: Any, *rest: Any) -> Any:

@@ -20,6 +20,7 @@ from baton.metadata.messages import (
     PROTOCOL_MAX,
     Admitted,
     Beat,
+    Compute,
     Failed,
     Hello,
     Inspect,
@@ -67,6 +68,7 @@ class _Entry:
     request: GenerationRequest
     choices: list[int]
     attempt: int = 0
+    is_alone: bool = False
 
 
 class NodePair:
@@ -122,15 +124,17 @@ class NodePair:
         *,
         n: int = 1,
         received: Sequence[int] = (),
+        is_alone: bool = False,
         **more: Any,
     ) -> None:
-        """Queue a request; results come under (rid, choice)."""
+        """Queue a request; results come under (rid, choice). `is_alone`: for the decode node without the prefill
+        node."""
         request = GenerationRequest(
             prompt_ids=pack_ids(prompt_ids), params=params, received_ids=pack_ids(received), **more
         )
         for choice in range(n):
             self.results[rid, choice] = Result()
-        self._waiting.append(_Entry(rid, request, list(range(n))))
+        self._waiting.append(_Entry(rid, request, list(range(n)), is_alone=is_alone))
 
     def run(self, timeout_s: float = 60.0) -> dict[tuple[str, int], Result]:
         """Step both nodes until every choice has ended or failed and both nodes hold nothing."""
@@ -237,15 +241,23 @@ class NodePair:
             return
         hello = self._hellos["prefill"]
         self._reserving = entry
+        work: dict[str, Any] = {
+            "router_epoch": ROUTER_EPOCH,
+            "rid": entry.rid,
+            "attempt": entry.attempt,
+            "choices": tuple(entry.choices),
+            "request": entry.request,
+        }
+        if entry.is_alone:
+            self.send("decode", Compute(**work))
+            return
         self.send(
             "decode",
             Reserve(
-                router_epoch=ROUTER_EPOCH,
-                rid=entry.rid,
-                attempt=entry.attempt,
-                choices=tuple(entry.choices),
-                request=entry.request,
-                prefill=Peer(node_id=hello.node_id, epoch=hello.epoch, data_address=hello.data_address),
+                **work,
+                prefill=Peer(
+                    node_id=hello.node_id, epoch=hello.epoch, data_address=hello.data_address, protocol=PROTOCOL_MAX
+                ),
             ),
         )
 
@@ -256,9 +268,9 @@ class NodePair:
         self._reserving = None
         if entry not in self._waiting:  # the test has cancelled it meanwhile
             return
-        if message.granted:
+        if message.granted and not entry.is_alone:
             hello = self._hellos["decode"]
-            self._send_prefill(entry, message.granted, Peer(node_id=hello.node_id, epoch=hello.epoch))
+            self._send_prefill(entry, message.granted, Peer(hello.node_id, hello.epoch, protocol=PROTOCOL_MAX))
         entry.choices = [choice for choice in entry.choices if choice not in message.granted]
         entry.attempt += 1
         if entry.choices:

@@ -45,6 +45,8 @@ def _value(info: Any, rng: random.Random) -> Any:
         case inspect.FloatType():
             low = info.ge if info.ge is not None else (0.5 if info.gt is not None else -1e6)
             return rng.uniform(low, info.le if info.le is not None else 1e6)
+        case inspect.StrType() if info.pattern is not None:  # the only pattern: an inbox
+            return rng.choice(["", f"baton-{rng.randbytes(16).hex()}"])
         case inspect.StrType():
             return "".join(rng.choice("aZ09-é漢🎈\n") for _ in range(_length(info, rng, 40)))
         case inspect.BytesType():

@@ -115,9 +115,13 @@ class Stream:
 
 
 class Served:
-    """A router and nodes. `both` are settings of every node."""
+    """A router and nodes. `both` are settings of every node. What must be free soon must not wait for a lease, so that
+    `lease_s` is long unless a test says otherwise."""
 
-    def __init__(self, model: Path, *, router: dict[str, Any] | None = None, **both: Any) -> None:
+    def __init__(
+        self, model: Path, *, router: dict[str, Any] | None = None, lease_s: float = 30.0, **both: Any
+    ) -> None:
+        self._lease_s = lease_s
         self.model, self.both = model, {"page_size": 4, "chunk_tokens": 6, "num_pages": 128, "max_running": 16, **both}
         self.nodes: dict[str, Node] = {}
         self.held: set[str] = set()  # nodes that are not stepped
@@ -186,8 +190,8 @@ class Served:
             time.sleep(0.002)
         common = {"router": self._router.node_address, "model": str(self.model), "device": "cpu", "threads": 1}
         chosen = {**common, **self.both, **settings}
-        if role == "prefill":  # what must be free soon must not wait for a lease
-            self.nodes[name] = start_prefill(name, PrefillConfig(**chosen), lease_s=30.0)
+        if role == "prefill":
+            self.nodes[name] = start_prefill(name, PrefillConfig(**chosen), lease_s=self._lease_s)
         else:
             self.nodes[name] = start_decode(name, DecodeConfig(**chosen))
         return self.nodes[name]
@@ -215,6 +219,7 @@ class Served:
         is_busy = False
         for name, node in list(self.nodes.items()):
             if name not in self.held:
+                node.membership.enter("stepped by the test", 60.0)
                 is_busy |= node.step()
                 node.membership.report()
         time.sleep(0.0005 if is_busy else 0.002)  # the router's turn

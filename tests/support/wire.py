@@ -68,7 +68,8 @@ class WireSocket:
         self.sent: list[Frames] = []
         self.closed = False
         self.monitor = Monitor()
-        self._rest: deque[Any] = deque()
+        self._rest: deque[Any] = deque()  # frames of a message that is received
+        self._first: list[Any] = []  # frames of a message that is sent
 
     def bind(self, address: str) -> None:
         self.address = address.replace("*", str(next(self.wire.numbers)))
@@ -97,8 +98,12 @@ class WireSocket:
         frame = self._rest.popleft()
         return frame if copy else zmq.Frame(frame)
 
-    def send(self, frame: bytes, flags: int = 0) -> None:
-        self.send_multipart([frame])
+    def send(self, frame: Any, flags: int = 0, copy: bool = True, track: bool = False) -> Sent | None:
+        self._first.append(frame)
+        if flags & zmq.SNDMORE:
+            return None
+        frames, self._first = self._first, []
+        return self.send_multipart(frames)
 
     def send_multipart(self, frames: list[Any], flags: int = 0, copy: bool = True, track: bool = False) -> Sent:
         frames = [bytes(memoryview(frame).cast("B")) for frame in frames] or [b""]

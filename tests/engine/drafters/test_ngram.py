@@ -32,6 +32,14 @@ def test_finished_requests_come_before_short_matches(drafter: NgramDrafter) -> N
     assert drafter.lookup(1, own, "another tenant", 2) == [4, 1]
 
 
+def test_a_finished_text_is_found_under_its_own_salt_alone(drafter: NgramDrafter) -> None:
+    finish(drafter, [1, 2, 3, 8, 8], "one tenant")
+    own = [7, 3, 4, 1, 2, 3]
+    assert drafter.lookup(0, own, "one tenant", 2) == [8, 8]
+    for slot, salt in enumerate(("", "another tenant"), start=1):
+        assert drafter.lookup(slot, own, salt, 2) == [4, 1], salt
+
+
 def test_nothing_found_repeats_the_last_token(drafter: NgramDrafter) -> None:
     assert drafter.lookup(0, [5], "", 3) == [5, 5, 5]
     assert drafter.lookup(1, [1, 2, 1], "", 4) == [2, 1, 1, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,7 @@ def welcome(source) -> LinkWelcome:
 
 def test_pages_of_all_pools_land_with_their_generation(pools):
     source, target = pools
+    gc.collect()  # pools of other tests
     before = Path("/proc/self/maps").read_text().count("baton-pages")
     transport = LocalTransport.map(target, welcome(source))
     source[0].generations[5] = 8
@@ -81,6 +83,7 @@ def test_the_second_pool_failing_unmaps_the_first(pools):
     good = welcome(source)
     bad = msgspec.structs.replace(good, fds=(good.fds[0], 1 << 20))
     maps = Path("/proc/self/maps")
+    gc.collect()  # pools of other tests
     before = maps.read_text().count("baton-pages")
     with pytest.raises(TransferError, match="cannot open"):
         LocalTransport.map(target, bad)

@@ -11,15 +11,17 @@ device no longer than it takes the loop to come back: a few pages on a free devi
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
+from ..descriptors import DescriptorInbox
 from ..device_pool import DevicePool, Gather, MappedPools
 from ..errors import TransferError
 from ..memory import PageMemory, PeerMemory
-from ..messages import DeviceWelcome
+from ..messages import CudaWelcome
 from ..request import Unit
 from .base import Landed, Move, Transport
 
@@ -34,10 +36,10 @@ class _Launch(NamedTuple):
     gather: Gather
 
 
-class CudaIpcTransport(Transport):
+class CudaTransport(Transport):
     """Reads the peer's pools on a GPU. Raises TransferError when they cannot be mapped."""
 
-    name: ClassVar[str] = "cuda_ipc"
+    name: ClassVar[str] = "cuda"
 
     def __init__(
         self, memory: Sequence[PageMemory], device: DevicePool, pools: MappedPools, generations: PeerMemory
@@ -49,11 +51,23 @@ class CudaIpcTransport(Transport):
         self._launches: deque[_Launch] = deque()
 
     @classmethod
-    def map(cls, memory: Sequence[PageMemory], device: DevicePool, welcome: DeviceWelcome) -> CudaIpcTransport:
-        """Maps what the welcome names. Raises TransferError, with nothing left mapped, when that cannot be."""
-        if len(welcome.fds) != 1 or len(welcome.sizes) != 1 or len(welcome.pools.handles) != len(memory):
-            raise TransferError(f"{len(welcome.pools.handles)} pools on the peer's GPU, {len(memory)} on ours")
-        with contextlib.ExitStack() as undo:
+    def map(
+        cls, memory: Sequence[PageMemory], device: DevicePool, inbox: DescriptorInbox, welcome: CudaWelcome
+    ) -> CudaTransport:
+        """Map the pools that the welcome names, by the descriptors that came to the inbox.
+
+        Raises TransferError, with nothing left mapped or open, when that cannot be.
+        """
+        with contextlib.ExitStack() as sent, contextlib.ExitStack() as undo:
+            descriptors = inbox.take(welcome.pools.token)
+            for descriptor in descriptors:
+                sent.callback(os.close, descriptor)
+            num_pools = {len(descriptors), len(welcome.pools.sizes), len(memory)}
+            if len(welcome.fds) != 1 or len(welcome.sizes) != 1 or len(num_pools) != 1:
+                raise TransferError(
+                    f"{len(welcome.pools.sizes)} pools and {len(descriptors)} descriptors on the peer's GPU, "
+                    f"{len(memory)} pools on ours"
+                )
             peer = PeerMemory(
                 welcome.pid,
                 welcome.fds[0],
@@ -63,7 +77,7 @@ class CudaIpcTransport(Transport):
                 page_layer_bytes=memory[0].page_layer_bytes,
             )
             undo.callback(peer.close)
-            pools = device.map(welcome.pools.handles, welcome.num_pages)
+            pools = device.map(descriptors, welcome.pools.sizes, welcome.num_pages)
             undo.pop_all()
         return cls(memory, device, pools, peer)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,27 +11,36 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from fake_device import PEERS, FakeDevice
+from fake_device import FakeDevice
 from handoff_nodes import DRAFT_SCHEMA, make_memory, make_welcome, unit
 
+from baton.metadata.descriptors import DescriptorInbox, new_token, send_descriptors
 from baton.metadata.errors import TransferError
-from baton.metadata.messages import DeviceWelcome
+from baton.metadata.messages import CudaWelcome
 from baton.metadata.node_info import DevicePools
 from baton.metadata.schema import page_bytes
-from baton.metadata.transports import cuda_ipc
+from baton.metadata.transports import cuda
 from baton.metadata.transports.base import Move
-from baton.metadata.transports.cuda_ipc import MAX_UNDER_WAY, CudaIpcTransport
+from baton.metadata.transports.cuda import MAX_UNDER_WAY, CudaTransport
 
 
 class Pools:
     def __init__(self) -> None:
         self.source, self.target = (FakeDevice(make_memory(DRAFT_SCHEMA, n), seed=s) for n, s in ((16, 4), (24, None)))
-        self.transport = CudaIpcTransport.map(self.target.memory, self.target, self.welcome())
+        self.inbox = DescriptorInbox()
+        self.transport = self.map(self.welcome())
         self.target.is_slow = True
 
-    def welcome(self, **changes: Any) -> DeviceWelcome:
-        pools = DevicePools(device=self.source.device, handles=self.source.handles)
-        return make_welcome(DeviceWelcome, self.source.memory[:1], "cuda_ipc", **{"pools": pools, **changes})
+    def map(self, welcome: CudaWelcome) -> CudaTransport:
+        return CudaTransport.map(self.target.memory, self.target, self.inbox, welcome)
+
+    def welcome(self, sent: list[int] | None = None, **changes: Any) -> CudaWelcome:
+        """What a prefill node says, after it has sent `sent`, or what it should send."""
+        token, shared = new_token(), self.source.shared
+        send_descriptors(self.inbox.address, token, [each.descriptor for each in shared] if sent is None else sent)
+        pools = DevicePools(device=self.source.device, sizes=tuple(each.size for each in shared), token=token)
+        pools = msgspec.structs.replace(pools, **changes.pop("of_pools", {}))
+        return make_welcome(CudaWelcome, self.source.memory[:1], "cuda", **{"pools": pools, **changes})
 
     def fetch(self, *pairs: tuple[int, int], **of: Any) -> None:
         self.transport.fetch([Move(unit(**of), index, *pair, 0) for index, pair in enumerate(pairs)])
@@ -47,6 +58,7 @@ class Pools:
 
     def close(self) -> None:
         self.transport.close()
+        self.inbox.close()
         for memory in (*self.source.memory, *self.target.memory):
             memory.close()
 
@@ -97,8 +109,8 @@ def test_a_short_launch_lands_in_the_step_that_begins_it(
 ) -> None:
     """Where the device has it soon; for a long one, or while another is before it, the loop is not held up."""
     num_bytes = page_bytes(DRAFT_SCHEMA)
-    monkeypatch.setattr(cuda_ipc, "SHORT_BYTES", num_bytes if is_short else num_bytes - 1)
-    monkeypatch.setattr(cuda_ipc, "SHORT_WAIT_S", 60.0)
+    monkeypatch.setattr(cuda, "SHORT_BYTES", num_bytes if is_short else num_bytes - 1)
+    monkeypatch.setattr(cuda, "SHORT_WAIT_S", 60.0)
     real = pools.target.gather
     monkeypatch.setattr(pools.target, "gather", lambda *args: _SoonDone(pools, real(*args)))
     pools.fetch((5, 20))
@@ -118,7 +130,7 @@ def test_what_is_queued_goes_in_one_launch_and_what_comes_meanwhile_in_the_next(
 
 
 def test_a_launch_has_a_bounded_number_of_bytes(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_ipc, "GATHER_BYTES", 2 * page_bytes(DRAFT_SCHEMA))
+    monkeypatch.setattr(cuda, "GATHER_BYTES", 2 * page_bytes(DRAFT_SCHEMA))
     pools.fetch(*((page, page) for page in range(1, 6)))
     landed: list[int] = []
     while pools.transport.is_busy:
@@ -182,20 +194,34 @@ def test_who_takes_a_page_may_close_the_link(pools: Pools) -> None:
     assert seen == [0, 0]
 
 
-@pytest.mark.parametrize("what", ["handle", "num_pages", "fds", "pid", "size", "one pool"])
-def test_what_cannot_be_mapped_leaves_nothing_mapped(pools: Pools, what: str) -> None:
-    handles = pools.source.handles
-    unknown = msgspec.structs.replace(handles[1], handle=bytes(64))
+@pytest.mark.parametrize("what", ["token", "descriptor", "pool size", "num_pages", "fds", "pid", "size", "one pool"])
+def test_what_cannot_be_mapped_leaves_nothing_mapped_or_open(pools: Pools, what: str) -> None:
+    descriptors, sizes = zip(*pools.source.shared, strict=True)
     changes: dict[str, Any] = {
-        "handle": {"pools": DevicePools(device="x", handles=(handles[0], unknown))},
+        "token": {"of_pools": {"token": bytes(16)}},
+        "descriptor": {"sent": [descriptors[0], os.open("/dev/null", os.O_RDONLY)]},
+        "pool size": {"of_pools": {"sizes": (sizes[0], sizes[1] + 1)}},
         "num_pages": {"num_pages": 17},
         "fds": {"fds": ()},
         "pid": {"pid": 1 << 40},
         "size": {"sizes": (4096,)},
-        "one pool": {"pools": DevicePools(device="x", handles=handles[:1])},
+        "one pool": {"sent": [descriptors[0]], "of_pools": {"sizes": sizes[:1]}},
     }[what]
+    gc.collect()  # what earlier tests have mapped
     before = Path("/proc/self/maps").read_text().count("baton-pages")
+    welcome = pools.welcome(**changes)
+    if "sent" in changes and what == "descriptor":
+        os.close(changes["sent"][1])
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(TransferError):
-        CudaIpcTransport.map(pools.target.memory, pools.target, pools.welcome(**changes))
-    assert len(pools.target.mappings) == 1 and unknown.handle not in PEERS
+        pools.map(welcome)
+    assert len(pools.target.mappings) == 1
     assert Path("/proc/self/maps").read_text().count("baton-pages") == before > 0
+    pools.inbox.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) < num_open
+
+
+def test_a_peer_s_pool_cannot_be_written(pools: Pools) -> None:
+    [mapping] = pools.target.mappings
+    with pytest.raises(ValueError, match="read-only"):
+        mapping.pools[0][:] = 1

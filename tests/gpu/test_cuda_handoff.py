@@ -1,4 +1,4 @@
-"""The handoff between two processes on GPUs: pages go from pool to pool by CUDA IPC, not by way of the host."""
+"""The handoff between two processes on GPUs: pages go from pool to pool, not by way of the host."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,7 +19,7 @@ from baton.kernels.pages import page_checksums_ref
 from baton.metadata.handoff_client import Arrived, TransferFailed
 from baton.metadata.node_info import HandoffSchema, PoolLayout
 from baton.metadata.schema import make_schema, on_gpu
-from baton.metadata.transports import cuda_ipc
+from baton.metadata.transports import cuda
 
 TARGET = PoolLayout(num_layers=6, num_kv_heads=4, head_dim=64, dtype="bfloat16")
 DRAFT = PoolLayout(num_layers=1, num_kv_heads=2, head_dim=32, dtype="bfloat16")
@@ -65,7 +65,7 @@ def test_pages_arrive_from_device_to_device(of_both: tuple[str, str], has_checks
         prefill.tell("offer", unit(), [2, 3], sources[2:], [2, 3])
         prefill.tell("finish", unit())
         arrived = poll_until(client, (Arrived, TransferFailed))
-        assert isinstance(arrived, Arrived) and arrived.times.transport == "cuda_ipc", arrived
+        assert isinstance(arrived, Arrived) and arrived.times.transport == "cuda", arrived
         assert same(ours, targets, model, sources)
         others = [page for page in range(NUM_PAGES) if page not in targets]
         assert not any(bool(kv[:, others].any()) for kv in ours.kvs)
@@ -170,7 +170,7 @@ def test_nothing_is_written_after_a_drop_however_long_the_device_has_work() -> N
 
 def _is_under_way(client: Any) -> bool:
     transport = next(iter(client._links.values())).transport
-    return isinstance(transport, cuda_ipc.CudaIpcTransport) and bool(transport._launches)
+    return isinstance(transport, cuda.CudaTransport) and bool(transport._launches)
 
 
 def test_a_dead_peer_fails_its_claims_and_a_new_life_is_mapped_afresh() -> None:
@@ -188,7 +188,7 @@ def test_a_dead_peer_fails_its_claims_and_a_new_life_is_mapped_afresh() -> None:
         assert first.process.pid is not None
         os.kill(first.process.pid, signal.SIGKILL)
         poll_until(client, TransferFailed)
-        assert old._pools.bases == [] and not client._links  # unmapped at once
+        assert old._pools.mappings == [] and not client._links  # unmapped at once
     with gpu_prefill(SCHEMA, NUM_PAGES, seed=2, epoch="e2") as second:
         second.tell("open", unit(attempt=1), 1)
         second.tell("hand", unit(attempt=1), [3], 1)
@@ -203,8 +203,9 @@ def test_what_cannot_be_mapped_travels_by_way_of_the_host(monkeypatch: pytest.Mo
     client = gpu_client(SCHEMA, ours)
     real = ours.pool.map
 
-    def damaged(handles: Any, num_pages: int) -> Any:
-        return real([msgspec.structs.replace(each, handle=bytes(64)) for each in handles], num_pages)
+    def damaged(descriptors: Any, sizes: Any, num_pages: int) -> Any:
+        with Path("/dev/null").open() as file:  # a device, but none with memory to map
+            return real([file.fileno()] * len(descriptors), sizes, num_pages)
 
     monkeypatch.setattr(ours.pool, "map", damaged)
     with gpu_prefill(SCHEMA, NUM_PAGES) as prefill:
@@ -221,7 +222,7 @@ def test_many_pages_take_several_launches(monkeypatch: pytest.MonkeyPatch) -> No
     schema: HandoffSchema = SCHEMA
     ours, model = make_pool(schema, NUM_PAGES), make_pool(schema, NUM_PAGES, seed=1)
     client = gpu_client(schema, ours)
-    monkeypatch.setattr(cuda_ipc, "GATHER_BYTES", 1 << 20)
+    monkeypatch.setattr(cuda, "GATHER_BYTES", 1 << 20)
     pages = list(range(1, NUM_PAGES))
     with gpu_prefill(schema, NUM_PAGES) as prefill:
         prefill.tell("open", unit(), len(pages))
@@ -235,7 +236,7 @@ def test_many_pages_take_several_launches(monkeypatch: pytest.MonkeyPatch) -> No
 def test_two_nodes_in_one_process_need_no_mapping() -> None:
     ours, theirs = make_pool(SCHEMA, NUM_PAGES), make_pool(SCHEMA, NUM_PAGES, seed=1)
     for _ in range(2):
-        mapping = ours.pool.map(theirs.pool.handles, NUM_PAGES)
+        mapping = ours.pool.map(*zip(*theirs.pool.shared, strict=True), NUM_PAGES)
         gather = ours.pool.gather(mapping, [3, 4], [7, 9])
         gather.wait()
         assert gather.checksums() == theirs.pool.digest([3, 4]) and same(ours, [7, 9], theirs, [3, 4])

@@ -1,0 +1,75 @@
+"""Reservations of a decode node: granted or refused. After a refusal the router hears when pages come free."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Protocol
+
+from ..engine.engine import Engine
+from ..metadata.errors import RequestError
+from ..metadata.messages import Compute, Reserve, Reserved, Room, ToRouter
+from ..metadata.node_info import Load
+from ..metadata.request import Unit
+from .outbox import Outbox
+from .scheduler import DecodeScheduler
+from .sequence import Sequence, new_sequence
+
+
+class Fail(Protocol):
+    """Tells the router that a unit has failed."""
+
+    def __call__(self, unit: Unit, code: str, message: str, *, is_retryable: bool) -> None: ...
+
+
+class Reservations:
+    """Answers Reserve and Compute with Reserved, and says Room."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        scheduler: DecodeScheduler,
+        outbox: Outbox,
+        load: Callable[[], Load],
+        send: Callable[[ToRouter], object],
+        fail: Fail,
+    ) -> None:
+        self._engine = engine
+        self._scheduler = scheduler
+        self._outbox = outbox
+        self._load, self._send, self._fail = load, send, fail
+        self._orders = itertools.count()
+        self._refused_at: int | None = None  # the scheduler's count of releases when a reservation was refused
+
+    def grant(self, message: Reserve | Compute) -> list[Sequence]:
+        """Grants choices in order while they fit. Returns their sequences, which the scheduler has reserved."""
+        units = [Unit(message.rid, choice, message.attempt) for choice in message.choices]
+        held = {sequence.unit for sequence in self._scheduler}
+        known = [unit for unit in units if unit in held or self._outbox.find_ended(unit) is not None]
+        if known:  # it came twice, or the answer was lost
+            self._answer(message, known)
+            return []
+        granted: list[Sequence] = []
+        for choice in message.choices:
+            try:
+                sequence = new_sequence(message, choice, next(self._orders), self._engine)
+            except RequestError as error:
+                self._fail(Unit(message.rid, choice, message.attempt), error.code, str(error), is_retryable=False)
+                continue
+            if not self._scheduler.reserve(sequence):
+                self._refused_at = self._scheduler.num_releases
+                break
+            granted.append(sequence)
+        self._answer(message, [sequence.unit for sequence in granted])
+        return granted
+
+    def offer_room(self) -> None:
+        """After a refusal, tells the router when something has come free."""
+        has_released = self._refused_at is not None and self._scheduler.num_releases > self._refused_at
+        if has_released and not self._scheduler.preempted:
+            self._refused_at = None
+            self._send(Room(load=self._load()))
+
+    def _answer(self, message: Reserve | Compute, units: list[Unit]) -> None:
+        granted = tuple(unit.choice for unit in units)
+        self._send(Reserved(rid=message.rid, attempt=message.attempt, granted=granted, load=self._load()))

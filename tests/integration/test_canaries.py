@@ -1,0 +1,160 @@
+"""Real nodes that compute wrongly: their pairs are named with both answers, and the good ones serve.
+
+The nodes are real, in one process, stepped by the test (tests/support/served.py). A faulty one is a node whose KV is
+spoilt behind its back, after it was computed and before anybody takes a checksum of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drafters import settings, target_of
+from served import Node, Served
+
+from baton.engine.batch import BatchRow
+
+Start = Callable[..., Served]
+BODY = {"prompt": "def main(args): return", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture
+def start(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[Start]:
+    clusters: list[Served] = []
+
+    def make(algorithm: str = "none", **more: Any) -> Served:
+        model = target_of(algorithm, checkpoint)
+        drafts = {} if algorithm == "none" else settings(algorithm, model, tmp_path, steps=3)
+        clusters.append(Served(model, **drafts, **more))
+        return clusters[-1]
+
+    yield make
+    for cluster in clusters:
+        cluster.__exit__()
+
+
+def spoil(node: Node) -> Callable[[], None]:
+    """The keys of every page that it computes are wrong in one layer. Returns what mends the node."""
+    compute = node.engine.compute
+
+    def spoilt(rows: Sequence[BatchRow]) -> Any:
+        computed = compute(rows)
+        for row in rows:
+            for page in row.pages[: (row.position + len(row.input_ids)) // node.engine.pool.page_size]:
+                node.engine.kv[0, page, 0].fill_(3.0)
+        return computed
+
+    node.engine.compute = spoilt
+    return lambda: setattr(node.engine, "compute", compute)
+
+
+def states(served: Served) -> dict[str, str]:
+    """By pair."""
+
+    def get() -> dict[str, str]:
+        health = served.life.health
+        pairs = [pair for group in served.life.registry.groups.values() for pair in group.pairs()]
+        return {f"{prefill.node_id} {decode.node_id}": health.state(prefill, decode) for prefill, decode in pairs}
+
+    return served.call(get)
+
+
+def words(served: Served) -> dict[str, str]:
+    """The states, in a word each."""
+    return {pair: re.sub(r"^pair .*? is (\w+): .*", r"\1", state) for pair, state in states(served).items()}
+
+
+def expect(served: Served, **expected: str) -> None:
+    """Steps until the pairs are so, by name (p0_d1)."""
+    full = {f"prefill-{pair[1]} decode-{pair[4]}": word for pair, word in expected.items()}
+    try:
+        served.run(lambda: words(served) == full, 30)
+    except AssertionError:
+        raise AssertionError(states(served)) from None
+
+
+def text(served: Served, **more: Any) -> str:
+    stream = served.ask(**BODY, **more)
+    served.finish(stream)
+    assert not stream.errors, stream.errors
+    return stream.texts[0]
+
+
+def test_a_faulty_first_pair_serves_nobody_and_condemns_nobody(start: Start) -> None:
+    served = start()
+    spoil(served.start("prefill"))
+    served.start("decode")
+    expect(served, p0_d0="faulty")
+    served.start("prefill")
+    served.start("decode")
+    expect(served, p0_d0="faulty", p0_d1="faulty", p1_d0="ready", p1_d1="ready")
+    named = re.compile(r"its canary gave [\d ]+(, but .* alone computes|; .* gave) [\d ]+")
+    assert all(named.search(state) for state in states(served).values() if state != "ready"), states(served)
+    right = text(served)
+    for place in range(4):
+        served.finish(served.ask(**{**BODY, "prompt": f"{place} {BODY['prompt']}"}))
+    nodes = served.call(lambda: [timeline.nodes for timeline in served.life.finished])
+    assert len(nodes) == 5 and all("prefill-0" not in each for each in nodes)
+    served.kill("prefill-0")
+    assert text(served) == right
+    served.check_books()
+
+
+def test_a_single_faulty_pair_is_never_ready_until_it_is_mended(start: Start) -> None:
+    served = start(router={"node_wait_s": 0.2})
+    mend = spoil(served.start("prefill"))
+    served.start("decode")
+    expect(served, p0_d0="faulty")
+    assert not served.call(lambda: served.life.health.is_ready)
+    reason = served.call(lambda: served.life.health.reason)
+    assert re.search(r"pair prefill-0 -> decode-0 is faulty: its canary gave [\d ]+, but .* alone computes", reason)
+    stream = served.ask(**BODY)
+    served.finish(stream)
+    assert "its nodes cannot work together" in stream.errors[0]["message"]
+    mend()
+    served.nodes["prefill-0"].cache.flush()
+    expect(served, p0_d0="ready")
+    assert text(served)
+    served.check_books()
+
+
+@pytest.mark.parametrize("bad", ["prefill-0", "prefill-1", "decode-0", "decode-1"])
+def test_one_faulty_node_of_four(bad: str, start: Start) -> None:
+    """A faulty decode node spoils what it computes alone; its canaries are right."""
+    served = start()
+    for name in ("prefill-0", "decode-0", "prefill-1", "decode-1"):
+        node = served.start(name[:-2], name)
+        if name == bad and bad.startswith("prefill"):
+            spoil(node)
+        elif name == bad:
+            spoil_rounds(node)
+    pairs = {f"p{p}_d{d}": f"prefill-{p} decode-{d}" for p in (0, 1) for d in (0, 1)}
+    expect(served, **{short: "faulty" if bad in pair else "ready" for short, pair in pairs.items()})
+    assert text(served) == text(served)
+    served.check_books()
+
+
+def spoil_rounds(node: Any) -> None:
+    """A decode node whose pulled and computed keys are wrong by the time a round reads them."""
+    submit = node.rounds.submit
+
+    def spoilt(sequences: Any, *rest: Any) -> Any:
+        for sequence in sequences:
+            for page in sequence.pages[: sequence.num_computed // node.engine.pool.page_size]:
+                node.engine.kv[0, page, 0].fill_(3.0)
+        return submit(sequences, *rest)
+
+    node.rounds.submit = spoilt
+
+
+@pytest.mark.parametrize("algorithm", ["ngram", "standalone", "eagle", "mtp3-deepseek"])
+def test_pairs_that_speculate_are_ready_and_nothing_is_left(algorithm: str, start: Start) -> None:
+    served = start(algorithm).up(1, 1)
+    served.run(lambda: not served.call(lambda: served.life.generations))
+    decode = served.nodes["decode-0"]
+    assert decode.stats().computed_tokens > 0, "it computed the canary's prompt alone"
+    assert text(served)
+    served.check_books()

@@ -1,0 +1,174 @@
+"""A drained node is called so, by name and with the way back, wherever somebody asks why nothing is served."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from baton.metadata import messages as m
+
+from .conftest import System
+from .test_access import bearer
+from .test_request_life import wait_until
+
+Make = Callable[..., System]
+
+
+def ready(system: System, **headers: str) -> tuple[int, Any]:
+    status, body, _ = system.router.request("GET", "/ready", headers=headers)
+    return status, body
+
+
+def reason(system: System) -> str:
+    status, body = ready(system)
+    assert status == 503
+    return body["error"]["message"]
+
+
+@pytest.mark.parametrize(("name", "role"), [("d0", "decode"), ("p0", "prefill")])
+def test_the_only_node_of_a_role_is_drained(make_system: Make, name: str, role: str) -> None:
+    system = make_system(router={"node_wait_s": 0.4}).up()
+    words = [f"{role} node {name} is draining", "an operator", f"POST /admin/nodes/{name}/undrain"]
+    assert system.router.request("POST", f"/admin/nodes/{name}/drain")[0] == 200
+    assert all(word in reason(system) for word in words), reason(system)
+    assert "canary" not in reason(system)
+    for _ in range(2):  # one that waits for a node, then one that is turned away at once
+        status, body, _ = system.complete()
+        assert status == 503
+        message = body["error"]["message"]
+        assert all(word in message for word in words), message
+        assert f"no {role} node" in message
+    assert system.router.request("POST", f"/admin/nodes/{name}/undrain")[0] == 200
+    system.router.wait_ready()
+    assert system.complete()[0] == 200
+
+
+def test_a_node_that_leaves_cannot_be_put_back(make_system: Make) -> None:
+    system = make_system(router={"node_wait_s": 0.2}).up()
+    system.cluster.by_name("d0").post(m.Leaving(done=False, reason="SIGTERM"))
+    wait_until(lambda: ready(system)[0] == 503)
+    for message in (reason(system), system.complete()[1]["error"]["message"]):
+        assert "decode node d0 is leaving" in message and "undrain" not in message, message
+    status, body, _ = system.router.request("POST", "/admin/nodes/d0/undrain")
+    assert (status, body["error"]["code"]) == (409, "http_error") and "leaving" in body["error"]["message"]
+
+
+def test_clients_that_may_not_operate_are_told_no_names(make_system: Make) -> None:
+    system = make_system(router={"node_wait_s": 0.2, "admin_key": "boss"})
+    system.cluster.add("prefill", "p0")
+    system.cluster.add("decode", "d0")
+    wait_until(lambda: ready(system, **bearer("boss"))[0] == 200)
+    request = system.router.request
+    assert request("POST", "/admin/nodes/d0/drain", headers=bearer("boss"))[0] == 200
+    assert "d0" not in str(ready(system)) and "d0" in str(ready(system, **bearer("boss")))
+    body = {"model": "fake", "prompt": "hello", "max_tokens": 5}
+    message = request("POST", "/v1/completions", body)[1]["error"]["message"]
+    assert "no decode node" in message and "draining" in message and "d0" not in message
+    assert "d0 is draining" in request("POST", "/v1/completions", body, bearer("boss"))[1]["error"]["message"]
+
+
+def test_a_stream_that_waits_is_told_the_same(make_system: Make) -> None:
+    system = make_system(router={"node_wait_s": 0.3}).up()
+    system.router.request("POST", "/admin/nodes/d0/drain")
+    status, body, _ = system.complete(stream=True)
+    assert status == 503 and "d0 is draining" in body["error"]["message"]
+
+
+def test_one_that_is_drained_while_another_serves_is_told_to_operators(make_system: Make) -> None:
+    system = make_system().up(1, 2)
+    assert ready(system) == (200, {"status": "ready"})
+    system.router.request("POST", "/admin/nodes/d0/drain")
+    status, body = ready(system)
+    assert (status, body["status"]) == (200, "ready")
+    (item,) = body["degraded"]
+    assert (item["node"], item["role"], item["state"]) == ("d0", "decode", "draining")
+    assert "POST /admin/nodes/d0/undrain" in item["words"]
+    listed = system.router.request("GET", "/debug/nodes")[1]
+    assert listed["degraded"] == body["degraded"] and listed["is_ready"] is True
+    assert [node["is_draining"] for node in listed["nodes"] if node["role"] == "decode"] == [True, False]
+    page = system.router.request("GET", "/metrics")[1].decode()
+    assert 'baton_node_draining{model="fake",node="d0",role="decode"} 1.0' in page
+    assert 'baton_node_draining{model="fake",node="d1",role="decode"} 0.0' in page
+    system.router.request("POST", "/admin/nodes/d0/undrain")
+    assert ready(system) == (200, {"status": "ready"})
+
+
+def test_a_failed_canary_is_the_reason_though_another_node_is_drained(make_system: Make) -> None:
+    system = make_system()
+    fails = {"bad"}
+
+    def answer(node: Any, message: m.Reserve) -> bool:
+        if node.name not in fails:
+            return False
+        node.link.send(m.Reserved(message.rid, message.attempt, (0,), node.load()))
+        for choice in message.choices:
+            node.post(m.Failed(m.Unit(message.rid, choice, message.attempt), "internal", "broken inside", False))
+        return True
+
+    system.behaviour.answer_reserve = answer
+    system.up(1, 1)
+    system.cluster.add("decode", "bad")
+    wait_until(lambda: "broken inside" in str(system.router.request("GET", "/debug/nodes")[1]["pairs"]))
+    system.router.request("POST", "/admin/nodes/d0/drain")
+    assert "broken inside" in reason(system) and reason(system).index("broken inside") < reason(system).index("d0 is")
+    system.router.request("POST", "/admin/nodes/bad/drain")
+    assert "broken inside" not in reason(system), "what it was before it was drained is not why nothing is served"
+    assert "bad is draining" in reason(system) and "d0 is draining" in reason(system)
+
+
+def test_a_node_that_is_drained_twice(make_system: Make) -> None:
+    """The second time counts. It is undone at once."""
+    system = make_system().up(1, 2)
+    system.behaviour.hold = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(system.complete)
+        wait_until(lambda: [node for node in system.cluster.nodes if node.reserved])
+        (holder,) = (node.name for node in system.cluster.nodes if node.reserved)
+        for timeout_s in (0.2, 60.0):
+            assert system.router.request("POST", f"/admin/nodes/{holder}/drain", {"timeout_s": timeout_s})[0] == 200
+        time.sleep(0.8)
+        assert system.cluster.by_name(holder).reserved, "it was moved though it has sixty seconds"
+        assert system.router.request("POST", f"/admin/nodes/{holder}/undrain")[1]["is_draining"] is False
+        system.behaviour.hold.set()
+        assert answer.result(10)[0] == 200
+
+
+def test_a_drained_node_that_dies_comes_back_drained_and_one_that_left_does_not(make_system: Make) -> None:
+    system = make_system().up(1, 2)
+    system.router.request("POST", "/admin/nodes/d0/drain")
+    system.cluster.by_name("d0").stop()
+    assert len(system.router.call(lambda: system.router.router.life.registry.nodes)) >= 2
+    wait_until(lambda: _states(system) == {"d0": "gone"})
+    back = system.cluster.add("decode", "d0")
+    wait_until(lambda: _states(system) == {"d0": "draining"})
+    back.post(m.Leaving(done=True, reason="SIGTERM"))
+    wait_until(lambda: not _states(system))
+    back.stop()
+    system.cluster.add("decode", "d0")
+    wait_until(lambda: len(system.router.call(lambda: list(system.router.router.life.registry.nodes))) == 3)
+    assert _states(system) == {}
+
+
+def test_nodes_that_come_and_go_are_counted(make_system: Make) -> None:
+    system = make_system().up(1, 2)
+    for _ in range(3):
+        system.cluster.by_name("d1").stop()
+        system.cluster.nodes = [node for node in system.cluster.nodes if node.name != "d1"]
+        wait_until(lambda: _states(system).get("d1") == "gone")
+        system.cluster.add("decode", "d1")
+        wait_until(lambda: _states(system).get("d1") != "gone")
+    (item,) = ready(system)[1]["degraded"]
+    assert item["state"] == "flapping" and "decode node d1 has come back 3 times" in item["words"]
+    page = system.router.request("GET", "/metrics")[1].decode()
+    assert 'baton_node_restarts_total{node="d1",role="decode"} 3.0' in page
+    assert 'baton_node_losses_total{node="d1",reason="closed",role="decode"} 3.0' in page
+    assert 'baton_node_restarts_total{node="d0",role="decode"} 0.0' in page
+
+
+def _states(system: System) -> dict[str, str]:
+    return {item["node"]: item["state"] for item in ready(system)[1].get("degraded", [])}

@@ -1,0 +1,362 @@
+"""The vote on canaries: who is believed, who is named, who is asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.router.ballot import RETRY_S, Answer, Ballot, Voter, num_independent
+
+GAP = 1e-4
+P = [Voter("prefill", f"p{i}", b"p%d" % i) for i in range(4)]
+D = [Voter("decode", f"d{i}", b"d%d" % i) for i in range(4)]
+
+
+def says(*ids: int, leads: tuple[float, ...] | None = None) -> Answer:
+    return Answer(ids, leads or (1.0,) * len(ids))
+
+
+RIGHT, WRONG, OTHER = says(1, 2, 3, 4), says(1, 9, 9, 9), says(7, 7, 7, 7)
+
+
+def ballot(num_prefill: int, num_decode: int, *, can_compute: bool = True) -> Ballot:
+    """Of nodes that have just joined."""
+    ballot = Ballot(GAP)
+    for voter in P[:num_prefill] + D[:num_decode]:
+        ballot.joined(voter, can_compute=can_compute)
+    return ballot
+
+
+def states(ballot: Ballot, num_prefill: int, num_decode: int) -> list[list[str]]:
+    """By prefill node, then decode node."""
+    return [[ballot.verdict(p, d).state for d in D[:num_decode]] for p in P[:num_prefill]]
+
+
+def test_a_single_pair_waits_for_what_its_decode_node_computes_alone() -> None:
+    each = ballot(1, 1)
+    assert each.wanted(0.0) == [] and each.verdict(P[0], D[0]).state == "untried"
+    each.canary(P[0], D[0], RIGHT)
+    verdict = each.verdict(P[0], D[0])
+    assert (verdict.state, each.wanted(0.0)) == ("unconfirmed", [D[0]])
+    assert "decode node d0 has not computed alone yet" in verdict.words
+    each.own(D[0], RIGHT, 0.0)
+    assert each.verdict(P[0], D[0]).state == "ready"
+    assert each.wanted(0.0) == [P[0]], "one node may be wrong in both: another that shares nothing with it is asked"
+    each.own(P[0], RIGHT, 0.0)
+    assert each.wanted(1e9) == []
+
+
+def test_a_single_pair_whose_two_answers_differ_is_named_with_both() -> None:
+    each = ballot(1, 1)
+    each.canary(P[0], D[0], WRONG)
+    each.own(D[0], RIGHT, 0.0)
+    verdict = each.verdict(P[0], D[0])
+    assert verdict.state == "faulty"
+    assert verdict.words == "its canary gave 1 9 9 9, but decode node d0 alone computes 1 2 3 4"
+
+
+def test_two_pairs_that_share_no_node_need_no_one_else() -> None:
+    each = ballot(2, 2)
+    each.canary(P[0], D[0], RIGHT)
+    each.canary(P[1], D[1], RIGHT)
+    assert each.wanted(0.0) == [] and states(each, 2, 2) == [["ready", "untried"], ["untried", "ready"]]
+
+
+def test_pairs_that_share_a_node_are_one_witness() -> None:
+    """A prefill node whose KV is wrong gives every decode node the same wrong answer."""
+    each = ballot(1, 3)
+    for decode in D[:3]:
+        each.canary(P[0], decode, WRONG)
+    assert states(each, 1, 3) == [["unconfirmed"] * 3] and each.wanted(0.0) == D[:3]
+    for decode in D[:3]:
+        each.own(decode, RIGHT, 0.0)
+    assert states(each, 1, 3) == [["faulty"] * 3]
+
+
+def test_three_pairs_against_one() -> None:
+    each = ballot(2, 2)
+    for prefill, decode in ((P[0], D[0]), (P[0], D[1]), (P[1], D[0])):
+        each.canary(prefill, decode, RIGHT)
+    each.canary(P[1], D[1], WRONG)
+    assert states(each, 2, 2) == [["ready", "ready"], ["ready", "faulty"]]
+    assert "its canary gave 1 9 9 9; " in each.verdict(P[1], D[1]).words
+    assert "gave 1 2 3 4" in each.verdict(P[1], D[1]).words
+
+
+def test_two_against_two_by_a_prefill_node() -> None:
+    """The faulty pairs came first."""
+    each = ballot(2, 2)
+    for decode in D[:2]:
+        each.canary(P[0], decode, WRONG)
+    for decode in D[:2]:
+        each.canary(P[1], decode, RIGHT)
+    assert states(each, 2, 2) == [["undecided"] * 2] * 2
+    assert set(each.wanted(0.0)) == {*P[:2], *D[:2]}
+    assert "nobody can tell yet who is right" in each.verdict(P[0], D[0]).words
+    each.own(D[1], RIGHT, 0.0)
+    assert states(each, 2, 2) == [["faulty"] * 2, ["ready"] * 2], "it and the pair of the others share no node"
+    assert each.verdict(P[0], D[0]).words == "its canary gave 1 9 9 9; decode node d1 gave 1 2 3 4"
+    each.own(D[0], RIGHT, 0.0)
+    assert each.verdict(P[0], D[0]).words == "its canary gave 1 9 9 9, but decode node d0 alone computes 1 2 3 4"
+
+
+def test_two_against_two_by_a_decode_node_that_is_wrong_in_all_it_does() -> None:
+    """Its canaries equal its own answer. The prefill nodes computed neither: they tell."""
+    each = ballot(2, 2)
+    for prefill in P[:2]:
+        each.canary(prefill, D[0], WRONG)
+        each.canary(prefill, D[1], RIGHT)
+    each.own(D[0], WRONG, 0.0)
+    each.own(D[1], RIGHT, 0.0)
+    assert states(each, 2, 2) == [["undecided"] * 2] * 2
+    words = each.verdict(P[0], D[0]).words
+    assert "decode node d0 gave 1 9 9 9" in words and "decode node d1 gave 1 2 3 4" in words
+    assert each.wanted(0.0) == P[:2]
+    each.own(P[0], RIGHT, 0.0)
+    assert states(each, 2, 2) == [["faulty", "ready"]] * 2
+
+
+def test_condemned_ones_come_back_once_the_truth_is_known() -> None:
+    """The first decode node is wrong in all it does; a good one that comes later looks wrong at first."""
+    each = ballot(1, 1)
+    each.canary(P[0], D[0], WRONG)
+    each.own(D[0], WRONG, 0.0)
+    assert states(each, 1, 1) == [["ready"]], "nobody here could tell"
+    each.joined(D[1], can_compute=True)
+    each.canary(P[0], D[1], RIGHT)
+    assert states(each, 1, 2) == [["undecided", "undecided"]] and each.wanted(0.0) == [P[0], D[1]]
+    each.own(D[1], RIGHT, 0.0)
+    assert states(each, 1, 2) == [["undecided", "undecided"]]
+    each.own(P[0], RIGHT, 0.0)
+    assert states(each, 1, 2) == [["faulty", "ready"]]
+
+
+def test_a_faulty_pair_that_comes_later_condemns_nobody() -> None:
+    each = ballot(2, 1)
+    each.canary(P[0], D[0], RIGHT)
+    each.own(D[0], RIGHT, 0.0)
+    each.own(P[0], RIGHT, 0.0)
+    each.canary(P[1], D[0], WRONG)
+    assert states(each, 2, 1) == [["ready"], ["faulty"]]
+    each.joined(D[1], can_compute=True)
+    each.canary(P[0], D[1], OTHER)
+    assert [each.verdict(P[0], decode).state for decode in D[:2]] == ["ready", "faulty"]
+
+
+def test_a_pair_that_goes_bad_later_and_recovers() -> None:
+    each = ballot(2, 2)
+    for prefill in P[:2]:
+        for decode in D[:2]:
+            each.canary(prefill, decode, RIGHT)
+    each.canary(P[0], D[0], WRONG)
+    assert states(each, 2, 2) == [["faulty", "ready"], ["ready", "ready"]]
+    each.canary(P[0], D[0], RIGHT)
+    assert states(each, 2, 2) == [["ready", "ready"]] * 2
+
+
+def test_a_node_in_the_minority_computes_again_after_a_while() -> None:
+    each = ballot(2, 2)
+    for prefill in P[:2]:
+        for decode in D[:2]:
+            each.canary(prefill, decode, RIGHT if decode is D[0] else OTHER)
+    for voter, answer in ((P[0], RIGHT), (P[1], RIGHT), (D[0], RIGHT), (D[1], OTHER)):
+        each.own(voter, answer, 100.0)
+    assert states(each, 2, 2) == [["ready", "faulty"]] * 2
+    assert each.wanted(100.0 + RETRY_S / 2) == [] and each.wanted(100.0 + RETRY_S) == [D[1]]
+    for prefill in P[:2]:
+        each.canary(prefill, D[1], RIGHT)
+    assert states(each, 2, 2) == [["ready", "faulty"]] * 2, "it still computes something else alone"
+    each.own(D[1], RIGHT, 120.0)
+    assert states(each, 2, 2) == [["ready", "ready"]] * 2 and each.wanted(1e9) == []
+
+
+def test_who_leaves_takes_its_answers_along_but_what_two_agreed_on_is_remembered() -> None:
+    each = ballot(2, 2)
+    each.canary(P[0], D[0], RIGHT)
+    each.canary(P[1], D[1], RIGHT)
+    each.left(P[1])
+    each.left(D[0])
+    each.left(D[1])
+    assert states(each, 2, 2) == [["untried"] * 2] * 2
+    each.joined(D[2], can_compute=True)
+    each.canary(P[0], D[2], WRONG)
+    assert each.verdict(P[0], D[2]).state == "undecided"
+    assert "nodes that were here before gave 1 2 3 4" in each.verdict(P[0], D[2]).words
+    each.own(D[2], WRONG, 0.0)
+    each.own(P[0], WRONG, 0.0)
+    assert each.verdict(P[0], D[2]).state == "ready", "two who are here outvote what is remembered"
+
+
+def test_an_answer_of_one_pair_is_not_remembered() -> None:
+    each = ballot(2, 2)
+    each.canary(P[0], D[0], WRONG)
+    each.left(P[0])
+    each.left(D[0])
+    each.canary(P[1], D[1], RIGHT)
+    each.own(D[1], RIGHT, 0.0)
+    assert each.verdict(P[1], D[1]).state == "ready"
+
+
+def test_decode_nodes_that_cannot_compute_alone_vote_by_their_pairs() -> None:
+    each = ballot(1, 1, can_compute=False)
+    each.canary(P[0], D[0], RIGHT)
+    assert each.wanted(0.0) == [] and states(each, 1, 1) == [["ready"]]
+    each = ballot(2, 2, can_compute=False)
+    for prefill in P[:2]:
+        for decode in D[:2]:
+            each.canary(prefill, decode, WRONG if prefill is P[0] else RIGHT)
+    assert states(each, 2, 2) == [["undecided"] * 2] * 2, "nobody can tell, so nobody serves"
+    each.left(P[0])
+    assert [each.verdict(P[1], decode).state for decode in D[:2]] == ["ready"] * 2
+
+
+def test_nobody_waits_for_a_node_that_cannot_answer() -> None:
+    each = ballot(1, 2)
+    each.canary(P[0], D[0], RIGHT)
+    each.canary(P[0], D[1], WRONG)
+    each.own(D[0], RIGHT, 0.0)
+    assert states(each, 1, 2) == [["undecided"] * 2] and each.wanted(0.0) == [P[0], D[1]]
+    each.unable(P[0], "it is full", 5.0)
+    each.unable(D[1], "it is full", 5.0)
+    assert states(each, 1, 2) == [["ready", "faulty"]], "by the number of witnesses"
+    assert each.wanted(5.0) == [] and each.wanted(5.0 + RETRY_S) == [P[0], D[1]]
+
+
+def test_a_pair_whose_decode_node_cannot_answer_is_not_ready() -> None:
+    each = ballot(1, 1)
+    each.canary(P[0], D[0], RIGHT)
+    each.unable(D[0], "it has no room", 0.0)
+    assert each.verdict(P[0], D[0]).state == "unconfirmed"
+    assert "not computed alone yet: it has no room" in each.verdict(P[0], D[0]).words
+    each.own(D[0], RIGHT, 3.0)
+    assert each.verdict(P[0], D[0]).state == "ready"
+
+
+def test_ties_agree_from_there_on() -> None:
+    near = says(1, 2, 3, 4, leads=(1.0, GAP / 2, 1.0, 1.0))
+    other = says(1, 8, 8, 8, leads=(1.0, GAP / 3, 1.0, 1.0))
+    each = ballot(1, 1)
+    each.canary(P[0], D[0], near)
+    each.own(D[0], other, 0.0)
+    assert states(each, 1, 1) == [["ready"]]
+    sure = says(1, 8, 8, 8)
+    each.own(D[0], sure, 0.0)
+    assert states(each, 1, 1) == [["faulty"]], "a tie is one for both, or a node that finds all tokens equal agrees"
+    each.own(D[0], says(1, 2), 0.0)
+    assert states(each, 1, 1) == [["faulty"]], "an answer that is cut is no tie"
+
+
+def test_independent_witnesses() -> None:
+    assert num_independent([]) == 0
+    assert num_independent([(P[0], D[0]), (P[0], D[1])]) == 1
+    assert num_independent([(P[0], D[0]), (D[0],)]) == 1
+    assert num_independent([(P[0], D[0]), (D[0],), (P[0],)]) == 2
+    assert num_independent([(P[0], D[0]), (P[0], D[1]), (P[1], D[0])]) == 2
+    assert num_independent([(), (P[0], D[0])]) == 2
+
+
+# --- any order, a minority of faulty nodes -------------------------------------------------------------------------
+
+
+@dataclass
+class World:
+    """Nodes, and what they answer. A `bad` pair is wrong together, a `bad` node in every pair, and alone unless it is
+    `sound_alone`."""
+
+    bad: dict[Voter | tuple[Voter, Voter], Answer]
+    sound_alone: set[Voter]
+    nodes: list[Voter] = field(default_factory=list)
+    ballot: Ballot = field(default_factory=lambda: Ballot(GAP))
+    now: float = 0.0
+
+    def alone(self, node: Voter) -> Answer:
+        return RIGHT if node in self.sound_alone else self.bad.get(node, RIGHT)
+
+    def together(self, prefill: Voter, decode: Voter) -> Answer:
+        return self.bad.get(decode) or self.bad.get(prefill) or self.bad.get((prefill, decode)) or RIGHT
+
+    def is_minority(self) -> bool:
+        """Fewer faults than sound nodes."""
+        here = [each for each in self.bad if set(each if each in self.pairs() else (each,)) <= set(self.nodes)]
+        return len(here) < len(set(self.nodes) - self.bad.keys())
+
+    def pairs(self) -> list[tuple[Voter, Voter]]:
+        """All pairs of nodes that are here."""
+        return [(p, d) for p in self.nodes for d in self.nodes if (p.role, d.role) == ("prefill", "decode")]
+
+    def settle(self) -> None:
+        """All canaries, and all that is asked for."""
+        for _ in range(4):
+            for pair in self.pairs():
+                self.ballot.canary(*pair, self.together(*pair))
+            for voter in self.ballot.wanted(self.now):
+                self.ballot.own(voter, self.alone(voter), self.now)
+            self.now += RETRY_S
+
+    def check(self) -> None:
+        """Every good pair is ready, every other one is faulty."""
+        for pair in self.pairs():
+            verdict = self.ballot.verdict(*pair)
+            assert verdict.state == ("ready" if self.together(*pair) == RIGHT else "faulty"), (pair, verdict, self)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_minority_of_faulty_nodes_never_prevails(data: st.DataObject) -> None:
+    """Whoever joins, answers and leaves in whatever order: at rest every good pair is ready and no faulty one is."""
+    nodes = P[: data.draw(st.integers(1, 4))] + D[: data.draw(st.integers(1, 4))]
+    wrong = data.draw(st.permutations([WRONG, OTHER, says(5, 5, 5, 5), says(1, 2, 3, 5)]))
+    num_bad = data.draw(st.integers(0, (len(nodes) - 1) // 2))
+    bad = dict(zip(data.draw(st.permutations(_breakable(nodes)))[:num_bad], wrong, strict=False))
+    world = World(bad, {node for node in nodes if node in bad and data.draw(st.booleans())})
+    for node in data.draw(st.permutations(nodes)):
+        world.nodes.append(node)
+        world.ballot.joined(node, can_compute=True)
+        for _ in range(data.draw(st.integers(0, 4))):
+            if world.pairs() and data.draw(st.booleans()):
+                pair = data.draw(st.sampled_from(world.pairs()))
+                world.ballot.canary(*pair, world.together(*pair))
+            elif wanted := world.ballot.wanted(world.now):
+                voter = data.draw(st.sampled_from(wanted))
+                world.ballot.own(voter, world.alone(voter), world.now)
+            world.now += data.draw(st.sampled_from([0.1, RETRY_S]))
+    if not world.is_minority():
+        return
+    world.settle()
+    world.check()
+    for node in data.draw(st.permutations(nodes))[: data.draw(st.integers(0, len(nodes)))]:
+        world.ballot.left(node)
+        world.nodes.remove(node)
+        if not world.is_minority():
+            return
+        world.settle()
+        world.check()
+    for each in list(world.bad):  # repaired
+        del world.bad[each]
+        world.settle()
+        world.check()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_nodes_that_are_wrong_in_the_same_way_lose_to_a_majority_that_has_answered(data: st.DataObject) -> None:
+    """As after a bad build on some hosts."""
+    nodes = P[: data.draw(st.integers(1, 4))] + D[: data.draw(st.integers(1, 4))]
+    bad = data.draw(st.permutations(nodes))[: data.draw(st.integers(0, (len(nodes) - 1) // 2))]
+    world = World(dict.fromkeys(bad, WRONG), set(), nodes)
+    for node in nodes:
+        world.ballot.joined(node, can_compute=True)
+    events = [(node,) for node in nodes] + world.pairs()
+    for event in data.draw(st.permutations(events)):
+        if len(event) == 1:
+            world.ballot.own(event[0], world.alone(event[0]), 0.0)
+        else:
+            world.ballot.canary(*event, world.together(*event))
+    world.check()
+
+
+def _breakable(nodes: list[Voter]) -> list[Voter | tuple[Voter, Voter]]:
+    """Nodes, and the ways between two."""
+    return [*nodes, *((p, d) for p in nodes for d in nodes if (p.role, d.role) == ("prefill", "decode"))]

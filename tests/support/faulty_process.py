@@ -1,0 +1,38 @@
+"""A process that is faulty on purpose, without another process: what `switch_on` puts in place, until the test ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.metadata.transports.faulty import Faults, Plan, replacements
+
+
+class FaultyProcess:
+    """This process from now on. Nothing is wrong with it until a plan says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+        self._path = directory / "faulty.plan"
+        self._num_read = 0
+        self.plan()
+        self.faults = Faults(self._path)
+        for owner, name, value in replacements(self.faults):
+            monkeypatch.setattr(owner, name, value)
+
+    def plan(self, **fields: Any) -> None:
+        """What is wrong from now on."""
+        aside = self._path.with_suffix(".new")
+        aside.write_bytes(msgspec.json.encode(Plan(**fields)))
+        aside.rename(self._path)  # other threads read it as well
+        if hasattr(self, "faults"):
+            self.faults._read_at = self.faults._changed_at = 0.0
+
+    def noted(self) -> list[tuple[str, str, int]]:
+        """Kind, place and attempt of the faults since the last call."""
+        lines = self._path.with_suffix(".faults").read_text().splitlines()
+        new, self._num_read = lines[self._num_read :], len(lines)
+        return [(each["kind"], each["where"], each["attempt"]) for each in map(json.loads, new)]

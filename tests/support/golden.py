@@ -1,0 +1,104 @@
+"""The bytes of every message of a protocol, kept as a test (tests/metadata/test_golden.py).
+
+    PYTHONPATH=tests/support python tests/support/golden.py tests/metadata/golden/protocol_N.json
+
+writes those of the newest protocol, with the code as it is. It is run once for each protocol, when that is complete.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+from msgspec import inspect
+
+from baton.metadata import messages as m
+from baton.metadata.request import pack_ids
+
+DIRECTIONS = {"ToRouter": m.ToRouter, "ToNode": m.ToNode, "ToPrefill": m.ToPrefill, "ToDecode": m.ToDecode}
+DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    "ToRouter": m.to_router_decoder,
+    "ToNode": m.to_node_decoder,
+    "ToPrefill": m.to_prefill_decoder,
+    "ToDecode": m.to_decode_decoder,
+}
+
+
+def full(kind: type) -> Any:
+    """A message with a value of its own in every field."""
+    return _full(inspect.type_info(kind), itertools.count(1))
+
+
+def bare(kind: type) -> Any:
+    """A message with nothing but what must be there, and None wherever that is allowed."""
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType)
+    optional = {field.name for field in info.fields if not field.required}
+    none = {field.name: None for field in info.fields if _may_be_none(field.type)}
+    given = msgspec.structs.asdict(full(kind)) | none
+    return kind(**{name: value for name, value in given.items() if name not in optional})
+
+
+def newest() -> list[dict[str, Any]]:
+    """For each message of the newest protocol its direction, its type, what it says (readable), and its frame."""
+    return [
+        {"direction": direction, "kind": kind.__name__, "says": _readable(message), "frame": m.encode(message).hex()}
+        for direction, union in DIRECTIONS.items()
+        for kind in get_args(union)
+        for message in {repr(each): each for each in (full(kind), bare(kind))}.values()
+    ]
+
+
+def _readable(message: Any) -> dict[str, Any]:
+    return json.loads(msgspec.json.encode(message))
+
+
+def _may_be_none(info: Any) -> bool:
+    return isinstance(info, inspect.UnionType) and info.includes_none
+
+
+def _full(info: Any, numbers: Iterator[int]) -> Any:
+    match info:
+        case inspect.StructType():
+            fields = {field.name: _full(field.type, numbers) for field in info.fields}
+            return info.cls(**fields | _fitting(info.cls, fields))
+        case inspect.UnionType():
+            return _full(next(each for each in info.types if not isinstance(each, inspect.NoneType)), numbers)
+        case inspect.IntType():
+            low = info.ge if info.ge is not None else 0
+            high = info.le if info.le is not None else (info.lt or 2**62) - 1
+            return low + next(numbers) % (high - low + 1)
+        case inspect.FloatType():
+            low, high = info.ge if info.ge is not None else info.gt or 0.0, info.le if info.le is not None else 1e4
+            return low + (high - low) * (next(numbers) % 97 + 1) / 128
+        case inspect.StrType():
+            return f"text-{next(numbers)}"
+        case inspect.BytesType():
+            length = max(info.min_length or 0, 8)
+            return bytes((next(numbers) + place) % 256 for place in range(length))
+        case inspect.BoolType():
+            return True
+        case inspect.LiteralType():
+            return info.values[next(numbers) % len(info.values)]
+        case inspect.VarTupleType():
+            return tuple(_full(info.item_type, numbers) for _ in range(max(info.min_length or 0, 2)))
+        case inspect.DictType():
+            return {_full(info.key_type, numbers): _full(info.value_type, numbers) for _ in range(2)}
+        case _:
+            raise AssertionError(f"a message field of a kind this does not know: {info}")
+
+
+def _fitting(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
+    """What must be otherwise for the fields to go together."""
+    if kind is m.Tokens:
+        return {"firsts": pack_ids([3, 4]), "counts": pack_ids([1, 2]), "ids": pack_ids([7, 8, 9])}
+    return {}
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps(newest(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
