@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..engine.startup import load_engine, load_keys, node_id, serve, transports
-from ..metadata.bus import new_epoch
-from ..metadata.handoff_client import HandoffClient
+from ..metadata.bus.membership import Membership
+from ..metadata.bus.sockets import new_epoch
+from ..metadata.handoff.client import HandoffClient
 from ..metadata.logs import setup_logging
-from ..metadata.membership import Membership
 from .config import DecodeConfig
 from .node import DecodeNode
 

@@ -32,14 +32,14 @@ from ..engine.slots import MAX_MISSED
 from ..engine.step_times import StepTimes
 from ..engine.stopping import ended
 from ..engine.trees import DraftShape
-from ..metadata.buffers import MetadataBuffers, Sampled
+from ..metadata.bus.membership import Membership, RouterGone
+from ..metadata.bus.session import Work
 from ..metadata.errors import ProtocolError
-from ..metadata.handoff_client import Arrived, HandoffClient, Revoked, TransferFailed
-from ..metadata.membership import Membership, RouterGone
-from ..metadata.messages import Admitted, Cancel, Cancelled, Compute, Failed, Resend, Reserve
-from ..metadata.node_info import Load, NodeStats
-from ..metadata.request import TokenLogprobs, Unit
-from ..metadata.session import Work
+from ..metadata.handoff.buffers import MetadataBuffers, Sampled
+from ..metadata.handoff.client import Arrived, HandoffClient, Revoked, TransferFailed
+from ..metadata.wire.messages import Admitted, Cancel, Cancelled, Compute, Failed, Resend, Reserve
+from ..metadata.wire.node_info import Load, NodeStats
+from ..metadata.wire.request import TokenLogprobs, Unit
 from .outbox import Outbox
 from .reservations import Reservations
 from .scheduler import DecodeScheduler, Plan

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from ..engine.engine import Engine
 from ..metadata.errors import RequestError
-from ..metadata.messages import Compute, Reserve, Reserved, Room, ToRouter
-from ..metadata.node_info import Load
-from ..metadata.request import Unit
+from ..metadata.wire.messages import CapacityFreed, Compute, Reserve, Reserved, ToRouter
+from ..metadata.wire.node_info import Load
+from ..metadata.wire.request import Unit
 from .outbox import Outbox
 from .scheduler import DecodeScheduler
 from .sequence import Sequence, new_sequence
@@ -68,7 +68,7 @@ class Reservations:
         has_released = self._refused_at is not None and self._scheduler.num_releases > self._refused_at
         if has_released and not self._scheduler.preempted:
             self._refused_at = None
-            self._send(Room(load=self._load()))
+            self._send(CapacityFreed(load=self._load()))
 
     def _answer(self, message: Reserve | Compute, units: list[Unit]) -> None:
         granted = tuple(unit.choice for unit in units)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ..metadata.request import MAX_PREEMPTIONS, Preemption
-from ..metadata.times import add_bounded
+from ..metadata.wire.request import MAX_PREEMPTIONS, Preemption
+from ..metadata.wire.times import add_bounded
 
 
 class RunClock:

@@ -27,8 +27,8 @@ from ..engine.pages import Owner
 from ..engine.prefix_cache import PrefixCache
 from ..engine.trees import DraftShape
 from ..metadata.errors import OutOfPages
-from ..metadata.needs import decode_len
-from ..metadata.request import Unit
+from ..metadata.handoff.needs import decode_len
+from ..metadata.wire.request import Unit
 from .sequence import Sequence
 
 NO_DRAFTS = DraftShape(0)

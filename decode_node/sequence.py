@@ -8,8 +8,8 @@ from ..engine.engine import Engine
 from ..engine.prefix_cache import Lease
 from ..engine.sampling_state import SamplingState
 from ..engine.slots import MAX_MISSED
-from ..metadata.messages import Dispatch
-from ..metadata.request import Ended, GenerationRequest, TokenLogprobs, Unit
+from ..metadata.wire.messages import Dispatch
+from ..metadata.wire.request import Ended, GenerationRequest, TokenLogprobs, Unit
 from .run_clock import RunClock
 
 

@@ -13,8 +13,8 @@ from typing import Any
 from ..metadata.errors import BatonError
 from .config_file import print_tables, read_tables
 from .flags import Parser, Setting, add_flag, by_name, resolve
+from .help_text import EPILOG, SUMMARIES, TITLE
 from .lifeline import die_with_parent
-from .story import EPILOG, SUMMARIES, TITLE
 
 _CONFIGS = {  # command, which is also the name of its TOML table: where its configuration class is
     "up": ("deploy.plan", "UpConfig"),
@@ -24,9 +24,6 @@ _CONFIGS = {  # command, which is also the name of its TOML table: where its con
     "chat": ("deploy.chat", "ChatConfig"),
     "explain": ("deploy.explain", "ExplainConfig"),
 }
-_FAULT_PLAN = (
-    "BATON_FAULT_PLAN"  # a file, for tests/chaos: it makes the process faulty, see metadata/transports/faulty.py
-)
 
 _RID_HELP = "the answer's x-request-id, or `id` in its body; without one the recent requests are listed"
 
@@ -128,8 +125,6 @@ def _dispatch(name: str, args: argparse.Namespace) -> int:
     if name == "up":
         plan = _module("deploy.plan").make_plan(args, tables, os.environ)
         return _print(plan.tables()) if args.print_config else _module("deploy.launcher").run(plan)
-    if _FAULT_PLAN in os.environ:
-        _module("metadata.transports.faulty").switch_on(os.environ[_FAULT_PLAN])
     config = resolve(_config(name), args, tables.get(name, {}), os.environ)
     if args.print_config:
         return _print({name: config})
@@ -149,7 +144,7 @@ def _print(configs: Mapping[str, Any]) -> int:
 
 def _make_keys(file: Path, name: str | None, allow_list: str | None) -> int:
     """Prints the public key as a line for an allow-list, and nothing else, to stdout."""
-    lists, pairs = _module("metadata.allow_list"), _module("metadata.curve").KeyPair
+    lists, pairs = _module("metadata.bus.allow_list"), _module("metadata.bus.curve").KeyPair
     name = name or file.stem
     keys = pairs.generate()
     line = lists.line_of(name, keys.public)

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 from ..decode_node.config import DecodeConfig
 from ..engine.config import EngineConfig
 from ..engine.drafters.choice import describe, find_drafter, settle
-from ..metadata.allow_list import ROUTER, add_line, line_of
+from ..metadata.bus.allow_list import ROUTER, add_line, line_of
+from ..metadata.bus.curve import KeyPair
 from ..metadata.config import ProcessConfig, at_least, setting
-from ..metadata.curve import KeyPair
 from ..metadata.errors import ConfigError
-from ..metadata.node_info import Role
+from ..metadata.wire.node_info import Role
 from ..prefill_node.config import PrefillConfig
 from ..router.config import RouterConfig
 from .flags import ENVIRONMENT, resolve, to_argv

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from ..metadata.device_pool import Shared
 from ..metadata.errors import TransferError
+from ..metadata.handoff.device_pool import Shared
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..metadata.buffers import MetadataBuffers
+from ..metadata.handoff.buffers import MetadataBuffers
 from .drafters.base import Drafter, DraftState
 
 _FIELDS = {"tokens": "topk_index", "scores": "topk_score", "hidden": "recurrent_hidden", "rows": "target_rows"}

@@ -15,11 +15,11 @@ from ..kernels import gpu, prompt_attention
 from ..kernels.rows import gather_rows
 from ..kernels.trees import move_slots_
 from ..metadata.errors import ConfigError
-from ..metadata.hidden_layout import HiddenDtype
-from ..metadata.memory import PageMemory
-from ..metadata.node_info import HandoffSchema, ModelCard, PoolLayout
-from ..metadata.request import SamplingParams, TokenLogprobs
-from ..metadata.schema import block_bytes, on_gpu, page_bytes, page_layer_bytes, pools
+from ..metadata.handoff.hidden_layout import HiddenDtype
+from ..metadata.handoff.memory import PageMemory
+from ..metadata.handoff.schema import block_bytes, on_gpu, page_bytes, page_layer_bytes, pools
+from ..metadata.wire.node_info import HandoffSchema, ModelCard, PoolLayout
+from ..metadata.wire.request import SamplingParams, TokenLogprobs
 from .batch import BatchRow, Computed, ForwardBatch
 from .config import DtypeChoice, EngineConfig
 from .cuda_memory import pool_zeros

@@ -17,7 +17,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from ..kernels import gpu
-from ..metadata.request import MAX_TOP_LOGPROBS
+from ..metadata.wire.request import MAX_TOP_LOGPROBS
 from .capture import captured
 from .progress import Progress, tracked
 from .round_inputs import RoundInputs

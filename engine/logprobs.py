@@ -6,7 +6,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ..metadata.request import MAX_TOP_LOGPROBS, TokenLogprobs
+from ..metadata.wire.request import MAX_TOP_LOGPROBS, TokenLogprobs
 from .copies import to_host
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import xxhash
 
 from ..metadata.errors import ModelError
-from ..metadata.messages import TokenizerFile
-from ..metadata.node_info import ModelCard
+from ..metadata.wire.messages import TokenizerFile
+from ..metadata.wire.node_info import ModelCard
 from .model_config import ModelConfig
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

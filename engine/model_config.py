@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from ..metadata.errors import ModelError
-from ..metadata.hidden_layout import spec_hidden_size
+from ..metadata.handoff.hidden_layout import spec_hidden_size
 from .rope import ROPE_TYPES, RopeConfig, RopeType, yarn_attention_factor
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]

@@ -12,7 +12,7 @@ from enum import IntEnum
 import numpy as np
 
 from ..metadata.errors import OutOfPages
-from ..metadata.node_info import PoolLedger
+from ..metadata.wire.node_info import PoolLedger
 
 
 class Owner(IntEnum):

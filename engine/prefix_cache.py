@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..metadata.errors import OutOfPages
-from ..metadata.node_info import PoolLedger
+from ..metadata.wire.node_info import PoolLedger
 from .pages import Owner, PagePool
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import gpu
-from ..metadata.request import SamplingParams, TokenLogprobs
+from ..metadata.wire.request import SamplingParams, TokenLogprobs
 from .batch import BatchRow
 from .copies import recorded_event, to_host
 from .drafters.base import Drafter, DraftState, PromptChunk

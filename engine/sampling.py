@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..kernels import gpu
 from ..kernels.noise import add_gumbel_noise_
-from ..metadata.request import TokenLogprobs
+from ..metadata.wire.request import TokenLogprobs
 from .copies import recorded_event, to_host
 from .filters import keep_likely
 from .logprobs import Logprobs, compute_logprobs

@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ..metadata.request import SamplingParams, choice_seed
+from ..metadata.wire.request import SamplingParams, choice_seed
 from .copies import to_device
 
 MIN_TEMPERATURE = 1e-6  # below it a request is greedy

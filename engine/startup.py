@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from ..metadata.addresses import parse_address, require_keys
-from ..metadata.allow_list import ROUTER
-from ..metadata.curve import KeyPair
+from ..metadata.bus.addresses import parse_address, require_keys
+from ..metadata.bus.allow_list import ROUTER
+from ..metadata.bus.curve import KeyPair
+from ..metadata.bus.membership import Member, Membership
 from ..metadata.errors import ConfigError, Refused
-from ..metadata.membership import Member, Membership
-from ..metadata.messages import PROTOCOL_MAX, PROTOCOL_MIN, Hello
-from ..metadata.node_info import Capacity, Role
+from ..metadata.wire.messages import PROTOCOL_MAX, PROTOCOL_MIN, Hello
+from ..metadata.wire.node_info import Capacity, Role
 from .config import EngineConfig
 from .engine import Engine, default_node_id
 from .model_card import read_tokenizer

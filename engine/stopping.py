@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..metadata.request import Ended
+from ..metadata.wire.request import Ended
 from .sampling_state import SamplingState
 
 

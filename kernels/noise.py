@@ -86,7 +86,7 @@ def add_gumbel_noise_(scores: Tensor, seeds: Tensor, positions: Tensor) -> Tenso
     assert seeds.shape == positions.shape == scores.shape[:1], (seeds.shape, positions.shape, scores.shape)
     if not cpu.compiled(scores):
         return scores.add_(gumbel_noise_ref(seeds, positions, scores.shape[1]))
-    from . import numba_noise  # here, as a node on CUDA does without numba
+    from . import numba_noise
 
     numba_noise.add_gumbel_noise(scores.numpy(), seeds.contiguous().numpy(), positions.contiguous().numpy())
     return scores

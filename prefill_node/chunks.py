@@ -18,7 +18,7 @@ from ..engine.copies import recorded_event, to_device
 from ..engine.drafters.base import PromptChunk
 from ..engine.engine import Engine
 from ..engine.logprobs import Logprobs, compute_logprobs
-from ..metadata.request import TokenLogprobs
+from ..metadata.wire.request import TokenLogprobs
 from .job import PrefillJob
 from .prompt_ends import PromptEnd, PromptEnds
 

@@ -8,9 +8,9 @@ import torch
 
 from ..engine.prefix_cache import Lease
 from ..engine.sampling_state import SamplingState
-from ..metadata.node_info import Peer
-from ..metadata.request import GenerationRequest, TokenLogprobs, Unit
-from ..metadata.times import MAX_CHUNKS, ChunkTimes, PrefillTimes, add_bounded
+from ..metadata.wire.node_info import Peer
+from ..metadata.wire.request import GenerationRequest, TokenLogprobs, Unit
+from ..metadata.wire.times import MAX_CHUNKS, ChunkTimes, PrefillTimes, add_bounded
 
 
 @dataclass(slots=True, eq=False)

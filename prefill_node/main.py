@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ..engine.startup import load_engine, load_keys, node_id, serve, transports
-from ..metadata.addresses import any_port_of
-from ..metadata.bus import new_epoch
+from ..metadata.bus.addresses import any_port_of
+from ..metadata.bus.membership import Membership
+from ..metadata.bus.sockets import new_epoch
 from ..metadata.errors import ConfigError
-from ..metadata.handoff_server import HandoffServer
+from ..metadata.handoff.server import HandoffServer
 from ..metadata.logs import setup_logging
-from ..metadata.membership import Membership
 from .config import PrefillConfig
 from .node import PrefillNode
 

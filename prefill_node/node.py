@@ -30,15 +30,15 @@ from ..engine.engine import NO_NUMBERS, Engine
 from ..engine.progress import ProgressBar
 from ..engine.sampling_state import SamplingState
 from ..engine.stopping import ended
-from ..metadata.buffers import MetadataBuffers, Sampled
+from ..metadata.bus.membership import Membership, RouterGone
+from ..metadata.bus.session import Work
 from ..metadata.errors import RequestError
-from ..metadata.handoff_server import HandoffServer
-from ..metadata.membership import Membership, RouterGone
-from ..metadata.messages import Cancel, Cancelled, Failed, Prefill, PrefillDone, Resend
-from ..metadata.node_info import Load, NodeStats
-from ..metadata.request import TokenLogprobs, Unit
-from ..metadata.session import Work
-from ..metadata.tickets import TicketEnded
+from ..metadata.handoff.buffers import MetadataBuffers, Sampled
+from ..metadata.handoff.server import HandoffServer
+from ..metadata.handoff.tickets import TicketEnded
+from ..metadata.wire.messages import Cancel, Cancelled, Failed, Prefill, PrefillDone, Resend
+from ..metadata.wire.node_info import Load, NodeStats
+from ..metadata.wire.request import TokenLogprobs, Unit
 from .chunks import Plan, SubmittedChunk, submit
 from .job import PrefillJob
 from .outbox import FirstToken, FirstTokens

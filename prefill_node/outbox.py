@@ -6,9 +6,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..metadata.buffers import Sampled
-from ..metadata.messages import Tokens
-from ..metadata.request import Ended, Unit, pack_ids, unpack_ids
+from ..metadata.handoff.buffers import Sampled
+from ..metadata.wire.messages import Tokens
+from ..metadata.wire.request import Ended, Unit, pack_ids, unpack_ids
 from .job import PrefillJob
 
 _KEPT = 1024  # units

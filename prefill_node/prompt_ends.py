@@ -20,7 +20,7 @@ from ..engine.engine import Engine
 from ..engine.sampling import SubmittedSample
 from ..engine.sampling_batch import SamplingBatch
 from ..engine.sampling_state import SamplingState
-from ..metadata.request import TokenLogprobs, Unit
+from ..metadata.wire.request import TokenLogprobs, Unit
 from .job import PrefillJob
 
 

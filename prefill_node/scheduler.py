@@ -16,7 +16,7 @@ from ..engine.batch import BatchRow
 from ..engine.pages import Owner
 from ..engine.prefix_cache import PrefixCache
 from ..metadata.errors import OutOfPages
-from ..metadata.needs import pages_of, prefill_pages, shared_pages
+from ..metadata.handoff.needs import pages_of, prefill_pages, shared_pages
 from .job import PrefillJob
 
 

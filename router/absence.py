@@ -11,8 +11,9 @@ from .comings import LOSS_WORDS
 from .errors import NoNode
 
 if TYPE_CHECKING:
-    from ..metadata.node_info import Role
-    from .registry import Group, Node, Registry
+    from ..metadata.wire.node_info import Role
+    from .node import Group, Node
+    from .registry import Registry
 
 MAX_NAMED = 8  # nodes in one sentence
 

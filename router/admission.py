@@ -18,16 +18,16 @@ from collections.abc import Hashable
 from typing import Protocol
 
 from ..metadata.errors import BatonError, RequestError, Unavailable
-from ..metadata.messages import Compute, Prefill, Reserve, Reserved, ToNode
-from ..metadata.node_info import Role
-from ..metadata.request import Unit
+from ..metadata.wire.messages import Compute, Prefill, Reserve, Reserved, ToNode
+from ..metadata.wire.node_info import Role
+from ..metadata.wire.request import Unit
 from .absence import no_node
-from .generation import Attempt, Generation
 from .intake import Bounds, Intake
-from .pairing import DecodeFigures, PrefillFigures, PrefixAffinity, choose_decode, choose_prefill
-from .registry import ROLES, Group, Node
+from .node import ROLES, Group, Node
+from .placement import DecodeFigures, PrefillFigures, PrefixAffinity, choose_decode, choose_prefill
+from .queue import Entry, WaitingQueue
+from .request import Attempt, Request
 from .stranded import Stranded
-from .waiting import Entry, WaitingQueue
 
 logger = logging.getLogger(__name__)
 
@@ -49,15 +49,15 @@ class Life(Protocol):
         """Sends to a node; False when it is gone or its queue is full."""
         ...
 
-    def fail(self, generation: Generation, error: BatonError) -> None:
-        """Ends a generation with an error."""
+    def fail(self, request: Request, error: BatonError) -> None:
+        """Ends a request with an error."""
         ...
 
-    def unreachable(self, generation: Generation, attempt: Attempt, node: Node) -> None:
+    def unreachable(self, request: Request, attempt: Attempt, node: Node) -> None:
         """A message of an attempt could not be sent to a node."""
         ...
 
-    def unanswered(self, generation: Generation, attempt: Attempt) -> None:
+    def unanswered(self, request: Request, attempt: Attempt) -> None:
         """The decode node did not answer a reservation."""
         ...
 
@@ -69,7 +69,7 @@ class Life(Protocol):
         """Why no pair of the group works, in words."""
         ...
 
-    def dispatched(self, generation: Generation, attempt: Attempt, now: float) -> None:
+    def dispatched(self, request: Request, attempt: Attempt, now: float) -> None:
         """An attempt has its nodes."""
         ...
 
@@ -97,7 +97,7 @@ class Admission:
 
     def check_fits(self, entry: Entry) -> None:
         """Raises Unavailable without nodes, RequestError when no nodes that are there could ever hold the request."""
-        group, need = entry.generation.group, entry.need
+        group, need = entry.request.group, entry.need
         roles = ROLES if entry.needs_decode else ROLES[:1]
         missing: list[Role] = [role for role in roles if not group.live(role)]
         if missing:
@@ -111,26 +111,26 @@ class Admission:
         short: list[Role] = [role for role in roles if pages[role] > group.most_pages(role)]
         role: Role = short[0] if short else roles[-1]
         raise RequestError(
-            f"the prompt has {len(entry.generation.prompt_ids)} tokens and needs {pages[role]} pages of "
+            f"the prompt has {len(entry.request.prompt_ids)} tokens and needs {pages[role]} pages of "
             f"{group.page_size} tokens; the largest {role} pool has {group.most_pages(role)}",
             param="prompt",
         )
 
     def submit(self, entry: Entry, *, first: bool = False) -> None:
         """Queues an entry, at the front when it was admitted before."""
-        self._queues[entry.generation.group].add(entry, first=first)
-        self.pump(entry.generation.group)
+        self._queues[entry.request.group].add(entry, first=first)
+        self.pump(entry.request.group)
 
     def ask_now(self, entry: Entry) -> bool:
         """Asks for a pinned entry outside the queue; False when its nodes have no room. A refusal ends it."""
-        self._queues[entry.generation.group]  # from now on `check` looks after it
+        self._queues[entry.request.group]  # from now on `check` looks after it
         return self._place(entry)
 
-    def withdraw(self, generation: Generation) -> None:
-        """Forgets a generation that is over. What nodes hold of it is the caller's part."""
-        for attempt in generation.attempts.values():
-            self.take_back(generation, attempt)
-        self._queues[generation.group].withdraw(generation)
+    def withdraw(self, request: Request) -> None:
+        """Forgets a request that is over. What nodes hold of it is the caller's part."""
+        for attempt in request.attempts.values():
+            self.take_back(request, attempt)
+        self._queues[request.group].withdraw(request)
 
     def forget(self, group: Group) -> None:
         """The group is no more; nobody waits in it."""
@@ -139,9 +139,9 @@ class Admission:
         self.intake.forget(group)
         self.stranded.forget(group)
 
-    def take_back(self, generation: Generation, attempt: Attempt) -> Entry | None:
+    def take_back(self, request: Request, attempt: Attempt) -> Entry | None:
         """No answer is awaited any more for this attempt. Returns its entry, None when none was awaited."""
-        entry = self._asked.pop((generation.rid, attempt.number), None)
+        entry = self._asked.pop((request.rid, attempt.number), None)
         if entry is None:
             return None
         entry.attempt = None
@@ -156,7 +156,7 @@ class Admission:
         fits: dict[Hashable, bool] = {}  # most of those who wait need about the same
         num_under_way = 0
         for entry in list(self._queues[group]):
-            if entry.generation.is_over or not entry.choices or self.intake.is_late(entry, now):
+            if entry.request.is_over or not entry.choices or self.intake.is_late(entry, now):
                 continue
             if entry.attempt is None and entry.pair is None:
                 like = (entry.need, entry.needs_decode, frozenset(entry.unfit))
@@ -178,24 +178,24 @@ class Admission:
         entry = self._asked.get((message.rid, message.attempt))
         if entry is None or entry.attempt is None or entry.attempt.decode is not node:
             return False
-        generation, attempt = entry.generation, entry.attempt
+        request, attempt = entry.request, entry.attempt
         asked = attempt.choices
-        self.take_back(generation, attempt)
+        self.take_back(request, attempt)
         granted = tuple(choice for choice in entry.choices if choice in asked and choice in message.granted)
         if len(granted) < len(asked):
             entry.was_refused = True
             node.mark_full(now)
-            node.units.difference_update(Unit(generation.rid, choice, attempt.number) for choice in asked)
-            generation.timeline.refused(generation.choices[choice] for choice in asked.difference(granted))
+            node.units.difference_update(Unit(request.rid, choice, attempt.number) for choice in asked)
+            request.timeline.refused(request.sequences[choice] for choice in asked.difference(granted))
         if granted:
-            self.stranded.served(generation.group, now)
+            self.stranded.served(request.group, now)
             attempt.choices = set(granted)
-            node.units.update(Unit(generation.rid, choice, attempt.number) for choice in granted)
+            node.units.update(Unit(request.rid, choice, attempt.number) for choice in granted)
             self._dispatch(entry, attempt, now)
         else:
-            del generation.attempts[attempt.number]
+            del request.attempts[attempt.number]
             self._refused(entry, node)
-        self.pump(generation.group)
+        self.pump(request.group)
         return True
 
     def check(self, now: float) -> None:
@@ -203,10 +203,10 @@ class Admission:
         for entry in list(self._asked.values()):
             attempt = entry.attempt
             if attempt is not None and now - attempt.sent_at > ANSWER_S:
-                self._life.unanswered(entry.generation, attempt)
+                self._life.unanswered(entry.request, attempt)
             elif attempt is not None and now > attempt.ask_at and attempt.decode is not None:
                 attempt.ask_at = now + ASK_S
-                self._life.send(attempt.decode, self._reserve(entry.generation, attempt, attempt.decode))
+                self._life.send(attempt.decode, self._reserve(entry.request, attempt, attempt.decode))
         for group, queue in list(self._queues.items()):
             for node in group.live("decode"):
                 if node.full_since is not None and now - node.full_since > FULL_S:
@@ -218,7 +218,7 @@ class Admission:
     def _place(self, entry: Entry) -> bool:
         """Asks a decode node, or dispatches at once where none is needed. False when there is no room now."""
         now = time.monotonic()
-        generation = entry.generation
+        request = entry.request
         decode = self._pick_decode(entry) if entry.needs_decode else None
         if entry.needs_decode and decode is None:
             return False
@@ -229,94 +229,94 @@ class Admission:
         if decode is not None:
             room = decode.hello.capacity.max_running - len(decode.units)
             choices = choices[: min(room, entry.need.most_choices(prefill))]
-        attempt = generation.begin_attempt(set(choices), prefill, decode, now)
+        attempt = request.begin_attempt(set(choices), prefill, decode, now)
         if decode is None:
             self._dispatch(entry, attempt, now)
             return True
         entry.attempt = attempt
-        self._asked[(generation.rid, attempt.number)] = entry
+        self._asked[(request.rid, attempt.number)] = entry
         decode.pledged_pages += (entry.need.decode_pages or 0) * len(choices)
-        decode.units.update(Unit(generation.rid, choice, attempt.number) for choice in choices)
+        decode.units.update(Unit(request.rid, choice, attempt.number) for choice in choices)
         attempt.ask_at = now + ASK_S
-        if not self._life.send(decode, self._reserve(generation, attempt, decode)):
-            self.take_back(generation, attempt)
-            decode.units.difference_update(Unit(generation.rid, choice, attempt.number) for choice in choices)
-            del generation.attempts[attempt.number]
+        if not self._life.send(decode, self._reserve(request, attempt, decode)):
+            self.take_back(request, attempt)
+            decode.units.difference_update(Unit(request.rid, choice, attempt.number) for choice in choices)
+            del request.attempts[attempt.number]
             return False
-        generation.timeline.reserving((generation.choices[choice] for choice in choices), attempt, now)
+        request.timeline.reserving((request.sequences[choice] for choice in choices), attempt, now)
         return True
 
-    def _reserve(self, generation: Generation, attempt: Attempt, decode: Node) -> Reserve | Compute:
-        epoch, rid, number, choices = self._epoch, generation.rid, attempt.number, tuple(sorted(attempt.choices))
-        request = generation.wire_request(choices[0])
+    def _reserve(self, request: Request, attempt: Attempt, decode: Node) -> Reserve | Compute:
+        epoch, rid, number, choices = self._epoch, request.rid, attempt.number, tuple(sorted(attempt.choices))
+        wire_request = request.wire_request(choices[0])
         if attempt.prefill is None:
-            return Compute(epoch, rid, number, choices, request)
-        return Reserve(epoch, rid, number, choices, request, attempt.prefill.peer_of(decode))
+            return Compute(epoch, rid, number, choices, wire_request)
+        return Reserve(epoch, rid, number, choices, wire_request, attempt.prefill.peer_of(decode))
 
     def _dispatch(self, entry: Entry, attempt: Attempt, now: float) -> None:
         """Sends the prompt to prefill, if it takes part, for the choices of `attempt`, and takes them off the entry."""
-        generation, prefill = entry.generation, attempt.prefill
+        request, prefill = entry.request, attempt.prefill
         self._strike(entry, attempt.choices)
         for choice in attempt.choices:
-            generation.choices[choice].attempt = attempt
+            request.sequences[choice].attempt = attempt
         attempt.dispatched = True
         attempt.sent_at = now
-        if generation.dispatched_at is None:
-            generation.dispatched_at = now
-        self._life.dispatched(generation, attempt, now)
-        if not generation.is_canary:
-            self.intake.pace(generation.group).granted(now)
+        if request.dispatched_at is None:
+            request.dispatched_at = now
+        self._life.dispatched(request, attempt, now)
+        if not request.is_canary:
+            self.intake.pace(request.group).granted(now)
         if prefill is None:
             return
-        num_cached = self.affinity.num_matched(prefill.routing_id, entry.hashes) * generation.group.page_size
-        prefill.prefilling[(generation.rid, attempt.number)] = len(generation.prompt_ids) - num_cached
+        num_cached = self.affinity.num_matched(prefill.routing_id, entry.hashes) * request.group.page_size
+        prefill.prefilling[(request.rid, attempt.number)] = len(request.prompt_ids) - num_cached
         self.affinity.note(prefill.routing_id, entry.hashes)
         choices = tuple(sorted(attempt.choices))
         message = Prefill(
             router_epoch=self._epoch,
-            rid=generation.rid,
+            rid=request.rid,
             attempt=attempt.number,
             choices=choices,
-            request=generation.wire_request(choices[0]),
+            request=request.wire_request(choices[0]),
             decode=attempt.decode.peer_of(prefill) if attempt.decode is not None else None,
         )
         logger.log(
-            logging.DEBUG if generation.is_canary else logging.INFO,
+            logging.DEBUG if request.is_canary else logging.INFO,
             "dispatched: attempt %d, choices %s, prefill %s, decode %s, waited %.3f s",
             attempt.number,
             ",".join(map(str, choices)),
             prefill.node_id,
             attempt.decode.node_id if attempt.decode is not None else "none",
-            now - generation.created_at,
-            extra={"rid": generation.rid},
+            now - request.created_at,
+            extra={"rid": request.rid},
         )
         if not self._life.send(prefill, message):
-            self._life.unreachable(generation, attempt, prefill)
+            self._life.unreachable(request, attempt, prefill)
 
     def _strike(self, entry: Entry, choices: set[int]) -> None:
         """These choices wait no more."""
         entry.choices = tuple(choice for choice in entry.choices if choice not in choices)
         if not entry.choices:
-            self._queues[entry.generation.group].remove(entry)
+            self._queues[entry.request.group].remove(entry)
 
     def _refused(self, entry: Entry, node: Node) -> None:
         """Full is no failure. An empty node that has no room is not asked again; if there is no other, the request
         fails."""
-        generation = entry.generation
+        request = entry.request
         if entry.pair is not None:
-            self._life.fail(generation, PairFull(f"decode node {node.node_id} is full"))
+            self._life.fail(request, PairFull(f"decode node {node.node_id} is full"))
             return
         num_pages = node.hello.capacity.num_pages
         if node.units or node.load.running or node.load.free_pages < num_pages:
             return
         entry.unfit.add(node.routing_id)
-        if not entry.could_go_to(generation.group.pairs(), ()):
+        if not entry.could_go_to(request.group.pairs(), ()):
             self._life.fail(
-                generation,
+                request,
                 RequestError(
-                    f"the prompt's {len(generation.prompt_ids)} tokens and the room to generate do not fit an empty "
-                    f"pool: the largest decode pool has {generation.group.most_pages('decode')} pages of "
-                    f"{generation.group.page_size} tokens",
+                    f"the prompt's {len(request.prompt_ids)} tokens and the room to generate do not fit an empty "
+                    f"pool: the largest decode pool has {request.group.most_pages('decode')} pages of "
+                    f"{request.group.page_size} tokens",
                     param="prompt",
                 ),
             )
@@ -325,12 +325,12 @@ class Admission:
         if entry.pair is not None:
             nodes = [entry.pair[1]] if entry.pair[1] is not None else []
         else:
-            group, need = entry.generation.group, entry.need
+            group, need = entry.request.group, entry.need
             prefills = [node for node in group.live("prefill") if need.fits_prefill(node)]
             live = [node for node in group.live("decode") if need.fits_decode(node)]
             live = [node for node in live if node.routing_id not in entry.unfit]
             nodes = [node for node in live if any(self._life.is_usable(prefill, node) for prefill in prefills)]
-            failed = entry.generation.has_failed_on
+            failed = entry.request.has_failed_on
             nodes = [node for node in nodes if not all(failed(prefill, node) for prefill in prefills)] or nodes
         figures = [
             DecodeFigures(
@@ -345,14 +345,14 @@ class Admission:
         return None if place is None else nodes[place]
 
     def _pick_prefill(self, entry: Entry, decode: Node | None) -> Node | None:
-        generation = entry.generation
+        request = entry.request
         if entry.pair is not None:
             nodes = [entry.pair[0]] if entry.pair[0] is not None else []
         else:
-            nodes = [node for node in generation.group.live("prefill") if entry.need.fits_prefill(node)]
+            nodes = [node for node in request.group.live("prefill") if entry.need.fits_prefill(node)]
             nodes = [node for node in nodes if self._life.is_usable(node, decode)]
-            nodes = [node for node in nodes if not generation.has_failed_on(node, decode)] or nodes
-        page_size = generation.group.page_size
+            nodes = [node for node in nodes if not request.has_failed_on(node, decode)] or nodes
+        page_size = request.group.page_size
         figures = [
             PrefillFigures(
                 sum(node.prefilling.values()),
@@ -362,5 +362,5 @@ class Admission:
             )
             for node in nodes
         ]
-        place = choose_prefill(figures, len(generation.prompt_ids))
+        place = choose_prefill(figures, len(request.prompt_ids))
         return None if place is None else nodes[place]

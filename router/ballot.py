@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from ..metadata.node_info import Role
+from ..metadata.wire.node_info import Role
 
 RETRY_S = 2.0  # a node whose own answer is in the minority, or did not come, is asked again after so long
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from ..metadata.messages import Cancel, Cancelled, Reserved, ToNode
-from .generation import Generation
-from .registry import Node
+from ..metadata.wire.messages import Cancel, Cancelled, Reserved, ToNode
+from .node import Node
+from .request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +44,9 @@ class Cancels:
         node.unacked[(rid, attempt)] = Unacked(message, time.monotonic() + ACK_S, ACK_S, num_acks)
         self._send(node, message)
 
-    def send_unwanted(self, node: Node, message: Reserved, generation: Generation | None) -> None:
+    def send_unwanted(self, node: Node, message: Reserved, request: Request | None) -> None:
         """An answer to a reservation that nobody awaits: it is too late, or it has come twice."""
-        attempt = generation.attempts.get(message.attempt) if generation is not None else None
+        attempt = request.attempts.get(message.attempt) if request is not None else None
         wanted = attempt.choices if attempt is not None and attempt.decode is node else set[int]()
         unwanted = [choice for choice in message.granted if choice not in wanted]
         if unwanted:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from .registry import Node
+    from .node import Node
 
 MAX_NAMES = 512  # remembered; those that have been away for longest are forgotten first
 RECENT_S = 600.0  # who was lost, or came back, within so long is spoken of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..metadata.config import ProcessConfig, at_least, setting
 from ..metadata.errors import ConfigError
-from .origin import allowed_hosts, allowed_origins
+from .http.origin import allowed_hosts, allowed_origins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

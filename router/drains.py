@@ -11,8 +11,9 @@ import time
 
 from .absence import drain_words
 from .errors import HttpRefusal, NotFound
-from .moves import Moves
-from .registry import Node, Registry
+from .node import Node
+from .registry import Registry
+from .rescheduling import Moves
 
 logger = logging.getLogger(__name__)
 

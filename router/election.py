@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..metadata.messages import Compute
-from ..metadata.request import TokenLogprobs
+from ..metadata.wire.messages import Compute
+from ..metadata.wire.request import TokenLogprobs
 from .ballot import Answer, Ballot, Voter
-from .generation import Generation
-from .registry import Group, Node
+from .node import Group, Node
+from .request import Request
 
 NUM_PAGES = 3
 NUM_TOKENS = 4
@@ -23,7 +23,7 @@ class Election:
         self.group = group
         self.prompt = _prompt(group)
         self.ballot = Ballot(TIE_GAP[group.layout.target.dtype])
-        self.alone: dict[Voter, Generation] = {}
+        self.alone: dict[Voter, Request] = {}
         self.full_until: dict[Voter, float] = {}  # nodes that had no room
 
     def join(self, node: Node) -> None:

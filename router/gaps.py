@@ -13,9 +13,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from ..metadata.messages import Resend, ToNode
-from .generation import Attempt, Choice
-from .registry import Node
+from ..metadata.wire.messages import Resend, ToNode
+from .node import Node
+from .request import Attempt, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -31,19 +31,19 @@ class Gaps:
         self,
         epoch: str,
         send: Callable[[Node, ToNode], bool],
-        give_up: Callable[[Choice, Attempt], None],
+        give_up: Callable[[Sequence, Attempt], None],
     ) -> None:
         self._epoch = epoch
         self._send = send
         self._give_up = give_up
-        self._choices: set[Choice] = set()
+        self._choices: set[Sequence] = set()
 
-    def open(self, choice: Choice, node: Node) -> None:
+    def open(self, choice: Sequence, node: Node) -> None:
         """Tokens beyond a gap came from `node`."""
         choice.ahead_from = node
         self._choices.add(choice)
 
-    def close(self, choice: Choice) -> None:
+    def close(self, choice: Sequence) -> None:
         """Nothing is missing, or nobody waits for it any more."""
         self._choices.discard(choice)
 
@@ -53,10 +53,10 @@ class Gaps:
             if choice.gap_since is not None and now - choice.gap_since > GAP_S:
                 self._ask(choice, now)
 
-    def check_silence(self, choice: Choice, now: float) -> None:
+    def check_silence(self, choice: Sequence, now: float) -> None:
         """Asks the node that owes a choice its next token when it has been silent for long."""
         attempt, has_ended = choice.attempt, choice.finish_reason is not None
-        if attempt is None or (has_ended and (attempt.prefill_done or not choice.generation.lacks_prompt)):
+        if attempt is None or (has_ended and (attempt.prefill_done or not choice.request.lacks_prompt)):
             return
         if now - max(choice.seen_at or 0.0, choice.asked_at, attempt.sent_at) > SILENCE_S:
             choice.asked_at = now
@@ -66,7 +66,7 @@ class Gaps:
             if node is not None:
                 self._resend(choice, node)
 
-    def _ask(self, choice: Choice, now: float) -> None:
+    def _ask(self, choice: Sequence, now: float) -> None:
         attempt, node = choice.attempt, choice.ahead_from
         if attempt is None or node is None:
             self._choices.discard(choice)
@@ -81,9 +81,9 @@ class Gaps:
             choice.index,
             len(choice.received),
             node.node_id,
-            extra={"rid": choice.generation.rid},
+            extra={"rid": choice.request.rid},
         )
         self._resend(choice, node)
 
-    def _resend(self, choice: Choice, node: Node) -> None:
+    def _resend(self, choice: Sequence, node: Node) -> None:
         self._send(node, Resend(router_epoch=self._epoch, unit=choice.unit, first=len(choice.received)))

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ..metadata.errors import BatonError, Overloaded, RequestError
-from .generation import Generation
+from .node import Group
 from .pace import Pace
-from .registry import Group
-from .waiting import Entry, WaitingQueue, turn_of
+from .queue import Entry, WaitingQueue, turn_of
+from .request import Request
 
 MARGIN_S = 0.15  # of what is counted as in time: an answer's way through busy processes
 PATIENCE_S = 0.25  # who has not waited so long is not given up as late: nodes may have room this moment
@@ -45,7 +45,7 @@ class Intake:
     """The door to the waiting queues, which admission.py owns. `fail` ends a request with an error."""
 
     def __init__(
-        self, bounds: Bounds, queues: Mapping[Group, WaitingQueue], fail: Callable[[Generation, BatonError], None]
+        self, bounds: Bounds, queues: Mapping[Group, WaitingQueue], fail: Callable[[Request, BatonError], None]
     ) -> None:
         self._bounds = bounds
         self._queues = queues
@@ -104,30 +104,30 @@ class Intake:
         for entry in self._queues[group].fresh_after(turn_of(time.monotonic(), asked.priority)):
             if self._num_excess(asked) <= 0 and self._num_excess_tokens(asked) <= 0:
                 return
-            self.refuse(entry.generation, "its place in the queue went to a request of higher priority")
+            self.refuse(entry.request, "its place in the queue went to a request of higher priority")
 
-    def refuse(self, generation: Generation, reason: str) -> None:
+    def refuse(self, request: Request, reason: str) -> None:
         """Ends a request that waits, since there is no room for it."""
-        self._fail(generation, self._overloaded(reason, generation.group, time.monotonic(), 1))
+        self._fail(request, self._overloaded(reason, request.group, time.monotonic(), 1))
 
     def is_late(self, entry: Entry, now: float) -> bool:
         """Whether a request has waited so long that it would miss its deadline, going by how long others take."""
-        generation = entry.generation
-        if not entry.is_fresh or generation.deadline is None or now - generation.created_at < PATIENCE_S:
+        request = entry.request
+        if not entry.is_fresh or request.deadline is None or now - request.created_at < PATIENCE_S:
             return False
-        service_s = self._paces[generation.group].service_s(generation.params.max_tokens)
-        return now + service_s + MARGIN_S > generation.deadline
+        service_s = self._paces[request.group].service_s(request.params.max_tokens)
+        return now + service_s + MARGIN_S > request.deadline
 
     def refuse_late(self, group: Group, now: float) -> None:
         """Ends all requests of a group that are late. To be called a few times a second."""
-        for generation in [entry.generation for entry in self._queues[group] if self.is_late(entry, now)]:
-            if generation.deadline is not None and now <= generation.deadline:  # else it just ends by its deadline
-                self.refuse(generation, "nodes are busy: it would not be done within its timeout_s any more")
+        for request in [entry.request for entry in self._queues[group] if self.is_late(entry, now)]:
+            if request.deadline is not None and now <= request.deadline:  # else it just ends by its deadline
+                self.refuse(request, "nodes are busy: it would not be done within its timeout_s any more")
 
-    def served(self, generation: Generation, now: float) -> None:
+    def served(self, request: Request, now: float) -> None:
         """A request is over, complete or not: what it took tells how long others will take."""
-        if generation.dispatched_at is not None and not generation.is_canary:
-            self._paces[generation.group].served(now - generation.dispatched_at, generation.num_generated)
+        if request.dispatched_at is not None and not request.is_canary:
+            self._paces[request.group].served(now - request.dispatched_at, request.num_generated)
 
     def _overloaded(self, words: str, group: Group, now: float, num_excess: int) -> Overloaded:
         """A refusal, with the moment when the client should come again."""

@@ -13,17 +13,17 @@ from ipaddress import ip_address
 import uvloop
 from aiohttp import web
 
-from ..metadata.allow_list import ROUTER
-from ..metadata.bus import new_epoch
-from ..metadata.curve import KeyPair
+from ..metadata.bus.allow_list import ROUTER
+from ..metadata.bus.curve import KeyPair
+from ..metadata.bus.hub import Hub
+from ..metadata.bus.sockets import new_epoch
 from ..metadata.errors import ConfigError
-from ..metadata.hub import Hub
 from ..metadata.logs import setup_logging
-from .app import Api
 from .config import RouterConfig
-from .http_faults import ClientFaults, Connection
+from .dispatcher import RequestLife
+from .http.app import Api
+from .http.faults import ClientFaults, Connection
 from .metrics import Metrics
-from .request_life import RequestLife
 from .tracing import Tracing, tracing_from
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class Router:
         )
 
     def _num_requests(self) -> int:
-        return sum(not generation.is_canary for generation in self.life.generations.values())
+        return sum(not request.is_canary for request in self.life.requests.values())
 
 
 def run(config: RouterConfig) -> int:

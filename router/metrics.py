@@ -12,12 +12,13 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..metadata.messages import Admitted, PrefillDone
-from .registry import Node, Registry
+from ..metadata.wire.messages import Admitted, PrefillDone
+from .node import Node
+from .registry import Registry
 
 if TYPE_CHECKING:
-    from .generation import Choice, Generation
-    from .moves import MoveReason
+    from .request import Request, Sequence
+    from .rescheduling import MoveReason
 
 LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 INTERVAL_S = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
@@ -181,31 +182,31 @@ class Metrics:
         """A request ended: done, failed, cancelled or refused."""
         self._requests.labels(model, outcome).inc()
 
-    def moved(self, generation: Generation, reason: MoveReason) -> None:
+    def moved(self, request: Request, reason: MoveReason) -> None:
         """A request goes on on other nodes."""
-        self._moved.labels(generation.group.key.model, reason).inc()
+        self._moved.labels(request.group.key.model, reason).inc()
 
-    def dispatched(self, generation: Generation, now: float) -> None:
+    def dispatched(self, request: Request, now: float) -> None:
         """A request has nodes for the first time."""
-        self._queue.labels(generation.group.key.model).observe(now - generation.timeline.queued_at)
+        self._queue.labels(request.group.key.model).observe(now - request.timeline.queued_at)
 
-    def tokens(self, generation: Generation, choice: Choice, num_tokens: int, now: float) -> None:
+    def tokens(self, request: Request, choice: Sequence, num_tokens: int, now: float) -> None:
         """A choice has new tokens. To be called before their time is noted."""
-        model = generation.group.key.model
-        if generation.first_token_at is None:
-            self._ttft.labels(model).observe(now - generation.created_at)
+        model = request.group.key.model
+        if request.first_token_at is None:
+            self._ttft.labels(model).observe(now - request.created_at)
         if num_tokens:
             self._tokens.num_tokens[model] = self._tokens.num_tokens.get(model, 0) + num_tokens
             if choice.seen_at is not None:
                 self._tokens.observe(model, now - choice.seen_at, num_tokens)
 
-    def done(self, generation: Generation, now: float) -> None:
+    def done(self, request: Request, now: float) -> None:
         """A request ended as it should."""
-        model = generation.group.key.model
+        model = request.group.key.model
         self._requests.labels(model, "done").inc()
-        self._e2e.labels(model).observe(now - generation.created_at)
-        self._prompt.labels(model).inc(len(generation.prompt_ids))
-        self._cached.labels(model).inc(generation.num_cached or 0)
+        self._e2e.labels(model).observe(now - request.created_at)
+        self._prompt.labels(model).inc(len(request.prompt_ids))
+        self._cached.labels(model).inc(request.num_cached or 0)
 
     def prefill(self, node: Node, message: PrefillDone) -> None:
         """Prefill's part of a request is over."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ..metadata import schema
-from ..metadata.messages import Hello
+from ..metadata.handoff import schema
+from ..metadata.wire.messages import Hello
 from .newcomers import Obstacle
 
 if TYPE_CHECKING:
-    from .registry import Group, Node
+    from .node import Group, Node
 
 
 def loneliness(node: Node, nodes: Iterable[Node]) -> str | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..metadata.needs import PLAIN_ROUNDS_LEN, decode_len, pages_of, prefill_pages
+from ..metadata.handoff.needs import PLAIN_ROUNDS_LEN, decode_len, pages_of, prefill_pages
 
 if TYPE_CHECKING:
-    from .generation import Generation
-    from .registry import Node
+    from .node import Node
+    from .request import Request
 
 
 class Need(NamedTuple):
@@ -21,13 +21,13 @@ class Need(NamedTuple):
     context_len: int  # tokens of the prompt and of the longest output
 
     @classmethod
-    def of(cls, generation: Generation, choice: int, *, needs_decode: bool) -> Need:
+    def of(cls, request: Request, choice: int, *, needs_decode: bool) -> Need:
         """The need of a choice from where it stands."""
-        layout = generation.group.layout
-        prompt_len, page_size = len(generation.prompt_ids), layout.page_size
-        num_tokens = prompt_len + len(generation.choices[choice].received)
+        layout = request.group.layout
+        prompt_len, page_size = len(request.prompt_ids), layout.page_size
+        num_tokens = prompt_len + len(request.sequences[choice].received)
         one, two = (prefill_pages(num_tokens, count, page_size, layout.key_lookahead) for count in (1, 2))
-        context_len = prompt_len + generation.params.max_tokens
+        context_len = prompt_len + request.params.max_tokens
         reserved_len = decode_len(num_tokens, PLAIN_ROUNDS_LEN, context_len)
         return cls(one, two - one, pages_of(reserved_len, page_size) if needs_decode else None, context_len)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..metadata.messages import Hello
+from ..metadata.wire.messages import Hello
 
 SILENCE_S = 1.0  # a node that has not beaten for so long does not keep its name from others
 PROOF_S = 0.5  # a beat that is read so long after a Hello was sent by a node that lives beside the newcomer

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from msgspec import Struct, structs
 
-from ..metadata.messages import Admitted
-from ..metadata.request import Preemption
-from ..metadata.times import ChunkTimes
-from .timeline import Leg, Mark, Timeline, Track
+from ..metadata.wire.messages import Admitted
+from ..metadata.wire.request import Preemption
+from ..metadata.wire.times import ChunkTimes
+from .trace import Leg, Mark, Timeline, Track
 
 
 class Part(Struct, frozen=True, omit_defaults=True):

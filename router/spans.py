@@ -20,7 +20,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from .parts import ChoiceLife, Part, RequestTimeline, timeline_of
-from .timeline import Timeline
+from .trace import Timeline
 
 
 class Spans:

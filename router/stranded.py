@@ -6,21 +6,21 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from ..metadata.errors import BatonError, Unavailable
-from ..metadata.node_info import Role
+from ..metadata.wire.node_info import Role
 from .absence import no_node
 from .errors import NodeFault
-from .generation import Generation
-from .registry import Group, Node
+from .node import Group, Node
+from .request import Request
 
 if TYPE_CHECKING:
-    from .waiting import Entry
+    from .queue import Entry
 
 
 class Life(Protocol):
     """What is asked of request_life.py."""
 
-    def fail(self, generation: Generation, error: BatonError) -> None:
-        """Ends a generation with an error."""
+    def fail(self, request: Request, error: BatonError) -> None:
+        """Ends a request with an error."""
         ...
 
     def is_usable(self, prefill: Node, decode: Node | None) -> bool:
@@ -60,15 +60,15 @@ class Stranded:
             self._served_at[group] = now
         prefills = group.live("prefill")
         for entry in list(waiting):
-            if entry.attempt is not None or entry.generation.is_over or entry.could_go_to(pairs, prefills):
+            if entry.attempt is not None or entry.request.is_over or entry.could_go_to(pairs, prefills):
                 entry.stranded_since = None
             elif entry.stranded_since is None:
                 entry.stranded_since = now
             elif now - entry.stranded_since > self._node_wait_s:
-                self._life.fail(entry.generation, self._error(entry, pairs))
+                self._life.fail(entry.request, self._error(entry, pairs))
 
     def _error(self, entry: Entry, pairs: list[tuple[Node, Node]]) -> BatonError:
-        group = entry.generation.group
+        group = entry.request.group
         words = f"no node of model {group.key.model!r} could take the request for {self._node_wait_s:g} s: "
         missing: list[Role] = [role for role in ("prefill", "decode") if not group.live(role)]
         if missing:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Protocol
 
-from .timeline import Timeline
+from .trace import Timeline
 
 logger = logging.getLogger(__name__)
 

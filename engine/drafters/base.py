@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.rows import assign_rows_, gather_rows, packed, unpacked
-from ...metadata.hidden_layout import HiddenLayout, assign
+from ...metadata.handoff.hidden_layout import HiddenLayout, assign
 from ..constants import counted
 from ..copies import to_device, to_host
 from ..sampling_batch import SamplingBatch

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from ...metadata.errors import ConfigError, ModelError
-from ...metadata.request import MAX_DRAFT_STEPS
+from ...metadata.wire.request import MAX_DRAFT_STEPS
 from ..config import Algorithm, EngineConfig
 
 FILE = "speculation.json"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.rows import gather_rows
-from ...metadata.hidden_layout import HiddenLayout
+from ...metadata.handoff.hidden_layout import HiddenLayout
 from ..batch import ForwardBatch
 from ..constants import counted
 from ..models.frozen_kv import FrozenKvHead

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.rows import gather_rows
-from ...metadata.hidden_layout import HiddenLayout
+from ...metadata.handoff.hidden_layout import HiddenLayout
 from ..batch import BatchRow, ForwardBatch
 from ..constants import counted
 from ..copies import to_device

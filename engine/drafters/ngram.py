@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ...metadata.hidden_layout import HiddenLayout
+from ...metadata.handoff.hidden_layout import HiddenLayout
 from ..sampling_batch import SamplingBatch
 from ..trees import Drafts, DraftShape
 from .base import DraftState, PromptChunk, PromptTail, RoundRows

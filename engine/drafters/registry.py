@@ -10,9 +10,9 @@ import torch
 import xxhash
 
 from ...metadata.errors import ConfigError
-from ...metadata.hidden_layout import HiddenDtype, HiddenLayout
-from ...metadata.node_info import HandoffSchema, PoolLayout
-from ...metadata.schema import make_schema
+from ...metadata.handoff.hidden_layout import HiddenDtype, HiddenLayout
+from ...metadata.handoff.schema import make_schema
+from ...metadata.wire.node_info import HandoffSchema, PoolLayout
 from ..config import EngineConfig
 from ..model_config import ModelConfig
 from ..models.frozen_kv import FrozenKvFile, FrozenKvHead, read_frozen_kv

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...kernels.attention import Tree
 from ...kernels.rows import gather_rows
-from ...metadata.hidden_layout import HiddenLayout
+from ...metadata.handoff.hidden_layout import HiddenLayout
 from ..batch import BatchRow, ForwardBatch
 from ..constants import counted
 from ..models.heads import DraftHead

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...metadata.hidden_layout import HiddenLayout
+from ...metadata.handoff.hidden_layout import HiddenLayout
 from ..batch import BatchRow, ForwardBatch
 from ..constants import counted
 from ..models.llama import LlamaModel

@@ -16,7 +16,7 @@ import torch
 
 from ...kernels.norm import rms_norm
 from ...metadata.errors import ConfigError, ModelError
-from ...metadata.hidden_layout import spec_hidden_size
+from ...metadata.handoff.hidden_layout import spec_hidden_size
 from ..attention import Attention, begin_attention
 from ..batch import ForwardBatch
 from ..checkpoint import Checkpoint

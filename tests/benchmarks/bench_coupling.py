@@ -13,8 +13,9 @@ that both see the same prefix. Every figure is a mean over the same rows:
     greedy draft   p[argmax q]: the likeliest draft token, accepted with its target mass
     independent    sum p q: the event of the first line with two independent noises
 
-Forwards are those of deploy/demo's torch models over whole windows (tests/deploy/test_drafters.py: equal to drafting
-step by step), float32 on the bfloat16 weights. A run ends with an error when shared noise is more than 4.5 standard
+Forwards are those of deploy/demo's torch models over whole windows, which equal drafting step by step (see
+tests/deploy/demo/training/test_drafters.py), float32 on the bfloat16 weights.
+A run ends with an error when shared noise is more than 4.5 standard
 errors from what is expected, or when the ids drawn do not come as often, or are not as likely, as p (or q) says.
 """
 
@@ -33,11 +34,11 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from baton.deploy.demo.corpus import read_corpus, standard_library
-from baton.deploy.demo.drafters_files import load, load_target
-from baton.deploy.demo.drafters_models import Drafter, Target
-from baton.deploy.demo.drafters_training import unroll
-from baton.deploy.demo.evaluate import encode_documents
+from baton.deploy.demo.training.corpus import read_corpus, standard_library
+from baton.deploy.demo.training.drafters_files import load, load_target
+from baton.deploy.demo.training.drafters_models import Drafter, Target
+from baton.deploy.demo.training.drafters_training import unroll
+from baton.deploy.demo.training.evaluate import encode_documents
 from baton.kernels.noise import gumbel_noise
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo"

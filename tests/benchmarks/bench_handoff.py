@@ -22,15 +22,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import zmq
+from bench_tables import heading, tables
 
-from baton.deploy.bench_tables import heading, tables
-from baton.metadata.handoff_client import Arrived, HandoffClient
-from baton.metadata.handoff_server import HandoffServer
-from baton.metadata.memory import PageMemory
-from baton.metadata.node_info import HandoffSchema, Peer, PoolLayout
-from baton.metadata.request import Unit
-from baton.metadata.schema import block_bytes, make_schema, page_bytes, page_layer_bytes, row_bytes
-from baton.metadata.tickets import TicketEnded
+from baton.metadata.handoff.client import Arrived, HandoffClient
+from baton.metadata.handoff.memory import PageMemory
+from baton.metadata.handoff.schema import block_bytes, make_schema, page_bytes, page_layer_bytes, row_bytes
+from baton.metadata.handoff.server import HandoffServer
+from baton.metadata.handoff.tickets import TicketEnded
+from baton.metadata.wire.node_info import HandoffSchema, Peer, PoolLayout
+from baton.metadata.wire.request import Unit
 
 MODELS = {
     "demo": PoolLayout(num_layers=8, num_kv_heads=4, head_dim=32, dtype="float32"),

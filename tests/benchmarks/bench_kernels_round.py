@@ -26,13 +26,13 @@ IS_TIMED = torch.cuda.is_available()
 if not IS_TIMED:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from bench_kernels_dense import microseconds  # noqa: E402
+from bench_kernels_dense import microseconds
 
-from baton.engine.trees import DraftShape  # noqa: E402
-from baton.kernels import triton_advance, triton_growth, triton_rotary, triton_rows, triton_trees  # noqa: E402
-from baton.kernels.advance import Columns, advance_ref_  # noqa: E402
-from baton.kernels.rotary import turns_ref  # noqa: E402
-from baton.kernels.trees import (  # noqa: E402
+from baton.engine.trees import DraftShape
+from baton.kernels import triton_advance, triton_growth, triton_rotary, triton_rows, triton_trees
+from baton.kernels.advance import Columns, advance_ref_
+from baton.kernels.rotary import turns_ref
+from baton.kernels.trees import (
     Candidates,
     Frontier,
     ancestry_ref,

@@ -49,8 +49,8 @@ def run_nodes(address: str, num_tokens: int, num_streams: int, interval_s: float
     """Prefill and decode in one process. Decode waits for all streams and then steps them together."""
     from router.fake_nodes import FakeCluster, FakeNode, make_tokenizer
 
-    from baton.metadata import messages as m
-    from baton.metadata.request import Ended, Unit, pack_ids
+    from baton.metadata.wire import messages as m
+    from baton.metadata.wire.request import Ended, Unit, pack_ids
 
     class Prefill(FakeNode):
         def output(self, request: Any, prompt: Any, choice: int) -> list[int]:
@@ -90,7 +90,7 @@ def run_nodes(address: str, num_tokens: int, num_streams: int, interval_s: float
                 while not self.link.send(message):
                     time.sleep(0.0005)
                 if place % 20 == 0:
-                    self.link.send(m.Beat(0, "decode", 0.0, 10.0, self.load(), m.NodeStats()))
+                    self.link.send(m.Heartbeat(0, "decode", 0.0, 10.0, self.load(), m.NodeStats()))
             self.reserved.clear()
             pipe.send(times)
 

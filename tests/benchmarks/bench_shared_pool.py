@@ -1,6 +1,6 @@
 """Decode steps over a pool that other processes can map, against steps over a pool of torch's own: by turns, one run.
 
-    python -m baton.deploy.synthetic llama-3.2-1b models/llama-3.2-1b --planted
+    python -m synthetic llama-3.2-1b models/llama-3.2-1b --planted
     python tests/benchmarks/bench_shared_pool.py --model models/llama-3.2-1b [--rounds 9] [--json FILE]
 
 Two engines of one process differ in nothing but how their KV pool was allocated. What each generates is compared with
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_sequences import run_rounds, start, stop
+from bench_tables import heading
 
-from baton.deploy.bench_sequences import run_rounds, start, stop
-from baton.deploy.bench_tables import heading
 from baton.engine import cuda_memory
 from baton.engine import engine as engines
 from baton.engine.config import EngineConfig

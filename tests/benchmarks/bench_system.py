@@ -1,6 +1,6 @@
 """The whole system on one GPU: HTTP, router, a prefill and a decode process, against the engine in this process.
 
-    python -m baton.deploy.synthetic llama-3.2-1b models/1b --planted
+    python -m synthetic llama-3.2-1b models/1b --planted
     python tests/benchmarks/bench_system.py --model models/1b [--streams 1 16 64] [--prompt-len 1024] [--tokens 512]
 
 All streams of a round start at once. Time to first token (ttft) and between tokens (itl) are a client's, tokens a
@@ -29,16 +29,16 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parent)]
 
-from bench_router import Stream  # noqa: E402
-from cluster import Cluster  # noqa: E402
+import bench_sequences
+from bench_router import Stream
+from bench_tables import heading, tables
+from cluster import Cluster
+from planted_text import PlantedText
 
-from baton.deploy import bench_sequences  # noqa: E402
-from baton.deploy.bench_tables import heading, tables  # noqa: E402
-from baton.deploy.planted_text import PlantedText  # noqa: E402
-from baton.engine.config import EngineConfig  # noqa: E402
-from baton.engine.engine import Engine  # noqa: E402
-from baton.engine.rounds import Rounds  # noqa: E402
-from baton.engine.startup import freeze  # noqa: E402
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.rounds import Rounds
+from baton.engine.startup import freeze
 
 PAGE_SIZE = 64
 _FEWEST_STEPS = 32  # over which a speed is one

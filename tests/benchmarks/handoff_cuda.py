@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from gpu_nodes import GpuPool, GpuPrefill, gpu_client, gpu_prefill, make_pool, poll_until
 
-from baton.metadata.handoff_client import Arrived, HandoffClient, TransferFailed
-from baton.metadata.node_info import PoolLayout
-from baton.metadata.request import Unit
-from baton.metadata.schema import make_schema, on_gpu, page_bytes
+from baton.metadata.handoff.client import Arrived, HandoffClient, TransferFailed
+from baton.metadata.handoff.schema import make_schema, on_gpu, page_bytes
+from baton.metadata.wire.node_info import PoolLayout
+from baton.metadata.wire.request import Unit
 
 LAYOUT = PoolLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16")  # the 8B shape
 TTFT_TOKENS, TTFT_S = 8192, 0.230  # of a prompt on an H200, for what checksums of both sides are of it

@@ -26,10 +26,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = {  # that take seconds, and are about the module
-    "metadata/tickets.py": ["metadata/test_tickets.py"],
-    "metadata/session.py": ["metadata/test_session.py"],
-    "metadata/hidden_layout.py": ["metadata/test_hidden_layout.py"],
-    "metadata/schema.py": ["metadata/test_schema.py"],
+    "metadata/handoff/tickets.py": ["metadata/test_tickets.py"],
+    "metadata/bus/session.py": ["metadata/test_session.py"],
+    "metadata/handoff/hidden_layout.py": ["metadata/test_hidden_layout.py"],
+    "metadata/handoff/schema.py": ["metadata/test_schema.py"],
     "engine/sampling_batch.py": ["engine/test_sampling_batch.py"],
 }
 OUTCOMES = {0: "survived", 1: "killed", 3: "killed", 5: "survived", 33: "survived"} | dict.fromkeys(

@@ -20,8 +20,8 @@ from baton.engine.pages import Owner
 from baton.engine.sampling import tie_gap
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
-from baton.metadata.request import SamplingParams
-from baton.metadata.schema import HandoffBytes, handoff_bytes
+from baton.metadata.handoff.schema import HandoffBytes, handoff_bytes
+from baton.metadata.wire.request import SamplingParams
 
 NUM_PAGES = 1536  # 64 streams of 256 tokens and the slots of their drafts
 TIMEOUT_S = 300.0

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evidence import Evidence
+from faulty import Strike
 from outages import Outages
 from rig import REQUEST_S, Rig, role_of
 from scenarios import EVENTS, FRAMES, JUMPS_S, PAGES, PHASE_OF, STOPS_S, STORM_WEIGHTS, TAGS, Scenario
 from streams import HANG_S, Known, Stream
-
-from baton.metadata.transports.faulty import Strike
 
 REACH_S = 15.0  # how long a phase is waited for
 TIRING = (*FRAMES, *PAGES, "storm")  # they may befall every attempt of a request

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 from cluster import Cluster, Process, free_port, held, wait_until
+from faulty import Plan
+from forked import FAULT_PLAN
 from partition import Lines
-
-from baton.metadata.transports.faulty import Plan
 
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 NODE_FLAGS = ["--model-name", "chaos", "--page-size", "8", "--chunk-tokens", "32", "--max-running", "5"]
@@ -87,7 +87,7 @@ class Rig(Cluster):
         self.start_node(role_of(name), name, *flags)
 
     def environ(self, name: str) -> dict[str, str]:
-        return {"BATON_FAULT_PLAN": str(self.paths[name])}
+        return {FAULT_PLAN: str(self.paths[name])}
 
     def is_running(self, name: str) -> bool:
         process = self.processes.get(name)

@@ -15,7 +15,7 @@ ROUTER = ("router kill", "router stop", "router restart")
 OTHERS = ("clock", "router clock", "flood", "storm")
 KINDS = (*PROCESS, *PARTITIONS, *FRAMES, *PAGES, *ROUTER, *OTHERS)
 
-# where a process meets its fault by itself (metadata/transports/faulty.py): the event, and how many of it may pass
+# where a process meets its fault by itself (tests/chaos/faulty.py): the event, and how many of it may pass
 EVENTS = {
     ("prefill", "queued"): ("in:prefill", 0),
     ("prefill", "prefilling"): ("in:prefill", 3),

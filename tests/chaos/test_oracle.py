@@ -16,7 +16,7 @@ from rig import ORPHAN_S, Auditor
 from scenarios import COMING, GOING, PHASES, Scenario
 from tally import Tally
 
-from baton.metadata import messages
+from baton.metadata.wire import messages
 
 TRACEBACK = """12:00:00.000 E decode-0 what nobody foresaw
 Traceback (most recent call last):

@@ -13,8 +13,8 @@ import pytest
 from matrix import PAGE_SIZE, Plain
 from node_pair import ROUTER_EPOCH, NodePair, params
 
-from baton.metadata.messages import Cancel, Resend
-from baton.metadata.request import Unit
+from baton.metadata.wire.messages import Cancel, Resend
+from baton.metadata.wire.request import Unit
 
 MakePair = Callable[..., NodePair]
 

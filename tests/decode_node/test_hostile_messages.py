@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from node_pair import ROUTER_EPOCH, NodePair, Result, params
 
-from baton.metadata.messages import Compute, Dispatch, Prefill, Reserve, encode
-from baton.metadata.node_info import Peer
-from baton.metadata.request import GenerationRequest, SamplingParams, pack_ids
-from baton.metadata.seal import seal
+from baton.metadata.wire.frames import seal
+from baton.metadata.wire.messages import Compute, Dispatch, Prefill, Reserve, encode
+from baton.metadata.wire.node_info import Peer
+from baton.metadata.wire.request import GenerationRequest, SamplingParams, pack_ids
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import pytest
 from node_pair import ROUTER_EPOCH, NodePair, Result, params
 from ties import Reference
 
-from baton.metadata.messages import PROTOCOL_MAX, Cancel, Resend, Welcome
-from baton.metadata.request import Unit
+from baton.metadata.wire.messages import PROTOCOL_MAX, Cancel, Resend, Welcome
+from baton.metadata.wire.request import Unit
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 MakePair = Callable[..., NodePair]

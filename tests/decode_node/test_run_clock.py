@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.decode_node.run_clock import RunClock
-from baton.metadata.request import MAX_PREEMPTIONS, Preemption
+from baton.metadata.wire.request import MAX_PREEMPTIONS, Preemption
 
 
 class Clock:

@@ -9,7 +9,7 @@ import pytest
 
 from baton.deploy.acceptance import EVERY_S, Acceptance, Counts, parse
 from baton.metadata.errors import Unavailable
-from baton.metadata.node_info import Load, NodeStats
+from baton.metadata.wire.node_info import Load, NodeStats
 from baton.router.metrics import Metrics
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from baton.deploy import cli
-from baton.deploy.story import SUMMARIES
-from baton.metadata.curve import KeyPair
+from baton.deploy.help_text import SUMMARIES
+from baton.metadata.bus.curve import KeyPair
 
 COMMAND = [sys.executable, "-P", "-m", "baton.deploy.cli"]
 

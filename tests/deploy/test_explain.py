@@ -14,8 +14,8 @@ import pytest
 
 from baton.deploy import cli
 from baton.deploy.plan import free_port
-from baton.metadata.times import ChunkTimes
-from baton.router.explain import Explanation, RecentRequests, RequestLine
+from baton.metadata.wire.times import ChunkTimes
+from baton.router.http.explain import Explanation, RecentRequests, RequestLine
 from baton.router.parts import ChoiceLife, Part, RequestTimeline
 
 PARTS = [

@@ -5,6 +5,7 @@ With the real router and nodes it is tested in tests/integration/test_up.py.
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
@@ -25,19 +26,10 @@ from baton.deploy import acceptance, restarts
 from baton.deploy.child import Child
 from baton.deploy.client import Client
 from baton.deploy.launcher import Launcher
-from baton.deploy.plan import (
-    Command,
-    Plan,
-    UpConfig,
-    check_model,
-    check_port,
-    commands,
-    free_port,
-    split_threads,
-)
+from baton.deploy.plan import Command, Plan, UpConfig, check_model, check_port, commands, free_port, split_threads
 from baton.deploy.rundir import make_run_dir
 from baton.deploy.terminal import Signals
-from baton.metadata.curve import KeyPair
+from baton.metadata.bus.curve import KeyPair
 from baton.metadata.errors import ConfigError, Unavailable
 from baton.prefill_node.config import PrefillConfig
 from baton.router.config import RouterConfig
@@ -209,9 +201,7 @@ def test_a_role_that_cannot_start_any_more_ends_all(tmp_path: Path, monkeypatch:
         Running(tmp_path, {"router": READY_SERVER, "decode-0": code}).run()
 
 
-def test_one_node_in_a_crash_loop_stops_nobody(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_node_in_a_crash_loop_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is started again, each time later, until the cause is gone."""
     monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.02)
     monkeypatch.setattr(restarts, "MAX_WAIT_S", 0.2)
@@ -232,12 +222,9 @@ def test_one_node_in_a_crash_loop_stops_nobody(
         assert running.children["decode-0"].pid == pid and running.children["decode-0"].is_running
         interrupt()
 
-    seen: list[str] = []
-
-    def said() -> str:
-        seen.append(capfd.readouterr().err)
-        return "".join(seen)
-
+    terminal = io.StringIO()  # capfd loses what is written while it reads
+    monkeypatch.setattr(sys, "stderr", terminal)
+    said = terminal.getvalue
     assert running.run(threading.Thread(target=script)) == 0
     lines = [line for line in said().splitlines() if line.startswith("decode-1 ") and "serves again" not in line]
     assert lines[0].startswith("decode-1 was killed by signal 9; next start in 0.02 s; decode-0 serves on. Log: ")

@@ -8,7 +8,7 @@ from baton.engine import filters
 from baton.engine.filters import keep_likely
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
-from baton.metadata.request import SamplingParams
+from baton.metadata.wire.request import SamplingParams
 
 INF = float("inf")
 

@@ -10,7 +10,7 @@ import torch
 from baton.engine.graphs import EVERYTHING, FILTERED, GREEDY, KINDS, SAMPLED, covering, graph_sizes
 from baton.engine.sampling_state import Needs
 from baton.kernels import gpu
-from baton.metadata.request import MAX_TOP_LOGPROBS
+from baton.metadata.wire.request import MAX_TOP_LOGPROBS
 
 NUMS = (None, 0, 1, MAX_TOP_LOGPROBS)
 ALL = [Needs(*flags, num) for flags in itertools.product((False, True), repeat=6) for num in NUMS]

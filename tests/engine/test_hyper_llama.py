@@ -12,9 +12,9 @@ import pytest
 import torch
 from heads import write_head
 
-from baton.deploy.demo.drafters_files import describe, load, load_target, save
-from baton.deploy.demo.drafters_layers import LayerSizes
-from baton.deploy.demo.drafters_models import HyperEagle, Target, TargetRows
+from baton.deploy.demo.training.drafters_files import describe, load, load_target, save
+from baton.deploy.demo.training.drafters_layers import LayerSizes
+from baton.deploy.demo.training.drafters_models import HyperEagle, Target, TargetRows
 from baton.engine.batch import BatchRow, ForwardBatch
 from baton.engine.drafters.base import PromptChunk, PromptTail, RoundRows
 from baton.engine.drafters.shifted import ShiftedDrafter
@@ -28,8 +28,8 @@ from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
 from baton.engine.trees import DraftShape
 from baton.metadata.errors import ConfigError, ModelError
-from baton.metadata.hidden_layout import HiddenLayout
-from baton.metadata.request import SamplingParams
+from baton.metadata.handoff.hidden_layout import HiddenLayout
+from baton.metadata.wire.request import SamplingParams
 
 PAGE_SIZE, NUM_PAGES, VOCAB_SIZE, STREAMS, SIZE = 4, 60, 96, 4, 32
 TOLERANCE = 2e-4

@@ -6,7 +6,7 @@ import pytest
 
 from baton.engine.pages import Owner, PagePool
 from baton.metadata.errors import OutOfPages
-from baton.metadata.node_info import PoolLedger
+from baton.metadata.wire.node_info import PoolLedger
 
 
 def test_fresh_pool_is_free_but_for_the_padding():

@@ -5,7 +5,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from baton.engine.processors import process_logits
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
-from baton.metadata.request import SamplingParams
+from baton.metadata.wire.request import SamplingParams
 
 VOCAB = 100
 INF = float("inf")

@@ -25,7 +25,7 @@ from baton.engine.pages import Owner
 from baton.engine.sampling import sample
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
-from baton.metadata.request import SamplingParams
+from baton.metadata.wire.request import SamplingParams
 
 VOCAB = 20
 PROMPT = [3, 1, 4, 1, 5]

@@ -7,7 +7,7 @@ from baton.engine.sampling import perturbed_scores, sample, tie_gap
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
 from baton.kernels.noise import gumbel_noise
-from baton.metadata.request import SamplingParams, choice_seed
+from baton.metadata.wire.request import SamplingParams, choice_seed
 
 INF = float("inf")
 VOCAB = 300

@@ -12,7 +12,7 @@ import torch
 
 from baton.engine.sampling_batch import FLOATS, INTS, SamplingBatch, columns
 from baton.engine.sampling_state import Needs, SamplingState
-from baton.metadata.request import SamplingParams, choice_seed
+from baton.metadata.wire.request import SamplingParams, choice_seed
 
 VOCAB = 23
 PLAIN: dict[str, Any] = {"temperature": 0.0}

@@ -12,7 +12,7 @@ from key_files import Listed
 from baton.engine import startup
 from baton.engine.config import EngineConfig
 from baton.engine.startup import load_keys, node_id
-from baton.metadata.curve import KeyPair
+from baton.metadata.bus.curve import KeyPair
 from baton.metadata.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
 from baton.engine.trees import Drafts, DraftShape, _ahead, accept_chain, accept_tree, grow_tree
 from baton.kernels.trees import Frontier, ancestry
-from baton.metadata.request import SamplingParams
+from baton.metadata.wire.request import SamplingParams
 
 VOCAB = 23
 

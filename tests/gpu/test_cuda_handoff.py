@@ -16,10 +16,10 @@ from gpu_nodes import GpuPool, gpu_client, gpu_prefill, make_pool, poll_until
 from handoff_nodes import unit
 
 from baton.kernels.pages import page_checksums_ref
-from baton.metadata.handoff_client import Arrived, TransferFailed
-from baton.metadata.node_info import HandoffSchema, PoolLayout
-from baton.metadata.schema import make_schema, on_gpu
-from baton.metadata.transports import cuda
+from baton.metadata.handoff.client import Arrived, TransferFailed
+from baton.metadata.handoff.schema import make_schema, on_gpu
+from baton.metadata.handoff.transports import cuda
+from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
 
 TARGET = PoolLayout(num_layers=6, num_kv_heads=4, head_dim=64, dtype="bfloat16")
 DRAFT = PoolLayout(num_layers=1, num_kv_heads=2, head_dim=32, dtype="bfloat16")

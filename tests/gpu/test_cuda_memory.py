@@ -15,8 +15,8 @@ import triton.language as tl
 
 from baton.engine.cuda_memory import can_share, map_shared, share, shareable_zeros
 from baton.kernels.triton_pages import PoolAddress
-from baton.metadata.descriptors import DescriptorInbox, new_token, send_descriptors
 from baton.metadata.errors import TransferError
+from baton.metadata.handoff.descriptors import DescriptorInbox, new_token, send_descriptors
 
 DEVICE = torch.device("cuda:0")
 NUM_WORDS = 3 << 20  # no multiple of what CUDA allocates

@@ -18,7 +18,7 @@ from baton.engine.pages import Owner
 from baton.engine.sampling import sample
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
-from baton.metadata.request import SamplingParams
+from baton.metadata.wire.request import SamplingParams
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo"
 # largest difference of a logit from transformers on the same device and dtype

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 from node_pair import NodePair, params
+from planted import PlantedModel, write_planted
+from planted_eagle3 import write_planted_eagle3
 from planted_models import random_prompt, small
-
-from baton.deploy.planted import PlantedModel, write_planted
-from baton.deploy.planted_eagle3 import write_planted_eagle3
 
 LENGTHS = (5, 64, 190, 333, 700)
 NUM_TOKENS = 80

@@ -13,8 +13,8 @@ from waits import no_waiting
 
 from baton.engine.engine import Engine
 from baton.engine.sampling_state import SamplingState
-from baton.metadata.node_info import Peer
-from baton.metadata.request import GenerationRequest, SamplingParams, Unit, pack_ids
+from baton.metadata.wire.node_info import Peer
+from baton.metadata.wire.request import GenerationRequest, SamplingParams, Unit, pack_ids
 from baton.prefill_node.chunks import Plan, SubmittedChunk, submit
 from baton.prefill_node.config import PrefillConfig
 from baton.prefill_node.job import PrefillJob

@@ -14,8 +14,8 @@ import pytest
 from served import Served, Stream
 
 from baton.decode_node.node import DecodeNode
-from baton.metadata.handoff_client import Arrived
-from baton.metadata.messages import Cancel
+from baton.metadata.handoff.client import Arrived
+from baton.metadata.wire.messages import Cancel
 from baton.prefill_node.node import PrefillNode
 
 PAGES = 30  # of 4 tokens, on every decode node

@@ -16,8 +16,8 @@ import pytest
 from cluster import Cluster, Process, wait_until
 
 from baton.deploy import cli
-from baton.metadata.allow_list import line_of
-from baton.metadata.curve import KeyPair
+from baton.metadata.bus.allow_list import line_of
+from baton.metadata.bus.curve import KeyPair
 
 pytestmark = pytest.mark.integration
 

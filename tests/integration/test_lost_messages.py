@@ -13,7 +13,7 @@ from checkpoints import make_checkpoint
 from faulty_process import FaultyProcess
 from served import Served, Stream
 
-from baton.metadata.handoff_client import ANSWER_S, HandoffClient
+from baton.metadata.handoff.client import ANSWER_S, HandoffClient
 
 LOST_S = ANSWER_S + 5.0  # the longest that one lost message may cost
 ORPHAN_S = 2.0
@@ -76,7 +76,7 @@ def test_a_lost_message_of_a_cancel_leaves_nothing_behind(
     stream = served.ask(**BODY)
     served.run(lambda: any(node.tickets() for node in served.nodes.values()))
     stream.leave()
-    served.run(lambda: not served.call(lambda: served.life.generations))
+    served.run(lambda: not served.call(lambda: served.life.requests))
     begun = time.monotonic()
     served.check_books()
     assert time.monotonic() - begun < ORPHAN_S

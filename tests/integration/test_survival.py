@@ -170,7 +170,7 @@ def test_a_drained_node_hands_on_what_it_has_not_finished(start: Start) -> None:
 def test_nodes_free_everything_when_the_router_is_gone_and_find_the_next_one(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.metadata.session.ROUTER_SILENCE_S", 0.5)
+    monkeypatch.setattr("baton.metadata.bus.session.ROUTER_SILENCE_S", 0.5)
     served = start().up(1, 1)
     body = bodies()[0] | {"max_tokens": 300}
     stream = served.ask(**body)

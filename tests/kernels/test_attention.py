@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.kernels.attention import (
-    AttentionPlan,
-    clear_fresh_pages,
-    paged_attention,
-    paged_attention_ref,
-    store_kv,
-)
+from baton.kernels.attention import AttentionPlan, clear_fresh_pages, paged_attention, paged_attention_ref, store_kv
 
 NUM_PAGES, HEAD_DIM = 64, 16
 SHAPES = {

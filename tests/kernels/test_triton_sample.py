@@ -18,7 +18,7 @@ from baton.engine.sampling_state import SamplingState
 from baton.kernels.noise import gumbel_from_bits_ref, gumbel_noise_ref
 from baton.kernels.triton_noise import gumbel_from_bits, perturb_
 from baton.kernels.triton_sample import _perturbed, perturbed_argmax, perturbed_topk
-from baton.metadata.request import SamplingParams
+from baton.metadata.wire.request import SamplingParams
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's infinities are loud
 INF, NAN = float("inf"), float("nan")

@@ -13,7 +13,7 @@ from baton.engine.sampling_state import SamplingState
 from baton.engine.trees import top_of
 from baton.kernels import gpu, triton_trees
 from baton.kernels.trees import ancestry_ref, move_slots_ref_, walk_chain_ref, walk_tree_ref
-from baton.metadata.request import SamplingParams
+from baton.metadata.wire.request import SamplingParams
 
 
 @pytest.mark.parametrize(("num_drafts", "num_steps"), [(1, 1), (5, 3), (18, 5)])

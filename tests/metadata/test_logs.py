@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from baton.metadata.bus.throttle import Throttle
 from baton.metadata.config import ProcessConfig
-from baton.metadata.logs import Throttle, setup_logging
+from baton.metadata.logs import setup_logging
 
 logger = logging.getLogger("baton.test")
 Lines = Callable[..., list[str]]

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from node_pair import NodePair, params
 
-from baton.metadata.messages import PROTOCOL_MAX, PrefillDone, Tokens, Welcome
-from baton.metadata.request import Unit
+from baton.metadata.wire.messages import PROTOCOL_MAX, PrefillDone, Tokens, Welcome
+from baton.metadata.wire.request import Unit
 from baton.prefill_node import chunks, node
 
 CHUNK = 8

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import uvloop
 
-from baton.router import openapi
 from baton.router.config import RouterConfig
+from baton.router.http import openapi
 from baton.router.main import Router
-from baton.router.tokenizer import TextTokenizer
+from baton.router.text.tokenizer import TextTokenizer
 
 from .fake_nodes import Behaviour, FakeCluster, Script, make_tokenizer
 
@@ -104,7 +104,7 @@ class RunningRouter:
             if node.prefilling or node.units or node.pledged_pages or node.unacked
         ]
         asked = list(life.admission._asked)
-        return [*life.generations, *nodes, *asked, *["waiting"] * life.admission.num_waiting]
+        return [*life.requests, *nodes, *asked, *["waiting"] * life.admission.num_waiting]
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 
 import xxhash
 
-from baton.metadata import messages as m
-from baton.metadata.bus import new_epoch
-from baton.metadata.link import Link
-from baton.metadata.node_info import Capacity, HandoffSchema, Load, ModelCard, NodeStats, PoolLayout, PoolLedger
-from baton.metadata.request import Ended, GenerationRequest, TokenLogprobs, Unit, pack_ids, unpack_ids
-from baton.metadata.schema import make_schema
+from baton.metadata.bus.link import Link
+from baton.metadata.bus.sockets import new_epoch
+from baton.metadata.handoff.schema import make_schema
+from baton.metadata.wire import messages as m
+from baton.metadata.wire.node_info import Capacity, HandoffSchema, Load, ModelCard, NodeStats, PoolLayout, PoolLedger
+from baton.metadata.wire.request import Ended, GenerationRequest, TokenLogprobs, Unit, pack_ids, unpack_ids
 
 Script = Callable[[list[int], int], list[int]]  # (prompt ids, choice) -> output ids, the stop token included
 
@@ -224,7 +224,7 @@ class FakeNode(threading.Thread):
             now = time.monotonic()
             if now - beat_at > 0.1 and not self.is_silent:
                 beat_at = now
-                self.link.send(m.Beat(0, "idle", 0.0, 10.0, self.load(), NodeStats(steps=7)))
+                self.link.send(m.Heartbeat(0, "idle", 0.0, 10.0, self.load(), NodeStats(steps=7)))
             for message in self.link.receive():
                 if not isinstance(message, m.RouterBeat):
                     self.log.append(message)
@@ -384,7 +384,7 @@ class FakeNode(threading.Thread):
                 kept.append((now + behaviour.step_s, steps))
             else:
                 self.reserved.pop(key, None)
-                self.link.send(m.Room(self.load()))
+                self.link.send(m.CapacityFreed(self.load()))
         self.running = kept
         if kept and behaviour.step_s:
             time.sleep(min(behaviour.step_s, 0.001))

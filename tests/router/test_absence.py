@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from baton.metadata import messages as m
+from baton.metadata.wire import messages as m
 
 from .conftest import System
-from .test_access import bearer
-from .test_request_life import wait_until
+from .http.test_access import bearer
+from .test_dispatcher import wait_until
 
 Make = Callable[..., System]
 

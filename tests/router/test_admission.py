@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from baton.metadata import messages as m
-from baton.metadata.node_info import Capacity
+from baton.metadata.wire import messages as m
+from baton.metadata.wire.node_info import Capacity
 
 from .conftest import System
 from .fake_nodes import FakeNode
-from .test_request_life import own, text_of, wait_until
+from .test_dispatcher import own, text_of, wait_until
 
 
 def test_pools_too_small_for_the_load(make_system: Callable[..., System]) -> None:
@@ -82,7 +82,7 @@ def test_full_is_found_by_asking_and_lifted_by_room(make_system: Callable[..., S
         load = node.load()
         busy = m.Load(free_pages=0, running=1, waiting=0)
         node.link.send(m.Reserved(message.rid, message.attempt, (), busy))
-        node.post(m.Room(load), after_s=0.1)
+        node.post(m.CapacityFreed(load), after_s=0.1)
         return True
 
     system.behaviour.answer_reserve = refuse_twice
@@ -216,7 +216,7 @@ def test_nobody_is_asked_for_while_a_refused_request_is_asked_for_again(make_sys
         if sum(rid == message.rid for rid, _ in asked) == 1:
             busy = m.Load(free_pages=0, running=1, waiting=0)
             node.post(m.Reserved(message.rid, message.attempt, (), busy))
-            node.post(m.Room(node.load()), after_s=0.1)
+            node.post(m.CapacityFreed(node.load()), after_s=0.1)
             return True
         node.reserved[(message.rid, 0, message.attempt)] = message
         node.post(m.Reserved(message.rid, message.attempt, (0,), node.load()), after_s=0.3)
@@ -307,4 +307,4 @@ def test_a_small_node_that_refuses_though_it_is_empty_is_not_asked_over_and_over
 def has_settled(system: System, num_requests: int) -> bool:
     """Whether so many requests are there and no node owes an answer to any of them."""
     life = system.router.router.life
-    return len(life.generations) == num_requests and not life.admission._asked
+    return len(life.requests) == num_requests and not life.admission._asked

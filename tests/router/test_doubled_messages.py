@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from baton.metadata import messages as m
-from baton.metadata.handoff_server import HandoffServer
-from baton.metadata.link import Link
-from baton.metadata.request import Unit, pack_ids, unpack_ids
+from baton.metadata.bus.link import Link
+from baton.metadata.handoff.server import HandoffServer
+from baton.metadata.wire import messages as m
+from baton.metadata.wire.request import Unit, pack_ids, unpack_ids
 from baton.router import admission, cancels, gaps, registry
 
 from .conftest import System

@@ -11,7 +11,7 @@ import pytest
 
 from baton.metadata.errors import Overloaded, RequestError
 from baton.router.intake import MARGIN_S, PATIENCE_S, Asked, Bounds, Intake
-from baton.router.waiting import Entry, WaitingQueue
+from baton.router.queue import Entry, WaitingQueue
 
 
 class _Group:  # hashed by its identity, as groups are
@@ -34,11 +34,11 @@ class Door:
         self.pace = self.intake.pace(GROUP)
 
     def wait(self, num_tokens: int = 10, priority: int = 0, age_s: float = 1.0, **more: Any) -> Any:
-        """A request waits already, since `age_s`; returns its generation."""
-        generation: Any = SimpleNamespace(
+        """A request waits already, since `age_s`; returns it."""
+        request: Any = SimpleNamespace(
             group=GROUP,
             prompt_ids=[1] * num_tokens,
-            choices=[SimpleNamespace(received=[], num_left=5, finish_reason=None)],
+            sequences=[SimpleNamespace(received=[], num_left=5, finish_reason=None)],
             salt="",
             created_at=time.monotonic() - age_s,
             priority=priority,
@@ -48,9 +48,9 @@ class Door:
             is_canary=False,
             num_generated=10,
         )
-        vars(generation).update(more)
-        self.queue.add(Entry(generation, (0,)))
-        return generation
+        vars(request).update(more)
+        self.queue.add(Entry(request, (0,)))
+        return request
 
     def full(self, interval_s: float = 1.0, service_s: float = 2.0) -> None:
         """Nodes are full, grant one each interval, and take so long for each."""
@@ -59,9 +59,9 @@ class Door:
             self.pace.granted(100.0 + interval_s * (number + 1))
             self.pace.served(service_s, 10)
 
-    def _fail(self, generation: Any, error: Any) -> None:
-        self.refused.append(generation)
-        self.queue.withdraw(generation)
+    def _fail(self, request: Any, error: Any) -> None:
+        self.refused.append(request)
+        self.queue.withdraw(request)
         assert isinstance(error, Overloaded)
 
 
@@ -141,7 +141,7 @@ def test_who_has_become_late_is_refused_before_it_costs_anything() -> None:
     is_over = door.wait(deadline=now - 0.1)  # ends by its deadline, not as a refusal
     door.intake.refuse_late(GROUP, now)
     assert door.refused == [late]
-    waiting = {id(entry.generation): door.intake.is_late(entry, now) for entry in door.queue}
+    waiting = {id(entry.request): door.intake.is_late(entry, now) for entry in door.queue}
     assert waiting == {id(in_time): False, id(no_limit): False, id(has_nodes): False, id(just_came): False} | {
         id(is_over): True
     }
@@ -150,8 +150,8 @@ def test_who_has_become_late_is_refused_before_it_costs_anything() -> None:
 def test_canaries_and_those_that_never_ran_say_nothing_of_the_pace() -> None:
     door = Door()
     now = time.monotonic()
-    for generation in (door.wait(), door.wait(dispatched_at=now - 100.0, is_canary=True)):
-        door.intake.served(generation, now)
+    for request in (door.wait(), door.wait(dispatched_at=now - 100.0, is_canary=True)):
+        door.intake.served(request, now)
     assert door.pace.service_s(100) == 0.0
     door.intake.served(door.wait(dispatched_at=now - 2.0), now)
     assert door.pace.service_s(100) == pytest.approx(2.0)

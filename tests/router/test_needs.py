@@ -11,16 +11,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.metadata.errors import BatonError, RequestError
-from baton.metadata.messages import PROTOCOL_MAX, PROTOCOL_MIN, Hello, Prefill, Reserve, Reserved
-from baton.metadata.needs import decode_len, pages_of, prefill_pages
-from baton.metadata.node_info import Capacity, Load, ModelCard
-from baton.metadata.request import SamplingParams
+from baton.metadata.handoff.needs import decode_len, pages_of, prefill_pages
+from baton.metadata.wire.messages import PROTOCOL_MAX, PROTOCOL_MIN, Hello, Prefill, Reserve, Reserved
+from baton.metadata.wire.node_info import Capacity, Load, ModelCard
+from baton.metadata.wire.request import SamplingParams
 from baton.router.admission import Admission
-from baton.router.generation import Generation
 from baton.router.intake import Bounds
-from baton.router.registry import Group, GroupKey, Node
-from baton.router.tokenizer import TextTokenizer
-from baton.router.waiting import Entry
+from baton.router.node import Group, GroupKey, Node
+from baton.router.queue import Entry
+from baton.router.request import Request
+from baton.router.text.tokenizer import TextTokenizer
 
 from .fake_nodes import make_layout, make_tokenizer
 
@@ -60,7 +60,7 @@ class Site:
             unanswered=None,
             is_usable=lambda prefill, decode: True,
             why_unusable=None,
-            dispatched=lambda generation, attempt, now: None,
+            dispatched=lambda request, attempt, now: None,
         )
         self.admission = Admission("e", BOUNDS, life)
         self._answers: list[tuple[Node, Reserve]] = []
@@ -88,16 +88,16 @@ class Site:
         self.pools[node.routing_id] = pool
         return node
 
-    def generation(self, rid: str, prompt_len: int, max_tokens: int, num_choices: int = 1) -> Generation:
+    def request(self, rid: str, prompt_len: int, max_tokens: int, num_choices: int = 1) -> Request:
         assert self.group is not None
         nobody: Any = None
         params = SamplingParams(max_tokens=max_tokens)
-        return Generation(rid, self.group, [5] * prompt_len, params, nobody, num_choices=num_choices, now=0.0)
+        return Request(rid, self.group, [5] * prompt_len, params, nobody, num_choices=num_choices, now=0.0)
 
-    def offer(self, generation: Generation) -> bool:
+    def offer(self, request: Request) -> bool:
         """Whether the request is accepted. What is accepted is queued, and nodes answer until they have no more to say.
         A node gives back at once what it has granted, so all nodes stay idle."""
-        entry = Entry(generation, tuple(range(len(generation.choices))))
+        entry = Entry(request, tuple(range(len(request.sequences))))
         try:
             self.admission.check_fits(entry)
         except RequestError:
@@ -109,9 +109,9 @@ class Site:
         self.admission.submit(entry)
         while self._answers:
             self._answer()
-            for node in entry.generation.group.live("decode"):  # a heartbeat: it is idle
+            for node in entry.request.group.live("decode"):  # a heartbeat: it is idle
                 node.set_load(self._idle(node))
-            self.admission.pump(entry.generation.group)
+            self.admission.pump(entry.request.group)
 
     def _answer(self) -> None:
         while self._answers:
@@ -141,10 +141,10 @@ class Site:
                 decode.units.clear()
         return True
 
-    def _fail(self, generation: Generation, error: BatonError) -> None:
-        generation.is_over = True
+    def _fail(self, request: Request, error: BatonError) -> None:
+        request.is_over = True
         self.errors.append(error)
-        self.admission.withdraw(generation)
+        self.admission.withdraw(request)
 
 
 @st.composite
@@ -177,7 +177,7 @@ def test_whoever_is_accepted_gets_nodes(case: tuple[Site, int, int, int]) -> Non
     assert site.group is not None
     if prompt_len + max_tokens > site.group.context_len and site.group.context_len < 512:
         return  # refused before it comes so far (parameters.py)
-    if site.offer(site.generation("r", prompt_len, max_tokens, num_choices)):
+    if site.offer(site.request("r", prompt_len, max_tokens, num_choices)):
         assert not site.errors, site.errors
         assert sorted(site.dispatched) == [("r", choice) for choice in range(num_choices)]
         assert site.admission.num_waiting == 0
@@ -195,13 +195,13 @@ def test_whoever_moves_gets_nodes_again_or_is_in_nobodys_way(
     assert site.group is not None
     if prompt_len + max_tokens > site.group.context_len or max_tokens < 2:
         return
-    moved = site.generation("moved", prompt_len, max_tokens)
-    moved.choices[0].received = [7] * min(num_received, max_tokens - 1)
+    moved = site.request("moved", prompt_len, max_tokens)
+    moved.sequences[0].received = [7] * min(num_received, max_tokens - 1)
     site.queue(Entry(moved, (0,)))
     assert site.dispatched == [("moved", 0)], "a request that fits its context fits wherever it goes"
-    longer = site.generation("longer", prompt_len, 10_000)  # accepted when larger nodes were there
+    longer = site.request("longer", prompt_len, 10_000)  # accepted when larger nodes were there
     site.queue(Entry(longer, (0,)))
     assert site.admission.num_waiting == 1
-    assert site.offer(site.generation("small", 1, 1))
+    assert site.offer(site.request("small", 1, 1))
     assert site.dispatched[-1] == ("small", 0)
     assert site.admission.num_waiting == 1 and not site.errors

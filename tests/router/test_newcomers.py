@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.metadata import messages as m
-from baton.metadata.node_info import Capacity, Load, ModelCard, NodeStats
+from baton.metadata.wire import messages as m
+from baton.metadata.wire.node_info import Capacity, Load, ModelCard, NodeStats
 from baton.router.newcomers import MAX_WAITING
 from baton.router.registry import MAX_EMPTY_GROUPS, MAX_LINES, Registry
 
@@ -69,7 +69,7 @@ def _ignore(*_: object) -> None:
     pass
 
 
-BEAT = m.Beat(1, "idle", 0.0, 10.0, Load(free_pages=8, running=0, waiting=0), NodeStats())
+BEAT = m.Heartbeat(1, "idle", 0.0, 10.0, Load(free_pages=8, running=0, waiting=0), NodeStats())
 
 
 def test_who_comes_under_the_name_of_a_dead_node_is_let_in_once_that_is_known() -> None:

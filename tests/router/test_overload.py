@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from baton.metadata import messages as m
+from baton.metadata.wire import messages as m
 
 from .conftest import System
 from .fake_nodes import FakeNode
 from .test_admission import waiting
-from .test_request_life import is_canary, own, wait_until
+from .test_dispatcher import is_canary, own, wait_until
 
 
 def busy(make_system: Callable[..., System], **router: Any) -> System:

@@ -10,14 +10,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.metadata import messages as m
-from baton.metadata.node_info import NodeStats
-from baton.metadata.request import Ended
-from baton.router.registry import MAX_EMPTY_GROUPS, Group
+from baton.metadata.wire import messages as m
+from baton.metadata.wire.node_info import NodeStats
+from baton.metadata.wire.request import Ended
+from baton.router.node import Group
+from baton.router.registry import MAX_EMPTY_GROUPS
 
 from .conftest import System
 from .fake_nodes import make_layout
-from .test_request_life import own, wait_until
+from .test_dispatcher import own, wait_until
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_a_stuck_node_is_given_up(make_system: Callable[..., System]) -> None:
     victim.is_silent = True
     victim.take = lambda message: None  # type: ignore[method-assign]
 
-    victim.post(m.Beat(4, "decode round", 12.0, 10.0, victim.load(), NodeStats()))
+    victim.post(m.Heartbeat(4, "decode round", 12.0, 10.0, victim.load(), NodeStats()))
     life = system.router.router.life
     wait_until(lambda: len(life.registry.nodes) == 2, timeout=1)
     assert system.complete()[0] == 200
@@ -189,8 +190,8 @@ def test_nodes_of_two_protocol_versions_serve_side_by_side(
 ) -> None:
     """An upgrade one node at a time: each pair that shares a version with the router serves, in one group."""
     old, both, new = (7, 7), (7, 8), (8, 8)
-    monkeypatch.setattr("baton.metadata.protocol.PROTOCOL_MIN", 7)
-    monkeypatch.setattr("baton.metadata.protocol.PROTOCOL_MAX", 8)
+    monkeypatch.setattr("baton.metadata.wire.protocol.PROTOCOL_MIN", 7)
+    monkeypatch.setattr("baton.metadata.wire.protocol.PROTOCOL_MAX", 8)
     system = make_system()
     nodes = {"p-old": old, "p-both": both, "p-new": new, "d-both": both, "d-old": old}
     for name, (lowest, highest) in nodes.items():
@@ -213,8 +214,8 @@ def test_nodes_of_two_protocol_versions_serve_side_by_side(
 def test_a_node_that_shares_no_protocol_version_with_anybody_is_refused(
     make_system: Callable[..., System], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton.metadata.protocol.PROTOCOL_MIN", 7)
-    monkeypatch.setattr("baton.metadata.protocol.PROTOCOL_MAX", 9)
+    monkeypatch.setattr("baton.metadata.wire.protocol.PROTOCOL_MIN", 7)
+    monkeypatch.setattr("baton.metadata.wire.protocol.PROTOCOL_MAX", 9)
     system = make_system()
     system.cluster.add("prefill", "p0", protocol_min=7, protocol_max=8)
     wait_until(lambda: system.cluster.by_name("p0").got(m.Welcome))

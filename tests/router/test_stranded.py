@@ -9,8 +9,8 @@ import pytest
 
 from baton.metadata.errors import Unavailable
 from baton.router.errors import NodeFault
+from baton.router.queue import Entry
 from baton.router.stranded import Stranded
-from baton.router.waiting import Entry
 
 
 def node(num_pages: int = 100) -> Any:
@@ -51,20 +51,20 @@ class Waiting:
         self.group, self.is_usable, self.now = group, is_usable, 100.0
         self.errors: list[Any] = []
         life: Any = SimpleNamespace(
-            fail=lambda generation, error: self.errors.append(error),
+            fail=lambda request, error: self.errors.append(error),
             is_usable=lambda prefill, decode: self.is_usable,
             why_unusable=lambda group: "pair p0 -> d0: secret words of a node",
         )
         self.stranded = Stranded(life, 10.0)
-        generation: Any = SimpleNamespace(
+        request: Any = SimpleNamespace(
             is_over=False,
             group=group,
             prompt_ids=[5] * 160,
             salt="",
             params=SimpleNamespace(max_tokens=100),
-            choices=[SimpleNamespace(received=[], num_left=100 if needs_decode else 1, finish_reason=None)],
+            sequences=[SimpleNamespace(received=[], num_left=100 if needs_decode else 1, finish_reason=None)],
         )
-        self.entry: Any = Entry(generation, (0,))
+        self.entry: Any = Entry(request, (0,))
         for name, value in entry.items():
             setattr(self.entry, name, value)
 
@@ -96,7 +96,7 @@ def test_a_node_that_comes_in_time_starts_the_count_anew() -> None:
     assert len(waiting.after(2.0)[:1]) == 1
 
 
-@pytest.mark.parametrize("change", [{"attempt": object()}, {"generation": SimpleNamespace(is_over=True)}])
+@pytest.mark.parametrize("change", [{"attempt": object()}, {"request": SimpleNamespace(is_over=True)}])
 def test_who_is_being_asked_for_or_is_over_is_not_stranded(change: dict[str, Any]) -> None:
     waiting = Waiting(Group(decode=0), **change)
     assert waiting.after(30.0) == []

@@ -19,12 +19,12 @@ from opentelemetry.trace import SpanKind, StatusCode
 from baton.router import spans as spans_module
 from baton.router import tracing as tracing_module
 from baton.router.spans import Spans
-from baton.router.timeline import Timeline
+from baton.router.trace import Timeline
 from baton.router.tracing import Tracing, tracing_from
 
 from .conftest import System
-from .test_request_life import wait_until
-from .test_timeline import end, fake_choices, whole_life
+from .test_dispatcher import wait_until
+from .test_trace import end, fake_choices, whole_life
 
 TRACE, CLIENT_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

@@ -22,11 +22,11 @@ from baton.engine.rounds import Rounds
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.startup import load_engine
 from baton.engine.trees import DraftShape
-from baton.metadata.buffers import MetadataBuffers
-from baton.metadata.handoff_client import Arrived
-from baton.metadata.hidden_layout import HiddenLayout, HiddenSpec
-from baton.metadata.node_info import PoolLayout
-from baton.metadata.schema import make_schema
+from baton.metadata.handoff.buffers import MetadataBuffers
+from baton.metadata.handoff.client import Arrived
+from baton.metadata.handoff.hidden_layout import HiddenLayout, HiddenSpec
+from baton.metadata.handoff.schema import make_schema
+from baton.metadata.wire.node_info import PoolLayout
 
 NODE = {"page_size": 4, "chunk_tokens": 6}
 PROMPTS = [[7, 3, 11, 5, 9], [2], [4, 4, 8, 15, 16, 23, 42, 8, 15]]

@@ -25,12 +25,12 @@ from baton.engine.drafters.registry import read_speculation
 from baton.engine.drafters.shifted import ShiftedDrafter
 from baton.engine.model_config import ModelConfig
 from baton.engine.startup import load_engine
-from baton.metadata import hidden_layout
-from baton.metadata.buffers import MetadataBuffers
-from baton.metadata.handoff_client import TransferFailed
-from baton.metadata.hidden_layout import HiddenLayout, HiddenSpec
-from baton.metadata.node_info import HandoffSchema, PoolLayout
-from baton.metadata.schema import differences
+from baton.metadata.handoff import hidden_layout
+from baton.metadata.handoff.buffers import MetadataBuffers
+from baton.metadata.handoff.client import TransferFailed
+from baton.metadata.handoff.hidden_layout import HiddenLayout, HiddenSpec
+from baton.metadata.handoff.schema import differences
+from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
 
 NODE = {"page_size": 4, "chunk_tokens": 6}
 SIZE = 64  # hidden_size of the target and of its head

@@ -21,10 +21,10 @@ from baton.engine import trees
 from baton.engine.drafters import standalone
 from baton.engine.engine import Engine
 from baton.engine.slots import Slots
-from baton.metadata.buffers import MetadataBuffers
-from baton.metadata.hidden_layout import HiddenLayout, HiddenSpec
-from baton.metadata.node_info import HandoffSchema, PoolLayout
-from baton.metadata.schema import WITH_DRAFT_POOL, make_schema, page_bytes, row_bytes
+from baton.metadata.handoff.buffers import MetadataBuffers
+from baton.metadata.handoff.hidden_layout import HiddenLayout, HiddenSpec
+from baton.metadata.handoff.schema import WITH_DRAFT_POOL, make_schema, page_bytes, row_bytes
+from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
 
 PROMPT = [random.Random(8).randrange(512) for _ in range(10)]
 TARGET = PoolLayout(num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32")

@@ -24,7 +24,7 @@ from baton.engine.round_inputs import RoundInputs
 from baton.engine.rounds import Rounds
 from baton.engine.slots import MAX_MISSED
 from baton.kernels.advance import advance_ref_
-from baton.metadata.request import SamplingParams
+from baton.metadata.wire.request import SamplingParams
 
 LENS = (7, 12, 3)
 NUM_TOKENS = 50

@@ -22,7 +22,7 @@ from baton.engine.drafters.base import DraftState, RoundRows
 from baton.engine.rounds import Rounds
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.slots import Slots
-from baton.metadata.request import SamplingParams
+from baton.metadata.wire.request import SamplingParams
 
 LENS = (7, 12, 3, 9)
 PARAMS: list[dict[str, Any]] = [

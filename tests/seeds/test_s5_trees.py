@@ -25,7 +25,7 @@ from baton.engine.drafters import frozen_kv, shifted
 from baton.engine.engine import Engine
 from baton.engine.sampling_batch import SamplingBatch
 from baton.kernels.trees import Ancestry, ancestry
-from baton.metadata.request import SamplingParams
+from baton.metadata.wire.request import SamplingParams
 
 NAMES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "hyper-eagle", "frozen-kv-mtp")
 LENS = (7, 12, 3)

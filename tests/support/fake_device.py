@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from baton.kernels.pages import page_checksums_ref
-from baton.metadata.device_pool import Shared
 from baton.metadata.errors import TransferError
-from baton.metadata.memory import PageMemory
+from baton.metadata.handoff.device_pool import Shared
+from baton.metadata.handoff.memory import PageMemory
 
 _numbers = itertools.count()
 

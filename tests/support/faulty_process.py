@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-
-from baton.metadata.transports.faulty import Faults, Plan, replacements
+from faulty import Faults, Plan, replacements
 
 
 class FaultyProcess:

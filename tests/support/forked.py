@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+FAULT_PLAN = "BATON_FAULT_PLAN"  # names a file (tests/chaos/faulty.py) that says what is wrong with the process
 _PRELOAD = [f"baton.{name}" for name in ("prefill_node.main", "decode_node.main", "router.main", "deploy.cli")]
 _PRELOAD += ["baton.kernels.numba_kernels", "pytest"]  # pytest: a child imports its parent's main module
 
@@ -60,6 +61,10 @@ def _run(argv: list[str], log: str, environ: dict[str, str]) -> None:
     os.dup2(1, 2)
     os.environ.clear()
     os.environ.update(environ)
+    if FAULT_PLAN in environ:
+        from faulty import switch_on
+
+        switch_on(environ[FAULT_PLAN])
     from baton.deploy.cli import main
 
     sys.exit(main(argv))

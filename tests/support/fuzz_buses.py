@@ -18,18 +18,18 @@ from wire import Wire
 
 from baton.deploy.plan import DEMO
 from baton.engine.model_card import read_tokenizer
-from baton.metadata import messages as m
-from baton.metadata.bus import Received
+from baton.metadata.bus.hub import Hub
+from baton.metadata.bus.membership import Membership
+from baton.metadata.bus.sockets import Received
+from baton.metadata.bus.throttle import Throttle
 from baton.metadata.errors import BatonError, Refused, RequestError
-from baton.metadata.hub import Hub
-from baton.metadata.logs import Throttle
-from baton.metadata.membership import Membership
-from baton.metadata.node_info import Capacity, Load, ModelCard, NodeStats, PoolLedger
-from baton.metadata.request import Ended, SamplingParams, Unit, pack_ids
+from baton.metadata.wire import messages as m
+from baton.metadata.wire.node_info import Capacity, Load, ModelCard, NodeStats, PoolLedger
+from baton.metadata.wire.request import Ended, SamplingParams, Unit, pack_ids
 from baton.router.config import RouterConfig
-from baton.router.generation import Choice, Delta, Generation
+from baton.router.dispatcher import RequestLife
 from baton.router.metrics import Metrics
-from baton.router.request_life import RequestLife
+from baton.router.request import Delta, Request, Sequence
 
 VOCAB_SIZE = 420
 LOAD = Load(free_pages=100, running=0, waiting=0)
@@ -54,19 +54,19 @@ def make_hello(role: str, name: str, epoch: str = "1", digest: str = "t") -> m.H
 
 
 class Client:
-    """Who waits for a generation: it ends once."""
+    """Who waits for a request: it ends once."""
 
     def __init__(self) -> None:
         self.num_ends = 0
         self.ids: list[int] = []
 
-    def on_delta(self, choice: Choice, delta: Delta, /) -> None:
+    def on_delta(self, choice: Sequence, delta: Delta, /) -> None:
         assert not self.num_ends
 
-    def on_done(self, generation: Generation, /) -> None:
+    def on_done(self, request: Request, /) -> None:
         self.num_ends += 1
 
-    def on_error(self, generation: Generation, error: BatonError, /) -> None:
+    def on_error(self, request: Request, error: BatonError, /) -> None:
         self.num_ends += 1
 
 
@@ -83,7 +83,7 @@ class RouterTarget(Target):
         self.nodes = [("prefill", "p0"), ("decode", "d0"), ("decode", "d1")]
         self.number = 0
         self.is_known = False
-        self.clients: dict[Generation, Client] = {}
+        self.clients: dict[Request, Client] = {}
         self.tokenizer = read_tokenizer(DEMO)
         self.loop.run_until_complete(self._start())
 
@@ -127,9 +127,9 @@ class RouterTarget(Target):
             self._join()
             self._submit(rng)
         if self.clients and rng.random() < 0.02:
-            generation = rng.choice(list(self.clients))
-            del self.clients[generation]
-            self.life.cancel(generation, "its client left")
+            request = rng.choice(list(self.clients))
+            del self.clients[request]
+            self.life.cancel(request, "its client left")
         if self.asked and rng.random() < 0.6:
             sender, message = self._answer(rng)
         else:
@@ -144,12 +144,12 @@ class RouterTarget(Target):
 
     def _submit(self, rng: random.Random) -> None:
         groups = [node.group for node in self.life.registry.nodes.values() if node.group.tokenizer is not None]
-        if not groups or len(self.life.generations) > 8:
+        if not groups or len(self.life.requests) > 8:
             return
         self.number += 1
         params = SamplingParams(max_tokens=rng.choice([1, 8, 100]))
         client = Client()
-        generation = Generation(
+        request = Request(
             f"r{self.number}",
             groups[0],
             [5, 6, 7],
@@ -158,23 +158,23 @@ class RouterTarget(Target):
             num_choices=rng.choice([1, 2]),
             now=time.monotonic(),
         )
-        self.clients[generation] = client
+        self.clients[request] = client
         try:
-            self.life.submit(generation)
+            self.life.submit(request)
         except BatonError:
-            del self.clients[generation]
+            del self.clients[request]
 
     def _check(self) -> None:
-        for generation, client in list(self.clients.items()):
-            assert client.num_ends == (generation.rid not in self.life.generations), generation.rid
+        for request, client in list(self.clients.items()):
+            assert client.num_ends == (request.rid not in self.life.requests), request.rid
             if client.num_ends:
-                del self.clients[generation]
+                del self.clients[request]
         assert len(self.life.registry.nodes) <= 2 * len(self.nodes)
 
     async def _stop(self) -> None:
-        for generation in list(self.life.generations.values()):
-            self.life.cancel(generation, "the end")
-        assert not self.life.generations
+        for request in list(self.life.requests.values()):
+            self.life.cancel(request, "the end")
+        assert not self.life.requests
         held = [node.units for node in self.life.registry.nodes.values() if node.units]
         assert not held, held
         self.life.close()
@@ -185,8 +185,8 @@ class RouterTarget(Target):
         peer, asked = rng.choice(list(self.asked))
         rid, attempt, choice = asked.rid, asked.attempt, rng.choice(asked.choices)
         unit = Unit(rid, choice, attempt)
-        generation = self.life.generations.get(rid)
-        first = len(generation.choices[choice].received) if generation is not None else 0
+        request = self.life.requests.get(rid)
+        first = len(request.choices[choice].received) if request is not None else 0
         count = rng.choice([1, 1, 2, 5])
         ended = {0: Ended("stop", 1, 3, first + count, 0)} if rng.random() < 0.2 else {}
         ids = pack_ids(rng.randint(2, VOCAB_SIZE - 1) for _ in range(count))
@@ -204,8 +204,8 @@ class RouterTarget(Target):
         return peer, rng.choice([tokens, done])
 
     def _valid(self, rng: random.Random) -> Any:
-        generations = list(self.life.generations.values())
-        rid = rng.choice(generations).rid if generations and rng.random() < 0.8 else "nobody"
+        requests = list(self.life.requests.values())
+        rid = rng.choice(requests).rid if requests and rng.random() < 0.8 else "nobody"
         attempt, choice = rng.choice([0, 0, 0, 1]), rng.choice([0, 0, 1])
         unit = Unit(rid, choice, attempt)
         count = rng.choice([1, 1, 2, 5])
@@ -218,7 +218,7 @@ class RouterTarget(Target):
             lambda: m.PrefillDone(rid=rid, attempt=attempt, queue_s=0.1, compute_s=0.1, num_cached=0, load=LOAD),
             lambda: m.Failed(unit, rng.choice(["transfer_error", "x"]), "it broke", rng.random() < 0.7),
             lambda: m.Cancelled(rid=rid, attempt=attempt),
-            lambda: m.Beat(1, "idle", 0.0, 10.0, LOAD, NodeStats()),
+            lambda: m.Heartbeat(1, "idle", 0.0, 10.0, LOAD, NodeStats()),
             lambda: m.Leaving(done=rng.random() < 0.5),
             lambda: make_hello(
                 rng.choice(["prefill", "decode"]), rng.choice(["p0", "d0"]), rng.choice("12"), self.tokenizer.digest

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from baton.metadata.seal import seal
+from baton.metadata.wire.frames import seal
 
 MAX_NOISE = 300
 

@@ -19,19 +19,19 @@ from samples import make_sample
 from wire import Wire
 
 from baton.engine.pages import Owner, PagePool
-from baton.metadata import messages as m
-from baton.metadata.buffers import MetadataBuffers
-from baton.metadata.bus import decode_frame
-from baton.metadata.checksums import page_checksums, row_checksum
-from baton.metadata.descriptors import send_descriptors
 from baton.metadata.errors import ProtocolError, TransferError
-from baton.metadata.handoff_client import Arrived
-from baton.metadata.handoff_server import MAX_LINKS
-from baton.metadata.node_info import DevicePools, Peer, PoolLayout
-from baton.metadata.request import Unit, pack_ids
-from baton.metadata.schema import make_schema, page_bytes, row_bytes
-from baton.metadata.tickets import MAX_PARKED, TicketEnded
-from baton.metadata.transports.zmq import pack_pages
+from baton.metadata.handoff.buffers import MetadataBuffers
+from baton.metadata.handoff.checksums import page_checksums, row_checksum
+from baton.metadata.handoff.client import Arrived
+from baton.metadata.handoff.descriptors import send_descriptors
+from baton.metadata.handoff.schema import make_schema, page_bytes, row_bytes
+from baton.metadata.handoff.server import MAX_LINKS
+from baton.metadata.handoff.tickets import MAX_PARKED, TicketEnded
+from baton.metadata.handoff.transports.zmq import pack_pages
+from baton.metadata.wire import messages as m
+from baton.metadata.wire.frames import decode_frame
+from baton.metadata.wire.node_info import DevicePools, Peer, PoolLayout
+from baton.metadata.wire.request import Unit, pack_ids
 
 DECODERS = {
     "to_router": (m.ToRouter, m.to_router_decoder),

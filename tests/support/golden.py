@@ -1,4 +1,4 @@
-"""The bytes of every message of a protocol, kept as a test (tests/metadata/test_golden.py).
+"""The bytes of every message of a protocol, kept as a test (tests/metadata/wire/test_golden.py).
 
     PYTHONPATH=tests/support python tests/support/golden.py tests/metadata/golden/protocol_N.json
 
@@ -17,8 +17,8 @@ from typing import Any, get_args
 import msgspec
 from msgspec import inspect
 
-from baton.metadata import messages as m
-from baton.metadata.request import pack_ids
+from baton.metadata.wire import messages as m
+from baton.metadata.wire.request import pack_ids
 
 DIRECTIONS = {"ToRouter": m.ToRouter, "ToNode": m.ToNode, "ToPrefill": m.ToPrefill, "ToDecode": m.ToDecode}
 DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {

@@ -16,11 +16,11 @@ from handoff_nodes import FINGERPRINTS, make_memory, make_row
 
 from baton.engine.cuda_memory import shareable_zeros
 from baton.engine.cuda_pool import CudaPool
-from baton.metadata.handoff_client import HandoffClient
-from baton.metadata.handoff_server import HandoffServer
-from baton.metadata.memory import PageMemory
-from baton.metadata.node_info import HandoffSchema, Peer
-from baton.metadata.protocol import PROTOCOL_MAX
+from baton.metadata.handoff.client import HandoffClient
+from baton.metadata.handoff.memory import PageMemory
+from baton.metadata.handoff.server import HandoffServer
+from baton.metadata.wire.node_info import HandoffSchema, Peer
+from baton.metadata.wire.protocol import PROTOCOL_MAX
 
 SPECULATIONS: dict[str, dict[str, Any]] = {  # every kind of drafter, for the demo model
     "none": {"speculative": "none"},

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import numpy as np
 import zmq
 
-from baton.metadata.handoff_client import HandoffClient
-from baton.metadata.handoff_server import HandoffServer
-from baton.metadata.memory import PageMemory
-from baton.metadata.messages import PROTOCOL_MAX, CudaWelcome, LinkWelcome
-from baton.metadata.node_info import HandoffSchema, Peer, PoolLayout
-from baton.metadata.request import Unit
-from baton.metadata.schema import block_bytes, make_schema, on_gpu, page_layer_bytes, pools, row_bytes
+from baton.metadata.handoff.client import HandoffClient
+from baton.metadata.handoff.memory import PageMemory
+from baton.metadata.handoff.schema import block_bytes, make_schema, on_gpu, page_layer_bytes, pools, row_bytes
+from baton.metadata.handoff.server import HandoffServer
+from baton.metadata.wire.messages import PROTOCOL_MAX, CudaWelcome, LinkWelcome
+from baton.metadata.wire.node_info import HandoffSchema, Peer, PoolLayout
+from baton.metadata.wire.request import Unit
 
 TARGET = PoolLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32")
 DRAFT = PoolLayout(num_layers=1, num_kv_heads=4, head_dim=16, dtype="bfloat16")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from baton.metadata.allow_list import AllowList, add_line, line_of
-from baton.metadata.curve import KeyPair
+from baton.metadata.bus.allow_list import AllowList, add_line, line_of
+from baton.metadata.bus.curve import KeyPair
 
 
 class Listed:

@@ -9,10 +9,10 @@ from typing import Any
 from baton.decode_node.config import DecodeConfig
 from baton.decode_node.node import DecodeNode
 from baton.engine.startup import load_engine, make_membership, transports
-from baton.metadata.bus import new_epoch
-from baton.metadata.handoff_client import HandoffClient
-from baton.metadata.handoff_server import HandoffServer
-from baton.metadata.membership import Membership
+from baton.metadata.bus.membership import Membership
+from baton.metadata.bus.sockets import new_epoch
+from baton.metadata.handoff.client import HandoffClient
+from baton.metadata.handoff.server import HandoffServer
 from baton.prefill_node.config import PrefillConfig
 from baton.prefill_node.node import PrefillNode
 

@@ -25,7 +25,7 @@ from baton.engine.sampling import sample, tie_gap
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
 from baton.engine.trees import Drafts, DraftShape
-from baton.metadata.request import SamplingParams, choice_seed
+from baton.metadata.wire.request import SamplingParams, choice_seed
 
 PAGE_SIZE = 4
 FEW_PAGES = 24  # for the decode node's requests where they are preempted

@@ -15,13 +15,14 @@ from local_nodes import start_decode, start_prefill
 
 from baton.decode_node.config import DecodeConfig
 from baton.decode_node.node import DecodeNode
-from baton.metadata.bus import decode_frame
-from baton.metadata.messages import (
+from baton.metadata.wire.frames import decode_frame
+from baton.metadata.wire.messages import (
     PROTOCOL_MAX,
     Admitted,
-    Beat,
+    CapacityFreed,
     Compute,
     Failed,
+    Heartbeat,
     Hello,
     Inspect,
     LedgerReport,
@@ -29,15 +30,14 @@ from baton.metadata.messages import (
     PrefillDone,
     Reserve,
     Reserved,
-    Room,
     RouterBeat,
     Tokens,
     Welcome,
     encode,
     to_router_decoder,
 )
-from baton.metadata.node_info import Peer
-from baton.metadata.request import (
+from baton.metadata.wire.node_info import Peer
+from baton.metadata.wire.request import (
     Ended,
     GenerationRequest,
     SamplingParams,
@@ -210,12 +210,12 @@ class NodePair:
         match message:
             case Hello():
                 self._ids[message.role], self._hellos[message.role] = sender, message
-            case Beat():
+            case Heartbeat():
                 for name in self._ids:
                     self.send(name, RouterBeat(router_epoch=ROUTER_EPOCH))
             case Reserved():
                 self._granted(message)
-            case Room():
+            case CapacityFreed():
                 self.is_full = False
             case Tokens():
                 self._take(message)

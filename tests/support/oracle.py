@@ -1,7 +1,7 @@
 """What a drafter's head must compute: plain torch modules on the same files, whole sequences at once, no KV kept.
 
-The modules are those of deploy/demo/drafters_models.py where it has the layout; what it leaves out is added here: a
-head of another width than its target's, fc.bias, a target with an output matrix of its own, MiMo's layer.
+The modules are those of deploy/demo/training/drafters_models.py if it has the layout. What it leaves out is added
+here: a head of another width than its target's, fc.bias, a target with an output matrix of its own, MiMo's layer.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from baton.deploy.demo.drafters_layers import DecoderLayer, LayerSizes, rms_norm
-from baton.deploy.demo.drafters_models import Eagle, Eagle3, FrozenKvMtp, HyperEagle, Mtp, Target
+from baton.deploy.demo.training.drafters_layers import DecoderLayer, LayerSizes, rms_norm
+from baton.deploy.demo.training.drafters_models import Eagle, Eagle3, FrozenKvMtp, HyperEagle, Mtp, Target
 
 RMS_NORM_EPS = 1e-5  # of drafters_layers.rms_norm; checkpoints under test must say the same
 

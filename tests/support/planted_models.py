@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from baton.deploy.synthetic import ARCHITECTURES
+from synthetic import ARCHITECTURES
 
 _SMALL = {
     "hidden_size": 256,

@@ -8,8 +8,8 @@ from typing import Any
 
 from msgspec import inspect
 
-from baton.metadata.messages import Dispatch, Tokens
-from baton.metadata.request import pack_ids
+from baton.metadata.wire.messages import Dispatch, Tokens
+from baton.metadata.wire.request import pack_ids
 
 
 def make_sample(kind: type, rng: random.Random) -> Any:

@@ -27,12 +27,12 @@ from local_nodes import start_decode, start_prefill
 
 from baton.decode_node.config import DecodeConfig
 from baton.decode_node.node import DecodeNode
-from baton.metadata.handoff_client import HandoffClient
+from baton.metadata.handoff.client import HandoffClient
 from baton.prefill_node.config import PrefillConfig
 from baton.prefill_node.node import PrefillNode
 from baton.router.config import RouterConfig
+from baton.router.dispatcher import RequestLife
 from baton.router.main import Router
-from baton.router.request_life import RequestLife
 
 Node = PrefillNode | DecodeNode
 
@@ -265,7 +265,7 @@ class Served:
 
     def check_books(self) -> None:
         """Nothing is held for anybody within a second or so, and every page can be freed."""
-        self.run(lambda: not self.held_by_nodes() and not self.call(lambda: self.life.generations), 10.0)
+        self.run(lambda: not self.held_by_nodes() and not self.call(lambda: self.life.requests), 10.0)
         for node in self.nodes.values():
             node.cache.flush()
             ledger = node.cache.ledger()

@@ -29,7 +29,7 @@ from baton.engine.rounds import Accepted, Rounds
 from baton.engine.sampling_batch import INTS, SamplingBatch
 from baton.engine.sampling_state import SamplingState
 from baton.engine.slots import MAX_MISSED
-from baton.metadata.request import SamplingParams
+from baton.metadata.wire.request import SamplingParams
 
 POISON = 1e4  # where nobody may read: finite, so that a masked score stays masked
 _MODULES = (shifted, standalone, frozen_kv, mtp_layers)  # drafters that draw by `sample_ahead`

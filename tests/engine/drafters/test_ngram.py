@@ -6,7 +6,7 @@ import pytest
 
 from baton.engine.drafters.ngram import NgramDrafter
 from baton.engine.trees import DraftShape
-from baton.metadata.hidden_layout import HiddenLayout
+from baton.metadata.handoff.hidden_layout import HiddenLayout
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from baton.decode_node.config import DecodeConfig
 from baton.engine.engine import Engine
 from baton.engine.trees import DraftShape
 from baton.metadata.errors import ConfigError
-from baton.metadata.schema import differences
+from baton.metadata.handoff.schema import differences
 
 
 @pytest.fixture

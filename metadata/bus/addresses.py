@@ -1,0 +1,117 @@
+"""Addresses of sockets: `tcp://HOST:PORT` and `ipc://PATH`, which leave this machine, and which host this is."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from .curve import KeyPair
+
+_TCP = re.compile(r"tcp://(\[(?P<ipv6>[0-9A-Fa-f:.]+(%\w+)?)\]|(?P<host>[A-Za-z0-9_.*-]+)):(?P<port>\d{1,5}|\*)")
+_MAX_IPC_PATH = 100  # sockaddr_un holds 107 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """One parsed address. `host` has no brackets; `port` None means any free port; both are unset for ipc."""
+
+    scheme: Literal["tcp", "ipc"]
+    host: str = ""
+    port: int | None = None
+    path: str = ""
+
+    @property
+    def is_loopback(self) -> bool:
+        """True where nobody on another machine can connect: 127.0.0.0/8, ::1, localhost, ipc."""
+        if self.scheme == "ipc" or self.host.lower() in {"localhost", "localhost."}:
+            return True
+        literal = _ip_literal(self.host)
+        return literal is not None and literal.is_loopback
+
+    @property
+    def needs_ipv6(self) -> bool:
+        """True for an IPv6 literal, and for a name that resolves to IPv6 addresses only."""
+        literal = _ip_literal(self.host)
+        if literal is not None:
+            return literal.version == 6
+        return self.scheme == "tcp" and self.host != "*" and _resolves_to_ipv6_only(self.host)
+
+    def __str__(self) -> str:
+        if self.scheme == "ipc":
+            return f"ipc://{self.path}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{'*' if self.port is None else self.port}"
+
+
+def parse_address(text: str) -> Address:
+    """Parses `tcp://HOST:PORT` (port 0 or `*`: any free one) or `ipc://PATH`. Raises ConfigError naming the address."""
+    if text.startswith("ipc://"):
+        path = text.removeprefix("ipc://")
+        if not path or "\0" in path or len(os.fsencode(path)) > _MAX_IPC_PATH:
+            raise ConfigError(f"address {text!r}: ipc:// takes a path of 1 to {_MAX_IPC_PATH} bytes")
+        return Address("ipc", path=path)
+    match = _TCP.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"address {text!r} is neither tcp://HOST:PORT nor ipc://PATH")
+    port = 0 if match["port"] == "*" else int(match["port"])
+    if port > 65535:
+        raise ConfigError(f"address {text!r}: port {port} is above 65535")
+    host = match["ipv6"] or match["host"]
+    if match["ipv6"] and _ip_literal(host) is None:
+        raise ConfigError(f"address {text!r}: [{host}] is not an IPv6 address")
+    return Address("tcp", host=host, port=port or None)
+
+
+def require_keys(address: str, keys: KeyPair | None) -> None:
+    """Raises ConfigError when `address` can be reached from other machines and there are no keys."""
+    if keys is None and not parse_address(address).is_loopback:
+        raise ConfigError(
+            f"address {address} is not on loopback, so connections need CURVE keys: make them with `baton keys FILE`, "
+            "give each process its own with --keys FILE --allow-list LIST, or all the same with --keys, or stay on "
+            "127.0.0.1"
+        )
+
+
+def any_port_of(host: str) -> str:
+    """The address by which a socket binds to any free port of a host; one that is an address already stays."""
+    bracketed = f"[{host}]" if ":" in host else host
+    return host if "://" in host else f"tcp://{bracketed}:*"
+
+
+def host_identity() -> str:
+    """A digest (32 hex digits) that is equal for two processes exactly where one may open the other's /proc/PID/fd/N:
+    same boot of the same kernel, same user and group, same pid, mount and user namespaces. Where the kernel does not
+    tell, the digest is random, so it equals nobody's."""
+    try:
+        parts = [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            f"{os.geteuid()}:{os.getegid()}",
+            *(str(Path(f"/proc/self/ns/{name}").readlink()) for name in ("pid", "mnt", "user")),
+        ]
+    except OSError:
+        parts = [os.urandom(16).hex()]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def _ip_literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _resolves_to_ipv6_only(host: str) -> bool:
+    try:
+        families = {entry[0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except (OSError, UnicodeError):
+        return False
+    return families == {socket.AF_INET6}

@@ -1,0 +1,221 @@
+"""Which public keys may connect, and whose each is: a file of lines `NAME KEY`, the same for all processes.
+
+    router     rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7
+    prefill-0  Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID   # host1, rack 7
+
+The name is the process's node id, `router` for the router. So the list says more than who may come: whose key a node
+must find at the other end when it connects, and under which name alone a key's holder may speak. A line that is gone
+shuts its process out: the file is looked at again at every handshake, for every message of a stranger, and about once
+a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from zmq.utils import z85
+
+from ..errors import ConfigError, ProtocolError
+from .throttle import Throttle
+
+logger = logging.getLogger(__name__)
+
+ROUTER = "router"
+KEY_LEN = 40  # a 32-byte key in Z85
+CHECK_S = 0.9  # less than the second between two looks of who asks once a second
+MAX_BYTES = 1 << 20
+MAX_NAME = 128
+
+_HEADER = "# Baton allow-list, a line a process: NAME PUBLIC-KEY. No secrets. Who is taken out is shut out.\n"
+_Seen = tuple[int, int, int]  # what tells that a file is another now: mtime in ns, inode, bytes
+
+
+def is_key(text: str) -> bool:
+    """Whether it is a CURVE key: 32 bytes in Z85."""
+    try:
+        return len(text) == KEY_LEN and len(z85.decode(text)) == 32
+    except (ValueError, KeyError, struct.error):
+        return False
+
+
+class AllowList:
+    """The list in a file, as it was when last looked at. Threads may share it.
+
+    Raises ConfigError, naming file, line and fix, when the file cannot be used. Where that comes about later, what was
+    read before stays in force, and the log says why.
+    """
+
+    def __init__(self, path: str | Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path = Path(path)
+        self._due = Throttle(CHECK_S, clock)
+        self._lock = threading.Lock()
+        self._complaint = ""
+        self._seen, self._keys = _read(self.path)
+        self._names = {key: name for name, key in self._keys.items()}
+
+    def key_of(self, name: str) -> bytes | None:
+        """The public key (40 bytes of Z85) that goes by this name; None where there is none."""
+        return self._keys.get(name)
+
+    def name_of(self, key: bytes) -> str | None:
+        """Whose a public key is; None for a stranger's."""
+        return self._names.get(key)
+
+    def newest_name_of(self, key: bytes) -> str | None:
+        """As `name_of`, and looks at the file again before it calls a key a stranger's."""
+        name = self.name_of(key)
+        if name is None:
+            self.look()
+            name = self.name_of(key)
+        return name
+
+    def server_key(self, name: str) -> bytes:
+        """The key that who connects to `name` must find there. Raises ConfigError where the list has none."""
+        key = self.key_of(name)
+        if key is None:
+            raise ConfigError(f"allow-list {self.path} names no key of {name!r}: add its line, `{name} KEY`")
+        return key
+
+    def require(self, name: str | None, node_id: str) -> None:
+        """Raises ProtocolError unless who speaks as `node_id` holds the key of that name. `name` is that of the key
+        proved at the handshake, None where it is not in the list (any more)."""
+        if name is None:
+            raise ProtocolError(f"the key of {node_id} is not in allow-list {self.path} any more")
+        if name != node_id:
+            raise ProtocolError(f"{node_id} has the key that allow-list {self.path} calls {name!r}")
+
+    def is_due(self) -> bool:
+        """About once a second: looks at the file and returns True, since connections may have to be closed."""
+        if not self._due.is_due():
+            return False
+        self.look()
+        return True
+
+    def look(self) -> None:
+        """Takes over what the file says, if it has changed and can be used."""
+        with self._lock:
+            try:
+                if _seen(self.path.stat()) == self._seen:
+                    return
+                self._seen, keys = _read(self.path)
+            except (ConfigError, OSError) as error:
+                self._complain(str(error))
+                return
+            self._complaint = ""
+            self._take(keys)
+
+    def _take(self, keys: dict[str, bytes]) -> None:
+        """Each table is replaced whole: other threads never see half of a change."""
+        old, self._keys = self._keys, keys
+        self._names = {key: name for name, key in keys.items()}
+        gone = sorted(name for name, key in old.items() if keys.get(name) != key)
+        new = sorted(name for name, key in keys.items() if old.get(name) != key)
+        logger.warning("allow-list %s: shut out %s; let in %s", self.path, _words(gone), _words(new))
+
+    def _complain(self, reason: str) -> None:
+        if reason != self._complaint:
+            self._complaint = reason
+            logger.error("%s; what allow-list %s said before stays in force", reason, self.path)
+
+
+class ServerKey:
+    """The key that a client must find at the server called `name`, which may be replaced while the client runs. Used by
+    one thread. Raises ConfigError where the list has none."""
+
+    def __init__(self, allow_list: AllowList, name: str) -> None:
+        self._allow_list, self._name = allow_list, name
+        self._key = allow_list.server_key(name)
+        self._due = Throttle(CHECK_S)
+
+    def is_replaced(self) -> bool:
+        """Whether the list names another key than when last asked; looks at the file about once a second."""
+        if self._due.is_due():
+            self._allow_list.look()
+        key, self._key = self._key, self._allow_list.server_key(self._name)
+        return key != self._key
+
+
+def with_line(path: str | Path, line: str) -> str:
+    """What the list in `path`, or a new one where it is missing, says with a line more. Raises ConfigError as AllowList
+    does, and when the line's name or key is there already."""
+    path = Path(path)
+    text = _text(path)[1] if path.exists() else _HEADER
+    text = (text if not text or text.endswith("\n") else text + "\n") + line
+    _parse(path, text)
+    return text
+
+
+def add_line(path: str | Path, line: str) -> None:
+    """Adds a line (`line_of`) to the list in `path`. Raises ConfigError as `with_line` does."""
+    text = with_line(path, line)
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"allow-list {path} cannot be written: {error.strerror}") from error
+
+
+def line_of(name: str, public: bytes) -> str:
+    """What a list says of a key."""
+    return f"{name} {public.decode()}\n"
+
+
+def _read(path: Path) -> tuple[_Seen, dict[str, bytes]]:
+    seen, text = _text(path)
+    keys = _parse(path, text)
+    if ROUTER not in keys:
+        raise ConfigError(f"allow-list {path} has no line of the router's key, `{ROUTER} KEY`, which every node needs")
+    return seen, keys
+
+
+def _text(path: Path) -> tuple[_Seen, str]:
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            data = file.read(MAX_BYTES + 1)
+        text = data.decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"allow-list {path} cannot be read: {error.strerror}; `baton keys` makes one") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"allow-list {path} is no text: {error.reason} at byte {error.start}") from error
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"allow-list {path} is longer than {MAX_BYTES} bytes")
+    if status.st_mode & stat.S_IWOTH:
+        raise ConfigError(f"allow-list {path} may be written by anybody: `chmod o-w {path}`")
+    return _seen(status), text
+
+
+def _parse(path: Path, text: str) -> dict[str, bytes]:
+    """Keys by name."""
+    keys: dict[str, bytes] = {}
+    lines: dict[str | bytes, int] = {}  # where a name or a key stands
+    for number, line in enumerate(text.splitlines(), 1):
+        name, *rest = line.split() or ("#",)
+        if name.startswith("#"):
+            continue
+        where = f"allow-list {path}, line {number}: "
+        key = rest[0] if rest else ""
+        if not is_key(key) or (len(rest) > 1 and not rest[1].startswith("#")):  # a key itself may hold #
+            raise ConfigError(f"{where}{line.strip()!r} is not `NAME KEY # remark`, KEY being {KEY_LEN} of Z85")
+        if len(name) > MAX_NAME:
+            raise ConfigError(f"{where}the name {name[:32]!r}... is longer than {MAX_NAME} characters")
+        for word in (name, key.encode()):
+            if word in lines:
+                raise ConfigError(f"{where}{name!r} or its key stands in line {lines[word]} already: take one out")
+            lines[word] = number
+        keys[name] = key.encode()
+    return keys
+
+
+def _seen(status: os.stat_result) -> _Seen:
+    return status.st_mtime_ns, status.st_ino, status.st_size
+
+
+def _words(names: list[str]) -> str:
+    return ", ".join(names) or "nobody"

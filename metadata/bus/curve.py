@@ -1,0 +1,217 @@
+"""CURVE between processes: a key pair for each, and an allow-list of those that may connect; or one pair for all.
+
+Without an allow-list a server accepts exactly the clients that prove to hold its own pair. libzmq asks a handler in the
+socket's context (ZAP, RFC 27) about every handshake. The ZAP domain of a server socket says whom it accepts: it *is*
+the one public key, or names an allow-list of this process. Sockets set ZAP_ENFORCE_DOMAIN, so that without a handler
+nobody gets in. What a client says later carries its key (`sender_key`), so that a key can be shut out while its
+connection stands: libzmq closes none for us.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import stat
+import threading
+import tomllib
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+from weakref import WeakValueDictionary
+
+import zmq
+from zmq.utils import z85
+
+from ..config import ProcessConfig
+from ..errors import ConfigError
+from .allow_list import KEY_LEN, AllowList, is_key
+from .throttle import Throttle
+
+logger = logging.getLogger(__name__)
+
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_ZAP_VERSION = b"1.0"
+_TRY_AGAIN = b"300"  # libzmq says nothing and the client comes back a second later; after "400" it never would
+_REFUSAL_LOG_S = 5.0
+_refusals = Throttle(_REFUSAL_LOG_S)
+_lists: WeakValueDictionary[bytes, AllowList] = WeakValueDictionary()  # by ZAP domain
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """A process's CURVE key pair, each key 40 bytes of Z85 text; without an allow-list the whole cluster's."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    allow_list: AllowList | None = field(default=None, repr=False)
+
+    @classmethod
+    def generate(cls) -> KeyPair:
+        """A new pair, in memory only."""
+        public, secret = zmq.curve_keypair()
+        return cls(public, secret)
+
+    @classmethod
+    def create(cls, path: str | Path) -> KeyPair:
+        """Writes a new pair to `path`, readable by its owner only. Raises ConfigError when the file exists already
+        or cannot be written."""
+        keys = cls.generate()
+        keys.write(path)
+        return keys
+
+    def write(self, path: str | Path) -> None:
+        """As `create`, of this pair."""
+        text = (
+            "# Key pair of a Baton process, or of a whole cluster: whoever holds this file can join as it.\n"
+            f'public = "{self.public.decode()}"\nsecret = "{self.secret.decode()}"\n'
+        )
+        try:
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            raise ConfigError(f"key file {path} exists already; remove it first, or use it") from None
+        except OSError as error:
+            raise ConfigError(f"key file {path} cannot be written: {error.strerror}") from error
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+
+    @classmethod
+    def load(cls, path: str | Path, allow_list: str | Path | None = None) -> KeyPair:
+        """Reads a pair written by `create`, and the allow-list, which must name it. Raises ConfigError when a file is
+        missing, unreadable or malformed, when others may read the pair, or when the keys are none."""
+        try:
+            with Path(path).open("rb") as file:
+                status = os.fstat(file.fileno())
+                data: dict[str, Any] = tomllib.load(file)
+        except OSError as error:
+            raise ConfigError(
+                f"key file {path} cannot be read: {error.strerror}; `baton keys {path}` makes one"
+            ) from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"key file {path} is malformed: {error}") from error
+        _require_private(path, status)
+        public, secret = _key(path, data, "public"), _key(path, data, "secret")
+        if zmq.curve_public(secret) != public:
+            raise ConfigError(f"key file {path} is malformed: public is not the public key of secret")
+        keys = cls(public, secret)
+        return keys if allow_list is None else keys.listed(AllowList(allow_list), path)
+
+    @classmethod
+    def configured(cls, config: ProcessConfig) -> KeyPair | None:
+        """The pair that a process is configured with, None where it has none. Raises ConfigError as `load` does."""
+        if config.keys is None and config.allow_list is not None:
+            raise ConfigError(f"--allow-list {config.allow_list} is for processes with a key of their own: --keys FILE")
+        return None if config.keys is None else cls.load(config.keys, config.allow_list)
+
+    def listed(self, allow_list: AllowList, path: str | Path = "") -> KeyPair:
+        """The pair of one process of those in the list. Raises ConfigError when the list does not name it."""
+        if allow_list.name_of(self.public) is None:
+            line = f"NAME {self.public.decode()}"
+            raise ConfigError(f"the key of {path} is not in allow-list {allow_list.path}: add its line, `{line}`")
+        return replace(self, allow_list=allow_list)
+
+    @property
+    def name(self) -> str | None:
+        """What the allow-list calls this process; None where there is no list."""
+        return None if self.allow_list is None else self.allow_list.name_of(self.public)
+
+    def server_key(self, name: str) -> bytes:
+        """The public key of the server called `name`. Raises ConfigError where the allow-list has none."""
+        return self.public if self.allow_list is None else self.allow_list.server_key(name)
+
+
+def secure_server(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
+    """Makes a socket, before it binds, accept only clients that hold `keys`, or a key in their allow-list, and starts
+    the handler of its context (one thread, which ends when the context is terminated). Nobody gets in any more
+    once the caller has let go of the allow-list."""
+    _start_handler(cast("zmq.Context[zmq.Socket[bytes]]", socket.context))
+    domain = keys.public
+    if keys.allow_list is not None:
+        domain = secrets.token_hex(8).encode()
+        _lists[domain] = keys.allow_list
+    socket.curve_server = 1
+    socket.curve_publickey = keys.public
+    socket.curve_secretkey = keys.secret
+    socket.zap_domain = domain
+    socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+def secure_client(socket: zmq.Socket[bytes], keys: KeyPair, server: str) -> None:
+    """Makes a socket, before it connects, speak only to the server called `server`. Raises ConfigError where the
+    allow-list does not know it."""
+    socket.curve_serverkey = keys.server_key(server)
+    socket.curve_publickey = keys.public
+    socket.curve_secretkey = keys.secret
+
+
+def sender_key(frame: zmq.Frame) -> bytes:
+    """The public key that the sender of a message proved; of any of its frames, at a socket that `secure_server` made.
+    Costs 4 us, receiving the frame uncopied included."""
+    return cast(str, frame.get("User-Id")).encode()
+
+
+def _require_private(path: str | Path, status: os.stat_result) -> None:
+    """Only the owner may read a secret, or also the group where the owner is root: so Kubernetes hands out secrets."""
+    others = stat.S_IRWXG | stat.S_IRWXO
+    if status.st_uid == 0 and os.geteuid() != 0:
+        others &= ~stat.S_IRGRP
+    if status.st_mode & others:
+        mode = stat.S_IMODE(status.st_mode)
+        raise ConfigError(f"key file {path} may be read by others than its owner (mode {mode:o}): `chmod 600 {path}`")
+
+
+def _key(path: str | Path, data: dict[str, Any], name: str) -> bytes:
+    value = data.get(name)
+    if isinstance(value, str) and is_key(value):
+        return value.encode("ascii")
+    raise ConfigError(f"key file {path} is malformed: {name} is not a key of {KEY_LEN} Z85 characters")
+
+
+def _start_handler(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    # A shadow context, because Context.destroy() would close this socket under its thread's feet.
+    shadow: zmq.Context[zmq.Socket[bytes]] = zmq.Context(context)
+    socket = shadow.socket(zmq.REP)
+    socket.linger = 0
+    try:
+        socket.bind(_ZAP_ENDPOINT)
+    except zmq.ZMQError as error:
+        socket.close()
+        if error.errno == zmq.EADDRINUSE:  # this context has its handler already
+            return
+        raise
+    threading.Thread(target=_serve_handler, args=(socket,), name="baton-zap", daemon=True).start()
+
+
+def _serve_handler(socket: zmq.Socket[bytes]) -> None:
+    try:
+        while True:
+            socket.send_multipart(_answer(socket.recv_multipart()))
+    except zmq.ContextTerminated:
+        pass
+    finally:
+        socket.close()
+
+
+def _answer(request: list[bytes]) -> list[bytes]:
+    # request: version, request id, domain, address, identity, mechanism, credentials (CURVE: one key of 32 bytes)
+    request_id = request[1] if len(request) > 1 else b""
+    is_ours = len(request) == 7 and request[0] == _ZAP_VERSION and request[5] == b"CURVE" and len(request[6]) == 32
+    key = z85.encode(request[6]) if is_ours else b""
+    if not (is_ours and _is_accepted(key, request[2], request[3])):
+        return [_ZAP_VERSION, request_id, _TRY_AGAIN, b"not an accepted key", b"", b""]
+    return [_ZAP_VERSION, request_id, b"200", b"OK", key, b""]
+
+
+def _is_accepted(key: bytes, domain: bytes, address: bytes) -> bool:
+    allow_list = _lists.get(domain)
+    if allow_list is None:
+        is_accepted, where = key == domain, "the cluster's own"
+    else:
+        allow_list.look()
+        is_accepted, where = allow_list.name_of(key) is not None, f"in allow-list {allow_list.path}"
+    if not is_accepted and _refusals.is_due():
+        peer = address.decode(errors="replace")
+        logger.warning(
+            "refused a peer at the handshake, from %s: its public key %s is not %s", peer, key.decode(), where
+        )
+    return is_accepted

@@ -1,0 +1,275 @@
+"""The router's end of the bus: one ROUTER socket, served inside the router's event loop.
+
+Nodes connect (link.py) with the routing id `node_id:epoch`, and each node's heartbeat thread (liveness.py) with
+`node_id:epoch:beat`; the hub reports both as `node_id:epoch`. libzmq's file descriptor is edge-triggered: it tells
+only that something *changed*, so every send, which may swallow the change, is followed by a look at EVENTS.
+
+A closed connection shows within milliseconds as a monitor event, which names no routing id. The hub then sends a
+RouterBeat to every known node: with ROUTER_MANDATORY that fails for exactly the node that is gone. Ordinary
+RouterBeats, once a second, are the hub's own work too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from ..errors import ConfigError, ProtocolError
+from ..wire.hello import HelloRefused, decode_to_router
+from ..wire.messages import HUB_FRAME_BYTES, Heartbeat, Hello, Refusal, RouterBeat, ToNode, ToRouter
+from ..wire.protocol import PROTOCOL_MIN, encode
+from .addresses import parse_address, require_keys
+from .curve import KeyPair, secure_server
+from .sockets import (
+    BEAT_SUFFIX,
+    DRAIN_LIMIT,
+    DroppedFrames,
+    Received,
+    bound_address,
+    configure_socket,
+    file_descriptor,
+    has_input,
+    receive_from,
+    send_frames,
+)
+from .throttle import Throttle
+
+logger = logging.getLogger(__name__)
+
+ROUTER_BEAT_S = 1.0
+_HANDSHAKE_LOG_S = 5.0  # a node with wrong keys tries again every second
+_PROBE_DELAYS_S = (0.002, 0.02, 0.05)  # the pipe of a closed connection ends a moment after the monitor's event
+_HANDSHAKE_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # _AUTH: see curve.py
+
+
+class Hub:
+    """Sends to and receives from all nodes. All methods belong to the event loop's thread.
+
+    `on_message(routing_id, message)` gets every well-formed message, `on_lost(routing_id)` every node whose connection
+    closed (it may come back under the same id); neither may block. Raises ConfigError for an address that is
+    malformed, taken, or not on loopback without keys.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        epoch: str,
+        keys: KeyPair | None,
+        on_message: Callable[[bytes, ToRouter], None],
+        on_lost: Callable[[bytes], None],
+    ) -> None:
+        require_keys(address, keys)
+        self.epoch = epoch
+        self._allow_list = None if keys is None else keys.allow_list
+        self.received = 0
+        self.sent = 0
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._beat_frame = encode(RouterBeat(router_epoch=epoch), PROTOCOL_MIN)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        try:
+            _bind(self._socket, address, keys)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self.address = bound_address(self._socket)
+        self._dropped = DroppedFrames(logger, "hub")
+        self._failed_handshakes = Throttle(_HANDSHAKE_LOG_S)
+        self._failures = Throttle()
+        self._peers: set[bytes] = set()
+        self._is_drain_scheduled = False
+        self._probe_delays: list[float] = []
+        self._probe_timer: asyncio.TimerHandle | None = None
+        self._beat_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def dropped_frames(self) -> int:
+        """Malformed frames so far."""
+        return self._dropped.count
+
+    def start(self) -> None:
+        """Serves from now on, in the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        events = zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILURES
+        self._monitor = self._socket.get_monitor_socket(events)
+        self._monitor.linger = 0
+        self._loop.add_reader(file_descriptor(self._socket), self._recheck)
+        self._loop.add_reader(file_descriptor(self._monitor), self._drain_monitor)
+        self._schedule_drain()
+        self._drain_monitor()
+        self._beat()
+
+    def send(self, peer: bytes, message: ToNode, protocol: int | None = None) -> bool:
+        """Queues a message for the node with this routing id, addressed in `protocol` (None: the newest). False, never
+        an error, when it is gone or its queue is full."""
+        return self._send_frame(peer, encode(message, protocol))
+
+    def close(self) -> None:
+        """Stops serving and frees the address. Queued messages are lost. May be called twice."""
+        if self._socket.closed:
+            return
+        if self._beat_timer is not None:
+            self._beat_timer.cancel()
+            self._loop.remove_reader(file_descriptor(self._socket))
+            self._loop.remove_reader(file_descriptor(self._monitor))
+            self._socket.disable_monitor()
+            self._monitor.close()
+        if self._probe_timer is not None:
+            self._probe_timer.cancel()
+        self._socket.close()
+        self._context.term()
+
+    def _send_frame(self, peer: bytes, frame: bytes) -> bool:
+        if self._socket.closed:
+            return False
+        try:
+            send_frames(self._socket, peer, frame)
+            self.sent += 1
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                self._lose(peer)
+            elif error.errno != zmq.EAGAIN:
+                raise
+            return False
+        finally:
+            self._recheck()
+        return True
+
+    def _recheck(self) -> None:
+        if not self._is_drain_scheduled and has_input(self._socket):
+            self._schedule_drain()
+
+    def _schedule_drain(self) -> None:
+        self._is_drain_scheduled = True
+        self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        self._is_drain_scheduled = True  # sends made by the callbacks need not look at EVENTS
+        for _ in range(DRAIN_LIMIT):
+            if self._socket.closed:
+                return
+            try:
+                received = receive_from(self._socket, self._allow_list)
+            except zmq.Again:
+                self._is_drain_scheduled = False  # this recv looked at everything that the sends may have swallowed
+                return
+            self._take(received)
+        if not self._socket.closed:
+            self._schedule_drain()
+
+    def _take(self, received: Received) -> None:
+        sender = received.sender
+        try:
+            if self._allow_list is not None:
+                if received.name is None:  # the list has told once whom it shuts out; heartbeats may go on for days
+                    self._dropped.count += 1
+                    return
+                self._allow_list.require(received.name, _node_id(sender.removesuffix(BEAT_SUFFIX)))
+            message = self._decode(sender, received.bodies)
+        except HelloRefused as refusal:
+            self._dropped.add(sender, refusal)
+            if refusal.peer == sender:
+                self.send(sender, Refusal(router_epoch=self.epoch, reason=refusal.reason))
+            return
+        except ProtocolError as error:
+            self._dropped.add(sender, error)
+            return
+        self.received += 1
+        peer = sender.removesuffix(BEAT_SUFFIX)
+        if peer == sender:
+            self._peers.add(peer)
+        try:
+            self._on_message(peer, message)
+        except ProtocolError as error:
+            self._dropped.add(sender, error)
+        except Exception as error:  # one message's failure; the others must still be served
+            if self._failures.is_due():
+                self._report(error, f"while handling {type(message).__name__} of {peer!r}")
+
+    @staticmethod
+    def _decode(sender: bytes, bodies: list[bytes]) -> ToRouter:
+        if len(bodies) != 1:
+            raise ProtocolError("a message must be one frame")
+        message = decode_to_router(bodies[0])
+        if sender.endswith(BEAT_SUFFIX) and not isinstance(message, Heartbeat):
+            raise ProtocolError(f"{type(message).__name__} from a heartbeat socket")
+        if isinstance(message, Hello) and f"{message.node_id}:{message.epoch}".encode() != sender:
+            raise ProtocolError(f"Hello of {message.node_id}:{message.epoch} under another routing id")
+        return message
+
+    def _report(self, error: Exception, where: str) -> None:
+        self._loop.call_exception_handler({"message": f"hub: {error!r} {where}", "exception": error})
+
+    def _lose(self, peer: bytes) -> None:
+        if peer in self._peers:
+            self._peers.discard(peer)
+            self._loop.call_soon(self._tell_lost, peer)
+
+    def _tell_lost(self, peer: bytes) -> None:
+        if not self._socket.closed:
+            self._on_lost(peer)
+
+    def _beat(self) -> None:
+        self._shut_out()
+        for peer in tuple(self._peers):
+            self._send_frame(peer, self._beat_frame)
+        self._beat_timer = self._loop.call_later(ROUTER_BEAT_S, self._beat)
+
+    def _shut_out(self) -> None:
+        """Gives up nodes that are not in the allow-list any more. Their connections stand, their words are dropped."""
+        if self._allow_list is None:
+            return
+        self._allow_list.look()
+        for peer in tuple(self._peers):
+            if self._allow_list.key_of(_node_id(peer)) is None:
+                self._lose(peer)
+
+    def _drain_monitor(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            for _ in range(DRAIN_LIMIT):
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                if event["event"] == zmq.EVENT_DISCONNECTED:
+                    self._probe_delays = list(_PROBE_DELAYS_S)
+                elif self._failed_handshakes.is_due():
+                    logger.warning(
+                        "hub: refused a peer at the handshake: it does not know the router's key, or is no node (%s)",
+                        zmq.Event(event["event"]).name,
+                    )
+            self._loop.call_soon(self._drain_monitor)
+        if self._probe_delays and self._probe_timer is None:
+            self._arm_probe()
+
+    def _arm_probe(self) -> None:
+        self._probe_timer = self._loop.call_later(self._probe_delays.pop(0), self._probe)
+
+    def _probe(self) -> None:
+        self._probe_timer = None
+        for peer in tuple(self._peers):
+            self._send_frame(peer, self._beat_frame)
+        if self._probe_delays:
+            self._arm_probe()
+
+
+def _node_id(peer: bytes) -> str:
+    return peer.rpartition(b":")[0].decode(errors="replace")
+
+
+def _bind(socket: zmq.Socket[bytes], address: str, keys: KeyPair | None) -> None:
+    configure_socket(socket, address, max_frame=HUB_FRAME_BYTES)
+    socket.router_mandatory = 1
+    # A node that reconnects before its old connection is known to be dead must not be shut out. Nobody can steal an
+    # identity by this: routing ids hold a random epoch, off loopback CURVE lets only the cluster in, and with an
+    # allow-list nobody is heard under a name that is not its key's.
+    socket.router_handover = 1
+    if keys is not None:
+        secure_server(socket, keys)
+    try:
+        socket.bind(str(parse_address(address)))
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot listen on {address}: {error.strerror}") from error

@@ -1,0 +1,135 @@
+"""A node's end of the bus: one DEALER socket, polled by the node's own loop together with its other sockets."""
+
+from __future__ import annotations
+
+import logging
+
+import zmq
+
+from ..errors import ConfigError, ProtocolError
+from ..wire.frames import decode_frame
+from ..wire.messages import HUB_FRAME_BYTES, ToNode, ToRouter, to_node_decoder
+from ..wire.protocol import encode
+from .addresses import parse_address, require_keys
+from .allow_list import ROUTER, ServerKey
+from .curve import KeyPair, secure_client
+from .sockets import (
+    DRAIN_LIMIT,
+    DroppedFrames,
+    configure_socket,
+    connect_socket,
+    receive_frames,
+    routing_id,
+    send_frames,
+)
+
+logger = logging.getLogger(__name__)
+
+_RECONNECT_MS = 50
+_RECONNECT_MAX_MS = 1000
+
+
+def connect_dealer(
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    identity: bytes,
+    keys: KeyPair | None,
+    *,
+    max_frame: int,
+    is_immediate: bool = False,
+) -> zmq.Socket[bytes]:
+    """A DEALER socket that connects to `address`, and again whenever the connection breaks. With `is_immediate` it
+    queues nothing while there is no connection. Raises ConfigError for an address that is malformed, that nobody can
+    connect to, or that is off loopback without keys, and where the allow-list has no key of the router. The caller
+    closes the socket."""
+    require_keys(address, keys)
+    socket = context.socket(zmq.DEALER)
+    try:
+        configure_socket(socket, address, max_frame=max_frame)
+        socket.routing_id = identity
+        socket.reconnect_ivl = _RECONNECT_MS
+        socket.reconnect_ivl_max = _RECONNECT_MAX_MS
+        socket.immediate = is_immediate
+        if keys is not None:
+            secure_client(socket, keys, ROUTER)
+        connect_socket(socket, str(parse_address(address)))
+    except zmq.ZMQError as error:
+        socket.close()
+        raise ConfigError(f"cannot connect to {address}: {error.strerror}") from error
+    except BaseException:
+        socket.close()
+        raise
+    return socket
+
+
+def router_key(keys: KeyPair | None) -> ServerKey | None:
+    """The router's key, which may be replaced in the allow-list; None where there is no list."""
+    return None if keys is None or keys.allow_list is None else ServerKey(keys.allow_list, ROUTER)
+
+
+class Link:
+    """Sends to and receives from the router; used by one thread. `socket` may be polled together with others; it is
+    another one once the router's key has been replaced.
+
+    It connects by itself, whether the router is there yet or not, and again after every break: what that means for
+    the node is session.py's part. Raises ConfigError for an address that is malformed or off loopback without keys.
+    """
+
+    def __init__(self, router_address: str, node_id: str, epoch: str, keys: KeyPair | None) -> None:
+        self._address, self._identity, self._keys = router_address, routing_id(node_id, epoch), keys
+        self._router_key = router_key(keys)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self.socket = self._connect()
+        except BaseException:
+            self._context.term()
+            raise
+        self.sent = 0
+        self.received = 0
+        self.unsent = 0  # messages that found the queue full
+        self._dropped = DroppedFrames(logger, "link")
+
+    @property
+    def dropped_frames(self) -> int:
+        """Malformed frames so far."""
+        return self._dropped.count
+
+    def receive(self, limit: int = DRAIN_LIMIT) -> list[ToNode]:
+        """The messages that have arrived, at most `limit`; never waits. Malformed ones are counted and left out."""
+        if self._router_key is not None and self._router_key.is_replaced():
+            logger.warning("the router has another key now: connecting anew")
+            self.socket.close()
+            self.socket = self._connect()
+        messages: list[ToNode] = []
+        for _ in range(limit):
+            try:
+                frames = receive_frames(self.socket, 1)
+            except zmq.Again:
+                break
+            try:
+                if len(frames) != 1:
+                    raise ProtocolError("a message must be one frame")
+                messages.append(decode_frame(to_node_decoder, frames[0]))
+            except ProtocolError as error:
+                self._dropped.add(b"router", error)
+        self.received += len(messages)
+        return messages
+
+    def send(self, message: ToRouter, protocol: int | None = None) -> bool:
+        """Queues a message for the router, which is addressed in `protocol` (None: the newest); never waits. False, and
+        counted in `unsent`, when the queue is full."""
+        try:
+            send_frames(self.socket, encode(message, protocol))
+        except zmq.Again:
+            self.unsent += 1
+            return False
+        self.sent += 1
+        return True
+
+    def close(self) -> None:
+        """Closes the connection; queued messages are lost. May be called twice."""
+        self.socket.close()
+        self._context.term()
+
+    def _connect(self) -> zmq.Socket[bytes]:
+        return connect_dealer(self._context, self._address, self._identity, self._keys, max_frame=HUB_FRAME_BYTES)

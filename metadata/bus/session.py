@@ -1,0 +1,214 @@
+"""What a node knows of the router: DESIGN's "Meeting" as an automaton without sockets.
+
+    apart  --any router message / Welcome-->  Hello said  --Welcome-->  joined
+      ^                                           ^  |                    |
+      |   no router message for 5 s               |  '--Refusal: exit     |  another router epoch, or HelloAgain:
+      '--------------- RouterLost ----------------|-----------------------'  RouterChanged, Hello said again
+
+Each Welcome starts from nothing: on a Hello the router gives up what it had on this node, and the node frees what it
+holds on RouterChanged and RouterLost. Work from a router that has not welcomed this node is dropped. When a Hello gets
+lost, the router finds beats of an unknown node (liveness.py) and answers HelloAgain.
+
+Hello is first said in the oldest protocol that this node knows, which every router understands that could welcome it.
+A router that knows a newer one asks with HelloAgain for the Hello in that, before it welcomes the node.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from ..wire.messages import (
+    Cancel,
+    Compute,
+    Drain,
+    Flush,
+    Hello,
+    HelloAgain,
+    Inspect,
+    Prefill,
+    Refusal,
+    Resend,
+    Reserve,
+    RouterBeat,
+    TokenizerFile,
+    ToNode,
+    ToRouter,
+    Welcome,
+)
+
+logger = logging.getLogger(__name__)
+
+ROUTER_SILENCE_S = 5.0
+HELLO_INTERVAL_S = 0.5  # several HelloAgain may be under way when a Hello crosses them
+WELCOME_TIMEOUT_S = 2.0  # a router in view that has not answered Hello for so long hears it again
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The router welcomed this node. `protocol` is the version both speak."""
+
+    router_epoch: str
+    protocol: int
+
+
+@dataclass(frozen=True, slots=True)
+class RouterChanged:
+    """The router is another one, or has started this node afresh: free everything it asked for. Hello is said."""
+
+    router_epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLost:
+    """No router message for `silence_s`: free everything it asked for. The session keeps trying."""
+
+    silence_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RouterRefused:
+    """This node can be paired with nobody: log the reason and exit with status 1."""
+
+    reason: str
+
+
+Work = Reserve | Compute | Prefill | Cancel | Resend | Inspect | Flush | Drain
+SessionEvent = Joined | RouterChanged | RouterLost | RouterRefused
+
+
+class RouterSession:
+    """Feed it every message that `Link.receive` returns, and do what `take` answers, in order.
+
+    `send(message, protocol)` is `Link.send`; `tokenizer` makes the file that a router may ask for once it has welcomed
+    the node. With an empty `take([])` now and then (every second at least) it keeps its deadlines.
+    """
+
+    def __init__(
+        self,
+        hello: Hello,
+        send: Callable[[ToRouter, int], bool],
+        tokenizer: Callable[[], TokenizerFile],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._hello = hello
+        self._send = send
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._router_epoch: str | None = None
+        self._is_joined = False
+        self._heard_at = clock()
+        self._hello_at = -math.inf
+        self._is_hello_due = False
+        self._hello_protocol = hello.protocol_min  # in which Hello was said last
+        self.protocol = hello.protocol_min  # in which the router is addressed
+        self.ignored = 0  # work from a router that had not welcomed this node
+
+    @property
+    def router_epoch(self) -> str | None:
+        """The epoch of the router in view, or None."""
+        return self._router_epoch
+
+    @property
+    def is_joined(self) -> bool:
+        """True between Welcome and the end of that router, as far as this node knows."""
+        return self._is_joined
+
+    def start(self) -> None:
+        """Says Hello; it waits in the link until a router is there."""
+        self._say_hello(self._hello.protocol_min)
+
+    def take(self, messages: Iterable[ToNode]) -> list[Work | SessionEvent]:
+        """What the node has to do after these messages, in order: events of the session, and the router's work."""
+        todo: list[Work | SessionEvent] = []
+        for message in messages:
+            self._take(message, todo)
+        now = self._clock()
+        silence_s = now - self._heard_at
+        if self._router_epoch is not None and silence_s > ROUTER_SILENCE_S:
+            logger.warning("no word from the router for %.1f s", silence_s)
+            self._router_epoch = None
+            self._part()
+            todo.append(RouterLost(silence_s))
+        elif self._is_hello_due or (self._is_unanswered and now - self._hello_at > WELCOME_TIMEOUT_S):
+            self._say_hello(self._hello_protocol if self._is_hello_due else self._hello.protocol_min)
+        return todo
+
+    @property
+    def _is_unanswered(self) -> bool:
+        return self._router_epoch is not None and not self._is_joined
+
+    def _take(self, message: ToNode, todo: list[Work | SessionEvent]) -> None:
+        self._heard_at = self._clock()
+        if message.router_epoch != self._router_epoch:
+            self._meet(message, todo)
+        if isinstance(message, Welcome):
+            self._join(message, todo)
+        elif isinstance(message, Refusal):
+            logger.error("the router refused this node: %s", message.reason)
+            todo.append(RouterRefused(message.reason))
+        elif isinstance(message, HelloAgain):
+            self._rejoin(message, todo)
+        elif isinstance(message, RouterBeat):
+            pass  # heard_at is all it is for
+        elif self._is_joined:
+            todo.append(message)
+        else:
+            self.ignored += 1
+
+    def _meet(self, message: ToNode, todo: list[Work | SessionEvent]) -> None:
+        """A router of another epoch than known, or the first."""
+        self._router_epoch = message.router_epoch
+        if self._is_joined:
+            self._abandon(todo, "the router is another one now")
+        if not isinstance(message, Welcome | Refusal | HelloAgain):  # those answer a Hello, or ask for one
+            self._say_hello_again(self._hello.protocol_min)
+
+    def _join(self, message: Welcome, todo: list[Work | SessionEvent]) -> None:
+        if self._is_joined:
+            self._abandon(todo, "the router welcomed this node afresh")
+        self.protocol = self._known(message.protocol)
+        logger.info("joined router %s, protocol %d", message.router_epoch, self.protocol)
+        if message.notice:
+            logger.warning("the router says: %s", message.notice)
+        self._is_joined = True
+        todo.append(Joined(message.router_epoch, self.protocol))
+        if message.need_tokenizer:
+            self._send(self._tokenizer(), self.protocol)
+
+    def _rejoin(self, message: HelloAgain, todo: list[Work | SessionEvent]) -> None:
+        if self._is_joined:
+            self._abandon(todo, "the router has forgotten this node")
+        protocol = self._known(message.protocol)
+        if protocol > self._hello_protocol:  # the router has the Hello, and wants more of it
+            self._say_hello(protocol)
+        else:
+            self._say_hello_again(protocol)
+
+    def _abandon(self, todo: list[Work | SessionEvent], why: str) -> None:
+        logger.warning("%s: freeing all its requests", why)
+        self._part()
+        self._hello_at = -math.inf
+        todo.append(RouterChanged(self._router_epoch or ""))
+
+    def _part(self) -> None:
+        """The next router may be an older one."""
+        self._is_joined = False
+        self.protocol = self._hello.protocol_min
+
+    def _known(self, protocol: int) -> int:
+        return min(max(self._hello.protocol_min, protocol), self._hello.protocol_max)
+
+    def _say_hello_again(self, protocol: int) -> None:
+        if self._clock() - self._hello_at >= HELLO_INTERVAL_S:
+            self._say_hello(protocol)
+
+    def _say_hello(self, protocol: int) -> None:
+        self._hello_protocol = protocol
+        self._is_hello_due = not self._send(msgspec.structs.replace(self._hello, protocol=protocol), protocol)
+        self._hello_at = self._clock()

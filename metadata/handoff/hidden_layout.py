@@ -1,0 +1,125 @@
+"""The one place that knows how wide a hidden state is (DESIGN 1.3, section 4's table).
+
+Every producer asks `HiddenLayout`: live tensors, idle (zero-row) inputs, static graph buffers, metadata rows, relays.
+
+    extend      what the target hands to draft extend
+    recurrent   what the draft hands from step to step, and prefill hands to decode
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from ..errors import ConfigError
+
+Phase = Literal["extend", "recurrent"]
+HiddenDtype = Literal["float32", "bfloat16", "float16"]
+
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+}
+
+
+class HiddenSpec(NamedTuple):
+    """Width (elements a row) and dtype of one phase's hidden state."""
+
+    width: int
+    dtype: HiddenDtype
+
+
+def spec_hidden_size(hidden_size: int, hc_mult: int | None) -> int:
+    """Width with hyper-connection streams: widened only by `hc_mult` above 1 (None, 0 and 1 widen nothing)."""
+    return hidden_size * hc_mult if hc_mult is not None and hc_mult > 1 else hidden_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiddenLayout:
+    """Hidden states of one (target, draft, algorithm), from plain numbers.
+
+    `hands_over_collapsed`: the target family has streams but hands over the collapsed state. `num_mtp_layers` and
+    `is_chained` (the draft passes its own hidden state on) matter to MTP alone.
+    """
+
+    algorithm: str
+    target_hidden_size: int
+    target_dtype: HiddenDtype = "float32"
+    hc_mult: int | None = None
+    hands_over_collapsed: bool = False
+    draft_hidden_size: int = 0
+    draft_dtype: HiddenDtype = "float32"
+    draft_hc_mult: int | None = None
+    num_aux: int = 0
+    num_mtp_layers: int = 1
+    is_chained: bool = False
+
+    def __post_init__(self) -> None:
+        if self.algorithm == "eagle3" and self.num_aux < 1:
+            raise ConfigError(f"eagle3 needs auxiliary target rows, num_aux is {self.num_aux}")
+        if self.algorithm in ("eagle", "eagle3") and self.draft_hidden_size < 1:
+            raise ConfigError(f"{self.algorithm} needs the draft's hidden size, it is {self.draft_hidden_size}")
+
+    @property
+    def num_target_rows(self) -> int:
+        """Last target rows that travel with the metadata row: n - 1 for n-layer MTP, else 0."""
+        return self.num_mtp_layers - 1 if self.algorithm == "mtp" else 0
+
+    def spec(self, phase: Phase) -> HiddenSpec | None:
+        """Width and dtype of the phase's rows; None where the algorithm has no such state."""
+        return self._extend() if phase == "extend" else self._recurrent()
+
+    def allocate(self, phase: Phase, num_rows: int, device: torch.device | str = "cpu") -> torch.Tensor | None:
+        """Zeroed [num_rows, width]; `num_rows` 0 is an idle input. None where the phase has no state."""
+        spec = self.spec(phase)
+        if spec is None:
+            return None
+        return torch.zeros(num_rows, spec.width, dtype=TORCH_DTYPES[spec.dtype], device=device)
+
+    def check(self, phase: Phase, rows: torch.Tensor) -> None:
+        """Raises ValueError unless `rows` [num_rows, width] are the phase's, also where there are none."""
+        spec = self.spec(phase)
+        if spec is None or rows.ndim != 2 or (rows.shape[1], rows.dtype) != (spec.width, TORCH_DTYPES[spec.dtype]):
+            wanted = "none" if spec is None else f"[num_rows, {spec.width}] {spec.dtype}"
+            raise ValueError(f"{phase} state of {self.algorithm} is {wanted}, not {tuple(rows.shape)} {rows.dtype}")
+
+    def _handoff_state(self) -> HiddenSpec:
+        if self.hands_over_collapsed:
+            return HiddenSpec(self.target_hidden_size, self.target_dtype)
+        return HiddenSpec(spec_hidden_size(self.target_hidden_size, self.hc_mult), self.target_dtype)
+
+    def _extend(self) -> HiddenSpec | None:
+        match self.algorithm:
+            case "eagle" | "mtp":
+                return self._handoff_state()
+            case "eagle3":
+                return HiddenSpec(self.num_aux * self.target_hidden_size, self.target_dtype)
+            case "frozen_kv_mtp":
+                return HiddenSpec(self.target_hidden_size, self.target_dtype)
+            case _:
+                return None
+
+    def _recurrent(self) -> HiddenSpec | None:
+        match self.algorithm:
+            case "eagle" | "eagle3":
+                return HiddenSpec(spec_hidden_size(self.draft_hidden_size, self.draft_hc_mult), self.draft_dtype)
+            case "mtp" if self.is_chained:
+                return HiddenSpec(spec_hidden_size(self.draft_hidden_size, self.draft_hc_mult), self.draft_dtype)
+            case "frozen_kv_mtp":
+                return HiddenSpec(self.target_hidden_size, self.target_dtype)
+            case _:
+                return None
+
+
+def assign(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """Copies `src` into `dst`. Raises ValueError between unlike shapes or dtypes: nothing is broadcast or cast."""
+    if dst.shape != src.shape or dst.dtype != src.dtype:
+        raise ValueError(
+            f"hidden state of {tuple(src.shape)} {src.dtype} does not fit a buffer of {tuple(dst.shape)} {dst.dtype}"
+        )
+    dst.copy_(src)

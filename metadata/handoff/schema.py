@@ -1,0 +1,291 @@
+"""The handoff's wire layout, made from the joint configuration of target, draft and algorithm (DESIGN 1.2, 4).
+
+Both nodes build a `HandoffSchema`, compare it when they meet (`differences`) and size every buffer of the handoff
+from it: pages, checksums and metadata rows. Imports no torch: the router uses it to group nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import msgspec
+import xxhash
+
+from ..errors import ConfigError
+from ..wire.node_info import MAX_FROZEN_LAYERS, HandoffSchema, PoolLayout, Role, RowField
+from ..wire.request import MAX_TOP_LOGPROBS
+
+if TYPE_CHECKING:
+    from .hidden_layout import HiddenLayout
+
+CPU_CHECKSUM, GPU_CHECKSUM = "xxh3_64", "multilinear64"
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
+ALGORITHMS = ("none", "ngram", "standalone", "eagle", "eagle3", "mtp", "frozen_kv_mtp")
+WITH_DRAFT_POOL = ("standalone", "eagle", "eagle3", "mtp")
+
+
+class RowKind(NamedTuple):
+    """A field that metadata rows can have, and what it is for. Its width is the configuration's, and so is the dtype
+    of hidden states."""
+
+    name: str
+    meaning: str
+    is_hidden_state: bool = False
+    writer: Role = "prefill"
+    reader: Role = "decode"
+
+    def field(self, dtype: Literal["int32", "float32", "bfloat16", "float16"], width: int) -> RowField:
+        """The field in a row of one configuration."""
+        return RowField(name=self.name, dtype=dtype, width=width)
+
+
+FIRST_TOKEN = RowKind("first_token", "The token sampled after the prompt, which decode's first round begins with.")
+NUM_CACHED = RowKind("num_cached", "How many tokens of the prompt prefill found in its prefix cache.")
+NUM_LOGPROBS = RowKind(
+    "num_logprobs", "How many columns of logprobs hold values: 0 none, 1 the first token's, 1 + k with the k likeliest."
+)
+LOGPROBS = RowKind("logprobs", "The log-probability of the first token, then those of the likeliest tokens.")
+TOP_IDS = RowKind("top_ids", "The ids of the likeliest tokens in place of the first one.")
+TOPK_INDEX = RowKind("topk_index", "The ids that the drafter proposes after the first token, for decode's first round.")
+TOPK_SCORE = RowKind("topk_score", "The scores of those proposals, by which the branches of a tree are ranked.")
+RECURRENT_HIDDEN = RowKind(
+    "recurrent_hidden",
+    "The hidden state at the last position of the prompt, from which the drafter takes its next step.",
+    is_hidden_state=True,
+)
+TARGET_ROWS = RowKind(
+    "target_rows",
+    "The target's hidden states at the last positions, from which MTP layers recompute KV that drafts had shaped.",
+    is_hidden_state=True,
+)
+ROW_KINDS = {
+    kind.name: kind
+    for kind in (
+        FIRST_TOKEN,
+        NUM_CACHED,
+        NUM_LOGPROBS,
+        LOGPROBS,
+        TOP_IDS,
+        TOPK_INDEX,
+        TOPK_SCORE,
+        RECURRENT_HIDDEN,
+        TARGET_ROWS,
+    )
+}
+
+
+class HandoffBytes(NamedTuple):
+    """What one choice of a request hands over, in bytes: whole pages and one metadata row. What decode's prefix cache
+    holds already is not moved; checksums and the frames of messages are not counted."""
+
+    target_kv: int
+    draft_kv: int
+    hidden_state: int
+    rest_of_row: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def make_schema(
+    target: PoolLayout,
+    draft: PoolLayout | None = None,
+    page_size: int = 16,
+    algorithm: str = "none",
+    hidden: HiddenLayout | None = None,
+    *,
+    draft_topk: int = 0,
+    draft_rows: int = 1,
+    ranks_trees: bool = False,
+    frozen_layers: tuple[int, ...] = (),
+    checksums: bool = True,
+) -> HandoffSchema:
+    """The schema of one pairing.
+
+    `draft_topk` proposals are handed over for each of `draft_rows` rows (n-layer MTP has n), 0 for none; their scores
+    only where `ranks_trees`. Several MTP layers hand their state on within a row, if at all, so none travels.
+    `frozen_layers` names, for each layer of a FROZEN_KV_MTP head, the target layer whose KV it attends to. Raises
+    ConfigError when the parts do not belong together.
+    """
+    if algorithm not in ALGORITHMS:
+        raise ConfigError(f"algorithm {algorithm!r} is unknown; known are {', '.join(ALGORITHMS)}")
+    if (draft is not None) != (algorithm in WITH_DRAFT_POOL):
+        raise ConfigError(
+            f"algorithm {algorithm!r} {'hands over' if draft is None else 'has no'} draft KV pages, "
+            f"but the draft pool is {'absent' if draft is None else pool_words(draft)}"
+        )
+    if hidden is not None and hidden.algorithm != algorithm:
+        raise ConfigError(f"hidden layout is of algorithm {hidden.algorithm!r}, the schema of {algorithm!r}")
+    _check_frozen_layers(algorithm, target, frozen_layers)
+    fields = _sampled_fields() + _draft_fields(hidden, draft_topk * draft_rows, ranks_trees)
+    return HandoffSchema(
+        algorithm=algorithm,
+        page_size=page_size,
+        target=target,
+        draft=draft,
+        row=tuple(fields),
+        key_lookahead=_key_lookahead(algorithm, hidden),
+        checksum=CPU_CHECKSUM if checksums else "none",
+        frozen_layers=frozen_layers,
+    )
+
+
+def on_gpu(schema: HandoffSchema) -> HandoffSchema:
+    """The schema of a node whose pools lie on a GPU, which computes checksums there (kernels/triton_pages.py)."""
+    return schema if schema.checksum == "none" else msgspec.structs.replace(schema, checksum=GPU_CHECKSUM)
+
+
+def pools(schema: HandoffSchema) -> tuple[PoolLayout, ...]:
+    """The KV pools in wire order: target, then draft where there is one."""
+    return (schema.target,) if schema.draft is None else (schema.target, schema.draft)
+
+
+def block_bytes(layout: PoolLayout, page_size: int) -> int:
+    """Bytes of one checksummed block: one kv head's K or V of one layer of a page, [page_size, head_dim]."""
+    return page_size * layout.head_dim * DTYPE_BYTES[layout.dtype]
+
+
+def page_layer_bytes(layout: PoolLayout, page_size: int) -> int:
+    """Bytes of one layer of one page, [2, num_kv_heads, page_size, head_dim], contiguous."""
+    return 2 * layout.num_kv_heads * block_bytes(layout, page_size)
+
+
+def page_bytes(schema: HandoffSchema) -> int:
+    """Bytes of one page number over all layers of all pools: what crosses the link for it."""
+    return sum(pool_page_bytes(pool, schema.page_size) for pool in pools(schema))
+
+
+def pool_page_bytes(layout: PoolLayout, page_size: int) -> int:
+    """Bytes of one page of one pool, all layers."""
+    return layout.num_layers * page_layer_bytes(layout, page_size)
+
+
+def blocks_per_page(schema: HandoffSchema) -> int:
+    """Checksums of one page: one a (layer, K|V, kv head), target then draft; 0 when the schema has no checksums."""
+    if schema.checksum == "none":
+        return 0
+    return sum(pool.num_layers * 2 * pool.num_kv_heads for pool in pools(schema))
+
+
+def row_bytes(schema: HandoffSchema) -> int:
+    """Bytes of one metadata row, its fields packed without gaps in declared order."""
+    return sum(field_bytes(field) for field in schema.row)
+
+
+def field_bytes(field: RowField) -> int:
+    """Bytes of one field of a metadata row."""
+    return field.width * DTYPE_BYTES[field.dtype]
+
+
+def handoff_bytes(schema: HandoffSchema, prompt_len: int) -> HandoffBytes:
+    """What the handoff of a prompt of `prompt_len` tokens moves where decode has nothing of it yet."""
+    num_pages = -(-prompt_len // schema.page_size)
+    is_hidden = {name for name, kind in ROW_KINDS.items() if kind.is_hidden_state}
+    hidden_state = sum(field_bytes(field) for field in schema.row if field.name in is_hidden)
+    return HandoffBytes(
+        target_kv=num_pages * pool_page_bytes(schema.target, schema.page_size),
+        draft_kv=num_pages * pool_page_bytes(schema.draft, schema.page_size) if schema.draft is not None else 0,
+        hidden_state=hidden_state,
+        rest_of_row=row_bytes(schema) - hidden_state,
+    )
+
+
+def differences(here: HandoffSchema, there: HandoffSchema) -> list[str]:
+    """What differs, one phrase a field naming both values ("page_size: 16 here, 32 there"); empty when equal."""
+    ours, theirs = _flat(here), _flat(there)
+    names = [*ours, *(name for name in theirs if name not in ours)]
+    return [
+        f"{name}: {ours.get(name, 'absent')} here, {theirs.get(name, 'absent')} there"
+        for name in names
+        if ours.get(name) != theirs.get(name)
+    ]
+
+
+def describe(schema: HandoffSchema) -> str:
+    """The schema in one line of words, for logs."""
+    words = [f"algorithm {schema.algorithm}", f"page_size {schema.page_size}", f"target {pool_words(schema.target)}"]
+    if schema.draft is not None:
+        words.append(f"draft {pool_words(schema.draft)}")
+    if schema.frozen_layers:
+        words.append(f"draft on KV of target layers {layer_words(schema.frozen_layers)}")
+    words.append(f"{page_bytes(schema)} bytes a page, {row_bytes(schema)} a row, checksum {schema.checksum}")
+    return ", ".join(words)
+
+
+def pool_words(pool: PoolLayout) -> str:
+    """A pool's layout in words."""
+    return f"{pool.num_layers} layers x {pool.num_kv_heads} kv heads x {pool.head_dim} {pool.dtype}"
+
+
+def layer_words(layers: Sequence[int]) -> str:
+    """Numbers of layers in words."""
+    return ", ".join(str(layer) for layer in layers)
+
+
+def digest(schema: HandoffSchema) -> str:
+    """A short name of the layout: equal exactly for equal schemas."""
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(schema))
+
+
+def _check_frozen_layers(algorithm: str, target: PoolLayout, layers: tuple[int, ...]) -> None:
+    if bool(layers) != (algorithm == "frozen_kv_mtp"):
+        raise ConfigError(
+            f"algorithm {algorithm!r} {'reads' if not layers else 'does not read'} KV of named target layers,"
+            f" but frozen_layers is {layers}"
+        )
+    if len(layers) > MAX_FROZEN_LAYERS or not all(0 <= layer < target.num_layers for layer in layers):
+        raise ConfigError(
+            f"frozen_layers {layers}: at most {MAX_FROZEN_LAYERS}, of target layers 0 to {target.num_layers - 1}"
+        )
+
+
+def _sampled_fields() -> list[RowField]:
+    return [
+        FIRST_TOKEN.field("int32", 1),
+        NUM_CACHED.field("int32", 1),
+        NUM_LOGPROBS.field("int32", 1),
+        LOGPROBS.field("float32", 1 + MAX_TOP_LOGPROBS),
+        TOP_IDS.field("int32", MAX_TOP_LOGPROBS),
+    ]
+
+
+def _draft_fields(hidden: HiddenLayout | None, num_proposals: int, ranks_trees: bool) -> list[RowField]:
+    fields: list[RowField] = []
+    if num_proposals:
+        fields.append(TOPK_INDEX.field("int32", num_proposals))
+    if num_proposals and ranks_trees:
+        fields.append(TOPK_SCORE.field("float32", num_proposals))
+    recurrent = hidden.spec("recurrent") if hidden is not None else None
+    if hidden is not None and recurrent is not None and not hidden.num_target_rows:
+        fields.append(RECURRENT_HIDDEN.field(recurrent.dtype, recurrent.width))
+    extend = hidden.spec("extend") if hidden is not None else None
+    if hidden is not None and extend is not None and hidden.num_target_rows:
+        fields.append(TARGET_ROWS.field(extend.dtype, hidden.num_target_rows * extend.width))
+    return fields
+
+
+def _key_lookahead(algorithm: str, hidden: HiddenLayout | None) -> int:
+    """Shifted drafters' KV at i depends on the next token, n-layer MTP's on the next n."""
+    if algorithm == "mtp":
+        return 1 if hidden is None else hidden.num_target_rows + 1
+    return 1 if algorithm in ("eagle", "eagle3") else 0
+
+
+def _flat(schema: HandoffSchema) -> dict[str, Any]:
+    """Dotted field names and their values."""
+    flat: dict[str, Any] = {
+        "algorithm": schema.algorithm,
+        "page_size": schema.page_size,
+        "key_lookahead": schema.key_lookahead,
+        "checksum": schema.checksum,
+    }
+    for name, pool in (("target", schema.target), ("draft", schema.draft)):
+        if pool is not None:
+            flat |= {f"{name}.{key}": value for key, value in msgspec.structs.asdict(pool).items()}
+    if schema.frozen_layers:
+        flat["frozen_layers"] = layer_words(schema.frozen_layers)
+    flat["row order"] = " ".join(field.name for field in schema.row)
+    flat |= {f"row.{field.name}": f"{field.width} x {field.dtype}" for field in schema.row}
+    return flat

@@ -1,0 +1,124 @@
+"""What a node is on the wire: its model, its handoff schema, its sizes, its figures. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from .protocol import Message, Since
+from .request import MAX_CONTEXT, Count, Digest, Index, Name, Seconds, Text, TokenId
+
+MAX_FROZEN_LAYERS = 256
+
+Role = Literal["prefill", "decode"]
+
+
+class PoolLayout(Message, frozen=True):
+    """One KV pool's page: [num_layers, 2, num_kv_heads, page_size, head_dim] of dtype."""
+
+    num_layers: Index
+    num_kv_heads: Index
+    head_dim: Index
+    dtype: Literal["float32", "bfloat16", "float16"]
+
+
+class RowField(Message, frozen=True):
+    """One field of a metadata row, `width` elements of dtype. Absent fields are not listed and take no bytes."""
+
+    name: Name
+    dtype: Literal["int32", "int64", "float32", "bfloat16", "float16"]
+    width: Annotated[int, Meta(ge=1, le=1 << 22)]
+
+
+class HandoffSchema(Message, frozen=True):
+    """The canonical wire layout of a handoff, made from the joint configuration (metadata/handoff/schema.py)."""
+
+    algorithm: Name
+    page_size: Annotated[int, Meta(ge=1, le=4096)]
+    target: PoolLayout
+    draft: PoolLayout | None
+    row: Annotated[tuple[RowField, ...], Meta(max_length=64)]
+    key_lookahead: Annotated[int, Meta(ge=0, le=64)]  # a page is keyed by its tokens and the next this many
+    checksum: Name
+    # by layer of a drafter that has no KV of its own: the target layer whose KV it attends to
+    frozen_layers: Annotated[tuple[Index, ...], Meta(max_length=MAX_FROZEN_LAYERS)] = ()
+
+
+class DevicePools(Message, frozen=True):
+    """A node's pools on its GPU, target, then draft. Their file descriptors went to the peer's inbox with `token`."""
+
+    device: Name  # its UUID
+    sizes: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=2)]  # of the allocations, bytes
+    token: Annotated[bytes, Meta(min_length=16, max_length=16)]
+
+
+class ModelCard(Message, frozen=True):
+    """What the router must know of a model to serve it without its files."""
+
+    name: Name
+    context_len: Annotated[int, Meta(ge=1, le=MAX_CONTEXT)]
+    vocab_size: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    eos_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)]
+    bos_token_id: TokenId | None
+    tokenizer_digest: Digest
+    chat_template: Annotated[str, Meta(max_length=1 << 20)] | None
+    special_tokens: Annotated[dict[Name, Text], Meta(max_length=64)] = {}  # bos_token, eos_token ... for the template
+    defaults: Annotated[dict[Name, float], Meta(max_length=64)] = {}  # generation_config: temperature, top_p, top_k ...
+
+
+class Peer(Message, frozen=True):
+    """A node as others address it. `data_address` is where a prefill node serves pages."""
+
+    node_id: Name
+    epoch: Digest
+    data_address: Annotated[str, Meta(max_length=256)] = ""
+    protocol: Annotated[Index, Since(6)] = 0  # in which both nodes address each other; 0: the router does not say
+
+
+class Capacity(Message, frozen=True):
+    """A node's fixed sizes."""
+
+    num_pages: Count  # pages that requests may use (padding excluded)
+    page_size: Index
+    max_running: Count
+
+
+class Load(Message, frozen=True):
+    """A node's moving figures, for pairing and for /metrics."""
+
+    free_pages: Count  # free or in the cache with no reference
+    running: Count
+    waiting: Count
+    tickets: Count = 0
+    queued_tokens: Count = 0  # prompt tokens still to compute
+
+
+class NodeStats(Message, frozen=True):
+    """Counters since the node's start, for /metrics."""
+
+    steps: Count = 0
+    prompt_tokens: Count = 0
+    computed_tokens: Count = 0
+    cached_tokens: Count = 0
+    generated_tokens: Count = 0
+    preemptions: Count = 0
+    pages_moved: Count = 0
+    bytes_moved: Count = 0
+    checksum_failures: Count = 0
+    dropped_frames: Count = 0
+    transfer_seconds: Seconds = 0.0
+    num_rounds: Count = 0  # of speculation, counted once a sequence
+    num_drafted: Count = 0
+    accepted_at: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()  # by draft position: how many were accepted
+
+
+class PoolLedger(Message, frozen=True):
+    """Who owns the pages: the five owners sum to the pool."""
+
+    free: Count
+    padding: Count
+    request: Count
+    ticket: Count
+    cache: Count
+    cache_referenced: Count  # cached pages whose reference count is not zero

@@ -1,0 +1,149 @@
+"""What operators and tests ask: who is there, and whose every page is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import web
+
+from ...metadata.wire.messages import Flush, Inspect, LedgerReport
+from ..absence import degraded
+from ..node import Node
+from .openai_types import DrainRequest
+
+if TYPE_CHECKING:
+    from ..dispatcher import RequestLife
+    from .app import Api
+
+ANSWER_S = 5.0
+_drain_decoder = msgspec.json.Decoder(DrainRequest)
+
+
+class LedgerDesk:
+    """Asks nodes for their books, and gives each asker the answers to its own question."""
+
+    def __init__(self, life: RequestLife) -> None:
+        self._life = life
+        self._next_query = 1
+        self._open: dict[int, dict[str, asyncio.Future[LedgerReport]]] = {}
+        life.on_ledger = self._answered
+
+    async def ask(self, *, flush: bool) -> dict[str, LedgerReport | None]:
+        """Every node's report; None for nodes that did not answer in time. With `flush` caches are emptied first."""
+        query = self._next_query
+        self._next_query += 1
+        nodes = list(self._life.registry.nodes.values())
+        loop = asyncio.get_running_loop()
+        futures = {node.node_id: loop.create_future() for node in nodes}
+        self._open[query] = futures
+        kind = Flush if flush else Inspect
+        for node in nodes:
+            if flush:
+                self._life.admission.affinity.forget(node.routing_id)
+            self._life.send(node, kind(router_epoch=self._life.epoch, query=query))
+        try:
+            if futures:
+                await asyncio.wait(futures.values(), timeout=ANSWER_S)
+        finally:
+            del self._open[query]
+        return {name: future.result() if future.done() else None for name, future in futures.items()}
+
+    def _answered(self, node: Node, report: LedgerReport) -> None:
+        future = self._open.get(report.query, {}).get(node.node_id)
+        if future is not None and not future.done():
+            future.set_result(report)
+
+
+async def nodes(api: Api, _request: web.Request) -> web.StreamResponse:
+    """GET /debug/nodes."""
+    life = api.life
+    now = time.monotonic()
+    listed = [_node(node, now) for node in life.registry.nodes.values()]
+    pairs = [
+        {"prefill": prefill.node_id, "decode": decode.node_id, "state": life.health.state(prefill, decode)}
+        for group in life.registry.groups.values()
+        for prefill, decode in group.pairs()
+    ]
+    is_ready = life.health.is_ready
+    return web.json_response(
+        {
+            "router_epoch": life.epoch,
+            "is_ready": is_ready,
+            "reason": None if is_ready else life.health.reason,
+            "degraded": msgspec.to_builtins(degraded(life.registry, now)),
+            "nodes": [{**each, "num_restarts": life.registry.comings.num_restarts(each["node_id"])} for each in listed],
+            "pairs": pairs,
+        }
+    )
+
+
+async def ledger(api: Api, _request: web.Request) -> web.StreamResponse:
+    """GET /debug/ledger: the books of all nodes, and what the router itself keeps."""
+    return await _books(api, flush=False)
+
+
+async def flush(api: Api, _request: web.Request) -> web.StreamResponse:
+    """POST /admin/flush: empties the prefix caches of unreferenced pages, then reports the books."""
+    return await _books(api, flush=True)
+
+
+async def drain(api: Api, http_request: web.Request) -> web.StreamResponse:
+    """POST /admin/nodes/{id}/drain: the node gets nothing new; after a time what it still holds moves elsewhere."""
+    body = await api.body(http_request, _drain_decoder) if http_request.can_read_body else DrainRequest()
+    node = api.life.drain(http_request.match_info["id"], body.timeout_s)
+    return web.json_response(_node(node, time.monotonic()))
+
+
+async def undrain(api: Api, http_request: web.Request) -> web.StreamResponse:
+    """POST /admin/nodes/{id}/undrain: the node gets requests again."""
+    node = api.life.undrain(http_request.match_info["id"])
+    return web.json_response(_node(node, time.monotonic()))
+
+
+async def _books(api: Api, *, flush: bool) -> web.StreamResponse:
+    reports = await api.ledgers.ask(flush=flush)
+    life = api.life
+    listed = {name: _report(report) if report is not None else None for name, report in reports.items()}
+    own = {
+        "requests": [rid for rid, request in life.requests.items() if not request.is_canary],
+        "canaries": sum(request.is_canary for request in life.requests.values()),
+        "waiting": life.admission.num_waiting,
+        "unacknowledged_cancels": sum(len(node.unacked) for node in life.registry.nodes.values()),
+    }
+    return web.json_response({"router": own, "nodes": listed})
+
+
+def _report(report: LedgerReport) -> dict[str, Any]:
+    return {
+        "pool": msgspec.to_builtins(report.pool),
+        "requests": [str(unit) for unit in report.requests],
+        "tickets": [str(unit) for unit in report.tickets],
+        "load": msgspec.to_builtins(report.load),
+        "stats": msgspec.to_builtins(report.stats),
+    }
+
+
+def _node(node: Node, now: float) -> dict[str, Any]:
+    hello, beat = node.hello, node.beat
+    return {
+        "node_id": hello.node_id,
+        "epoch": hello.epoch,
+        "role": hello.role,
+        "model": hello.model.name,
+        "is_draining": node.is_draining,
+        "last_seen_s": round(now - node.last_seen, 3),
+        "phase": beat.phase if beat is not None else None,
+        "phase_age_s": beat.phase_age_s if beat is not None else None,
+        "step": beat.step if beat is not None else None,
+        "data_address": hello.data_address,
+        "layout": msgspec.to_builtins(hello.layout),
+        "target_fingerprint": hello.target_fingerprint,
+        "draft_fingerprint": hello.draft_fingerprint,
+        "capacity": msgspec.to_builtins(hello.capacity),
+        "load": msgspec.to_builtins(node.load),
+        "stats": msgspec.to_builtins(node.stats),
+        "has": {"prefilling": len(node.prefilling), "units": len(node.units)},
+    }

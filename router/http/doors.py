@@ -1,0 +1,145 @@
+"""Checks of origin, host and content type on every route. access.py checks keys.
+
+A web page can make its visitor's browser send requests to a server that only the visitor reaches, such as a router on
+loopback. Three checks keep such pages out, on every route but /health. They refuse nothing that other programs send.
+
+Origin         Browsers name the page's origin in every request that changes something and in each whose answer the page
+               may read. It must be the router's own origin or one of --allow-origin.
+Host           A page can have its own name resolved to 127.0.0.1, and is then of the router's own origin (DNS
+               rebinding). So Host must be a name of loopback, --host, or one of --allow-host. This is checked only
+               while the router listens on loopback and has no API key: elsewhere a request needs a key, or is meant
+               to come from anywhere.
+Content-Type   A page may send some types without asking. A body must be JSON, which is none of them.
+
+A page of an allowed origin asks before it sends JSON or a key (an OPTIONS request), and reads answers by their headers
+(CORS).
+"""
+
+from __future__ import annotations
+
+import re
+
+from aiohttp import web
+
+from ..config import RouterConfig
+from ..errors import Foreign, HttpRefusal
+from .access import OPEN_ROUTES, Access
+from .origin import Authority, Origin, allowed_hosts, allowed_origins, is_loopback
+
+# headers of answers that pages of allowed origins may read
+EXPOSED = "x-request-id, Retry-After, retry-after-ms, x-should-retry"
+MAX_AGE_S = 600  # how long a browser may remember the answer to a preflight
+
+_FORM = "application/x-www-form-urlencoded"
+_JSON = re.compile(r"application/(json|[a-z0-9!#$&^_.-]+\+json)")
+_CHARSETS = ("utf-8", "utf8", "us-ascii")
+_ALLOWED = web.RequestKey("allowed_origin", str)  # of the page that asks, where it is foreign and allowed
+
+
+class Doors:
+    """The checks of one router. `access` says whether it has keys and is on loopback."""
+
+    def __init__(self, config: RouterConfig, access: Access) -> None:
+        self._access = access
+        self._origins = allowed_origins(config.allow_origin)
+        self._hosts = allowed_hosts(config.allow_host)
+        own = Authority.parse(f"[{config.host}]" if ":" in config.host else config.host)
+        self._own_host = own.host if own is not None else None
+
+    def check(self, http_request: web.Request) -> None:
+        """Raises Foreign for a foreign host or page, HttpRefusal (415) for a body that is no JSON."""
+        try:
+            self._check_host(http_request)
+            self._check_page(http_request)
+        except Foreign:
+            if http_request.path not in OPEN_ROUTES:
+                raise
+        if http_request.method == "POST" and http_request.match_info.http_exception is None:
+            _check_content_type(http_request)
+
+    def options(self, http_request: web.Request) -> web.StreamResponse:
+        """The answer to OPTIONS, a preflight or not. It needs no key. Raises HTTPNotFound for an unknown route."""
+        error = http_request.match_info.http_exception
+        if not isinstance(error, web.HTTPMethodNotAllowed):
+            raise error or web.HTTPNotFound
+        methods = ", ".join(sorted({*error.allowed_methods, "OPTIONS"}))
+        response = web.Response(status=204, headers={"Allow": methods})
+        if _ALLOWED in http_request and "Access-Control-Request-Method" in http_request.headers:
+            response.headers["Access-Control-Allow-Methods"] = methods
+            response.headers["Access-Control-Max-Age"] = str(MAX_AGE_S)
+            wanted = http_request.headers.get("Access-Control-Request-Headers")
+            if wanted:
+                response.headers["Access-Control-Allow-Headers"] = wanted
+            if http_request.headers.get("Access-Control-Request-Private-Network") == "true":
+                response.headers["Access-Control-Allow-Private-Network"] = "true"
+        return response
+
+    def label(self, http_request: web.Request, response: web.StreamResponse) -> None:
+        """Lets pages of allowed origins read an answer, whatever it is. To be called before its headers are sent."""
+        if self._origins is None or self._origins:
+            response.headers.add("Vary", "Origin")
+        if _ALLOWED in http_request:
+            response.headers["Access-Control-Allow-Origin"] = http_request[_ALLOWED]
+            response.headers["Access-Control-Expose-Headers"] = EXPOSED
+
+    def _check_host(self, http_request: web.Request) -> None:
+        """HTTP/1.0 knows no Host, and no browser speaks it."""
+        if self._hosts is None or self._access.has_api_keys or not self._access.is_local:
+            return
+        for given in http_request.headers.getall("Host", ()):
+            host = Authority.parse(given)
+            if host is None or not (is_loopback(host.host) or host.host == self._own_host or host.host in self._hosts):
+                name = host.host if host is not None else given
+                raise Foreign(
+                    f"host {name!r} is not this server's; if it should be, start the router with --allow-host {name}"
+                )
+
+    def _check_page(self, http_request: web.Request) -> None:
+        site = http_request.headers.get("Sec-Fetch-Site", "none")
+        given = http_request.headers.getall("Origin", ())
+        if not given:
+            # A page reaches a GET without Origin by <img>, <script>, a frame and the like, and reads nothing of the
+            # answer. What a person opens in a window of its own is a navigation to a document: a link, an address.
+            is_opened = http_request.headers.get("Sec-Fetch-Dest") == "document" and http_request.method in (
+                "GET",
+                "HEAD",
+            )
+            if site not in ("none", "same-origin") and self._origins is not None and not is_opened:
+                raise Foreign("pages of other origins may not use this server; --allow-origin lets them")
+            return
+        if len(given) == 1 and self._is_allowed(given[0]):
+            http_request[_ALLOWED] = given[0]
+        elif site != "same-origin" and not (len(given) == 1 and _is_own(http_request, given[0])):
+            raise Foreign(
+                f"pages of origin {given[0]!r} may not use this server; if they should, start the router with "
+                f"--allow-origin {given[0]}"
+            )
+
+    def _is_allowed(self, origin: str) -> bool:
+        return self._origins is None or Origin.parse(origin) in self._origins
+
+
+def _is_own(http_request: web.Request, origin: str) -> bool:
+    """Whether an origin is the router's as its client addresses it. A proxy may have changed Host or taken off TLS:
+    then the browser's own word counts, `Sec-Fetch-Site: same-origin`, which no page can forge."""
+    host = Authority.parse(http_request.headers.get("Host", ""))
+    return host is not None and Origin.parse(origin) == Origin.of(http_request.scheme, host)
+
+
+def _check_content_type(http_request: web.Request) -> None:
+    given = http_request.headers.get("Content-Type", "").strip().lower()
+    if not given:
+        return  # browsers never leave Origin out of a POST, so no foreign page has come so far
+    kind, *parameters = (part.strip() for part in given.split(";"))
+    if kind == _FORM and not any(
+        name.lower() == "origin" or name.lower().startswith("sec-fetch-") for name in http_request.headers
+    ):
+        return  # `curl -d` sends JSON under this name unless it is told another; a browser would send Origin with it
+    if _JSON.fullmatch(kind) is None:
+        raise HttpRefusal(
+            415, f"a body of type {kind!r} is not served; send JSON with `Content-Type: application/json`"
+        )
+    for parameter in parameters:
+        name, _, value = parameter.partition("=")
+        if name == "charset" and value.strip('"') not in _CHARSETS:
+            raise HttpRefusal(415, f"a body in charset {value} is not served; send JSON in UTF-8")

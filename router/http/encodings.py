@@ -1,0 +1,58 @@
+"""Content encodings of request bodies: gzip, within the bound of all bodies. The HTTP server below decodes nothing."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+
+from ...metadata.errors import RequestError
+from ..errors import HttpRefusal
+
+GZIP = "gzip"
+MAX_MEMBERS = 16  # of one body: a member of no bytes costs its sender 20 bytes
+
+_GZIP_NAMES = (GZIP, "x-gzip")
+_GZIP_FORMAT = 16 + zlib.MAX_WBITS
+
+
+def encoding_of(values: Iterable[str]) -> str | None:
+    """The encoding that Content-Encoding headers name; None: the body is sent as it is.
+
+    Raises HttpRefusal (415) for an encoding that is not served, and for several.
+    """
+    given = ", ".join(values).strip()
+    name = given.lower()
+    if name in ("", "identity"):
+        return None
+    if name not in _GZIP_NAMES:
+        words = f"a body with Content-Encoding {given!r} is not served; send it with {GZIP}, or as it is"
+        raise HttpRefusal(415, words, {"Accept-Encoding": GZIP})
+    return GZIP
+
+
+def decoded(data: bytes, encoding: str | None, limit: int) -> bytes:
+    """The body without its encoding. Makes no more than `limit` + 1 bytes of it.
+
+    A gzip stream may have several members, whose contents follow each other (RFC 1952). Raises HttpRefusal (413) for
+    more than the limit, RequestError for a stream that is broken, cut, or followed by anything else.
+    """
+    if encoding is None:
+        return data
+    parts: list[bytes] = []
+    left = limit + 1
+    for _ in range(MAX_MEMBERS):
+        member = zlib.decompressobj(_GZIP_FORMAT)
+        try:
+            part = member.decompress(data, left)
+        except zlib.error:
+            raise RequestError("the body is not the gzip stream that its Content-Encoding says") from None
+        parts.append(part)
+        left -= len(part)
+        if left == 0:
+            raise HttpRefusal(413, "the body is larger than the router accepts")
+        if not member.eof:
+            raise RequestError("the body is a gzip stream that ends too early")
+        data = member.unused_data
+        if not data:
+            return b"".join(parts)
+    raise RequestError(f"the body is a gzip stream of more than {MAX_MEMBERS} members; send one")

@@ -1,0 +1,125 @@
+"""What clients do wrong below HTTP's meaning: a line in the log, no traceback, and an answer like all others."""
+
+from __future__ import annotations
+
+import logging
+from asyncio import BaseTransport
+
+from aiohttp import HttpVersion11, StreamReader
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web import BaseRequest, RequestHandler, RequestPayloadError, StreamResponse
+
+from ...metadata.errors import BatonError
+from ..errors import HttpRefusal, response_of
+from .half_closed import HalfClosed, can_look
+from .sse import STREAM
+
+logger = logging.getLogger(__name__)
+
+SERVER = "baton"  # in the Server header of every answer; aiohttp would name versions
+INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"  # may come any number of times before an answer (RFC 9110, 15.2)
+
+
+class Connection(RequestHandler):
+    """One connection of the HTTP server. What fails before a route is found gets an answer of ours, not aiohttp's.
+
+    A client that has sent its last byte gets the answers to what it has asked. aiohttp would hang up.
+    """
+
+    __slots__ = ("_half_closed", "_last_body", "_num_answered")
+
+    def connection_made(self, transport: BaseTransport) -> None:
+        """A client has come."""
+        self._half_closed: HalfClosed | None = None
+        self._last_body: StreamReader | None = None  # of the requests that have come; the others' bodies are whole
+        self._num_answered = 0  # of the requests that have come, which aiohttp counts
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """The client is gone, or the connection was closed here."""
+        if self._half_closed is not None:
+            self._half_closed.end()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """The client has sent something."""
+        super().data_received(data)
+        if self._messages:
+            self._last_body = self._messages[-1][1]
+
+    def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]  asyncio takes either
+        """The client has sent its last byte. Returns whether the connection stays open, for what is under way."""
+        if self._half_closed is not None:
+            return True
+        if self.transport is None or not can_look() or self._is_idle:
+            return False
+        if self._last_body is not None and not self._last_body.is_eof():
+            self._last_body.set_exception(RequestPayloadError("the connection ended before the body did"))
+            self._last_body.feed_eof()
+        self._half_closed = HalfClosed(self.transport, self._loop, self._probe)
+        return True
+
+    async def finish_response(
+        self, request: BaseRequest, resp: StreamResponse, start_time: float | None
+    ) -> tuple[StreamResponse, bool]:
+        """Sends what is left of an answer. No request can follow the client's last byte."""
+        finished, is_reset = await super().finish_response(request, resp, start_time)
+        self._num_answered += 1
+        if self._half_closed is not None and self._is_idle:
+            finished.force_close()
+        return finished, is_reset
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._num_answered == self._request_count
+
+    def _probe(self) -> bool:
+        """Sends the client of the request under way an interim answer, or a comment if its stream has begun."""
+        request = self._current_request
+        if request is None or self.transport is None:
+            return True
+        if stream := request.get(STREAM):
+            stream.comment()
+        elif not request.writer.output_size:
+            if request.version < HttpVersion11:
+                return False
+            self.transport.write(INTERIM)
+        return True
+
+    def handle_error(
+        self,
+        request: BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> StreamResponse:
+        """The answer of a failed request, after which the connection is closed."""
+        super().handle_error(request, status, exc, message)  # logs, and raises where an answer has begun
+        refusal = HttpRefusal(status, "this is no proper HTTP request")
+        response = response_of(refusal if status < 500 else BatonError("internal error"))
+        response.headers["Server"] = SERVER
+        response.force_close()
+        return response
+
+
+class ClientFaults(logging.Filter):
+    """For aiohttp's logger: a request that is no HTTP, or whose body cannot be decoded, is a client's fault, which is
+    one line at INFO here. A client that has left when its answer begins gets no line: its request's own say so.
+    Everything else passes."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, ConnectionError):
+            return False
+        if not isinstance(error, HttpProcessingError | RequestPayloadError):
+            return True
+        logger.info("a client sent no proper HTTP: %s", reason_of(error))
+        return False
+
+
+def reason_of(error: HttpProcessingError | RequestPayloadError) -> str:
+    """The first line of what is wrong, shortened."""
+    text = error.message if isinstance(error, HttpProcessingError) else str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    words = [line for line in lines if line != "400, message:"]
+    return (words[0] if words else "malformed")[:200]

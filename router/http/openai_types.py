@@ -1,0 +1,367 @@
+"""Every request and response body of the HTTP API, after OpenAI's and with vLLM's extensions and Baton's own.
+
+Strict: unknown fields are refused by name, `null` is accepted for optional ones. Fields that official clients send
+and that change nothing here (`user`, `store`, ...) are accepted and ignored; fields that would change the answer in a
+way Baton cannot (`tools`, ...) are declared, and refused with words by parameters.py. The OpenAPI document is
+generated from these types.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from ...metadata.wire.request import MAX_CHOICES, MAX_CONTEXT, MAX_DRAFT_STEPS, MAX_TOP_LOGPROBS, TokenId
+
+MAX_STOPS = 16
+MAX_PROMPTS = 256
+
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
+Stop = StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)]
+NumTokens = Annotated[int, Meta(ge=1, le=2**62)]
+DraftSteps = Annotated[
+    Annotated[int, Meta(ge=0, le=MAX_DRAFT_STEPS)] | None,
+    Meta(
+        description="Tokens drafted in a round of speculation for this request, at most as many as the decode node is "
+        "configured for. 0: this request is not speculated; null or absent: as the node is configured. The text is "
+        "the same whatever it is."
+    ),
+]
+Priority = Annotated[
+    Annotated[int, Meta(ge=-100, le=100)] | None,
+    Meta(
+        description="Who waits is served in the order of arrival within a priority, lower numbers first; 0 where none "
+        "is given. Ten seconds of waiting make up for one step of priority, so that nobody waits forever."
+    ),
+]
+TimeoutS = Annotated[
+    Annotated[float, Meta(gt=0)] | None,
+    Meta(
+        description="Seconds after which the answer is of no use: the request is then ended with status 504. One that "
+        "would not be done in time is refused at once with 429. At most the router's --request-timeout-s."
+    ),
+]
+FinishReason = Literal["stop", "length"]
+
+
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a stream carries beyond text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Fields that completions and chat completions share."""
+
+    model: Annotated[str, Meta(max_length=256)]
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: NumTokens | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=4096)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**62), le=2**62)] | None = None
+    stop: Stop | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # vLLM's extensions
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_CONTEXT)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+    priority: Priority = None
+    # Baton's extensions
+    draft_steps: DraftSteps = None
+    timeout_s: TimeoutS = None
+    # accepted, without effect
+    user: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class CompletionRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Body of POST /v1/completions. `prompt`: a text, texts, token ids, or lists of token ids."""
+
+    prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    suffix: str | None = None
+
+
+class TextPart(Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a message; only text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
+    """One message. The fields typed `null` are those that clients send back empty with an assistant's message."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: None = None
+
+
+class ResponseFormat(Struct, frozen=True):
+    """Only {"type": "text"} is served."""
+
+    type: str
+
+
+class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
+    max_completion_tokens: NumTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[str] | None = None
+    response_format: ResponseFormat | None = None
+    # declared to be refused with words
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    audio: Any = None
+    prediction: Any = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    web_search_options: Any = None
+
+
+class TokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Body of POST /tokenize: a prompt, or messages put through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeResponse(Struct, frozen=True, kw_only=True):
+    """The ids of a prompt."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Body of POST /detokenize."""
+
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_CONTEXT)]
+    model: str | None = None
+
+
+class DetokenizeResponse(Struct, frozen=True):
+    """The text of ids, special tokens included."""
+
+    prompt: str
+
+
+class PromptTokensDetails(Struct, frozen=True):
+    """`cached_tokens` of the prompt came from prefill's prefix cache."""
+
+    cached_tokens: int
+
+
+class SpeculationDetails(Struct, frozen=True, kw_only=True):
+    """What drafting brought. `accept_length`: tokens a verify gave on average, the target's own one included."""
+
+    drafted_tokens: int
+    accepted_tokens: int
+    verify_count: int
+    accept_length: float
+
+
+class Usage(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Token counts. Each prompt counts once, however many choices share it. `speculation` where decode speculated."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    speculation: SpeculationDetails | None = None
+
+
+class LegacyLogprobs(Struct, frozen=True):
+    """Log-probabilities as /v1/completions gives them: columns over tokens; null where none exists (first token)."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TopLogprob(Struct, frozen=True):
+    """A likely token; `bytes` is its UTF-8."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(Struct, frozen=True):
+    """A generated token and the likely ones in its place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, frozen=True):
+    """Log-probabilities as /v1/chat/completions gives them."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionChoice(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A choice of /v1/completions, whole or one piece of a stream."""
+
+    index: int
+    text: str
+    logprobs: LegacyLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Completion(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Answer of /v1/completions, and each piece of its stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class AssistantMessage(Struct, frozen=True, kw_only=True):
+    """What the model said."""
+
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A choice of /v1/chat/completions."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatDelta(Struct, frozen=True, omit_defaults=True):
+    """What a piece of a chat stream adds to the message."""
+
+    content: str | None = None
+    role: Literal["assistant"] | None = None
+
+
+class ChatChunkChoice(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A choice in a piece of a chat stream."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One piece of a chat stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | None = None
+
+
+class DrainRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /admin/nodes/{id}/drain, which may be left out."""
+
+    timeout_s: Annotated[
+        Annotated[float, Meta(ge=0, le=86400)] | None,
+        Meta(
+            description="Seconds after which what the node still holds moves elsewhere; by default --drain-timeout-s."
+        ),
+    ] = None
+
+
+class CancelledRequest(Struct, frozen=True):
+    """Answer of DELETE /v1/requests/{id}."""
+
+    id: str
+    cancelled: Literal[True] = True
+
+
+class ModelInfo(Struct, frozen=True, kw_only=True):
+    """A model that is served."""
+
+    id: str
+    created: int
+    max_model_len: int
+    object: Literal["model"] = "model"
+    owned_by: str = "baton"
+
+
+class ModelList(Struct, frozen=True):
+    """Answer of /v1/models."""
+
+    data: list[ModelInfo]
+    object: Literal["list"] = "list"

@@ -1,0 +1,172 @@
+"""From a request's body to what nodes get: sampling parameters within bounds, in the model's own terms.
+
+Refuses in words what is well-formed but cannot be served; every refusal names its field.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+
+from ...metadata.errors import RequestError
+from ...metadata.wire.request import MAX_CONTEXT, SamplingParams
+from ..node import Group
+from ..request import TextOptions
+from .openai_types import ChatRequest, CommonRequest, CompletionRequest
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+_REFUSED_IN_CHAT = {
+    "tools": "tools are not served",
+    "tool_choice": "tools are not served",
+    "functions": "functions are not served",
+    "function_call": "functions are not served",
+    "audio": "only text is served",
+    "prediction": "predicted outputs are not served",
+    "reasoning_effort": "the effort of reasoning cannot be set",
+    "verbosity": "verbosity cannot be set",
+    "web_search_options": "there is no web search",
+}
+
+
+def check_completion(body: CompletionRequest) -> None:
+    """Raises RequestError for what /v1/completions does not serve."""
+    _check_common(body)
+    if body.suffix:
+        raise RequestError("suffix: insertion is not served", param="suffix")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise RequestError(
+            f"best_of: {body.best_of} differs from n = {body.n or 1}; only equal is served", param="best_of"
+        )
+
+
+def check_chat(body: ChatRequest) -> None:
+    """Raises RequestError for what /v1/chat/completions does not serve."""
+    _check_common(body)
+    for name, words in _REFUSED_IN_CHAT.items():
+        value = getattr(body, name)
+        if value is not None and value != [] and not (name == "tool_choice" and value == "none"):
+            raise RequestError(f"{name}: {words}", param=name)
+    if body.response_format is not None and body.response_format.type != "text":
+        raise RequestError(f"response_format: {body.response_format.type!r} is not served", param="response_format")
+    if body.modalities is not None and body.modalities != ["text"]:
+        raise RequestError("modalities: only text is served", param="modalities")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs: needs logprobs to be true", param="top_logprobs")
+    if body.continue_final_message and body.add_generation_prompt:
+        raise RequestError("continue_final_message: excludes add_generation_prompt", param="continue_final_message")
+
+
+def check_prompt(prompt_ids: Sequence[int], group: Group, param: str) -> None:
+    """Raises RequestError for a prompt that is empty, too long, or of ids that the model does not have."""
+    if not prompt_ids:
+        raise RequestError(f"{param}: the prompt has no tokens", param=param)
+    vocab_size = group.card.vocab_size
+    worst = max(prompt_ids)
+    if worst >= vocab_size:
+        raise RequestError(f"{param}: token id {worst} is out of range; the vocabulary has {vocab_size}", param=param)
+    if len(prompt_ids) >= group.context_len:
+        raise RequestError(
+            f"{param}: the prompt has {len(prompt_ids)} tokens; the model's context of {group.context_len} leaves none "
+            "to generate",
+            param=param,
+        )
+
+
+def sampling_params(
+    body: CommonRequest, group: Group, prompt_len: int, *, num_logprobs: int | None, seed: int
+) -> SamplingParams:
+    """The parameters for one prompt. Raises RequestError when prompt and max_tokens exceed the context."""
+    card = group.card
+    defaults = card.defaults
+    eos = () if body.ignore_eos else card.eos_token_ids
+    stop_ids = tuple(dict.fromkeys((*eos, *(body.stop_token_ids or ()))))
+    _check_ids("stop_token_ids", stop_ids, card.vocab_size)
+    _check_ids("logit_bias", body.logit_bias or (), card.vocab_size)
+    max_tokens = _max_tokens(body, prompt_len, group.context_len)
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise RequestError(f"min_tokens: {min_tokens} is above max_tokens = {max_tokens}", param="min_tokens")
+
+    def pick(value: float | None, name: str, otherwise: float) -> float:
+        return value if value is not None else defaults.get(name, otherwise)
+
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=pick(body.temperature, "temperature", 1.0),
+        top_k=max(0, int(pick(body.top_k, "top_k", 0))),
+        top_p=pick(body.top_p, "top_p", 1.0),
+        min_p=pick(body.min_p, "min_p", 0.0),
+        repetition_penalty=pick(body.repetition_penalty, "repetition_penalty", 1.0),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=body.logit_bias or {},
+        stop_ids=stop_ids,
+        num_logprobs=num_logprobs,
+        seed=seed,
+        draft_steps=body.draft_steps,
+    )
+
+
+def asked_tokens(body: CommonRequest, context_len: int) -> int:
+    """Output tokens that the body asks for at most, before anything is known of its prompts."""
+    if isinstance(body, ChatRequest):
+        return body.max_completion_tokens or body.max_tokens or context_len
+    return body.max_tokens or DEFAULT_COMPLETION_TOKENS
+
+
+def timeout_s(body: CommonRequest, longest_s: float) -> float:
+    """Seconds that the request may take. Raises RequestError for more than the router's own limit."""
+    if body.timeout_s is None:
+        return longest_s
+    if body.timeout_s > longest_s:
+        raise RequestError(
+            f"timeout_s: {body.timeout_s:g} is above this router's limit of {longest_s:g} s", param="timeout_s"
+        )
+    return body.timeout_s
+
+
+def request_seed(body: CommonRequest) -> int:
+    """The request's seed (0..2**62 - 1), a drawn one where none is given."""
+    return secrets.randbits(62) if body.seed is None else body.seed % 2**62
+
+
+def text_options(body: CommonRequest) -> TextOptions:
+    """How ids become text."""
+    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    return TextOptions(
+        stops=tuple(dict.fromkeys(stops)),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special=body.skip_special_tokens is not False,
+    )
+
+
+def _check_common(body: CommonRequest) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options: needs stream to be true", param="stream_options")
+
+
+def _max_tokens(body: CommonRequest, prompt_len: int, context_len: int) -> int:
+    room = context_len - prompt_len
+    name, asked = "max_tokens", body.max_tokens
+    if isinstance(body, ChatRequest):
+        if body.max_completion_tokens is not None:
+            name, asked = "max_completion_tokens", body.max_completion_tokens
+        if asked is None:
+            return min(room, MAX_CONTEXT)
+    elif asked is None:
+        return min(DEFAULT_COMPLETION_TOKENS, room)
+    if asked > room:
+        raise RequestError(
+            f"{name}: {asked} more tokens after a prompt of {prompt_len} exceed the context of {context_len}",
+            param=name,
+        )
+    return asked
+
+
+def _check_ids(param: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in ids:
+        if token_id >= vocab_size:
+            raise RequestError(
+                f"{param}: token id {token_id} is out of range; the vocabulary has {vocab_size}", param=param
+            )

@@ -1,0 +1,256 @@
+"""How requests look to a client: the bodies of /v1/completions and /v1/chat/completions, whole and in pieces.
+
+A piece that is only text, the common one, is a prepared prefix + encoded text + suffix.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import abc
+from typing import Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ...metadata.wire.request import TokenLogprobs
+from ..request import Delta, Request, Sequence
+from ..text.tokenizer import TextTokenizer
+from .logprobs import LegacyColumns, chat_logprobs
+from .openai_types import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    Completion,
+    CompletionChoice,
+    LegacyLogprobs,
+    PromptTokensDetails,
+    SpeculationDetails,
+    Usage,
+)
+from .sse import event
+
+_encode = msgspec.json.Encoder().encode
+
+
+def usage_of(requests: abc.Sequence[Request]) -> Usage:
+    """Token counts of a whole response."""
+    num_prompt = sum(len(request.prompt_ids) for request in requests)
+    num_generated = sum(request.num_generated for request in requests)
+    num_cached = sum(request.num_cached or 0 for request in requests)
+    return Usage(
+        prompt_tokens=num_prompt,
+        completion_tokens=num_generated,
+        total_tokens=num_prompt + num_generated,
+        prompt_tokens_details=PromptTokensDetails(num_cached),
+        speculation=_speculation_of(requests),
+    )
+
+
+def _speculation_of(requests: abc.Sequence[Request]) -> SpeculationDetails | None:
+    num_rounds = sum(request.num_rounds for request in requests)
+    if num_rounds == 0:
+        return None
+    num_accepted = sum(request.num_accepted for request in requests)
+    return SpeculationDetails(
+        drafted_tokens=sum(request.num_drafted for request in requests),
+        accepted_tokens=num_accepted,
+        verify_count=num_rounds,
+        accept_length=round(1 + num_accepted / num_rounds, 3),
+    )
+
+
+class Form(Protocol):
+    """One route's way of writing answers."""
+
+    response_id: str
+
+    def piece(self, place: int, choice: Sequence, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
+        """The events for what a choice adds; `place` is its index in the response. Empty when there is nothing."""
+        ...
+
+    def usage_piece(self, usage: Usage) -> bytes:
+        """The event with the usage, after all choices."""
+        ...
+
+    def whole(self, outputs: abc.Sequence[tuple[Sequence, Delta]], usage: Usage) -> bytes:
+        """The whole response, choices in order."""
+        ...
+
+
+class CompletionForm:
+    """/v1/completions. `prompt_texts` holds each request's prompt where it is echoed."""
+
+    def __init__(
+        self,
+        response_id: str,
+        model: str,
+        tokenizer: TextTokenizer,
+        *,
+        num_logprobs: int | None,
+        with_ids: bool,
+        prompt_texts: dict[str, str] | None,
+    ) -> None:
+        self.response_id = response_id
+        self._model = model
+        self._created = int(time.time())
+        self._tokenizer = tokenizer
+        self._num_logprobs = num_logprobs
+        self._with_ids = with_ids
+        self._prompt_texts = prompt_texts
+        self._prefixes: dict[int, bytes] = {}  # by place; there once something was sent
+        self._columns: dict[int, LegacyColumns] = {}  # by place
+
+    def piece(self, place: int, choice: Sequence, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
+        prefix = self._prefixes.get(place)
+        if prefix is not None and delta.finish_reason is None and self._num_logprobs is None and not self._with_ids:
+            if not delta.text:
+                return b""
+            if not isinstance(usage, Usage):
+                tail = b'}],"usage":null}\n\n' if usage is None else b"}]}\n\n"
+                return prefix + _encode(delta.text) + b',"logprobs":null,"finish_reason":null' + tail
+        data = self._choice(place, choice, delta, is_first=prefix is None)
+        if prefix is None:
+            head = _encode(
+                {"id": self.response_id, "object": "text_completion", "created": self._created, "model": self._model}
+            )
+            self._prefixes[place] = b"data: " + head[:-1] + b',"choices":[{"index":%d,"text":' % place
+        return event(self._body([data], usage))
+
+    def usage_piece(self, usage: Usage) -> bytes:
+        return event(self._body([], usage))
+
+    def whole(self, outputs: abc.Sequence[tuple[Sequence, Delta]], usage: Usage) -> bytes:
+        choices = [self._choice(place, *output, is_first=True) for place, output in enumerate(outputs)]
+        return _encode(self._body(choices, usage))
+
+    def _body(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
+        return Completion(
+            id=self.response_id,
+            object="text_completion",
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=usage,
+        )
+
+    def _choice(self, place: int, choice: Sequence, delta: Delta, *, is_first: bool) -> CompletionChoice:
+        request = choice.request
+        text, ids = delta.text, delta.token_ids
+        entries: list[TokenLogprobs | None] = list(delta.logprobs)
+        if is_first and self._prompt_texts is not None:
+            text = self._prompt_texts[request.rid] + text
+            if self._num_logprobs is not None:
+                ids = request.prompt_ids + ids
+                entries = [None, *(request.prompt_logprobs or ()), *entries]
+        logprobs: LegacyLogprobs | None = None
+        if self._num_logprobs is not None and len(entries) == len(ids):
+            columns = self._columns.setdefault(place, LegacyColumns(self._tokenizer, self._num_logprobs))
+            logprobs = columns.take(ids, entries)
+        return CompletionChoice(
+            index=place,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            token_ids=delta.token_ids if self._with_ids else None,
+            prompt_token_ids=request.prompt_ids if self._with_ids and is_first else None,
+        )
+
+
+class ChatForm:
+    """/v1/chat/completions."""
+
+    def __init__(
+        self, response_id: str, model: str, tokenizer: TextTokenizer, *, num_logprobs: int | None, with_ids: bool
+    ) -> None:
+        self.response_id = response_id
+        self._model = model
+        self._created = int(time.time())
+        self._tokenizer = tokenizer
+        self._num_logprobs = num_logprobs
+        self._with_ids = with_ids
+        self._prefixes: dict[int, bytes] = {}  # by place; there once the role was sent
+
+    def piece(self, place: int, choice: Sequence, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
+        prefix = self._prefixes.get(place)
+        if prefix is None:
+            return self._opening(place, choice, usage) + self.piece(place, choice, delta, usage)
+        if delta.finish_reason is None and self._num_logprobs is None and not self._with_ids:
+            if not delta.text:
+                return b""
+            if not isinstance(usage, Usage):
+                tail = b'}],"usage":null}\n\n' if usage is None else b"}]}\n\n"
+                return prefix + _encode(delta.text) + b'},"logprobs":null,"finish_reason":null' + tail
+        piece = ChatChunkChoice(
+            index=place,
+            delta=ChatDelta(content=delta.text or None),
+            logprobs=self._logprobs(delta),
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            token_ids=delta.token_ids if self._with_ids else None,
+        )
+        return event(self._chunk([piece], usage))
+
+    def usage_piece(self, usage: Usage) -> bytes:
+        return event(self._chunk([], usage))
+
+    def whole(self, outputs: abc.Sequence[tuple[Sequence, Delta]], usage: Usage) -> bytes:
+        choices: list[ChatChoice] = []
+        for place, (_, delta) in enumerate(outputs):
+            assert delta.finish_reason is not None, f"choice {place} of {self.response_id} has not ended"
+            choices.append(
+                ChatChoice(
+                    index=place,
+                    message=AssistantMessage(content=delta.text),
+                    logprobs=self._logprobs(delta),
+                    finish_reason=delta.finish_reason,
+                    stop_reason=delta.stop_reason,
+                    token_ids=delta.token_ids if self._with_ids else None,
+                )
+            )
+        body = ChatCompletion(
+            id=self.response_id,
+            object="chat.completion",
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=usage,
+            prompt_token_ids=outputs[0][0].request.prompt_ids if self._with_ids else None,
+        )
+        return _encode(body)
+
+    def _opening(self, place: int, choice: Sequence, usage: Usage | UnsetType | None) -> bytes:
+        head = {
+            "id": self.response_id,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": self._model,
+        }
+        prefix = b"data: " + _encode(head)[:-1] + b',"choices":[{"index":%d,"delta":{"content":' % place
+        self._prefixes[place] = prefix
+        delta = ChatDelta(content="", role="assistant")
+        piece = ChatChunkChoice(index=place, delta=delta, logprobs=None, finish_reason=None)
+        prompt_ids = choice.request.prompt_ids if self._with_ids else None
+        return event(self._chunk([piece], None if usage is not UNSET else UNSET, prompt_ids))
+
+    def _chunk(
+        self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None, prompt_ids: list[int] | None = None
+    ) -> ChatChunk:
+        return ChatChunk(
+            id=self.response_id,
+            object="chat.completion.chunk",
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=usage,
+            prompt_token_ids=prompt_ids,
+        )
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        if self._num_logprobs is None:
+            return None
+        return chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs, self._num_logprobs)

@@ -1,0 +1,173 @@
+"""The tokenizer of a model: tokenizer.json as a node sent it, and the model's chat template.
+
+Encoding goes through `async_encode`, which leaves the event loop free; plain `encode` would hold it.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any, cast
+
+import tokenizers
+import xxhash
+from jinja2 import TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ...metadata.errors import ProtocolError, RequestError
+from ...metadata.wire.node_info import ModelCard
+
+MAX_TOKENIZER_BYTES = 256 << 20
+
+
+class TextTokenizer:
+    """Text to ids and back. One per tokenizer digest, shared by all groups that use it."""
+
+    def __init__(self, data: bytes) -> None:
+        """`data` is tokenizer.json. Raises ProtocolError when it is none."""
+        try:
+            self.inner = tokenizers.Tokenizer.from_buffer(data)
+            description: dict[str, Any] = json.loads(data)
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise ProtocolError(f"the node's tokenizer.json cannot be read: {error}") from None
+        self.inner.no_truncation()
+        self.inner.no_padding()
+        decoder: dict[str, Any] = description.get("decoder") or {}
+        self.is_byte_level = decoder.get("type") == "ByteLevel"
+        self._pieces: dict[int, bytes] = {}
+
+    @classmethod
+    def from_compressed(cls, data: bytes, digest: str) -> TextTokenizer:
+        """From the zlib-compressed file that a node sends, whose xxh3_128 is `digest`. Raises ProtocolError when it is
+        damaged or too large."""
+        inflate = zlib.decompressobj()
+        try:
+            plain = inflate.decompress(data, MAX_TOKENIZER_BYTES)
+        except zlib.error as error:
+            raise ProtocolError(f"the node's tokenizer file is damaged: {error}") from None
+        if not inflate.eof:
+            raise ProtocolError("the node's tokenizer file is cut off or larger than 256 MiB")
+        if xxhash.xxh3_128_hexdigest(plain) != digest:
+            raise ProtocolError("the node's tokenizer file is not the one that it spoke of")
+        return cls(plain)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: a lower bound of a text's tokens without encoding it."""
+        return max(map(len, self.inner.get_vocab(with_added_tokens=True)), default=1)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids left out of text when special tokens are skipped."""
+        added = self.inner.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The ids of a text."""
+        encoding = await self.inner.async_encode(text, add_special_tokens=add_special_tokens)
+        return encoding.ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of ids; ids outside the vocabulary are left out."""
+        return self.inner.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes that a token of a byte-level vocabulary stands for, as that decoder would join them."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = _bytes_of(self.inner.id_to_token(token_id) or "")
+        return piece
+
+    def token_text(self, token_id: int) -> str:
+        """One token alone, as text; a fragment of a character shows as a replacement character."""
+        if self.is_byte_level:
+            return self.piece(token_id).decode("utf-8", "replace")
+        return self.inner.id_to_token(token_id) or ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token alone, as bytes."""
+        return self.piece(token_id) if self.is_byte_level else self.token_text(token_id).encode()
+
+
+def _byte_characters() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    table = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in printable]
+    table.update({chr(256 + place): byte for place, byte in enumerate(others)})
+    return table
+
+
+_BYTE_OF = _byte_characters()
+
+
+def _bytes_of(token: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF[character] for character in token])
+    except KeyError:  # an added token is written as it is
+        return token.encode()
+
+
+class ChatTemplate:
+    """A model's chat template, run in jinja2's sandbox with the helpers that templates expect."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Raises ProtocolError when the template does not compile."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        )
+        filters = cast("dict[str, Any]", environment.filters)  # pyright: ignore[reportUnknownMemberType]
+        names = cast("dict[str, Any]", environment.globals)  # pyright: ignore[reportUnknownMemberType]
+        filters["tojson"] = _to_json
+        names.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise ProtocolError(f"the model's chat template does not compile: {error}") from None
+        self._special_tokens = dict(special_tokens)
+
+    @classmethod
+    def of(cls, card: ModelCard) -> ChatTemplate | None:
+        """The template of a model; None when it has none."""
+        return cls(card.chat_template, card.special_tokens) if card.chat_template else None
+
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, options: Mapping[str, Any]) -> str:
+        """The prompt text of a conversation. Raises RequestError when the template refuses it."""
+        given: dict[str, Any] = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        taken = sorted(given.keys() & options.keys())
+        if taken:
+            raise RequestError(f"chat_template_kwargs: {taken[0]} has its own field", param="chat_template_kwargs")
+        variables = {**options, **self._special_tokens, "tools": None, "documents": None, **given}
+        try:
+            return self._template.render(variables)
+        except Exception as error:  # a template is foreign code and may raise anything
+            words = str(error) if isinstance(error, TemplateError) else "they are not of the kind that it knows"
+            raise RequestError(f"the model's chat template refuses these messages: {words}", param="messages") from None
+
+
+class _GenerationTag(Extension):
+    """{% generation %} marks the assistant's words for training; here its body is rendered as it is."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)

@@ -1,0 +1,370 @@
+"""Figures of the engine on one CUDA GPU, against floors that are measured on it: `python -m bench_gpu`.
+
+    python -m synthetic llama-3.2-1b models/1b
+    python -m bench_gpu --model models/1b [--drafter DIR] [--json FILE] [--only decode prefill]
+
+Prints a line a point, then Markdown tables with the best peer's figures beside, and writes JSON with --json FILE. Where
+the model is planted (--planted) what it generates is compared with the text that is known, `checked_tokens` of it; a
+difference ends the run with an error. tests/benchmarks/bench_all.py runs this for all models and heads.
+
+Times are of whole steps as a node runs them, by the host's clock. The floor of a step is the larger of its bytes over
+the read bandwidth and its operations over the matrix rate, both measured first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_adaptive import adaptive
+from bench_prompts import LENGTHS, small_prompt
+from bench_sequences import CHUNK, Running, check, run_rounds, start, start_long, stop, store
+from bench_tables import heading, tables
+from roofline import Limits, best_s, floor_s, measure_limits, weight_bytes
+
+from baton.engine.batch import BatchRow
+from baton.engine.config import EngineConfig
+from baton.engine.copies import to_host
+from baton.engine.engine import Engine
+from baton.engine.pages import Owner
+from baton.engine.progress import ProgressBar
+from baton.engine.rounds import Rounds
+from baton.engine.startup import freeze
+from baton.engine.trees import DraftShape
+from baton.metadata.config import ProcessConfig
+from baton.metadata.logs import setup_logging
+
+BATCHES = (1, 8, 64, 256)
+NUM_STEPS = 64  # of a timed run
+PAGE_SIZE = 64
+HOST_GAP_US = 4.0  # kernels of one graph follow each other faster
+
+
+def main() -> None:
+    options = _options()
+    setup_logging(ProcessConfig(), "bench")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    limits = measure_limits()
+    started = time.monotonic()
+    engine = _load(options)
+    torch.cuda.synchronize()
+    report: dict[str, Any] = {
+        **heading(options.commit),
+        "model": Path(options.model).name,
+        "drafter": options.drafter and Path(options.drafter).name,
+        "topk": options.topk,
+        "num_layers": engine.model_config.num_layers,
+        "hidden_size": engine.model_config.hidden_size,
+        "dtype": "bfloat16",
+        "page_size": options.page_size,
+        "read_TB_per_s": limits.bytes_per_s / 1e12,
+        "matrix_TFLOP_per_s": limits.flops_per_s / 1e12,
+        "load_s": round(time.monotonic() - started, 2),
+    }
+    say(f"{report}")
+    started = time.monotonic()
+    rounds = Rounds(engine, max(options.batches), buckets=options.batches)
+    with ProgressBar("capturing round graphs") as progress:
+        rounds.warm_up(progress)
+    report["capture_s"] = round(time.monotonic() - started, 2)
+    with ProgressBar("capturing prompt graphs") as progress:
+        engine.capture_prompts(progress)
+    freeze()  # as a node
+    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "decode": lambda: [decode(engine, rounds, batch, limits) for batch in options.batches],
+        "mixed": lambda: [mixed(engine, rounds, batch, limits) for batch in options.batches if batch <= 64],
+        "idle": lambda: [idle(engine, rounds, batch) for batch in options.batches if batch <= 64],
+        "rounds": lambda: [speculate(rounds, batch) for batch in options.batches if batch <= 64],
+        "adaptive": lambda: [_adaptive(engine, rounds, batch) for batch in options.batches if batch <= 64],
+        "prefill": lambda: [prefill(engine, limits, *each) for each in ((1, 1024), (1, 8192), (16, 2048))],
+        "small-prompts": lambda: [_small_prompt(engine, num_tokens) for num_tokens in LENGTHS],
+        "turns": lambda: [turn(engine, num_tokens) for num_tokens in (16, 64, 256, 1024)],
+        "offline": lambda: [offline(engine, rounds)],
+    }
+    needs_drafter = {"rounds": True, "adaptive": True, "mixed": False}
+    has_drafter = engine.drafter is not None
+    chosen = [name for name in options.only if needs_drafter.get(name, has_drafter) == has_drafter]
+    figures = {name: parts[name]() for name in chosen}
+    report["checked_tokens"] = sum(row.get("checked_tokens", 0) for rows in figures.values() for row in rows)
+    report |= figures
+    say("\n" + tables({"engine": report}))
+    if options.json:
+        Path(options.json).write_text(json.dumps(report, indent=1))
+
+
+def _load(options: argparse.Namespace) -> Engine:
+    settings: dict[str, Any] = {"speculative": "none"}
+    if options.drafter:
+        drafting = {"speculative": options.speculative, "draft_model": options.drafter}
+        settings = drafting | {"draft_steps": options.steps, "draft_topk": options.topk}
+    config = EngineConfig(
+        model=options.model,
+        device="cuda",
+        dtype="bfloat16",
+        page_size=options.page_size,
+        num_pages=options.num_tokens // options.page_size + 1,
+        context_len=options.context_len,
+        chunk_tokens=8192,
+        prefix_cache=False,
+        **settings,
+    )
+    with ProgressBar("loading weights", "MiB", 1 << 20) as progress:
+        return Engine(config, progress)
+
+
+def decode(engine: Engine, rounds: Rounds, batch: int, limits: Limits) -> dict[str, Any]:
+    """A step of one token a sequence."""
+    sequences = start(engine, rounds, batch, 4 * NUM_STEPS + 64)
+    shape = rounds.shape.with_steps(0)
+    run_rounds(rounds, sequences, shape, 8)
+    step_s = statistics.median(run_rounds(rounds, sequences, shape, NUM_STEPS) for _ in range(3))
+    length = len(sequences[0].token_ids) - 1.5 * NUM_STEPS
+    graph_s = _graph_seconds(rounds, sequences, shape)
+    num_checked = stop(engine, rounds, sequences)
+    floor = floor_s(engine, batch, int(batch * length), limits)
+    row = {
+        "batch": batch,
+        "step_ms": step_s * 1e3,
+        "gpu_ms": graph_s * 1e3,
+        "floor_ms": floor * 1e3,
+        "x_floor": step_s / floor,
+        "checked_tokens": num_checked,
+    }
+    say("decode " + _words(row))
+    return row
+
+
+def mixed(engine: Engine, rounds: Rounds, batch: int, limits: Limits) -> dict[str, Any]:
+    """As `decode`, where one sequence is as long as the context allows."""
+    longest = engine.context_len - 1024
+    sequences = [start_long(engine, rounds, longest, 4 * NUM_STEPS + 64)]
+    sequences += start(engine, rounds, batch - 1, 4 * NUM_STEPS + 64) if batch > 1 else []
+    shape = rounds.shape.with_steps(0)
+    run_rounds(rounds, sequences, shape, 8)
+    step_s = statistics.median(run_rounds(rounds, sequences, shape, NUM_STEPS) for _ in range(3))
+    kv_tokens = sum(len(each.token_ids) for each in sequences) - 1.5 * NUM_STEPS * batch
+    num_checked = stop(engine, rounds, sequences)
+    floor = floor_s(engine, batch, int(kv_tokens), limits)
+    row = {"batch": batch, "longest": longest, "step_ms": step_s * 1e3, "floor_ms": floor * 1e3}
+    row |= {"x_floor": step_s / floor, "checked_tokens": num_checked}
+    say("mixed " + _words(row))
+    return row
+
+
+def _graph_seconds(rounds: Rounds, sequences: Sequence[Running], shape: DraftShape) -> float:
+    """Of the round's graph alone, replayed back to back."""
+    inputs = rounds._fill(sequences, [shape.num_steps] * len(sequences), [0] * len(sequences))
+    needs = sequences[0].sampling.needs
+
+    def several() -> None:
+        for _ in range(16):
+            rounds._run(inputs, shape, needs)
+
+    return best_s(several, 3) / 16
+
+
+def idle(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
+    """From a trace of decode steps, what the GPU was without work: in all, and in gaps longer than those between the
+    kernels of one graph, which are the host's; `idle_share_between`: which kernels most of it lies between."""
+    sequences = start(engine, rounds, batch, 2 * NUM_STEPS)
+    shape = rounds.shape.with_steps(0)
+    run_rounds(rounds, sequences, shape, 8)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        run_rounds(rounds, sequences, shape, 32)
+    num_checked = stop(engine, rounds, sequences)
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, re.split(r"[<(]", event.name)[0])
+        for event in trace.events() or ()
+        if str(event.device_type).endswith("CUDA")
+    )
+    spans = spans[len(spans) // 4 :]  # the first rounds find an idle device
+    gaps: list[float] = []
+    between: dict[str, float] = defaultdict(float)
+    _, end, before = spans[0]
+    for begin, until, name in spans[1:]:
+        gaps.append(max(0.0, begin - end))
+        between[f"{before}, {name}"] += gaps[-1]
+        if until > end:
+            end, before = until, name
+    total = end - spans[0][0]
+    most = sorted(between, key=lambda names: -between[names])[:6]
+    row = {
+        "batch": batch,
+        "idle_share": sum(gaps) / total,
+        "idle_share_between_rounds": sum(gap for gap in gaps if gap > HOST_GAP_US) / total,
+        "longest_gap_us": max(gaps),
+        "idle_share_between": {names: round(between[names] / total, 4) for names in most},
+        "checked_tokens": num_checked,
+    }
+    say("idle " + _words(row))
+    return row
+
+
+def speculate(rounds: Rounds, batch: int) -> dict[str, Any]:
+    """A round of all steps against a step without drafts, and tokens a second."""
+    sequences = start(rounds.engine, rounds, batch, 8 * NUM_STEPS + 64)
+    row: dict[str, Any] = {"batch": batch}
+    run_rounds(rounds, sequences, rounds.shape.with_steps(0), 4)
+    plain_s = run_rounds(rounds, sequences, rounds.shape.with_steps(0), 24)
+    row["checked_tokens"] = stop(rounds.engine, rounds, sequences)
+    for steps in sorted({2, 3, rounds.shape.num_steps}):
+        if steps not in rounds.shape.choices:
+            continue
+        shape, times, accepted = rounds.shape.with_steps(steps), list[float](), list[int]()
+        for seed in range(-(-8 // batch)):  # texts differ in how often the head is right
+            sequences = start(rounds.engine, rounds, batch, 8 * NUM_STEPS + 64, seed)
+            run_rounds(rounds, sequences, shape, 4)
+            times.append(run_rounds(rounds, sequences, shape, 40))
+            accepted += [number for each in sequences for number in each.num_accepted[4:]]
+            row["checked_tokens"] += stop(rounds.engine, rounds, sequences)
+        round_s, mean = statistics.median(times), statistics.mean(accepted)
+        row |= {
+            f"k{steps}_ms": round_s * 1e3,
+            f"k{steps}_over_plain": round_s / plain_s,
+            f"k{steps}_tokens_a_round": 1 + mean,
+            f"k{steps}_speedup": (1 + mean) * plain_s / round_s,
+        }
+    say("round " + _words({"plain_ms": plain_s * 1e3} | row))
+    return row
+
+
+def _adaptive(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
+    row = adaptive(engine, rounds, batch)
+    say("adaptive " + _words(row))
+    return row
+
+
+def prefill(engine: Engine, limits: Limits, num_prompts: int, num_tokens: int) -> dict[str, Any]:
+    """`num_prompts` prompts at once, in chunks as a node computes them."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(0, engine.card.vocab_size, (num_prompts, num_tokens), generator=generator).tolist()
+    num_pages = -(-num_tokens // engine.pool.page_size)
+    pages = [engine.pool.allocate(num_pages, Owner.REQUEST) for _ in prompts]
+    at_once = max(1, CHUNK // num_tokens)
+
+    def run() -> list[int]:
+        """First tokens. A chunk is submitted before the one before is read, as a node does it."""
+        tokens: list[torch.Tensor] = []
+        for first in range(0, num_prompts, at_once):
+            group = slice(first, first + at_once)
+            rows = [BatchRow(ids, 0, own) for ids, own in zip(prompts[group], pages[group], strict=True)]
+            tokens.append(to_host(engine.compute(rows).logits.argmax(1)))
+        torch.cuda.synchronize()
+        return torch.cat(tokens).tolist()
+
+    num_checked = sum(check(engine, ids, [token]) for ids, token in zip(prompts, run(), strict=True))
+    seconds = _timed(run, 5)
+    for own in pages:
+        engine.pool.release(own)
+    took, total = statistics.median(seconds), num_prompts * num_tokens
+    _, products = weight_bytes(engine)
+    config = engine.model_config
+    head = config.hidden_size * config.vocab_size
+    attention = 2 * 2 * num_prompts * num_tokens * num_tokens / 2 * config.num_layers * config.q_size
+    floor = (2 * total * (products - head) + 2 * num_prompts * head + attention) / limits.flops_per_s
+    row = {
+        "prompts": num_prompts,
+        "tokens": num_tokens,
+        "ms": took * 1e3,
+        "best_ms": min(seconds) * 1e3,
+        "tokens_per_s": total / took,
+        "x_floor": took / floor,
+        "checked_tokens": num_checked,
+    }
+    say("prefill " + _words(row))
+    return row
+
+
+def turn(engine: Engine, num_tokens: int) -> dict[str, Any]:
+    """The last `num_tokens` of a prompt as long as the context allows, whose other tokens are in their pages: the next
+    turn of a long conversation."""
+    prefix = engine.context_len - 1024
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, engine.card.vocab_size, (prefix + num_tokens,), generator=generator).tolist()
+    pages = engine.pool.allocate(-(-len(ids) // engine.pool.page_size), Owner.REQUEST)
+    store(engine, ids[:prefix], pages)
+
+    def run() -> list[int]:
+        return engine.compute([BatchRow(ids[prefix:], prefix, pages)]).logits.argmax(1).tolist()
+
+    num_checked = check(engine, ids, run())
+    took = statistics.median(_timed(run, 20))
+    engine.pool.release(pages)
+    row = {"tokens": num_tokens, "prefix": prefix, "ms": took * 1e3, "checked_tokens": num_checked}
+    say("turn " + _words(row))
+    return row
+
+
+def _timed(run: Callable[[], object], times: int) -> list[float]:
+    """Seconds of each call, which waits for what it asks of the device."""
+    seconds: list[float] = []
+    for _ in range(times):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def _small_prompt(engine: Engine, num_tokens: int) -> dict[str, Any]:
+    row = small_prompt(engine, num_tokens)
+    say("small prompt " + _words(row))
+    return row
+
+
+def offline(engine: Engine, rounds: Rounds) -> dict[str, Any]:
+    """256 requests of 1,024 tokens in, 256 out, all at once, without speculation."""
+    started = time.perf_counter()
+    sequences = start(engine, rounds, 256, 256)
+    prefill_s = time.perf_counter() - started
+    began = time.perf_counter()
+    run_rounds(rounds, sequences, rounds.shape.with_steps(0), 255)
+    decode_s = time.perf_counter() - began
+    num_checked = stop(engine, rounds, sequences)
+    total_s = prefill_s + decode_s
+    row = {"prefill_s": prefill_s, "decode_s": decode_s, "total_s": total_s}
+    row |= {"output_tokens_per_s": 256 * 256 / total_s, "checked_tokens": num_checked}
+    say("offline " + _words(row))
+    return row
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _words(row: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--drafter", help="directory of an EAGLE-3 head")
+    parser.add_argument("--speculative", default="eagle3")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--topk", type=int, default=1, help="branches of a node; more than 1: trees")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--num-tokens", type=int, default=256 * 1600, help="KV tokens of the pool")
+    parser.add_argument("--context-len", type=int, default=16384)
+    parser.add_argument("--page-size", type=int, default=PAGE_SIZE)
+    names = ["decode", "mixed", "idle", "rounds", "adaptive", "prefill", "small-prompts", "turns", "offline"]
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument("--commit", help="of this tree, for the report (default: what git says)")
+    parser.add_argument("--json", metavar="FILE")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""What one short prompt costs a prefill node: by the host's clock, on the device, and in launches. Where kernels fill a
+small part of the wall clock, CUDA graphs of prefill would pay."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from baton.engine.engine import Engine
+from baton.engine.sampling_state import SamplingState
+from baton.metadata.wire.node_info import Peer
+from baton.metadata.wire.request import GenerationRequest, SamplingParams, Unit, pack_ids
+from baton.prefill_node.chunks import submit
+from baton.prefill_node.job import PrefillJob
+from baton.prefill_node.scheduler import PrefillScheduler
+
+LENGTHS = (16, 64, 256, 1024)
+_WARM_UP = 5
+_TIMES = 30
+
+
+class _Call(NamedTuple):
+    """Seconds."""
+
+    wall_s: float
+    submit_s: float  # until the host begins to wait
+    device_s: float  # from the first to the last thing that is asked of the device, by its own clock
+
+
+def small_prompt(engine: Engine, num_tokens: int, times: int = _TIMES) -> dict[str, Any]:
+    """Medians of whole calls, alone: chunk, first token, draft state. `idle_share` is the part of the wall clock, taken
+    without a trace, for which the kernels of a traced call do not account. On a CPU no figures of a device."""
+    scheduler = PrefillScheduler(engine.cache, 1, max(num_tokens, 8192))
+
+    def call() -> _Call:
+        return _prefill(engine, scheduler, num_tokens)
+
+    for _ in range(_WARM_UP):
+        call()
+    calls = [call() for _ in range(times)]
+    row: dict[str, Any] = {
+        "tokens": num_tokens,
+        "wall_ms": statistics.median(each.wall_s for each in calls) * 1e3,
+        "submit_ms": statistics.median(each.submit_s for each in calls) * 1e3,
+    }
+    if engine.device.type == "cuda":
+        row["device_ms"] = statistics.median(each.device_s for each in calls) * 1e3
+        spans = _traced(call, times)
+        row["kernels_ms"] = busy(spans) / times / 1e3
+        row["launches"] = len(spans) / times
+        row["idle_share"] = 1 - row["kernels_ms"] / row["wall_ms"]
+    return row
+
+
+def busy(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of (start, end) intervals."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+def _prefill(engine: Engine, scheduler: PrefillScheduler, num_tokens: int) -> _Call:
+    job = _job(engine, num_tokens)
+    scheduler.submit(job)
+    scheduler.start()
+    plan = scheduler.plan()
+    assert len(plan) == 1, "the pool has no room for the prompt"
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if engine.device.type == "cuda" else []
+    if marks:
+        torch.cuda.synchronize()
+        marks[0].record()
+    begun = time.perf_counter()
+    chunk = submit(engine, plan)
+    chunk.draft()
+    submitted = time.perf_counter()
+    if marks:
+        marks[1].record()
+    for ends in chunk.ends:
+        ends.tokens()
+        ends.wait()
+    done = time.perf_counter()
+    if marks:
+        marks[1].synchronize()
+    job.tickets.clear()
+    scheduler.remove(job)
+    return _Call(done - begun, submitted - begun, marks[0].elapsed_time(marks[1]) / 1e3 if marks else 0.0)
+
+
+def _job(engine: Engine, num_tokens: int) -> PrefillJob:
+    ids = [at % min(1000, engine.model_config.vocab_size) for at in range(num_tokens)]
+    params = SamplingParams(max_tokens=2, temperature=0.0)
+    unit = Unit("bench", 0, 0)
+    state = SamplingState(params, ids, vocab_size=engine.model_config.vocab_size, device=engine.device)
+    request = GenerationRequest(prompt_ids=pack_ids(ids), params=params)
+    peer = Peer(node_id="nobody", epoch="0" * 16)
+    job = PrefillJob("bench", 0, {unit: state}, request, peer, num_tokens, ids, time.monotonic())
+    job.tickets.add(unit)
+    return job
+
+
+def _traced(call: Callable[[], object], times: int) -> list[tuple[float, float]]:
+    """(start, end) in microseconds of all that the device did, copies included."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        for _ in range(times):
+            call()
+        torch.cuda.synchronize()
+    return [
+        (event.time_range.start, event.time_range.end)
+        for event in trace.events() or ()
+        if str(event.device_type).endswith("CUDA")
+    ]

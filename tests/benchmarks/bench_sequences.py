@@ -1,0 +1,170 @@
+"""Sequences for timed rounds of an engine, as a decode node runs them: prompts of CONTEXT random tokens, of which one
+may be longer, and rounds of which each is submitted before the one before is read."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from planted_text import PlantedText
+
+from baton.engine.batch import BatchRow, Computed
+from baton.engine.drafters.base import PromptChunk, PromptTail
+from baton.engine.engine import Engine
+from baton.engine.pages import Owner
+from baton.engine.rounds import Rounds, Submitted
+from baton.engine.sampling_batch import SamplingBatch
+from baton.engine.sampling_state import SamplingState
+from baton.engine.trees import DraftShape
+from baton.metadata.wire.request import SamplingParams
+
+CONTEXT = 1024
+CHUNK = 8192  # tokens of prompts that are computed at once
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """What rounds need of a sequence (engine/round.py `Running`)."""
+
+    token_ids: list[int]
+    prompt_len: int
+    pages: list[int]
+    sampling: SamplingState
+    slot: int | None = None
+    num_missed: int = 0
+    salt: str = ""
+    num_accepted: list[int] = field(default_factory=list)
+
+
+def start(engine: Engine, rounds: Rounds, batch: int, num_new: int, seed: int = 0) -> list[Running]:
+    """Sequences of CONTEXT tokens, computed as prompts, each with room for `num_new` more. A chunk is submitted before
+    the one before is read, as rounds are."""
+    generator = torch.Generator().manual_seed(batch + 1000 * seed)
+    sequences: list[Running] = []
+    num_pages = -(-(CONTEXT + num_new + 64) // engine.pool.page_size)
+    under_way: tuple[list[list[int]], list[list[int]], Computed] | None = None
+    for first in range(0, batch, 8):
+        prompts = torch.randint(
+            0, engine.card.vocab_size, (min(8, batch - first), CONTEXT), generator=generator
+        ).tolist()
+        pages = [engine.pool.allocate(num_pages, Owner.REQUEST) for _ in prompts]
+        computed = engine.compute([BatchRow(ids, 0, own) for ids, own in zip(prompts, pages, strict=True)])
+        if under_way is not None:
+            sequences += _admit(engine, rounds, num_new, *under_way)
+        under_way = (prompts, pages, computed)
+    assert under_way is not None, batch
+    return sequences + _admit(engine, rounds, num_new, *under_way)
+
+
+def start_long(engine: Engine, rounds: Rounds, prompt_len: int, num_new: int) -> Running:
+    """One sequence, without a drafter, computed in chunks."""
+    assert engine.drafter is None
+    ids = torch.randint(0, engine.card.vocab_size, (prompt_len,), generator=torch.Generator().manual_seed(1)).tolist()
+    pages = engine.pool.allocate(-(-(prompt_len + num_new + 64) // engine.pool.page_size), Owner.REQUEST)
+    first = (prompt_len - 1) // CHUNK * CHUNK
+    store(engine, ids[:first], pages)
+    computed = engine.compute([BatchRow(ids[first:], first, pages)])
+    return _admit(engine, rounds, num_new, [ids], [pages], computed)[0]
+
+
+def store(engine: Engine, ids: Sequence[int], pages: Sequence[int]) -> None:
+    """The KV of a prompt's first tokens."""
+    for first in range(0, len(ids), CHUNK):
+        engine.compute([BatchRow(ids[first : first + CHUNK], first, pages, 0)])
+
+
+def _admit(
+    engine: Engine, rounds: Rounds, num_new: int, prompts: list[list[int]], pages: list[list[int]], computed: Computed
+) -> list[Running]:
+    draft = _draft(engine, prompts, pages, computed.extend, computed.logits)
+    params = SamplingParams(max_tokens=num_new, temperature=0.0)
+    sequences: list[Running] = []
+    for row, (ids, own, token) in enumerate(zip(prompts, pages, computed.logits.argmax(1).tolist(), strict=True)):
+        state = SamplingState(params, ids, [token], vocab_size=engine.model_config.vocab_size, device=engine.device)
+        sequence = Running([*ids, token], len(ids), own, state)
+        rounds.admit(sequence, len(ids), None if draft is None else draft.row(row))
+        sequences.append(sequence)
+    return sequences
+
+
+def _draft(
+    engine: Engine, prompts: list[list[int]], pages: list[list[int]], extend: torch.Tensor | None, logits: torch.Tensor
+) -> Any:
+    if engine.drafter is None:
+        return None
+    chunks = [PromptChunk(ids, 0, len(ids), own) for ids, own in zip(prompts, pages, strict=True)]
+    tokens = logits.argmax(1).tolist()
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    states = [
+        SamplingState(params, ids, [token], vocab_size=logits.shape[1])
+        for ids, token in zip(prompts, tokens, strict=True)
+    ]
+    with torch.inference_mode():
+        engine.drafter.observe_prompt(chunks, extend)
+        ends = torch.tensor([len(ids) for ids in prompts], device=engine.device).cumsum(0) - 1
+        num_rows = engine.drafter.hidden.num_target_rows
+        tails = []
+        for ids, own, end in zip(prompts, pages, ends.tolist(), strict=True):
+            rows = None if extend is None else extend[end - num_rows : end]
+            tails.append(PromptTail(ids, own, rows))
+        last = None if extend is None else extend[ends]
+        after = torch.tensor(tokens, device=engine.device)
+        return engine.drafter.finish_prompt(tails, after, last, SamplingBatch.of(states, engine.device))
+
+
+def stop(engine: Engine, rounds: Rounds, sequences: Sequence[Running]) -> int:
+    """Ends them. Returns how many tokens were checked: those of the first 32."""
+    num_checked = sum(
+        check(engine, each.token_ids[: each.prompt_len], each.token_ids[each.prompt_len :]) for each in sequences[:32]
+    )
+    for sequence in sequences:
+        rounds.release(sequence)
+        engine.pool.release(sequence.pages)
+    return num_checked
+
+
+def check(engine: Engine, prompt: Sequence[int], output: Sequence[int]) -> int:
+    """Compares with the text that is known, where one is planted. Returns how many tokens were compared."""
+    text = _planted_text(engine.model_dir)
+    if text is None:
+        return 0
+    assert list(output) == text.continuation(prompt, len(output)), "the output is not the planted text"
+    return len(output)
+
+
+@cache
+def _planted_text(model_dir: Path) -> PlantedText | None:
+    config = json.loads((model_dir / "config.json").read_text())
+    return PlantedText(config["vocab_size"]) if config.get("planted") else None
+
+
+def run_rounds(rounds: Rounds, sequences: Sequence[Running], shape: DraftShape, num_rounds: int) -> float:
+    """Seconds a round from when the first was read to when the last was, the host's work included: each is submitted
+    before the one before is read, as a node does it. Before the first there is nothing that the host's work could hide
+    behind: on a node that is busy it has something."""
+    assert num_rounds > 1, num_rounds
+
+    def take(submitted: Submitted) -> None:
+        for sequence, result in zip(sequences, rounds.collect(submitted), strict=True):
+            assert result is not None
+            sequence.token_ids.extend(result.token_ids)
+            sequence.num_accepted.append(result.num_accepted)
+            sequence.sampling.num_generated += len(result.token_ids)
+
+    torch.cuda.synchronize()
+    started = 0.0
+    under_way: Submitted | None = None
+    for _ in range(num_rounds):
+        before, under_way = under_way, rounds.submit(sequences, shape, [shape.num_steps] * len(sequences))
+        if before is not None:
+            take(before)
+            started = started or time.perf_counter()
+    if under_way is not None:
+        take(under_way)
+    return (time.perf_counter() - started) / (num_rounds - 1)

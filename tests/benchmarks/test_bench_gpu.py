@@ -1,0 +1,78 @@
+"""The parts of the benchmark of one GPU run from end to end and compare what they generate: here on a CPU, where their
+figures say nothing, so that none is found broken on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import bench_adaptive
+import bench_gpu
+import bench_sequences
+import pytest
+import torch
+from bench_tables import tables
+from planted import write_planted
+from planted_eagle3 import write_planted_eagle3
+from planted_models import small
+from roofline import Limits
+
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.rounds import Rounds
+
+LIMITS = Limits(1e12, 1e12)
+Part = Callable[[Engine, Rounds], dict[str, Any]]
+PARTS: dict[str, Part] = {
+    "decode": lambda engine, rounds: bench_gpu.decode(engine, rounds, 2, LIMITS),
+    "mixed": lambda engine, rounds: bench_gpu.mixed(engine, rounds, 2, LIMITS),
+    "prefill": lambda engine, _: bench_gpu.prefill(engine, LIMITS, 2, 24),
+    "small-prompts": lambda engine, _: bench_gpu._small_prompt(engine, 16),
+    "turns": lambda engine, _: bench_gpu.turn(engine, 16),
+}
+DRAFTING: dict[str, Part] = {
+    "rounds": lambda _, rounds: bench_gpu.speculate(rounds, 2),
+    "adaptive": lambda engine, rounds: bench_gpu._adaptive(engine, rounds, 2),
+}
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(bench_gpu, "best_s", lambda run, _: run() or 1.0)
+    monkeypatch.setattr(bench_gpu, "NUM_STEPS", 8)
+    monkeypatch.setattr(bench_adaptive, "NUM_NEW", 12)
+    for module in (bench_adaptive, bench_sequences):
+        monkeypatch.setattr(module, "CONTEXT", 48)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("planted")
+    write_planted_eagle3(path / "eagle3", write_planted(path, small()), 0.8)
+    return path
+
+
+def run(part: str, model: Path, **settings: Any) -> dict[str, Any]:
+    config = EngineConfig(
+        model=str(model), device="cpu", threads=1, num_pages=300, context_len=1280, prefix_cache=False, **settings
+    )
+    engine = Engine(config)
+    rounds = Rounds(engine, 2, buckets=(2,))
+    rounds.warm_up()
+    return (PARTS | DRAFTING)[part](engine, rounds)
+
+
+@pytest.mark.parametrize("part", [*PARTS, *DRAFTING])
+def test_a_part_runs_and_its_row_fits_the_tables(part: str, model: Path) -> None:
+    head: dict[str, Any] = {"speculative": "none"}
+    if part in DRAFTING:
+        head = {"speculative": "eagle3", "draft_model": str(model / "eagle3"), "draft_steps": 3}
+    row = run(part, model, **head)
+    if part == "small-prompts":  # compares nothing, and lacks the device's figures
+        return
+    assert row["checked_tokens"] > 0
+    report = {"model": "small", "drafter": "the head" if part in DRAFTING else None, "topk": 1}
+    table = tables({"engine": report | {"num_layers": 4, "hidden_size": 256, part: [row]}})
+    assert ("the head" if part in DRAFTING else "small") in table, table

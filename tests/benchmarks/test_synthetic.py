@@ -1,0 +1,71 @@
+"""Synthetic checkpoints with random weights: real sizes, sane logits, a tokenizer that the router takes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import synthetic
+import torch
+from planted_models import random_prompt, small
+
+from baton.engine.batch import BatchRow
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.model_config import ModelConfig
+from baton.engine.weights import fingerprint, tensor_specs
+from baton.router.text.tokenizer import TextTokenizer
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("llama-3.2-1b", 1.24), ("llama-3.1-8b", 8.03), ("qwen3-8b", 8.19)], ids=str
+)
+def test_sizes_are_those_of_the_original(tmp_path: Path, name: str, billions: float) -> None:
+    config = synthetic.write_config(tmp_path, synthetic.ARCHITECTURES[name])
+    num_parameters = sum(torch.Size(spec.shape).numel() for spec in tensor_specs(config))
+    assert round(num_parameters / 1e9, 2) == billions
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-8b"])
+def test_random_logits_are_neither_certain_nor_arbitrary(tmp_path: Path, name: str, dtype: str) -> None:
+    synthetic.write_random(tmp_path, small(name), seed=3)
+    engine = Engine(EngineConfig(model=str(tmp_path), device="cpu", threads=1, num_pages=64, dtype=dtype))
+    logits = engine.forward([BatchRow(random_prompt(48), 0, [1, 2, 3], num_logits=48)]).float()
+    assert 1 < logits.std() < 6
+    probs = logits.softmax(-1)
+    entropy = -(probs * probs.clamp_min(1e-30).log()).sum(-1)
+    assert 1.0 < entropy.quantile(0.1) < entropy.quantile(0.9) < 6.0, entropy  # ln(1024) is 6.9
+    assert len(set(logits.argmax(-1).tolist())) > 24
+
+
+def test_shards_are_bounded_indexed_and_alike_for_one_seed(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a", "b", "c")]
+    for path, seed, shard_bytes in zip(paths, (3, 3, 4), (1 << 20, 1 << 30, 1 << 20), strict=True):
+        synthetic.write_random(path, small("llama-3.1-8b"), seed=seed, shard_bytes=shard_bytes)
+    a, b, c = (sorted(path.glob("*.safetensors")) for path in paths)
+    assert len(a) > 3
+    assert len(b) == 1
+    assert all(path.stat().st_size < (1 << 20) + (1 << 16) for path in a)
+    assert fingerprint(paths[0]) == fingerprint(paths[1]) != fingerprint(paths[2])
+    assert len(c) == len(a)
+
+
+def test_the_router_reads_the_tokenizer(tmp_path: Path) -> None:
+    synthetic.write_tokenizer(tmp_path, 1024)
+    tokenizer = TextTokenizer((tmp_path / "tokenizer.json").read_bytes())
+    ids = asyncio.run(tokenizer.encode("t5 t1023  t0\nt17", add_special_tokens=True))
+    assert ids == [5, 1023, 0, 17]
+    assert tokenizer.decode(ids) == "t5 t1023 t0 t17"
+    assert tokenizer.inner.get_vocab_size() == 1024
+
+
+def test_the_command_writes_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(synthetic.ARCHITECTURES, "llama-3.2-1b", small("llama-3.2-1b"))
+    synthetic.main(["llama-3.2-1b", str(tmp_path), "--layers", "2", "--dtype", "float16", "--seed", "7"])
+    config = ModelConfig.from_dir(tmp_path)
+    assert (config.num_layers, config.checkpoint_dtype, config.tie_word_embeddings) == (2, "float16", True)
+    assert config.eos_token_ids == ()
+    assert json.loads((tmp_path / "config.json").read_text())["rope_scaling"]["factor"] == 32.0

@@ -1,0 +1,120 @@
+"""Addresses, the rule about keys, and the identity of a host."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from baton.metadata.bus import addresses
+from baton.metadata.bus.addresses import host_identity, parse_address, require_keys
+from baton.metadata.bus.curve import KeyPair
+from baton.metadata.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port", "printed"),
+    [
+        ("tcp://127.0.0.1:5700", "127.0.0.1", 5700, "tcp://127.0.0.1:5700"),
+        ("tcp://127.0.0.1:0", "127.0.0.1", None, "tcp://127.0.0.1:*"),
+        ("tcp://127.0.0.1:*", "127.0.0.1", None, "tcp://127.0.0.1:*"),
+        ("tcp://*:5700", "*", 5700, "tcp://*:5700"),
+        ("tcp://[::1]:65535", "::1", 65535, "tcp://[::1]:65535"),
+        ("tcp://router-0.baton_x.svc:1", "router-0.baton_x.svc", 1, "tcp://router-0.baton_x.svc:1"),
+    ],
+)
+def test_tcp(text: str, host: str, port: int | None, printed: str) -> None:
+    address = parse_address(text)
+    assert (address.scheme, address.host, address.port, str(address)) == ("tcp", host, port, printed)
+
+
+def test_ipc() -> None:
+    address = parse_address("ipc:///run/baton/hub")
+    assert (address.scheme, address.path, str(address)) == ("ipc", "/run/baton/hub", "ipc:///run/baton/hub")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "127.0.0.1:5700",
+        "tcp://127.0.0.1",
+        "tcp://:5700",
+        "tcp://host:port",
+        "tcp://host:-1",
+        "tcp://host:65536",
+        "tcp://::1:5700",
+        "tcp://[fe80]:5700",
+        "tcp://[1:2:3]:5700",
+        "tcp://host:5700/",
+        "tcp://a b:5700",
+        "tcp://host:5700\n",
+        "udp://127.0.0.1:5700",
+        "ipc://",
+        "ipc://" + "x" * 101,
+        "ipc:///a\0b",
+    ],
+)
+def test_malformed_addresses_are_named(text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_address(text)
+    assert repr(text) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["tcp://127.0.0.1:1", "tcp://127.9.9.9:1", "tcp://[::1]:1", "tcp://localhost:1", "tcp://LocalHost:1", "ipc:///x"],
+)
+def test_loopback_needs_no_keys(text: str) -> None:
+    assert parse_address(text).is_loopback
+    require_keys(text, None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tcp://0.0.0.0:1",
+        "tcp://*:1",
+        "tcp://[::]:1",
+        "tcp://10.0.0.1:1",
+        "tcp://128.0.0.1:1",
+        "tcp://127.0.0.1.example.org:1",
+        "tcp://localhost.example.org:1",
+        "tcp://router:1",
+    ],
+)
+def test_everything_else_needs_keys(text: str) -> None:
+    with pytest.raises(ConfigError, match="--keys") as error:
+        require_keys(text, None)
+    assert text in str(error.value)
+    require_keys(text, KeyPair.generate())
+
+
+def test_ipv6_is_used_where_needed() -> None:
+    assert parse_address("tcp://[::1]:1").needs_ipv6
+    assert not parse_address("tcp://127.0.0.1:1").needs_ipv6
+    assert not parse_address("tcp://*:1").needs_ipv6
+    assert not parse_address("tcp://no-such-host.invalid:1").needs_ipv6
+    assert not parse_address("ipc:///x").needs_ipv6
+
+
+def test_processes_of_one_host_agree() -> None:
+    program = "from baton.metadata.bus.addresses import host_identity; print(host_identity())"
+    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+    assert other == host_identity()
+    assert len(other) == 32
+
+
+def test_another_user_is_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = host_identity()
+    monkeypatch.setattr(addresses.os, "geteuid", lambda: 12345)
+    assert host_identity() != mine
+
+
+def test_where_the_kernel_does_not_tell_nobody_is_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> object:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(addresses.Path, "readlink", fail)
+    assert host_identity() != host_identity()

@@ -1,0 +1,239 @@
+"""Beats over sockets while the main thread is busy, and the router's verdicts with a clock in hand."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from baton.metadata.bus.hub import Hub
+from baton.metadata.bus.link import Link
+from baton.metadata.bus.liveness import PEER_SILENCE_S, Change, HeartbeatThread, PeerLiveness
+from baton.metadata.wire.messages import Cancelled, Heartbeat, ToRouter
+from baton.metadata.wire.node_info import Load, NodeStats
+
+LOAD = Load(free_pages=7, running=1, waiting=0)
+
+
+class BeatRouter(threading.Thread):
+    """A hub in a thread with a loop of its own, because the test keeps the main thread busy."""
+
+    def __init__(self, address: str = "tcp://127.0.0.1:0") -> None:
+        super().__init__(daemon=True)
+        self._address = address
+        self.beats: list[tuple[float, bytes, ToRouter]] = []
+        self.lost: list[bytes] = []
+        self.is_ready = threading.Event()
+        self.start()
+        assert self.is_ready.wait(5)
+
+    def run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop, self._is_over = asyncio.get_running_loop(), asyncio.Event()
+        self.hub = Hub(self._address, "e", None, self._take, self.lost.append)
+        self.hub.start()
+        self.is_ready.set()
+        await self._is_over.wait()
+        self.hub.close()
+
+    def _take(self, peer: bytes, message: ToRouter) -> None:
+        self.beats.append((time.monotonic(), peer, message))
+
+    def close(self) -> None:
+        if self.is_alive():
+            self._loop.call_soon_threadsafe(self._is_over.set)
+            self.join()
+
+    def wait_for(self, count: int) -> None:
+        end = time.monotonic() + 5
+        while len(self.beats) < count:
+            assert time.monotonic() < end, "timed out"
+            time.sleep(0.005)
+
+
+@pytest.fixture
+def router() -> Iterator[BeatRouter]:
+    router = BeatRouter()
+    yield router
+    router.close()
+
+
+@pytest.fixture
+def pulse(router: BeatRouter) -> Iterator[HeartbeatThread]:
+    pulse = HeartbeatThread(router.hub.address, "node", "1", None, load=LOAD)
+    yield pulse
+    pulse.close()
+
+
+def test_beats_go_on_while_the_main_thread_is_busy(router: BeatRouter, pulse: HeartbeatThread) -> None:
+    pulse.start()
+    pulse.enter("step", 0.5)
+    router.wait_for(1)
+    start, count = time.monotonic(), 0
+    while time.monotonic() - start < 2.0:  # pure Python, never waiting
+        count += 1
+    during = [(at, beat) for at, _, beat in router.beats if start <= at <= start + 2.0]
+    assert len(during) >= 7  # of 10
+    assert max(b - a for (a, _), (b, _) in itertools.pairwise(during)) < PEER_SILENCE_S / 2
+    last = during[-1][1]
+    assert isinstance(last, Heartbeat)
+    assert (last.step, last.phase, last.phase_limit_s) == (1, "step", 0.5)
+    assert 1.4 < last.phase_age_s < 2.2
+
+
+def test_beats_come_under_the_nodes_own_id_with_its_figures(router: BeatRouter, pulse: HeartbeatThread) -> None:
+    pulse.start()
+    router.wait_for(1)
+    peer, first = router.beats[0][1:]
+    assert isinstance(first, Heartbeat)
+    assert (peer, first.step, first.phase, first.load) == (b"node:1", 0, "starting", LOAD)
+    pulse.enter("prefill", 1.0)
+    pulse.enter("idle", 2.0)
+    pulse.report(Load(free_pages=3, running=2, waiting=1), NodeStats(steps=9))
+    router.wait_for(len(router.beats) + 2)
+    beat = router.beats[-1][2]
+    assert isinstance(beat, Heartbeat)
+    assert (beat.step, beat.phase, beat.load.free_pages, beat.stats.steps) == (2, "idle", 3, 9)
+
+
+def test_a_lost_heartbeat_socket_is_no_lost_node(router: BeatRouter, pulse: HeartbeatThread) -> None:
+    link = Link(router.hub.address, "node", "1", None)
+    link.send(Cancelled(rid="r", attempt=0))
+    pulse.start()
+    router.wait_for(2)
+    pulse.close()
+    pulse.close()
+    time.sleep(0.2)
+    assert router.lost == []
+    link.close()
+    time.sleep(0.2)
+    assert router.lost == [b"node:1"]
+
+
+def test_only_beats_are_taken_from_a_heartbeat_socket(router: BeatRouter) -> None:
+    link = Link(router.hub.address, "node:1", "beat", None)
+    link.send(Cancelled(rid="r", attempt=0))
+    end = time.monotonic() + 5
+    while router.hub.dropped_frames == 0 and time.monotonic() < end:
+        time.sleep(0.005)
+    assert router.hub.dropped_frames == 1
+    assert router.beats == []
+    link.close()
+
+
+def test_a_pulse_without_router_keeps_no_old_beats(router: BeatRouter) -> None:
+    address = router.hub.address
+    router.close()
+    pulse = HeartbeatThread(address, "node", "1", None, load=LOAD, interval_s=0.01)
+    pulse.start()
+    time.sleep(0.1)
+    pulse.enter("step", 1.0)
+    time.sleep(0.1)
+    later = BeatRouter(address)
+    later.wait_for(3)
+    pulse.close()
+    later.close()
+    phases = {beat.phase for _, _, beat in later.beats if isinstance(beat, Heartbeat)}
+    assert phases == {"step"}
+
+
+def test_enter_is_cheap(router: BeatRouter, pulse: HeartbeatThread) -> None:
+    begun = time.perf_counter()
+    for _ in range(10_000):
+        pulse.enter("step", 1.0)
+    assert (time.perf_counter() - begun) / 10_000 < 50e-6
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def beat(age_s: float = 0.0, limit_s: float = 1.0) -> Heartbeat:
+    return Heartbeat(5, "step", age_s, limit_s, LOAD, NodeStats())
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def peers(clock: Clock) -> PeerLiveness[str]:
+    peers = PeerLiveness[str](clock)
+    peers.add("n")
+    return peers
+
+
+def pass_time(clock: Clock, peers: PeerLiveness[str], seconds: float) -> list[Change[str]]:
+    changes: list[Change[str]] = []
+    for _ in range(round(seconds / 0.1)):
+        clock.now += 0.1
+        changes += peers.check()
+    return changes
+
+
+def test_silence_is_death_once(clock: Clock, peers: PeerLiveness[str]) -> None:
+    assert pass_time(clock, peers, 1.4) == []
+    assert peers.hear("n", beat()) is None
+    assert pass_time(clock, peers, 1.4) == []
+    assert peers.state("n") == "alive"
+    (change,) = pass_time(clock, peers, 3.0)
+    assert (change.peer, change.state) == ("n", "dead")
+    assert change.reason in ("silent for 1.5 s", "silent for 1.6 s")
+    assert peers.state("n") == "dead"
+
+
+def test_a_beat_brings_the_dead_back(clock: Clock, peers: PeerLiveness[str]) -> None:
+    pass_time(clock, peers, 3.0)
+    change = peers.hear("n", beat())
+    assert change is not None
+    assert change.state == "alive"
+
+
+@pytest.mark.parametrize("age_s", [1.01, float("nan"), float("inf")])
+def test_a_phase_over_its_limit_is_stuck(peers: PeerLiveness[str], age_s: float) -> None:
+    assert peers.hear("n", beat(1.0, 1.0)) is None
+    change = peers.hear("n", beat(age_s, 1.0))
+    assert change is not None
+    assert change.state == "stuck"
+    assert "in 'step' for" in change.reason
+    assert "limit of 1 s" in change.reason
+    assert peers.hear("n", beat(age_s + 1, 1.0)) is None
+    recovered = peers.hear("n", beat(0.0))
+    assert recovered is not None
+    assert recovered.state == "alive"
+
+
+def test_a_stuck_node_that_falls_silent_is_dead(clock: Clock, peers: PeerLiveness[str]) -> None:
+    peers.hear("n", beat(2.0, 1.0))
+    (change,) = pass_time(clock, peers, 2.0)
+    assert change.state == "dead"
+
+
+def test_a_router_that_was_held_up_blames_nobody(clock: Clock, peers: PeerLiveness[str]) -> None:
+    pass_time(clock, peers, 1.0)
+    clock.now += 10.0
+    assert peers.check() == []
+    assert [change.state for change in pass_time(clock, peers, 2.0)] == ["dead"]
+
+
+def test_peers_not_watched_are_ignored(clock: Clock, peers: PeerLiveness[str]) -> None:
+    assert peers.hear("stranger", beat()) is None
+    assert peers.state("stranger") is None
+    peers.hear("n", beat())
+    last: Any = peers.beat("n")
+    assert last.step == 5
+    peers.remove("n")
+    peers.remove("n")
+    assert pass_time(clock, peers, 3.0) == []
+    assert peers.beat("n") is None

@@ -1,0 +1,72 @@
+"""A node's place in the cluster: in which protocol all that it says to the router is written."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, ClassVar
+
+import pytest
+
+from baton.metadata.bus.hub import Hub
+from baton.metadata.bus.membership import Membership
+from baton.metadata.wire.messages import PROTOCOL_MAX, PROTOCOL_MIN, Hello, HelloAgain, Leaving, ToRouter, Welcome
+from baton.metadata.wire.protocol import Message
+
+
+class Newest(Message, frozen=True, tag="newest"):
+    since: ClassVar[int] = PROTOCOL_MAX
+
+
+@pytest.fixture
+def hello(sample: Any) -> Hello:
+    return sample(Hello, node_id="n", epoch="1", protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, protocol=0)
+
+
+class Router:
+    """A hub that answers Hello as the registry does, in the protocol that it is told to agree on."""
+
+    def __init__(self, protocol: int) -> None:
+        self.protocol = protocol
+        self.got: list[ToRouter] = []
+        self.hub = Hub("tcp://127.0.0.1:*", "e0", None, self._take, lambda _: None)
+        self.hub.start()
+
+    def _take(self, peer: bytes, message: ToRouter) -> None:
+        self.got.append(message)
+        if isinstance(message, Hello):
+            if self.protocol >= 6 and message.protocol < self.protocol:
+                self.hub.send(peer, HelloAgain(router_epoch="e0", protocol=self.protocol), self.protocol)
+            else:
+                self.hub.send(peer, Welcome(router_epoch="e0", protocol=self.protocol, need_tokenizer=False))
+
+
+@pytest.mark.parametrize("protocol", [5, PROTOCOL_MAX])
+async def test_everything_is_said_in_the_protocol_that_was_agreed_on(hello: Hello, protocol: int) -> None:
+    router = Router(protocol)
+    membership = Membership(hello, router.hub.address, lambda: None, None, 1.0)  # type: ignore[arg-type,return-value]
+    try:
+        membership.start()
+        async with asyncio.timeout(10):
+            while not membership._session.is_joined:
+                assert membership.receive() == []
+                await asyncio.sleep(0.005)
+        assert membership._session.protocol == membership._pulse._protocol == protocol
+        hellos = [message.protocol for message in router.got if isinstance(message, Hello)]
+        assert hellos == ([0] if protocol == 5 else [0, protocol])
+        membership._session._heard_at -= 60  # the router falls silent: the next may be older
+        membership.receive()
+        assert membership._pulse._protocol == PROTOCOL_MIN
+    finally:
+        membership.close()
+        router.hub.close()
+
+
+def test_what_the_next_router_may_not_know_is_not_said_to_it(hello: Hello) -> None:
+    membership = Membership(hello, "tcp://127.0.0.1:1", lambda: None, None, 1.0)  # type: ignore[arg-type,return-value]
+    try:
+        membership.send(Newest())  # type: ignore[arg-type]
+        assert membership._link.sent == 0
+        membership.send(Leaving(done=False))
+        assert membership._link.sent == 1
+    finally:
+        membership.close()

@@ -1,0 +1,117 @@
+"""Metadata rows round-trip through bytes, column for column, and refuse what the schema does not declare."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from baton.metadata.errors import ProtocolError
+from baton.metadata.handoff.buffers import MetadataBuffers, Sampled
+from baton.metadata.handoff.hidden_layout import HiddenLayout
+from baton.metadata.handoff.schema import make_schema, row_bytes
+from baton.metadata.wire.node_info import PoolLayout
+from baton.metadata.wire.request import MAX_TOP_LOGPROBS, TokenLogprobs
+
+POOL = PoolLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="bfloat16")
+PLAIN = make_schema(POOL, None, 4)
+HIDDEN = HiddenLayout(
+    algorithm="eagle",
+    target_hidden_size=16,
+    draft_hidden_size=12,
+    draft_dtype="bfloat16",
+    target_dtype="bfloat16",
+    draft_hc_mult=4,
+)
+EAGLE = make_schema(POOL, POOL, 4, "eagle", HIDDEN, draft_topk=3, ranks_trees=True)
+
+
+def test_absent_fields_take_no_bytes_and_have_no_name():
+    plain, eagle = MetadataBuffers(PLAIN), MetadataBuffers(EAGLE)
+    assert "recurrent_hidden" not in plain and "recurrent_hidden" in eagle
+    assert len(plain.pack()) == row_bytes(PLAIN) == 4 * (3 + 21 + 20)
+    assert len(eagle.pack()) - len(plain.pack()) == 3 * 4 + 3 * 4 + 12 * 4 * 2
+    for call in (plain.get, plain.tensor, lambda name: plain.set(name, torch.zeros(12))):
+        with pytest.raises(KeyError):
+            call("recurrent_hidden")
+
+
+def test_every_column_of_every_row_survives_and_no_other_row_changes():
+    source, sink = MetadataBuffers(EAGLE, num_rows=3), MetadataBuffers(EAGLE, num_rows=4)
+    generator = torch.Generator().manual_seed(0)
+    for field in EAGLE.row:
+        tensor = source.tensor(field.name)
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 100)
+    canary = source.tensor("recurrent_hidden")
+    canary[2, -1] = 0.12345  # the last column of the last row
+    before = {field.name: sink.tensor(field.name).clone() for field in EAGLE.row}
+    sink.unpack(source.pack(2), row=1)
+    for field in EAGLE.row:
+        assert torch.equal(sink.get(field.name, 1), source.get(field.name, 2)), field.name
+        for row in (0, 2, 3):
+            assert torch.equal(sink.get(field.name, row), before[field.name][row])
+    assert sink.get("recurrent_hidden", 1)[-1] == torch.tensor(0.12345, dtype=torch.bfloat16)
+    assert sink.get("recurrent_hidden", 1).shape == (48,)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.zeros(47, dtype=torch.bfloat16),
+        torch.zeros(1, dtype=torch.bfloat16),  # would broadcast
+        torch.zeros(48, dtype=torch.float32),  # would be cast
+        torch.zeros(1, 48, dtype=torch.bfloat16),
+        [0.0] * 47,
+    ],
+    ids=["narrow", "broadcast", "dtype", "rank", "list"],
+)
+def test_unlike_widths_and_dtypes_raise(values):
+    with pytest.raises(ValueError, match="recurrent_hidden"):
+        MetadataBuffers(EAGLE).set("recurrent_hidden", values)
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_row_of_another_length_is_refused(change):
+    data = MetadataBuffers(EAGLE).pack()
+    with pytest.raises(ProtocolError, match="bytes"):
+        MetadataBuffers(EAGLE).unpack(data[:-1] if change < 0 else data + b"\0")
+
+
+@pytest.mark.parametrize("num_top", [None, 0, 2, MAX_TOP_LOGPROBS])
+def test_sampled_fields_round_trip(num_top):
+    logprobs = None
+    if num_top is not None:
+        logprobs = TokenLogprobs(-0.5, tuple(range(num_top)), tuple(-float(i) for i in range(num_top)))
+    sampled = Sampled(first_token=31999, num_cached=48, logprobs=logprobs)
+    source, sink = MetadataBuffers(PLAIN), MetadataBuffers(PLAIN)
+    source.set_sampled(Sampled(1, 1, TokenLogprobs(-9.0, tuple(range(20)), (-9.0,) * 20)))  # leaves nothing behind
+    source.set_sampled(sampled)
+    sink.unpack(source.pack())
+    assert sink.get_sampled(32000) == sampled
+
+
+def test_a_row_with_impossible_counts_is_refused():
+    rows = MetadataBuffers(PLAIN)
+    rows.set("num_logprobs", [22])
+    with pytest.raises(ProtocolError, match="num_logprobs 22"):
+        rows.get_sampled(32000)
+
+
+@pytest.mark.parametrize("token", [-1, 32000, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("field", ["first_token", "top_ids", "topk_index"])
+def test_a_row_that_names_no_token_is_refused(field, token):
+    """An embedding would raise, in the middle of everybody's round."""
+    rows = MetadataBuffers(EAGLE)
+    rows.set(field, [0] * (rows.get(field).numel() - 1) + [31999])
+    rows.get_sampled(32000)
+    rows.set(field, [0] * (rows.get(field).numel() - 1) + [token])
+    with pytest.raises(ProtocolError, match=f"whose {field} has"):
+        rows.get_sampled(32000)
+
+
+def test_clear_zeroes_one_row():
+    rows = MetadataBuffers(EAGLE, num_rows=2)
+    for field in EAGLE.row:
+        rows.tensor(field.name).fill_(1)
+    rows.clear(1)
+    assert all(torch.all(rows.get(field.name, 0) == 1) for field in EAGLE.row)
+    assert not any(torch.any(rows.get(field.name, 1)) for field in EAGLE.row)

@@ -1,0 +1,153 @@
+"""One width function per phase, checked against the table of DESIGN section 4."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from baton.metadata.errors import ConfigError
+from baton.metadata.handoff.hidden_layout import HiddenLayout, assign, spec_hidden_size
+
+
+def layout(algorithm: str, **more) -> HiddenLayout:
+    return HiddenLayout(
+        algorithm=algorithm, target_hidden_size=64, draft_hidden_size=32, target_dtype="bfloat16", num_aux=3, **more
+    )
+
+
+@pytest.mark.parametrize(
+    ("hc_mult", "width"),
+    [(None, 64), (0, 64), (1, 64), (2, 128), (4, 256)],
+    ids=["absent", "zero", "one", "two", "four"],
+)
+def test_streams_widen_only_above_one(hc_mult, width):
+    assert spec_hidden_size(64, hc_mult) == width
+    assert layout("eagle", hc_mult=hc_mult).spec("extend") == (width, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "extend", "recurrent"),
+    [
+        ("none", None, None),
+        ("ngram", None, None),
+        ("standalone", None, None),
+        ("eagle", (64, "bfloat16"), (32, "float32")),
+        ("eagle3", (192, "bfloat16"), (32, "float32")),
+        ("mtp", (64, "bfloat16"), None),
+        ("frozen_kv_mtp", (64, "bfloat16"), (64, "bfloat16")),
+    ],
+)
+def test_widths_by_algorithm(algorithm, extend, recurrent):
+    assert layout(algorithm).spec("extend") == extend
+    assert layout(algorithm).spec("recurrent") == recurrent
+
+
+def test_auxiliary_rows_are_collapsed_and_a_family_may_hand_over_the_collapsed_state():
+    assert layout("eagle3", hc_mult=4).spec("extend") == (192, "bfloat16")
+    assert layout("mtp", hc_mult=4, hands_over_collapsed=True).spec("extend") == (64, "bfloat16")
+
+
+def test_chained_mtp_passes_the_drafts_own_state_on():
+    chained = layout("mtp", num_mtp_layers=3, is_chained=True)
+    assert chained.spec("recurrent") == (32, "float32") and chained.num_target_rows == 2
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 5])
+def test_idle_and_live_inputs_have_the_same_width(num_rows):
+    tensor = layout("eagle3").allocate("extend", num_rows)
+    assert tensor is not None and tensor.shape == (num_rows, 192) and tensor.dtype == torch.bfloat16
+    assert layout("standalone").allocate("recurrent", num_rows) is None
+
+
+@pytest.mark.parametrize("num_rows", [0, 4])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((32,), torch.bfloat16), ((16,), torch.float32), ((32, 1), torch.float32), ((), torch.float32)],
+    ids=["dtype", "width", "too many dimensions", "too few dimensions"],
+)
+def test_rows_of_another_width_or_dtype_are_refused_also_when_there_are_none(num_rows, shape, dtype):
+    eagle = layout("eagle")
+    eagle.check("recurrent", torch.zeros(num_rows, 32))
+    with pytest.raises(ValueError, match=r"recurrent state of eagle is \[num_rows, 32\] float32, not \(\d") as raised:
+        eagle.check("recurrent", torch.zeros(num_rows, *shape, dtype=dtype))
+    assert str(raised.value).endswith(f"not {(num_rows, *shape)} {dtype}")
+
+
+def test_each_phase_checks_its_own_rows():
+    eagle = layout("eagle")
+    eagle.check("extend", torch.zeros(2, 64, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="extend state of eagle"):
+        eagle.check("extend", torch.zeros(2, 32))
+
+
+@pytest.mark.parametrize("phase", ["extend", "recurrent"])
+def test_rows_of_a_phase_without_state_are_refused(phase):
+    with pytest.raises(ValueError, match=f"{phase} state of standalone is none, not"):
+        layout("standalone").check(phase, torch.zeros(0, 32))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((4, 16), torch.float32), ((1, 32), torch.float32), ((4, 32), torch.bfloat16)]
+)
+def test_copies_between_unlike_shapes_and_dtypes_raise(shape, dtype):
+    with pytest.raises(ValueError, match="does not fit"):
+        assign(torch.zeros(4, 32), torch.ones(shape, dtype=dtype))
+
+
+def test_equal_shapes_copy():
+    dst = torch.zeros(4, 32)
+    assign(dst, torch.ones(4, 32))
+    assert torch.all(dst == 1)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        (
+            {"algorithm": "eagle3", "draft_hidden_size": 8},
+            "eagle3 needs auxiliary target rows, num_aux is 0",
+        ),
+        ({"algorithm": "eagle"}, "eagle needs the draft's hidden size, it is 0"),
+        ({"algorithm": "eagle3", "num_aux": 1}, "eagle3 needs the draft's hidden size, it is 0"),
+    ],
+    ids=["no aux", "no draft", "no draft of eagle3"],
+)
+def test_missing_numbers_are_refused(numbers, words):
+    with pytest.raises(ConfigError) as raised:
+        HiddenLayout(target_hidden_size=64, **numbers)
+    assert str(raised.value) == words
+
+
+def test_the_least_numbers_are_taken():
+    least = HiddenLayout(algorithm="eagle3", target_hidden_size=64, draft_hidden_size=1, num_aux=1)
+    assert (least.spec("extend"), least.spec("recurrent")) == ((64, "float32"), (1, "float32"))
+    for algorithm in ("standalone", "mtp", "frozen_kv_mtp", "none"):
+        assert HiddenLayout(algorithm=algorithm, target_hidden_size=64).num_target_rows == 0
+
+
+@pytest.mark.parametrize("algorithm", ["eagle", "eagle3"])
+def test_the_drafts_own_streams_widen_what_it_passes_on(algorithm):
+    assert layout(algorithm, draft_hc_mult=4).spec("recurrent") == (128, "float32")
+    assert layout(algorithm, hc_mult=4).spec("recurrent") == (32, "float32")
+    assert layout("mtp", is_chained=True, draft_hc_mult=2).spec("recurrent") == (64, "float32")
+
+
+def test_only_mtp_has_target_rows():
+    assert [layout("mtp", num_mtp_layers=num).num_target_rows for num in (1, 2, 3)] == [0, 1, 2]
+    assert layout("eagle", num_mtp_layers=3).num_target_rows == 0
+
+
+def test_rows_are_allocated_as_zeros_where_they_are_asked_for():
+    rows = layout("eagle").allocate("recurrent", 3)
+    assert rows is not None and rows.device.type == "cpu" and not rows.any()
+    there = layout("eagle").allocate("extend", 2, "meta")
+    assert there is not None and there.device.type == "meta" and there.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dst_shape", [(4, 32), (2, 3)])
+def test_a_refused_copy_names_both_sides(dst_shape):
+    with pytest.raises(ValueError, match="does not fit") as raised:
+        assign(torch.zeros(*dst_shape), torch.ones(4, 16, dtype=torch.float64))
+    assert str(raised.value) == (
+        f"hidden state of (4, 16) torch.float64 does not fit a buffer of {dst_shape} torch.float32"
+    )

@@ -1,0 +1,163 @@
+"""A message of a data link that is lost or damaged while the connection stands costs time, never the transfer's end.
+
+Both nodes run here, over sockets in memory and one clock of the test's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from handoff_nodes import SCHEMA, make_client, make_row, make_server, named, peer_of, same_pages, unit
+from wire import Wire
+
+from baton.metadata.handoff.client import ANSWER_S, Arrived, Revoked, TransferFailed
+from baton.metadata.handoff.tickets import TicketEnded
+from baton.metadata.handoff.transports import zmq as zmq_transport
+from baton.metadata.wire.frames import decode_frame
+from baton.metadata.wire.messages import LinkHello, LinkWelcome, Pages, encode, to_decode_decoder, to_prefill_decoder
+
+TURN_S = 0.05
+Change = Callable[[list[bytes]], list[list[bytes]]]
+
+
+def lose(frames: list[bytes]) -> list[list[bytes]]:
+    return []
+
+
+def double(frames: list[bytes]) -> list[list[bytes]]:
+    return [frames, frames]
+
+
+def cut_short(frames: list[bytes]) -> list[list[bytes]]:
+    """The raw frame, where there is one: nothing seals it."""
+    return [[*frames[:-1], frames[-1][:-7]]]
+
+
+class Nodes:
+    """A prefill and a decode node that met, or are about to. `change` is done to the next message of a type."""
+
+    def __init__(self) -> None:
+        self.wire: Any = Wire()
+        self.now = 100.0
+        common: dict[str, Any] = {"context": self.wire, "clock": lambda: self.now}
+        self.server, self.source = make_server(**common)
+        self.client, self.target = make_client(**common, transports=("zmq",))
+        self.events: list[Any] = []
+        self.changes: dict[type, Change] = {}
+        self.wire.tamper = self._tamper
+
+    def change(self, kind: type, change: Change) -> None:
+        self.changes[kind] = change
+
+    def start(self, rid: str, page: int, num_pages: int = 1) -> None:
+        """A ticket that is claimed and offered whole."""
+        pages = list(range(page, page + num_pages))
+        self.server.open(unit(rid), num_pages, "d1" * 8)
+        self.server.offer(unit(rid), list(range(num_pages)), pages, [1] * num_pages)
+        self.server.finish(unit(rid), make_row(SCHEMA))
+        self.client.claim(unit(rid), peer_of(self.server), 0, pages)
+
+    def turn(self) -> None:
+        self.now += TURN_S
+        self.events += self.client.poll()
+        self.events += self.server.poll()
+        for link in self.client._links.values():
+            inbox = link.socket.inbox  # type: ignore[attr-defined]
+            arrived, come = list(inbox), list[Any]()
+            inbox.clear()
+            for frames in arrived:
+                come += self._changed(frames, to_decode_decoder)
+            inbox.extend(come)
+
+    def until(self, condition: Callable[[], Any], within_s: float) -> float:
+        """The seconds that it takes."""
+        begun = self.now
+        while not condition():
+            self.turn()
+            assert self.now - begun <= within_s, self.events
+        return self.now - begun
+
+    def arrived(self) -> set[str]:
+        assert not named(self.events, TransferFailed), self.events
+        return {event.unit.rid for event in named(self.events, Arrived)}
+
+    def _tamper(self, _holder: bytes, frames: list[bytes]) -> list[list[bytes]]:
+        return self._changed(frames, to_prefill_decoder)
+
+    def _changed(self, frames: list[bytes], decoder: Any) -> list[list[bytes]]:
+        kind = type(decode_frame(decoder, frames[0]))
+        return self.changes.pop(kind)(frames) if kind in self.changes else [frames]
+
+    def close(self) -> None:
+        for node in (self.client, self.server, *self.source, *self.target):
+            node.close()
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    monkeypatch.setattr(zmq_transport, "MESSAGE_BYTES", 1)  # a page is a message
+    nodes = Nodes()
+    nodes.start("before", 20)
+    nodes.until(lambda: nodes.arrived() == {"before"}, 1.0)
+    yield nodes
+    nodes.close()
+
+
+@pytest.mark.parametrize("change", [lose, cut_short])
+def test_pages_that_a_busy_link_has_lost_are_asked_for_again(nodes: Nodes, change: Change) -> None:
+    """Answers come in the order of their questions: one that was passed over will not come."""
+    nodes.change(Pages, change)
+    nodes.start("r", 5, num_pages=3)
+    took_s = nodes.until(lambda: nodes.arrived() >= {"r"}, 1.0)
+    assert took_s < 1.0 and same_pages(nodes.target, [5, 6, 7], nodes.source, [5, 6, 7])
+
+
+@pytest.mark.parametrize("change", [lose, cut_short])
+def test_who_talks_of_other_things_still_owes_the_pages(nodes: Nodes, change: Change) -> None:
+    """Other units are claimed and revoked all the time; the pages of this one do not come."""
+    nodes.change(Pages, change)
+    nodes.start("r", 5)
+    begun, number = nodes.now, 0
+    while not named(nodes.events, TransferFailed):
+        number += 1
+        nodes.server.open(unit(f"u{number}"), 1, "d1" * 8)
+        nodes.client.claim(unit(f"u{number}"), peer_of(nodes.server), 0, [40])
+        nodes.turn()
+        nodes.server.revoke(unit(f"u{number}"), True)
+        nodes.turn()
+        assert nodes.now - begun < ANSWER_S + 1.0, "the unit waits for ever"
+    assert len(named(nodes.events, Revoked)) > 20
+    (failed, *_) = named(nodes.events, TransferFailed)
+    assert failed.unit == unit("r") and "not answered for 5 s" in failed.reason and not failed.is_refused
+
+
+@pytest.mark.parametrize("kind", [LinkHello, LinkWelcome])
+def test_a_hello_without_an_answer_is_said_again(kind: type) -> None:
+    nodes = Nodes()
+    nodes.change(kind, lose)
+    nodes.start("r", 5)
+    assert nodes.until(lambda: nodes.arrived() == {"r"}, 2.0) > 0.5
+    nodes.close()
+
+
+@pytest.mark.parametrize("kind", [LinkHello, LinkWelcome])
+def test_a_hello_or_a_welcome_twice_does_what_it_does_once(kind: type) -> None:
+    nodes = Nodes()
+    nodes.change(kind, double)
+    nodes.start("r", 5)
+    nodes.until(lambda: nodes.arrived() == {"r"}, 1.0)
+    nodes.until(lambda: named(nodes.events, TicketEnded), 1.0)
+    assert nodes.client.dropped.count == nodes.server.dropped.count == 0
+    assert nodes.client.dropped.num_stale == 1
+    nodes.close()
+
+
+def test_another_welcome_still_ends_the_link(nodes: Nodes) -> None:
+    (holder,) = nodes.server.socket.peers  # type: ignore[attr-defined]
+    welcome = LinkWelcome(node_id="p0", epoch=nodes.server.epoch, transport="zmq", lease_s=9.0, num_pages=32)
+    nodes.start("r", 5)
+    nodes.server.socket.send_multipart([holder, encode(welcome)])
+    nodes.until(lambda: named(nodes.events, TransferFailed), 1.0)
+    assert "out of turn" in named(nodes.events, TransferFailed)[0].reason

@@ -1,0 +1,326 @@
+"""The schema of the joint configuration, its sizes, and the words in which two of them differ."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from baton.metadata.errors import ConfigError
+from baton.metadata.handoff.hidden_layout import HiddenLayout
+from baton.metadata.handoff.schema import (
+    ALGORITHMS,
+    CPU_CHECKSUM,
+    FIRST_TOKEN,
+    GPU_CHECKSUM,
+    ROW_KINDS,
+    block_bytes,
+    blocks_per_page,
+    describe,
+    differences,
+    digest,
+    field_bytes,
+    handoff_bytes,
+    make_schema,
+    on_gpu,
+    page_bytes,
+    page_layer_bytes,
+    pool_page_bytes,
+    pools,
+    row_bytes,
+)
+from baton.metadata.wire.node_info import MAX_FROZEN_LAYERS, HandoffSchema, PoolLayout, RowField
+from baton.metadata.wire.request import MAX_TOP_LOGPROBS
+
+TARGET = PoolLayout(num_layers=8, num_kv_heads=4, head_dim=32, dtype="float32")
+DRAFT = PoolLayout(num_layers=1, num_kv_heads=2, head_dim=16, dtype="bfloat16")
+
+
+def hidden(algorithm: str, **more) -> HiddenLayout:
+    return HiddenLayout(algorithm=algorithm, target_hidden_size=64, draft_hidden_size=32, num_aux=3, **more)
+
+
+def names(schema) -> list[str]:
+    return [field.name for field in schema.row]
+
+
+PLAIN_FIELDS = ["first_token", "num_cached", "num_logprobs", "logprobs", "top_ids"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "draft", "more", "extra_fields", "lookahead"),
+    [
+        ("none", None, {}, [], 0),
+        ("ngram", None, {}, [], 0),
+        ("standalone", DRAFT, {"draft_topk": 1}, ["topk_index"], 0),
+        ("eagle", DRAFT, {"draft_topk": 4, "ranks_trees": True}, ["topk_index", "topk_score", "recurrent_hidden"], 1),
+        ("eagle", DRAFT, {}, ["recurrent_hidden"], 1),
+        ("eagle3", DRAFT, {"draft_topk": 4}, ["topk_index", "recurrent_hidden"], 1),
+        ("frozen_kv_mtp", None, {"frozen_layers": (0, 7)}, ["recurrent_hidden"], 0),
+    ],
+)
+def test_fields_by_algorithm(algorithm, draft, more, extra_fields, lookahead):
+    schema = make_schema(TARGET, draft, 16, algorithm, hidden(algorithm), **more)
+    assert names(schema) == PLAIN_FIELDS + extra_fields
+    assert schema.key_lookahead == lookahead
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_mtp_hands_over_n_minus_one_target_rows_and_looks_n_tokens_ahead(num_layers):
+    layout = hidden("mtp", num_mtp_layers=num_layers, is_chained=True)
+    schema = make_schema(TARGET, DRAFT, 16, "mtp", layout, draft_topk=2, draft_rows=num_layers)
+    widths = {field.name: field.width for field in schema.row}
+    assert ("recurrent_hidden" in widths) == (num_layers == 1)  # several layers chain within a row
+    assert widths.get("target_rows") == (None if num_layers == 1 else 2 * 64)
+    assert widths["topk_index"] == 2 * num_layers
+    assert schema.key_lookahead == num_layers
+
+
+def test_sizes():
+    plain, both = make_schema(TARGET, None, 16), make_schema(TARGET, DRAFT, 16, "standalone")
+    assert page_layer_bytes(TARGET, 16) == 2 * 4 * 16 * 32 * 4
+    assert page_bytes(plain) == 8 * 16384
+    assert page_bytes(both) == 8 * 16384 + 2 * 2 * 16 * 16 * 2
+    assert (blocks_per_page(plain), blocks_per_page(both)) == (8 * 2 * 4, 8 * 2 * 4 + 2 * 2)
+    assert blocks_per_page(make_schema(TARGET, None, 16, checksums=False)) == 0
+    assert row_bytes(plain) == sum(4 * field.width for field in plain.row)
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("float32", 4), ("bfloat16", 2), ("float16", 2), ("int32", 4)])
+def test_a_field_takes_the_bytes_of_its_numbers(dtype, num_bytes):
+    field = FIRST_TOKEN.field(dtype, 7)
+    assert field == RowField(name="first_token", dtype=dtype, width=7)
+    assert field_bytes(field) == 7 * num_bytes
+
+
+def test_a_block_is_one_head_of_a_page():
+    assert block_bytes(TARGET, 16) == 16 * 32 * 4 and block_bytes(DRAFT, 4) == 4 * 16 * 2
+    assert pool_page_bytes(TARGET, 16) == 8 * 2 * 4 * block_bytes(TARGET, 16)
+    assert pool_page_bytes(DRAFT, 4) == 1 * 2 * 2 * block_bytes(DRAFT, 4)
+
+
+def test_pools_are_the_target_and_then_the_draft():
+    assert pools(make_schema(TARGET)) == (TARGET,)
+    assert pools(make_schema(TARGET, DRAFT, 16, "standalone")) == (TARGET, DRAFT)
+
+
+def test_a_schema_is_plain_unless_told_otherwise():
+    assert make_schema(TARGET) == make_schema(TARGET, None, 16, "none", None, checksums=True)
+    plain = make_schema(TARGET)
+    assert (plain.algorithm, plain.page_size, plain.checksum) == ("none", 16, CPU_CHECKSUM)
+    assert (plain.draft, plain.frozen_layers, plain.key_lookahead) == (None, (), 0)
+
+
+def test_fields_have_the_width_and_type_of_what_they_hold():
+    layout = hidden("eagle", draft_dtype="bfloat16")
+    schema = make_schema(TARGET, DRAFT, 16, "eagle", layout, draft_topk=4, draft_rows=2, ranks_trees=True)
+    assert [(field.name, field.dtype, field.width) for field in schema.row] == [
+        ("first_token", "int32", 1),
+        ("num_cached", "int32", 1),
+        ("num_logprobs", "int32", 1),
+        ("logprobs", "float32", 1 + MAX_TOP_LOGPROBS),
+        ("top_ids", "int32", MAX_TOP_LOGPROBS),
+        ("topk_index", "int32", 8),
+        ("topk_score", "float32", 8),
+        ("recurrent_hidden", "bfloat16", 32),
+    ]
+    layout = hidden("mtp", num_mtp_layers=3, target_dtype="float16")
+    row = make_schema(TARGET, DRAFT, 16, "mtp", layout, draft_topk=1, draft_rows=3).row
+    assert (row[-1].name, row[-1].dtype, row[-1].width) == ("target_rows", "float16", 2 * 64)
+
+
+def test_scores_do_not_travel_without_proposals():
+    schema = make_schema(TARGET, DRAFT, 16, "eagle", hidden("eagle"), ranks_trees=True)
+    assert names(schema) == [*PLAIN_FIELDS, "recurrent_hidden"]
+
+
+def test_mtp_without_a_layout_looks_one_token_ahead():
+    assert make_schema(TARGET, DRAFT, 16, "mtp").key_lookahead == 1
+
+
+def test_a_node_on_a_gpu_computes_other_checksums_or_none():
+    plain, bare = make_schema(TARGET), make_schema(TARGET, checksums=False)
+    assert on_gpu(plain) == msgspec.structs.replace(plain, checksum=GPU_CHECKSUM) != plain
+    assert on_gpu(bare) == bare
+
+
+def test_another_order_of_the_same_fields_is_a_difference():
+    here = make_schema(TARGET)
+    there = msgspec.structs.replace(here, row=here.row[::-1])
+    order = " ".join(PLAIN_FIELDS), " ".join(PLAIN_FIELDS[::-1])
+    assert differences(here, there) == [f"row order: {order[0]} here, {order[1]} there"]
+    assert digest(here) != digest(there)
+
+
+def test_all_that_differs_is_named():
+    fields, here = " ".join(PLAIN_FIELDS), make_schema(TARGET, DRAFT, 16, "eagle", hidden("eagle"), draft_topk=4)
+    there = make_schema(msgspec.structs.replace(TARGET, head_dim=64), None, 4, "frozen_kv_mtp", frozen_layers=(1, 0))
+    assert differences(here, there) == [
+        "algorithm: eagle here, frozen_kv_mtp there",
+        "page_size: 16 here, 4 there",
+        "key_lookahead: 1 here, 0 there",
+        "target.head_dim: 32 here, 64 there",
+        "draft.num_layers: 1 here, absent there",
+        "draft.num_kv_heads: 2 here, absent there",
+        "draft.head_dim: 16 here, absent there",
+        "draft.dtype: bfloat16 here, absent there",
+        f"row order: {fields} topk_index recurrent_hidden here, {fields} there",
+        "row.topk_index: 4 x int32 here, absent there",
+        "row.recurrent_hidden: 32 x float32 here, absent there",
+        "frozen_layers: absent here, 1, 0 there",
+    ]
+
+
+def test_a_schema_in_words():
+    schema = make_schema(TARGET, DRAFT, 16, "standalone")
+    assert describe(schema) == (
+        "algorithm standalone, page_size 16, target 8 layers x 4 kv heads x 32 float32,"
+        " draft 1 layers x 2 kv heads x 16 bfloat16,"
+        f" {page_bytes(schema)} bytes a page, {row_bytes(schema)} a row, checksum xxh3_64"
+    )
+    assert describe(frozen(0, 7)).startswith(
+        "algorithm frozen_kv_mtp, page_size 16, target 8 layers x 4 kv heads x 32 float32,"
+        " draft on KV of target layers 0, 7, "
+    )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "draft", "of", "words"),
+    [
+        ("magic", None, None, f"algorithm 'magic' is unknown; known are {', '.join(ALGORITHMS)}"),
+        ("eagle", None, "eagle", "algorithm 'eagle' hands over draft KV pages, but the draft pool is absent"),
+        (
+            "ngram",
+            DRAFT,
+            "ngram",
+            "algorithm 'ngram' has no draft KV pages, but the draft pool is 1 layers x 2 kv heads x 16 bfloat16",
+        ),
+        ("none", None, "eagle", "hidden layout is of algorithm 'eagle', the schema of 'none'"),
+        (
+            "frozen_kv_mtp",
+            None,
+            "frozen_kv_mtp",
+            "algorithm 'frozen_kv_mtp' reads KV of named target layers, but frozen_layers is ()",
+        ),
+    ],
+)
+def test_a_refusal_says_what_does_not_belong_together(algorithm, draft, of, words):
+    with pytest.raises(ConfigError) as raised:
+        make_schema(TARGET, draft, 16, algorithm, None if of is None else hidden(of))
+    assert str(raised.value) == words
+
+
+def test_a_head_has_at_most_as_many_layers_as_the_wire_takes():
+    assert len(frozen(*[0] * MAX_FROZEN_LAYERS).frozen_layers) == MAX_FROZEN_LAYERS
+    for layers in ((0,) * (MAX_FROZEN_LAYERS + 1), (8,)):
+        with pytest.raises(ConfigError) as raised:
+            frozen(*layers)
+        assert str(raised.value) == (f"frozen_layers {layers}: at most {MAX_FROZEN_LAYERS}, of target layers 0 to 7")
+
+
+def test_equal_schemas_have_no_differences_and_one_digest():
+    a, b = make_schema(TARGET, None, 16), make_schema(TARGET, None, 16)
+    assert differences(a, b) == [] and digest(a) == digest(b)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(a), type=type(a)) == b
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (make_schema(TARGET, None, 32), "page_size: 16 here, 32 there"),
+        (
+            make_schema(msgspec.structs.replace(TARGET, dtype="bfloat16"), None, 16),
+            "target.dtype: float32 here, bfloat16 there",
+        ),
+        (make_schema(TARGET, DRAFT, 16, "standalone"), "draft.num_layers: absent here, 1 there"),
+        (make_schema(TARGET, None, 16, checksums=False), "checksum: xxh3_64 here, none there"),
+        (
+            make_schema(TARGET, DRAFT, 16, "eagle", hidden("eagle", draft_hc_mult=4)),
+            "row.recurrent_hidden: absent here, 128 x float32 there",
+        ),
+    ],
+    ids=["page size", "dtype", "draft", "checksum", "row"],
+)
+def test_differences_name_both_values(other, words):
+    here = make_schema(TARGET, None, 16)
+    assert words in differences(here, other)
+    assert digest(here) != digest(other)
+    assert differences(here, other) != differences(other, here)
+
+
+def test_wider_streams_on_one_side_are_a_difference():
+    """Prefill and decode with different hc_mult refuse each other."""
+    a, b = (make_schema(TARGET, DRAFT, 16, "eagle", hidden("eagle", draft_hc_mult=m), draft_topk=1) for m in (None, 4))
+    assert differences(a, b) == ["row.recurrent_hidden: 32 x float32 here, 128 x float32 there"]
+
+
+def frozen(*layers: int):
+    return make_schema(TARGET, None, 16, "frozen_kv_mtp", hidden("frozen_kv_mtp"), frozen_layers=layers)
+
+
+def test_another_map_of_frozen_layers_is_a_difference():
+    """Also the order counts: it is by layer of the drafter."""
+    assert differences(frozen(0, 7), frozen(0, 6)) == ["frozen_layers: 0, 7 here, 0, 6 there"]
+    assert differences(frozen(0, 7), frozen(7, 0)) == ["frozen_layers: 0, 7 here, 7, 0 there"]
+    assert "frozen_layers: 7 here, absent there" in differences(frozen(7), make_schema(TARGET, None, 16))
+    assert len({digest(frozen(*layers)) for layers in ((0, 7), (7, 0), (0, 6), (7,))}) == 4
+    both = msgspec.msgpack.decode(msgspec.msgpack.encode(frozen(0, 7)), type=HandoffSchema)
+    assert both == frozen(0, 7)
+
+
+@pytest.mark.parametrize("layers", [(8,), (0, -1), (0,) * 257, ()])
+def test_layers_that_the_target_lacks_are_refused(layers):
+    with pytest.raises(ConfigError, match="frozen_layers"):
+        frozen(*layers)
+
+
+def test_only_frozen_kv_names_layers():
+    with pytest.raises(ConfigError, match=r"'ngram' does not read .*frozen_layers is \(1,\)"):
+        make_schema(TARGET, None, 16, "ngram", hidden("ngram"), frozen_layers=(1,))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "draft", "of"),
+    [("eagle", None, "eagle"), ("none", DRAFT, "none"), ("magic", None, "none"), ("none", None, "eagle")],
+    ids=["no draft", "a draft too many", "unknown", "hidden of another"],
+)
+def test_parts_that_do_not_belong_together_are_refused(algorithm, draft, of):
+    with pytest.raises(ConfigError):
+        make_schema(TARGET, draft, 16, algorithm, hidden(of))
+
+
+def test_describe_names_the_sizes():
+    assert "page_size 16" in describe(make_schema(TARGET, None, 16))
+    assert "draft on KV of target layers 0, 7" in describe(frozen(0, 7))
+    assert "layers 0" not in describe(make_schema(TARGET, None, 16))
+
+
+def test_the_router_gets_the_schema_without_torch():
+    program = "import sys, baton.metadata.handoff.schema, baton.metadata.handoff.server as _\n"
+    program += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+
+
+def test_what_a_handoff_moves():
+    """Whole pages, and a row split into hidden state and the rest; no prompt is free of its row."""
+    row = make_schema(TARGET, DRAFT, 16, "eagle", hidden("eagle"), draft_topk=4)
+    assert handoff_bytes(row, 17) == (2 * 8 * 16384, 2 * 2048, 32 * 4, row_bytes(row) - 32 * 4)
+    assert handoff_bytes(row, 16).total == page_bytes(row) + row_bytes(row)
+    mtp = make_schema(TARGET, DRAFT, 16, "mtp", hidden("mtp", num_mtp_layers=3), draft_topk=1, draft_rows=3)
+    assert handoff_bytes(mtp, 1).hidden_state == 2 * 64 * 4
+    plain = make_schema(TARGET)
+    assert handoff_bytes(plain, 33) == (3 * 8 * 16384, 0, 0, row_bytes(plain))
+    alone = make_schema(TARGET, DRAFT, 16, "standalone", draft_topk=4)
+    assert handoff_bytes(alone, 1) == (8 * 16384, 2048, 0, row_bytes(alone))
+
+
+def test_every_field_is_declared_with_its_meaning():
+    layouts = [make_schema(TARGET, DRAFT, 16, "eagle", hidden("eagle"), draft_topk=4, ranks_trees=True)]
+    layouts.append(make_schema(TARGET, DRAFT, 16, "mtp", hidden("mtp", num_mtp_layers=3), draft_topk=1, draft_rows=3))
+    used = {field.name for layout in layouts for field in layout.row}
+    assert used == set(ROW_KINDS)
+    for kind in ROW_KINDS.values():
+        assert kind.meaning[0].isupper() and kind.meaning.endswith("."), kind
+        assert (kind.writer, kind.reader) == ("prefill", "decode"), kind

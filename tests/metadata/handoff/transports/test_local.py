@@ -1,0 +1,98 @@
+"""Pages copied in place out of a peer's mapped pool."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from handoff_nodes import DRAFT_SCHEMA, make_memory, make_welcome, same_pages, unit
+
+from baton.metadata.errors import ProtocolError, TransferError
+from baton.metadata.handoff.schema import page_bytes
+from baton.metadata.handoff.transports.base import Move
+from baton.metadata.handoff.transports.local import LocalTransport
+from baton.metadata.wire.messages import LinkWelcome, Pages
+
+
+@pytest.fixture
+def pools() -> Iterator[tuple]:
+    source, target = make_memory(DRAFT_SCHEMA, 16, seed=4), make_memory(DRAFT_SCHEMA, 24)
+    yield source, target
+    for pool in (*source, *target):
+        pool.close()
+
+
+def welcome(source) -> LinkWelcome:
+    return make_welcome(LinkWelcome, source, "local")
+
+
+def test_pages_of_all_pools_land_with_their_generation(pools):
+    source, target = pools
+    gc.collect()  # pools of other tests
+    before = Path("/proc/self/maps").read_text().count("baton-pages")
+    transport = LocalTransport.map(target, welcome(source))
+    source[0].generations[5] = 8
+    transport.fetch([Move(unit(), 0, 5, 20, 8), Move(unit(), 1, 6, 21, 0)])
+    assert transport.is_busy
+    landed = list(transport.step(1 << 30))
+    assert [(item.move.index, item.generation) for item in landed] == [(0, 8), (1, 0)]
+    assert same_pages(target, [20, 21], source, [5, 6]) and not transport.is_busy
+    assert int(sum(pool.pages.any(axis=(0, 2)).sum() for pool in target)) == 4
+    transport.close()
+    assert Path("/proc/self/maps").read_text().count("baton-pages") == before > 0, "unmapped at once"
+
+
+def test_a_step_copies_a_bounded_number_of_bytes(pools):
+    source, target = pools
+    transport = LocalTransport.map(target, welcome(source))
+    transport.fetch([Move(unit(), i, i + 1, i + 1, 0) for i in range(5)])
+    assert [len(list(transport.step(2 * page_bytes(DRAFT_SCHEMA)))) for _ in range(3)] == [2, 2, 1]
+    transport.close()
+
+
+def test_pages_that_were_given_up_are_not_copied(pools):
+    source, target = pools
+    transport = LocalTransport.map(target, welcome(source))
+    transport.fetch([Move(unit("a"), 0, 1, 1, 0), Move(unit("b"), 0, 2, 2, 0)])
+    transport.forget(unit("a"))
+    assert [item.move.unit.rid for item in transport.step(1 << 30)] == ["b"]
+    assert not any(pool.pages[:, 1].any() for pool in target)
+    transport.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"fds": (), "sizes": ()}, "2 pools here, 0 fds"),
+        ({"num_pages": 17}, "17 pages of this layout have"),
+        ({"sizes": (1, 2)}, "has 1 bytes"),
+        ({"pid": 1 << 40}, "cannot open"),
+    ],
+)
+def test_what_cannot_be_mapped_leaves_nothing_mapped(pools, changes, words):
+    source, target = pools
+    with pytest.raises(TransferError, match=words):
+        LocalTransport.map(target, msgspec.structs.replace(welcome(source), **changes))
+
+
+def test_the_second_pool_failing_unmaps_the_first(pools):
+    source, target = pools
+    good = welcome(source)
+    bad = msgspec.structs.replace(good, fds=(good.fds[0], 1 << 20))
+    maps = Path("/proc/self/maps")
+    gc.collect()  # pools of other tests
+    before = maps.read_text().count("baton-pages")
+    with pytest.raises(TransferError, match="cannot open"):
+        LocalTransport.map(target, bad)
+    assert maps.read_text().count("baton-pages") == before > 0
+
+
+def test_nobody_sends_pages_to_it(pools):
+    source, target = pools
+    transport = LocalTransport.map(target, welcome(source))
+    with pytest.raises(ProtocolError, match="local"):
+        transport.receive(Pages(unit=unit(), indices=b"", generations=b""), memoryview(b""))
+    transport.close()

@@ -1,0 +1,176 @@
+"""Every message survives the wire; nothing else is taken for one."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import msgpack
+import msgspec
+import pytest
+
+from baton.metadata.errors import ProtocolError, RequestError
+from baton.metadata.wire import messages as m
+from baton.metadata.wire.frames import decode_frame
+from baton.metadata.wire.request import GenerationRequest, SamplingParams, Unit, choice_seed, pack_ids, unpack_ids
+
+DIRECTIONS = {
+    "to_router": (m.ToRouter, m.to_router_decoder),
+    "to_node": (m.ToNode, m.to_node_decoder),
+    "to_prefill": (m.ToPrefill, m.to_prefill_decoder),
+    "to_decode": (m.ToDecode, m.to_decode_decoder),
+}
+CASES = [
+    pytest.param(kind, name, id=kind.__name__) for name, (union, _) in DIRECTIONS.items() for kind in get_args(union)
+]
+
+
+@pytest.mark.parametrize(("kind", "direction"), CASES)
+def test_round_trip_and_wrong_directions(kind: type, direction: str, sample: Any) -> None:
+    for seed in range(20):
+        message = sample(kind, seed)
+        frame = msgspec.msgpack.encode(message)
+        assert DIRECTIONS[direction][1].decode(frame) == message
+        for other, (_, decoder) in DIRECTIONS.items():
+            if other != direction:
+                with pytest.raises(msgspec.ValidationError):
+                    decoder.decode(frame)
+
+
+@pytest.mark.parametrize(("kind", "direction"), CASES)
+def test_plain_msgpack_reads_and_writes_the_same(kind: type, direction: str, sample: Any) -> None:
+    message = sample(kind, 1)
+    plain = msgpack.unpackb(msgspec.msgpack.encode(message), strict_map_key=False)
+    assert plain["type"] == message.__struct_config__.tag
+    assert set(plain) == {"type", *message.__struct_fields__}
+    assert DIRECTIONS[direction][1].decode(msgpack.packb(plain)) == message
+
+
+@pytest.mark.parametrize(("kind", "direction"), CASES)
+def test_unknown_and_missing_fields_are_refused(kind: type, direction: str, sample: Any) -> None:
+    decoder = DIRECTIONS[direction][1]
+    plain = msgpack.unpackb(msgspec.msgpack.encode(sample(kind, 2)), strict_map_key=False)
+    with pytest.raises(msgspec.ValidationError, match="unknown field"):
+        decoder.decode(msgpack.packb({**plain, "from_the_future": 1}))
+    fields = msgspec.structs.fields(kind)
+    for field in fields:
+        if field.required:
+            less = {key: value for key, value in plain.items() if key != field.name}
+            with pytest.raises(msgspec.ValidationError, match="missing required field"):
+                decoder.decode(msgpack.packb(less))
+
+
+@pytest.mark.parametrize(("kind", "direction"), CASES)
+def test_truncated_frames_are_refused(kind: type, direction: str, sample: Any) -> None:
+    frame = msgspec.msgpack.encode(sample(kind, 3))
+    for length in range(len(frame)):
+        with pytest.raises((msgspec.MsgspecError, UnicodeDecodeError)):
+            DIRECTIONS[direction][1].decode(frame[:length])
+
+
+@pytest.mark.parametrize(("kind", "direction"), CASES)
+def test_no_flipped_bit_and_no_missing_byte_passes(kind: type, direction: str, sample: Any) -> None:
+    message, decoder = sample(kind, 4), DIRECTIONS[direction][1]
+    frame = m.encode(message)
+    assert decode_frame(decoder, frame) == message
+    damaged = [frame[:length] for length in range(len(frame))]
+    for place in range(len(frame)):
+        flipped = bytearray(frame)
+        flipped[place] ^= 1 << place % 8
+        damaged.append(bytes(flipped))
+    for bad in damaged:
+        with pytest.raises(ProtocolError, match="do not fit their checksum"):
+            decode_frame(decoder, bad)
+
+
+def test_tags_are_unique() -> None:
+    tags = [kind.__struct_config__.tag for union, _ in DIRECTIONS.values() for kind in get_args(union)]
+    assert len(tags) == len(set(tags))
+
+
+def test_bounds_are_enforced(sample: Any) -> None:
+    unit = Unit("r", 0, 0)
+
+    def refused(decoder: Any, message: Any) -> None:
+        with pytest.raises(msgspec.ValidationError):
+            decoder.decode(msgspec.msgpack.encode(message))
+
+    refused(m.to_router_decoder, m.Cancelled(rid="", attempt=0))
+    refused(m.to_router_decoder, m.Cancelled(rid="r" * 129, attempt=0))
+    refused(m.to_router_decoder, m.Cancelled(rid="r", attempt=-1))
+    refused(m.to_router_decoder, m.Failed(Unit("r", 128, 0), "c", "m", True))
+    refused(m.to_router_decoder, m.Failed(unit, "c", "m" * 4097, True))
+    many = bytes(4 * (m.MAX_BATCH + 1))
+    refused(m.to_router_decoder, m.Tokens((unit,) * (m.MAX_BATCH + 1), many, many, b""))
+    refused(m.to_prefill_decoder, m.Renew((unit,) * (m.MAX_BATCH + 1)))
+    request = GenerationRequest(b"", SamplingParams(max_tokens=1))
+    refused(m.to_node_decoder, m.Prefill("e" * 65, "r", 0, (0,), request, None))
+    refused(m.to_node_decoder, m.Prefill("e", "r", 0, (m.MAX_BATCH,), request, None))
+    for seconds in (-1.0, 1e10, float("inf"), float("nan")):
+        refused(m.to_decode_decoder, m.LinkWelcome("p", "e", "zmq", seconds))
+    for params in (
+        SamplingParams(max_tokens=0),
+        SamplingParams(max_tokens=1, temperature=-1.0),
+        SamplingParams(max_tokens=1, top_p=1.5),
+        SamplingParams(max_tokens=1, num_logprobs=21),
+        SamplingParams(max_tokens=1, draft_steps=-1),
+        SamplingParams(max_tokens=1, draft_steps=16),
+    ):
+        refused(m.to_node_decoder, m.Prefill("e", "r", 0, (0,), GenerationRequest(b"", params), None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (m.Prefill, {"choices": ()}),
+        (m.Prefill, {"choices": (1, 0, 1)}),
+        (m.Reserve, {"choices": (2, 2)}),
+        (m.Prefill, {"request": {"prompt_ids": b"abc", "params": {"max_tokens": 1}}}),
+        (m.Prefill, {"request": {"prompt_ids": b"", "params": {"max_tokens": 1}, "received_ids": b"12345"}}),
+        (m.Tokens, {"firsts": b""}),
+        (m.Tokens, {"counts": bytes(4000)}),
+        (m.Tokens, {"ids": b"abc"}),
+        (m.Tokens, {"firsts": b"abc", "counts": b"abc"}),
+    ],
+)
+def test_columns_and_choices_that_do_not_go_together_are_refused(kind: type, changes: Any, sample: Any) -> None:
+    """By the decoder: behind it a node would stumble over them."""
+    decoder = m.to_router_decoder if kind is m.Tokens else m.to_node_decoder
+    plain = msgspec.to_builtins(sample(kind, 1), builtin_types=(bytes,))
+    assert decoder.decode(msgspec.msgpack.encode(plain)) == sample(kind, 1)
+    with pytest.raises(msgspec.ValidationError):
+        decoder.decode(msgspec.msgpack.encode(plain | changes))
+
+
+def test_a_prompt_must_be_one_that_the_model_can_run() -> None:
+    def request(prompt: list[int], received: list[int]) -> GenerationRequest:
+        return GenerationRequest(pack_ids(prompt), SamplingParams(max_tokens=1), pack_ids(received))
+
+    assert request([0, 9], [5]).token_ids(10, 3) == ([0, 9], [5])
+    for prompt, received in (([], []), ([], [1]), ([0, 1], [2, 3]), ([10], []), ([-1], []), ([1], [10]), ([1], [-5])):
+        with pytest.raises(RequestError):
+            request(prompt, received).token_ids(10, 3)
+
+
+def test_ids_are_little_endian_int32() -> None:
+    ids = [0, 1, 258, 2**31 - 1, -1]
+    assert pack_ids(ids) == b"".join(i.to_bytes(4, "little", signed=True) for i in ids)
+    assert unpack_ids(pack_ids(ids)) == ids
+    assert unpack_ids(b"") == []
+    with pytest.raises(OverflowError):
+        pack_ids([2**31])
+    with pytest.raises(ValueError, match="multiple"):
+        unpack_ids(b"\0\0\0")
+
+
+def test_choice_seeds() -> None:
+    assert choice_seed(7, 0) == 7
+    seeds = {choice_seed(seed, choice) for seed in range(8) for choice in range(128)}
+    assert len(seeds) == 8 * 128
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert choice_seed(7, 3) == choice_seed(7, 3)
+
+
+def test_a_column_costs_what_its_ids_cost() -> None:
+    units = tuple(Unit(f"request-{i}", 0, 0) for i in range(256))
+    ones = pack_ids([1] * 256)
+    assert len(msgspec.msgpack.encode(m.Tokens(units, ones, ones, ones))) < 256 * (12 + 18) + 100

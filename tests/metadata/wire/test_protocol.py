@@ -1,0 +1,122 @@
+"""Fields and messages that say since when they exist: older peers get what they know, and nothing costs the newest."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, get_args
+
+import msgspec
+import pytest
+from golden import DIRECTIONS
+
+from baton.metadata.wire import protocol
+from baton.metadata.wire.frames import unseal
+from baton.metadata.wire.messages import PROTOCOL_MAX, PROTOCOL_MIN, Cancelled, CudaWelcome
+from baton.metadata.wire.protocol import Message, Since, agreed, encode, is_newer, known, sinces
+
+KINDS = [kind for union in DIRECTIONS.values() for kind in get_args(union)]
+
+
+class Row(msgspec.Struct, array_like=True):
+    first: int
+    second: Annotated[int, Since(5)] = 0
+    third: Annotated[int | None, Since(6)] = None
+
+
+class Inner(msgspec.Struct):
+    old: int = 1
+    new: Annotated[int, Since(6)] = 2
+
+
+class Outer(Message, frozen=True, tag="outer"):
+    name: str
+    inner: Inner
+    rows: tuple[Row, ...] = ()
+    by_id: Annotated[dict[int, Inner], Since(5)] = {}
+    late: Annotated[str, msgspec.Meta(max_length=9), Since(6)] = ""
+
+
+class Late(Message, frozen=True, tag="late"):
+    since: ClassVar[int] = 6
+
+    word: str = ""
+
+
+OUTER = Outer("n", Inner(), (Row(1, 2, 3),), {7: Inner(3, 4)}, "late")
+
+
+@pytest.fixture(autouse=True)
+def _protocol_6_is_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "PROTOCOL_MIN", 4)
+    monkeypatch.setattr(protocol, "PROTOCOL_MAX", 6)
+
+
+def plain(message: Message, peer: int | None) -> Any:
+    body = unseal(encode(message, peer))
+    assert body is not None
+    return msgspec.msgpack.decode(body, strict=False)
+
+
+def test_an_older_peer_gets_no_newer_field_however_deep() -> None:
+    head = {"type": "outer", "name": "n"}
+    newest = {"inner": {"old": 1, "new": 2}, "rows": [[1, 2, 3]], "by_id": {7: {"old": 3, "new": 4}}, "late": "late"}
+    assert plain(OUTER, None) == plain(OUTER, 6) == plain(OUTER, 7) == head | newest
+    assert plain(OUTER, 5) == head | {"inner": {"old": 1}, "rows": [[1, 2]], "by_id": {7: {"old": 3}}}
+    assert plain(OUTER, 4) == head | {"inner": {"old": 1}, "rows": [[1]]}
+
+
+def test_what_an_older_peer_sends_is_filled_up_by_the_defaults() -> None:
+    decoder = msgspec.msgpack.Decoder(Outer)
+    older = decoder.decode(unseal(encode(OUTER, 4)) or b"")
+    assert older == Outer("n", Inner(1, 2), (Row(1, 0, None),))
+
+
+def test_a_message_that_the_peer_does_not_know_is_a_bug() -> None:
+    assert plain(Late("w"), 6) == {"type": "late", "word": "w"}
+    with pytest.raises(AssertionError, match="Late"):
+        encode(Late("w"), 5)
+
+
+def test_ranges() -> None:
+    assert agreed((4, 6)) == agreed((1, 9)) == agreed((6, 6)) == 6
+    assert agreed((4, 5)) == agreed((4, 6), (1, 5)) == 5
+    assert agreed((7, 9)) is agreed((1, 3)) is agreed((4, 4), (5, 6)) is None
+    assert [known(number) for number in (0, 3, 4, 5, 6, 99)] == [4, 4, 4, 5, 6, 6]
+    assert sinces(Outer) == {5, 6} and sinces(Late) == set()
+    assert is_newer(Outer, 4, 5) and is_newer(Outer, 5, 6) and not is_newer(Outer, 6, 7)
+
+
+class Required(Message, frozen=True):
+    field: Annotated[int, Since(6)]
+
+
+class Hidden(Message, frozen=True):
+    field: tuple[Annotated[int, Since(6)], ...] = ()
+
+
+class Unsorted(msgspec.Struct, array_like=True):
+    field: Annotated[int, Since(6)] = 0
+    other: int = 0
+
+
+@pytest.mark.parametrize(("kind", "words"), [(Required, "default"), (Hidden, "whole field"), (Unsorted, "stands last")])
+def test_wrong_declarations_are_refused(kind: type[msgspec.Struct], words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        sinces(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_declaration_is_right_and_needed(kind: type[Message]) -> None:
+    """What all supported protocols have says nothing; what is newer than the newest does not exist."""
+    assert PROTOCOL_MIN <= kind.since <= PROTOCOL_MAX
+    assert all(PROTOCOL_MIN < since <= PROTOCOL_MAX for since in sinces(kind))
+
+
+def test_the_newest_protocol_takes_no_detour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_older", None)
+    assert encode(OUTER, 6) == encode(OUTER)
+
+
+def test_a_message_goes_to_nobody_who_does_not_know_it(sample: Any) -> None:
+    with pytest.raises(AssertionError):
+        encode(sample(CudaWelcome), 5)
+    assert encode(Cancelled(rid="r", attempt=0), 4) == encode(Cancelled(rid="r", attempt=0))

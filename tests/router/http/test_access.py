@@ -1,0 +1,178 @@
+"""Keys: who may call what, whose requests are whose, how many each key may have, and cancelling by id."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.metadata.errors import ConfigError
+from baton.metadata.wire import messages as m
+from baton.router.config import RouterConfig
+from baton.router.http.access import Access
+
+from ..conftest import System
+from ..test_dispatcher import own, wait_until
+
+ADMIN_ROUTES = [("GET", "/debug/nodes"), ("GET", "/debug/ledger"), ("GET", "/debug/handoff"), ("POST", "/admin/flush")]
+CLIENT_ROUTES = [("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/openapi.json")]
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key is not None else {}
+
+
+@pytest.mark.parametrize(
+    ("host", "settings", "key", "of_clients", "of_operators"),
+    [
+        ("127.0.0.1", {}, None, 200, 200),
+        ("127.0.0.1", {}, "any", 200, 200),
+        ("127.0.0.1", {"api_key": "a"}, None, 401, 401),
+        ("127.0.0.1", {"api_key": "a"}, "wrong", 401, 401),
+        ("127.0.0.1", {"api_key": "a"}, "a", 200, 200),
+        ("127.0.0.1", {"admin_key": "b"}, None, 200, 401),
+        ("127.0.0.1", {"admin_key": "b"}, "wrong", 200, 401),
+        ("127.0.0.1", {"admin_key": "b"}, "b", 200, 200),
+        ("127.0.0.1", {"api_key": "a", "admin_key": "b"}, "a", 200, 403),
+        ("127.0.0.1", {"api_key": "a", "admin_key": "b"}, "b", 200, 200),
+        ("127.0.0.1", {"api_key": "a", "admin_key": "b"}, None, 401, 401),
+        ("0.0.0.0", {}, None, 200, 403),
+        ("0.0.0.0", {"api_key": "a"}, "a", 200, 403),
+        ("0.0.0.0", {"api_key": "a", "admin_key": "b"}, "b", 200, 200),
+    ],
+)
+def test_who_may_call_what(
+    make_router: Callable[..., Any], host: str, settings: Any, key: str | None, of_clients: int, of_operators: int
+) -> None:
+    router = make_router(host=host, **settings)
+    for routes, expected in ((CLIENT_ROUTES, of_clients), (ADMIN_ROUTES, of_operators)):
+        for method, path in routes:
+            status, body, _ = router.request(method, path, headers=bearer(key))
+            assert status == expected, (method, path, body)
+            if status != 200:
+                kind = {401: "authentication_error", 403: "permission_error"}[status]
+                assert body["error"]["type"] == kind
+    assert router.request("GET", "/health")[0] == 200
+
+
+def test_keys_from_a_file(make_router: Callable[..., Any], tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# ours\nfirst\n\n  second  \n")
+    router = make_router(api_keys=str(keys), api_key="third")
+    statuses = [router.request("GET", "/v1/models", headers=bearer(key))[0] for key in ("first", "second", "third")]
+    assert statuses == [200, 200, 200]
+    assert router.request("GET", "/v1/models", headers=bearer("# ours"))[0] == 401
+
+
+def test_settings_that_cannot_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BATON_API_KEY", raising=False)
+    empty = tmp_path / "empty"
+    empty.write_text("# nothing\n")
+    for settings, words in (
+        ({"api_keys": str(tmp_path / "none")}, "cannot be read"),
+        ({"api_keys": str(empty)}, "no key"),
+        ({"max_concurrent_per_key": 2}, "no API key"),
+        ({"api_key": "same", "admin_key": "same"}, "another"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Access(RouterConfig(**settings))  # type: ignore[arg-type]
+    monkeypatch.setenv("BATON_ADMIN_KEY", "secret")
+    assert Access(RouterConfig()).has_admin_key
+
+
+def test_how_much_a_key_may_have(make_system: Callable[..., System], tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+    settings = {"api_keys": str(keys), "max_concurrent_per_key": 2, "admin_key": "boss"}
+    system = make_system(router=settings)
+    system.cluster.add("prefill", "p0")
+    system.cluster.add("decode", "d0")
+    wait_until(lambda: system.router.request("GET", "/ready", headers=bearer("boss"))[0] == 200)
+    system.behaviour.hold = threading.Event()
+
+    def complete(key: str, **body: Any) -> tuple[int, Any, dict[str, str]]:
+        given = {"model": "fake", "prompt": "hello", "max_tokens": 100, **body}
+        return system.router.request("POST", "/v1/completions", given, headers=bearer(key))
+
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(complete, "one", n=2)]
+        wait_until(lambda: own(system.cluster.by_name("d0"), m.Reserve))
+        status, body, headers = complete("one")
+        assert (status, body["error"]["type"]) == (429, "rate_limit_error")
+        assert int(headers["retry-after"]) >= 1
+        assert "2 sequences of this API key" in body["error"]["message"]
+        status, body, _ = complete("one", prompt=["a", "b", "c"])
+        assert (status, body["error"]["param"]) == (400, "n")
+        running += [pool.submit(complete, key) for key in ("two", "boss")]
+        wait_until(lambda: len(own(system.cluster.by_name("d0"), m.Reserve)) == 3)
+        system.behaviour.hold.set()
+        assert [future.result()[0] for future in running] == [200] * 3
+    assert complete("one", n=2)[0] == 200, "what has ended still counts"
+
+
+def under_way(system: System) -> Any:
+    return system.router.call(lambda: dict(system.router.router.api.under_way._requests))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("by", ["body", "header"])
+@pytest.mark.parametrize("where", ["queued", "running"])
+def test_cancel_by_id(make_system: Callable[..., System], where: str, by: str, stream: bool) -> None:
+    system = make_system(max_running=1).up()
+    system.behaviour.hold = threading.Event()
+    request = system.router.request
+    body = {"model": "fake", "prompt": "hello", "max_tokens": 100}
+    with ThreadPoolExecutor(2) as pool:
+        futures = []
+        if where == "queued":
+            futures.append(pool.submit(request, "POST", "/v1/completions", body))
+            wait_until(lambda: own(system.cluster.by_name("d0"), m.Reserve))
+        given = {**body, "stream": stream}
+        futures.append(pool.submit(request, "POST", "/v1/completions", given, {"x-request-id": "mine/7"}))
+        wait_until(lambda: "mine/7" in under_way(system))
+        if where == "running":
+            wait_until(lambda: own(system.cluster.by_name("d0"), m.Reserve))
+        rid = (
+            next(name for name in reversed(under_way(system)) if name.startswith("cmpl-")) if by == "body" else "mine/7"
+        )
+        status, answer, _ = request("DELETE", f"/v1/requests/{rid.replace('/', '%2F')}")
+        assert (status, answer) == (200, {"id": rid, "cancelled": True})
+        status, answer, _ = futures[-1].result(5)
+        if status == 200:  # its stream had begun
+            events = answer.decode().strip().split("\n\n")
+            assert '"code":"cancelled"' in events[-1]
+            assert sum("error" in event for event in events) == 1
+        else:
+            assert (status, answer["error"]["code"]) == (499, "cancelled")
+        status, answer, _ = request("DELETE", f"/v1/requests/{rid.replace('/', '%2F')}")
+        assert (status, answer["error"]["code"]) == (404, "not_found")
+        assert rid in answer["error"]["message"]
+        system.behaviour.hold.set()
+        assert all(future.result()[0] == 200 for future in futures[:-1])
+    system.router.wait_idle()
+    assert not under_way(system)
+
+
+def test_nobody_cancels_what_is_anothers(make_system: Callable[..., System], tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+    system = make_system(router={"api_keys": str(keys), "admin_key": "boss"})
+    system.cluster.add("prefill", "p0")
+    system.cluster.add("decode", "d0")
+    request = system.router.request
+    wait_until(lambda: request("GET", "/ready", headers=bearer("boss"))[0] == 200)
+    system.behaviour.hold = threading.Event()
+    body = {"model": "fake", "prompt": "hello", "max_tokens": 100}
+    with ThreadPoolExecutor(2) as pool:
+        ours = pool.submit(request, "POST", "/v1/completions", body, {"x-request-id": "same", **bearer("one")})
+        theirs = pool.submit(request, "POST", "/v1/completions", body, {"x-request-id": "same", **bearer("two")})
+        wait_until(lambda: len(own(system.cluster.by_name("d0"), m.Reserve)) == 2)
+        assert request("DELETE", "/v1/requests/same", headers=bearer("one"))[0] == 200
+        assert ours.result(5)[0] == 499
+        assert request("DELETE", "/v1/requests/same", headers=bearer("one"))[0] == 404
+        assert request("DELETE", "/v1/requests/same", headers=bearer("boss"))[0] == 200
+        assert theirs.result(5)[0] == 499

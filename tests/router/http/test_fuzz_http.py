@@ -1,0 +1,222 @@
+"""Whatever is sent to whichever route: an answer in bounded time, of the error's shape when it is one, never a 500, and
+nothing left behind.
+
+A bounded run by default; a long one by BATON_FUZZ_SECONDS=600. Inputs and answers are counted and printed at the end.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from baton.router.http.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from baton.router.text.tokenizer import TextTokenizer
+
+from ..conftest import RunningRouter, System
+
+SECONDS = float(os.environ.get("BATON_FUZZ_SECONDS", "0"))
+MAX_BODY = 65536
+ROUTES = [
+    *[("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")],
+    *[("GET", path) for path in ("/v1/models", "/v1/models/fake", "/health", "/ready", "/metrics", "/openapi.json")],
+    *[("GET", path) for path in ("/debug/nodes", "/debug/handoff", "/debug/requests", "/debug/requests/x")],
+    ("DELETE", "/v1/requests/x"),
+    ("POST", "/admin/nodes/nobody/drain"),
+    ("POST", "/admin/nodes/nobody/undrain"),
+]
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.sampled_from([0, 1, -1, 2**31, 2**63, 2**64, 10**400, 0.5, 1e308, 1e-320]),
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.text(max_size=20),
+)
+anything = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+text = st.one_of(st.just("hello"), st.text(max_size=40), st.just("word " * 800))
+token_ids = st.lists(st.integers(-1, 430), max_size=20)
+message = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "system", "assistant", "tool", "emperor"])},
+    optional={"content": text | anything, "name": text, "tool_calls": anything, "refusal": anything},
+)
+likely: dict[str, st.SearchStrategy[Any]] = {
+    "model": st.sampled_from(["fake", "fake", "fake", "other", ""]),
+    "prompt": text | token_ids | st.lists(text | token_ids, max_size=3),
+    "messages": st.lists(message, max_size=3),
+    "tokens": token_ids,
+    "n": st.integers(1, 4) | st.just(128),
+    "best_of": st.integers(1, 4),
+    "max_tokens": st.integers(1, 40) | st.just(511),
+    "max_completion_tokens": st.integers(1, 40),
+    "min_tokens": st.integers(0, 40),
+    "temperature": st.floats(0, 2),
+    "top_p": st.floats(0.01, 1),
+    "top_k": st.integers(-1, 100),
+    "seed": st.integers(-(2**62), 2**62),
+    "stop": text | st.lists(text, max_size=3),
+    "stop_token_ids": token_ids,
+    "logit_bias": st.dictionaries(st.integers(0, 430).map(str), st.floats(-101, 101), max_size=4),
+    "logprobs": st.booleans() | st.integers(0, 21),
+    "top_logprobs": st.integers(0, 21),
+    "stream": st.booleans(),
+    "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans(), "x": st.none()}),
+    "priority": st.integers(-101, 101),
+    "timeout_s": st.floats(0.05, 4000),
+    "chat_template_kwargs": st.dictionaries(st.text(max_size=8), anything, max_size=3),
+    "response_format": st.fixed_dictionaries({"type": st.sampled_from(["text", "json_object"])}),
+}
+needed = {
+    "/v1/completions": ("model", "prompt"),
+    "/v1/chat/completions": ("model", "messages"),
+    "/detokenize": ("tokens",),
+}
+kinds = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+
+
+def fields_of(path: str) -> st.SearchStrategy[dict[str, Any]]:
+    """Bodies of a route: most fields of the right kind, some of any kind, some unknown."""
+    names = [name for name in kinds[path].__struct_fields__ if name not in needed.get(path, ())]
+    values = {name: likely.get(name, anything) for name in names}
+    sound = st.fixed_dictionaries({name: likely[name] for name in needed.get(path, ())}, optional=values)
+    wild = st.dictionaries(st.sampled_from([*names, *needed.get(path, ())]) | st.text(max_size=8), anything, max_size=3)
+    return st.builds(
+        lambda a, b, is_wild: {**a, **b} if is_wild else a, sound, wild, st.sampled_from([False, False, True])
+    )
+
+
+raw = st.one_of(
+    st.binary(max_size=200),
+    st.builds(lambda depth, mark: mark * depth, st.integers(1, MAX_BODY), st.sampled_from([b"[", b'{"a":', b"[[],"])),
+    st.integers(MAX_BODY - 50, MAX_BODY + 50).map(lambda size: b'{"model":"fake","prompt":"' + b"x" * size + b'"}'),
+    st.just(b'{"model":"fake","prompt":"\xff\xfe","max_tokens":3}'),
+    st.builds(lambda value, cut: json.dumps(value).encode()[:cut], anything, st.integers(0, 60)),
+    anything.map(lambda value: json.dumps(value).encode()),
+)
+headers = st.fixed_dictionaries(
+    {},
+    optional={
+        "x-request-id": st.text(
+            st.characters(min_codepoint=32, max_codepoint=255, exclude_characters="\x7f"), max_size=200
+        ),
+        "Content-Type": st.sampled_from(["application/json", "text/plain", "application/json; charset=utf-16", "x"]),
+        "Content-Encoding": st.sampled_from(["identity", "gzip", "deflate", "br", "zstd", "nonsense"]),
+        "Authorization": st.sampled_from(["Bearer x", "Basic eDp5", "Bearer", ""]),
+        "Expect": st.just("100-continue"),
+    },
+)
+INSIDES = re.compile(
+    r"Traceback|\.py\b|baton\.|aiohttp|msgspec|site-packages|tcp://|[Pp]lease install| at 0x[0-9a-f]{8}"
+)
+requests = st.one_of(
+    *[st.tuples(st.just("POST"), st.just(path), fields_of(path), headers) for path in kinds for _ in range(2)],
+    st.tuples(st.just("POST"), st.sampled_from(list(kinds)), raw, headers),
+    st.tuples(
+        st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD", "PATCH"]), st.sampled_from(ROUTES), raw, headers
+    ),
+    st.tuples(
+        st.sampled_from(["GET", "DELETE"]),
+        st.binary(max_size=12).map(lambda tail: f"/v1/{tail.hex()}%{tail.hex()}"),
+        st.just(b""),
+        headers,
+    ),
+)
+
+
+class Target:
+    """A router with fake nodes, and what it answered so far."""
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+        self.answers: Counter[int] = Counter()
+        self.slowest_s = 0.0
+
+    def send(self, method: str, path: str, body: Any, given: dict[str, str]) -> None:
+        """One request on a connection of its own; checks the answer."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection = http.client.HTTPConnection(self.system.router.url.removeprefix("http://"), timeout=20)
+        begun = time.monotonic()
+        try:
+            connection.request(method, path, data, {name: value.encode("latin-1") for name, value in given.items()})
+            response = connection.getresponse()
+            answer = response.read()
+        except (BrokenPipeError, ConnectionResetError):  # it closed before it had read a body that it will not take
+            self.answers[-1] += 1
+            return
+        finally:
+            connection.close()
+        self.slowest_s = max(self.slowest_s, time.monotonic() - begun)
+        self.answers[response.status] += 1
+        assert response.status != 500, answer
+        if response.status >= 400 and method != "HEAD":
+            error = json.loads(answer)["error"]
+            assert set(error) == {"message", "type", "param", "code"}, answer
+            assert error["message"]
+            assert not INSIDES.search(error["message"]), error
+        elif response.getheader("Content-Type", "").startswith("text/event-stream"):
+            events = [event.removeprefix(b"data: ") for event in answer.strip().split(b"\n\n")]
+            assert events[-1] == b"[DONE]" or "error" in json.loads(events[-1]), events[-1]
+
+
+@pytest.fixture(scope="module")
+def target(tokenizer: TextTokenizer, tokenizer_file: bytes) -> Iterator[Target]:
+    router = RunningRouter(max_body_bytes=MAX_BODY, max_waiting=512)
+    output = [300, 301, 302, 303, 1] * 128
+    system = System(router, tokenizer, tokenizer_file, script=lambda prompt, choice: output)
+    system.behaviour.step_tokens = 64
+    system.up()
+    target = Target(system)
+    yield target
+    print(
+        f"\n{sum(target.answers.values())} requests; answers by status {dict(sorted(target.answers.items()))};", end=" "
+    )
+    print(f"the slowest took {target.slowest_s:.2f} s")
+    system.cluster.close()
+    router.close()
+
+
+def test_whatever_is_sent(target: Target) -> None:
+    @settings(
+        max_examples=250,  # a batch; a long run makes many
+        deadline=None,
+        database=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(requests)
+    def send(request: tuple[str, Any, Any, dict[str, str]]) -> None:
+        method, path, body, given = request
+        if isinstance(path, tuple):
+            path = path[1]
+        target.send(method, path, body, given)
+
+    begun = time.monotonic()
+    while time.monotonic() - begun < max(SECONDS, 0.001):
+        send()
+    target.system.router.wait_idle(timeout=10)
+    assert all(node.is_alive() for node in target.system.cluster.nodes), "a node died of a request"
+    status, body, _ = target.system.complete(max_tokens=5)
+    assert status == 200, body
+    status, ledger, _ = target.system.router.request("GET", "/debug/ledger")
+    assert ledger["router"]["requests"] == []
+    assert {name: node["requests"] for name, node in ledger["nodes"].items()} == {"p0": [], "d0": []}
+    assert not target.system.router.errors

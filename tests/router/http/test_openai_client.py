@@ -1,0 +1,166 @@
+"""The official client against the real HTTP server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from baton.metadata.wire import messages
+from baton.metadata.wire.request import unpack_ids
+
+from ..conftest import System
+from ..test_dispatcher import own
+
+
+@pytest.fixture
+def client(system: System) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{system.router.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_completion(system: System, client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="fake", prompt="hello", max_tokens=100)
+    assert answer.choices[0].text == system.text
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len(system.say(system.text))
+    assert answer.usage.prompt_tokens == len(system.tokenizer.inner.encode("hello").ids)
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3
+
+
+def test_completion_streamed(system: System, client: openai.OpenAI) -> None:
+    stream = client.completions.create(
+        model="fake", prompt="hello", max_tokens=100, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == system.text
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == len(system.say(system.text))
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+async def test_async_client_streams_chat(system: System) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{system.router.url}/v1", api_key="none", max_retries=0) as client:
+        stream = await client.chat.completions.create(
+            model="fake",
+            messages=[{"role": "user", "content": [{"type": "text", "text": "hello"}]}],
+            stream=True,
+            stream_options={"include_usage": True},
+            n=2,
+        )
+        texts = {0: "", 1: ""}
+        roles: dict[int, list[str | None]] = {0: [], 1: []}
+        usage = None
+        async for chunk in stream:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+                roles[choice.index].append(choice.delta.role)
+        assert texts == {0: system.text, 1: system.text}
+        assert all(each[0] == "assistant" and not any(each[1:]) for each in roles.values())
+        assert usage is not None
+        assert usage.completion_tokens == 2 * len(system.say(system.text))
+    assert len(own(system.cluster.by_name("p0"), messages.Prefill)) == 1  # for both choices
+
+
+def test_chat(system: System, client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="fake", messages=[{"role": "user", "content": "hello"}], logprobs=True, top_logprobs=2
+    )
+    choice = answer.choices[0]
+    assert choice.message.content == system.text
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason == "stop"
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert len(choice.logprobs.content) == len(system.say(system.text))
+    assert [len(entry.top_logprobs) for entry in choice.logprobs.content] == [2] * len(choice.logprobs.content)
+    sent = system.cluster.by_name("p0").got(messages.Prefill)[-1].request
+    prompt = system.tokenizer.decode(unpack_ids(sent.prompt_ids))
+    assert prompt == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert sent.params.max_tokens == 512 - len(unpack_ids(sent.prompt_ids))  # the rest of the context
+
+
+def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
+    """What the client got can be sent back as it is."""
+    first = client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "hello"}])
+    said = first.choices[0].message.model_dump()
+    again = client.chat.completions.create(
+        model="fake", messages=[{"role": "user", "content": "hello"}, said, {"role": "user", "content": "and?"}]
+    )
+    assert again.choices[0].finish_reason == "stop"
+
+
+def test_many_prompts_and_choices(system: System, client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="fake", prompt=["hello", "a b"], n=2, max_tokens=100, echo=True)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in answer.choices] == [
+        text + system.text for text in ("hello", "hello", "a b", "a b")
+    ]
+    ids = [system.tokenizer.inner.encode(text).ids for text in ("hello", "a b")]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == sum(map(len, ids))
+    listed = client.completions.create(model="fake", prompt=ids, max_tokens=100)
+    assert [choice.text for choice in listed.choices] == [system.text] * 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_logprobs(system: System, client: openai.OpenAI, stream: bool) -> None:
+    given = {"model": "fake", "prompt": "hello", "max_tokens": 100, "echo": True, "logprobs": 1}
+    if stream:
+        chunks = list(client.completions.create(**given, stream=True))  # type: ignore[call-overload]
+        parts = [choice for chunk in chunks for choice in chunk.choices]
+    else:
+        parts = client.completions.create(**given).choices  # type: ignore[call-overload]
+    text = "".join(part.text for part in parts)
+    tokens = [token for part in parts if part.logprobs for token in part.logprobs.tokens]
+    values = [value for part in parts if part.logprobs for value in part.logprobs.token_logprobs]
+    offsets = [offset for part in parts if part.logprobs for offset in part.logprobs.text_offset]
+    assert text == "hello" + system.text
+    ids = system.tokenizer.inner.encode("hello").ids + system.say(system.text)
+    assert tokens == [system.tokenizer.token_text(token) for token in ids]
+    assert values == [None] + [-0.5] * (len(ids) - 1)
+    assert offsets == [sum(map(len, tokens[:place])) for place in range(len(tokens))]
+
+
+def test_token_ids_are_returned(system: System, client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="fake", prompt="hello", max_tokens=100, extra_body={"return_token_ids": True, "top_k": 5}
+    )
+    extra = answer.choices[0].model_extra or {}
+    assert extra["token_ids"] == system.say(system.text)
+    assert extra["prompt_token_ids"] == system.tokenizer.inner.encode("hello").ids
+    streamed = client.completions.create(
+        model="fake", prompt="hello", max_tokens=100, stream=True, extra_body={"return_token_ids": True}
+    )
+    ids = [token for chunk in streamed for token in (chunk.choices[0].model_extra or {})["token_ids"]]
+    assert ids == system.say(system.text)
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["fake"]
+    assert client.models.retrieve("fake").id == "fake"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="fake", prompt="x", temperature=-1)
+    assert caught.value.param == "temperature"
+
+
+def test_one_token_reserves_no_decode_node(system: System, client: openai.OpenAI) -> None:
+    reserves = len(system.cluster.by_name("d0").got(messages.Reserve))
+    answer = client.completions.create(model="fake", prompt="hello", max_tokens=1)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 1
+    assert len(system.cluster.by_name("d0").got(messages.Reserve)) == reserves
+    assert system.cluster.by_name("p0").got(messages.Prefill)[-1].decode is None

@@ -1,0 +1,80 @@
+"""Deltas, one after the other, are what decoding everything at once gives."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.router.text.detokenizer import MAX_HELD, make_detokenizer
+from baton.router.text.tokenizer import TextTokenizer
+
+from ..fake_nodes import make_tokenizer
+
+BYTE_LEVEL = TextTokenizer(make_tokenizer("byte"))
+FALLBACK = TextTokenizer(make_tokenizer("sentencepiece"))
+
+
+def deltas(tokenizer: TextTokenizer, ids: list[int], prompt: list[int], *, skip_special: bool = True) -> list[str]:
+    detokenizer = make_detokenizer(tokenizer, prompt, skip_special=skip_special)
+    return [*(detokenizer.step(token_id) for token_id in ids), detokenizer.flush()]
+
+
+def test_kinds() -> None:
+    assert BYTE_LEVEL.is_byte_level
+    assert not FALLBACK.is_byte_level
+
+
+@given(ids=st.lists(st.integers(0, 419), max_size=60), skip_special=st.booleans())
+@settings(max_examples=400, deadline=None)
+def test_byte_level_any_ids(ids: list[int], skip_special: bool) -> None:
+    """Also where the bytes are no UTF-8, and for ids beyond the vocabulary."""
+    parts = deltas(BYTE_LEVEL, ids, [], skip_special=skip_special)
+    assert "".join(parts) == BYTE_LEVEL.decode(ids, skip_special_tokens=skip_special)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, FALLBACK], ids=["byte", "fallback"])
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd▁"), max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_any_text(tokenizer: TextTokenizer, text: str) -> None:
+    prompt = tokenizer.inner.encode("hello").ids
+    whole = tokenizer.inner.encode("hello " + text).ids
+    ids = whole[len(prompt) :]
+    if whole[: len(prompt)] != prompt:
+        return
+    parts = deltas(tokenizer, ids, prompt)
+    assert tokenizer.decode(prompt) + "".join(parts) == tokenizer.decode(whole)
+    assert "\ufffd" not in "".join(parts), "a character was split"
+
+
+def test_no_delta_splits_a_character() -> None:
+    ids = BYTE_LEVEL.inner.encode("😀😀 ✓").ids
+    assert len(ids) > 8  # one token a byte
+    parts = deltas(BYTE_LEVEL, ids, [])
+    assert [part for part in parts if part] == ["😀", "😀", " ", "✓"]
+
+
+def test_incomplete_character_at_the_end() -> None:
+    ids = BYTE_LEVEL.inner.encode("a😀").ids[:-1]
+    assert "".join(deltas(BYTE_LEVEL, ids, [])) == "a\ufffd"
+    ids = FALLBACK.inner.encode("a😀").ids[:-1]
+    assert "".join(deltas(FALLBACK, ids, FALLBACK.inner.encode("x").ids)).endswith("\ufffd")
+
+
+def test_holding_back_is_bounded() -> None:
+    """Bytes that never become a character come out all the same."""
+    stray = FALLBACK.inner.token_to_id("<0x9F>")
+    detokenizer = make_detokenizer(FALLBACK, [], skip_special=True)
+    shown = [detokenizer.step(stray) for _ in range(3 * MAX_HELD)]
+    assert sum(map(len, shown)) >= 2 * MAX_HELD
+
+
+def test_leading_space_is_kept_after_a_prompt() -> None:
+    prompt, ids = FALLBACK.inner.encode("the").ids, FALLBACK.inner.encode("quick").ids
+    assert "".join(deltas(FALLBACK, ids, prompt)) == " quick"
+
+
+def test_special_tokens() -> None:
+    end = BYTE_LEVEL.inner.token_to_id("<|im_end|>")
+    assert deltas(BYTE_LEVEL, [end], [], skip_special=True) == ["", ""]
+    assert deltas(BYTE_LEVEL, [end], [], skip_special=False) == ["<|im_end|>", ""]

@@ -1,0 +1,69 @@
+"""Tokenizer files from nodes, and chat templates."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+import xxhash
+
+from baton.metadata.errors import ProtocolError, RequestError
+from baton.router.text.tokenizer import ChatTemplate, TextTokenizer
+
+
+def test_compressed_file(tokenizer_file: bytes) -> None:
+    digest = xxhash.xxh3_128_hexdigest(tokenizer_file)
+    packed = zlib.compress(tokenizer_file)
+    assert TextTokenizer.from_compressed(packed, digest).is_byte_level
+    for damaged in (b"", b"junk", packed[:-20], zlib.compress(b"{}"), zlib.compress(tokenizer_file + b" ")):
+        with pytest.raises(ProtocolError, match="tokenizer"):
+            TextTokenizer.from_compressed(damaged, digest)
+    nonsense = b'{"model": 5}'
+    with pytest.raises(ProtocolError, match=r"tokenizer\.json"):
+        TextTokenizer.from_compressed(zlib.compress(nonsense), xxhash.xxh3_128_hexdigest(nonsense))
+
+
+async def test_encode(tokenizer: TextTokenizer) -> None:
+    text = "naïve café " * 100
+    ids = await tokenizer.encode(text, add_special_tokens=True)
+    assert ids == tokenizer.inner.encode(text).ids
+    assert tokenizer.decode(ids) == text
+    assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+
+
+def render(source: str, **options: object) -> str:
+    template = ChatTemplate(source, {"eos_token": "</s>"})
+    return template.render([{"role": "user", "content": "hi"}], add_generation_prompt=True, options=options)
+
+
+def test_helpers() -> None:
+    assert render("{{ messages | tojson }}") == '[{"role": "user", "content": "hi"}]'
+    assert render("{{ 'é' | tojson }}") == '"é"'
+    assert render("{{ eos_token }}{{ flavour }}", flavour="x") == "</s>x"
+    assert len(render("{{ strftime_now('%Y-%m-%d') }}")) == 10
+    assert (
+        render("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}")
+        == "hi"
+    )
+    assert render("{%- if tools %}no{% endif %}{% if add_generation_prompt %}yes{% endif %}") == "yes"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[5].content }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ 1 / 0 }}",
+    ],
+)
+def test_a_template_that_refuses(source: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        render(source)
+    assert caught.value.param == "messages"
+
+
+def test_a_template_that_does_not_compile() -> None:
+    with pytest.raises(ProtocolError, match="compile"):
+        ChatTemplate("{% for %}", {})

@@ -1,0 +1,244 @@
+"""The repository's own rules: where code may be, what may import what, what may not be called."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ["decode_node", "deploy", "engine", "kernels", "metadata", "prefill_node", "router"]
+CODE = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+
+MAY_IMPORT = {  # DESIGN: imports run downwards only
+    "deploy": set(FOLDERS),
+    "router": {"router", "metadata"},
+    "prefill_node": {"prefill_node", "engine", "metadata"},
+    "decode_node": {"decode_node", "engine", "metadata"},
+    "engine": {"engine", "kernels", "metadata"},
+    "metadata": {"metadata"},
+    "kernels": {"kernels"},
+}
+NOT_SHIPPED = {"baton.deploy.demo.training"}  # the demo model ships, how it was trained does not
+NO_TORCH = {"router"}  # and never by what it imports: test_the_router_imports_no_torch
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Every import as (line, absolute dotted name), those inside functions too."""
+    package = ["baton", *path.relative_to(ROOT).parent.parts]
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def test_the_packages_are_the_folders_with_code() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {"baton", *("baton." + ".".join(path.relative_to(ROOT).parent.parts) for path in CODE)}
+    folders -= NOT_SHIPPED
+    assert sorted(listed) == listed
+    assert set(listed) == folders
+
+
+def test_every_package_but_kernels_has_an_init_that_exports_nothing() -> None:
+    for folder in {path.parent for path in CODE} - {ROOT / "kernels"}:
+        body = _tree(folder / "__init__.py").body
+        assert all(isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in body), folder
+    assert not (ROOT / "kernels" / "__init__.py").exists(), "it would shadow the package `kernels` (STYLE)"
+
+
+def test_the_root_holds_no_module() -> None:
+    assert [path.name for path in ROOT.glob("*.py")] == ["__init__.py"]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_imports_run_downwards(folder: str) -> None:
+    wrong = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for line, name in _imports(path):
+            parts = name.split(".")
+            if parts[0] == "baton" and len(parts) > 1 and parts[1] in FOLDERS and parts[1] not in MAY_IMPORT[folder]:
+                wrong.append(f"{_name(path)}:{line} imports {name}")
+            if parts[0] == "torch" and folder in NO_TORCH:
+                wrong.append(f"{_name(path)}:{line} imports {name}")
+    assert not wrong
+
+
+def test_code_imports_relatively() -> None:
+    wrong = []
+    for path in CODE:
+        for node in ast.walk(_tree(path)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            wrong += [
+                f"{_name(path)}:{node.lineno} {name}" for name in names if name.split(".")[0] in ("baton", *FOLDERS)
+            ]
+    assert not wrong
+
+
+def test_the_router_imports_no_torch() -> None:
+    """Every module of router/ and what it imports, in a fresh interpreter."""
+    paths = [path.relative_to(ROOT).with_suffix("") for path in CODE if path.is_relative_to(ROOT / "router")]
+    modules = sorted("baton." + ".".join(path.parts) for path in paths if path.name != "__init__")
+    code = (
+        f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
+        "bad = {'torch', 'numpy', 'transformers', 'triton', 'safetensors', 'baton.engine'} & set(sys.modules)\n"
+        "assert not bad, bad"
+    )
+    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+_FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "jsonpickle", "code"}
+_FORBIDDEN_CALLS = {
+    *("eval", "exec", "compile", "__import__", "os.system", "os.popen", "pty.spawn", "runpy.run_path"),
+    *("yaml.load", "yaml.unsafe_load", "yaml.full_load", "numpy.load", "pandas.read_pickle", "jinja2.Environment"),
+    *("torch.jit.load", "torch.package.PackageImporter", "torch.hub.load", "subprocess.getoutput"),
+}
+
+
+def test_nothing_can_be_unpickled_or_evaluated() -> None:
+    wrong = []
+    for path in CODE:
+        for line, name in _imports(path):
+            if name.split(".")[0] in _FORBIDDEN_MODULES:
+                wrong.append(f"{_name(path)}:{line} imports {name}")
+        wrong += [f"{_name(path)}:{line} calls {reason}" for line, reason in _forbidden_calls(_tree(path))]
+    assert not wrong
+
+
+def _forbidden_calls(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """What the module calls that could run what it reads, whatever it has imported it as."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (reason := _forbidden(node, names)):
+            yield node.lineno, reason
+
+
+def _forbidden(call: ast.Call, names: dict[str, str]) -> str | None:
+    first, dot, rest = ast.unparse(call.func).partition(".")
+    name = names.get(first, first) + dot + rest
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    if name in _FORBIDDEN_CALLS or name.endswith((".recv_pyobj", ".send_pyobj")):
+        return name
+    if name == "torch.load" and given.get("weights_only") != "True":
+        return "torch.load without weights_only=True"
+    if given.get("shell", "False") != "False":
+        return f"{name} with a shell"
+    if given.get("allow_pickle", "False") != "False":
+        return f"{name} with allow_pickle"
+    if given.get("trust_remote_code", "False") != "False":
+        return f"{name} with trust_remote_code=True"
+    return None
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "eval(x)",
+        "torch.load(f)",
+        "torch.load(f, weights_only=False)",
+        "from torch import load as read\nread(f)",
+        "import torch as t\nt.load(f)",
+        "import numpy as np\nnp.load(f)",
+        "from os import system\nsystem(x)",
+        "run(x, shell=True)",
+        "run(x, shell=flag)",
+        "read(f, allow_pickle=True)",
+        "socket.recv_pyobj()",
+        "from jinja2 import Environment\nEnvironment()",
+    ],
+)
+def test_the_scan_finds_what_it_looks_for(source: str) -> None:
+    assert list(_forbidden_calls(ast.parse(source)))
+
+
+def test_no_wall_clock_decides_anything_on_a_node() -> None:
+    """Leases, silence and deadlines are judged on the monotonic clock: setting the time of day changes nothing."""
+    allowed = {"metadata/logs.py"}  # the times of lines
+    wrong = []
+    for path in CODE:
+        if path.relative_to(ROOT).parts[0] in ("metadata", "prefill_node", "decode_node", "engine", "kernels"):
+            calls = [ast.unparse(node.func) for node in ast.walk(_tree(path)) if isinstance(node, ast.Call)]
+            bad = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"}.intersection(calls)
+            wrong += [f"{_name(path)}: {name}" for name in bad if _name(path) not in allowed]
+    assert not wrong
+
+
+_KINDS = ((dict, MappingProxyType), (list, tuple), (set, frozenset), (bytearray, bytes), (deque, tuple))
+_CHANGES = {name for kind, frozen in _KINDS for name in {*dir(kind)} - {*dir(frozen)} if not name.startswith("_")}
+_CHANGES = _CHANGES - {"copy", "maxlen"} | {"next", "setattr", "delattr"}
+_VERBS = {"send", "recv", "open", "close", "start", "stop", "take", "give", "put", "write", "free", "release", "forget"}
+
+
+def _changes_in_asserts(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """What an assert does beside looking, which `python -O` would leave undone: a name bound, or a call that by its
+    name changes something (a container's mutator, a verb, torch's trailing underscore)."""
+    for node in (inner for each in ast.walk(tree) if isinstance(each, ast.Assert) for inner in ast.walk(each)):
+        if isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom):
+            yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            is_in_place = name.endswith("_") and not name.endswith("__")
+            if name in _CHANGES or name.split("_")[0] in _VERBS or is_in_place:
+                yield node.lineno, ast.unparse(node)
+
+
+def test_no_assert_changes_anything() -> None:
+    wrong = [f"{_name(path)}:{line} {code}" for path in CODE for line, code in _changes_in_asserts(_tree(path))]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("condition", "is_change"),
+    [
+        ("not self.queues.pop(group, ())", True),
+        ("self.send(message)", True),
+        ("(left := count()) == 0", True),
+        ("next(ids) == 1", True),
+        ("x.add_(1).sum() == 0", True),
+        ("len(rows) == 1 and x.is_contiguous(), sorted(rows)", False),
+        ("self.queues.get(group) is None", False),
+    ],
+)
+def test_the_scan_of_asserts_finds_what_it_looks_for(condition: str, is_change: bool) -> None:
+    assert bool(list(_changes_in_asserts(ast.parse(f"assert {condition}")))) == is_change
+
+
+def test_every_module_says_what_it_is() -> None:
+    assert not [_name(path) for path in CODE if path.name != "__init__.py" and not ast.get_docstring(_tree(path))]
+
+
+def test_every_pin_is_exact_and_portable() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert pins == sorted(pins, key=lambda pin: pin.split("==")[0].lower())
+    for pin in pins:
+        name, _, version = pin.partition("==")
+        assert name, pin
+        assert version, pin
+        assert "+" not in version, f"{pin}: a local version (such as +cpu) is not on the package index"
