@@ -3,8 +3,9 @@
 `HeartbeatThread` is a thread of the node with a socket of its own, because a ZeroMQ socket belongs to one thread. It
 connects to the router under the node's routing id plus `:beat`, and the hub reports its messages as the node's. The
 thread needs the interpreter lock for microseconds, five times per second. So it beats on while the main loop hangs in
-Python, in a lock, or in C code that released the interpreter lock (torch, sockets), and says in which phase the loop is
-and for how long. C code that keeps the interpreter lock silences the thread: such a node is found dead instead of stuck.
+Python, in a lock, or in C code that released the interpreter lock (torch, sockets), and says in which phase the
+loop is and for how long. C code that keeps the interpreter lock silences the thread: such a node is found dead
+instead of stuck.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class RouterTarget(Target):
         rid, attempt, choice = asked.rid, asked.attempt, rng.choice(asked.choices)
         unit = Unit(rid, choice, attempt)
         request = self.life.requests.get(rid)
-        first = len(request.choices[choice].received) if request is not None else 0
+        first = len(request.sequences[choice].received) if request is not None else 0
         count = rng.choice([1, 1, 2, 5])
         ended = {0: Ended("stop", 1, 3, first + count, 0)} if rng.random() < 0.2 else {}
         ids = pack_ids(rng.randint(2, VOCAB_SIZE - 1) for _ in range(count))
