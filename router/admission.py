@@ -77,14 +77,14 @@ class Life(Protocol):
 class Admission:
     """Waiting requests of all groups."""
 
-    def __init__(self, epoch: str, bounds: Bounds, life: Life, *, node_wait_s: float = 10.0) -> None:
+    def __init__(self, epoch: str, bounds: Bounds, dispatcher: Life, *, node_wait_s: float = 10.0) -> None:
         self.affinity = PrefixAffinity()
         self._epoch = epoch
-        self._life = life
+        self._dispatcher = dispatcher
         self._queues: defaultdict[Group, WaitingQueue] = defaultdict(WaitingQueue)
-        self.intake = Intake(bounds, self._queues, life.fail)
+        self.intake = Intake(bounds, self._queues, dispatcher.fail)
         self._asked: dict[tuple[str, int], Entry] = {}
-        self.stranded = Stranded(life, node_wait_s)
+        self.stranded = Stranded(dispatcher, node_wait_s)
 
     @property
     def num_waiting(self) -> int:
@@ -152,7 +152,7 @@ class Admission:
     def pump(self, group: Group) -> None:
         """Gives nodes to those who wait, as far as there is room."""
         now, pace = time.monotonic(), self.intake.pace(group)
-        pairs, prefills = [pair for pair in group.pairs() if self._life.is_usable(*pair)], group.live("prefill")
+        pairs, prefills = [pair for pair in group.pairs() if self._dispatcher.is_usable(*pair)], group.live("prefill")
         fits: dict[Hashable, bool] = {}  # most of those who wait need about the same
         num_under_way = 0
         for entry in list(self._queues[group]):
@@ -203,10 +203,10 @@ class Admission:
         for entry in list(self._asked.values()):
             attempt = entry.attempt
             if attempt is not None and now - attempt.sent_at > ANSWER_S:
-                self._life.unanswered(entry.request, attempt)
+                self._dispatcher.unanswered(entry.request, attempt)
             elif attempt is not None and now > attempt.ask_at and attempt.decode is not None:
                 attempt.ask_at = now + ASK_S
-                self._life.send(attempt.decode, self._reserve(entry.request, attempt, attempt.decode))
+                self._dispatcher.send(attempt.decode, self._reserve(entry.request, attempt, attempt.decode))
         for group, queue in list(self._queues.items()):
             for node in group.live("decode"):
                 if node.full_since is not None and now - node.full_since > FULL_S:
@@ -238,7 +238,7 @@ class Admission:
         decode.pledged_pages += (entry.need.decode_pages or 0) * len(choices)
         decode.units.update(Unit(request.rid, choice, attempt.number) for choice in choices)
         attempt.ask_at = now + ASK_S
-        if not self._life.send(decode, self._reserve(request, attempt, decode)):
+        if not self._dispatcher.send(decode, self._reserve(request, attempt, decode)):
             self.take_back(request, attempt)
             decode.units.difference_update(Unit(request.rid, choice, attempt.number) for choice in choices)
             del request.attempts[attempt.number]
@@ -263,7 +263,7 @@ class Admission:
         attempt.sent_at = now
         if request.dispatched_at is None:
             request.dispatched_at = now
-        self._life.dispatched(request, attempt, now)
+        self._dispatcher.dispatched(request, attempt, now)
         if not request.is_canary:
             self.intake.pace(request.group).granted(now)
         if prefill is None:
@@ -290,8 +290,8 @@ class Admission:
             now - request.created_at,
             extra={"rid": request.rid},
         )
-        if not self._life.send(prefill, message):
-            self._life.unreachable(request, attempt, prefill)
+        if not self._dispatcher.send(prefill, message):
+            self._dispatcher.unreachable(request, attempt, prefill)
 
     def _strike(self, entry: Entry, choices: set[int]) -> None:
         """These choices wait no more."""
@@ -304,14 +304,14 @@ class Admission:
         fails."""
         request = entry.request
         if entry.pair is not None:
-            self._life.fail(request, PairFull(f"decode node {node.node_id} is full"))
+            self._dispatcher.fail(request, PairFull(f"decode node {node.node_id} is full"))
             return
         num_pages = node.hello.capacity.num_pages
         if node.units or node.load.running or node.load.free_pages < num_pages:
             return
         entry.unfit.add(node.routing_id)
         if not entry.could_go_to(request.group.pairs(), ()):
-            self._life.fail(
+            self._dispatcher.fail(
                 request,
                 RequestError(
                     f"the prompt's {len(request.prompt_ids)} tokens and the room to generate do not fit an empty "
@@ -329,7 +329,7 @@ class Admission:
             prefills = [node for node in group.live("prefill") if need.fits_prefill(node)]
             live = [node for node in group.live("decode") if need.fits_decode(node)]
             live = [node for node in live if node.routing_id not in entry.unfit]
-            nodes = [node for node in live if any(self._life.is_usable(prefill, node) for prefill in prefills)]
+            nodes = [node for node in live if any(self._dispatcher.is_usable(prefill, node) for prefill in prefills)]
             failed = entry.request.has_failed_on
             nodes = [node for node in nodes if not all(failed(prefill, node) for prefill in prefills)] or nodes
         figures = [
@@ -350,7 +350,7 @@ class Admission:
             nodes = [entry.pair[0]] if entry.pair[0] is not None else []
         else:
             nodes = [node for node in request.group.live("prefill") if entry.need.fits_prefill(node)]
-            nodes = [node for node in nodes if self._life.is_usable(node, decode)]
+            nodes = [node for node in nodes if self._dispatcher.is_usable(node, decode)]
             nodes = [node for node in nodes if not request.has_failed_on(node, decode)] or nodes
         page_size = request.group.page_size
         figures = [

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.05
 
 
-class RequestLife:
+class Dispatcher:
     """All requests and the nodes they run on. Everything happens on the event loop."""
 
     def __init__(self, config: RouterConfig, epoch: str, metrics: Metrics) -> None:

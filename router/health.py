@@ -24,7 +24,7 @@ from .node import Group, Node
 from .request import Delta, Request, Sequence
 
 if TYPE_CHECKING:
-    from .dispatcher import RequestLife
+    from .dispatcher import Dispatcher
     from .queue import Pinned
 
 logger = logging.getLogger(__name__)
@@ -52,8 +52,8 @@ class Pair:
 class PairHealth:
     """All pairs of live nodes, and the canaries under way."""
 
-    def __init__(self, life: RequestLife, interval_s: float) -> None:
-        self._life = life
+    def __init__(self, dispatcher: Dispatcher, interval_s: float) -> None:
+        self._dispatcher = dispatcher
         self._interval_s = interval_s
         self._pairs: dict[tuple[bytes, bytes], Pair] = {}
         self._elections: dict[Group, Election] = {}
@@ -64,14 +64,14 @@ class PairHealth:
         """At least one pair works and takes new requests."""
         return any(
             self.state(prefill, decode) == "ready"
-            for group in self._life.registry.groups.values()
+            for group in self._dispatcher.registry.groups.values()
             for prefill, decode in group.pairs()
         )
 
     @property
     def reason(self) -> str:
         """Why no pair works, in words."""
-        registry = self._life.registry
+        registry = self._dispatcher.registry
         live = [pair for group in registry.groups.values() for pair in group.pairs()]
         failures = [words for pair in live if (words := self.state(*pair)) not in ("ready", "untried")]
         words = [failures[0] if failures else registry.unready_reason(), drains(registry.nodes.values())]
@@ -158,7 +158,7 @@ class PairHealth:
 
     def look(self, now: float) -> None:
         """Starts the canaries that are due, and gives up those that hang."""
-        for group in self._life.registry.groups.values():
+        for group in self._dispatcher.registry.groups.values():
             if group.tokenizer is None:
                 continue
             pairs = list(group.pairs())
@@ -177,7 +177,7 @@ class PairHealth:
         if self._elections.get(election.group) is not election:
             return
         if self._recount(election):
-            self._life.admission.pump(election.group)
+            self._dispatcher.admission.pump(election.group)
         self._ask_alone(election, time.monotonic())
 
     def _election(self, group: Group) -> Election:
@@ -185,7 +185,7 @@ class PairHealth:
         election = self._elections.get(group)
         if election is None or len(election.prompt) > prompt_len(group):
             for request in list(election.alone.values()) if election is not None else ():
-                self._life.fail(request, BatonError("another canary takes its place"))
+                self._dispatcher.fail(request, BatonError("another canary takes its place"))
             election = self._elections[group] = Election(group)
             self._recount(election)
             for (prefill, _), pair in self._pairs.items():
@@ -196,7 +196,7 @@ class PairHealth:
     def _look_at(self, election: Election, prefill: Node, decode: Node, pair: Pair, now: float) -> None:
         if pair.canary is not None:
             if now - pair.canary.created_at > TIMEOUT_S:
-                self._life.fail(pair.canary, BatonError(f"no answer within {TIMEOUT_S:.0f} s"))
+                self._dispatcher.fail(pair.canary, BatonError(f"no answer within {TIMEOUT_S:.0f} s"))
             return
         if now < pair.retry_at:
             return
@@ -208,7 +208,7 @@ class PairHealth:
         pair.is_doubted = False
         run = _Canary(self, election, pair, prefill, decode)
         pair.canary = _request(election, run, now)
-        pair.was_full = not self._life.submit_canary(pair.canary, (prefill, decode))
+        pair.was_full = not self._dispatcher.submit_canary(pair.canary, (prefill, decode))
         if pair.was_full:
             pair.canary = None
             pair.retry_at = now + FULL_RETRY_S
@@ -217,7 +217,7 @@ class PairHealth:
         """Asks the nodes that the ballot wants to hear alone, and gives up those that do not answer."""
         for request in list(election.alone.values()):
             if now - request.created_at > TIMEOUT_S:
-                self._life.fail(request, BatonError(f"no answer within {TIMEOUT_S:.0f} s"))
+                self._dispatcher.fail(request, BatonError(f"no answer within {TIMEOUT_S:.0f} s"))
         for voter in election.ballot.wanted(now):
             if voter in election.alone or now < election.full_until.get(voter, 0.0):
                 continue
@@ -231,7 +231,7 @@ class PairHealth:
     def submit_alone(self, election: Election, voter: Voter, request: Request, pinned: Pinned) -> None:
         """Sends a node a canary of its own; it is asked again later if it has no room."""
         election.alone[voter] = request
-        if not self._life.submit_canary(request, pinned):
+        if not self._dispatcher.submit_canary(request, pinned):
             self.has_no_room(election, voter, request.created_at)
 
     def has_no_room(self, election: Election, voter: Voter, now: float) -> None:

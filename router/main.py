@@ -20,7 +20,7 @@ from ..metadata.bus.sockets import new_epoch
 from ..metadata.errors import ConfigError
 from ..metadata.logs import setup_logging
 from .config import RouterConfig
-from .dispatcher import RequestLife
+from .dispatcher import Dispatcher
 from .http.app import Api
 from .http.faults import ClientFaults, Connection
 from .metrics import Metrics
@@ -38,9 +38,9 @@ class Router:
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
         self.metrics = Metrics()
-        self.life = RequestLife(config, new_epoch(), self.metrics)
-        self.metrics.watch_nodes(self.life.registry, lambda: self.life.admission.num_waiting)
-        self.api = Api(config, self.life, self.metrics)
+        self.dispatcher = Dispatcher(config, new_epoch(), self.metrics)
+        self.metrics.watch_nodes(self.dispatcher.registry, lambda: self.dispatcher.admission.num_waiting)
+        self.api = Api(config, self.dispatcher, self.metrics)
         self._tracing: Tracing | None = None
         self._hub: Hub | None = None
         self._runner: web.AppRunner | None = None
@@ -57,10 +57,16 @@ class Router:
                 f"--keys {config.keys}: allow-list {config.allow_list} calls this key {keys.name!r}, not {ROUTER!r}"
             )
         self._tracing = tracing_from(os.environ)
-        self.life.on_over = self._tracing.over if self._tracing is not None else None
-        self._hub = Hub(config.node_address, self.life.epoch, keys, self.life.on_message, self.life.on_connection_lost)
+        self.dispatcher.on_over = self._tracing.over if self._tracing is not None else None
+        self._hub = Hub(
+            config.node_address,
+            self.dispatcher.epoch,
+            keys,
+            self.dispatcher.on_message,
+            self.dispatcher.on_connection_lost,
+        )
         self.node_address = self._hub.address
-        self.life.start(self._hub)
+        self.dispatcher.start(self._hub)
         self._hub.start()
         self._runner = web.AppRunner(
             self.api.application(),
@@ -96,7 +102,7 @@ class Router:
 
     async def stop(self) -> None:
         """Ends all requests and closes all sockets."""
-        self.life.close()
+        self.dispatcher.close()
         await asyncio.sleep(0)  # streams write their last event
         if self._http is not None:
             self._http.close()
@@ -125,7 +131,7 @@ class Router:
         )
 
     def _num_requests(self) -> int:
-        return sum(not request.is_canary for request in self.life.requests.values())
+        return sum(not request.is_canary for request in self.dispatcher.requests.values())
 
 
 def run(config: RouterConfig) -> int:

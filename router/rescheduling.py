@@ -44,14 +44,14 @@ class Moves:
 
     def __init__(
         self,
-        life: Life,
+        dispatcher: Life,
         cancels: Cancels,
         gaps: Gaps,
         max_attempts: int,
         on_moved: Callable[[Request, MoveReason], None],
     ) -> None:
         """`on_moved` is told of every request that goes on on other nodes."""
-        self._life = life
+        self._dispatcher = dispatcher
         self._cancels = cancels
         self._gaps = gaps
         self._max_attempts = max_attempts
@@ -69,14 +69,14 @@ class Moves:
             choice.note_end(attempt, is_loss=False)
             if len(choice.failures) >= self._max_attempts or request.is_canary:
                 times = len(choice.failures)
-                self._life.fail(request, _given_up(f"after {times} attempts", reason))
+                self._dispatcher.fail(request, _given_up(f"after {times} attempts", reason))
                 return
         self._requeue(request, moved, "failed", reason)
 
     def lost(self, node: Node, reason: str) -> None:
         """A node is gone. What it held goes on elsewhere; so does what waited for its pages."""
         where = f"{node.role} node {node.node_id}: {reason}"
-        for request in list(self._life.requests.values()):
+        for request in list(self._dispatcher.requests.values()):
             request.forgive(node)
             for attempt in list(request.attempts.values()):
                 if node is attempt.decode or node is attempt.prefill:
@@ -85,7 +85,7 @@ class Moves:
     def forgotten(self, node: Node, unit: Unit, reason: str) -> None:
         """A node does not know a unit that has ended here. If it is the prefill node that still owes the prompt's
         log-probabilities, its last word was lost: they are computed again."""
-        request = self._life.requests.get(unit.rid)
+        request = self._dispatcher.requests.get(unit.rid)
         attempt = request.attempts.get(unit.attempt) if request is not None else None
         if request is not None and attempt is not None and attempt.prefill is node and request.lacks_prompt:
             node.prefilling.pop((unit.rid, unit.attempt), None)
@@ -98,18 +98,18 @@ class Moves:
 
     def evict(self, node: Node, reason: str) -> None:
         """A draining node has run out of time: what it holds still goes elsewhere."""
-        for request in list(self._life.requests.values()):
+        for request in list(self._dispatcher.requests.values()):
             for attempt in list(request.attempts.values()):
                 if node in attempt.nodes or (node is attempt.prefill and not attempt.dispatched):
                     if request.is_canary:  # its answer would be another node's
-                        self._life.fail(request, Unavailable(f"{node.role} node {node.node_id}: {reason}"))
+                        self._dispatcher.fail(request, Unavailable(f"{node.role} node {node.node_id}: {reason}"))
                         break
                     moved = self._stop(request, attempt, set(attempt.choices), None)
                     self._requeue(request, moved, "drained", f"{node.role} node {node.node_id}: {reason}")
 
     def leave_nodes(self, request: Request, reason: str) -> None:
         """Nothing of a request waits any more, nor is held by nodes."""
-        self._life.admission.withdraw(request)
+        self._dispatcher.admission.withdraw(request)
         for attempt in request.attempts.values():
             self.release(request, attempt, attempt.choices)
             if attempt.choices:
@@ -126,7 +126,7 @@ class Moves:
                 request.timeline.paused(choice, reason, time.monotonic())
                 self._gaps.close(choice)
                 choice.restart()
-        self._life.admission.pump(request.group)
+        self._dispatcher.admission.pump(request.group)
 
     def resume(self, request: Request) -> None:
         """What was paused goes on, from where it stands."""
@@ -134,7 +134,7 @@ class Moves:
         for choice in reversed(request.sequences):
             if choice.finish_reason is None:
                 request.timeline.resumed(choice, time.monotonic())
-                self._life.admission.submit(Entry(request, (choice.index,)), first=True)
+                self._dispatcher.admission.submit(Entry(request, (choice.index,)), first=True)
 
     def _lose(self, request: Request, attempt: Attempt, node: Node, where: str) -> None:
         choices = set(attempt.choices)
@@ -157,7 +157,7 @@ class Moves:
             choice = request.sequences[index]
             choice.note_end(attempt, is_loss=True)
             if choice.num_losses > MAX_LOSSES or request.is_canary:
-                self._life.fail(request, _given_up(f"after {choice.num_losses} nodes were lost under it", reason))
+                self._dispatcher.fail(request, _given_up(f"after {choice.num_losses} nodes were lost under it", reason))
                 return
         self._requeue(request, moved, "lost", reason)
 
@@ -168,7 +168,7 @@ class Moves:
         choices &= attempt.choices
         if not choices:
             return choices
-        self._life.admission.take_back(request, attempt)
+        self._dispatcher.admission.take_back(request, attempt)
         for node in attempt.nodes:
             if node is not gone:
                 self._cancels.send(node, request.rid, attempt.number, choices, "it moves to other nodes")
@@ -199,14 +199,14 @@ class Moves:
                 continue
             self._gaps.close(choice)
             choice.restart()
-            self._life.admission.submit(Entry(request, (index,)), first=True)
-        self._life.admission.pump(request.group)
+            self._dispatcher.admission.submit(Entry(request, (index,)), first=True)
+        self._dispatcher.admission.pump(request.group)
 
     def _compute_prompt_again(self, request: Request) -> None:
         """Every choice has ended, but the log-probabilities of the prompt died with prefill."""
         is_missing = request.wants_prompt_logprobs and request.prompt_logprobs is None
         if is_missing and all(choice.finish_reason is not None for choice in request.sequences):
-            self._life.admission.submit(Entry(request, (0,)), first=True)
+            self._dispatcher.admission.submit(Entry(request, (0,)), first=True)
 
 
 def _given_up(when: str, reason: str) -> NodeFault:

@@ -35,8 +35,8 @@ class Life(Protocol):
 class Stranded:
     """Says which groups may be waited for, and who has waited long enough."""
 
-    def __init__(self, life: Life, node_wait_s: float) -> None:
-        self._life = life
+    def __init__(self, dispatcher: Life, node_wait_s: float) -> None:
+        self._dispatcher = dispatcher
         self._node_wait_s = node_wait_s
         self._served_at: dict[Group, float] = {}  # when a pair that takes requests was last there
 
@@ -55,7 +55,7 @@ class Stranded:
 
     def check(self, group: Group, waiting: Iterable[Entry], now: float) -> None:
         """To be called a few times a second for every group, with those who wait in it."""
-        pairs = [pair for pair in group.pairs() if self._life.is_usable(*pair)]
+        pairs = [pair for pair in group.pairs() if self._dispatcher.is_usable(*pair)]
         if pairs:
             self._served_at[group] = now
         prefills = group.live("prefill")
@@ -65,7 +65,7 @@ class Stranded:
             elif entry.stranded_since is None:
                 entry.stranded_since = now
             elif now - entry.stranded_since > self._node_wait_s:
-                self._life.fail(entry.request, self._error(entry, pairs))
+                self._dispatcher.fail(entry.request, self._error(entry, pairs))
 
     def _error(self, entry: Entry, pairs: list[tuple[Node, Node]]) -> BatonError:
         group = entry.request.group
@@ -75,7 +75,7 @@ class Stranded:
             return no_node(words + f"no {' and no '.join(missing)} node is left", [group], missing)
         if not pairs:
             shown = words + "its nodes cannot work together now"
-            return NodeFault(words + self._life.why_unusable(group), Unavailable.code, shown)
+            return NodeFault(words + self._dispatcher.why_unusable(group), Unavailable.code, shown)
         need = entry.need
         pages = max(need.prefill_pages, need.decode_pages or 0)
         return Unavailable(f"{words}none has room for the {pages} pages and the {need.context_len} tokens of context")

@@ -31,8 +31,8 @@ class Life(Protocol):
 class TokenFlow:
     """Takes `Tokens` messages apart and hands each choice what is its own."""
 
-    def __init__(self, life: Life, gaps: Gaps, metrics: Metrics) -> None:
-        self._life = life
+    def __init__(self, dispatcher: Life, gaps: Gaps, metrics: Metrics) -> None:
+        self._dispatcher = dispatcher
         self._gaps = gaps
         self._metrics = metrics
 
@@ -62,7 +62,7 @@ class TokenFlow:
 
     def find(self, unit: Unit, node: Node) -> Sequence | None:
         """The choice that a unit is the present attempt of, on this node; None for what is over, moved or not its."""
-        request = self._life.requests.get(unit.rid)
+        request = self._dispatcher.requests.get(unit.rid)
         if request is None or unit.choice >= len(request.sequences):
             return None
         choice = request.sequences[unit.choice]
@@ -105,7 +105,7 @@ class TokenFlow:
             request.first_token_at = now
         if delta.finish_reason is not None:
             request.timeline.finishing(choice, now)
-            self._life.choice_over(choice, is_over_at_node=is_over_at_node)
+            self._dispatcher.choice_over(choice, is_over_at_node=is_over_at_node)
         request.listener.on_delta(choice, delta)
         if delta.finish_reason is not None and request.is_complete:
-            self._life.done(request)
+            self._dispatcher.done(request)

@@ -15,7 +15,7 @@ from ..node import Node
 from .openai_types import DrainRequest
 
 if TYPE_CHECKING:
-    from ..dispatcher import RequestLife
+    from ..dispatcher import Dispatcher
     from .app import Api
 
 ANSWER_S = 5.0
@@ -25,25 +25,25 @@ _drain_decoder = msgspec.json.Decoder(DrainRequest)
 class LedgerDesk:
     """Asks nodes for their books, and gives each asker the answers to its own question."""
 
-    def __init__(self, life: RequestLife) -> None:
-        self._life = life
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
         self._next_query = 1
         self._open: dict[int, dict[str, asyncio.Future[LedgerReport]]] = {}
-        life.on_ledger = self._answered
+        dispatcher.on_ledger = self._answered
 
     async def ask(self, *, flush: bool) -> dict[str, LedgerReport | None]:
         """Every node's report; None for nodes that did not answer in time. With `flush` caches are emptied first."""
         query = self._next_query
         self._next_query += 1
-        nodes = list(self._life.registry.nodes.values())
+        nodes = list(self._dispatcher.registry.nodes.values())
         loop = asyncio.get_running_loop()
         futures = {node.node_id: loop.create_future() for node in nodes}
         self._open[query] = futures
         kind = Flush if flush else Inspect
         for node in nodes:
             if flush:
-                self._life.admission.affinity.forget(node.routing_id)
-            self._life.send(node, kind(router_epoch=self._life.epoch, query=query))
+                self._dispatcher.admission.affinity.forget(node.routing_id)
+            self._dispatcher.send(node, kind(router_epoch=self._dispatcher.epoch, query=query))
         try:
             if futures:
                 await asyncio.wait(futures.values(), timeout=ANSWER_S)
@@ -59,22 +59,24 @@ class LedgerDesk:
 
 async def nodes(api: Api, _request: web.Request) -> web.StreamResponse:
     """GET /debug/nodes."""
-    life = api.life
+    dispatcher = api.dispatcher
     now = time.monotonic()
-    listed = [_node(node, now) for node in life.registry.nodes.values()]
+    listed = [_node(node, now) for node in dispatcher.registry.nodes.values()]
     pairs = [
-        {"prefill": prefill.node_id, "decode": decode.node_id, "state": life.health.state(prefill, decode)}
-        for group in life.registry.groups.values()
+        {"prefill": prefill.node_id, "decode": decode.node_id, "state": dispatcher.health.state(prefill, decode)}
+        for group in dispatcher.registry.groups.values()
         for prefill, decode in group.pairs()
     ]
-    is_ready = life.health.is_ready
+    is_ready = dispatcher.health.is_ready
     return web.json_response(
         {
-            "router_epoch": life.epoch,
+            "router_epoch": dispatcher.epoch,
             "is_ready": is_ready,
-            "reason": None if is_ready else life.health.reason,
-            "degraded": msgspec.to_builtins(degraded(life.registry, now)),
-            "nodes": [{**each, "num_restarts": life.registry.comings.num_restarts(each["node_id"])} for each in listed],
+            "reason": None if is_ready else dispatcher.health.reason,
+            "degraded": msgspec.to_builtins(degraded(dispatcher.registry, now)),
+            "nodes": [
+                {**each, "num_restarts": dispatcher.registry.comings.num_restarts(each["node_id"])} for each in listed
+            ],
             "pairs": pairs,
         }
     )
@@ -93,25 +95,25 @@ async def flush(api: Api, _request: web.Request) -> web.StreamResponse:
 async def drain(api: Api, http_request: web.Request) -> web.StreamResponse:
     """POST /admin/nodes/{id}/drain: the node gets nothing new; after a time what it still holds moves elsewhere."""
     body = await api.body(http_request, _drain_decoder) if http_request.can_read_body else DrainRequest()
-    node = api.life.drain(http_request.match_info["id"], body.timeout_s)
+    node = api.dispatcher.drain(http_request.match_info["id"], body.timeout_s)
     return web.json_response(_node(node, time.monotonic()))
 
 
 async def undrain(api: Api, http_request: web.Request) -> web.StreamResponse:
     """POST /admin/nodes/{id}/undrain: the node gets requests again."""
-    node = api.life.undrain(http_request.match_info["id"])
+    node = api.dispatcher.undrain(http_request.match_info["id"])
     return web.json_response(_node(node, time.monotonic()))
 
 
 async def _books(api: Api, *, flush: bool) -> web.StreamResponse:
     reports = await api.ledgers.ask(flush=flush)
-    life = api.life
+    dispatcher = api.dispatcher
     listed = {name: _report(report) if report is not None else None for name, report in reports.items()}
     own = {
-        "requests": [rid for rid, request in life.requests.items() if not request.is_canary],
-        "canaries": sum(request.is_canary for request in life.requests.values()),
-        "waiting": life.admission.num_waiting,
-        "unacknowledged_cancels": sum(len(node.unacked) for node in life.registry.nodes.values()),
+        "requests": [rid for rid, request in dispatcher.requests.items() if not request.is_canary],
+        "canaries": sum(request.is_canary for request in dispatcher.requests.values()),
+        "waiting": dispatcher.admission.num_waiting,
+        "unacknowledged_cancels": sum(len(node.unacked) for node in dispatcher.registry.nodes.values()),
     }
     return web.json_response({"router": own, "nodes": listed})
 

@@ -16,7 +16,7 @@ from ...metadata.errors import BatonError, Overloaded, RequestError, Unavailable
 from ...metadata.wire.node_info import Role
 from ..absence import degraded, no_node
 from ..config import RouterConfig
-from ..dispatcher import RequestLife
+from ..dispatcher import Dispatcher
 from ..errors import HttpRefusal, NoNode, NotFound, from_malformed, from_validation, response_of
 from ..metrics import CONTENT_TYPE, Metrics
 from ..node import ROLES, Group
@@ -55,15 +55,15 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 class Api:
     """What handlers work with."""
 
-    def __init__(self, config: RouterConfig, life: RequestLife, metrics: Metrics) -> None:
+    def __init__(self, config: RouterConfig, dispatcher: Dispatcher, metrics: Metrics) -> None:
         self.config = config
-        self.life = life
+        self.dispatcher = dispatcher
         self.metrics = metrics
         self.is_draining = False
-        self.ledgers = debug.LedgerDesk(life)
+        self.ledgers = debug.LedgerDesk(dispatcher)
         self.access = Access(config)
         self.doors = Doors(config, self.access)
-        self.under_way = UnderWay(life.abort)
+        self.under_way = UnderWay(dispatcher.abort)
         self._num_body_bytes = 0  # of bodies that are being received
 
     def application(self) -> web.Application:
@@ -115,7 +115,7 @@ class Api:
 
         Raises NotFound for a model never seen, Unavailable when its nodes are not there.
         """
-        registry = self.life.registry
+        registry = self.dispatcher.registry
         if model is None:
             served = {group.key.model for group in registry.models()}
             names = served or {group.key.model for group in registry.groups.values() if group.nodes}
@@ -130,13 +130,13 @@ class Api:
             names = ", ".join(sorted({group.key.model for group in registry.groups.values()}))
             raise NotFound(f"model {model!r} is not served here; served are: {names}", param="model")
         now = time.monotonic()
-        served = [group for group in groups if self.life.admission.stranded.may_wait(group, now)]
+        served = [group for group in groups if self.dispatcher.admission.stranded.may_wait(group, now)]
         ready = [group for group in served if group.is_paired] or served
         if not ready:
             missing: list[Role] = [role for role in ROLES if not any(group.live(role) for group in groups)]
             why = f"it has no {' and no '.join(missing)} node" if missing else "its nodes are not ready"
             raise no_node(f"model {model!r} cannot be served now: {why}", groups, missing)
-        group = min(ready, key=self.life.admission.num_waiting_in)
+        group = min(ready, key=self.dispatcher.admission.num_waiting_in)
         assert group.tokenizer is not None, "a paired group has its tokenizer"
         return group, group.tokenizer
 
@@ -218,12 +218,12 @@ async def _health(_api: Api, _request: web.Request) -> web.StreamResponse:
 
 
 async def _ready(api: Api, http_request: web.Request) -> web.StreamResponse:
-    health = api.life.health
+    health = api.dispatcher.health
     if api.is_draining:
         raise Unavailable("the router is shutting down")
     if not health.is_ready:
         raise NoNode("no request could be served now", health.reason)
-    found = degraded(api.life.registry, time.monotonic()) if api.access.may_operate(http_request[CALLER]) else []
+    found = degraded(api.dispatcher.registry, time.monotonic()) if api.access.may_operate(http_request[CALLER]) else []
     return _json({"status": "ready", "degraded": found} if found else {"status": "ready"})
 
 
@@ -236,12 +236,12 @@ async def _openapi(_api: Api, _request: web.Request) -> web.StreamResponse:
 
 
 async def _models(api: Api, _request: web.Request) -> web.StreamResponse:
-    return _json(ModelList([_info(group) for group in api.life.registry.models()]))
+    return _json(ModelList([_info(group) for group in api.dispatcher.registry.models()]))
 
 
 async def _model(api: Api, http_request: web.Request) -> web.StreamResponse:
     name = http_request.match_info["model"]
-    for group in api.life.registry.models():
+    for group in api.dispatcher.registry.models():
         if group.key.model == name:
             return _json(_info(group))
     raise NotFound(f"model {name!r} is not served here", param="model")

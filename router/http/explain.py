@@ -120,10 +120,10 @@ class _Filter(NamedTuple):
 
 def _all(api: Api) -> list[Timeline]:
     """Live and kept ones, the newest first, with their figures as of now."""
-    live = [request for request in api.life.requests.values() if not request.is_canary]
+    live = [request for request in api.dispatcher.requests.values() if not request.is_canary]
     for request in live:
         request.timeline.look(request)
-    timelines = [*(request.timeline for request in live), *api.life.finished]
+    timelines = [*(request.timeline for request in live), *api.dispatcher.finished]
     return sorted(timelines, key=lambda timeline: timeline.begun, reverse=True)
 
 

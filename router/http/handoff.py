@@ -32,7 +32,7 @@ PROMPT_LENS = (128, 1024, 8192)  # tokens
 async def handoff(api: Api, http_request: web.Request) -> web.StreamResponse:
     """GET /debug/handoff: JSON, or with ?format=text words alone. Raises RequestError for another format."""
     shape = http_request.query.get("format", "json")
-    groups = [group for group in api.life.registry.groups.values() if group.nodes]
+    groups = [group for group in api.dispatcher.registry.groups.values() if group.nodes]
     if shape == "text":
         texts = ["\n".join(_words(group)) for group in groups] or ["no node has joined"]
         return web.Response(text="\n\n".join(texts) + "\n")

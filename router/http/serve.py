@@ -44,7 +44,7 @@ def admitted(
     )
     began = time.monotonic()
     with _refusals_counted(api, group), api.access.under_way(http_request[CALLER], num_prompts * (body.n or 1)):
-        api.life.admission.intake.check_room(group, asked)
+        api.dispatcher.admission.intake.check_room(group, asked)
         yield
         api.access.lasted(time.monotonic() - began)
 
@@ -61,13 +61,13 @@ async def serve(
     wants_prompt_logprobs: bool = False,
 ) -> web.StreamResponse:
     """Answers for prompts, given as (request id, token ids). Raises what ends them before the first output."""
-    life, config = api.life, api.config
+    dispatcher, config = api.dispatcher, api.config
     request_id = api.request_id(http_request, form.response_id)
     timeout = timeout_s(body, config.request_timeout_s)
     seed, options = request_seed(body), text_options(body)
     salt = xxhash.xxh3_128_hexdigest(body.cache_salt.encode()) if body.cache_salt else ""
     if body.stream:
-        answer = StreamedAnswer(http_request, form, body.stream_options, config.max_unread_bytes, life.set_paused)
+        answer = StreamedAnswer(http_request, form, body.stream_options, config.max_unread_bytes, dispatcher.set_paused)
     else:
         answer = WholeAnswer(form)
     requests = [
@@ -89,21 +89,23 @@ async def serve(
     ]
     num_tokens = sum(len(ids) for _, ids in prompts)
     max_tokens = max(request.params.max_tokens for request in requests)
-    life.admission.intake.make_room(group, Asked(len(prompts), num_tokens, max_tokens, body.priority or 0, timeout))
+    dispatcher.admission.intake.make_room(
+        group, Asked(len(prompts), num_tokens, max_tokens, body.priority or 0, timeout)
+    )
     for request in requests:
         request.timeline.came_from(None if request_id == form.response_id else request_id, http_request.headers)
     ids = {form.response_id, request_id}
     reason = "the client left"
     try:
         with api.under_way.listed(ids, http_request[CALLER], requests), _patience(api, requests):
-            answer.start(requests, life.submit)
+            answer.start(requests, dispatcher.submit)
             return await answer.answer(requests, api.response_headers(http_request, form.response_id))
     except BatonError:
         reason = "a part of the same request failed"
         raise
     finally:
         for request in requests:
-            life.cancel(request, reason)
+            dispatcher.cancel(request, reason)
 
 
 @contextmanager
@@ -125,7 +127,7 @@ def _patience(api: Api, requests: Sequence[Request]) -> Generator[None]:
     def run_out() -> None:
         if not any(request.dispatched_at for request in requests):
             for request in requests:
-                api.life.admission.intake.refuse(request, f"nodes had no room for it in {longest_s:g} s")
+                api.dispatcher.admission.intake.refuse(request, f"nodes had no room for it in {longest_s:g} s")
 
     timer = asyncio.get_running_loop().call_later(longest_s, run_out)
     try:

@@ -55,8 +55,8 @@ def states(served: Served) -> dict[str, str]:
     """By pair."""
 
     def get() -> dict[str, str]:
-        health = served.life.health
-        pairs = [pair for group in served.life.registry.groups.values() for pair in group.pairs()]
+        health = served.dispatcher.health
+        pairs = [pair for group in served.dispatcher.registry.groups.values() for pair in group.pairs()]
         return {f"{prefill.node_id} {decode.node_id}": health.state(prefill, decode) for prefill, decode in pairs}
 
     return served.call(get)
@@ -96,7 +96,7 @@ def test_a_faulty_first_pair_serves_nobody_and_condemns_nobody(start: Start) -> 
     right = text(served)
     for place in range(4):
         served.finish(served.ask(**{**BODY, "prompt": f"{place} {BODY['prompt']}"}))
-    nodes = served.call(lambda: [timeline.nodes for timeline in served.life.finished])
+    nodes = served.call(lambda: [timeline.nodes for timeline in served.dispatcher.finished])
     assert len(nodes) == 5 and all("prefill-0" not in each for each in nodes)
     served.kill("prefill-0")
     assert text(served) == right
@@ -108,8 +108,8 @@ def test_a_single_faulty_pair_is_never_ready_until_it_is_mended(start: Start) ->
     mend = spoil(served.start("prefill"))
     served.start("decode")
     expect(served, p0_d0="faulty")
-    assert not served.call(lambda: served.life.health.is_ready)
-    reason = served.call(lambda: served.life.health.reason)
+    assert not served.call(lambda: served.dispatcher.health.is_ready)
+    reason = served.call(lambda: served.dispatcher.health.reason)
     assert re.search(r"pair prefill-0 -> decode-0 is faulty: its canary gave [\d ]+, but .* alone computes", reason)
     stream = served.ask(**BODY)
     served.finish(stream)
@@ -153,7 +153,7 @@ def spoil_rounds(node: Any) -> None:
 @pytest.mark.parametrize("algorithm", ["ngram", "standalone", "eagle", "mtp3-deepseek"])
 def test_pairs_that_speculate_are_ready_and_nothing_is_left(algorithm: str, start: Start) -> None:
     served = start(algorithm).up(1, 1)
-    served.run(lambda: not served.call(lambda: served.life.generations))
+    served.run(lambda: not served.call(lambda: served.dispatcher.requests))
     decode = served.nodes["decode-0"]
     assert decode.stats().computed_tokens > 0, "it computed the canary's prompt alone"
     assert text(served)

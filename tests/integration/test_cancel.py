@@ -44,7 +44,7 @@ def decode_of(served: Served) -> DecodeNode:
 def queued(served: Served) -> Stream:
     served.held.update(served.nodes)
     stream = served.ask(**BODY)
-    wait(lambda: served.life.admission.num_waiting)
+    wait(lambda: served.dispatcher.admission.num_waiting)
     return stream
 
 
@@ -135,19 +135,20 @@ def test_nothing_is_computed_and_all_is_free(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     stream = phase(served)
-    generations = [each for each in served.life.generations.values() if not each.is_canary]
-    assert len(generations) == 1, "the request was over before it could be cancelled"
-    rid = generations[0].rid
+    requests = [each for each in served.dispatcher.requests.values() if not each.is_canary]
+    assert len(requests) == 1, "the request was over before it could be cancelled"
+    [request] = requests
+    rid = request.rid
     heard = [watch(node, rid, monkeypatch) for node in served.nodes.values()]
     if how == "the client leaves":
         stream.leave()
     elif how == "somebody cancels it":
-        served.call(lambda: [served.life.abort(each, "by the test") for each in served.life.find(rid)])
+        served.call(lambda: served.dispatcher.abort(request, "by the test"))
     else:
-        generations[0].deadline = time.monotonic()
-    wait(lambda: generations[0].is_over)
+        request.deadline = time.monotonic()
+    wait(lambda: request.is_over)
     served.held.clear()
-    served.run(lambda: not any(node.unacked for node in served.life.registry.nodes.values()))
+    served.run(lambda: not any(node.unacked for node in served.dispatcher.registry.nodes.values()))
     served.check_books()
     assert "dropped a frame" not in caplog.text
     assert not any(node.stats().dropped_frames for node in served.nodes.values())

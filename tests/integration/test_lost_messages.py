@@ -76,12 +76,12 @@ def test_a_lost_message_of_a_cancel_leaves_nothing_behind(
     stream = served.ask(**BODY)
     served.run(lambda: any(node.tickets() for node in served.nodes.values()))
     stream.leave()
-    served.run(lambda: not served.call(lambda: served.life.requests))
+    served.run(lambda: not served.call(lambda: served.dispatcher.requests))
     begun = time.monotonic()
     served.check_books()
     assert time.monotonic() - begun < ORPHAN_S
     assert "dropped a frame" not in caplog.text
-    served.run(lambda: not any(node.unacked for node in served.life.registry.nodes.values()))
+    served.run(lambda: not any(node.unacked for node in served.dispatcher.registry.nodes.values()))
 
 
 def test_log_probabilities_of_a_prompt_come_although_the_message_was_lost(

@@ -97,14 +97,14 @@ class RunningRouter:
         raise AssertionError(f"left behind: {left}")
 
     def _left(self) -> list[Any]:
-        life = self.router.life
+        dispatcher = self.router.dispatcher
         nodes = [
             (node.node_id, dict(node.prefilling), set(node.units), node.pledged_pages, list(node.unacked))
-            for node in life.registry.nodes.values()
+            for node in dispatcher.registry.nodes.values()
             if node.prefilling or node.units or node.pledged_pages or node.unacked
         ]
-        asked = list(life.admission._asked)
-        return [*life.requests, *nodes, *asked, *["waiting"] * life.admission.num_waiting]
+        asked = list(dispatcher.admission._asked)
+        return [*dispatcher.requests, *nodes, *asked, *["waiting"] * dispatcher.admission.num_waiting]
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)

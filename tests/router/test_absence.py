@@ -142,7 +142,7 @@ def test_a_drained_node_that_dies_comes_back_drained_and_one_that_left_does_not(
     system = make_system().up(1, 2)
     system.router.request("POST", "/admin/nodes/d0/drain")
     system.cluster.by_name("d0").stop()
-    assert len(system.router.call(lambda: system.router.router.life.registry.nodes)) >= 2
+    assert len(system.router.call(lambda: system.router.router.dispatcher.registry.nodes)) >= 2
     wait_until(lambda: _states(system) == {"d0": "gone"})
     back = system.cluster.add("decode", "d0")
     wait_until(lambda: _states(system) == {"d0": "draining"})
@@ -150,7 +150,7 @@ def test_a_drained_node_that_dies_comes_back_drained_and_one_that_left_does_not(
     wait_until(lambda: not _states(system))
     back.stop()
     system.cluster.add("decode", "d0")
-    wait_until(lambda: len(system.router.call(lambda: list(system.router.router.life.registry.nodes))) == 3)
+    wait_until(lambda: len(system.router.call(lambda: list(system.router.router.dispatcher.registry.nodes))) == 3)
     assert _states(system) == {}
 
 

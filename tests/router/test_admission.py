@@ -141,7 +141,7 @@ def test_no_nodes(make_system: Callable[..., System]) -> None:
     assert headers["retry-after"] == "1"
     assert system.router.request("GET", "/ready")[0] == 503
     system.cluster.add("prefill")
-    wait_until(lambda: system.router.router.life.registry.nodes)
+    wait_until(lambda: system.router.router.dispatcher.registry.nodes)
     time.sleep(0.1)
     status, body, _ = system.router.request("GET", "/ready")
     assert "no decode node" in body["error"]["message"]
@@ -200,7 +200,7 @@ def test_nodes_that_take_nothing(make_system: Callable[..., System], kind: str) 
 
 
 def waiting(system: System) -> Any:
-    return system.router.call(lambda: system.router.router.life.admission.num_waiting)
+    return system.router.call(lambda: system.router.router.dispatcher.admission.num_waiting)
 
 
 def test_nobody_is_asked_for_while_a_refused_request_is_asked_for_again(make_system: Callable[..., System]) -> None:
@@ -258,7 +258,7 @@ def test_who_fits_no_node_that_is_there_stands_in_nobodys_way(make_system: Calla
     system.cluster.add("prefill", "p0", capacity=Capacity(64, 16, 64))
     system.up(0, 1)
     system.cluster.add("decode", "large", capacity=Capacity(64, 16, 64))
-    wait_until(lambda: system.router.call(lambda: len(system.router.router.life.registry.nodes) == 3))
+    wait_until(lambda: system.router.call(lambda: len(system.router.router.dispatcher.registry.nodes) == 3))
     system.behaviour.hold = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         moved = pool.submit(system.complete, prompt=[5] * 200)
@@ -281,7 +281,7 @@ def test_a_small_node_that_refuses_though_it_is_empty_is_not_asked_over_and_over
     """It may draft so much that it needs more room than the router knows. The larger node is busy, and has it later."""
     system = make_system().up()
     system.cluster.add("decode", "large", capacity=Capacity(600, 16, 1))
-    wait_until(lambda: system.router.call(lambda: len(system.router.router.life.registry.nodes) == 3))
+    wait_until(lambda: system.router.call(lambda: len(system.router.router.dispatcher.registry.nodes) == 3))
     small = system.cluster.by_name("d0")
 
     def refuse(node: FakeNode, message: m.Reserve) -> bool:
@@ -306,5 +306,5 @@ def test_a_small_node_that_refuses_though_it_is_empty_is_not_asked_over_and_over
 
 def has_settled(system: System, num_requests: int) -> bool:
     """Whether so many requests are there and no node owes an answer to any of them."""
-    life = system.router.router.life
-    return len(life.requests) == num_requests and not life.admission._asked
+    dispatcher = system.router.router.dispatcher
+    return len(dispatcher.requests) == num_requests and not dispatcher.admission._asked

@@ -321,14 +321,14 @@ def test_a_request_may_have_a_time_limit_of_its_own(
     system = make_system().up()
     limit_s = 0.2
     assert limit_s < PATIENCE_S, "one that waits longer may be given up as late before"
-    life = system.router.router.life
-    submit = life.submit
+    dispatcher = system.router.router.dispatcher
+    submit = dispatcher.submit
 
     def limited(request: Any) -> None:
         request.deadline = request.created_at + limit_s
         submit(request)
 
-    monkeypatch.setattr(life, "submit", limited)
+    monkeypatch.setattr(dispatcher, "submit", limited)
     system.behaviour.hold = threading.Event()
     if phase == "queued":
         system.behaviour.answer_reserve = refuse
@@ -343,14 +343,14 @@ def test_a_request_may_have_a_time_limit_of_its_own(
 
 def test_a_running_request_can_be_aborted(system: System) -> None:
     system.behaviour.hold = threading.Event()
-    life = system.router.router.life
+    dispatcher = system.router.router.dispatcher
     results: list[Any] = []
     prompts = ["a", "b"]
     thread = threading.Thread(target=lambda: results.append(system.complete(prompt=prompts)))
     thread.start()
     reserves = wait_until(lambda: (own(system.cluster.by_name("d0"), m.Reserve)[1:] or None) and own_reserves(system))
     rids = {reserve.rid for reserve in reserves}
-    system.router.call(lambda: [life.abort(life.requests[rid], "an operator said so") for rid in rids])
+    system.router.call(lambda: [dispatcher.abort(dispatcher.requests[rid], "an operator said so") for rid in rids])
     thread.join(60)
     status, body, _ = results[0]
     assert (status, body["error"]["code"]) == (499, "cancelled")

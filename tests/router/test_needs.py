@@ -53,7 +53,7 @@ class Site:
                 self.join(role, f"{role}-{place}", pool)
         self.errors: list[BatonError] = []
         self.dispatched: list[tuple[str, int]] = []  # (rid, choice)
-        life: Any = SimpleNamespace(
+        dispatcher: Any = SimpleNamespace(
             send=self._send,
             fail=self._fail,
             unreachable=None,
@@ -62,7 +62,7 @@ class Site:
             why_unusable=None,
             dispatched=lambda request, attempt, now: None,
         )
-        self.admission = Admission("e", BOUNDS, life)
+        self.admission = Admission("e", BOUNDS, dispatcher)
         self._answers: list[tuple[Node, Reserve]] = []
 
     def join(self, role: Any, name: str, pool: Pool) -> Node:

@@ -131,8 +131,8 @@ def learned(system: System, *, interval_s: float, service_s: float) -> None:
     """The router has seen the nodes full for a while, at this pace."""
 
     def learn() -> None:
-        (group,) = system.router.router.life.registry.groups.values()
-        pace = system.router.router.life.admission.intake.pace(group)
+        (group,) = system.router.router.dispatcher.registry.groups.values()
+        pace = system.router.router.dispatcher.admission.intake.pace(group)
         begun = time.monotonic() - 100 * interval_s
         pace.blocked_since, pace._granted_at = begun, begun
         for place in range(1, 101):
@@ -204,7 +204,7 @@ def test_who_waits_for_a_node_that_was_taken_for_dead_gets_in(
 ) -> None:
     """As on a busy machine: it was lost after it had taken a reservation, and joins anew with nothing of before."""
     system = make_system(max_running=1).up()
-    life = system.router.router.life
+    dispatcher = system.router.router.dispatcher
     taken: list[m.Reserve] = []
 
     def take(node: FakeNode, message: m.Reserve) -> bool:
@@ -219,7 +219,11 @@ def test_who_waits_for_a_node_that_was_taken_for_dead_gets_in(
         futures = [pool.submit(system.complete) for _ in range(3)]
         wait_until(lambda: taken)
         system.router.call(
-            lambda: [life.registry.lose(node, "dead") for node in list(life.registry.nodes.values()) if node.units]
+            lambda: [
+                dispatcher.registry.lose(node, "dead")
+                for node in list(dispatcher.registry.nodes.values())
+                if node.units
+            ]
         )
         assert [future.result()[0] for future in futures] == [200] * 3
     system.router.wait_idle()

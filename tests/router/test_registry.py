@@ -84,31 +84,33 @@ def test_one_name_twice_is_refused(make_system: Callable[..., System]) -> None:
 
 def test_a_router_forgets_all_of_a_forgotten_group(make_system: Callable[..., System]) -> None:
     system = make_system().up()
-    life = system.router.router.life
+    dispatcher = system.router.router.dispatcher
     system.complete()
-    (group,) = life.registry.groups.values()
+    (group,) = dispatcher.registry.groups.values()
     for name in ("p0", "d0"):
         system.cluster.by_name(name).stop()
-    wait_until(lambda: not life.registry.nodes)
+    wait_until(lambda: not dispatcher.registry.nodes)
 
     def forget() -> None:
-        assert life.health._elections
+        assert dispatcher.health._elections
         for number in range(MAX_EMPTY_GROUPS):
             key = group.key._replace(model=f"model-{number}")
-            life.registry.groups[key] = Group(key, msgspec.structs.replace(hello, node_id="x"))
+            dispatcher.registry.groups[key] = Group(key, msgspec.structs.replace(hello, node_id="x"))
 
     hello = system.cluster.by_name("p0").hello()
     system.router.call(forget)
-    wait_until(lambda: group not in life.registry.groups.values())
-    held = [life.admission._queues, life.admission.intake._paces, life.admission.stranded._served_at]
-    wait_until(lambda: not any(group in each for each in [*held, life.health._elections]))
+    wait_until(lambda: group not in dispatcher.registry.groups.values())
+    held = [dispatcher.admission._queues, dispatcher.admission.intake._paces, dispatcher.admission.stranded._served_at]
+    wait_until(lambda: not any(group in each for each in [*held, dispatcher.health._elections]))
 
 
 def test_a_forgotten_node_introduces_itself_again(make_system: Callable[..., System]) -> None:
     """The router gives a node up; its next heartbeat brings HelloAgain, and it serves on."""
     system = make_system().up()
-    life = system.router.router.life
-    system.router.call(lambda: [life.registry.lose(node, "dead") for node in list(life.registry.nodes.values())])
+    dispatcher = system.router.router.dispatcher
+    system.router.call(
+        lambda: [dispatcher.registry.lose(node, "dead") for node in list(dispatcher.registry.nodes.values())]
+    )
     wait_until(lambda: system.cluster.by_name("d0").got(m.HelloAgain))
     system.router.wait_ready()
     assert system.complete()[0] == 200
@@ -121,8 +123,8 @@ def test_a_stuck_node_is_given_up(make_system: Callable[..., System]) -> None:
     victim.take = lambda message: None  # type: ignore[method-assign]
 
     victim.post(m.Heartbeat(4, "decode round", 12.0, 10.0, victim.load(), NodeStats()))
-    life = system.router.router.life
-    wait_until(lambda: len(life.registry.nodes) == 2, timeout=1)
+    dispatcher = system.router.router.dispatcher
+    wait_until(lambda: len(dispatcher.registry.nodes) == 2, timeout=1)
     assert system.complete()[0] == 200
 
 
@@ -202,11 +204,11 @@ def test_nodes_of_two_protocol_versions_serve_side_by_side(
     wait_until(lambda: {pair for pair, state in pair_states(system).items() if state == "ready"} == expected)
     welcomed = {name: system.cluster.by_name(name).got(m.Welcome)[0].protocol for name in nodes}
     assert welcomed == {"p-old": 7, "p-both": 8, "p-new": 8, "d-both": 8, "d-old": 7}
-    assert len(system.router.router.life.registry.groups) == 1
+    assert len(system.router.router.dispatcher.registry.groups) == 1
     system.cluster.by_name("p-old").stop()
     system.cluster.by_name("p-both").stop()
     system.cluster.by_name("d-both").stop()
-    wait_until(lambda: len(system.router.router.life.registry.nodes) == 2)
+    wait_until(lambda: len(system.router.router.dispatcher.registry.nodes) == 2)
     assert pair_states(system) == {}, "nodes without a common version are a pair"
     assert not own(system.cluster.by_name("d-old"), m.Reserve)
 
@@ -225,20 +227,20 @@ def test_a_node_that_shares_no_protocol_version_with_anybody_is_refused(
 
 def test_cancels_of_one_attempt_are_acknowledged_one_by_one(system: System) -> None:
     """The answer to the first says nothing of the second, which names more choices and may be lost."""
-    life, node = system.router.router.life, system.cluster.by_name("d0")
+    dispatcher, node = system.router.router.dispatcher, system.cluster.by_name("d0")
     system.behaviour.ack_cancels = False
-    (known,) = (each for each in life.registry.nodes.values() if each.node_id == "d0")
-    system.router.call(lambda: life._cancels.send(known, "r", 0, [0], "a stop string"))
-    system.router.call(lambda: life._cancels.send(known, "r", 0, [2], "another"))
+    (known,) = (each for each in dispatcher.registry.nodes.values() if each.node_id == "d0")
+    system.router.call(lambda: dispatcher._cancels.send(known, "r", 0, [0], "a stop string"))
+    system.router.call(lambda: dispatcher._cancels.send(known, "r", 0, [2], "another"))
     assert [cancel.choices for cancel in wait_until(lambda: len(node.got(m.Cancel)) == 2 and node.got(m.Cancel))] == [
         (0,),
         (0, 2),
     ]
-    system.router.call(lambda: life._cancels.acknowledged(known, m.Cancelled("r", 0)))
+    system.router.call(lambda: dispatcher._cancels.acknowledged(known, m.Cancelled("r", 0)))
     assert ("r", 0) in known.unacked
     again = wait_until(lambda: node.got(m.Cancel)[2:])
     assert again[0].choices == (0, 2)
-    system.router.call(lambda: life._cancels.acknowledged(known, m.Cancelled("r", 0)))
+    system.router.call(lambda: dispatcher._cancels.acknowledged(known, m.Cancelled("r", 0)))
     assert not known.unacked
 
 

@@ -84,13 +84,13 @@ def not_first_attempts(system: System) -> int:
 def test_a_request_that_kills_every_node_is_given_up(make_system: Make) -> None:
     """Fakes that drop out and come back when they are given it: no bound but this one would end that."""
     system = make_system().up()
-    life = system.router.router.life
+    dispatcher = system.router.router.dispatcher
 
     def die(node: FakeNode, message: m.Prefill) -> bool:
         if is_canary(message):
             return False
-        peer = next(peer for peer, known in life.registry.nodes.items() if known.node_id == "p0")
-        system.router.call(lambda: life.on_connection_lost(peer))
+        peer = next(peer for peer, known in dispatcher.registry.nodes.items() if known.node_id == "p0")
+        system.router.call(lambda: dispatcher.on_connection_lost(peer))
         return True
 
     system.behaviour.answer_prefill = die
@@ -132,7 +132,7 @@ def test_text_is_whole_wherever_the_node_dies(make_system: Make, stop: str | Non
         system.behaviour.change_tokens = lambda node, steps, place=place: die_after(system, node, steps, place)
         asking = Asking(system, **({} if stop is None else {"stop": stop, "min_tokens": 2}))
         assert asking.join().text() == expected, f"cut after {place} tokens"
-        wait_until(lambda: len(system.router.router.life.registry.nodes) == 3)
+        wait_until(lambda: len(system.router.router.dispatcher.registry.nodes) == 3)
         wait_until(lambda: len(pairs_ready(system)) == 2)
 
 
@@ -155,20 +155,20 @@ def pairs_ready(system: System) -> list[Any]:
 def test_what_failed_on_a_node_that_dies_right_after_is_forgiven(make_system: Make) -> None:
     """Peers notice a death first, and say that the transfer failed: no attempt is used up by that."""
     system = make_system(router={"max_attempts": 1}).up(2, 1)
-    life = system.router.router.life
+    dispatcher = system.router.router.dispatcher
     system.behaviour.hold = threading.Event()
     asking = Asking(system)
     holder(system)
 
     def fail_and_die() -> None:
-        (request,) = (each for each in life.requests.values() if not each.is_canary)
+        (request,) = (each for each in dispatcher.requests.values() if not each.is_canary)
         (attempt,) = request.attempts.values()
         attempt.prefill_done = False
         attempt.admitted.clear()
         choice = request.sequences[0]
         choice.note_end(attempt, is_loss=False)
         request.note_failure(attempt)
-        life.on_connection_lost(attempt.prefill.routing_id)
+        dispatcher.on_connection_lost(attempt.prefill.routing_id)
         assert not choice.failures and not request.failed_pairs and choice.num_losses == 1
 
     system.router.call(fail_and_die)
@@ -182,10 +182,10 @@ def test_a_prefill_node_lost_after_the_pages_have_arrived_moves_nothing(make_sys
     system.behaviour.answer_prefill = lambda node, message: not is_canary(message) and hand_over(node, message)
     asking = Asking(system)
     prefill = system.cluster.by_name("p0")
-    life = system.router.router.life
-    wait_until(lambda: any(attempt.admitted for g in life.requests.values() for attempt in g.attempts.values()))
+    dispatcher = system.router.router.dispatcher
+    wait_until(lambda: any(attempt.admitted for g in dispatcher.requests.values() for attempt in g.attempts.values()))
     prefill.stop()
-    wait_until(lambda: len(life.registry.nodes) == 1)
+    wait_until(lambda: len(dispatcher.registry.nodes) == 1)
     system.behaviour.hold.set()
     assert asking.join().text() == system.text
     assert [prefill.attempt for prefill in own(prefill, m.Prefill)] == [0]
@@ -214,8 +214,10 @@ def test_log_probabilities_of_the_prompt_are_computed_again(make_system: Make, m
         target=lambda: results.append(system.complete(echo=True, logprobs=1, max_tokens=max_tokens))
     )
     thread.start()
-    life = system.router.router.life
-    wait_until(lambda: any(each.sequences[0].finish_reason for each in life.requests.values() if not each.is_canary))
+    dispatcher = system.router.router.dispatcher
+    wait_until(
+        lambda: any(each.sequences[0].finish_reason for each in dispatcher.requests.values() if not each.is_canary)
+    )
     victim = wait_until(lambda: next((n for n in system.cluster.nodes if own(n, m.Prefill)), None))
     victim.stop()
     thread.join(10)
@@ -243,10 +245,10 @@ def test_requests_wait_for_a_new_node_of_a_role(make_system: Make, role: str) ->
     asking = Asking(system)
     holder(system)
     system.cluster.by_name("p0" if role == "prefill" else "d0").stop()
-    life = system.router.router.life
-    wait_until(lambda: len(life.registry.nodes) == 1)
+    dispatcher = system.router.router.dispatcher
+    wait_until(lambda: len(dispatcher.registry.nodes) == 1)
     later = Asking(system)
-    wait_until(lambda: life.admission.num_waiting == 2)
+    wait_until(lambda: dispatcher.admission.num_waiting == 2)
     system.behaviour.hold.set()
     system.cluster.add(role, "fresh")
     assert asking.join().text() == later.join().text() == system.text
@@ -280,7 +282,7 @@ def test_nobody_waits_for_ever_for_a_pool_that_is_gone(make_system: Make) -> Non
     thread.start()
     holder(system)
     system.cluster.add("decode", "small", capacity=Capacity(num_pages=5, page_size=16, max_running=4))
-    wait_until(lambda: len(system.router.router.life.registry.nodes) == 3)
+    wait_until(lambda: len(system.router.router.dispatcher.registry.nodes) == 3)
     system.cluster.by_name("d0").stop()
     small = Asking(system, max_tokens=5)
     thread.join(10)
@@ -334,13 +336,13 @@ def test_clients_that_leave_say_nothing_of_a_pair(make_system: Make) -> None:
     system = make_system().up()
     system.behaviour.hold = threading.Event()
     system.behaviour.answer_prefill = lambda node, message: not is_canary(message)
-    life = system.router.router.life
+    dispatcher = system.router.router.dispatcher
     for place in range(6):
         thread = threading.Thread(target=system.complete)
         thread.start()
         prefill = wait_until(lambda place=place: own(system.cluster.by_name("p0"), m.Prefill)[place:])[0]
-        (request,) = system.router.call(lambda rid=prefill.rid: life.find(rid))
-        system.router.call(lambda request=request: life.abort(request, "as if it had left"))
+        (request,) = system.router.call(lambda rid=prefill.rid: dispatcher.find(rid))
+        system.router.call(lambda request=request: dispatcher.abort(request, "as if it had left"))
         thread.join(60)
         failed = m.Failed(Unit(prefill.rid, 0, prefill.attempt), "transfer_error", "revoked", True)
         system.cluster.by_name("d0").post(failed)
@@ -356,11 +358,11 @@ def test_an_operator_drains_a_node_and_puts_it_back(make_system: Make) -> None:
     """It finishes what it has; what it has not finished in time goes on elsewhere, without a repeat or a gap."""
     system = make_system().up(1, 2)
     system.behaviour.hold = threading.Event()
-    life = system.router.router.life
+    dispatcher = system.router.router.dispatcher
     asking = Asking(system)
     victim = holder(system)
     other = next(node for node in system.cluster.nodes if node.role == "decode" and node is not victim)
-    system.router.call(lambda: life.drain(victim.name, 0.3))
+    system.router.call(lambda: dispatcher.drain(victim.name, 0.3))
     later = Asking(system, prompt="later")
     wait_until(lambda: own(other, m.Reserve))
     assert own(other, m.Reserve)[0].rid != own(victim, m.Reserve)[0].rid
@@ -369,7 +371,7 @@ def test_an_operator_drains_a_node_and_puts_it_back(make_system: Make) -> None:
     system.behaviour.hold.set()
     assert asking.join().text() == later.join().text() == system.text
     assert len(own(victim, m.Reserve)) == 1
-    system.router.call(lambda: life.undrain(victim.name))
+    system.router.call(lambda: dispatcher.undrain(victim.name))
     num_before = len(own(victim, m.Reserve))
     for place in range(4):
         system.complete(prompt=f"more {place}")
@@ -380,10 +382,10 @@ def test_an_operator_drains_a_node_and_puts_it_back(make_system: Make) -> None:
 def test_the_last_node_of_a_role_keeps_what_it_has_until_there_is_another(make_system: Make) -> None:
     system = make_system().up(1, 1)
     system.behaviour.hold = threading.Event()
-    life = system.router.router.life
+    dispatcher = system.router.router.dispatcher
     asking = Asking(system)
     victim = holder(system)
-    system.router.call(lambda: life.drain(victim.name, 0.0))
+    system.router.call(lambda: dispatcher.drain(victim.name, 0.0))
     time.sleep(0.4)
     assert not own(victim, m.Cancel)
     system.cluster.add("decode", "fresh")
@@ -401,7 +403,7 @@ def test_a_node_that_leaves_with_work_hands_it_on(make_system: Make) -> None:
     victim.is_silent, victim.take = True, lambda message: None  # type: ignore[method-assign]
     victim.post(m.Leaving(done=False))
     victim.post(m.Leaving(done=True))
-    wait_until(lambda: len(system.router.router.life.registry.nodes) == 2)
+    wait_until(lambda: len(system.router.router.dispatcher.registry.nodes) == 2)
     victim.stop()
     system.behaviour.hold.set()
     assert asking.join().text() == system.text

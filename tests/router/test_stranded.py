@@ -50,12 +50,12 @@ class Waiting:
     def __init__(self, group: Any, *, is_usable: bool = True, needs_decode: bool = True, **entry: Any) -> None:
         self.group, self.is_usable, self.now = group, is_usable, 100.0
         self.errors: list[Any] = []
-        life: Any = SimpleNamespace(
+        dispatcher: Any = SimpleNamespace(
             fail=lambda request, error: self.errors.append(error),
             is_usable=lambda prefill, decode: self.is_usable,
             why_unusable=lambda group: "pair p0 -> d0: secret words of a node",
         )
-        self.stranded = Stranded(life, 10.0)
+        self.stranded = Stranded(dispatcher, 10.0)
         request: Any = SimpleNamespace(
             is_over=False,
             group=group,

@@ -427,7 +427,7 @@ def test_a_paused_request(system: System) -> None:
     result: list[Any] = []
     thread = threading.Thread(target=lambda: result.append(system.complete()))
     thread.start()
-    life = system.router.router.life
+    life = system.router.router.dispatcher
 
     def decoding() -> Any:
         running = [each for each in life.requests.values() if not each.is_canary]
@@ -494,7 +494,7 @@ def test_every_answer_carries_the_id_to_explain(system: System) -> None:
 
 
 def test_the_time_of_turning_text_into_tokens_is_told(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = system.router.call(lambda: next(iter(system.router.router.life.registry.groups.values())))
+    group = system.router.call(lambda: next(iter(system.router.router.dispatcher.registry.groups.values())))
     encode = group.tokenizer.encode
 
     async def slow(*args: Any, **more: Any) -> list[int]:

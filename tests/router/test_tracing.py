@@ -131,7 +131,7 @@ def test_a_malformed_traceparent_begins_a_new_trace() -> None:
 def test_a_request_through_the_router(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing_module, "SETTLE_S", 0.0)
     collected = Collected()
-    life = system.router.router.life
+    life = system.router.router.dispatcher
     life.on_over = Tracing(collected.spans).over
     headers = {"traceparent": f"00-{TRACE}-{CLIENT_SPAN}-01", "x-request-id": "mine"}
     body = {"model": "fake", "prompt": "hello", "max_tokens": 100}

@@ -27,7 +27,7 @@ from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Capacity, Load, ModelCard, NodeStats, PoolLedger
 from baton.metadata.wire.request import Ended, SamplingParams, Unit, pack_ids
 from baton.router.config import RouterConfig
-from baton.router.dispatcher import RequestLife
+from baton.router.dispatcher import Dispatcher
 from baton.router.metrics import Metrics
 from baton.router.request import Delta, Request, Sequence
 
@@ -97,14 +97,14 @@ class RouterTarget(Target):
         self.loop.close()
 
     async def _start(self) -> None:
-        self.life = RequestLife(RouterConfig(canary_interval_s=3600.0), "e0", Metrics())
-        self.life.health.is_usable = lambda *_: True  # no canary of such nodes is right, and requests must go on
-        self.hub = Hub("tcp://127.0.0.1:*", "e0", None, self.life.on_message, self.life.on_connection_lost)
+        self.dispatcher = Dispatcher(RouterConfig(canary_interval_s=3600.0), "e0", Metrics())
+        self.dispatcher.health.is_usable = lambda *_: True  # no canary of such nodes is right, and requests must go on
+        self.hub = Hub("tcp://127.0.0.1:*", "e0", None, self.dispatcher.on_message, self.dispatcher.on_connection_lost)
         self.hub._failures = Throttle(0.0)
         self.hub._loop = asyncio.get_running_loop()
         self.asked: deque[tuple[bytes, Any]] = deque(maxlen=12)  # what nodes were given to do
         self.hub.send = self._send  # type: ignore[method-assign]
-        self.life.start(self.hub)
+        self.dispatcher.start(self.hub)
         self._join()
 
     def _send(self, peer: bytes, message: Any, protocol: int | None = None) -> bool:
@@ -115,7 +115,7 @@ class RouterTarget(Target):
 
     def _join(self) -> None:
         for role, name in self.nodes:
-            if f"{name}:1".encode() not in self.life.registry.nodes:
+            if f"{name}:1".encode() not in self.dispatcher.registry.nodes:
                 hello = make_hello(role, name, digest=self.tokenizer.digest)
                 self.hub._take(Received(f"{name}:1".encode(), [m.encode(hello)], None))
         if not self.is_known:
@@ -129,7 +129,7 @@ class RouterTarget(Target):
         if self.clients and rng.random() < 0.02:
             request = rng.choice(list(self.clients))
             del self.clients[request]
-            self.life.cancel(request, "its client left")
+            self.dispatcher.cancel(request, "its client left")
         if self.asked and rng.random() < 0.6:
             sender, message = self._answer(rng)
         else:
@@ -143,8 +143,8 @@ class RouterTarget(Target):
         self._check()
 
     def _submit(self, rng: random.Random) -> None:
-        groups = [node.group for node in self.life.registry.nodes.values() if node.group.tokenizer is not None]
-        if not groups or len(self.life.requests) > 8:
+        groups = [node.group for node in self.dispatcher.registry.nodes.values() if node.group.tokenizer is not None]
+        if not groups or len(self.dispatcher.requests) > 8:
             return
         self.number += 1
         params = SamplingParams(max_tokens=rng.choice([1, 8, 100]))
@@ -160,24 +160,24 @@ class RouterTarget(Target):
         )
         self.clients[request] = client
         try:
-            self.life.submit(request)
+            self.dispatcher.submit(request)
         except BatonError:
             del self.clients[request]
 
     def _check(self) -> None:
         for request, client in list(self.clients.items()):
-            assert client.num_ends == (request.rid not in self.life.requests), request.rid
+            assert client.num_ends == (request.rid not in self.dispatcher.requests), request.rid
             if client.num_ends:
                 del self.clients[request]
-        assert len(self.life.registry.nodes) <= 2 * len(self.nodes)
+        assert len(self.dispatcher.registry.nodes) <= 2 * len(self.nodes)
 
     async def _stop(self) -> None:
-        for request in list(self.life.requests.values()):
-            self.life.cancel(request, "the end")
-        assert not self.life.requests
-        held = [node.units for node in self.life.registry.nodes.values() if node.units]
+        for request in list(self.dispatcher.requests.values()):
+            self.dispatcher.cancel(request, "the end")
+        assert not self.dispatcher.requests
+        held = [node.units for node in self.dispatcher.registry.nodes.values() if node.units]
         assert not held, held
-        self.life.close()
+        self.dispatcher.close()
         self.hub.close()
 
     def _answer(self, rng: random.Random) -> tuple[bytes, Any]:
@@ -185,7 +185,7 @@ class RouterTarget(Target):
         peer, asked = rng.choice(list(self.asked))
         rid, attempt, choice = asked.rid, asked.attempt, rng.choice(asked.choices)
         unit = Unit(rid, choice, attempt)
-        request = self.life.requests.get(rid)
+        request = self.dispatcher.requests.get(rid)
         first = len(request.sequences[choice].received) if request is not None else 0
         count = rng.choice([1, 1, 2, 5])
         ended = {0: Ended("stop", 1, 3, first + count, 0)} if rng.random() < 0.2 else {}
@@ -204,7 +204,7 @@ class RouterTarget(Target):
         return peer, rng.choice([tokens, done])
 
     def _valid(self, rng: random.Random) -> Any:
-        requests = list(self.life.requests.values())
+        requests = list(self.dispatcher.requests.values())
         rid = rng.choice(requests).rid if requests and rng.random() < 0.8 else "nobody"
         attempt, choice = rng.choice([0, 0, 0, 1]), rng.choice([0, 0, 1])
         unit = Unit(rid, choice, attempt)

@@ -31,7 +31,7 @@ from baton.metadata.handoff.client import HandoffClient
 from baton.prefill_node.config import PrefillConfig
 from baton.prefill_node.node import PrefillNode
 from baton.router.config import RouterConfig
-from baton.router.dispatcher import RequestLife
+from baton.router.dispatcher import Dispatcher
 from baton.router.main import Router
 
 Node = PrefillNode | DecodeNode
@@ -139,8 +139,8 @@ class Served:
     # --- the router ---
 
     @property
-    def life(self) -> RequestLife:
-        return self._router.life
+    def dispatcher(self) -> Dispatcher:
+        return self._router.dispatcher
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Runs a function on the router's event loop."""
@@ -233,12 +233,12 @@ class Served:
 
     def known_nodes(self) -> set[str]:
         """Names of the nodes that the router counts on."""
-        return self.call(lambda: {node.node_id for node in self.life.registry.nodes.values()})
+        return self.call(lambda: {node.node_id for node in self.dispatcher.registry.nodes.values()})
 
     def _num_ready(self) -> int:
         def count() -> int:
-            groups = self.life.registry.groups.values()
-            return sum(self.life.health.state(*pair) == "ready" for group in groups for pair in group.pairs())
+            groups = self.dispatcher.registry.groups.values()
+            return sum(self.dispatcher.health.state(*pair) == "ready" for group in groups for pair in group.pairs())
 
         return self.call(count)
 
@@ -265,7 +265,7 @@ class Served:
 
     def check_books(self) -> None:
         """Nothing is held for anybody within a second or so, and every page can be freed."""
-        self.run(lambda: not self.held_by_nodes() and not self.call(lambda: self.life.requests), 10.0)
+        self.run(lambda: not self.held_by_nodes() and not self.call(lambda: self.dispatcher.requests), 10.0)
         for node in self.nodes.values():
             node.cache.flush()
             ledger = node.cache.ledger()

@@ -81,8 +81,10 @@ def ask(system: System, phase: str, *, stream: bool, version: str = "1.1") -> so
 
 def under_way(system: System) -> int:
     """Requests beside the one that others queue behind."""
-    life = system.router.router.life
-    return system.router.call(lambda: sum(not each.is_canary and each.priority == 0 for each in life.requests.values()))
+    dispatcher = system.router.router.dispatcher
+    return system.router.call(
+        lambda: sum(not each.is_canary and each.priority == 0 for each in dispatcher.requests.values())
+    )
 
 
 # --- those that wait ---------------------------------------------------------------------------------------------
@@ -154,7 +156,7 @@ def test_an_answer_of_a_request_that_was_queued(make_system: Callable[..., Syste
         wait_until(lambda: own(system.cluster.by_name("d0"), m.Reserve))
         client.sendall(completion(stream=stream))
         client.shutdown(socket.SHUT_WR)
-        wait_until(lambda: system.router.router.life.admission.num_waiting)
+        wait_until(lambda: system.router.router.dispatcher.admission.num_waiting)
         time.sleep(0.5)
         assert under_way(system) == 1
         system.behaviour.hold.set()  # type: ignore[union-attr]

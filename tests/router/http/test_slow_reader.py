@@ -52,7 +52,7 @@ def open_stream(system: System, *, num_tokens: int = TOKENS, stream: bool = True
 
 
 def is_paused(system: System) -> Any:
-    return system.router.call(lambda: any(each.is_paused for each in system.router.router.life.requests.values()))
+    return system.router.call(lambda: any(each.is_paused for each in system.router.router.dispatcher.requests.values()))
 
 
 def test_a_client_that_does_not_read_holds_no_page_and_is_cut_off(make_system: Callable[..., System]) -> None:
@@ -108,7 +108,7 @@ def test_a_whole_answer_that_nobody_reads_is_let_go(make_system: Callable[..., S
 def test_pausing_is_possible_in_every_phase(make_system: Callable[..., System], place: str) -> None:
     """Not only where it comes from: whoever pauses a request finds all its choices queued again afterwards."""
     system = make_system(max_running=2).up()
-    life = system.router.router.life
+    dispatcher = system.router.router.dispatcher
     taken: list[Any] = []
     if place == "queued":
         refusal = m.Load(free_pages=0, running=1, waiting=0)
@@ -123,12 +123,12 @@ def test_pausing_is_possible_in_every_phase(make_system: Callable[..., System], 
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(system.complete, n=2)
         wait_until(lambda: taken)
-        (request,) = life.requests.values()
-        system.router.call(lambda: life.set_paused(request, True))
+        (request,) = dispatcher.requests.values()
+        system.router.call(lambda: dispatcher.set_paused(request, True))
         wait_until(lambda: not system.cluster.by_name("d0").reserved)
-        assert system.router.call(lambda: life.admission.num_waiting) == 0
+        assert system.router.call(lambda: dispatcher.admission.num_waiting) == 0
         system.behaviour.answer_reserve = system.behaviour.answer_prefill = None
-        system.router.call(lambda: life.set_paused(request, False))
+        system.router.call(lambda: dispatcher.set_paused(request, False))
         status, body, _ = answer.result(10)
     assert status == 200
     assert [choice["text"] for choice in body["choices"]] == [system.text] * 2
