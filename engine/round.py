@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ..kernels.attention import Tree
 from ..kernels.rows import gather_rows
-from ..kernels.trees import Ancestry, ancestry
+from ..kernels.tree_types import Ancestry
+from ..kernels.trees import ancestry
 from .batch import ForwardBatch
 from .constants import counted
 from .drafters.base import Drafter, DraftState, MissedRows, RoundRows

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import gpu
-from ..kernels.trees import Candidates, Frontier, choose, grow_, walk_chain, walk_tree
+from ..kernels.tree_types import Candidates, Frontier
+from ..kernels.trees import choose, grow_, walk_chain, walk_tree
 from .constants import counted
 from .sampling import perturbed_scores, sample
 from .sampling_batch import SamplingBatch

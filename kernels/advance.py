@@ -55,5 +55,7 @@ def advance_(
     if gpu.compiled(table):
         from .triton_advance import advance_ as advance_on_gpu_
 
-        return advance_on_gpu_(table, columns, index, targets, is_valid, num_accepted, resting)
+        return advance_on_gpu_(
+            table, columns.counts, columns.last_token, index, targets, is_valid, num_accepted, resting
+        )
     return advance_ref_(table, columns, index, targets, is_valid, num_accepted, resting)

@@ -3,55 +3,11 @@ on its way to where the sequence goes on (engine/trees.py)."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
-
 import torch
 from torch import Tensor
 
 from . import gpu
-
-
-class Candidates(NamedTuple):
-    """All nodes that a growing tree considers, by depth: a node stands behind its parent."""
-
-    tokens: Tensor  # [num_seqs, num_candidates] int64
-    scores: Tensor  # [num_seqs, num_candidates] float32
-    parents: Tensor  # [num_seqs, num_candidates] int64, candidates; -1: the root
-
-    @classmethod
-    def allocate(cls, num_seqs: int, num_candidates: int, device: torch.device) -> Self:
-        """Not set."""
-        tokens = torch.empty(num_seqs, num_candidates, dtype=torch.int64, device=device)
-        return cls(tokens, torch.empty_like(tokens, dtype=torch.float32), torch.empty_like(tokens))
-
-
-class Frontier(NamedTuple):
-    """The nodes that are expanded next, all `depth` below the root."""
-
-    tokens: Tensor  # [num_seqs, num_nodes] int64
-    scores: Tensor  # [num_seqs, num_nodes] float32
-    ids: Tensor  # [num_seqs, num_nodes] int64, which candidates they are; -1: the root
-    states: Tensor  # [num_seqs, num_nodes, width], the drafter's: of their parents until they are expanded
-    paths: Tensor  # [num_seqs, num_nodes, depth] int64, tokens from below the root to the node
-    visible: Tensor  # [num_seqs, num_nodes, depth * topk] bool: of the frontiers up to this, the node or one above it
-
-    @classmethod
-    def root(cls, state: Tensor) -> Self:
-        """Alone, with the state [num_seqs, width] that proposes its children."""
-        ids = torch.full((len(state), 1), -1, dtype=torch.int64, device=state.device)
-        return cls(
-            ids,
-            torch.zeros_like(ids, dtype=torch.float32),
-            ids,
-            state.unsqueeze(1),
-            ids.new_empty(len(state), 1, 0),
-            torch.empty(len(state), 1, 0, dtype=torch.bool, device=state.device),
-        )
-
-    def num_before(self, topk: int) -> int:
-        """Candidates up to these nodes, which are where their children begin."""
-        depth = self.paths.shape[2]
-        return topk + (depth - 1) * topk**2 if depth else 0
+from .tree_types import Ancestry, Candidates, Frontier
 
 
 def grow_ref_(candidates: Candidates, frontier: Frontier, tokens: Tensor, scores: Tensor) -> Frontier:
@@ -110,13 +66,6 @@ def choose(candidates: Candidates, num_drafts: int) -> tuple[Tensor, Tensor]:
 
         return triton_growth.choose(candidates, num_drafts)
     return choose_ref(candidates, num_drafts)
-
-
-class Ancestry(NamedTuple):
-    """What follows from the parents."""
-
-    visible: Tensor  # [num_seqs, N + 1, N + 1] bool: node j is node i or an ancestor of it
-    depths: Tensor  # [num_seqs, N + 1] int64
 
 
 def ancestry_ref(parents: Tensor, num_steps: int) -> Ancestry:

@@ -10,19 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .advance import Columns
-
 
 def advance_(
     table: Tensor,
-    columns: Columns,
+    counts: tuple[int, ...],
+    last_token: int,
     index: Tensor,
     targets: Tensor,
     is_valid: Tensor,
     num_accepted: Tensor,
     resting: Tensor,
 ) -> Tensor:
-    """`advance_ref_`; all contiguous but `index`."""
+    """`advance_ref_` with the columns one by one; all tensors are contiguous but `index`."""
     (num_columns, num_rows), (num_seqs, num_targets) = table.shape, targets.shape
     assert index.shape == num_accepted.shape == (num_seqs,) and is_valid.shape == targets.shape, targets.shape
     assert resting.shape == (num_columns,) and table.is_contiguous() and resting.is_contiguous(), resting.shape
@@ -34,7 +33,7 @@ def advance_(
     _advance_kernel[(num_seqs,)](
         numbers, table, index, targets, is_valid, num_accepted, resting,
         index.stride(0), num_rows, num_targets, num_columns,
-        COUNTS=sum(1 << column for column in columns.counts), LAST_TOKEN=columns.last_token,
+        COUNTS=sum(1 << column for column in counts), LAST_TOKEN=last_token,
         COLUMNS=triton.next_power_of_2(num_columns), TARGETS=triton.next_power_of_2(num_targets), num_warps=1,
     )  # fmt: skip
     return numbers

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .trees import Candidates, Frontier
+from .tree_types import Candidates, Frontier
 from .triton_sample import LOWEST, id_of, pack, score_of
 
 _STATE_BLOCK = 1024  # elements of a state at a time

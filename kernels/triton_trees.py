@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .trees import Ancestry
+from .tree_types import Ancestry
 
 
 def ancestry(parents: Tensor, num_steps: int) -> Ancestry:

@@ -12,7 +12,8 @@ from baton.engine.drafters.base import DraftState, RoundRows
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
 from baton.engine.trees import Drafts, DraftShape, _ahead, accept_chain, accept_tree, grow_tree
-from baton.kernels.trees import Frontier, ancestry
+from baton.kernels.tree_types import Frontier
+from baton.kernels.trees import ancestry
 from baton.metadata.wire.request import SamplingParams
 
 VOCAB = 23

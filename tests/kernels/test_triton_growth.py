@@ -13,7 +13,8 @@ pytest.importorskip("triton")
 
 from baton.engine.trees import DraftShape
 from baton.kernels import triton_growth
-from baton.kernels.trees import Candidates, Frontier, ancestry_ref, choose_ref, grow_ref_
+from baton.kernels.tree_types import Candidates, Frontier
+from baton.kernels.trees import ancestry_ref, choose_ref, grow_ref_
 
 NUM_SEQS, WIDTH = 3, 20
 Grow = Callable[[Candidates, Frontier, Tensor, Tensor], Frontier]
