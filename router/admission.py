@@ -20,7 +20,6 @@ from typing import Protocol
 from ..metadata.errors import BatonError, RequestError, Unavailable
 from ..metadata.wire.messages import Compute, Prefill, Reserve, Reserved, ToNode
 from ..metadata.wire.node_info import Role
-from ..metadata.wire.request import Unit
 from .absence import no_node
 from .intake import Bounds, Intake
 from .node import ROLES, Group, Node
@@ -34,7 +33,6 @@ logger = logging.getLogger(__name__)
 WINDOW = 16  # reservations under way at once
 ASK_S = 0.5  # a reservation without an answer is asked for again that often: before its claims are given up
 ANSWER_S = 10.0  # ... and is taken back after so long
-FULL_S = 2.0  # a node that said "full" is asked again after so long at the latest
 QUEUED_PER_SLOT = 2  # prompts that a prefill node may hold for each of its running slots
 
 
@@ -146,7 +144,7 @@ class Admission:
             return None
         entry.attempt = None
         if attempt.decode is not None:
-            attempt.decode.pledged_pages -= (entry.need.decode_pages or 0) * len(attempt.choices)
+            attempt.decode.release(request.rid, attempt.number, attempt.choices)
         return entry
 
     def pump(self, group: Group) -> None:
@@ -174,23 +172,23 @@ class Admission:
 
     def reserved(self, node: Node, message: Reserved, now: float) -> bool:
         """Decode's answer. False when nobody awaits it: then what it granted must be cancelled."""
-        node.set_load(message.load)
+        node.report(message.load)
         entry = self._asked.get((message.rid, message.attempt))
         if entry is None or entry.attempt is None or entry.attempt.decode is not node:
             return False
         request, attempt = entry.request, entry.attempt
         asked = attempt.choices
-        self.take_back(request, attempt)
+        del self._asked[message.rid, message.attempt]
+        entry.attempt = None
         granted = tuple(choice for choice in entry.choices if choice in asked and choice in message.granted)
+        node.grant(request.rid, attempt.number, granted)
         if len(granted) < len(asked):
             entry.was_refused = True
-            node.mark_full(now)
-            node.units.difference_update(Unit(request.rid, choice, attempt.number) for choice in asked)
+            node.refuse(now)
             request.timeline.refused(request.sequences[choice] for choice in asked.difference(granted))
         if granted:
             self.stranded.served(request.group, now)
             attempt.choices = set(granted)
-            node.units.update(Unit(request.rid, choice, attempt.number) for choice in granted)
             self._dispatch(entry, attempt, now)
         else:
             del request.attempts[attempt.number]
@@ -208,9 +206,6 @@ class Admission:
                 attempt.ask_at = now + ASK_S
                 self._dispatcher.send(attempt.decode, self._reserve(entry.request, attempt, attempt.decode))
         for group, queue in list(self._queues.items()):
-            for node in group.live("decode"):
-                if node.full_since is not None and now - node.full_since > FULL_S:
-                    node.full_since = None
             self.intake.refuse_late(group, now)
             self.stranded.check(group, queue, now)
             self.pump(group)
@@ -227,7 +222,7 @@ class Admission:
             return False
         choices = entry.choices
         if decode is not None:
-            room = decode.hello.capacity.max_running - len(decode.units)
+            room = decode.max_running - decode.num_units
             choices = choices[: min(room, entry.need.most_choices(prefill))]
         attempt = request.begin_attempt(set(choices), prefill, decode, now)
         if decode is None:
@@ -235,12 +230,10 @@ class Admission:
             return True
         entry.attempt = attempt
         self._asked[(request.rid, attempt.number)] = entry
-        decode.pledged_pages += (entry.need.decode_pages or 0) * len(choices)
-        decode.units.update(Unit(request.rid, choice, attempt.number) for choice in choices)
+        decode.reserve(request.rid, attempt.number, choices, entry.need.decode_pages or 0)
         attempt.ask_at = now + ASK_S
         if not self._dispatcher.send(decode, self._reserve(request, attempt, decode)):
             self.take_back(request, attempt)
-            decode.units.difference_update(Unit(request.rid, choice, attempt.number) for choice in choices)
             del request.attempts[attempt.number]
             return False
         request.timeline.reserving((request.sequences[choice] for choice in choices), attempt, now)
@@ -269,7 +262,7 @@ class Admission:
         if prefill is None:
             return
         num_cached = self.affinity.num_matched(prefill.routing_id, entry.hashes) * request.group.page_size
-        prefill.prefilling[(request.rid, attempt.number)] = len(request.prompt_ids) - num_cached
+        prefill.begin_prompt(request.rid, attempt.number, len(request.prompt_ids) - num_cached)
         self.affinity.note(prefill.routing_id, entry.hashes)
         choices = tuple(sorted(attempt.choices))
         message = Prefill(
@@ -306,8 +299,7 @@ class Admission:
         if entry.pair is not None:
             self._dispatcher.fail(request, PairFull(f"decode node {node.node_id} is full"))
             return
-        num_pages = node.hello.capacity.num_pages
-        if node.units or node.load.running or node.load.free_pages < num_pages:
+        if not node.is_empty:
             return
         entry.unfit.add(node.routing_id)
         if not entry.could_go_to(request.group.pairs(), ()):
@@ -334,10 +326,10 @@ class Admission:
             nodes = [node for node in nodes if not all(failed(prefill, node) for prefill in prefills)] or nodes
         figures = [
             DecodeFigures(
-                node.load.free_pages - node.pledged_pages,
-                len(node.units),
+                node.free_pages,
+                node.num_units,
                 node.hello.capacity.max_running,
-                node.full_since is not None,
+                node.is_full(time.monotonic()),
             )
             for node in nodes
         ]
@@ -355,8 +347,8 @@ class Admission:
         page_size = request.group.page_size
         figures = [
             PrefillFigures(
-                sum(node.prefilling.values()),
-                len(node.prefilling),
+                node.num_prompt_tokens,
+                node.num_prompts,
                 QUEUED_PER_SLOT * node.hello.capacity.max_running,
                 self.affinity.num_matched(node.routing_id, entry.hashes) * page_size,
             )

@@ -73,8 +73,8 @@ class Dispatcher:
         self._timeout_s = config.request_timeout_s
         self._drain_timeout_s = config.drain_timeout_s
         self._gaps = Gaps(epoch, self.send, self._tokens_lost)
-        self._cancels = Cancels(epoch, self.send)
-        self._moves = Moves(self, self._cancels, self._gaps, config.max_attempts, metrics.moved)
+        self.cancels = Cancels(epoch, self.send)
+        self._moves = Moves(self, self.cancels, self._gaps, config.max_attempts, metrics.moved)
         self._drains = Drains(self.registry, self._moves)
         self._flow = TokenFlow(self, self._gaps, metrics)
         self._hub: Hub | None = None
@@ -170,10 +170,9 @@ class Dispatcher:
                 self.admission.pump(node.group)
             case Reserved():
                 if not self.admission.reserved(node, message, now):
-                    self._cancels.send_unwanted(node, message, self.requests.get(message.rid))
+                    self.cancels.send_unwanted(node, message, self.requests.get(message.rid))
             case CapacityFreed():
-                node.full_since = None
-                node.set_load(message.load)
+                node.make_room(message.load)
                 self.health.made_room(now)
                 self.admission.pump(node.group)
             case PrefillDone():
@@ -183,7 +182,7 @@ class Dispatcher:
             case Failed():
                 self._failed(node, message)
             case Cancelled():
-                self._cancels.acknowledged(node, message)
+                self.cancels.acknowledged(node, message)
             case LedgerReport():
                 if self.on_ledger is not None:
                     self.on_ledger(node, message)
@@ -202,7 +201,7 @@ class Dispatcher:
         """Sends to a node; False when it is gone or its queue is full: then it gets no request before its next beat."""
         if self._send_raw(node.routing_id, message, node.protocol):
             return True
-        node.is_reachable = False
+        node.lose_touch()
         return False
 
     def dispatched(self, request: Request, attempt: Attempt, now: float) -> None:
@@ -247,9 +246,9 @@ class Dispatcher:
             return
         if not is_over_at_node:
             for node in attempt.nodes:
-                self._cancels.send(node, request.rid, attempt.number, (choice.index,), "a stop string was found")
+                self.cancels.send(node, request.rid, attempt.number, (choice.index,), "a stop string was found")
         if attempt.decode is not None:
-            attempt.decode.units.discard(choice.unit)
+            attempt.decode.release(request.rid, attempt.number, (choice.index,))
         attempt.choices.discard(choice.index)
         if not attempt.choices and attempt.prefill_done:
             request.attempts.pop(attempt.number, None)
@@ -275,8 +274,8 @@ class Dispatcher:
         request.listener.on_done(request)
 
     def _prefill_done(self, node: Node, message: PrefillDone) -> None:
-        node.set_load(message.load)
-        node.prefilling.pop((message.rid, message.attempt), None)
+        node.report(message.load)
+        node.end_prompt(message.rid, message.attempt)
         self.metrics.prefill(node, message)
         request = self.requests.get(message.rid)
         timeline = request.timeline if request is not None else self.finished.get(message.rid)
@@ -338,6 +337,7 @@ class Dispatcher:
         self.admission.affinity.forget(node.routing_id)
         self.health.forget(node)
         self._moves.lost(node, reason)
+        self.cancels.forget(node)
 
     def _end(self, request: Request, reason: str, outcome: Outcome, error: str | None = None) -> None:
         """Frees everything, here and on the nodes."""
@@ -369,8 +369,7 @@ class Dispatcher:
             self.health.forget_group(group)
         self.admission.check(now)
         self.health.look(now)
-        for node in self.registry.nodes.values():
-            self._cancels.repeat(node, now)
+        self.cancels.repeat(now)
         self._drains.check(now)
         for request in list(self.requests.values()):
             self._check_times(request, now)

@@ -30,8 +30,7 @@ class Drains:
         """The node takes nothing new, and has `timeout_s` to finish what it holds. Raises NotFound."""
         node = self._node(node_id)
         self._names.add(node_id)
-        node.is_cordoned = True
-        node.evict_at = time.monotonic() + timeout_s
+        node.cordon(time.monotonic() + timeout_s)
         logger.info("node %s (%s) drains: an operator has asked for it", node.node_id, node.role)
         return node
 
@@ -45,7 +44,7 @@ class Drains:
             if is_known:  # it was lost while it drained: it will take requests when it comes back
                 raise NotFound(f"{error}; it will not drain when it comes back") from None
             raise
-        node.is_cordoned, node.evict_at = False, None
+        node.uncordon()
         if node.is_leaving:
             raise HttpRefusal(409, f"{drain_words(node)}; that cannot be undone")
         logger.info("node %s (%s) takes requests again", node.node_id, node.role)
@@ -54,7 +53,7 @@ class Drains:
     def joined(self, node: Node) -> None:
         """A node has joined; maybe it was drained when it was lost."""
         if node.node_id in self._names and not node.is_cordoned:
-            node.is_cordoned = True
+            node.cordon()
             logger.info("node %s (%s) has come back; it drains still", node.node_id, node.role)
 
     def left(self, node: Node) -> None:
@@ -64,8 +63,8 @@ class Drains:
     def check(self, now: float) -> None:
         """To be called a few times a second."""
         for node in self._registry.nodes.values():
-            if node.evict_at is not None and now >= node.evict_at and node.group.live(node.role):
-                node.evict_at = None
+            if node.must_evict(now) and node.group.live(node.role):
+                node.evicted()
                 self._moves.evict(node, "its time to drain is over")
 
     def _node(self, node_id: str) -> Node:

@@ -131,8 +131,8 @@ class Intake:
 
     def _overloaded(self, words: str, group: Group, now: float, num_excess: int) -> Overloaded:
         """A refusal, with the moment when the client should come again."""
-        num_running = sum(len(node.units) for node in group.live("decode"))
-        num_running = num_running or sum(len(node.prefilling) for node in group.live("prefill"))
+        num_running = sum(node.num_units for node in group.live("decode"))
+        num_running = num_running or sum(node.num_prompts for node in group.live("prefill"))
         return Overloaded(words, retry_after_s=self._paces[group].retry_after_s(now, num_excess, num_running))
 
     def _check_size(self, asked: Asked) -> None:

@@ -88,7 +88,7 @@ class Moves:
         request = self._dispatcher.requests.get(unit.rid)
         attempt = request.attempts.get(unit.attempt) if request is not None else None
         if request is not None and attempt is not None and attempt.prefill is node and request.lacks_prompt:
-            node.prefilling.pop((unit.rid, unit.attempt), None)
+            node.end_prompt(unit.rid, unit.attempt)
             self._lose(request, attempt, node, reason)
 
     def unreachable(self, request: Request, attempt: Attempt, node: Node) -> None:
@@ -181,9 +181,9 @@ class Moves:
     def release(self, request: Request, attempt: Attempt, choices: set[int]) -> None:
         """The router counts these choices no more among what the attempt's nodes have."""
         if attempt.decode is not None:
-            attempt.decode.units.difference_update(Unit(request.rid, choice, attempt.number) for choice in choices)
+            attempt.decode.release(request.rid, attempt.number, choices)
         if choices >= attempt.choices and attempt.prefill is not None:
-            attempt.prefill.prefilling.pop((request.rid, attempt.number), None)
+            attempt.prefill.end_prompt(request.rid, attempt.number)
 
     def _requeue(self, request: Request, choices: set[int], kind: MoveReason, reason: str) -> None:
         """One entry a choice, because each goes on from its own tokens; the lowest ends up in front. Choices whose

@@ -113,7 +113,7 @@ async def _books(api: Api, *, flush: bool) -> web.StreamResponse:
         "requests": [rid for rid, request in dispatcher.requests.items() if not request.is_canary],
         "canaries": sum(request.is_canary for request in dispatcher.requests.values()),
         "waiting": dispatcher.admission.num_waiting,
-        "unacknowledged_cancels": sum(len(node.unacked) for node in dispatcher.registry.nodes.values()),
+        "unacknowledged_cancels": dispatcher.cancels.num_unacked,
     }
     return web.json_response({"router": own, "nodes": listed})
 
@@ -147,5 +147,5 @@ def _node(node: Node, now: float) -> dict[str, Any]:
         "capacity": msgspec.to_builtins(hello.capacity),
         "load": msgspec.to_builtins(node.load),
         "stats": msgspec.to_builtins(node.stats),
-        "has": {"prefilling": len(node.prefilling), "units": len(node.units)},
+        "has": {"prefilling": node.num_prompts, "units": node.num_units},
     }

@@ -98,11 +98,8 @@ class RunningRouter:
 
     def _left(self) -> list[Any]:
         dispatcher = self.router.dispatcher
-        nodes = [
-            (node.node_id, dict(node.prefilling), set(node.units), node.pledged_pages, list(node.unacked))
-            for node in dispatcher.registry.nodes.values()
-            if node.prefilling or node.units or node.pledged_pages or node.unacked
-        ]
+        nodes = [node.node_id for node in dispatcher.registry.nodes.values() if not node.holds_nothing]
+        nodes += ["unacknowledged"] * dispatcher.cancels.num_unacked
         asked = list(dispatcher.admission._asked)
         return [*dispatcher.requests, *nodes, *asked, *["waiting"] * dispatcher.admission.num_waiting]
 

@@ -10,6 +10,9 @@ import pytest
 
 from baton.router.drains import Drains
 from baton.router.errors import HttpRefusal, NotFound
+from baton.router.node import Node
+
+from .sites import make_hello
 
 
 class Drained:
@@ -17,13 +20,8 @@ class Drained:
 
     def __init__(self) -> None:
         self.live: list[Any] = []
-        group = SimpleNamespace(live=lambda role: self.live)
-        self.first, self.other = (
-            SimpleNamespace(
-                node_id=name, role="decode", group=group, is_cordoned=False, is_leaving=False, evict_at=None
-            )
-            for name in ("d0", "d1")
-        )
+        group: Any = SimpleNamespace(live=lambda role: self.live)
+        self.first, self.other = (Node(make_hello("decode", name), group, 0.0) for name in ("d0", "d1"))
         self.live.append(self.other)
         self.evicted: list[Any] = []
         self.nodes = {b"d0": self.first, b"d1": self.other}
@@ -71,11 +69,11 @@ def test_an_unknown_name_is_told_the_others() -> None:
 def test_a_drain_belongs_to_the_name_until_the_node_leaves() -> None:
     drained = Drained()
     drained.drains.begin("d0", 5.0)
-    again = SimpleNamespace(**{**vars(drained.first), "is_cordoned": False})
+    again = Node(drained.first.hello, drained.first.group, 0.0)
     drained.drains.joined(again)
     assert again.is_cordoned and not drained.other.is_cordoned
     drained.drains.left(again)
-    fresh = SimpleNamespace(**{**vars(drained.first), "is_cordoned": False})
+    fresh = Node(drained.first.hello, drained.first.group, 0.0)
     drained.drains.joined(fresh)
     assert not fresh.is_cordoned
 
@@ -83,7 +81,7 @@ def test_a_drain_belongs_to_the_name_until_the_node_leaves() -> None:
 def test_a_node_that_leaves_is_not_put_back() -> None:
     drained = Drained()
     drained.drains.begin("d0", 5.0)
-    drained.first.is_leaving = True
+    drained.first.leave()
     with pytest.raises(HttpRefusal, match=r"d0 is leaving.*cannot be undone"):
         drained.drains.undo("d0")
 
@@ -94,6 +92,6 @@ def test_a_drain_of_a_node_that_is_gone_can_be_undone() -> None:
     del drained.nodes[b"d0"]
     with pytest.raises(NotFound, match=r"d0.* will not drain when it comes back"):
         drained.drains.undo("d0")
-    again = SimpleNamespace(**{**vars(drained.first), "is_cordoned": False})
+    again = Node(drained.first.hello, drained.first.group, 0.0)
     drained.drains.joined(again)
     assert not again.is_cordoned

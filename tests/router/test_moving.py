@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 
 from baton.metadata.errors import BatonError
-from baton.metadata.wire.request import SamplingParams, TokenLogprobs, Unit
+from baton.metadata.wire.request import SamplingParams, TokenLogprobs
 from baton.router.request import Attempt, Request
 from baton.router.rescheduling import MAX_LOSSES, Moves
 from baton.router.text.tokenizer import TextTokenizer
 
+from .sites import add_node, make_group
+
 
 def make_node(name: str) -> Any:
     role = "prefill" if name.startswith("p") else "decode"
-    return SimpleNamespace(node_id=name, routing_id=name.encode(), role=role, units=set(), prefilling={})
+    return add_node(make_group(), role, name)
 
 
 class Moving:
@@ -61,8 +63,8 @@ class Moving:
         attempt.dispatched = dispatched
         for choice in self.request.sequences if dispatched else ():
             choice.attempt = attempt
-        decode.units.update(Unit("r", index, attempt.number) for index in attempt.choices)
-        self.p0.prefilling["r", attempt.number] = 3
+        decode.reserve("r", attempt.number, attempt.choices, 2)
+        self.p0.begin_prompt("r", attempt.number, 3)
         return attempt
 
     def receive(self, num_tokens: int) -> None:
@@ -89,7 +91,7 @@ def test_a_failure_moves_its_choice_and_leaves_the_others(moving: Moving) -> Non
     moving.moves.failed(moving.request, moving.attempt, {1}, "an offer was lost", at=moving.d0)
     assert moving.queued == [(1,), (77,)] and moving.closed == [1] and moving.asked == [0]
     assert moving.cancels == [("p0", 0, (1,))], "d0 has said that it holds nothing"
-    assert moving.d0.units == {Unit("r", 0, 0)} and moving.p0.prefilling == {("r", 0): 3}
+    assert moving.d0.units_of("r", 0) == {0} and moving.p0.num_prompts == 1
     assert moving.attempt.choices == {0} and list(moving.request.attempts) == [0]
     assert moving.request.sequences[1].attempt is None and moving.request.sequences[0].attempt is moving.attempt
     assert moving.request.has_failed_on(moving.p0, moving.d0)
@@ -99,7 +101,7 @@ def test_all_choices_go_on_in_their_order_before_others_and_nothing_is_left(movi
     moving.moves.failed(moving.request, moving.attempt, {0, 1, 5}, "tokens were lost")
     assert moving.queued == [(0,), (1,), (77,)]
     assert sorted(moving.cancels) == [("d0", 0, (0, 1)), ("p0", 0, (0, 1))]
-    assert moving.d0.units == set() and moving.p0.prefilling == {} and moving.request.attempts == {}
+    assert moving.d0.holds_nothing and moving.p0.holds_nothing and moving.request.attempts == {}
 
 
 def test_what_is_over_or_gone_moves_nothing(moving: Moving) -> None:
@@ -228,11 +230,11 @@ def test_a_pause_holds_nothing_and_resumes_in_order(moving: Moving) -> None:
     moving.receive(4)
     moving.request.sequences[1].finish_reason = "stop"
     moving.attempt.choices.discard(1)
-    moving.d0.units.discard(Unit("r", 1, 0))
+    moving.d0.release("r", 0, (1,))
     moving.moves.pause(moving.request, "its client does not read")
     assert moving.withdrawn == 1 and moving.queued == [(77,)] and moving.request.attempts == {}
     assert sorted(moving.cancels) == [("d0", 0, (0,)), ("p0", 0, (0,))]
-    assert moving.d0.units == set() and moving.p0.prefilling == {}
+    assert moving.d0.holds_nothing and moving.p0.holds_nothing
     assert moving.request.sequences[0].attempt is None and moving.request.sequences[0].num_before == 4
     moving.moves.resume(moving.request)
     assert moving.queued == [(0,), (77,)]

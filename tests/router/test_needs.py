@@ -110,7 +110,7 @@ class Site:
         while self._answers:
             self._answer()
             for node in entry.request.group.live("decode"):  # a heartbeat: it is idle
-                node.set_load(self._idle(node))
+                node.report(self._idle(node))
             self.admission.pump(entry.request.group)
 
     def _answer(self) -> None:
@@ -136,9 +136,9 @@ class Site:
             taken = prefill_pages(num_tokens, copies, self.page_size, self.lookahead)
             assert taken <= self.pools[node.routing_id].num_pages, "prefill would refuse this prompt for good"
             self.dispatched += [(message.rid, choice) for choice in message.choices]
-            node.prefilling.clear()
+            node.end_prompt(message.rid, message.attempt)
             for decode in node.group.live("decode"):
-                decode.units.clear()
+                decode.release(message.rid, message.attempt, message.choices)
         return True
 
     def _fail(self, request: Request, error: BatonError) -> None:

@@ -222,7 +222,7 @@ def test_who_waits_for_a_node_that_was_taken_for_dead_gets_in(
             lambda: [
                 dispatcher.registry.lose(node, "dead")
                 for node in list(dispatcher.registry.nodes.values())
-                if node.units
+                if node.num_units
             ]
         )
         assert [future.result()[0] for future in futures] == [200] * 3

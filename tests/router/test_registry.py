@@ -225,25 +225,6 @@ def test_a_node_that_shares_no_protocol_version_with_anybody_is_refused(
     assert "protocol versions: 9..9 here, 7..8 there" in wait_until(lambda: node.refusal)
 
 
-def test_cancels_of_one_attempt_are_acknowledged_one_by_one(system: System) -> None:
-    """The answer to the first says nothing of the second, which names more choices and may be lost."""
-    dispatcher, node = system.router.router.dispatcher, system.cluster.by_name("d0")
-    system.behaviour.ack_cancels = False
-    (known,) = (each for each in dispatcher.registry.nodes.values() if each.node_id == "d0")
-    system.router.call(lambda: dispatcher._cancels.send(known, "r", 0, [0], "a stop string"))
-    system.router.call(lambda: dispatcher._cancels.send(known, "r", 0, [2], "another"))
-    assert [cancel.choices for cancel in wait_until(lambda: len(node.got(m.Cancel)) == 2 and node.got(m.Cancel))] == [
-        (0,),
-        (0, 2),
-    ]
-    system.router.call(lambda: dispatcher._cancels.acknowledged(known, m.Cancelled("r", 0)))
-    assert ("r", 0) in known.unacked
-    again = wait_until(lambda: node.got(m.Cancel)[2:])
-    assert again[0].choices == (0, 2)
-    system.router.call(lambda: dispatcher._cancels.acknowledged(known, m.Cancelled("r", 0)))
-    assert not known.unacked
-
-
 def pair_states(system: System) -> dict[tuple[str, str], str]:
     body = system.router.request("GET", "/debug/nodes")[1]
     return {(pair["prefill"], pair["decode"]): pair["state"] for pair in body["pairs"]}

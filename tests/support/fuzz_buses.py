@@ -175,7 +175,7 @@ class RouterTarget(Target):
         for request in list(self.dispatcher.requests.values()):
             self.dispatcher.cancel(request, "the end")
         assert not self.dispatcher.requests
-        held = [node.units for node in self.dispatcher.registry.nodes.values() if node.units]
+        held = [node.node_id for node in self.dispatcher.registry.nodes.values() if not node.holds_nothing]
         assert not held, held
         self.dispatcher.close()
         self.hub.close()
