@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from ..metadata.wire.messages import Cancel, Cancelled, Reserved, ToNode
+from ..metadata.wire.messages import Cancel, Cancelled, Reserved
+from .effects import Effects, Send
 from .node import Node
 from .request import Request
 
@@ -29,9 +29,9 @@ class Unacked(NamedTuple):
 class Cancels:
     """Cancels under way, by node, request and attempt. They end with the node's answer or with the node."""
 
-    def __init__(self, epoch: str, send: Callable[[Node, ToNode], bool]) -> None:
+    def __init__(self, epoch: str, effects: Effects) -> None:
         self._epoch = epoch
-        self._send = send
+        self._effects = effects
         self._unacked: dict[Node, dict[tuple[str, int], Unacked]] = {}
 
     @property
@@ -43,7 +43,7 @@ class Cancels:
         """Whether the node has yet to acknowledge a Cancel of this attempt."""
         return (rid, attempt) in self._unacked.get(node, {})
 
-    def send(self, node: Node, rid: str, attempt: int, choices: Iterable[int], reason: str) -> None:
+    def send(self, node: Node, rid: str, attempt: int, choices: Iterable[int], reason: str, now: float) -> None:
         """Cancel choices of an attempt. They are always named: other attempts of the request may run on the node."""
         of_node = self._unacked.setdefault(node, {})
         before = of_node.get((rid, attempt))
@@ -52,16 +52,16 @@ class Cancels:
             router_epoch=self._epoch, rid=rid, attempt=attempt, choices=tuple(sorted(named)), reason=reason
         )
         num_acks = 1 + (before.num_acks if before is not None else 0)
-        of_node[rid, attempt] = Unacked(message, time.monotonic() + ACK_S, ACK_S, num_acks)
-        self._send(node, message)
+        of_node[rid, attempt] = Unacked(message, now + ACK_S, ACK_S, num_acks)
+        self._effects.append(Send(node, message))
 
-    def send_unwanted(self, node: Node, message: Reserved, request: Request | None) -> None:
+    def send_unwanted(self, node: Node, message: Reserved, request: Request | None, now: float) -> None:
         """Cancel what a node granted in an answer that nobody awaits: it came too late or twice."""
         attempt = request.attempts.get(message.attempt) if request is not None else None
         wanted = attempt.choices if attempt is not None and attempt.decode is node else set[int]()
         unwanted = [choice for choice in message.granted if choice not in wanted]
         if unwanted:
-            self.send(node, message.rid, message.attempt, unwanted, "it is over")
+            self.send(node, message.rid, message.attempt, unwanted, "it is over", now)
 
     def acknowledged(self, node: Node, message: Cancelled) -> None:
         """The node holds nothing any more of what one message named."""
@@ -89,4 +89,4 @@ class Cancels:
                     logger.warning("node %s does not acknowledge Cancel", node.node_id, extra={"rid": key[0]})
                 wait_s = min(2 * unacked.wait_s, MAX_ACK_S)
                 of_node[key] = Unacked(unacked.message, now + wait_s, wait_s, 1)
-                self._send(node, unacked.message)
+                self._effects.append(Send(node, unacked.message))

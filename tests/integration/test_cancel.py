@@ -44,7 +44,7 @@ def decode_of(served: Served) -> DecodeNode:
 def queued(served: Served) -> Stream:
     served.held.update(served.nodes)
     stream = served.ask(**BODY)
-    wait(lambda: served.dispatcher.admission.num_waiting)
+    wait(lambda: served.dispatcher.queues.num_waiting)
     return stream
 
 

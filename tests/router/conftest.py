@@ -100,8 +100,8 @@ class RunningRouter:
         dispatcher = self.router.dispatcher
         nodes = [node.node_id for node in dispatcher.registry.nodes.values() if not node.holds_nothing]
         nodes += ["unacknowledged"] * dispatcher.cancels.num_unacked
-        asked = list(dispatcher.admission._asked)
-        return [*dispatcher.requests, *nodes, *asked, *["waiting"] * dispatcher.admission.num_waiting]
+        nodes += ["reserving"] * dispatcher.num_reservations
+        return [*dispatcher.requests, *nodes, *["waiting"] * dispatcher.queues.num_waiting]
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)

@@ -132,7 +132,7 @@ def learned(system: System, *, interval_s: float, service_s: float) -> None:
 
     def learn() -> None:
         (group,) = system.router.router.dispatcher.registry.groups.values()
-        pace = system.router.router.dispatcher.admission.intake.pace(group)
+        pace = system.router.router.dispatcher.queues.pace(group)
         begun = time.monotonic() - 100 * interval_s
         pace.blocked_since, pace._granted_at = begun, begun
         for place in range(1, 101):

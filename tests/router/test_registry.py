@@ -100,8 +100,7 @@ def test_a_router_forgets_all_of_a_forgotten_group(make_system: Callable[..., Sy
     hello = system.cluster.by_name("p0").hello()
     system.router.call(forget)
     wait_until(lambda: group not in dispatcher.registry.groups.values())
-    held = [dispatcher.admission._queues, dispatcher.admission.intake._paces, dispatcher.admission.stranded._served_at]
-    wait_until(lambda: not any(group in each for each in [*held, dispatcher.health._elections]))
+    wait_until(lambda: not dispatcher.queues.knows(group) and group not in dispatcher.health._elections)
 
 
 def test_a_forgotten_node_introduces_itself_again(make_system: Callable[..., System]) -> None:
