@@ -57,7 +57,7 @@ class TokenStreams:
         not fit together.
         """
         ids, firsts, counts = unpack_ids(message.ids), unpack_ids(message.firsts), unpack_ids(message.counts)
-        _check(node, message.units, ids, firsts, counts)
+        _check(node, ids, firsts, counts)
         ended: list[SequenceEnded] = []
         start = 0
         for row, unit in enumerate(message.units):
@@ -176,12 +176,9 @@ class TokenStreams:
         self._effects.append(Send(node, message))
 
 
-def _check(node: Node, units: abc.Sequence[Unit], ids: list[int], firsts: list[int], counts: list[int]) -> None:
+def _check(node: Node, ids: list[int], firsts: list[int], counts: list[int]) -> None:
     """Raise ProtocolError if the columns of a Tokens message do not fit together."""
-    if not len(units) == len(firsts) == len(counts):
-        words = f"{len(units)} units, {len(firsts)} first indices and {len(counts)} counts"
-        raise ProtocolError(f"Tokens with {words}; there must be one per unit", node=node.node_id)
-    if units and (min(firsts) < 0 or min(counts) < 0 or sum(counts) > len(ids)):
-        raise ProtocolError(f"Tokens of {units[0]}: columns do not fit together", node=node.node_id)
+    if min(firsts, default=0) < 0 or min(counts, default=0) < 0 or sum(counts) > len(ids):
+        raise ProtocolError("Tokens: columns do not fit together", node=node.node_id)
     if ids and min(ids) < 0:
         raise ProtocolError(f"Tokens with id {min(ids)}; an id is 0 or more", node=node.node_id)
