@@ -1,76 +1,92 @@
-"""Cancel is a message with an acknowledgement: it is repeated until the node says that nothing is held any more."""
+"""Cancel messages that nodes have not acknowledged yet. Each is repeated until its node answers Cancelled."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from ..metadata.wire.messages import Cancel, Cancelled, Reserved, ToNode
+from ..metadata.wire.messages import Cancel, Cancelled, Reserved
+from .effects import Effects, Send
 from .node import Node
 from .request import Request
 
 logger = logging.getLogger(__name__)
 
-ACK_S = 0.25  # repeated when not acknowledged for so long, then for twice that, and so on
+ACK_S = 0.25  # a Cancel is repeated after so long, then after twice that, and so on
 MAX_ACK_S = 8.0
 
 
 class Unacked(NamedTuple):
-    """A Cancel on its way, of all choices of an attempt that were cancelled so far."""
+    """A Cancel under way. It names all choices of the attempt that were cancelled so far."""
 
     message: Cancel
     due_at: float
     wait_s: float
-    num_acks: int  # that must come: one for each time it was sent with other choices
+    num_acks: int  # still to come: one per time that it was sent with other choices
 
 
 class Cancels:
-    """Sends Cancel to nodes. What is not acknowledged yet is kept with the node, and dies with it."""
+    """Cancels under way, by node, request and attempt. They end with the node's answer or with the node."""
 
-    def __init__(self, epoch: str, send: Callable[[Node, ToNode], bool]) -> None:
+    def __init__(self, epoch: str, effects: Effects) -> None:
         self._epoch = epoch
-        self._send = send
+        self._effects = effects
+        self._unacked: dict[Node, dict[tuple[str, int], Unacked]] = {}
 
-    def send(self, node: Node, rid: str, attempt: int, choices: Iterable[int], reason: str) -> None:
-        """Choices are always named: other attempts of the same request may run on the same node."""
-        before = node.unacked.get((rid, attempt))
+    @property
+    def num_unacked(self) -> int:
+        """Cancels that no node has acknowledged yet."""
+        return sum(map(len, self._unacked.values()))
+
+    def is_unacked(self, node: Node, rid: str, attempt: int) -> bool:
+        """Whether the node has yet to acknowledge a Cancel of this attempt."""
+        return (rid, attempt) in self._unacked.get(node, {})
+
+    def send(self, node: Node, rid: str, attempt: int, choices: Iterable[int], reason: str, now: float) -> None:
+        """Cancel choices of an attempt. They are always named: other attempts of the request may run on the node."""
+        of_node = self._unacked.setdefault(node, {})
+        before = of_node.get((rid, attempt))
         named = set(choices).union(before.message.choices or () if before is not None else ())
         message = Cancel(
             router_epoch=self._epoch, rid=rid, attempt=attempt, choices=tuple(sorted(named)), reason=reason
         )
         num_acks = 1 + (before.num_acks if before is not None else 0)
-        node.unacked[(rid, attempt)] = Unacked(message, time.monotonic() + ACK_S, ACK_S, num_acks)
-        self._send(node, message)
+        of_node[rid, attempt] = Unacked(message, now + ACK_S, ACK_S, num_acks)
+        self._effects.append(Send(node, message))
 
-    def send_unwanted(self, node: Node, message: Reserved, request: Request | None) -> None:
-        """An answer to a reservation that nobody awaits: it is too late, or it has come twice."""
+    def send_unwanted(self, node: Node, message: Reserved, request: Request | None, now: float) -> None:
+        """Cancel what a node granted in an answer that nobody awaits: it came too late or twice."""
         attempt = request.attempts.get(message.attempt) if request is not None else None
         wanted = attempt.choices if attempt is not None and attempt.decode is node else set[int]()
         unwanted = [choice for choice in message.granted if choice not in wanted]
         if unwanted:
-            self.send(node, message.rid, message.attempt, unwanted, "it is over")
+            self.send(node, message.rid, message.attempt, unwanted, "it is over", now)
 
     def acknowledged(self, node: Node, message: Cancelled) -> None:
         """The node holds nothing any more of what one message named."""
-        key = (message.rid, message.attempt)
-        unacked = node.unacked.get(key)
+        of_node, key = self._unacked.get(node, {}), (message.rid, message.attempt)
+        unacked = of_node.get(key)
         if unacked is None:
             return
         if unacked.num_acks > 1:
-            node.unacked[key] = unacked._replace(num_acks=unacked.num_acks - 1)
+            of_node[key] = unacked._replace(num_acks=unacked.num_acks - 1)
         else:
-            del node.unacked[key]
+            del of_node[key]
 
-    def repeat(self, node: Node, now: float) -> None:
-        """Sends again what is overdue; to be called a few times a second. There is no last time: a node that lives
-        answers, and one that does not is given up with all it has."""
-        for key, unacked in list(node.unacked.items()):
-            if now < unacked.due_at:
-                continue
-            if unacked.wait_s >= MAX_ACK_S:
-                logger.warning("node %s does not acknowledge Cancel", node.node_id, extra={"rid": key[0]})
-            wait_s = min(2 * unacked.wait_s, MAX_ACK_S)
-            node.unacked[key] = Unacked(unacked.message, now + wait_s, wait_s, 1)
-            self._send(node, unacked.message)
+    def forget(self, node: Node) -> None:
+        """The node is gone, and all that it held."""
+        self._unacked.pop(node, None)
+
+    def repeat(self, now: float) -> None:
+        """Send overdue Cancels again. To be called several times per second. There is no last time: a node that lives
+        answers, and the registry gives up a node that does not live."""
+        for node, of_node in self._unacked.items():
+            for key, unacked in list(of_node.items()):
+                if now < unacked.due_at:
+                    continue
+                if unacked.wait_s >= MAX_ACK_S:
+                    logger.warning("node %s does not acknowledge Cancel", node.node_id, extra={"rid": key[0]})
+                wait_s = min(2 * unacked.wait_s, MAX_ACK_S)
+                of_node[key] = Unacked(unacked.message, now + wait_s, wait_s, 1)
+                self._effects.append(Send(node, unacked.message))

@@ -1,104 +1,134 @@
-"""The life of a request, from its submission to exactly one end.
+"""The life of a request, from its submission to exactly one end. Pure logic: no socket, no clock, no event loop.
 
-    submit -> waiting -> Reserve -> Prefill -> first Tokens (prefill) -> Admitted -> Tokens (decode) ... -> end
-                 ^                                                                    |
-                 +-------- moved: a node failed, died, or drains (moves.py) ----------+
+    submit -> waiting -> Reserve -> Reserved -> Prefill -> first Tokens -> Admitted -> Tokens ... -> end
+                 ^       (decode)   (decode)    (prefill)  (prefill)       (decode)    (decode)
+                 '------- rescheduled: an attempt failed, a node was lost, or a drain ran out of time
 
-An end is: every choice has finished (by a node, or here by a stop string), an error (its deadline among them), or that
-somebody cancels it. At each of the latter, and when a stop string is found, both legs get Cancel, repeated until they
-answer Cancelled.
+A request ends when every sequence has finished (a node said so, or the router found a stop string), when its client or
+an operator cancels it, or with an error. Nodes that may still hold something of it get Cancel until they answer.
+
+Every public method takes the time in monotonic seconds and returns effects (effects.py), which its caller must do in
+order. A node's message, a failed send, a tick: each is one event. The parts below decide; none of them knows this file.
+
+    queue, reservations, placement   who waits, whose decode node was asked, which nodes
+    streams                          tokens to clients, and tokens that are missing
+    rescheduling, cancels, drains    what goes on elsewhere, and what nodes must drop
+    registry, health                 which nodes are there, and which pairs of them work
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
-from collections.abc import Callable
+import math
+from collections.abc import Iterable, Mapping
 
-from ..metadata.bus.hub import Hub
-from ..metadata.errors import BatonError, ProtocolError, TransferError, Unavailable
+from ..metadata.errors import BatonError, ProtocolError, RequestError, TransferError, Unavailable
 from ..metadata.wire.messages import (
     Admitted,
     Cancelled,
     CapacityFreed,
+    Compute,
     Failed,
+    Flush,
     Heartbeat,
     Hello,
+    Inspect,
     Leaving,
     LedgerReport,
+    Prefill,
     PrefillDone,
+    Reserve,
     Reserved,
     TokenizerFile,
     Tokens,
     ToNode,
     ToRouter,
 )
-from .admission import Admission
+from .canaries import Canaries, GiveUpCanary, PairsReady, StartCanary
 from .cancels import Cancels
 from .config import RouterConfig
 from .drains import Drains
+from .effects import Done, Effect, Effects, Error, Ledger, Over, Send, SendUnknown
 from .errors import DeadlineExceeded, NodeFault, RequestCancelled, outcome_of
-from .gaps import Gaps
 from .health import PairHealth
-from .intake import Bounds
 from .metrics import Metrics
 from .node import Group, Node
-from .queue import Entry, Pinned
+from .placement import Placement
+from .queue import Asked, Bounds, Entry, PairFull, Queues, Refused
 from .registry import Registry
 from .request import Attempt, Request, Sequence
-from .rescheduling import Moves
-from .streams import TokenFlow
-from .trace import Finished, Outcome, Timeline
+from .rescheduling import Rescheduling
+from .reservations import Reservations
+from .streams import TokenStreams
+from .trace import Finished, Outcome
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.05
+SLOW_TICK_S = 0.25  # what need not be looked at on every tick
+WINDOW = 16  # entries per group that may have a reservation under way at once
 
 
 class Dispatcher:
-    """All requests and the nodes they run on. Everything happens on the event loop."""
+    """All requests that are not over, and the nodes that they run on."""
 
     def __init__(self, config: RouterConfig, epoch: str, metrics: Metrics) -> None:
         self.epoch = epoch
-        self.metrics = metrics
-        self.registry = Registry(epoch, self._send_raw, self._joined, self._lost)
-        bounds = Bounds(config.max_waiting, config.max_waiting_tokens, config.max_queue_s)
-        self.admission = Admission(epoch, bounds, self, node_wait_s=config.node_wait_s)
-        self.health = PairHealth(self, config.canary_interval_s)
-        self.requests: dict[str, Request] = {}
         self.finished = Finished()  # timelines of requests that are over
-        self.on_over: Callable[[Timeline], None] | None = None
-        self.on_ledger: Callable[[Node, LedgerReport], None] | None = None
-        self._timeout_s = config.request_timeout_s
-        self._drain_timeout_s = config.drain_timeout_s
-        self._gaps = Gaps(epoch, self.send, self._tokens_lost)
-        self._cancels = Cancels(epoch, self.send)
-        self._moves = Moves(self, self._cancels, self._gaps, config.max_attempts, metrics.moved)
-        self._drains = Drains(self.registry, self._moves)
-        self._flow = TokenFlow(self, self._gaps, metrics)
-        self._hub: Hub | None = None
-        self._ticker: asyncio.TimerHandle | None = None
-        self._slow_tick_at = 0.0
+        self._config = config
+        self._metrics = metrics
+        self._effects: Effects = []
+        self._requests: dict[str, Request] = {}
+        self._comings: list[tuple[Node, str | None]] = []  # nodes that joined, or were lost and why
+        self.registry = Registry(
+            epoch,
+            self._send_unknown,
+            lambda node: self._comings.append((node, None)),
+            lambda node, reason: self._comings.append((node, reason)),
+        )
+        self._canaries = Canaries(self.registry)
+        self.health = PairHealth(self._canaries, config.canary_interval_s)
+        bounds = Bounds(config.max_waiting, config.max_waiting_tokens, config.max_queue_s, config.node_wait_s)
+        self.queues = Queues(bounds)
+        self.cancels = Cancels(epoch, self._effects)
+        self.reservations = Reservations(epoch)
+        self._placement = Placement(self._is_usable)
+        self._streams = TokenStreams(epoch, self._requests, metrics, self._effects)
+        self._rescheduling = Rescheduling(
+            self._requests,
+            self.queues,
+            self.reservations,
+            self._streams,
+            self.cancels,
+            metrics,
+            config.max_attempts,
+        )
+        self._drains = Drains(self.registry.nodes)
+        self._slow_tick_at = -math.inf
 
-    def start(self, hub: Hub) -> None:
-        """Serves from now on, in the running event loop."""
-        self._hub = hub
-        self._tick()
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """Requests that are not over, by rid."""
+        return self._requests
 
-    def close(self) -> None:
-        """Ends every request with an error and stops."""
-        for request in list(self.requests.values()):
-            self.fail(request, Unavailable("the router is shutting down"))
-        if self._ticker is not None:
-            self._ticker.cancel()
+    # What clients and operators ask for
 
-    def submit(self, request: Request) -> None:
-        """Takes a request in; its listener hears of it from now on. Raises Overloaded, Unavailable, RequestError."""
+    def check_room(self, group: Group, asked: Asked, now: float) -> None:
+        """Raises Overloaded or RequestError if requests like these may not wait now. Changes nothing else."""
+        self.queues.check_room(group, asked, now)
+
+    def make_room(self, group: Group, asked: Asked, now: float) -> list[Effect]:
+        """Check the room right before `submit`. If the queues are full, requests of lower priority are refused."""
+        self.queues.check_room(group, asked, now)
+        while (displaced := self.queues.displaced(group, asked, now)) is not None:
+            self._fail(displaced.request, displaced.error, now)
+        return self._take(now)
+
+    def submit(self, request: Request, now: float) -> list[Effect]:
+        """Take a request in. Its listener hears of it from now on. Raises Overloaded, Unavailable or RequestError."""
         entry = Entry(request, tuple(range(len(request.sequences))))
-        self.admission.check_fits(entry)
-        self.requests[request.rid] = request
-        request.timeline.queued(time.monotonic())
+        self.queues.check_fits(entry, now)
+        self._requests[request.rid] = request
+        request.timeline.queued(now)
         logger.info(
             "received: %d prompt tokens, %d choices, at most %d tokens",
             len(request.prompt_ids),
@@ -106,179 +136,292 @@ class Dispatcher:
             request.params.max_tokens,
             extra={"rid": request.rid},
         )
-        self.admission.submit(entry)
+        self.queues.add(entry)
+        self._pump(request.group, now)
+        return self._take(now)
 
-    def cancel(self, request: Request, reason: str) -> None:
-        """Ends a request without telling its listener. Nothing happens when it is over already."""
-        if request.is_over:
-            return
-        self._end(request, reason, "cancelled", reason)
-        self.metrics.count_request(request.group.key.model, "cancelled")
-        logger.info("cancelled: %s", reason, extra={"rid": request.rid})
+    def cancel(self, request: Request, reason: str, now: float) -> list[Effect]:
+        """End a request without telling its listener. Nothing happens if it is over."""
+        self._cancel(request, reason, now)
+        return self._take(now)
 
-    def abort(self, request: Request, reason: str) -> None:
-        """Cancels a request on behalf of somebody else than who waits for it: its listener gets one clear error."""
-        if request.is_over:
-            return
-        self.cancel(request, reason)
-        request.listener.on_error(request, RequestCancelled(f"the request was cancelled: {reason}"))
+    def abort(self, request: Request, reason: str, now: float) -> list[Effect]:
+        """End a request for somebody else than its client. Its listener gets one clear error."""
+        if self._cancel(request, reason, now):
+            self._tell_error(request, RequestCancelled(f"the request was cancelled: {reason}"), now)
+        return self._take(now)
 
-    def set_paused(self, request: Request, is_paused: bool) -> None:
-        """Takes a request off its nodes, where it holds nothing from then on, or lets it go on from where it stands."""
+    def refuse(self, request: Request, reason: str, now: float) -> list[Effect]:
+        """End a request that waits, because there is no room for it."""
+        self._fail(request, self.queues.refusal(request.group, reason, now), now)
+        return self._take(now)
+
+    def set_paused(self, request: Request, is_paused: bool, now: float) -> list[Effect]:
+        """Take a request off its nodes, so that it holds nothing, or let it go on from where it stands."""
         if not request.is_over and request.is_paused != is_paused:
             request.is_paused = is_paused
             if is_paused:
-                self._moves.pause(request, "its client does not read")
+                self._rescheduling.pause(request, "its client does not read", now)
             else:
-                self._moves.resume(request)
+                self._rescheduling.resume(request, now)
+            self._pump(request.group, now)
+        return self._take(now)
 
-    def drain(self, node_id: str, timeout_s: float | None = None) -> Node:
-        """The node takes nothing new; what it has not finished after `timeout_s` (None: the router's drain_timeout_s)
+    def drain(self, node_id: str, timeout_s: float | None, now: float) -> list[Effect]:
+        """Give a node nothing new. What it has not finished after `timeout_s` (None: the configured drain_timeout_s)
         goes on elsewhere. Raises NotFound."""
-        return self._drains.begin(node_id, self._drain_timeout_s if timeout_s is None else timeout_s)
+        self._drains.begin(node_id, now + (self._config.drain_timeout_s if timeout_s is None else timeout_s))
+        return self._take(now)
 
-    def undrain(self, node_id: str) -> Node:
-        """Takes `drain` back. Raises NotFound, and HttpRefusal when the node leaves by its own word."""
-        node = self._drains.undo(node_id)
-        self._joined(node)
-        return node
+    def undrain(self, node_id: str, now: float) -> list[Effect]:
+        """Take `drain` back. Raises NotFound, and HttpRefusal if the node leaves by its own word."""
+        self._take_in(self._drains.undo(node_id), now)
+        return self._take(now)
 
-    def submit_canary(self, request: Request, pair: Pinned) -> bool:
-        """Sends a request through one pair, or to one node alone, outside the queue. False when there is no room."""
-        self.requests[request.rid] = request
-        if self.admission.ask_now(Entry(request, (0,), pair)):
-            return True
-        del self.requests[request.rid]
-        request.is_over = True
-        return False
+    def ask_ledgers(self, query: int, now: float, *, flush: bool) -> list[Effect]:
+        """Ask all nodes for their page ledgers. With `flush` they empty their prefix caches first."""
+        for node in self.registry.nodes.values():
+            if flush:
+                self._placement.forget_cache(node)
+            kind = Flush if flush else Inspect
+            self._effects.append(Send(node, kind(router_epoch=self.epoch, query=query)))
+        return self._take(now)
 
-    def on_message(self, peer: bytes, message: ToRouter) -> None:
-        """Every message of every node."""
-        now = time.monotonic()
+    def close(self, now: float) -> list[Effect]:
+        """End every request with an error."""
+        for request in list(self._requests.values()):
+            self._fail(request, Unavailable("the router is shutting down"), now)
+        return self._take(now)
+
+    # What happens on the bus, and time
+
+    def on_message(self, peer: bytes, message: ToRouter, now: float) -> list[Effect]:
+        """Handle a node's message. Raises ProtocolError for a message that no node may send."""
+        node = self.registry.nodes.get(peer)
         if isinstance(message, Hello):
             self.registry.hello(peer, message, now)
-            return
-        node = self.registry.nodes.get(peer)
-        if node is None:
+        elif node is None:
             self.registry.greet_again(peer)
-            return
+        else:
+            self._on_node_message(node, message, now)
+        return self._take(now)
+
+    def on_connection_lost(self, peer: bytes, now: float) -> list[Effect]:
+        """A node's connection closed: the node is dead, or will say Hello again."""
+        self.registry.connection_lost(peer)
+        return self._take(now)
+
+    def on_send_failed(self, node: Node, message: ToNode, now: float) -> list[Effect]:
+        """A message could not be sent: the node is gone or its queue is full. It gets no request before its next
+        heartbeat. What the message asked for goes on elsewhere."""
+        node.lose_touch()
+        match message:
+            case Reserve() | Compute():
+                self._reserve_failed(message, now)
+            case Prefill():
+                request = self._requests.get(message.rid)
+                attempt = request.attempts.get(message.attempt) if request is not None else None
+                if request is not None and attempt is not None and attempt.prefill is node:
+                    self._end_all(self._rescheduling.unreachable(request, attempt, node, now), now)
+                    self._pump(request.group, now)
+            case _:
+                pass  # it is repeated, or its loss shows
+        return self._take(now)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Look at all that is a matter of time. To be called many times per second."""
+        for sequence in self._streams.check_gaps(now):
+            self._tokens_lost(sequence, now)
+        if now - self._slow_tick_at >= SLOW_TICK_S:
+            self._slow_tick_at = now
+            self._slow_tick(now)
+        return self._take(now)
+
+    def _take(self, now: float) -> list[Effect]:
+        """Let everybody hear of nodes that joined or were lost, and return what is to be done."""
+        while self._comings:
+            node, reason = self._comings.pop(0)
+            if reason is None:
+                self._take_in(node, now)
+            else:
+                self._lose(node, reason, now)
+        effects = self._effects.copy()
+        self._effects.clear()
+        return effects
+
+    def _on_node_message(self, node: Node, message: ToRouter, now: float) -> None:
         match message:
             case Tokens():
-                self._flow.take(node, message, now)
+                for sequence, is_over_at_node in self._streams.take(node, message, now):
+                    self._sequence_ended(sequence, is_over_at_node=is_over_at_node, now=now)
             case Heartbeat():
                 self.registry.beat(node, message, now)
-                self.admission.pump(node.group)
+                self._pump(node.group, now)
             case Reserved():
-                if not self.admission.reserved(node, message, now):
-                    self._cancels.send_unwanted(node, message, self.requests.get(message.rid))
+                self._reserved(node, message, now)
             case CapacityFreed():
-                node.full_since = None
-                node.set_load(message.load)
-                self.health.made_room(now)
-                self.admission.pump(node.group)
+                node.make_room(message.load)
+                self._room_made(node.group, now)
             case PrefillDone():
-                self._prefill_done(node, message)
+                self._prefill_done(node, message, now)
             case Admitted():
                 self._admitted(node, message, now)
             case Failed():
-                self._failed(node, message)
+                self._failed(node, message, now)
             case Cancelled():
-                self._cancels.acknowledged(node, message)
+                self.cancels.acknowledged(node, message)
             case LedgerReport():
-                if self.on_ledger is not None:
-                    self.on_ledger(node, message)
+                self._effects.append(Ledger(node, message))
             case TokenizerFile():
-                self._tokenizer(node, message)
+                self._tokenizer(node, message, now)
             case Leaving():
                 if message.done:
                     self._drains.left(node)
                 self.registry.leaving(node, message)
+            case _:
+                raise ProtocolError(f"{type(message).__name__} from a node that has joined", node=node.node_id)
 
-    def on_connection_lost(self, peer: bytes) -> None:
-        """A node's connection closed: it is dead, or comes back and introduces itself."""
-        self.registry.connection_lost(peer)
+    # A request waits, and gets its nodes
 
-    def send(self, node: Node, message: ToNode) -> bool:
-        """Sends to a node; False when it is gone or its queue is full: then it gets no request before its next beat."""
-        if self._send_raw(node.routing_id, message, node.protocol):
+    def _pump(self, group: Group, now: float) -> None:
+        """Give nodes to requests that wait, as far as there is room.
+
+        A request that no node had room for blocks all behind it, so that small requests do not starve large ones. As
+        long as nobody was refused, up to WINDOW reservations are under way at once.
+        """
+        pace = self.queues.pace(group)
+        fits = self._placement.fitting(group)
+        num_under_way = 0
+        for entry in list(self.queues.waiting_in(group)):
+            if entry.request.is_over or not entry.choices or self.queues.is_late(entry, now):
+                continue
+            if entry.attempt is None and entry.pair is None and not fits(entry):
+                continue  # it waits for a node that is not there, and is in nobody's way
+            if (entry.attempt is None and not self._place(entry, now)) or entry.was_refused:
+                pace.blocked(now)
+                return
+            num_under_way += 1
+            if num_under_way == WINDOW:
+                return
+        pace.unblocked()
+
+    def _place(self, entry: Entry, now: float) -> bool:
+        """Ask a decode node, or dispatch at once if none is needed. False if there is no room now."""
+        place = self._placement.choose(entry, now)
+        if place is None:
+            return False
+        request = entry.request
+        attempt = request.begin_attempt(set(place.choices), place.prefill, place.decode, now)
+        if place.decode is None:
+            self._dispatch(entry, attempt, now)
             return True
-        node.is_reachable = False
-        return False
+        message = self.reservations.begin(entry, attempt, place.decode, now)
+        request.timeline.reserving(_sequences(request, place.choices), attempt, now)
+        self._effects.append(Send(place.decode, message))
+        return True
 
-    def dispatched(self, request: Request, attempt: Attempt, now: float) -> None:
-        """An attempt has its nodes."""
-        request.timeline.dispatched((request.sequences[index] for index in attempt.choices), attempt, now)
+    def _reserve_failed(self, message: Reserve | Compute, now: float) -> None:
+        """The decode node cannot be reached. If it may have got an earlier copy, its answer is still awaited."""
+        entry = self.reservations.get(message.rid, message.attempt)
+        attempt = entry.attempt if entry is not None else None
+        if entry is None or attempt is None or attempt.num_asks > 1:
+            return
+        request = entry.request
+        self.reservations.take_back(request, attempt)
+        del request.attempts[attempt.number]
+        request.timeline.refused(_sequences(request, attempt.choices))
+        if entry.pair is not None:
+            self._fail(request, PairFull("its node cannot be reached"), now)
+        else:
+            self._pump(request.group, now)
+
+    def _reserved(self, node: Node, message: Reserved, now: float) -> None:
+        """The decode node's answer. What it did not grant waits on; the rest is dispatched."""
+        node.report(message.load)
+        answer = self.reservations.answered(node, message)
+        if answer is None:
+            self.cancels.send_unwanted(node, message, self._requests.get(message.rid), now)
+            return
+        entry, attempt, granted = answer
+        request = entry.request
+        refused = attempt.choices.difference(granted)
+        if refused:
+            entry.was_refused = True
+            node.refuse(now)
+            request.timeline.refused(_sequences(request, refused))
+        if granted:
+            self.queues.has_served(request.group, now)
+            attempt.choices = set(granted)
+            self._dispatch(entry, attempt, now)
+        else:
+            del request.attempts[attempt.number]
+            self._refused(entry, node, now)
+        self._pump(request.group, now)
+
+    def _refused(self, entry: Entry, node: Node, now: float) -> None:
+        """Full is no failure. An empty node without room is not asked again; if there is no other node, the request
+        fails."""
+        request = entry.request
+        if entry.pair is not None:
+            self._fail(request, PairFull(f"decode node {node.node_id} is full"), now)
+            return
+        if not node.is_empty:
+            return
+        entry.unfit.add(node.routing_id)
+        if not entry.could_go_to(request.group.pairs(), ()):
+            error = RequestError(
+                f"the prompt's {len(request.prompt_ids)} tokens and the room to generate do not fit an empty pool: the "
+                f"largest decode pool has {request.group.most_pages('decode')} pages of {request.group.page_size} "
+                "tokens",
+                param="prompt",
+            )
+            self._fail(request, error, now)
+
+    def _dispatch(self, entry: Entry, attempt: Attempt, now: float) -> None:
+        """The attempt has its nodes: its choices wait no more, and its prefill node gets the prompt."""
+        request, prefill = entry.request, attempt.prefill
+        self.queues.strike(entry, attempt.choices)
+        for sequence in _sequences(request, attempt.choices):
+            sequence.attempt = attempt
+        attempt.dispatched = True
+        attempt.sent_at = now
+        if request.dispatched_at is None:
+            request.dispatched_at = now
+        request.timeline.dispatched(_sequences(request, attempt.choices), attempt, now)
         if attempt.number == 0 and not request.is_canary:
-            self.metrics.dispatched(request, now)
-
-    def fail(self, request: Request, error: BatonError) -> None:
-        """Ends a request with one clear error."""
-        if request.is_over:
+            self._metrics.dispatched(request, now)
+        self.queues.granted(request, now)
+        if prefill is None:
             return
-        error.rid = request.rid
-        self._end(request, "it failed", "failed", str(error))
-        if not request.is_canary:
-            self.metrics.count_request(request.group.key.model, outcome_of(error))
-        logger.warning("failed: %s", error, extra={"rid": request.rid})
-        request.listener.on_error(request, error)
-
-    def unreachable(self, request: Request, attempt: Attempt, node: Node) -> None:
-        """A message of an attempt could not be sent to a node."""
-        self._moves.unreachable(request, attempt, node)
-
-    def unanswered(self, request: Request, attempt: Attempt) -> None:
-        """The decode node did not answer a reservation."""
-        reason = "the decode node did not answer the reservation"
-        self._moves.failed(request, attempt, attempt.choices, reason)
-
-    def is_usable(self, prefill: Node, decode: Node | None) -> bool:
-        """Whether this pair may be given requests (its last canary did not fail)."""
-        return self.health.may_answer_alone(prefill) if decode is None else self.health.is_usable(prefill, decode)
-
-    def why_unusable(self, group: Group) -> str:
-        """Why no pair of a group works, in words."""
-        return self.health.failure_in(group)
-
-    def choice_over(self, choice: Sequence, *, is_over_at_node: bool) -> None:
-        """A choice has ended: by its node, or by a stop string that only the router sees."""
-        request, attempt = choice.request, choice.attempt
-        self._gaps.close(choice)
-        if attempt is None:
-            return
-        if not is_over_at_node:
-            for node in attempt.nodes:
-                self._cancels.send(node, request.rid, attempt.number, (choice.index,), "a stop string was found")
-        if attempt.decode is not None:
-            attempt.decode.units.discard(choice.unit)
-        attempt.choices.discard(choice.index)
-        if not attempt.choices and attempt.prefill_done:
-            request.attempts.pop(attempt.number, None)
-        self.health.made_room(time.monotonic())
-        self.admission.pump(request.group)
-
-    def done(self, request: Request) -> None:
-        """Every choice has ended as it should."""
-        if request.is_over:
-            return
-        self._end(request, "it is complete", "done")
-        self.admission.intake.served(request, time.monotonic())
-        if not request.is_canary:
-            self.metrics.done(request, time.monotonic())
+        self._placement.begin_prompt(prefill, entry, attempt.number)
+        choices = tuple(sorted(attempt.choices))
+        message = Prefill(
+            router_epoch=self.epoch,
+            rid=request.rid,
+            attempt=attempt.number,
+            choices=choices,
+            request=request.wire_request(choices[0]),
+            decode=attempt.decode.peer_of(prefill) if attempt.decode is not None else None,
+        )
         logger.log(
             logging.DEBUG if request.is_canary else logging.INFO,
-            "done: %d tokens, %.3f s, %s",
-            request.num_generated,
-            time.monotonic() - request.created_at,
-            ",".join(str(choice.finish_reason) for choice in request.sequences),
+            "dispatched: attempt %d, choices %s, prefill %s, decode %s, waited %.3f s",
+            attempt.number,
+            ",".join(map(str, choices)),
+            prefill.node_id,
+            attempt.decode.node_id if attempt.decode is not None else "none",
+            now - request.created_at,
             extra={"rid": request.rid},
         )
-        request.listener.on_done(request)
+        self._effects.append(Send(prefill, message))
 
-    def _prefill_done(self, node: Node, message: PrefillDone) -> None:
-        node.set_load(message.load)
-        node.prefilling.pop((message.rid, message.attempt), None)
-        self.metrics.prefill(node, message)
-        request = self.requests.get(message.rid)
+    # Nodes work on it
+
+    def _prefill_done(self, node: Node, message: PrefillDone, now: float) -> None:
+        node.report(message.load)
+        node.end_prompt(message.rid, message.attempt)
+        self._metrics.prefill(node, message)
+        request = self._requests.get(message.rid)
         timeline = request.timeline if request is not None else self.finished.get(message.rid)
         if timeline is not None:
             timeline.prefill_done(node.node_id, message)
@@ -287,108 +430,242 @@ class Dispatcher:
             attempt.prefill_done = True
             if request.num_cached is None:
                 request.num_cached = message.num_cached
-            if request.wants_prompt_logprobs and request.prompt_logprobs is None:
+            if request.needs_prompt_logprobs:
                 request.prompt_logprobs = message.prompt_logprobs
             if not attempt.choices:
                 request.attempts.pop(attempt.number, None)
             if request.is_complete:
-                self.done(request)
-        self.admission.pump(node.group)
+                self._done(request, now)
+        self._pump(node.group, now)
 
     def _admitted(self, node: Node, message: Admitted, now: float) -> None:
-        self.metrics.transfer(node, message)
-        choice = self._flow.find(message.unit, node)
-        if choice is not None and choice.attempt is not None and choice.attempt.decode is node:
-            choice.attempt.admitted.add(choice.index)
-            choice.request.timeline.admitted(choice, message, now)
-            if choice.attempt.prefill is not None:
-                self.health.worked(choice.attempt.prefill, node, now)
+        """The decode node has all pages of a sequence."""
+        self._metrics.transfer(node, message)
+        sequence = self._streams.find(message.unit, node)
+        attempt = sequence.attempt if sequence is not None else None
+        if sequence is not None and attempt is not None and attempt.decode is node:
+            attempt.admitted.add(sequence.index)
+            sequence.request.timeline.admitted(sequence, message, now)
+            if attempt.prefill is not None:
+                self.health.worked(attempt.prefill, node, now)
 
-    def _failed(self, node: Node, message: Failed) -> None:
-        choice = self._flow.find(message.unit, node)
-        if choice is None or choice.attempt is None:  # over, or elsewhere: also what a client's leaving brought about
-            self._moves.forgotten(node, message.unit, message.message)
+    def _failed(self, node: Node, message: Failed, now: float) -> None:
+        """A node could not go on with a unit."""
+        sequence = self._streams.find(message.unit, node)
+        attempt = sequence.attempt if sequence is not None else None
+        if sequence is None or attempt is None:  # over or elsewhere; a client that left causes this too
+            self._end_all(self._rescheduling.forgotten(node, message.unit, message.message, now), now)
+            self._pump(node.group, now)
             return
-        request, attempt = choice.request, choice.attempt
+        request = sequence.request
         where = f"{node.role} node {node.node_id}: {message.message}"
         if not message.retryable:
-            self.fail(request, NodeFault(where, message.code))
+            self._fail(request, NodeFault(where, message.code), now)
             return
         if attempt.prefill is not None and attempt.decode is not None:
             failure = where if message.code == TransferError.code else None
             self.health.doubt(attempt.prefill, attempt.decode, failure)
-            self.health.look(time.monotonic())
-        self._moves.failed(request, attempt, {choice.index}, where, at=node)
+            self._look(now)
+        self._end_all(self._rescheduling.failed(request, attempt, {sequence.index}, where, now, at=node), now)
+        self._pump(request.group, now)
 
-    def _tokenizer(self, node: Node, message: TokenizerFile) -> None:
+    def _tokens_lost(self, sequence: Sequence, now: float) -> None:
+        """A node does not send missing tokens again."""
+        request, attempt = sequence.request, sequence.attempt
+        if attempt is not None:
+            reason = f"tokens of {sequence.unit} were lost and not sent again"
+            self._end_all(self._rescheduling.failed(request, attempt, {sequence.index}, reason, now), now)
+            self._pump(request.group, now)
+
+    def _sequence_ended(self, sequence: Sequence, *, is_over_at_node: bool, now: float) -> None:
+        """A sequence has ended: its node said so, or a stop string was found, which the nodes do not know."""
+        request, attempt = sequence.request, sequence.attempt
+        self._streams.close(sequence)
+        if attempt is not None:
+            if not is_over_at_node:
+                for node in attempt.nodes:
+                    reason = "a stop string was found"
+                    self.cancels.send(node, request.rid, attempt.number, (sequence.index,), reason, now)
+            if attempt.decode is not None:
+                attempt.decode.release(request.rid, attempt.number, (sequence.index,))
+            attempt.choices.discard(sequence.index)
+            if not attempt.choices and attempt.prefill_done:
+                request.attempts.pop(attempt.number, None)
+            self._room_made(request.group, now)
+        if request.is_complete:
+            self._done(request, now)
+
+    # It ends
+
+    def _done(self, request: Request, now: float) -> None:
+        """Every sequence has ended as it should."""
+        if request.is_over:
+            return
+        self._end(request, "it is complete", "done", None, now)
+        self.queues.ended(request, now)
+        if not request.is_canary:
+            self._metrics.done(request, now)
+        logger.log(
+            logging.DEBUG if request.is_canary else logging.INFO,
+            "done: %d tokens, %.3f s, %s",
+            request.num_generated,
+            now - request.created_at,
+            ",".join(str(sequence.finish_reason) for sequence in request.sequences),
+            extra={"rid": request.rid},
+        )
+        if request.is_canary:
+            request.listener.on_done(request)
+            self._carry_out(now)
+        else:
+            self._effects.append(Done(request))
+
+    def _cancel(self, request: Request, reason: str, now: float) -> bool:
+        if request.is_over:
+            return False
+        self._end(request, reason, "cancelled", reason, now)
+        self._metrics.count_request(request.group.key.model, "cancelled")
+        logger.info("cancelled: %s", reason, extra={"rid": request.rid})
+        return True
+
+    def _fail(self, request: Request, error: BatonError, now: float) -> None:
+        """End a request with one clear error."""
+        if request.is_over:
+            return
+        error.rid = request.rid
+        self._end(request, "it failed", "failed", str(error), now)
+        logger.warning("failed: %s", error, extra={"rid": request.rid})
+        if not request.is_canary:
+            self._metrics.count_request(request.group.key.model, outcome_of(error))
+        self._tell_error(request, error, now)
+
+    def _tell_error(self, request: Request, error: BatonError, now: float) -> None:
+        if request.is_canary:
+            request.listener.on_error(request, error)
+            self._carry_out(now)
+        else:
+            self._effects.append(Error(request, error))
+
+    def _end_all(self, refused: Iterable[Refused], now: float) -> None:
+        for request, error in refused:
+            self._fail(request, error, now)
+
+    def _end(self, request: Request, reason: str, outcome: Outcome, error: str | None, now: float) -> None:
+        """Free everything that the request holds, here and on the nodes."""
+        request.is_over = True
+        request.timeline.over(request, outcome, error, now)
+        if self._requests.pop(request.rid, None) is not None and not request.is_canary:
+            self.finished.add(request.timeline)
+            self._effects.append(Over(request.timeline))
+        self._rescheduling.leave_nodes(request, reason, now)
+        self._pump(request.group, now)
+
+    # Nodes come and go, and pairs are tested
+
+    def _take_in(self, node: Node, now: float) -> None:
+        """A node has joined, or takes requests again."""
+        self._drains.joined(node)
+        self._look(now)
+        self._pump(node.group, now)
+
+    def _lose(self, node: Node, reason: str, now: float) -> None:
+        """A node is gone: what it held goes on elsewhere."""
+        self._placement.forget_cache(node)
+        self.health.forget(node)
+        self._end_all(self._rescheduling.lost(node, reason, now), now)
+        self.cancels.forget(node)
+        self._pump(node.group, now)
+
+    def _tokenizer(self, node: Node, message: TokenizerFile, now: float) -> None:
         try:
             self.registry.take_tokenizer(node, message)
         except ProtocolError as error:
             logger.error("node %s: %s", node.node_id, error)
             return
-        self.health.look(time.monotonic())
+        self._look(now)
 
-    def _joined(self, node: Node) -> None:
-        self._drains.joined(node)
-        self.health.look(time.monotonic())
-        self.admission.pump(node.group)
+    def _room_made(self, group: Group, now: float) -> None:
+        """A decode node may have room: canaries that found none go first, then requests that wait."""
+        self.health.made_room(now)
+        self._carry_out(now)
+        self._pump(group, now)
 
-    def _lost(self, node: Node, reason: str) -> None:
-        """Moves everything that a node held."""
-        self.admission.affinity.forget(node.routing_id)
-        self.health.forget(node)
-        self._moves.lost(node, reason)
+    def _look(self, now: float) -> None:
+        """Start the canaries that are due."""
+        self.health.look(now)
+        self._carry_out(now)
 
-    def _end(self, request: Request, reason: str, outcome: Outcome, error: str | None = None) -> None:
-        """Frees everything, here and on the nodes."""
-        request.is_over = True
-        request.timeline.over(request, outcome, error, time.monotonic())
-        if self.requests.pop(request.rid, None) is not None and not request.is_canary:
-            self.finished.add(request.timeline)
-            if self.on_over is not None:
-                self.on_over(request.timeline)
-        self._moves.leave_nodes(request, reason)
-        for choice in request.sequences:
-            self._gaps.close(choice)
-        self.admission.pump(request.group)
+    def _carry_out(self, now: float) -> None:
+        """Do what the health of pairs has ordered."""
+        for order in self._canaries.take():
+            match order:
+                case StartCanary():
+                    self._start_canary(order, now)
+                case GiveUpCanary(request, error):
+                    self._fail(request, error, now)
+                case PairsReady(group):
+                    self._pump(group, now)
 
-    def _send_raw(self, peer: bytes, message: ToNode, protocol: int) -> bool:
-        assert self._hub is not None, "the hub has not been started"
-        return self._hub.send(peer, message, protocol)
+    def _start_canary(self, order: StartCanary, now: float) -> None:
+        """Send a request through one pair, or to one node alone, outside the queue."""
+        request = order.request
+        self._requests[request.rid] = request
+        self.queues.waiting_in(request.group)  # from now on the ticks look after this group
+        if not self._place(Entry(request, (0,), order.nodes), now):
+            del self._requests[request.rid]
+            request.is_over = True
+            request.listener.on_error(request, PairFull("its nodes have no room"))
 
-    def _tick(self) -> None:
-        now = time.monotonic()
-        self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
-        self._gaps.check(now)
-        if now - self._slow_tick_at < 5 * TICK_S:
-            return
-        self._slow_tick_at = now
+    def _is_usable(self, prefill: Node, decode: Node | None) -> bool:
+        """Whether this pair, or this prefill node alone, may get requests."""
+        return self.health.may_answer_alone(prefill) if decode is None else self.health.is_usable(prefill, decode)
+
+    # Time
+
+    def _slow_tick(self, now: float) -> None:
         self.registry.check(now)
         for group in self.registry.trim(self._is_used):
-            self.admission.forget(group)
+            self.queues.forget(group)
             self.health.forget_group(group)
-        self.admission.check(now)
-        self.health.look(now)
-        for node in self.registry.nodes.values():
-            self._cancels.repeat(node, now)
-        self._drains.check(now)
-        for request in list(self.requests.values()):
-            self._check_times(request, now)
+        self._check_reservations(now)
+        for group in self.queues.groups:
+            self._end_all(self.queues.late(group, now), now)
+            pairs = self._placement.usable_pairs(group)
+            self._end_all(self.queues.stranded(group, pairs, self.health.failure_in, now), now)
+            self._pump(group, now)
+        self._look(now)
+        self.cancels.repeat(now)
+        for node in self._drains.due(now):
+            self._end_all(self._rescheduling.evict(node, "its time to drain is over", now), now)
+            self._pump(node.group, now)
+        for request in list(self._requests.values()):
+            self._check_deadline(request, now)
+            for sequence in () if request.is_over else request.sequences:
+                self._streams.check_silence(sequence, now)
 
-    def _is_used(self, group: Group) -> bool:
-        return any(request.group is group for request in self.requests.values())
+    def _check_reservations(self, now: float) -> None:
+        """Give up decode nodes that do not answer, and ask again where an answer may have been lost."""
+        reason = "the decode node did not answer the reservation"
+        for request, attempt in self.reservations.overdue(now):
+            self._end_all(self._rescheduling.failed(request, attempt, attempt.choices, reason, now), now)
+        for node, message in self.reservations.repeat(now):
+            self._effects.append(Send(node, message))
 
-    def _check_times(self, request: Request, now: float) -> None:
-        latest = request.created_at + self._timeout_s
+    def _check_deadline(self, request: Request, now: float) -> None:
+        latest = request.created_at + self._config.request_timeout_s
         deadline = latest if request.deadline is None else min(latest, request.deadline)
         if now > deadline:
             limit_s = deadline - request.created_at
-            self.admission.intake.served(request, now)
-            self.fail(request, DeadlineExceeded(f"the request took longer than its limit of {limit_s:g} s"))
-            return
-        for choice in request.sequences:
-            self._gaps.check_silence(choice, now)
+            self.queues.ended(request, now)
+            error = DeadlineExceeded(f"the request took longer than its limit of {limit_s:g} s")
+            self._fail(request, error, now)
 
-    def _tokens_lost(self, choice: Sequence, attempt: Attempt) -> None:
-        reason = f"tokens of {choice.unit} were lost and not sent again"
-        self._moves.failed(choice.request, attempt, {choice.index}, reason)
+    def _is_used(self, group: Group) -> bool:
+        return any(request.group is group for request in self._requests.values())
+
+    def _send_unknown(self, peer: bytes, message: ToNode, protocol: int) -> bool:
+        self._effects.append(SendUnknown(peer, message, protocol))
+        return True
+
+
+def _sequences(request: Request, choices: Iterable[int]) -> list[Sequence]:
+    return [request.sequences[index] for index in choices]

@@ -1,42 +1,38 @@
-"""Nodes that an operator takes out of service, and puts back. They stay joined, so that this can be undone.
+"""Nodes that an operator takes out of service and puts back. They stay joined, so that a drain can be undone.
 
-A drain belongs to the node's name. A node that dies, or loses the router, and comes back is drained still. One that
-leaves by its own word has been stopped by somebody: what comes next under its name serves.
+A drain belongs to the name of a node. A node that dies, or loses the router, and comes back is still drained. A node
+that leaves by its own word has been stopped by somebody; the next node of its name serves.
 """
 
 from __future__ import annotations
 
 import logging
-import time
+from collections.abc import Mapping
 
 from .absence import drain_words
 from .errors import HttpRefusal, NotFound
 from .node import Node
-from .registry import Registry
-from .rescheduling import Moves
 
 logger = logging.getLogger(__name__)
 
 
 class Drains:
-    """What a draining node has not finished in time goes on elsewhere, as soon as another node could take it."""
+    """Names of the nodes that operators drain. `nodes` is a view of the nodes that have joined."""
 
-    def __init__(self, registry: Registry, moves: Moves) -> None:
-        self._registry = registry
-        self._moves = moves
+    def __init__(self, nodes: Mapping[bytes, Node]) -> None:
+        self._nodes = nodes
         self._names: set[str] = set()
 
-    def begin(self, node_id: str, timeout_s: float) -> Node:
-        """The node takes nothing new, and has `timeout_s` to finish what it holds. Raises NotFound."""
+    def begin(self, node_id: str, evict_at: float) -> Node:
+        """Give the node nothing new. What it has not finished at `evict_at` goes on elsewhere. Raises NotFound."""
         node = self._node(node_id)
         self._names.add(node_id)
-        node.is_cordoned = True
-        node.evict_at = time.monotonic() + timeout_s
+        node.cordon(evict_at)
         logger.info("node %s (%s) drains: an operator has asked for it", node.node_id, node.role)
         return node
 
     def undo(self, node_id: str) -> Node:
-        """The node takes requests again. Raises NotFound, and HttpRefusal when it leaves by its own word."""
+        """Let the node take requests again. Raises NotFound, and HttpRefusal if it leaves by its own word."""
         is_known = node_id in self._names
         self._names.discard(node_id)
         try:
@@ -45,32 +41,32 @@ class Drains:
             if is_known:  # it was lost while it drained: it will take requests when it comes back
                 raise NotFound(f"{error}; it will not drain when it comes back") from None
             raise
-        node.is_cordoned, node.evict_at = False, None
+        node.uncordon()
         if node.is_leaving:
             raise HttpRefusal(409, f"{drain_words(node)}; that cannot be undone")
         logger.info("node %s (%s) takes requests again", node.node_id, node.role)
         return node
 
     def joined(self, node: Node) -> None:
-        """A node has joined; maybe it was drained when it was lost."""
+        """A node has joined. If it was drained when it was lost, it still is."""
         if node.node_id in self._names and not node.is_cordoned:
-            node.is_cordoned = True
+            node.cordon()
             logger.info("node %s (%s) has come back; it drains still", node.node_id, node.role)
 
     def left(self, node: Node) -> None:
         """A node has left by its own word."""
         self._names.discard(node.node_id)
 
-    def check(self, now: float) -> None:
-        """To be called a few times a second."""
-        for node in self._registry.nodes.values():
-            if node.evict_at is not None and now >= node.evict_at and node.group.live(node.role):
-                node.evict_at = None
-                self._moves.evict(node, "its time to drain is over")
+    def due(self, now: float) -> list[Node]:
+        """Return the nodes whose time is over, once each, and only when another node could take their work."""
+        due = [node for node in self._nodes.values() if node.must_evict(now) and node.group.live(node.role)]
+        for node in due:
+            node.evicted()
+        return due
 
     def _node(self, node_id: str) -> Node:
-        for node in self._registry.nodes.values():
+        for node in self._nodes.values():
             if node.node_id == node_id:
                 return node
-        names = ", ".join(sorted(node.node_id for node in self._registry.nodes.values())) or "none"
+        names = ", ".join(sorted(node.node_id for node in self._nodes.values())) or "none"
         raise NotFound(f"node {node_id!r} is not here; joined are: {names}")

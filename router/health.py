@@ -12,20 +12,16 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from typing import TYPE_CHECKING
 
 from ..metadata.errors import BatonError
 from ..metadata.wire.request import SamplingParams, TokenLogprobs
 from .absence import drains
-from .admission import PairFull
 from .ballot import UNTRIED, Verdict, Voter
+from .canaries import Canaries
 from .election import NUM_TOKENS, Election, answer_of, prompt_len, voter_of
 from .node import Group, Node
+from .queue import PairFull, Pinned
 from .request import Delta, Request, Sequence
-
-if TYPE_CHECKING:
-    from .dispatcher import Dispatcher
-    from .queue import Pinned
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +48,7 @@ class Pair:
 class PairHealth:
     """All pairs of live nodes, and the canaries under way."""
 
-    def __init__(self, dispatcher: Dispatcher, interval_s: float) -> None:
+    def __init__(self, dispatcher: Canaries, interval_s: float) -> None:
         self._dispatcher = dispatcher
         self._interval_s = interval_s
         self._pairs: dict[tuple[bytes, bytes], Pair] = {}
@@ -177,7 +173,7 @@ class PairHealth:
         if self._elections.get(election.group) is not election:
             return
         if self._recount(election):
-            self._dispatcher.admission.pump(election.group)
+            self._dispatcher.pump(election.group)
         self._ask_alone(election, time.monotonic())
 
     def _election(self, group: Group) -> Election:

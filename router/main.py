@@ -20,10 +20,10 @@ from ..metadata.bus.sockets import new_epoch
 from ..metadata.errors import ConfigError
 from ..metadata.logs import setup_logging
 from .config import RouterConfig
-from .dispatcher import Dispatcher
 from .http.app import Api
 from .http.faults import ClientFaults, Connection
 from .metrics import Metrics
+from .runner import RunningDispatcher
 from .tracing import Tracing, tracing_from
 
 logger = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ class Router:
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
         self.metrics = Metrics()
-        self.dispatcher = Dispatcher(config, new_epoch(), self.metrics)
-        self.metrics.watch_nodes(self.dispatcher.registry, lambda: self.dispatcher.admission.num_waiting)
+        self.dispatcher = RunningDispatcher(config, new_epoch(), self.metrics)
+        self.metrics.watch_nodes(self.dispatcher.registry, lambda: self.dispatcher.queues.num_waiting)
         self.api = Api(config, self.dispatcher, self.metrics)
         self._tracing: Tracing | None = None
         self._hub: Hub | None = None

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..metadata.handoff.needs import PLAIN_ROUNDS_LEN, decode_len, pages_of, prefill_pages
-
-if TYPE_CHECKING:
-    from .node import Node
-    from .request import Request
+from .node import Node
+from .request import Request
 
 
 class Need(NamedTuple):

@@ -1,32 +1,28 @@
-"""Nodes as the router sees them, and the groups in which they can be paired.
+"""Nodes, with the router's books of what each node holds, and groups of nodes that can be paired.
 
-A group is the nodes that can hand requests over to each other: equal handoff schema, weights, model name and
-tokenizer. Several groups can serve one model; a request never moves between groups. Within a group a prefill and a
-decode node make a pair when a protocol version exists that both and the router know, so that versions can be upgraded
-one node at a time.
+Nodes of one group can hand requests over to each other: they have equal handoff schemas, weights, model names and
+tokenizers. Several groups can serve one model; a request never moves between groups. A prefill and a decode node of a
+group make a pair if both and the router know a common protocol version. So an operator can upgrade one node at a time.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from ..metadata.bus.sockets import routing_id
 from ..metadata.wire.messages import Heartbeat, Hello
 from ..metadata.wire.node_info import Load, ModelCard, NodeStats, Peer, Role
 from ..metadata.wire.protocol import PROTOCOL_MIN, Message, agreed
-from ..metadata.wire.request import Unit
 from .text.tokenizer import ChatTemplate, TextTokenizer
 
-if TYPE_CHECKING:
-    from .cancels import Unacked
-
 ROLES: tuple[Role, ...] = ("prefill", "decode")
+FULL_S = 2.0  # a node that refused a reservation is asked again after so long at the latest
 
 
 class GroupKey(NamedTuple):
-    """What nodes must agree on to be paired."""
+    """Values that must be equal in all nodes of a group."""
 
     schema_digest: str
     target: str
@@ -35,28 +31,43 @@ class GroupKey(NamedTuple):
     tokenizer: str
 
 
+class _Held:
+    """Choices of one attempt that a decode node was asked for. `pledge` counts pages per choice until it answers."""
+
+    __slots__ = ("choices", "pledge")
+
+    def __init__(self, choices: set[int], pledge: int) -> None:
+        self.choices = choices
+        self.pledge = pledge
+
+
 class Node:
-    """One life (epoch) of a prefill or decode node, as the router sees it."""
+    """One life (epoch) of a prefill or decode node, and the books of what the router has given it.
+
+    A decode node's books count choices: `reserve` enters them with the pages that they will take, `grant` keeps those
+    that the node agreed to, `release` takes them out. A prefill node's books count prompts: `begin_prompt`,
+    `end_prompt`. Every entry belongs to an attempt, named by (rid, attempt). Only this class writes the books.
+    """
 
     __slots__ = (
-        "beat",
-        "evict_at",
-        "full_since",
+        "_beat",
+        "_evict_at",
+        "_full_since",
+        "_held",
+        "_is_cordoned",
+        "_is_leaving",
+        "_is_reachable",
+        "_last_seen",
+        "_load",
+        "_num_units",
+        "_pledged_pages",
+        "_prompts",
+        "_refused_at_free",
+        "_welcomed_at",
         "group",
         "hello",
-        "is_cordoned",
-        "is_leaving",
-        "is_reachable",
-        "last_seen",
-        "load",
-        "pledged_pages",
-        "prefilling",
         "protocol",
-        "refused_at_free",
         "routing_id",
-        "unacked",
-        "units",
-        "welcomed_at",
     )
 
     def __init__(self, hello: Hello, group: Group, now: float) -> None:
@@ -64,20 +75,19 @@ class Node:
         self.hello = hello
         self.protocol = agreed(hello.protocols) or PROTOCOL_MIN  # in which it is addressed
         self.group = group
-        self.load = Load(free_pages=hello.capacity.num_pages, running=0, waiting=0)
-        self.beat: Heartbeat | None = None
-        self.last_seen = self.welcomed_at = now
-        self.is_leaving = False  # by its own word
-        self.is_cordoned = False  # drained by an operator
-        self.evict_at: float | None = None  # what it holds then moves elsewhere
-        self.is_reachable = True  # False between a message that could not be sent and the next beat
-        # What the router has given it since, or is giving it now
-        self.prefilling: dict[tuple[str, int], int] = {}  # (rid, attempt) -> prompt tokens expected to be computed
-        self.units: set[Unit] = set()  # decode: reserved or running
-        self.pledged_pages = 0  # decode: reserved by requests whose answer is not here yet
-        self.full_since: float | None = None  # decode: it refused, and has not shown more room since
-        self.refused_at_free = 0
-        self.unacked: dict[tuple[str, int], Unacked] = {}  # Cancels sent, by (rid, attempt)
+        self._load = Load(free_pages=hello.capacity.num_pages, running=0, waiting=0)
+        self._beat: Heartbeat | None = None
+        self._last_seen = self._welcomed_at = now
+        self._is_leaving = False
+        self._is_cordoned = False
+        self._evict_at: float | None = None
+        self._is_reachable = True
+        self._prompts: dict[tuple[str, int], int] = {}  # prompt tokens that a prefill node has to compute
+        self._held: dict[tuple[str, int], _Held] = {}
+        self._num_units = 0
+        self._pledged_pages = 0
+        self._full_since: float | None = None
+        self._refused_at_free = 0
 
     @property
     def node_id(self) -> str:
@@ -88,9 +98,205 @@ class Node:
         return self.hello.role
 
     @property
+    def max_running(self) -> int:
+        """Choices or prompts that it can work on at once."""
+        return self.hello.capacity.max_running
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of its pool that requests may use."""
+        return self.hello.capacity.num_pages
+
+    # Heartbeats and availability
+
+    @property
+    def load(self) -> Load:
+        """The load that the node reported last."""
+        return self._load
+
+    @property
+    def beat(self) -> Heartbeat | None:
+        """The last heartbeat."""
+        return self._beat
+
+    @property
+    def stats(self) -> NodeStats:
+        return self._beat.stats if self._beat is not None else NodeStats()
+
+    @property
+    def last_seen(self) -> float:
+        """Time of the last heartbeat, or of joining."""
+        return self._last_seen
+
+    @property
+    def welcomed_at(self) -> float:
+        """Time of the last Welcome."""
+        return self._welcomed_at
+
+    @property
+    def is_leaving(self) -> bool:
+        """The node said that it stops, or is gone."""
+        return self._is_leaving
+
+    @property
+    def is_cordoned(self) -> bool:
+        """An operator drains it."""
+        return self._is_cordoned
+
+    @property
     def is_draining(self) -> bool:
         """It takes nothing new."""
-        return self.is_leaving or self.is_cordoned
+        return self._is_leaving or self._is_cordoned
+
+    @property
+    def is_reachable(self) -> bool:
+        """False after a message could not be sent to it, until its next heartbeat."""
+        return self._is_reachable
+
+    @property
+    def is_live(self) -> bool:
+        """It takes new work."""
+        return self._is_reachable and not self._is_leaving and not self._is_cordoned
+
+    def heard(self, beat: Heartbeat, now: float) -> None:
+        """Record a heartbeat."""
+        self._beat = beat
+        self._last_seen = now
+        self._is_reachable = True
+        self.report(beat.load)
+
+    def report(self, load: Load) -> None:
+        """Record the load that the node reports. If the load shows more room than at a refusal, the node is not full
+        any more."""
+        self._load = load
+        if self._full_since is not None and (load.free_pages > self._refused_at_free or load.running == 0):
+            self._full_since = None
+
+    def welcome(self, now: float) -> None:
+        """Record that Welcome was sent."""
+        self._welcomed_at = now
+
+    def lose_touch(self) -> None:
+        """A message could not be sent to the node."""
+        self._is_reachable = False
+
+    def leave(self) -> None:
+        """The node stops by its own word, or is gone."""
+        self._is_leaving = True
+
+    def cordon(self, evict_at: float | None = None) -> None:
+        """An operator drains the node. Work that it still holds at `evict_at` moves elsewhere (None: it stays)."""
+        self._is_cordoned = True
+        self._evict_at = evict_at
+
+    def uncordon(self) -> None:
+        """The operator takes the drain back."""
+        self._is_cordoned = False
+        self._evict_at = None
+
+    def must_evict(self, now: float) -> bool:
+        """Whether the time that the operator gave it to finish its work is over."""
+        return self._evict_at is not None and now >= self._evict_at
+
+    def evicted(self) -> None:
+        """Its work has been moved elsewhere."""
+        self._evict_at = None
+
+    # Books of a decode node
+
+    @property
+    def num_units(self) -> int:
+        """Choices that it was asked for or runs."""
+        return self._num_units
+
+    @property
+    def pledged_pages(self) -> int:
+        """Pages of reservations that it has not answered yet."""
+        return self._pledged_pages
+
+    @property
+    def free_pages(self) -> int:
+        """Free pages that no reservation under way will take."""
+        return self._load.free_pages - self._pledged_pages
+
+    @property
+    def is_empty(self) -> bool:
+        """Neither the router nor the node itself knows of any work on it."""
+        return not self._num_units and not self._load.running and self._load.free_pages >= self.num_pages
+
+    @property
+    def holds_nothing(self) -> bool:
+        """Its books are empty."""
+        return not (self._held or self._prompts or self._num_units or self._pledged_pages)
+
+    def units_of(self, rid: str, attempt: int) -> frozenset[int]:
+        """Choices of an attempt that the books hold."""
+        held = self._held.get((rid, attempt))
+        return frozenset(held.choices) if held is not None else frozenset()
+
+    def reserve(self, rid: str, attempt: int, choices: Iterable[int], pages_per_choice: int) -> None:
+        """The node is asked for these choices, each with so many pages."""
+        assert (rid, attempt) not in self._held, (self.node_id, rid, attempt)
+        held = self._held[rid, attempt] = _Held(set(choices), pages_per_choice)
+        self._num_units += len(held.choices)
+        self._pledged_pages += pages_per_choice * len(held.choices)
+
+    def grant(self, rid: str, attempt: int, choices: Iterable[int]) -> None:
+        """The node answered a reservation: it holds these choices, and its own figures count their pages."""
+        held = self._held.get((rid, attempt))
+        if held is None:
+            return
+        self._pledged_pages -= held.pledge * len(held.choices)
+        held.pledge = 0
+        self.release(rid, attempt, held.choices.difference(choices))
+
+    def refuse(self, now: float) -> None:
+        """The node had no room. It is asked again when it shows more room, or after a while."""
+        self._full_since = now
+        self._refused_at_free = self._load.free_pages
+
+    def make_room(self, load: Load) -> None:
+        """The node said that it has room again."""
+        self._full_since = None
+        self.report(load)
+
+    def is_full(self, now: float) -> bool:
+        """Whether it refused a reservation lately and has not shown more room since."""
+        return self._full_since is not None and now - self._full_since <= FULL_S
+
+    def release(self, rid: str, attempt: int, choices: Iterable[int]) -> None:
+        """Take these choices of an attempt out of the books, whether or not the node has answered for them."""
+        held = self._held.get((rid, attempt))
+        if held is None:
+            return
+        gone = held.choices.intersection(choices)
+        held.choices -= gone
+        self._num_units -= len(gone)
+        self._pledged_pages -= held.pledge * len(gone)
+        if not held.choices:
+            del self._held[rid, attempt]
+
+    # Books of a prefill node
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts that it has not finished."""
+        return len(self._prompts)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of these prompts that it is expected to compute."""
+        return sum(self._prompts.values())
+
+    def begin_prompt(self, rid: str, attempt: int, num_tokens: int) -> None:
+        """The node gets a prompt, of which it has to compute so many tokens."""
+        self._prompts[rid, attempt] = num_tokens
+
+    def end_prompt(self, rid: str, attempt: int) -> None:
+        """The node has finished the prompt, or need not."""
+        self._prompts.pop((rid, attempt), None)
+
+    # Pairing
 
     def shares_protocol(self, other: Hello) -> bool:
         """Whether a protocol version exists that it, the other node and the router know."""
@@ -101,29 +307,14 @@ class Node:
         return kind.since <= self.protocol
 
     def peer_of(self, other: Node) -> Peer:
-        """How the other node, its counterpart, addresses it."""
+        """The address of this node for the other node, its partner."""
         protocol = agreed(self.hello.protocols, other.hello.protocols) or 0
         hello = self.hello
         return Peer(node_id=hello.node_id, epoch=hello.epoch, data_address=hello.data_address, protocol=protocol)
 
-    @property
-    def stats(self) -> NodeStats:
-        return self.beat.stats if self.beat is not None else NodeStats()
-
-    def set_load(self, load: Load) -> None:
-        """New figures from the node itself; they may lift "full"."""
-        self.load = load
-        if self.full_since is not None and (load.free_pages > self.refused_at_free or load.running == 0):
-            self.full_since = None
-
-    def mark_full(self, now: float) -> None:
-        """It refused a reservation: do not ask again before it shows more room, or a while has passed."""
-        self.full_since = now
-        self.refused_at_free = self.load.free_pages
-
 
 class Group:
-    """Nodes that can be paired with each other, and what serving their model takes."""
+    """Nodes that can be paired with each other, with the tokenizer and template of their model."""
 
     def __init__(self, key: GroupKey, hello: Hello) -> None:
         self.key = key
@@ -131,7 +322,7 @@ class Group:
         self.layout = hello.layout
         self.nodes: dict[bytes, Node] = {}
         self.tokenizer: TextTokenizer | None = None
-        self.has_bad_tokenizer = False  # one came that cannot be read
+        self.has_bad_tokenizer = False  # a node sent one that cannot be read
         self.template: ChatTemplate | None = ChatTemplate.of(hello.model)
         self.created = int(time.time())
 
@@ -141,9 +332,7 @@ class Group:
 
     def live(self, role: Role) -> list[Node]:
         """Nodes of a role that take new work."""
-        return [
-            node for node in self.nodes.values() if node.role == role and not node.is_draining and node.is_reachable
-        ]
+        return [node for node in self.nodes.values() if node.role == role and node.is_live]
 
     def pairs(self) -> Iterator[tuple[Node, Node]]:
         """Prefill and decode nodes that take new work and know a common protocol."""
@@ -154,7 +343,7 @@ class Group:
 
     @property
     def is_paired(self) -> bool:
-        """There is a pair of nodes, and text can become ids."""
+        """Whether the group has a pair of nodes and a tokenizer."""
         return self.tokenizer is not None and any(True for _ in self.pairs())
 
     @property

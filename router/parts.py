@@ -117,7 +117,7 @@ def _parts(cuts: list[Cut], begun: float, end: float) -> list[Part]:
         start_s, until_s = _seconds(cut.at - begun), _seconds(until - begun)
         seconds = _seconds(until_s - start_s)
         is_bare = cut.part == Part(cut.part.name, node=cut.part.node, attempt=cut.part.attempt)
-        if seconds > 0 or not is_bare:
+        if seconds > 0 or not is_bare or cut.part.name in ("queue", "finish"):  # these may take no time, and are told
             parts.append(structs.replace(cut.part, start_s=start_s, seconds=seconds))
     return parts
 

@@ -1,107 +1,159 @@
-"""Which nodes a request goes to. Pure policy: figures in, a choice out.
+"""Placement: which nodes get a request that waits.
 
-Decode: the least loaded node that has room. Prefill: the node that would be through first, where pages that it has
-likely cached (it saw a prompt that began alike, under the same salt) need not be computed.
+Decode: the least loaded node that has room. Prefill: the node that would finish the prompt first, if pages that it
+probably has in its cache need not be computed. Among nodes, those on which the request has not failed yet are
+preferred.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-import xxhash
+from .affinity import PrefixAffinity
+from .node import Group, Node
+from .queue import Entry
 
-MAX_HASHED_PAGES = 2048  # of one prompt
-MAX_KNOWN_PAGES = 32768  # remembered for one prefill node
+QUEUED_PER_SLOT = 2  # prompts that a prefill node may hold per slot of its batch
 
 
 class DecodeFigures(NamedTuple):
-    """A decode node as the policy sees it."""
+    """Figures of a decode node that decide."""
 
-    free_pages: int  # less those pledged to requests that are on their way
-    num_running: int  # with those on their way
+    free_pages: int  # without those of reservations under way
+    num_running: int  # with reservations under way
     max_running: int
-    is_full: bool  # it refused, and has shown no more room since
+    is_full: bool  # it refused, and has not shown more room since
 
 
 class PrefillFigures(NamedTuple):
-    """A prefill node as the policy sees it."""
+    """Figures of a prefill node that decide."""
 
     queued_tokens: int  # prompt tokens still to compute
     num_queued: int
     max_queued: int
-    cached_tokens: int  # of this prompt, likely in its prefix cache
+    cached_tokens: int  # of this prompt, probably in its prefix cache
+
+
+class Place(NamedTuple):
+    """Nodes for choices of a request. A node is None if the request needs none of its role."""
+
+    prefill: Node | None
+    decode: Node | None
+    choices: tuple[int, ...]
+
+
+class Placement:
+    """Chooses nodes. `is_usable(prefill, decode)` says whether a pair may get requests; decode is None if the prefill
+    node answers alone."""
+
+    def __init__(self, is_usable: Callable[[Node, Node | None], bool]) -> None:
+        self._is_usable = is_usable
+        self._affinity = PrefixAffinity()
+
+    def usable_pairs(self, group: Group) -> list[tuple[Node, Node]]:
+        """Return the pairs of a group that may get requests."""
+        return [pair for pair in group.pairs() if self._is_usable(*pair)]
+
+    def fitting(self, group: Group) -> Callable[[Entry], bool]:
+        """Return a function that says whether nodes of the group could take an entry, however busy they are now."""
+        pairs, prefills = self.usable_pairs(group), group.live("prefill")
+        known: dict[Hashable, bool] = {}  # most entries need about the same
+
+        def fits(entry: Entry) -> bool:
+            like = (entry.need, entry.needs_decode, frozenset(entry.unfit))
+            if like not in known:
+                known[like] = entry.could_go_to(pairs, prefills)
+            return known[like]
+
+        return fits
+
+    def choose(self, entry: Entry, now: float) -> Place | None:
+        """Return nodes for as many choices of the entry as they have room for; None if there is no room now."""
+        prefill = decode = None
+        if entry.needs_decode:
+            decode = self._choose_decode(entry, now)
+            if decode is None:
+                return None
+        if entry.needs_prefill:
+            prefill = self._choose_prefill(entry, decode)
+            if prefill is None:
+                return None
+        if decode is None:
+            return Place(prefill, None, entry.choices)
+        room = min(decode.max_running - decode.num_units, entry.need.most_choices(prefill))
+        return Place(prefill, decode, entry.choices[:room])
+
+    def begin_prompt(self, prefill: Node, entry: Entry, attempt: int) -> None:
+        """Enter the prompt of an entry in the books of its prefill node."""
+        request = entry.request
+        num_cached = self._affinity.num_matched(prefill.routing_id, entry.hashes) * request.group.page_size
+        prefill.begin_prompt(request.rid, attempt, len(request.prompt_ids) - num_cached)
+        self._affinity.note(prefill.routing_id, entry.hashes)
+
+    def forget_cache(self, node: Node) -> None:
+        """The node is gone, or its prefix cache was emptied."""
+        self._affinity.forget(node.routing_id)
+
+    def _choose_decode(self, entry: Entry, now: float) -> Node | None:
+        if entry.pair is not None:
+            nodes = [entry.pair[1]] if entry.pair[1] is not None else []
+        else:
+            request, group, need = entry.request, entry.request.group, entry.need
+            prefills = [node for node in group.live("prefill") if need.fits_prefill(node)]
+            live = [node for node in group.live("decode") if need.fits_decode(node)]
+            live = [node for node in live if node.routing_id not in entry.unfit]
+            nodes = [node for node in live if any(self._is_usable(prefill, node) for prefill in prefills)]
+            fresh = [node for node in nodes if not all(request.has_failed_on(prefill, node) for prefill in prefills)]
+            nodes = fresh or nodes
+        figures = [
+            DecodeFigures(each.free_pages, each.num_units, each.max_running, each.is_full(now)) for each in nodes
+        ]
+        index = choose_decode(figures, entry.need.decode_pages or 0)
+        return None if index is None else nodes[index]
+
+    def _choose_prefill(self, entry: Entry, decode: Node | None) -> Node | None:
+        request = entry.request
+        if entry.pair is not None:
+            nodes = [entry.pair[0]] if entry.pair[0] is not None else []
+        else:
+            nodes = [node for node in request.group.live("prefill") if entry.need.fits_prefill(node)]
+            nodes = [node for node in nodes if self._is_usable(node, decode)]
+            nodes = [node for node in nodes if not request.has_failed_on(node, decode)] or nodes
+        figures = [
+            PrefillFigures(
+                node.num_prompt_tokens,
+                node.num_prompts,
+                QUEUED_PER_SLOT * node.max_running,
+                self._affinity.num_matched(node.routing_id, entry.hashes) * request.group.page_size,
+            )
+            for node in nodes
+        ]
+        index = choose_prefill(figures, len(request.prompt_ids))
+        return None if index is None else nodes[index]
 
 
 def choose_decode(figures: Sequence[DecodeFigures], num_pages: int) -> int | None:
-    """The place of the least loaded node with room for `num_pages`; None when all are full."""
-    places = [
-        place
-        for place, node in enumerate(figures)
+    """Return the index of the least loaded node with room for `num_pages`, None if all are full."""
+    fitting = [
+        index
+        for index, node in enumerate(figures)
         if not node.is_full and node.free_pages >= num_pages and node.num_running < node.max_running
     ]
     return min(
-        places,
-        key=lambda place: (figures[place].num_running / figures[place].max_running, -figures[place].free_pages),
+        fitting,
+        key=lambda index: (figures[index].num_running / figures[index].max_running, -figures[index].free_pages),
         default=None,
     )
 
 
 def choose_prefill(figures: Sequence[PrefillFigures], prompt_len: int) -> int | None:
-    """The place of the node with the fewest tokens to compute before this prompt is done; None when all are full."""
-    places = [place for place, node in enumerate(figures) if node.num_queued < node.max_queued]
+    """Return the index of the node with the fewest tokens to compute up to this prompt's end, None if all are full."""
     return min(
-        places,
-        key=lambda place: (
-            figures[place].queued_tokens + prompt_len - figures[place].cached_tokens,
-            figures[place].num_queued,
+        (index for index, node in enumerate(figures) if node.num_queued < node.max_queued),
+        key=lambda index: (
+            figures[index].queued_tokens + prompt_len - figures[index].cached_tokens,
+            figures[index].num_queued,
         ),
         default=None,
     )
-
-
-def page_hashes(prompt_ids: Sequence[int], page_size: int, salt: str) -> list[int]:
-    """One hash for each whole leading page, over all tokens up to its end and the salt. The page of the last token is
-    left out: it is always computed."""
-    num_pages = min((len(prompt_ids) - 1) // page_size, MAX_HASHED_PAGES)
-    data = array("i", prompt_ids[: num_pages * page_size]).tobytes()
-    width = 4 * page_size
-    seed = xxhash.xxh3_64_intdigest(salt.encode())
-    hashes: list[int] = []
-    for page in range(num_pages):
-        seed = xxhash.xxh3_64_intdigest(data[page * width : (page + 1) * width], seed=seed)
-        hashes.append(seed)
-    return hashes
-
-
-class PrefixAffinity:
-    """Which prefill node saw which leading pages, bounded, least recently used forgotten first."""
-
-    def __init__(self, max_pages: int = MAX_KNOWN_PAGES) -> None:
-        self._max_pages = max_pages
-        self._known: dict[Hashable, OrderedDict[int, None]] = {}
-
-    def num_matched(self, node: Hashable, hashes: Iterable[int]) -> int:
-        """Leading pages of a prompt that the node saw."""
-        known = self._known.get(node)
-        num_pages = 0
-        for page in hashes if known else ():
-            if known is None or page not in known:
-                break
-            num_pages += 1
-        return num_pages
-
-    def note(self, node: Hashable, hashes: Sequence[int]) -> None:
-        """The node gets a prompt with these pages."""
-        known = self._known.setdefault(node, OrderedDict())
-        for page in reversed(hashes):  # the first page is the last to be forgotten
-            known[page] = None
-            known.move_to_end(page)
-        while len(known) > self._max_pages:
-            known.popitem(last=False)
-
-    def forget(self, node: Hashable) -> None:
-        """The node is gone, or its cache was emptied."""
-        self._known.pop(node, None)

@@ -1,32 +1,46 @@
-"""The waiting queue of a group: who is served next.
+"""The waiting queues: who waits, who is next, how long, and who is refused.
 
-First come, first served within a priority. Priority works as a head start: an entry's turn is the time of its arrival,
-AGE_S earlier for each step of higher priority (a lower number). So waiting makes up for priority, the order of two
-entries never changes, and nobody is starved: none is overtaken by one that came more than AGE_S x the difference of
-their priorities after it. What was admitted before, and must move to other nodes, goes before all others.
+First come, first served within a priority. Priority is a head start: the turn of an entry is the time of its arrival,
+AGE_S earlier per step of higher priority (a lower number). So waiting makes up for priority, the order of two entries
+never changes, and nobody is starved. A request that was admitted before, and must go on on other nodes, goes before all
+others.
+
+A client gets 429 if the queues are full, by requests or by prompt tokens, or if its request would be late at the
+present pace of its group (pace.py). A request that has become late is refused before it costs a node anything. A full
+queue makes room for a request of higher priority: it refuses the requests whose turn comes last.
+
+A request that no node could take, however idle, waits a stated time for one; then it ends with one error. It does not
+hold up those behind it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
+from ..metadata.errors import BatonError, Overloaded, RequestError, Unavailable
+from ..metadata.wire.node_info import Role
+from .absence import no_node
+from .affinity import page_hashes
+from .errors import NodeFault
 from .needs import Need
-from .node import Node
-from .placement import page_hashes
+from .node import ROLES, Group, Node
+from .pace import Pace
 from .request import Attempt, Request
 
 AGE_S = 10.0  # seconds of waiting that make up for one step of priority
+MARGIN_S = 0.15  # an answer's way through busy processes, counted as a part of its time
+PATIENCE_S = 0.25  # a request that has waited less is not given up as late: nodes may have room this moment
 
-Turn = tuple[float, int]  # smaller is served earlier; the second part tells entries of one time apart
-
-
-# The nodes that a canary is for: a pair, a prefill node alone (for one token), or a decode node alone.
+Turn = tuple[float, int]  # smaller is served earlier; the second part orders entries of one time
+# Nodes that a canary must go to: a pair, a prefill node alone (for one token), or a decode node alone.
 Pinned = tuple[Node, Node] | tuple[Node, None] | tuple[None, Node]
 
 
 class Entry:
-    """Choices of a request that wait for a decode node. `pair` pins them (a canary's)."""
+    """Choices of a request that wait for nodes. `pair` names the nodes that a canary must go to."""
 
     __slots__ = (
         "attempt",
@@ -47,28 +61,27 @@ class Entry:
         self.pair = pair
         self.attempt: Attempt | None = None  # the reservation under way
         self.was_refused = False
-        self.stranded_since: float | None = None  # no node there could take it, however idle
+        self.stranded_since: float | None = None  # since when no node could take it, however idle
         self.turn: Turn = (0.0, 0)  # the queue sets it
-        self.unfit: set[bytes] = set()  # decode nodes (routing ids) that refused it though they were empty
+        self.unfit: set[bytes] = set()  # routing ids of decode nodes that refused it although they were empty
         self.need = Need.of(request, choices[0], needs_decode=self.needs_decode)
         self.hashes = page_hashes(request.prompt_ids, request.group.page_size, request.salt)
 
     @property
     def needs_decode(self) -> bool:
-        """False when one token is left, which prefill gives alone, or only log-probabilities of the prompt are."""
-        choice = self.request.sequences[self.choices[0]]
-        return choice.num_left > 1 and choice.finish_reason is None
+        """False if a prefill node does the rest alone: one token, or only the prompt's log-probabilities."""
+        sequence = self.request.sequences[self.choices[0]]
+        return sequence.num_left > 1 and sequence.finish_reason is None
 
     def could_go_to(self, pairs: Iterable[tuple[Node, Node]], prefills: Iterable[Node]) -> bool:
-        """Whether one of these pairs could serve it, or one of these prefill nodes alone where that is enough, however
-        busy they are now."""
+        """Whether one of these pairs, or one of these prefill nodes if that is enough, could serve it when idle."""
         if not self.needs_decode:
             return any(self.need.fits_prefill(prefill) for prefill in prefills)
         return self.need.fits_any(pair for pair in pairs if pair[1].routing_id not in self.unfit)
 
     @property
     def needs_prefill(self) -> bool:
-        """False when a decode node computes the prompt itself."""
+        """False if a decode node computes the prompt itself."""
         return self.pair is None or self.pair[0] is not None
 
     @property
@@ -78,17 +91,17 @@ class Entry:
 
     @property
     def is_fresh(self) -> bool:
-        """No node has been asked for it: it may be refused without loss."""
+        """No node has been asked for it, so that it can be refused without loss."""
         return self.request.dispatched_at is None and self.attempt is None and self.pair is None
 
 
 def turn_of(arrived_at: float, priority: int) -> float:
-    """When it is the turn of a request that arrived at `arrived_at` (monotonic seconds)."""
+    """Return the turn of a request that arrived at `arrived_at` (monotonic seconds)."""
     return arrived_at + AGE_S * priority
 
 
 class WaitingQueue:
-    """Entries in the order of their turns."""
+    """Entries of one group in the order of their turns."""
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
@@ -102,33 +115,285 @@ class WaitingQueue:
         return iter(self._entries)
 
     def add(self, entry: Entry, *, first: bool = False) -> None:
-        """Queues an entry by its turn, or before all others."""
+        """Queue an entry by its turn, or before all others."""
         self._num_added += 1
         request = entry.request
         at = float("-inf") if first else turn_of(request.created_at, request.priority)
         entry.turn = (at, -self._num_added if first else self._num_added)
-        self._entries.insert(self._place(entry.turn), entry)
+        self._entries.insert(self._index(entry.turn), entry)
         self.num_tokens += entry.num_tokens
 
     def remove(self, entry: Entry) -> None:
-        """Takes an entry out; nothing happens when it is not here."""
-        place = self._place(entry.turn)
-        if place < len(self._entries) and self._entries[place] is entry:
-            del self._entries[place]
+        """Take an entry out. Nothing happens if it is not here."""
+        index = self._index(entry.turn)
+        if index < len(self._entries) and self._entries[index] is entry:
+            del self._entries[index]
             self.num_tokens -= entry.num_tokens
 
     def withdraw(self, request: Request) -> None:
-        """Takes out all entries of a request."""
+        """Take out all entries of a request."""
         for entry in [entry for entry in self._entries if entry.request is request]:
             self.remove(entry)
 
     def num_before(self, turn: float) -> int:
-        """How many are served before one with this turn that arrives now."""
-        return self._place((turn, self._num_added + 1))
+        """Return how many entries are served before one with this turn that arrives now."""
+        return self._index((turn, self._num_added + 1))
 
     def fresh_after(self, turn: float) -> list[Entry]:
-        """Entries that no node was asked for and whose turn is later, the last one first."""
+        """Return the fresh entries whose turn is later, the last one first."""
         return [entry for entry in reversed(self._entries[self.num_before(turn) :]) if entry.is_fresh]
 
-    def _place(self, turn: Turn) -> int:
+    def _index(self, turn: Turn) -> int:
         return bisect_left(self._entries, turn, key=lambda entry: entry.turn)
+
+
+class PairFull(Unavailable):
+    """The nodes that a canary must go to have no room. That is no fault of the pair."""
+
+
+class Bounds(NamedTuple):
+    """Limits of what may wait: requests and prompt tokens of all groups, the time in the queue, and the time for a node
+    that is not there."""
+
+    num_requests: int
+    num_tokens: int
+    wait_s: float
+    node_wait_s: float = 10.0
+
+
+class Asked(NamedTuple):
+    """What an HTTP request asks for. `num_tokens`: of all its prompts; `max_tokens`: of each output."""
+
+    num_requests: int
+    num_tokens: int
+    max_tokens: int
+    priority: int
+    timeout_s: float
+
+
+class Refused(NamedTuple):
+    """A request that must end with this error."""
+
+    request: Request
+    error: BatonError
+
+
+class Queues:
+    """The waiting queues of all groups. Decides who may wait; whom it refuses, the caller ends."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._queues: defaultdict[Group, WaitingQueue] = defaultdict(WaitingQueue)
+        self._paces: defaultdict[Group, Pace] = defaultdict(Pace)
+        self._served_at: dict[Group, float] = {}  # when a pair that takes requests was last there
+
+    @property
+    def groups(self) -> list[Group]:
+        """Groups that have, or had, requests."""
+        return list(self._queues)
+
+    @property
+    def num_waiting(self) -> int:
+        """Entries that wait, over all groups."""
+        return sum(map(len, self._queues.values()))
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens of these entries."""
+        return sum(queue.num_tokens for queue in self._queues.values())
+
+    def waiting_in(self, group: Group) -> WaitingQueue:
+        """The queue of a group."""
+        return self._queues[group]
+
+    def pace(self, group: Group) -> Pace:
+        """How fast a group serves."""
+        return self._paces[group]
+
+    def knows(self, group: Group) -> bool:
+        """Whether anything is kept for a group."""
+        return group in self._queues or group in self._paces or group in self._served_at
+
+    # Who waits
+
+    def add(self, entry: Entry, *, first: bool = False) -> None:
+        """Queue an entry, before all others if it was admitted before."""
+        self._queues[entry.request.group].add(entry, first=first)
+
+    def strike(self, entry: Entry, choices: Iterable[int]) -> None:
+        """These choices of an entry wait no more."""
+        entry.choices = tuple(choice for choice in entry.choices if choice not in choices)
+        if not entry.choices:
+            self._queues[entry.request.group].remove(entry)
+
+    def withdraw(self, request: Request) -> None:
+        """Take out all entries of a request."""
+        self._queues[request.group].withdraw(request)
+
+    def forget(self, group: Group) -> None:
+        """The group is no more; nobody waits in it."""
+        queue = self._queues.pop(group, None)
+        assert not queue, group.key
+        self._paces.pop(group, None)
+        self._served_at.pop(group, None)
+
+    # Who may wait
+
+    def check_fits(self, entry: Entry, now: float) -> None:
+        """Raises Unavailable if nodes are missing, RequestError if the nodes that are there could never take it."""
+        group, need = entry.request.group, entry.need
+        roles = ROLES if entry.needs_decode else ROLES[:1]
+        missing: list[Role] = [role for role in roles if not group.live(role)]
+        if missing:
+            if self.may_wait(group, now):
+                return
+            raise no_node(f"no {missing[0]} node serves model {group.key.model!r} now", [group], missing)
+        pairs = list(group.pairs())
+        if entry.could_go_to(pairs, group.live("prefill")) or (entry.needs_decode and not pairs):
+            return
+        pages: dict[Role, int] = {"prefill": need.prefill_pages, "decode": need.decode_pages or 0}
+        short: list[Role] = [role for role in roles if pages[role] > group.most_pages(role)]
+        role: Role = short[0] if short else roles[-1]
+        raise RequestError(
+            f"the prompt has {len(entry.request.prompt_ids)} tokens and needs {pages[role]} pages of "
+            f"{group.page_size} tokens; the largest {role} pool has {group.most_pages(role)}",
+            param="prompt",
+        )
+
+    def check_room(self, group: Group, asked: Asked, now: float) -> None:
+        """Raises Overloaded, which says when to come again, if this may not wait now or would be late. Raises
+        RequestError if it may never wait.
+
+        Requests of lower priority do not count: they give up their places (`displaced`).
+        """
+        self._check_size(asked)
+        queue, pace = self._queues[group], self._paces[group]
+        behind = queue.fresh_after(turn_of(now, asked.priority))
+        num_excess = self._num_excess(asked) - len(behind)
+        if num_excess > 0:
+            words = f"{self.num_waiting} requests wait already; at most {self._bounds.num_requests} may"
+            raise self._overloaded(words, group, now, num_excess)
+        num_tokens = self._num_excess_tokens(asked) - sum(entry.num_tokens for entry in behind)
+        if num_tokens > 0:
+            words = f"requests with {self.num_waiting_tokens} prompt tokens wait already; at most "
+            words += f"{self._bounds.num_tokens} tokens may"
+            raise self._overloaded(words, group, now, -(-len(queue) * num_tokens // max(1, queue.num_tokens)))
+        num_before = queue.num_before(turn_of(now, asked.priority))
+        wait_s, service_s = pace.wait_s(num_before), pace.service_s(asked.max_tokens)
+        patience_s = min(self._bounds.wait_s, asked.timeout_s - service_s - MARGIN_S)
+        if wait_s and wait_s > patience_s:
+            num_excess = round((wait_s - max(0.0, patience_s)) * (num_before + 1) / wait_s)
+            words = f"{num_before} requests wait before this one: about {wait_s:.1f} s, and {service_s:.1f} s more to "
+            words += f"be served; it may wait {self._bounds.wait_s:.1f} s, and last {asked.timeout_s:.1f} s in all"
+            raise self._overloaded(words, group, now, num_excess)
+
+    def displaced(self, group: Group, asked: Asked, now: float) -> Refused | None:
+        """Return the next request that must give up its place to this one, None if there is room."""
+        if self._num_excess(asked) <= 0 and self._num_excess_tokens(asked) <= 0:
+            return None
+        behind = self._queues[group].fresh_after(turn_of(now, asked.priority))
+        if not behind:
+            return None
+        reason = "its place in the queue went to a request of higher priority"
+        return Refused(behind[0].request, self.refusal(group, reason, now))
+
+    def refusal(self, group: Group, reason: str, now: float) -> Overloaded:
+        """Return the error of a request for which there is no room."""
+        return self._overloaded(reason, group, now, 1)
+
+    def may_wait(self, group: Group, now: float) -> bool:
+        """Whether new requests may wait for nodes of the group: it can serve, or could lately."""
+        served_at = self._served_at.get(group)
+        return group.is_paired or (served_at is not None and now - served_at <= self._bounds.node_wait_s)
+
+    # Who has waited too long
+
+    def is_late(self, entry: Entry, now: float) -> bool:
+        """Whether a request has waited so long that it would miss its deadline, judging by how long others take."""
+        request = entry.request
+        if not entry.is_fresh or request.deadline is None or now - request.created_at < PATIENCE_S:
+            return False
+        service_s = self._paces[request.group].service_s(request.params.max_tokens)
+        return now + service_s + MARGIN_S > request.deadline
+
+    def late(self, group: Group, now: float) -> list[Refused]:
+        """Return the requests of a group that are late. To be called several times per second."""
+        requests = [entry.request for entry in self._queues[group] if self.is_late(entry, now)]
+        reason = "nodes are busy: it would not be done within its timeout_s any more"
+        return [
+            Refused(request, self.refusal(group, reason, now))
+            for request in requests
+            if request.deadline is not None and now <= request.deadline  # else it just ends by its deadline
+        ]
+
+    def stranded(
+        self, group: Group, pairs: list[tuple[Node, Node]], why_unusable: Callable[[Group], str], now: float
+    ) -> list[Refused]:
+        """Return the requests of a group that have waited too long for a node that could take them.
+
+        To be called several times per second with the pairs that may get requests.
+        """
+        if pairs:
+            self._served_at[group] = now
+        prefills = group.live("prefill")
+        refused: list[Refused] = []
+        for entry in self._queues[group]:
+            if entry.attempt is not None or entry.request.is_over or entry.could_go_to(pairs, prefills):
+                entry.stranded_since = None
+            elif entry.stranded_since is None:
+                entry.stranded_since = now
+            elif now - entry.stranded_since > self._bounds.node_wait_s:
+                refused.append(Refused(entry.request, self._stranded_error(entry, pairs, why_unusable)))
+        return refused
+
+    # What is learned from those who were served
+
+    def granted(self, request: Request, now: float) -> None:
+        """A request has its nodes."""
+        if not request.is_canary:
+            self._paces[request.group].granted(now)
+
+    def has_served(self, group: Group, now: float) -> None:
+        """Nodes of the group have taken a request."""
+        self._served_at[group] = now
+
+    def ended(self, request: Request, now: float) -> None:
+        """A request is over, complete or not. Its time predicts how long others will take."""
+        if request.dispatched_at is not None and not request.is_canary:
+            self._paces[request.group].served(now - request.dispatched_at, request.num_generated)
+
+    def _overloaded(self, words: str, group: Group, now: float, num_excess: int) -> Overloaded:
+        """Return a refusal that says when the client should come again."""
+        num_running = sum(node.num_units for node in group.live("decode"))
+        num_running = num_running or sum(node.num_prompts for node in group.live("prefill"))
+        return Overloaded(words, retry_after_s=self._paces[group].retry_after_s(now, num_excess, num_running))
+
+    def _check_size(self, asked: Asked) -> None:
+        """Raises RequestError for a request that may never wait."""
+        if asked.num_requests > self._bounds.num_requests:
+            words = f"{asked.num_requests} prompts; at most {self._bounds.num_requests} requests may wait"
+            raise RequestError(f"prompt: {words}", param="prompt")
+        if asked.num_tokens > self._bounds.num_tokens:
+            words = f"{asked.num_tokens} prompt tokens; requests of at most {self._bounds.num_tokens} may wait"
+            raise RequestError(f"prompt: {words}", param="prompt")
+
+    def _num_excess(self, asked: Asked) -> int:
+        return self.num_waiting + asked.num_requests - self._bounds.num_requests
+
+    def _num_excess_tokens(self, asked: Asked) -> int:
+        return self.num_waiting_tokens + asked.num_tokens - self._bounds.num_tokens
+
+    def _stranded_error(
+        self, entry: Entry, pairs: list[tuple[Node, Node]], why_unusable: Callable[[Group], str]
+    ) -> BatonError:
+        group, wait_s = entry.request.group, self._bounds.node_wait_s
+        words = f"no node of model {group.key.model!r} could take the request for {wait_s:g} s: "
+        missing: list[Role] = [role for role in ROLES if not group.live(role)]
+        if missing:
+            return no_node(words + f"no {' and no '.join(missing)} node is left", [group], missing)
+        if not pairs:
+            shown = words + "its nodes cannot work together now"
+            return NodeFault(words + why_unusable(group), Unavailable.code, shown)
+        need = entry.need
+        pages = max(need.prefill_pages, need.decode_pages or 0)
+        return Unavailable(f"{words}none has room for the {pages} pages and the {need.context_len} tokens of context")

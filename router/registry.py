@@ -97,7 +97,7 @@ class Registry:
         self._on_joined(node)
 
     def _welcome(self, node: Node, now: float, notice: str = "") -> None:
-        node.welcomed_at = now
+        node.welcome(now)
         self._send(
             node.routing_id,
             Welcome(
@@ -124,10 +124,7 @@ class Registry:
 
     def beat(self, node: Node, beat: Heartbeat, now: float) -> None:
         """A heartbeat. A node that says it is stuck is given up; it comes back with a new Hello when it moves again."""
-        node.last_seen = now
-        node.is_reachable = True
-        node.beat = beat
-        node.set_load(beat.load)
+        node.heard(beat, now)
         is_lacking = node.group.tokenizer is None and not node.group.has_bad_tokenizer
         if is_lacking and now - node.welcomed_at > TOKENIZER_S:  # it was lost
             self._welcome(node, now)
@@ -135,7 +132,7 @@ class Registry:
 
     def leaving(self, node: Node, message: Leaving) -> None:
         """A node drains, or goes."""
-        node.is_leaving = True
+        node.leave()
         if message.done:
             self.lose(node, None)
         else:
@@ -149,7 +146,7 @@ class Registry:
         self.comings.gone(node, None if node.is_leaving else loss, time.monotonic())
         del node.group.nodes[node.routing_id]
         self._liveness.remove(node.routing_id)
-        node.is_leaving = True
+        node.leave()
         level = logging.INFO if loss is None else logging.WARNING
         self._log(level, "node %s (%s) is gone: %s", node.node_id, node.role, reason)
         self._on_lost(node, reason)

@@ -69,6 +69,7 @@ class Attempt:
         "choices",
         "decode",
         "dispatched",
+        "num_asks",
         "number",
         "prefill",
         "prefill_done",
@@ -84,7 +85,8 @@ class Attempt:
         self.prefill_done = prefill is None
         self.admitted: set[int] = set()  # choices whose pages decode has: prefill may go
         self.sent_at = now
-        self.ask_at = now  # when decode is asked again for its answer to Reserve
+        self.num_asks = 0  # how often the decode node was asked for its pages
+        self.ask_at = now  # when it is asked again
 
     @property
     def pair(self) -> PairId:
@@ -337,6 +339,14 @@ class Request:
         self.sequences = [Sequence(self, index, options) for index in range(num_choices)]
         self.timeline = Timeline(rid, group.key.model, len(prompt_ids), num_choices, now)
 
+    def count(self, ended: Ended) -> None:
+        """A node ended a sequence: add its counts."""
+        if self.num_cached is None:
+            self.num_cached = ended.num_cached
+        self.num_rounds += ended.num_rounds
+        self.num_drafted += ended.num_drafted
+        self.num_accepted += ended.num_accepted
+
     @property
     def num_generated(self) -> int:
         """Output tokens of all choices, those past a stop string not counted."""
@@ -345,14 +355,17 @@ class Request:
     @property
     def is_complete(self) -> bool:
         """Every choice has ended, and the prompt's log-probabilities are here if they were asked for."""
-        if self.wants_prompt_logprobs and self.prompt_logprobs is None:
-            return False
-        return self._has_ended
+        return self._has_ended and not self.needs_prompt_logprobs
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether the prompt's log-probabilities were asked for and are not here."""
+        return self.wants_prompt_logprobs and self.prompt_logprobs is None
 
     @property
     def lacks_prompt(self) -> bool:
         """Only the prompt's log-probabilities are missing."""
-        return self.wants_prompt_logprobs and self.prompt_logprobs is None and self._has_ended
+        return self.needs_prompt_logprobs and self._has_ended
 
     @property
     def _has_ended(self) -> bool:
@@ -386,7 +399,7 @@ class Request:
             params=self.params,
             received_ids=pack_ids(self.sequences[choice].received),
             salt=self.salt,
-            prompt_logprobs=self.wants_prompt_logprobs and self.prompt_logprobs is None,
+            prompt_logprobs=self.needs_prompt_logprobs,
         )
 
 

@@ -1,212 +1,219 @@
-"""Requests that go on elsewhere: (prompt, received ids, parameters) are queued anew, in front of all others.
+"""Rescheduling: a request goes on on other nodes as (prompt, received ids, parameters), queued before all others.
 
-A choice whose attempts *fail* is given up after `max_attempts` of them in a row. Nodes that *die* under it, or leave,
-are not its fault: it goes on as long as there are others, up to a bound that only a request reaches which itself kills
-nodes. Both counts start anew when an attempt brings more than its first token.
+A sequence whose attempts fail is given up after `max_attempts` of them in a row. A node that dies under a sequence, or
+leaves, is not the sequence's fault: it goes on while there are other nodes, up to MAX_LOSSES, which only a request
+reaches that itself kills nodes. Both counts start anew when an attempt brings more than its first token.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable
-from typing import Literal, Protocol
+from collections.abc import Iterable, Mapping
 
-from ..metadata.errors import BatonError, Unavailable
+from ..metadata.errors import Unavailable
 from ..metadata.wire.request import Unit
-from .admission import Admission
 from .cancels import Cancels
 from .errors import NodeFault
-from .gaps import Gaps
+from .metrics import Metrics, MoveReason
 from .node import Node
-from .queue import Entry
+from .queue import Entry, Queues, Refused
 from .request import Attempt, Request
+from .reservations import Reservations
+from .streams import TokenStreams
 
 logger = logging.getLogger(__name__)
 
-MoveReason = Literal["lost", "failed", "drained"]  # a node was lost, an attempt failed, or a drain ran out of time
-MAX_LOSSES = 16  # nodes in a row that died under a choice, before it is taken for the cause
+MAX_LOSSES = 16  # nodes in a row that died under a sequence, before the sequence is taken for the cause
 
 
-class Life(Protocol):
-    """What moves need of request_life.py."""
+class Rescheduling:
+    """Ends attempts and queues their choices again. Returns the requests that must end, which the caller ends.
 
-    requests: dict[str, Request]
-    admission: Admission
-
-    def fail(self, request: Request, error: BatonError) -> None:
-        """Ends a request with an error."""
-        ...
-
-
-class Moves:
-    """Ends attempts, and queues their choices anew."""
+    `requests` is a view of the requests that are not over.
+    """
 
     def __init__(
         self,
-        dispatcher: Life,
+        requests: Mapping[str, Request],
+        queues: Queues,
+        reservations: Reservations,
+        streams: TokenStreams,
         cancels: Cancels,
-        gaps: Gaps,
+        metrics: Metrics,
         max_attempts: int,
-        on_moved: Callable[[Request, MoveReason], None],
     ) -> None:
-        """`on_moved` is told of every request that goes on on other nodes."""
-        self._dispatcher = dispatcher
+        self._requests = requests
+        self._queues = queues
+        self._reservations = reservations
+        self._streams = streams
         self._cancels = cancels
-        self._gaps = gaps
+        self._metrics = metrics
         self._max_attempts = max_attempts
-        self._on_moved = on_moved
 
     def failed(
-        self, request: Request, attempt: Attempt, choices: Iterable[int], reason: str, *, at: Node | None = None
-    ) -> None:
-        """An attempt failed for these choices: they try again, at most max_attempts times. `at` holds nothing of them
-        any more."""
+        self,
+        request: Request,
+        attempt: Attempt,
+        choices: Iterable[int],
+        reason: str,
+        now: float,
+        *,
+        at: Node | None = None,
+    ) -> list[Refused]:
+        """An attempt failed for these choices: they try again. The node `at` holds nothing of them any more."""
         request.note_failure(attempt)
-        moved = self._stop(request, attempt, set(choices), at)
+        moved = self._stop(request, attempt, set(choices), at, now)
         for index in moved:
-            choice = request.sequences[index]
-            choice.note_end(attempt, is_loss=False)
-            if len(choice.failures) >= self._max_attempts or request.is_canary:
-                times = len(choice.failures)
-                self._dispatcher.fail(request, _given_up(f"after {times} attempts", reason))
-                return
-        self._requeue(request, moved, "failed", reason)
+            sequence = request.sequences[index]
+            sequence.note_end(attempt, is_loss=False)
+            num_failures = len(sequence.failures)
+            if num_failures >= self._max_attempts or request.is_canary:
+                return [Refused(request, _given_up(f"after {num_failures} attempts", reason))]
+        self._requeue(request, moved, "failed", reason, now)
+        return []
 
-    def lost(self, node: Node, reason: str) -> None:
-        """A node is gone. What it held goes on elsewhere; so does what waited for its pages."""
+    def lost(self, node: Node, reason: str, now: float) -> list[Refused]:
+        """A node is gone. What it held goes on elsewhere, and so does what waited for its pages."""
         where = f"{node.role} node {node.node_id}: {reason}"
-        for request in list(self._dispatcher.requests.values()):
+        refused: list[Refused] = []
+        for request in list(self._requests.values()):
             request.forgive(node)
             for attempt in list(request.attempts.values()):
                 if node is attempt.decode or node is attempt.prefill:
-                    self._lose(request, attempt, node, where)
+                    refused += self._lose(request, attempt, node, where, now)
+        return refused
 
-    def forgotten(self, node: Node, unit: Unit, reason: str) -> None:
-        """A node does not know a unit that has ended here. If it is the prefill node that still owes the prompt's
-        log-probabilities, its last word was lost: they are computed again."""
-        request = self._dispatcher.requests.get(unit.rid)
+    def forgotten(self, node: Node, unit: Unit, reason: str, now: float) -> list[Refused]:
+        """A node does not know a unit that has ended here. If the prefill node still owes the prompt's
+        log-probabilities, its PrefillDone was lost: they are computed again."""
+        request = self._requests.get(unit.rid)
         attempt = request.attempts.get(unit.attempt) if request is not None else None
-        if request is not None and attempt is not None and attempt.prefill is node and request.lacks_prompt:
-            node.prefilling.pop((unit.rid, unit.attempt), None)
-            self._lose(request, attempt, node, reason)
+        if request is None or attempt is None or attempt.prefill is not node or not request.lacks_prompt:
+            return []
+        node.end_prompt(unit.rid, unit.attempt)
+        return self._lose(request, attempt, node, reason, now)
 
-    def unreachable(self, request: Request, attempt: Attempt, node: Node) -> None:
-        """A message to a node could not be sent: it is gone, or its queue is full."""
+    def unreachable(self, request: Request, attempt: Attempt, node: Node, now: float) -> list[Refused]:
+        """A message to a node could not be sent: the node is gone, or its queue is full."""
         reason = f"{node.role} node {node.node_id} cannot be reached"
-        self._leave(request, attempt, set(attempt.choices), reason, node)
+        return self._leave(request, attempt, set(attempt.choices), reason, node, now)
 
-    def evict(self, node: Node, reason: str) -> None:
-        """A draining node has run out of time: what it holds still goes elsewhere."""
-        for request in list(self._dispatcher.requests.values()):
+    def evict(self, node: Node, reason: str, now: float) -> list[Refused]:
+        """The time of a draining node is over: what it still holds goes on elsewhere. A canary cannot, because its
+        answer would be another node's."""
+        where = f"{node.role} node {node.node_id}: {reason}"
+        refused: list[Refused] = []
+        for request in list(self._requests.values()):
             for attempt in list(request.attempts.values()):
                 if node in attempt.nodes or (node is attempt.prefill and not attempt.dispatched):
-                    if request.is_canary:  # its answer would be another node's
-                        self._dispatcher.fail(request, Unavailable(f"{node.role} node {node.node_id}: {reason}"))
+                    if request.is_canary:
+                        refused.append(Refused(request, Unavailable(where)))
                         break
-                    moved = self._stop(request, attempt, set(attempt.choices), None)
-                    self._requeue(request, moved, "drained", f"{node.role} node {node.node_id}: {reason}")
+                    moved = self._stop(request, attempt, set(attempt.choices), None, now)
+                    self._requeue(request, moved, "drained", where, now)
+        return refused
 
-    def leave_nodes(self, request: Request, reason: str) -> None:
-        """Nothing of a request waits any more, nor is held by nodes."""
-        self._dispatcher.admission.withdraw(request)
+    def leave_nodes(self, request: Request, reason: str, now: float) -> None:
+        """Take a request out of the queue and off all its nodes."""
         for attempt in request.attempts.values():
-            self.release(request, attempt, attempt.choices)
+            self._reservations.take_back(request, attempt)
+        self._queues.withdraw(request)
+        for attempt in request.attempts.values():
+            _release(request, attempt, attempt.choices)
             if attempt.choices:
                 for node in attempt.nodes:
-                    self._cancels.send(node, request.rid, attempt.number, attempt.choices, reason)
+                    self._cancels.send(node, request.rid, attempt.number, attempt.choices, reason, now)
         request.attempts.clear()
+        for sequence in request.sequences:
+            self._streams.close(sequence)
 
-    def pause(self, request: Request, reason: str) -> None:
-        """Takes a request off its nodes, until `resume`."""
+    def pause(self, request: Request, reason: str, now: float) -> None:
+        """Take a request off its nodes until `resume`. It keeps what it has received."""
         logger.info("paused: %s", reason, extra={"rid": request.rid})
-        self.leave_nodes(request, reason)
-        for choice in request.sequences:
-            if choice.finish_reason is None:
-                request.timeline.paused(choice, reason, time.monotonic())
-                self._gaps.close(choice)
-                choice.restart()
-        self._dispatcher.admission.pump(request.group)
+        self.leave_nodes(request, reason, now)
+        for sequence in request.sequences:
+            if sequence.finish_reason is None:
+                request.timeline.paused(sequence, reason, now)
+                sequence.restart()
 
-    def resume(self, request: Request) -> None:
-        """What was paused goes on, from where it stands."""
+    def resume(self, request: Request, now: float) -> None:
+        """A paused request goes on from where it stands."""
         logger.info("goes on", extra={"rid": request.rid})
-        for choice in reversed(request.sequences):
-            if choice.finish_reason is None:
-                request.timeline.resumed(choice, time.monotonic())
-                self._dispatcher.admission.submit(Entry(request, (choice.index,)), first=True)
+        for sequence in reversed(request.sequences):
+            if sequence.finish_reason is None:
+                request.timeline.resumed(sequence, now)
+                self._queues.add(Entry(request, (sequence.index,)), first=True)
 
-    def _lose(self, request: Request, attempt: Attempt, node: Node, where: str) -> None:
+    def _lose(self, request: Request, attempt: Attempt, node: Node, where: str, now: float) -> list[Refused]:
         choices = set(attempt.choices)
         if node is attempt.prefill and attempt.dispatched:
             if attempt.prefill_done:
-                return
-            attempt.prefill_done = True  # nobody else will say so
-            if not (request.wants_prompt_logprobs and request.prompt_logprobs is None):
+                return []
+            attempt.prefill_done = True  # the node will not say so any more
+            if not request.needs_prompt_logprobs:
                 choices -= attempt.admitted
         if not attempt.choices:
             request.attempts.pop(attempt.number, None)
-            self._compute_prompt_again(request)
-        elif choices:
-            self._leave(request, attempt, choices, where, node)
+            if request.lacks_prompt:  # every sequence has ended, but the prompt's log-probabilities died with prefill
+                self._queues.add(Entry(request, (0,)), first=True)
+            return []
+        return self._leave(request, attempt, choices, where, node, now)
 
-    def _leave(self, request: Request, attempt: Attempt, choices: set[int], reason: str, gone: Node) -> None:
+    def _leave(
+        self, request: Request, attempt: Attempt, choices: set[int], reason: str, gone: Node, now: float
+    ) -> list[Refused]:
         """The attempt has lost a node."""
-        moved = self._stop(request, attempt, choices, gone)
+        moved = self._stop(request, attempt, choices, gone, now)
         for index in moved:
-            choice = request.sequences[index]
-            choice.note_end(attempt, is_loss=True)
-            if choice.num_losses > MAX_LOSSES or request.is_canary:
-                self._dispatcher.fail(request, _given_up(f"after {choice.num_losses} nodes were lost under it", reason))
-                return
-        self._requeue(request, moved, "lost", reason)
+            sequence = request.sequences[index]
+            sequence.note_end(attempt, is_loss=True)
+            if sequence.num_losses > MAX_LOSSES or request.is_canary:
+                words = f"after {sequence.num_losses} nodes were lost under it"
+                return [Refused(request, _given_up(words, reason))]
+        self._requeue(request, moved, "lost", reason, now)
+        return []
 
-    def _stop(self, request: Request, attempt: Attempt, choices: set[int], gone: Node | None) -> set[int]:
-        """Ends the attempt for these choices, here and on its nodes but `gone`. Returns those that must go on."""
+    def _stop(self, request: Request, attempt: Attempt, choices: set[int], gone: Node | None, now: float) -> set[int]:
+        """End the attempt for these choices, here and on its nodes except `gone`. Return those that must go on."""
         if request.is_over or attempt.number not in request.attempts:
             return set()
         choices &= attempt.choices
         if not choices:
             return choices
-        self._dispatcher.admission.take_back(request, attempt)
+        self._reservations.take_back(request, attempt)
         for node in attempt.nodes:
             if node is not gone:
-                self._cancels.send(node, request.rid, attempt.number, choices, "it moves to other nodes")
-        self.release(request, attempt, choices)
+                reason = "it moves to other nodes"
+                self._cancels.send(node, request.rid, attempt.number, choices, reason, now)
+        _release(request, attempt, choices)
         attempt.choices -= choices
         if not attempt.choices:
             request.attempts.pop(attempt.number, None)
         return choices
 
-    def release(self, request: Request, attempt: Attempt, choices: set[int]) -> None:
-        """The router counts these choices no more among what the attempt's nodes have."""
-        if attempt.decode is not None:
-            attempt.decode.units.difference_update(Unit(request.rid, choice, attempt.number) for choice in choices)
-        if choices >= attempt.choices and attempt.prefill is not None:
-            attempt.prefill.prefilling.pop((request.rid, attempt.number), None)
-
-    def _requeue(self, request: Request, choices: set[int], kind: MoveReason, reason: str) -> None:
-        """One entry a choice, because each goes on from its own tokens; the lowest ends up in front. Choices whose
-        reservation had no answer yet are in the queue still."""
+    def _requeue(self, request: Request, choices: set[int], kind: MoveReason, reason: str, now: float) -> None:
+        """Queue one entry per choice, because each goes on from its own tokens; the lowest ends up in front. Choices
+        whose reservation was not answered yet are still in the queue."""
         if not choices or request.is_over:
             return
         logger.info("moves: %s", reason, extra={"rid": request.rid})
-        self._on_moved(request, kind)
+        self._metrics.moved(request, kind)
         for index in sorted(choices, reverse=True):
-            choice = request.sequences[index]
-            request.timeline.moved(choice, reason, time.monotonic())
-            if choice.attempt is None:
+            sequence = request.sequences[index]
+            request.timeline.moved(sequence, reason, now)
+            if sequence.attempt is None:
                 continue
-            self._gaps.close(choice)
-            choice.restart()
-            self._dispatcher.admission.submit(Entry(request, (index,)), first=True)
-        self._dispatcher.admission.pump(request.group)
+            self._streams.close(sequence)
+            sequence.restart()
+            self._queues.add(Entry(request, (index,)), first=True)
 
-    def _compute_prompt_again(self, request: Request) -> None:
-        """Every choice has ended, but the log-probabilities of the prompt died with prefill."""
-        is_missing = request.wants_prompt_logprobs and request.prompt_logprobs is None
-        if is_missing and all(choice.finish_reason is not None for choice in request.sequences):
-            self._dispatcher.admission.submit(Entry(request, (0,)), first=True)
+
+def _release(request: Request, attempt: Attempt, choices: set[int]) -> None:
+    """Take these choices of an attempt out of the books of its nodes."""
+    if attempt.decode is not None:
+        attempt.decode.release(request.rid, attempt.number, choices)
+    if choices >= attempt.choices and attempt.prefill is not None:
+        attempt.prefill.end_prompt(request.rid, attempt.number)
 
 
 def _given_up(when: str, reason: str) -> NodeFault:

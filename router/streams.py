@@ -1,111 +1,184 @@
-"""Tokens on their way from nodes to listeners: the only part of the router that runs once a token."""
+"""Token streams: tokens on their way from nodes to clients, and tokens that are missing.
+
+`take` is the only part of the router that runs once per token.
+
+ZeroMQ loses queued messages when a connection breaks. A gap shows when later tokens arrive. After GAP_S the node that
+sent those is asked for the missing ones; after MAX_RESENDS such requests the sequence goes on on other nodes. Other
+losses show only as silence. After SILENCE_S a node is asked for whatever may have been lost:
+
+    no token of this attempt yet        the prefill node, for the first token
+    tokens, but no end                  the decode node, which also asks prefill again for pages that it lacks
+    all tokens, but no PrefillDone      the prefill node, if the prompt's log-probabilities are wanted: it sends them,
+                                        or says that it does not know the request
+"""
 
 from __future__ import annotations
 
+import logging
 from collections import abc
-from typing import Protocol
+from typing import NamedTuple
 
 from ..metadata.errors import ProtocolError
-from ..metadata.wire.messages import Tokens
+from ..metadata.wire.messages import Resend, Tokens
 from ..metadata.wire.request import Ended, TokenLogprobs, Unit, unpack_ids
-from .gaps import Gaps
+from .effects import Effects, Output, Send
 from .metrics import Metrics
 from .node import Node
 from .request import Delta, Request, Sequence
 
+logger = logging.getLogger(__name__)
 
-class Life(Protocol):
-    """What the flow needs of request_life.py."""
-
-    requests: dict[str, Request]
-
-    def choice_over(self, choice: Sequence, *, is_over_at_node: bool) -> None:
-        """A choice has ended: by its node, or by a stop string that only the router sees."""
-        ...
-
-    def done(self, request: Request) -> None:
-        """Every choice has ended as it should."""
-        ...
+GAP_S = 0.25
+MAX_RESENDS = 3
+SILENCE_S = 2.0  # a sequence without tokens for so long is asked for
 
 
-class TokenFlow:
-    """Takes `Tokens` messages apart and hands each choice what is its own."""
+class SequenceEnded(NamedTuple):
+    """A sequence has ended. If its node does not know (the router found a stop string), the node must be told."""
 
-    def __init__(self, dispatcher: Life, gaps: Gaps, metrics: Metrics) -> None:
-        self._dispatcher = dispatcher
-        self._gaps = gaps
+    sequence: Sequence
+    is_over_at_node: bool
+
+
+class TokenStreams:
+    """Tokens of all requests. `requests` is a view of the requests that are not over."""
+
+    def __init__(self, epoch: str, requests: abc.Mapping[str, Request], metrics: Metrics, effects: Effects) -> None:
+        self._epoch = epoch
+        self._requests = requests
         self._metrics = metrics
+        self._effects = effects
+        self._gaps: set[Sequence] = set()  # sequences with a missing token
 
-    def take(self, node: Node, message: Tokens, now: float) -> None:
-        """A message of one step. Units that are over, or run elsewhere by now, are passed over. Raises ProtocolError
-        or ValueError when its columns do not fit together."""
-        ids = unpack_ids(message.ids)
-        if ids and min(ids) < 0:
-            raise ProtocolError(f"Tokens with id {min(ids)}", node=node.node_id)
-        place = 0
-        columns = zip(message.units, unpack_ids(message.firsts), unpack_ids(message.counts), strict=True)
-        for row, (unit, first, count) in enumerate(columns):
-            if count < 0 or first < 0 or place + count > len(ids):
-                raise ProtocolError(f"Tokens of {unit}: columns do not fit together", node=node.node_id)
-            choice = self.find(unit, node)
-            if choice is not None:
-                if message.num_cached is not None and choice.request.num_cached is None:
-                    choice.request.num_cached = message.num_cached
-                logprobs, ended = message.logprobs.get(row, ()), message.ended.get(row)
-                delta = self._merge(node, choice, first, ids[place : place + count], logprobs, ended, now)
+    def take(self, node: Node, message: Tokens, now: float) -> list[SequenceEnded]:
+        """Hand each sequence the tokens that one step of a node brought. Return the sequences that ended.
+
+        Units that are over, or run elsewhere by now, are passed over. Raises ProtocolError if the message's columns do
+        not fit together.
+        """
+        ids, firsts, counts = unpack_ids(message.ids), unpack_ids(message.firsts), unpack_ids(message.counts)
+        _check(node, ids, firsts, counts)
+        ended: list[SequenceEnded] = []
+        start = 0
+        for row, unit in enumerate(message.units):
+            count = counts[row]
+            sequence = self.find(unit, node)
+            if sequence is not None:
+                if message.num_cached is not None and sequence.request.num_cached is None:
+                    sequence.request.num_cached = message.num_cached
+                logprobs, end = message.logprobs.get(row, ()), message.ended.get(row)
+                delta = self._merge(node, sequence, firsts[row], ids[start : start + count], logprobs, end, now)
                 if delta is not None:
-                    self._deliver(choice, delta, is_over_at_node=ended is not None, now=now)
-            place += count
-        if node.role == "prefill":  # which gives first tokens, and no others
-            for choice in filter(None, (self.find(unit, node) for unit in message.units)):
-                choice.request.timeline.first_token(choice, now)
+                    self._deliver(sequence, delta, now)
+                    if delta.finish_reason is not None:
+                        ended.append(SequenceEnded(sequence, end is not None))
+            start += count
+        if node.role == "prefill":  # it gives first tokens only
+            for unit in message.units:
+                sequence = self.find(unit, node)
+                if sequence is not None:
+                    sequence.request.timeline.first_token(sequence, now)
+        return ended
 
     def find(self, unit: Unit, node: Node) -> Sequence | None:
-        """The choice that a unit is the present attempt of, on this node; None for what is over, moved or not its."""
-        request = self._dispatcher.requests.get(unit.rid)
+        """Return the sequence that this unit is the present attempt of, on this node. None if it is over or moved."""
+        request = self._requests.get(unit.rid)
         if request is None or unit.choice >= len(request.sequences):
             return None
-        choice = request.sequences[unit.choice]
-        attempt = choice.attempt
-        if attempt is None or attempt.number != unit.attempt or choice.finish_reason is not None:
+        sequence = request.sequences[unit.choice]
+        attempt = sequence.attempt
+        if attempt is None or attempt.number != unit.attempt or sequence.finish_reason is not None:
             return None
-        return choice if node in (attempt.prefill, attempt.decode) else None
+        return sequence if node is attempt.decode or node is attempt.prefill else None
+
+    def close(self, sequence: Sequence) -> None:
+        """No token is missing, or nobody waits for it any more."""
+        self._gaps.discard(sequence)
+
+    def check_gaps(self, now: float) -> list[Sequence]:
+        """Ask for tokens that have been missing for long. Return the sequences whose node does not send them again.
+
+        To be called many times per second.
+        """
+        given_up: list[Sequence] = []
+        for sequence in list(self._gaps):
+            attempt, node = sequence.attempt, sequence.ahead_from
+            if sequence.gap_since is None or now - sequence.gap_since <= GAP_S:
+                continue
+            if attempt is None or node is None:
+                self._gaps.discard(sequence)
+            elif sequence.num_resends >= MAX_RESENDS:
+                given_up.append(sequence)
+            else:
+                sequence.num_resends += 1
+                sequence.gap_since = now
+                logger.warning(
+                    "choice %d: token %d is missing; asking %s again",
+                    sequence.index,
+                    len(sequence.received),
+                    node.node_id,
+                    extra={"rid": sequence.request.rid},
+                )
+                self._resend(sequence, node)
+        return given_up
+
+    def check_silence(self, sequence: Sequence, now: float) -> None:
+        """Ask the node that owes a sequence its next token, if that node has been silent for long."""
+        attempt, has_ended = sequence.attempt, sequence.finish_reason is not None
+        if attempt is None or (has_ended and (attempt.prefill_done or not sequence.request.lacks_prompt)):
+            return
+        if now - max(sequence.seen_at or 0.0, sequence.asked_at, attempt.sent_at) > SILENCE_S:
+            sequence.asked_at = now
+            is_first = len(sequence.received) == sequence.num_before and not attempt.prefill_done
+            in_order = (attempt.prefill, attempt.decode) if is_first or has_ended else (attempt.decode, attempt.prefill)
+            node = next((each for each in in_order if each is not None), None)
+            if node is not None:
+                self._resend(sequence, node)
 
     def _merge(
         self,
         node: Node,
-        choice: Sequence,
+        sequence: Sequence,
         first: int,
         ids: list[int],
         logprobs: abc.Sequence[TokenLogprobs],
         ended: Ended | None,
         now: float,
     ) -> Delta | None:
-        had_gap = choice.gap_since is not None
-        delta = choice.merge(first, ids, logprobs, ended, now)
-        if ended is not None and choice.request.num_cached is None:
-            choice.request.num_cached = ended.num_cached
+        had_gap = sequence.gap_since is not None
+        delta = sequence.merge(first, ids, logprobs, ended, now)
         if ended is not None:
-            choice.request.num_rounds += ended.num_rounds
-            choice.request.num_drafted += ended.num_drafted
-            choice.request.num_accepted += ended.num_accepted
-            choice.request.timeline.ended(choice, ended)
-        if choice.gap_since is None:
-            self._gaps.close(choice)
-        elif not had_gap:  # whoever fills it in part, or says again what is known, is not who went on without it
-            self._gaps.open(choice, node)
+            sequence.request.count(ended)
+            sequence.request.timeline.ended(sequence, ended)
+        if sequence.gap_since is None:
+            self._gaps.discard(sequence)
+        elif not had_gap:  # only the node that went on beyond the gap knows the missing tokens for sure
+            sequence.ahead_from = node
+            self._gaps.add(sequence)
         return delta
 
-    def _deliver(self, choice: Sequence, delta: Delta, *, is_over_at_node: bool, now: float) -> None:
-        request = choice.request
+    def _deliver(self, sequence: Sequence, delta: Delta, now: float) -> None:
+        request = sequence.request
         if not request.is_canary:
-            self._metrics.tokens(request, choice, len(delta.token_ids), now)
-        choice.seen_at = now
+            self._metrics.tokens(request, sequence, len(delta.token_ids), now)
+        sequence.seen_at = now
         if request.first_token_at is None:
             request.first_token_at = now
         if delta.finish_reason is not None:
-            request.timeline.finishing(choice, now)
-            self._dispatcher.choice_over(choice, is_over_at_node=is_over_at_node)
-        request.listener.on_delta(choice, delta)
-        if delta.finish_reason is not None and request.is_complete:
-            self._dispatcher.done(request)
+            request.timeline.finishing(sequence, now)
+        if request.is_canary:
+            request.listener.on_delta(sequence, delta)
+        else:
+            self._effects.append(Output(sequence, delta))
+
+    def _resend(self, sequence: Sequence, node: Node) -> None:
+        message = Resend(router_epoch=self._epoch, unit=sequence.unit, first=len(sequence.received))
+        self._effects.append(Send(node, message))
+
+
+def _check(node: Node, ids: list[int], firsts: list[int], counts: list[int]) -> None:
+    """Raise ProtocolError if the columns of a Tokens message do not fit together."""
+    if min(firsts, default=0) < 0 or min(counts, default=0) < 0 or sum(counts) > len(ids):
+        raise ProtocolError("Tokens: columns do not fit together", node=node.node_id)
+    if ids and min(ids) < 0:
+        raise ProtocolError(f"Tokens with id {min(ids)}; an id is 0 or more", node=node.node_id)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
-from ...metadata.wire.messages import Flush, Inspect, LedgerReport
+from ...metadata.wire.messages import LedgerReport
 from ..absence import degraded
 from ..node import Node
 from .openai_types import DrainRequest
 
 if TYPE_CHECKING:
-    from ..dispatcher import Dispatcher
+    from ..runner import RunningDispatcher
     from .app import Api
 
 ANSWER_S = 5.0
@@ -25,7 +25,7 @@ _drain_decoder = msgspec.json.Decoder(DrainRequest)
 class LedgerDesk:
     """Asks nodes for their books, and gives each asker the answers to its own question."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: RunningDispatcher) -> None:
         self._dispatcher = dispatcher
         self._next_query = 1
         self._open: dict[int, dict[str, asyncio.Future[LedgerReport]]] = {}
@@ -39,11 +39,7 @@ class LedgerDesk:
         loop = asyncio.get_running_loop()
         futures = {node.node_id: loop.create_future() for node in nodes}
         self._open[query] = futures
-        kind = Flush if flush else Inspect
-        for node in nodes:
-            if flush:
-                self._dispatcher.admission.affinity.forget(node.routing_id)
-            self._dispatcher.send(node, kind(router_epoch=self._dispatcher.epoch, query=query))
+        self._dispatcher.ask_ledgers(query, flush=flush)
         try:
             if futures:
                 await asyncio.wait(futures.values(), timeout=ANSWER_S)
@@ -112,8 +108,8 @@ async def _books(api: Api, *, flush: bool) -> web.StreamResponse:
     own = {
         "requests": [rid for rid, request in dispatcher.requests.items() if not request.is_canary],
         "canaries": sum(request.is_canary for request in dispatcher.requests.values()),
-        "waiting": dispatcher.admission.num_waiting,
-        "unacknowledged_cancels": sum(len(node.unacked) for node in dispatcher.registry.nodes.values()),
+        "waiting": dispatcher.queues.num_waiting,
+        "unacknowledged_cancels": dispatcher.cancels.num_unacked,
     }
     return web.json_response({"router": own, "nodes": listed})
 
@@ -147,5 +143,5 @@ def _node(node: Node, now: float) -> dict[str, Any]:
         "capacity": msgspec.to_builtins(hello.capacity),
         "load": msgspec.to_builtins(node.load),
         "stats": msgspec.to_builtins(node.stats),
-        "has": {"prefilling": len(node.prefilling), "units": len(node.units)},
+        "has": {"prefilling": node.num_prompts, "units": node.num_units},
     }

@@ -16,10 +16,10 @@ from ...metadata.errors import BatonError, Overloaded, RequestError, Unavailable
 from ...metadata.wire.node_info import Role
 from ..absence import degraded, no_node
 from ..config import RouterConfig
-from ..dispatcher import Dispatcher
 from ..errors import HttpRefusal, NoNode, NotFound, from_malformed, from_validation, response_of
 from ..metrics import CONTENT_TYPE, Metrics
 from ..node import ROLES, Group
+from ..runner import RunningDispatcher
 from ..text.tokenizer import TextTokenizer
 from . import admin as debug
 from . import completions as generate
@@ -55,7 +55,7 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 class Api:
     """What handlers work with."""
 
-    def __init__(self, config: RouterConfig, dispatcher: Dispatcher, metrics: Metrics) -> None:
+    def __init__(self, config: RouterConfig, dispatcher: RunningDispatcher, metrics: Metrics) -> None:
         self.config = config
         self.dispatcher = dispatcher
         self.metrics = metrics
@@ -130,13 +130,13 @@ class Api:
             names = ", ".join(sorted({group.key.model for group in registry.groups.values()}))
             raise NotFound(f"model {model!r} is not served here; served are: {names}", param="model")
         now = time.monotonic()
-        served = [group for group in groups if self.dispatcher.admission.stranded.may_wait(group, now)]
+        served = [group for group in groups if self.dispatcher.queues.may_wait(group, now)]
         ready = [group for group in served if group.is_paired] or served
         if not ready:
             missing: list[Role] = [role for role in ROLES if not any(group.live(role) for group in groups)]
             why = f"it has no {' and no '.join(missing)} node" if missing else "its nodes are not ready"
             raise no_node(f"model {model!r} cannot be served now: {why}", groups, missing)
-        group = min(ready, key=self.dispatcher.admission.num_waiting_in)
+        group = min(ready, key=lambda group: len(self.dispatcher.queues.waiting_in(group)))
         assert group.tokenizer is not None, "a paired group has its tokenizer"
         return group, group.tokenizer
 

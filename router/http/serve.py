@@ -16,8 +16,8 @@ import xxhash
 from aiohttp import web
 
 from ...metadata.errors import BatonError, Overloaded
-from ..intake import Asked
 from ..node import Group
+from ..queue import Asked
 from ..request import Request
 from .access import CALLER
 from .answers import StreamedAnswer, WholeAnswer
@@ -44,7 +44,7 @@ def admitted(
     )
     began = time.monotonic()
     with _refusals_counted(api, group), api.access.under_way(http_request[CALLER], num_prompts * (body.n or 1)):
-        api.dispatcher.admission.intake.check_room(group, asked)
+        api.dispatcher.check_room(group, asked)
         yield
         api.access.lasted(time.monotonic() - began)
 
@@ -89,9 +89,7 @@ async def serve(
     ]
     num_tokens = sum(len(ids) for _, ids in prompts)
     max_tokens = max(request.params.max_tokens for request in requests)
-    dispatcher.admission.intake.make_room(
-        group, Asked(len(prompts), num_tokens, max_tokens, body.priority or 0, timeout)
-    )
+    dispatcher.make_room(group, Asked(len(prompts), num_tokens, max_tokens, body.priority or 0, timeout))
     for request in requests:
         request.timeline.came_from(None if request_id == form.response_id else request_id, http_request.headers)
     ids = {form.response_id, request_id}
@@ -127,7 +125,7 @@ def _patience(api: Api, requests: Sequence[Request]) -> Generator[None]:
     def run_out() -> None:
         if not any(request.dispatched_at for request in requests):
             for request in requests:
-                api.dispatcher.admission.intake.refuse(request, f"nodes had no room for it in {longest_s:g} s")
+                api.dispatcher.refuse(request, f"nodes had no room for it in {longest_s:g} s")
 
     timer = asyncio.get_running_loop().call_later(longest_s, run_out)
     try:

@@ -44,7 +44,7 @@ def decode_of(served: Served) -> DecodeNode:
 def queued(served: Served) -> Stream:
     served.held.update(served.nodes)
     stream = served.ask(**BODY)
-    wait(lambda: served.dispatcher.admission.num_waiting)
+    wait(lambda: served.dispatcher.queues.num_waiting)
     return stream
 
 
@@ -148,7 +148,7 @@ def test_nothing_is_computed_and_all_is_free(
         request.deadline = time.monotonic()
     wait(lambda: request.is_over)
     served.held.clear()
-    served.run(lambda: not any(node.unacked for node in served.dispatcher.registry.nodes.values()))
+    served.run(lambda: not served.call(lambda: served.dispatcher.cancels.num_unacked))
     served.check_books()
     assert "dropped a frame" not in caplog.text
     assert not any(node.stats().dropped_frames for node in served.nodes.values())

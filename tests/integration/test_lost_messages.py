@@ -81,7 +81,7 @@ def test_a_lost_message_of_a_cancel_leaves_nothing_behind(
     served.check_books()
     assert time.monotonic() - begun < ORPHAN_S
     assert "dropped a frame" not in caplog.text
-    served.run(lambda: not any(node.unacked for node in served.dispatcher.registry.nodes.values()))
+    served.run(lambda: not served.call(lambda: served.dispatcher.cancels.num_unacked))
 
 
 def test_log_probabilities_of_a_prompt_come_although_the_message_was_lost(

@@ -98,13 +98,10 @@ class RunningRouter:
 
     def _left(self) -> list[Any]:
         dispatcher = self.router.dispatcher
-        nodes = [
-            (node.node_id, dict(node.prefilling), set(node.units), node.pledged_pages, list(node.unacked))
-            for node in dispatcher.registry.nodes.values()
-            if node.prefilling or node.units or node.pledged_pages or node.unacked
-        ]
-        asked = list(dispatcher.admission._asked)
-        return [*dispatcher.requests, *nodes, *asked, *["waiting"] * dispatcher.admission.num_waiting]
+        nodes = [node.node_id for node in dispatcher.registry.nodes.values() if not node.holds_nothing]
+        nodes += ["unacknowledged"] * dispatcher.cancels.num_unacked
+        nodes += ["reserving"] * dispatcher.num_reservations
+        return [*dispatcher.requests, *nodes, *["waiting"] * dispatcher.queues.num_waiting]
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)

@@ -200,7 +200,7 @@ def test_nodes_that_take_nothing(make_system: Callable[..., System], kind: str) 
 
 
 def waiting(system: System) -> Any:
-    return system.router.call(lambda: system.router.router.dispatcher.admission.num_waiting)
+    return system.router.call(lambda: system.router.router.dispatcher.queues.num_waiting)
 
 
 def test_nobody_is_asked_for_while_a_refused_request_is_asked_for_again(make_system: Callable[..., System]) -> None:
@@ -307,4 +307,4 @@ def test_a_small_node_that_refuses_though_it_is_empty_is_not_asked_over_and_over
 def has_settled(system: System, num_requests: int) -> bool:
     """Whether so many requests are there and no node owes an answer to any of them."""
     dispatcher = system.router.router.dispatcher
-    return len(dispatcher.requests) == num_requests and not dispatcher.admission._asked
+    return len(dispatcher.requests) == num_requests and not dispatcher.num_reservations

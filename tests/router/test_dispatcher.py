@@ -15,7 +15,7 @@ import pytest
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Load
 from baton.metadata.wire.request import Unit, unpack_ids
-from baton.router.intake import PATIENCE_S
+from baton.router.queue import PATIENCE_S
 
 from .conftest import System
 from .fake_nodes import FakeNode

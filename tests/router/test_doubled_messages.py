@@ -12,7 +12,7 @@ from baton.metadata.bus.link import Link
 from baton.metadata.handoff.server import HandoffServer
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.request import Unit, pack_ids, unpack_ids
-from baton.router import admission, cancels, gaps, registry
+from baton.router import cancels, registry, reservations, streams
 
 from .conftest import System
 from .fake_nodes import FakeNode
@@ -35,7 +35,7 @@ def test_an_answer_to_a_reservation_twice_cancels_nothing(system: System) -> Non
 
 
 def test_a_choice_that_its_node_lost_silently_moves(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gaps, "SILENCE_S", 0.3)
+    monkeypatch.setattr(streams, "SILENCE_S", 0.3)
     lost: list[Unit] = []
 
     def forget(node: FakeNode, message: m.Prefill) -> bool:
@@ -66,7 +66,7 @@ def test_a_lost_first_token_is_asked_for_where_decode_has_nothing_to_repeat_it(
     system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first token was lost on its way, and so were the offers: decode waits for them as long as prefill lives."""
-    monkeypatch.setattr(gaps, "SILENCE_S", 0.3)
+    monkeypatch.setattr(streams, "SILENCE_S", 0.3)
     asked: list[tuple[str, int]] = []
     prefill, decode = system.cluster.by_name("p0"), system.cluster.by_name("d0")
 
@@ -84,7 +84,7 @@ def test_a_lost_first_token_is_asked_for_where_decode_has_nothing_to_repeat_it(
     def answer_decode_resend(message: m.ToNode) -> None:
         if isinstance(message, m.Resend):
             asked.append(("decode", message.first))
-            monkeypatch.setattr(gaps, "SILENCE_S", 60.0)  # the next attempt may take a busy machine longer than 0.3 s
+            monkeypatch.setattr(streams, "SILENCE_S", 60.0)  # the next attempt may take longer than 0.3 s
             decode.link.send(m.Failed(message.unit, "transfer_error", "an offer was lost", retryable=True))
         else:
             FakeNode.take(decode, message)
@@ -99,7 +99,7 @@ def test_a_lost_first_token_is_asked_for_where_decode_has_nothing_to_repeat_it(
 @pytest.mark.parametrize("lost", ["Reserve", "Reserved"])
 def test_a_lost_reservation_is_asked_for_again(system: System, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
     """Lost on its way, or its answer: the node answers what it has granted, and the request keeps its attempt."""
-    monkeypatch.setattr(admission, "ASK_S", 0.1)
+    monkeypatch.setattr(reservations, "ASK_S", 0.1)
     asked: list[m.Reserve] = []
 
     def lose(node: FakeNode, message: m.Reserve) -> bool:
@@ -123,7 +123,7 @@ def test_a_lost_reservation_is_asked_for_again(system: System, monkeypatch: pyte
 def test_a_lost_last_offer_is_asked_for_soon_after_the_first_token(
     system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gaps, "SILENCE_S", 0.2)
+    monkeypatch.setattr(streams, "SILENCE_S", 0.2)
     decode, asked = system.cluster.by_name("d0"), list[int]()
     handed_over: list[Any] = []
 
@@ -151,7 +151,7 @@ def test_a_lost_last_offer_is_asked_for_soon_after_the_first_token(
 
 
 def test_what_may_have_been_lost_is_asked_for_within_2_s() -> None:
-    assert admission.ASK_S <= gaps.SILENCE_S <= 2.0
+    assert reservations.ASK_S <= streams.SILENCE_S <= 2.0
 
 
 @pytest.mark.parametrize("max_tokens", [1, 100])
@@ -159,7 +159,7 @@ def test_log_probabilities_of_a_prompt_whose_last_word_was_lost_are_computed_aga
     system: System, monkeypatch: pytest.MonkeyPatch, max_tokens: int
 ) -> None:
     """All tokens are there; PrefillDone, which carries them, is not."""
-    monkeypatch.setattr(gaps, "SILENCE_S", 0.2)
+    monkeypatch.setattr(streams, "SILENCE_S", 0.2)
     asked: list[m.Resend] = []
     prefill, decode = system.cluster.by_name("p0"), system.cluster.by_name("d0")
 
@@ -214,4 +214,4 @@ def test_a_cancel_that_is_lost_three_times_arrives_within_2_s() -> None:
 
 
 def test_a_reservation_is_asked_for_again_before_its_claims_are_given_up() -> None:
-    assert inspect.signature(HandoffServer).parameters["lease_s"].default > admission.ASK_S
+    assert inspect.signature(HandoffServer).parameters["lease_s"].default > reservations.ASK_S

@@ -240,13 +240,14 @@ def test_a_node_with_less_room_joins_and_the_vote_is_held_anew(make_system: Make
 def test_a_pair_that_has_only_served_is_not_called_ready_and_gets_a_canary(make_system: Make) -> None:
     """Its nodes were proven by other pairs that are no more. It got nothing, and no canary, for the whole interval."""
     system = make_system().up()
-    health = system.router.router.dispatcher.health
+    dispatcher = system.router.router.dispatcher
+    health = dispatcher.health
 
     def unprove() -> list[str]:
         health._proven = set()
         for pair in health._pairs.values():
             pair.verdict = UNTRIED
-        return [health.state(*pair) for group in health._dispatcher.registry.groups.values() for pair in group.pairs()]
+        return [health.state(*pair) for group in dispatcher.registry.groups.values() for pair in group.pairs()]
 
     assert system.router.call(unprove) == ["untried"]
     wait_until(lambda: list(states(system).values()) == ["ready"])
@@ -271,14 +272,17 @@ def test_a_canary_of_a_node_whose_drain_is_over_ends(make_system: Make) -> None:
     wait_until(lambda: list(states(system).values()) == ["ready"] * 4)
     dispatcher = system.router.router.dispatcher
 
-    def evict() -> list[bool]:
+    def evict() -> list[Any]:
         for pair in dispatcher.health._pairs.values():
             pair.is_doubted, pair.retry_at = True, 0.0
-        dispatcher.health.look(time.monotonic())
+        dispatcher.undrain("d0")  # looks for canaries that are due
         node = next(node for node in dispatcher.registry.nodes.values() if node.node_id == "d0")
         asked = [each for each in dispatcher.requests.values() if each.is_canary]
         held = [each for each in asked if any(node in attempt.nodes for attempt in each.attempts.values())]
-        dispatcher._moves.evict(node, "test")
-        return [each.is_over for each in held]
+        dispatcher.drain("d0", 0.0)
+        return held
 
-    assert system.router.call(evict) == [True, True]
+    held = system.router.call(evict)
+    assert len(held) == 2
+    wait_until(lambda: all(each.is_over for each in held))
+    system.router.call(lambda: dispatcher.undrain("d0"))

@@ -1,35 +1,29 @@
-"""Who is accepted gets nodes: the real Admission over nodes that reserve as the real ones do, and are idle."""
+"""Who is accepted gets nodes: a Dispatcher over nodes that reserve as the real ones do, and are idle."""
 
 from __future__ import annotations
 
-from functools import cache
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.metadata.errors import BatonError, RequestError
 from baton.metadata.handoff.needs import decode_len, pages_of, prefill_pages
-from baton.metadata.wire.messages import PROTOCOL_MAX, PROTOCOL_MIN, Hello, Prefill, Reserve, Reserved
-from baton.metadata.wire.node_info import Capacity, Load, ModelCard
+from baton.metadata.wire.messages import CapacityFreed, Heartbeat, Prefill, Reserve, Reserved
+from baton.metadata.wire.node_info import Load, NodeStats
 from baton.metadata.wire.request import SamplingParams
-from baton.router.admission import Admission
-from baton.router.intake import Bounds
-from baton.router.node import Group, GroupKey, Node
+from baton.router.config import RouterConfig
+from baton.router.dispatcher import Dispatcher
+from baton.router.effects import Effect, Error, Send
+from baton.router.metrics import Metrics
+from baton.router.node import Node
 from baton.router.queue import Entry
 from baton.router.request import Request
-from baton.router.text.tokenizer import TextTokenizer
 
-from .fake_nodes import make_layout, make_tokenizer
+from .sites import make_hello, text_tokenizer
 
-BOUNDS = Bounds(1000, 1 << 30, 1e9)
-
-
-@cache
-def text_tokenizer() -> TextTokenizer:
-    return TextTokenizer(make_tokenizer())
+STATS = NodeStats()
+METRICS = Metrics()
 
 
 class Pool(NamedTuple):
@@ -42,54 +36,36 @@ class Pool(NamedTuple):
 
 
 class Site:
-    """A group of idle nodes, and what its requests came to."""
+    """A dispatcher with a group of idle nodes, and what its requests came to."""
 
     def __init__(self, page_size: int, lookahead: int, prefills: list[Pool], decodes: list[Pool]) -> None:
         self.page_size, self.lookahead = page_size, lookahead
-        self.group: Group | None = None
+        self.dispatcher = Dispatcher(RouterConfig(), "e", METRICS)
+        self.dispatcher.health.is_usable = lambda *_: True  # type: ignore[method-assign] - nobody answers canaries here
         self.pools: dict[bytes, Pool] = {}
-        for role, pools in (("prefill", prefills), ("decode", decodes)):
-            for place, pool in enumerate(pools):
-                self.join(role, f"{role}-{place}", pool)
         self.errors: list[BatonError] = []
         self.dispatched: list[tuple[str, int]] = []  # (rid, choice)
-        dispatcher: Any = SimpleNamespace(
-            send=self._send,
-            fail=self._fail,
-            unreachable=None,
-            unanswered=None,
-            is_usable=lambda prefill, decode: True,
-            why_unusable=None,
-            dispatched=lambda request, attempt, now: None,
-        )
-        self.admission = Admission("e", BOUNDS, dispatcher)
-        self._answers: list[tuple[Node, Reserve]] = []
+        for role, pools in (("prefill", prefills), ("decode", decodes)):
+            for index, pool in enumerate(pools):
+                self.join(role, f"{role}-{index}", pool)
+        (self.group,) = self.dispatcher.registry.groups.values()
+        self.group.tokenizer = text_tokenizer()
 
-    def join(self, role: Any, name: str, pool: Pool) -> Node:
-        layout = msgspec.structs.replace(make_layout(self.page_size), key_lookahead=self.lookahead)
-        hello = Hello(
-            role=role,
-            node_id=name,
-            epoch="1",
-            protocol_min=PROTOCOL_MIN,
-            protocol_max=PROTOCOL_MAX,
-            layout=layout,
-            target_fingerprint="f",
-            draft_fingerprint=None,
-            model=ModelCard("fake", pool.context_len, 420, (1,), 0, "t", None),
-            capacity=Capacity(pool.num_pages, self.page_size, pool.max_running),
-            data_address="tcp://127.0.0.1:1",
+    def join(self, role: Any, name: str, pool: Pool) -> None:
+        hello = make_hello(
+            role,
+            name,
+            num_pages=pool.num_pages,
+            max_running=pool.max_running,
+            context_len=pool.context_len,
+            page_size=self.page_size,
+            key_lookahead=self.lookahead,
         )
-        if self.group is None:
-            self.group = Group(GroupKey("s", "f", None, "fake", "t"), hello)
-            self.group.tokenizer = text_tokenizer()
-        node = Node(hello, self.group, 0.0)
-        self.group.nodes[node.routing_id] = node
-        self.pools[node.routing_id] = pool
-        return node
+        peer = f"{name}:1".encode()
+        self.pools[peer] = pool
+        self.do(self.dispatcher.on_message(peer, hello, 0.0))
 
     def request(self, rid: str, prompt_len: int, max_tokens: int, num_choices: int = 1) -> Request:
-        assert self.group is not None
         nobody: Any = None
         params = SamplingParams(max_tokens=max_tokens)
         return Request(rid, self.group, [5] * prompt_len, params, nobody, num_choices=num_choices, now=0.0)
@@ -97,54 +73,54 @@ class Site:
     def offer(self, request: Request) -> bool:
         """Whether the request is accepted. What is accepted is queued, and nodes answer until they have no more to say.
         A node gives back at once what it has granted, so all nodes stay idle."""
-        entry = Entry(request, tuple(range(len(request.sequences))))
         try:
-            self.admission.check_fits(entry)
+            self.do(self.dispatcher.submit(request, 0.0))
         except RequestError:
             return False
-        self.queue(entry)
         return True
 
     def queue(self, entry: Entry) -> None:
-        self.admission.submit(entry)
-        while self._answers:
-            self._answer()
-            for node in entry.request.group.live("decode"):  # a heartbeat: it is idle
-                node.set_load(self._idle(node))
-            self.admission.pump(entry.request.group)
+        """Queue an entry as if it had been accepted before."""
+        self.dispatcher.queues.add(entry)
+        self.beat()
 
-    def _answer(self) -> None:
-        while self._answers:
-            node, message = self._answers.pop(0)
-            pool = self.pools[node.routing_id]
-            num_tokens = (len(message.request.prompt_ids) + len(message.request.received_ids)) // 4
-            reserved = decode_len(num_tokens, 2 * pool.num_drafts + 2, pool.context_len)
-            fit = pool.num_pages // pages_of(reserved, self.page_size)
-            granted = message.choices[:fit]
-            self.admission.reserved(node, Reserved(message.rid, message.attempt, granted, self._idle(node)), 0.0)
+    def beat(self) -> None:
+        """Every node says that it is idle."""
+        for peer in self.pools:
+            self.do(self.dispatcher.on_message(peer, Heartbeat(1, "idle", 0.0, 10.0, self._idle(peer), STATS), 0.0))
 
-    def _idle(self, node: Node) -> Load:
-        return Load(free_pages=node.hello.capacity.num_pages, running=0, waiting=0)
+    def do(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Error):
+                self.errors.append(effect.error)
+            elif isinstance(effect, Send) and isinstance(effect.message, Reserve):
+                self._answer(effect.node, effect.message)
+            elif isinstance(effect, Send) and isinstance(effect.message, Prefill):
+                self._compute(effect.node, effect.message)
 
-    def _send(self, node: Node, message: Any) -> bool:
-        if isinstance(message, Reserve):
-            self._answers.append((node, message))
-        else:
-            assert isinstance(message, Prefill)
-            num_tokens = (len(message.request.prompt_ids) + len(message.request.received_ids)) // 4
-            copies = len(message.choices) if message.decode is not None else 1
-            taken = prefill_pages(num_tokens, copies, self.page_size, self.lookahead)
-            assert taken <= self.pools[node.routing_id].num_pages, "prefill would refuse this prompt for good"
-            self.dispatched += [(message.rid, choice) for choice in message.choices]
-            node.prefilling.clear()
-            for decode in node.group.live("decode"):
-                decode.units.clear()
-        return True
+    def _answer(self, node: Node, message: Reserve) -> None:
+        pool = self.pools[node.routing_id]
+        num_tokens = (len(message.request.prompt_ids) + len(message.request.received_ids)) // 4
+        reserved = decode_len(num_tokens, 2 * pool.num_drafts + 2, pool.context_len)
+        granted = message.choices[: pool.num_pages // pages_of(reserved, self.page_size)]
+        answer = Reserved(message.rid, message.attempt, granted, self._idle(node.routing_id))
+        self.do(self.dispatcher.on_message(node.routing_id, answer, 0.0))
+        freed = CapacityFreed(self._idle(node.routing_id))
+        self.do(self.dispatcher.on_message(node.routing_id, freed, 0.0))
 
-    def _fail(self, request: Request, error: BatonError) -> None:
-        request.is_over = True
-        self.errors.append(error)
-        self.admission.withdraw(request)
+    def _compute(self, node: Node, message: Prefill) -> None:
+        num_tokens = (len(message.request.prompt_ids) + len(message.request.received_ids)) // 4
+        copies = len(message.choices) if message.decode is not None else 1
+        taken = prefill_pages(num_tokens, copies, self.page_size, self.lookahead)
+        assert taken <= self.pools[node.routing_id].num_pages, "prefill would refuse this prompt for good"
+        self.dispatched += [(message.rid, choice) for choice in message.choices]
+        node.end_prompt(message.rid, message.attempt)
+        for decode in node.group.live("decode"):
+            decode.release(message.rid, message.attempt, message.choices)
+        self.beat()
+
+    def _idle(self, peer: bytes) -> Load:
+        return Load(free_pages=self.pools[peer].num_pages, running=0, waiting=0)
 
 
 @st.composite
@@ -161,7 +137,6 @@ def cases(draw: st.DrawFn) -> tuple[Site, int, int, int]:
     prefills = draw(st.lists(pools(page_size, 0), min_size=1, max_size=2))
     decodes = draw(st.lists(pools(page_size, num_drafts), min_size=1, max_size=3))
     site = Site(page_size, lookahead, prefills, decodes)
-    assert site.group is not None
     context_len = site.group.context_len
     boundary = draw(st.integers(0, context_len // page_size)) * page_size
     prompt_len = max(1, boundary + draw(st.integers(-3, 3)))
@@ -174,13 +149,12 @@ def cases(draw: st.DrawFn) -> tuple[Site, int, int, int]:
 @settings(max_examples=1000, deadline=None)
 def test_whoever_is_accepted_gets_nodes(case: tuple[Site, int, int, int]) -> None:
     site, prompt_len, max_tokens, num_choices = case
-    assert site.group is not None
     if prompt_len + max_tokens > site.group.context_len and site.group.context_len < 512:
         return  # refused before it comes so far (parameters.py)
     if site.offer(site.request("r", prompt_len, max_tokens, num_choices)):
         assert not site.errors, site.errors
         assert sorted(site.dispatched) == [("r", choice) for choice in range(num_choices)]
-        assert site.admission.num_waiting == 0
+        assert site.dispatcher.queues.num_waiting == 0
     else:
         assert site.group.context_len == 512, "nodes that hold their whole context take whatever it holds"
 
@@ -192,7 +166,6 @@ def test_whoever_moves_gets_nodes_again_or_is_in_nobodys_way(
 ) -> None:
     """A request that has grown is queued in front of one that has just come."""
     site, prompt_len, max_tokens, _ = case
-    assert site.group is not None
     if prompt_len + max_tokens > site.group.context_len or max_tokens < 2:
         return
     moved = site.request("moved", prompt_len, max_tokens)
@@ -201,7 +174,7 @@ def test_whoever_moves_gets_nodes_again_or_is_in_nobodys_way(
     assert site.dispatched == [("moved", 0)], "a request that fits its context fits wherever it goes"
     longer = site.request("longer", prompt_len, 10_000)  # accepted when larger nodes were there
     site.queue(Entry(longer, (0,)))
-    assert site.admission.num_waiting == 1
+    assert site.dispatcher.queues.num_waiting == 1
     assert site.offer(site.request("small", 1, 1))
     assert site.dispatched[-1] == ("small", 0)
-    assert site.admission.num_waiting == 1 and not site.errors
+    assert site.dispatcher.queues.num_waiting == 1 and not site.errors

@@ -132,7 +132,7 @@ def learned(system: System, *, interval_s: float, service_s: float) -> None:
 
     def learn() -> None:
         (group,) = system.router.router.dispatcher.registry.groups.values()
-        pace = system.router.router.dispatcher.admission.intake.pace(group)
+        pace = system.router.router.dispatcher.queues.pace(group)
         begun = time.monotonic() - 100 * interval_s
         pace.blocked_since, pace._granted_at = begun, begun
         for place in range(1, 101):
@@ -222,7 +222,7 @@ def test_who_waits_for_a_node_that_was_taken_for_dead_gets_in(
             lambda: [
                 dispatcher.registry.lose(node, "dead")
                 for node in list(dispatcher.registry.nodes.values())
-                if node.units
+                if node.num_units
             ]
         )
         assert [future.result()[0] for future in futures] == [200] * 3

@@ -248,7 +248,7 @@ def test_requests_wait_for_a_new_node_of_a_role(make_system: Make, role: str) ->
     dispatcher = system.router.router.dispatcher
     wait_until(lambda: len(dispatcher.registry.nodes) == 1)
     later = Asking(system)
-    wait_until(lambda: dispatcher.admission.num_waiting == 2)
+    wait_until(lambda: dispatcher.queues.num_waiting == 2)
     system.behaviour.hold.set()
     system.cluster.add(role, "fresh")
     assert asking.join().text() == later.join().text() == system.text
@@ -341,7 +341,7 @@ def test_clients_that_leave_say_nothing_of_a_pair(make_system: Make) -> None:
         thread = threading.Thread(target=system.complete)
         thread.start()
         prefill = wait_until(lambda place=place: own(system.cluster.by_name("p0"), m.Prefill)[place:])[0]
-        (request,) = system.router.call(lambda rid=prefill.rid: dispatcher.find(rid))
+        request = system.router.call(lambda rid=prefill.rid: dispatcher.requests[rid])
         system.router.call(lambda request=request: dispatcher.abort(request, "as if it had left"))
         thread.join(60)
         failed = m.Failed(Unit(prefill.rid, 0, prefill.attempt), "transfer_error", "revoked", True)

@@ -27,9 +27,9 @@ from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Capacity, Load, ModelCard, NodeStats, PoolLedger
 from baton.metadata.wire.request import Ended, SamplingParams, Unit, pack_ids
 from baton.router.config import RouterConfig
-from baton.router.dispatcher import Dispatcher
 from baton.router.metrics import Metrics
 from baton.router.request import Delta, Request, Sequence
+from baton.router.runner import RunningDispatcher
 
 VOCAB_SIZE = 420
 LOAD = Load(free_pages=100, running=0, waiting=0)
@@ -97,7 +97,7 @@ class RouterTarget(Target):
         self.loop.close()
 
     async def _start(self) -> None:
-        self.dispatcher = Dispatcher(RouterConfig(canary_interval_s=3600.0), "e0", Metrics())
+        self.dispatcher = RunningDispatcher(RouterConfig(canary_interval_s=3600.0), "e0", Metrics())
         self.dispatcher.health.is_usable = lambda *_: True  # no canary of such nodes is right, and requests must go on
         self.hub = Hub("tcp://127.0.0.1:*", "e0", None, self.dispatcher.on_message, self.dispatcher.on_connection_lost)
         self.hub._failures = Throttle(0.0)
@@ -175,7 +175,7 @@ class RouterTarget(Target):
         for request in list(self.dispatcher.requests.values()):
             self.dispatcher.cancel(request, "the end")
         assert not self.dispatcher.requests
-        held = [node.units for node in self.dispatcher.registry.nodes.values() if node.units]
+        held = [node.node_id for node in self.dispatcher.registry.nodes.values() if not node.holds_nothing]
         assert not held, held
         self.dispatcher.close()
         self.hub.close()

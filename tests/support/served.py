@@ -31,8 +31,8 @@ from baton.metadata.handoff.client import HandoffClient
 from baton.prefill_node.config import PrefillConfig
 from baton.prefill_node.node import PrefillNode
 from baton.router.config import RouterConfig
-from baton.router.dispatcher import Dispatcher
 from baton.router.main import Router
+from baton.router.runner import RunningDispatcher
 
 Node = PrefillNode | DecodeNode
 
@@ -139,7 +139,7 @@ class Served:
     # --- the router ---
 
     @property
-    def dispatcher(self) -> Dispatcher:
+    def dispatcher(self) -> RunningDispatcher:
         return self._router.dispatcher
 
     def call(self, function: Callable[[], Any]) -> Any:

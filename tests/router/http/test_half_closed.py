@@ -156,7 +156,7 @@ def test_an_answer_of_a_request_that_was_queued(make_system: Callable[..., Syste
         wait_until(lambda: own(system.cluster.by_name("d0"), m.Reserve))
         client.sendall(completion(stream=stream))
         client.shutdown(socket.SHUT_WR)
-        wait_until(lambda: system.router.router.dispatcher.admission.num_waiting)
+        wait_until(lambda: system.router.router.dispatcher.queues.num_waiting)
         time.sleep(0.5)
         assert under_way(system) == 1
         system.behaviour.hold.set()  # type: ignore[union-attr]

@@ -126,7 +126,7 @@ def test_pausing_is_possible_in_every_phase(make_system: Callable[..., System], 
         (request,) = dispatcher.requests.values()
         system.router.call(lambda: dispatcher.set_paused(request, True))
         wait_until(lambda: not system.cluster.by_name("d0").reserved)
-        assert system.router.call(lambda: dispatcher.admission.num_waiting) == 0
+        assert system.router.call(lambda: dispatcher.queues.num_waiting) == 0
         system.behaviour.answer_reserve = system.behaviour.answer_prefill = None
         system.router.call(lambda: dispatcher.set_paused(request, False))
         status, body, _ = answer.result(10)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from baton.metadata.errors import Overloaded, RequestError
-from baton.router.intake import MARGIN_S, PATIENCE_S, Asked, Bounds, Intake
-from baton.router.queue import Entry, WaitingQueue
+from baton.router.queue import MARGIN_S, PATIENCE_S, Asked, Bounds, Entry, Queues
 
 
 class _Group:  # hashed by its identity, as groups are
@@ -27,11 +25,24 @@ class Door:
     """An intake of at most 4 requests and 100 prompt tokens, which may wait 10 s."""
 
     def __init__(self) -> None:
-        self.queue = WaitingQueue()
-        queues: Any = defaultdict(WaitingQueue, {GROUP: self.queue})
+        self.queues = Queues(Bounds(4, 100, 10.0))
+        self.queue = self.queues.waiting_in(GROUP)
         self.refused: list[Any] = []
-        self.intake = Intake(Bounds(4, 100, 10.0), queues, self._fail)
-        self.pace = self.intake.pace(GROUP)
+        self.pace = self.queues.pace(GROUP)
+
+    def check_room(self, asked: Asked) -> None:
+        self.queues.check_room(GROUP, asked, time.monotonic())
+
+    def make_room(self, asked: Asked) -> None:
+        """As the dispatcher does."""
+        now = time.monotonic()
+        self.queues.check_room(GROUP, asked, now)
+        while (displaced := self.queues.displaced(GROUP, asked, now)) is not None:
+            self._fail(*displaced)
+
+    def refuse_late(self, now: float) -> None:
+        for refused in self.queues.late(GROUP, now):
+            self._fail(*refused)
 
     def wait(self, num_tokens: int = 10, priority: int = 0, age_s: float = 1.0, **more: Any) -> Any:
         """A request waits already, since `age_s`; returns it."""
@@ -73,31 +84,31 @@ def test_requests_and_tokens_are_bounded_apart() -> None:
     door = Door()
     for _ in range(3):
         door.wait()
-    door.intake.check_room(GROUP, asked(num_tokens=70))
+    door.check_room(asked(num_tokens=70))
     with pytest.raises(Overloaded, match="3 requests wait already; at most 4"):
-        door.intake.check_room(GROUP, asked(num_requests=2))
+        door.check_room(asked(num_requests=2))
     with pytest.raises(Overloaded, match="30 prompt tokens wait already; at most 100"):
-        door.intake.check_room(GROUP, asked(num_tokens=71))
+        door.check_room(asked(num_tokens=71))
 
 
 @pytest.mark.parametrize(("num_requests", "num_tokens"), [(5, 10), (1, 101)])
 def test_what_could_never_wait_is_the_clients_fault(num_requests: int, num_tokens: int) -> None:
     with pytest.raises(RequestError):
-        Door().intake.check_room(GROUP, asked(num_requests, num_tokens))
-    Door().intake.check_room(GROUP, asked(4, 100))
+        Door().check_room(asked(num_requests, num_tokens))
+    Door().check_room(asked(4, 100))
 
 
 def test_those_behind_give_up_no_more_places_than_are_needed() -> None:
     door = Door()
     first, *others = (door.wait(num_tokens=20, priority=1) for _ in range(4))
-    door.intake.check_room(GROUP, asked(num_tokens=20, priority=0))
+    door.check_room(asked(num_tokens=20, priority=0))
     assert door.refused == [], "asking costs nobody a place"
-    door.intake.make_room(GROUP, asked(num_tokens=20, priority=0))
+    door.make_room(asked(num_tokens=20, priority=0))
     assert door.refused == [others[-1]], "the last one, and no other"
-    door.intake.make_room(GROUP, asked(num_tokens=60, priority=0))
+    door.make_room(asked(num_tokens=60, priority=0))
     assert door.refused == [others[-1], others[-2]], "60 tokens take the place of 20 where 40 are free"
     with pytest.raises(Overloaded):
-        door.intake.make_room(GROUP, asked(num_requests=4, num_tokens=90, priority=2))
+        door.make_room(asked(num_requests=4, num_tokens=90, priority=2))
     assert first not in door.refused
 
 
@@ -106,12 +117,12 @@ def test_who_comes_first_or_has_nodes_keeps_its_place() -> None:
     for _ in range(4):
         door.wait(priority=0)
     with pytest.raises(Overloaded):
-        door.intake.make_room(GROUP, asked(priority=0))
+        door.make_room(asked(priority=0))
     door = Door()
     for _ in range(4):
         door.wait(priority=1, dispatched_at=1.0)
     with pytest.raises(Overloaded):
-        door.intake.make_room(GROUP, asked(priority=0))
+        door.make_room(asked(priority=0))
     assert door.refused == []
 
 
@@ -119,15 +130,15 @@ def test_who_would_wait_too_long_or_be_late_is_refused_on_arrival() -> None:
     door = Door()
     door.full(interval_s=4.0, service_s=3.0)
     door.wait()
-    door.intake.check_room(GROUP, asked(timeout_s=60.0))  # 8 s, and then 3 s
+    door.check_room(asked(timeout_s=60.0))  # 8 s, and then 3 s
     with pytest.raises(Overloaded, match=r"about 8\.0 s, and 3\.0 s more"):
-        door.intake.check_room(GROUP, asked(timeout_s=11.0 + 0.9 * MARGIN_S))
-    door.intake.check_room(GROUP, asked(timeout_s=11.0 + 1.1 * MARGIN_S))
+        door.check_room(asked(timeout_s=11.0 + 0.9 * MARGIN_S))
+    door.check_room(asked(timeout_s=11.0 + 1.1 * MARGIN_S))
     door.wait()
     with pytest.raises(Overloaded, match=r"it may wait 10\.0 s"):
-        door.intake.check_room(GROUP, asked(timeout_s=60.0))
+        door.check_room(asked(timeout_s=60.0))
     door.pace.unblocked()
-    door.intake.check_room(GROUP, asked(timeout_s=0.1))  # nodes have room: it may just do
+    door.check_room(asked(timeout_s=0.1))  # nodes have room: it may just do
 
 
 def test_who_has_become_late_is_refused_before_it_costs_anything() -> None:
@@ -139,9 +150,9 @@ def test_who_has_become_late_is_refused_before_it_costs_anything() -> None:
     no_limit, has_nodes = door.wait(), door.wait(deadline=now + 1.0, dispatched_at=now)
     just_came = door.wait(deadline=now + 1.0, age_s=0.5 * PATIENCE_S)
     is_over = door.wait(deadline=now - 0.1)  # ends by its deadline, not as a refusal
-    door.intake.refuse_late(GROUP, now)
+    door.refuse_late(now)
     assert door.refused == [late]
-    waiting = {id(entry.request): door.intake.is_late(entry, now) for entry in door.queue}
+    waiting = {id(entry.request): door.queues.is_late(entry, now) for entry in door.queue}
     assert waiting == {id(in_time): False, id(no_limit): False, id(has_nodes): False, id(just_came): False} | {
         id(is_over): True
     }
@@ -151,14 +162,14 @@ def test_canaries_and_those_that_never_ran_say_nothing_of_the_pace() -> None:
     door = Door()
     now = time.monotonic()
     for request in (door.wait(), door.wait(dispatched_at=now - 100.0, is_canary=True)):
-        door.intake.served(request, now)
+        door.queues.ended(request, now)
     assert door.pace.service_s(100) == 0.0
-    door.intake.served(door.wait(dispatched_at=now - 2.0), now)
+    door.queues.ended(door.wait(dispatched_at=now - 2.0), now)
     assert door.pace.service_s(100) == pytest.approx(2.0)
 
 
 def test_a_forgotten_group_starts_anew() -> None:
     door = Door()
     door.full()
-    door.intake.forget(GROUP)
-    assert door.intake.pace(GROUP).service_s(100) == 0.0
+    door.queues.forget(GROUP)
+    assert door.queues.pace(GROUP).service_s(100) == 0.0

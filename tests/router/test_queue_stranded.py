@@ -9,8 +9,7 @@ import pytest
 
 from baton.metadata.errors import Unavailable
 from baton.router.errors import NodeFault
-from baton.router.queue import Entry
-from baton.router.stranded import Stranded
+from baton.router.queue import Bounds, Entry, Queues
 
 
 def node(num_pages: int = 100) -> Any:
@@ -50,14 +49,11 @@ class Waiting:
     def __init__(self, group: Any, *, is_usable: bool = True, needs_decode: bool = True, **entry: Any) -> None:
         self.group, self.is_usable, self.now = group, is_usable, 100.0
         self.errors: list[Any] = []
-        dispatcher: Any = SimpleNamespace(
-            fail=lambda request, error: self.errors.append(error),
-            is_usable=lambda prefill, decode: self.is_usable,
-            why_unusable=lambda group: "pair p0 -> d0: secret words of a node",
-        )
-        self.stranded = Stranded(dispatcher, 10.0)
+        self.queues = Queues(Bounds(4, 100, 60.0, node_wait_s=10.0))
         request: Any = SimpleNamespace(
             is_over=False,
+            created_at=0.0,
+            priority=0,
             group=group,
             prompt_ids=[5] * 160,
             salt="",
@@ -65,6 +61,7 @@ class Waiting:
             sequences=[SimpleNamespace(received=[], num_left=100 if needs_decode else 1, finish_reason=None)],
         )
         self.entry: Any = Entry(request, (0,))
+        self.queues.add(self.entry)
         for name, value in entry.items():
             setattr(self.entry, name, value)
 
@@ -72,7 +69,9 @@ class Waiting:
         """The errors so far, this much later."""
         for _ in range(round(seconds * 4)):
             self.now += 0.25
-            self.stranded.check(self.group, [self.entry], self.now)
+            pairs = list(self.group.pairs()) if self.is_usable else []
+            refused = self.queues.stranded(self.group, pairs, lambda _: "pair p0 -> d0: secret words", self.now)
+            self.errors += [error for _, error in refused]
         return self.errors
 
 
@@ -138,14 +137,15 @@ def test_pairs_that_do_not_work_are_waited_for_and_their_words_kept_inside() -> 
 
 def test_new_requests_may_wait_where_others_were_served_lately() -> None:
     waiting = Waiting(Group())
-    group, may_wait = waiting.group, waiting.stranded.may_wait
+    group, may_wait = waiting.group, waiting.queues.may_wait
     assert may_wait(group, 0.0)  # it can serve
     waiting.after(0.25)
     group.by_role["decode"].clear()
     assert may_wait(group, waiting.now + 10.0) and not may_wait(group, waiting.now + 10.1)
-    waiting.stranded.served(group, waiting.now + 5.0)
+    waiting.queues.has_served(group, waiting.now + 5.0)
     assert may_wait(group, waiting.now + 15.0)
-    waiting.stranded.forget(group)
+    waiting.queues.withdraw(waiting.entry.request)
+    waiting.queues.forget(group)
     assert not may_wait(group, waiting.now)
     assert not may_wait(Group(decode=0), 0.0)  # never served anybody
 
@@ -154,4 +154,4 @@ def test_a_pair_that_takes_nobody_does_not_serve() -> None:
     waiting = Waiting(Group(), is_usable=False)
     waiting.after(1.0)
     waiting.group.by_role["decode"].clear()
-    assert not waiting.stranded.may_wait(waiting.group, waiting.now)
+    assert not waiting.queues.may_wait(waiting.group, waiting.now)

@@ -1,0 +1,63 @@
+"""Effects: what the dispatcher wants done after an event. Its runner does them in order, after the event."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..metadata.errors import BatonError
+from ..metadata.wire.messages import LedgerReport, ToNode
+from .node import Node
+from .request import Delta, Request, Sequence
+from .trace import Timeline
+
+
+class Send(NamedTuple):
+    """Send a message to a node. If that fails, the dispatcher must be told (`on_send_failed`)."""
+
+    node: Node
+    message: ToNode
+
+
+class SendUnknown(NamedTuple):
+    """Send a message, in this protocol version, to a peer that may not have joined. Nobody minds if that fails."""
+
+    peer: bytes
+    message: ToNode
+    protocol: int
+
+
+class Output(NamedTuple):
+    """Tell the request's listener of new output."""
+
+    sequence: Sequence
+    delta: Delta
+
+
+class Done(NamedTuple):
+    """Tell the request's listener that every sequence has ended."""
+
+    request: Request
+
+
+class Error(NamedTuple):
+    """Tell the request's listener that the request ended with an error."""
+
+    request: Request
+    error: BatonError
+
+
+class Over(NamedTuple):
+    """A request is over: its timeline may be exported."""
+
+    timeline: Timeline
+
+
+class Ledger(NamedTuple):
+    """A node has answered a question about its page ledger."""
+
+    node: Node
+    report: LedgerReport
+
+
+Effect = Send | SendUnknown | Output | Done | Error | Over | Ledger
+Effects = list[Effect]  # one list, owned by the dispatcher; the parts that it is made of append to it

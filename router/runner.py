@@ -1,0 +1,186 @@
+"""The dispatcher in the router's event loop: gives it events with their time, and does the effects that it returns."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from ..metadata.bus.hub import Hub
+from ..metadata.wire.messages import LedgerReport, ToRouter
+from .cancels import Cancels
+from .config import RouterConfig
+from .dispatcher import Dispatcher
+from .effects import Done, Effect, Error, Ledger, Output, Over, Send, SendUnknown
+from .health import PairHealth
+from .metrics import Metrics
+from .node import Group, Node
+from .queue import Asked, Queues
+from .registry import Registry
+from .request import Request
+from .trace import Finished, Timeline
+
+TICK_S = 0.05
+
+
+class RunningDispatcher:
+    """A dispatcher, the hub that it sends through, and its clock. All methods belong to the event loop's thread.
+
+    Effects are done after the event that caused them, in order. A listener may call back: the effects of that call
+    follow those that are already due.
+    """
+
+    def __init__(self, config: RouterConfig, epoch: str, metrics: Metrics) -> None:
+        self.on_over: Callable[[Timeline], None] | None = None
+        self.on_ledger: Callable[[Node, LedgerReport], None] | None = None
+        self._dispatcher = Dispatcher(config, epoch, metrics)
+        self._due: deque[Effect] = deque()
+        self._is_busy = False
+        self._hub: Hub | None = None
+        self._ticker: asyncio.TimerHandle | None = None
+
+    @property
+    def epoch(self) -> str:
+        return self._dispatcher.epoch
+
+    @property
+    def requests(self) -> Mapping[str, Request]:
+        """Requests that are not over, by rid."""
+        return self._dispatcher.requests
+
+    @property
+    def finished(self) -> Finished:
+        """Timelines of requests that are over."""
+        return self._dispatcher.finished
+
+    @property
+    def registry(self) -> Registry:
+        return self._dispatcher.registry
+
+    @property
+    def health(self) -> PairHealth:
+        return self._dispatcher.health
+
+    @property
+    def queues(self) -> Queues:
+        """The waiting queues. To be read only."""
+        return self._dispatcher.queues
+
+    @property
+    def cancels(self) -> Cancels:
+        """Cancels under way. To be read only."""
+        return self._dispatcher.cancels
+
+    @property
+    def num_reservations(self) -> int:
+        """Reservations that no node has answered yet."""
+        return len(self._dispatcher.reservations)
+
+    def start(self, hub: Hub) -> None:
+        """Serve from now on, in the running event loop."""
+        self._hub = hub
+        self._tick()
+
+    def close(self) -> None:
+        """End every request with an error, and stop."""
+        self._do(self._dispatcher.close(time.monotonic()))
+        if self._ticker is not None:
+            self._ticker.cancel()
+
+    # Events of clients and operators
+
+    def check_room(self, group: Group, asked: Asked) -> None:
+        """Raises Overloaded or RequestError if requests like these may not wait now."""
+        self._dispatcher.check_room(group, asked, time.monotonic())
+
+    def make_room(self, group: Group, asked: Asked) -> None:
+        """Check the room right before `submit`, and have requests of lower priority refused if that makes room."""
+        self._do(self._dispatcher.make_room(group, asked, time.monotonic()))
+
+    def submit(self, request: Request) -> None:
+        """Take a request in. Its listener hears of it from now on. Raises Overloaded, Unavailable or RequestError."""
+        self._do(self._dispatcher.submit(request, time.monotonic()))
+
+    def cancel(self, request: Request, reason: str) -> None:
+        """End a request without telling its listener. Nothing happens if it is over."""
+        self._do(self._dispatcher.cancel(request, reason, time.monotonic()))
+
+    def abort(self, request: Request, reason: str) -> None:
+        """End a request for somebody else than its client. Its listener gets one clear error."""
+        self._do(self._dispatcher.abort(request, reason, time.monotonic()))
+
+    def refuse(self, request: Request, reason: str) -> None:
+        """End a request that waits, because there is no room for it."""
+        self._do(self._dispatcher.refuse(request, reason, time.monotonic()))
+
+    def set_paused(self, request: Request, is_paused: bool) -> None:
+        """Take a request off its nodes, or let it go on."""
+        self._do(self._dispatcher.set_paused(request, is_paused, time.monotonic()))
+
+    def drain(self, node_id: str, timeout_s: float | None = None) -> Node:
+        """Give a node nothing new, and have its work go on elsewhere after a time. Raises NotFound."""
+        self._do(self._dispatcher.drain(node_id, timeout_s, time.monotonic()))
+        return self._named(node_id)
+
+    def undrain(self, node_id: str) -> Node:
+        """Take `drain` back. Raises NotFound, and HttpRefusal if the node leaves by its own word."""
+        self._do(self._dispatcher.undrain(node_id, time.monotonic()))
+        return self._named(node_id)
+
+    def ask_ledgers(self, query: int, *, flush: bool) -> None:
+        """Ask all nodes for their page ledgers. `on_ledger` gets the answers."""
+        self._do(self._dispatcher.ask_ledgers(query, time.monotonic(), flush=flush))
+
+    # Events of the bus, and time
+
+    def on_message(self, peer: bytes, message: ToRouter) -> None:
+        """A node's message has come."""
+        self._do(self._dispatcher.on_message(peer, message, time.monotonic()))
+
+    def on_connection_lost(self, peer: bytes) -> None:
+        """A node's connection has closed."""
+        self._do(self._dispatcher.on_connection_lost(peer, time.monotonic()))
+
+    def _tick(self) -> None:
+        self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        self._do(self._dispatcher.tick(time.monotonic()))
+
+    def _do(self, effects: list[Effect]) -> None:
+        self._due.extend(effects)
+        if self._is_busy:
+            return
+        self._is_busy = True
+        try:
+            while self._due:
+                self._do_one(self._due.popleft())
+        finally:
+            self._is_busy = False
+
+    def _do_one(self, effect: Effect) -> None:
+        if type(effect) is Output:  # once per token
+            effect.sequence.request.listener.on_delta(effect.sequence, effect.delta)
+            return
+        match effect:
+            case Send(node, message):
+                assert self._hub is not None, "the hub has not been started"
+                if not self._hub.send(node.routing_id, message, node.protocol):
+                    self._due.extend(self._dispatcher.on_send_failed(node, message, time.monotonic()))
+            case SendUnknown(peer, message, protocol):
+                assert self._hub is not None, "the hub has not been started"
+                self._hub.send(peer, message, protocol)
+            case Done(request):
+                request.listener.on_done(request)
+            case Error(request, error):
+                request.listener.on_error(request, error)
+            case Over(timeline):
+                if self.on_over is not None:
+                    self.on_over(timeline)
+            case Ledger(node, report):
+                if self.on_ledger is not None:
+                    self.on_ledger(node, report)
+            case Output():
+                raise AssertionError("handled above")
+
+    def _named(self, node_id: str) -> Node:
+        return next(node for node in self.registry.nodes.values() if node.node_id == node_id)

@@ -1,0 +1,68 @@
+"""Groups and nodes as the registry makes them, without sockets or threads."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+import xxhash
+
+from baton.metadata.wire.messages import PROTOCOL_MAX, PROTOCOL_MIN, Hello
+from baton.metadata.wire.node_info import Capacity, ModelCard
+from baton.router.node import Group, GroupKey, Node
+from baton.router.text.tokenizer import TextTokenizer
+
+from .fake_nodes import make_layout, make_tokenizer
+
+
+@cache
+def tokenizer_file() -> bytes:
+    return make_tokenizer()
+
+
+@cache
+def text_tokenizer() -> TextTokenizer:
+    return TextTokenizer(tokenizer_file())
+
+
+def make_hello(
+    role: Any,
+    name: str,
+    *,
+    num_pages: int = 100,
+    max_running: int = 8,
+    context_len: int = 512,
+    page_size: int = 16,
+    key_lookahead: int = 0,
+    epoch: str = "1",
+) -> Hello:
+    digest = xxhash.xxh3_128_hexdigest(tokenizer_file())
+    return Hello(
+        role=role,
+        node_id=name,
+        epoch=epoch,
+        protocol_min=PROTOCOL_MIN,
+        protocol_max=PROTOCOL_MAX,
+        layout=msgspec.structs.replace(make_layout(page_size), key_lookahead=key_lookahead),
+        target_fingerprint="f",
+        draft_fingerprint=None,
+        model=ModelCard("fake", context_len, 420, (1,), 0, digest, None),
+        capacity=Capacity(num_pages, page_size, max_running),
+        data_address="tcp://127.0.0.1:1",
+        protocol=PROTOCOL_MAX,
+    )
+
+
+def make_group(hello: Hello | None = None) -> Group:
+    """A group without nodes that has its tokenizer."""
+    group = Group(GroupKey("s", "f", None, "fake", "t"), hello or make_hello("prefill", "x"))
+    group.tokenizer = text_tokenizer()
+    return group
+
+
+def add_node(group: Group, role: str, name: str, **sizes: Any) -> Node:
+    """A node that joins the group."""
+    node = Node(make_hello(role, name, **sizes), group, 0.0)
+    group.nodes[node.routing_id] = node
+    return node
