@@ -21,7 +21,7 @@ from ..metadata.errors import BatonError, RequestError, Unavailable
 from ..metadata.wire.messages import Compute, Prefill, Reserve, Reserved, ToNode
 from ..metadata.wire.node_info import Role
 from ..metadata.wire.request import Unit
-from .absence import no_node
+from .availability import no_node
 from .intake import Bounds, Intake
 from .node import ROLES, Group, Node
 from .placement import DecodeFigures, PrefillFigures, PrefixAffinity, choose_decode, choose_prefill

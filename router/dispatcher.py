@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ..metadata.bus.hub import Hub
 from ..metadata.errors import BatonError, ProtocolError, TransferError, Unavailable
@@ -34,13 +34,13 @@ from ..metadata.wire.messages import (
     ToNode,
     ToRouter,
 )
-from .admission import Admission
+from .admission import Admission, PairFull
 from .cancels import Cancels
 from .config import RouterConfig
 from .drains import Drains
 from .errors import DeadlineExceeded, NodeFault, RequestCancelled, outcome_of
 from .gaps import Gaps
-from .health import PairHealth
+from .health import Effect, GiveUpCanary, PairHealth, PairsReady, StartCanary
 from .intake import Bounds
 from .metrics import Metrics
 from .node import Group, Node
@@ -65,7 +65,7 @@ class Dispatcher:
         self.registry = Registry(epoch, self._send_raw, self._joined, self._lost)
         bounds = Bounds(config.max_waiting, config.max_waiting_tokens, config.max_queue_s)
         self.admission = Admission(epoch, bounds, self, node_wait_s=config.node_wait_s)
-        self.health = PairHealth(self, config.canary_interval_s)
+        self.health = PairHealth(self.registry.groups, config.canary_interval_s)
         self.requests: dict[str, Request] = {}
         self.finished = Finished()  # timelines of requests that are over
         self.on_over: Callable[[Timeline], None] | None = None
@@ -143,15 +143,6 @@ class Dispatcher:
         self._joined(node)
         return node
 
-    def submit_canary(self, request: Request, pair: Pinned) -> bool:
-        """Sends a request through one pair, or to one node alone, outside the queue. False when there is no room."""
-        self.requests[request.rid] = request
-        if self.admission.ask_now(Entry(request, (0,), pair)):
-            return True
-        del self.requests[request.rid]
-        request.is_over = True
-        return False
-
     def on_message(self, peer: bytes, message: ToRouter) -> None:
         """Every message of every node."""
         now = time.monotonic()
@@ -174,7 +165,7 @@ class Dispatcher:
             case CapacityFreed():
                 node.full_since = None
                 node.set_load(message.load)
-                self.health.made_room(now)
+                self._carry_out(self.health.capacity_freed(now))
                 self.admission.pump(node.group)
             case PrefillDone():
                 self._prefill_done(node, message)
@@ -192,11 +183,11 @@ class Dispatcher:
             case Leaving():
                 if message.done:
                     self._drains.left(node)
-                self.registry.leaving(node, message)
+                self.registry.leaving(node, message, now)
 
     def on_connection_lost(self, peer: bytes) -> None:
         """A node's connection closed: it is dead, or comes back and introduces itself."""
-        self.registry.connection_lost(peer)
+        self.registry.connection_lost(peer, time.monotonic())
 
     def send(self, node: Node, message: ToNode) -> bool:
         """Sends to a node; False when it is gone or its queue is full: then it gets no request before its next beat."""
@@ -221,6 +212,10 @@ class Dispatcher:
             self.metrics.count_request(request.group.key.model, outcome_of(error))
         logger.warning("failed: %s", error, extra={"rid": request.rid})
         request.listener.on_error(request, error)
+        if isinstance(error, PairFull):
+            self.health.no_room(request, time.monotonic())
+        elif request.is_canary:
+            self._carry_out(self.health.failed(request, str(error), time.monotonic()))
 
     def unreachable(self, request: Request, attempt: Attempt, node: Node) -> None:
         """A message of an attempt could not be sent to a node."""
@@ -237,7 +232,7 @@ class Dispatcher:
 
     def why_unusable(self, group: Group) -> str:
         """Why no pair of a group works, in words."""
-        return self.health.failure_in(group)
+        return self.health.why_unusable(group)
 
     def choice_over(self, choice: Sequence, *, is_over_at_node: bool) -> None:
         """A choice has ended: by its node, or by a stop string that only the router sees."""
@@ -253,7 +248,7 @@ class Dispatcher:
         attempt.choices.discard(choice.index)
         if not attempt.choices and attempt.prefill_done:
             request.attempts.pop(attempt.number, None)
-        self.health.made_room(time.monotonic())
+        self._carry_out(self.health.capacity_freed(time.monotonic()))
         self.admission.pump(request.group)
 
     def done(self, request: Request) -> None:
@@ -273,6 +268,27 @@ class Dispatcher:
             extra={"rid": request.rid},
         )
         request.listener.on_done(request)
+        if request.is_canary:
+            self._carry_out(self.health.answered(request, time.monotonic()))
+
+    def _carry_out(self, effects: Iterable[Effect]) -> None:
+        """Do what the health of pairs asks for."""
+        for effect in effects:
+            match effect:
+                case StartCanary(request, nodes):
+                    self._start_canary(request, nodes)
+                case GiveUpCanary(request, reason):
+                    self.fail(request, BatonError(reason))
+                case PairsReady(group):
+                    self.admission.pump(group)
+
+    def _start_canary(self, request: Request, nodes: Pinned) -> None:
+        """Send a request through one pair, or to one node alone, outside the queue."""
+        self.requests[request.rid] = request
+        if not self.admission.ask_now(Entry(request, (0,), nodes)):
+            del self.requests[request.rid]
+            request.is_over = True
+            self.health.no_room(request, time.monotonic())
 
     def _prefill_done(self, node: Node, message: PrefillDone) -> None:
         node.set_load(message.load)
@@ -317,7 +333,7 @@ class Dispatcher:
         if attempt.prefill is not None and attempt.decode is not None:
             failure = where if message.code == TransferError.code else None
             self.health.doubt(attempt.prefill, attempt.decode, failure)
-            self.health.look(time.monotonic())
+            self._carry_out(self.health.look(time.monotonic()))
         self._moves.failed(request, attempt, {choice.index}, where, at=node)
 
     def _tokenizer(self, node: Node, message: TokenizerFile) -> None:
@@ -326,11 +342,11 @@ class Dispatcher:
         except ProtocolError as error:
             logger.error("node %s: %s", node.node_id, error)
             return
-        self.health.look(time.monotonic())
+        self._carry_out(self.health.look(time.monotonic()))
 
     def _joined(self, node: Node) -> None:
         self._drains.joined(node)
-        self.health.look(time.monotonic())
+        self._carry_out(self.health.look(time.monotonic()))
         self.admission.pump(node.group)
 
     def _lost(self, node: Node, reason: str) -> None:
@@ -368,7 +384,7 @@ class Dispatcher:
             self.admission.forget(group)
             self.health.forget_group(group)
         self.admission.check(now)
-        self.health.look(now)
+        self._carry_out(self.health.look(now))
         for node in self.registry.nodes.values():
             self._cancels.repeat(node, now)
         self._drains.check(now)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..metadata.errors import BatonError, Unavailable
 from ..metadata.wire.node_info import Role
-from .absence import no_node
+from .availability import no_node
 from .errors import NodeFault
 from .node import Group, Node
 from .request import Request

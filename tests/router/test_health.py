@@ -246,7 +246,7 @@ def test_a_pair_that_has_only_served_is_not_called_ready_and_gets_a_canary(make_
         health._proven = set()
         for pair in health._pairs.values():
             pair.verdict = UNTRIED
-        return [health.state(*pair) for group in health._dispatcher.registry.groups.values() for pair in group.pairs()]
+        return [health.state(*pair) for group in health._groups.values() for pair in group.pairs()]
 
     assert system.router.call(unprove) == ["untried"]
     wait_until(lambda: list(states(system).values()) == ["ready"])
@@ -274,7 +274,7 @@ def test_a_canary_of_a_node_whose_drain_is_over_ends(make_system: Make) -> None:
     def evict() -> list[bool]:
         for pair in dispatcher.health._pairs.values():
             pair.is_doubted, pair.retry_at = True, 0.0
-        dispatcher.health.look(time.monotonic())
+        dispatcher._carry_out(dispatcher.health.look(time.monotonic()))
         node = next(node for node in dispatcher.registry.nodes.values() if node.node_id == "d0")
         asked = [each for each in dispatcher.requests.values() if each.is_canary]
         held = [each for each in asked if any(node in attempt.nodes for attempt in each.attempts.values())]

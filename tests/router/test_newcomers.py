@@ -11,8 +11,7 @@ import pytest
 
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Capacity, Load, ModelCard, NodeStats
-from baton.router.newcomers import MAX_WAITING
-from baton.router.registry import MAX_EMPTY_GROUPS, MAX_LINES, Registry
+from baton.router.registry import MAX_EMPTY_GROUPS, MAX_LINES, MAX_WAITING, Registry
 
 from .fake_nodes import make_layout
 
@@ -90,7 +89,7 @@ def test_a_closed_connection_frees_the_name_at_once() -> None:
     clocked = Clocked()
     old = clocked.hello("old")
     new = clocked.hello("new")
-    clocked.registry.connection_lost(old)
+    clocked.registry.connection_lost(old, clocked.now)
     clocked.after(0.1)
     assert clocked.answers(new) == [m.Welcome]
 
@@ -116,7 +115,7 @@ def test_who_waits_for_a_name_and_goes_is_forgotten_and_not_any_number_waits() -
     clocked = Clocked()
     clocked.hello("old")
     new = clocked.hello("new")
-    clocked.registry.connection_lost(new)
+    clocked.registry.connection_lost(new, clocked.now)
     peers = [clocked.hello(f"e{number}") for number in range(MAX_WAITING + 1)]
     assert clocked.answers(peers[-1]) == [m.Refusal] and not any(map(clocked.answers, peers[:-1]))
     clocked.after(1.5)
@@ -132,7 +131,7 @@ def test_a_rival_that_died_unnoticed_keeps_nobody_out() -> None:
     clocked.after(0.4)
     clocked.hello("new", layout=make_layout(page_size=32))
     assert clocked.answers(new) == [] and list(clocked.registry.nodes) == [old]
-    clocked.registry.lose(clocked.registry.nodes[old], "dead")
+    clocked.registry.lose(clocked.registry.nodes[old], "dead", clocked.now)
     clocked.after(0.1)
     assert clocked.answers(new) == [m.Welcome] and list(clocked.registry.nodes) == [new]
 
@@ -149,7 +148,7 @@ def test_a_rival_that_lives_keeps_who_does_not_fit_out() -> None:
     (refusal,) = clocked.sent[new]
     assert isinstance(refusal, m.Refusal)
     assert refusal.reason.startswith("it can be paired with nobody: prefill node p1"), refusal.reason
-    assert new not in clocked.registry.nodes and not list(clocked.registry._newcomers)
+    assert new not in clocked.registry.nodes and not list(clocked.registry._waiting)
 
 
 def test_who_fits_a_node_that_comes_meanwhile_is_let_in() -> None:
@@ -158,7 +157,7 @@ def test_who_fits_a_node_that_comes_meanwhile_is_let_in() -> None:
     clocked.after(0.3, rival)
     new = clocked.hello("new", layout=make_layout(page_size=32))
     other = clocked.hello("other", role="prefill", name="p1", layout=make_layout(page_size=32))
-    clocked.registry.connection_lost(rival)
+    clocked.registry.connection_lost(rival, clocked.now)
     clocked.after(0.1)
     assert clocked.answers(new) == clocked.answers(other) == [m.Welcome]
 

@@ -92,7 +92,7 @@ def test_a_router_forgets_all_of_a_forgotten_group(make_system: Callable[..., Sy
     wait_until(lambda: not dispatcher.registry.nodes)
 
     def forget() -> None:
-        assert dispatcher.health._elections
+        assert dispatcher.health._votes
         for number in range(MAX_EMPTY_GROUPS):
             key = group.key._replace(model=f"model-{number}")
             dispatcher.registry.groups[key] = Group(key, msgspec.structs.replace(hello, node_id="x"))
@@ -101,7 +101,7 @@ def test_a_router_forgets_all_of_a_forgotten_group(make_system: Callable[..., Sy
     system.router.call(forget)
     wait_until(lambda: group not in dispatcher.registry.groups.values())
     held = [dispatcher.admission._queues, dispatcher.admission.intake._paces, dispatcher.admission.stranded._served_at]
-    wait_until(lambda: not any(group in each for each in [*held, dispatcher.health._elections]))
+    wait_until(lambda: not any(group in each for each in [*held, dispatcher.health._votes]))
 
 
 def test_a_forgotten_node_introduces_itself_again(make_system: Callable[..., System]) -> None:
@@ -109,7 +109,10 @@ def test_a_forgotten_node_introduces_itself_again(make_system: Callable[..., Sys
     system = make_system().up()
     dispatcher = system.router.router.dispatcher
     system.router.call(
-        lambda: [dispatcher.registry.lose(node, "dead") for node in list(dispatcher.registry.nodes.values())]
+        lambda: [
+            dispatcher.registry.lose(node, "dead", time.monotonic())
+            for node in list(dispatcher.registry.nodes.values())
+        ]
     )
     wait_until(lambda: system.cluster.by_name("d0").got(m.HelloAgain))
     system.router.wait_ready()
