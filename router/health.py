@@ -8,8 +8,8 @@ GiveUpCanary, PairsReady. Every canary that it starts ends with one event: `answ
 
 A pair gets a canary when it is new, after a failure, and when it has served no request for `interval_s`. The answer is
 a vote in the ballot of the pair's group (ballot.py). The ballot also names nodes that must compute the prompt alone;
-they get canaries of their own. A pair without room is not at fault. Requests that their clients end do not count against a pair.
-An untried pair gets requests if each of its nodes is in a pair that is ready.
+they get canaries of their own. An untried pair gets requests if each of its nodes is in a pair that is ready. Neither
+nodes without room nor clients that end their requests count against a pair.
 """
 
 from __future__ import annotations
