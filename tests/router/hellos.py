@@ -17,7 +17,9 @@ from .fake_nodes import make_layout
 BEAT = m.Heartbeat(1, "idle", 0.0, 10.0, Load(free_pages=8, running=0, waiting=0), NodeStats())
 
 
-def make_hello(role: str = "decode", name: str = "d0", *, epoch: str = "e", model: str = "fake", **changes: Any) -> m.Hello:
+def make_hello(
+    role: str = "decode", name: str = "d0", *, epoch: str = "e", model: str = "fake", **changes: Any
+) -> m.Hello:
     """Return the Hello of a small node; `changes` replace its fields."""
     hello = m.Hello(
         role=role,  # type: ignore[arg-type]
