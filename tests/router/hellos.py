@@ -18,9 +18,15 @@ BEAT = m.Heartbeat(1, "idle", 0.0, 10.0, Load(free_pages=8, running=0, waiting=0
 
 
 def make_hello(
-    role: str = "decode", name: str = "d0", *, epoch: str = "e", model: str = "fake", **changes: Any
+    role: str = "decode",
+    name: str = "d0",
+    *,
+    epoch: str = "e",
+    model: str = "fake",
+    tokenizer: str = "a" * 16,
+    **changes: Any,
 ) -> m.Hello:
-    """Return the Hello of a small node; `changes` replace its fields."""
+    """Return the Hello of a small node that serves a model with a tokenizer (digest). `changes` replace its fields."""
     hello = m.Hello(
         role=role,  # type: ignore[arg-type]
         node_id=name,
@@ -30,7 +36,7 @@ def make_hello(
         layout=make_layout(),
         target_fingerprint="f" * 16,
         draft_fingerprint=None,
-        model=ModelCard(model, 512, 1000, (), None, "a" * 16, None),
+        model=ModelCard(model, 512, 1000, (), None, tokenizer, None),
         capacity=Capacity(num_pages=8, page_size=16, max_running=4),
         data_address="",
         protocol=m.PROTOCOL_MAX,

@@ -151,6 +151,12 @@ class World:
         for start in waiting:
             self.answer(start)
 
+    def only_unanswered(self) -> StartCanary:
+        """Take the one canary that waits for its answer."""
+        (start,) = self.unanswered
+        self.unanswered = []
+        return start
+
     def starts(self, *names: str) -> list[StartCanary]:
         """Return the canaries of exactly these nodes."""
         return [start for start in self.started if [node.node_id for node in start.nodes if node] == list(names)]
@@ -188,9 +194,7 @@ def test_a_pair_is_ready_after_its_canary_and_an_answer_of_its_decode_node(world
     assert world.states() == {"p0 d0": "untried"} and not world.is_usable("p0", "d0")
     assert world.health.reason == "no canary request has passed yet"
     world.mute = {"d0"}
-    (pair,) = world.unanswered
-    world.unanswered = []
-    world.answer(pair)
+    world.answer(world.only_unanswered())
     assert world.states() == {"p0 d0": "unconfirmed"} and not world.is_usable("p0", "d0")
     assert "decode node d0 has not computed alone yet" in world.health.reason
     assert world.num_ready_events == 0
@@ -344,16 +348,11 @@ def test_a_node_without_room_for_a_canary_of_its_own_is_asked_again(world: World
 
 
 def test_an_own_answer_that_fails_is_asked_for_again(world: World) -> None:
-    world.mute = {"p0"}
-    world.join("p0", "d0")
-    world.broken = {"d0"}
-    (pair,) = world.unanswered
-    world.unanswered, world.mute = [], set()
-    world.broken.clear()
     world.mute = {"d0"}
-    world.answer(pair)
-    (alone,) = world.unanswered
-    world.unanswered, world.mute = [], set()
+    world.join("p0", "d0")
+    world.answer(world.only_unanswered())
+    alone = world.only_unanswered()
+    world.mute.clear()
     world.take(world.health.failed(alone.request, "disk is on fire", world.now))
     assert "has not computed alone yet: disk is on fire" in world.state("p0", "d0")
     world.look(0.9 * ballot.RETRY_S)
@@ -386,9 +385,7 @@ def test_a_node_with_less_room_joins_and_the_vote_begins_again_with_a_shorter_pr
     """An answer to the longer prompt has no consequences."""
     world.mute = {"d0"}
     world.join("p0", "d0")
-    (pair,) = world.unanswered
-    world.unanswered = []
-    world.answer(pair)
+    world.answer(world.only_unanswered())
     (alone,) = world.unanswered
     assert world.states() == {"p0 d0": "unconfirmed"}
     world.mute = set()
