@@ -243,9 +243,7 @@ def test_answers_agree_from_their_first_tie_on() -> None:
     assert states(each, 1, 1) == [["ready"]]
     sure = says(1, 8, 8, 8)
     each.own(D[0], sure, 0.0)
-    assert states(each, 1, 1) == [["faulty"]], (
-        "only a tie of both answers counts: a node with equal scores for all tokens would agree always"
-    )
+    assert states(each, 1, 1) == [["faulty"]], "both answers must have a tie there"
     each.own(D[0], says(1, 2), 0.0)
     assert states(each, 1, 1) == [["faulty"]], "a shorter answer is not a tie"
 
