@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence as Seq
+from collections import abc
 
 from ..metadata.errors import BatonError
 from ..metadata.wire.request import SamplingParams, TokenLogprobs
@@ -87,7 +87,7 @@ class Canary:
         return [] if self.request is None else self.request.sequences[0].received
 
 
-def answer_of(token_ids: Seq[int], logprobs: Seq[TokenLogprobs]) -> Answer:
+def answer_of(token_ids: abc.Sequence[int], logprobs: abc.Sequence[TokenLogprobs]) -> Answer:
     """Return these tokens as an answer. A token's lead is infinite if the node did not give two log-probabilities."""
     leads = [
         entry.top_logprobs[0] - entry.top_logprobs[1] if len(entry.top_logprobs) > 1 else math.inf for entry in logprobs

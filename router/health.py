@@ -182,10 +182,10 @@ class PairHealth:
             pair.worked_at = now
 
     def doubt(self, prefill: Node, decode: Node, failure: str | None) -> None:
-        """Record that a request failed on the pair: the next `look` starts a canary.
+        """Record that a request failed on the pair, so that a canary is due although requests went through it lately.
 
-        `failure` says why if a transfer between the two nodes failed. Then the pair gets no requests before a canary
-        has passed.
+        If a transfer between the two nodes failed, `failure` says why. Then the canary is due at once, and the pair
+        gets no requests before it has passed.
         """
         pair = self._pairs.get(_key(prefill, decode))
         if pair is None:
