@@ -44,17 +44,17 @@ from ..metadata.wire.messages import (
     ToNode,
     ToRouter,
 )
-from .canaries import Canaries, GiveUpCanary, PairsReady, StartCanary
 from .cancels import Cancels
 from .config import RouterConfig
 from .drains import Drains
 from .effects import Done, Effect, Effects, Error, Ledger, Over, Send, SendUnknown
 from .errors import DeadlineExceeded, NodeFault, RequestCancelled, outcome_of
-from .health import PairHealth
+from .health import Effect as HealthEffect
+from .health import GiveUpCanary, PairHealth, PairsReady, StartCanary
 from .metrics import Metrics
 from .node import Group, Node
 from .placement import Placement
-from .queue import Asked, Bounds, Entry, PairFull, Queues, Refused
+from .queue import Asked, Bounds, Entry, PairFull, Pinned, Queues, Refused
 from .registry import Registry
 from .request import Attempt, Request, Sequence
 from .rescheduling import Rescheduling
@@ -85,8 +85,7 @@ class Dispatcher:
             lambda node: self._comings.append((node, None)),
             lambda node, reason: self._comings.append((node, reason)),
         )
-        self._canaries = Canaries(self.registry)
-        self.health = PairHealth(self._canaries, config.canary_interval_s)
+        self.health = PairHealth(self.registry.groups, config.canary_interval_s)
         bounds = Bounds(config.max_waiting, config.max_waiting_tokens, config.max_queue_s, config.node_wait_s)
         self.queues = Queues(bounds)
         self.cancels = Cancels(epoch, self._effects)
@@ -208,7 +207,7 @@ class Dispatcher:
 
     def on_connection_lost(self, peer: bytes, now: float) -> list[Effect]:
         """A node's connection closed: the node is dead, or will say Hello again."""
-        self.registry.connection_lost(peer)
+        self.registry.connection_lost(peer, now)
         return self._take(now)
 
     def on_send_failed(self, node: Node, message: ToNode, now: float) -> list[Effect]:
@@ -277,7 +276,7 @@ class Dispatcher:
             case Leaving():
                 if message.done:
                     self._drains.left(node)
-                self.registry.leaving(node, message)
+                self.registry.leaving(node, message, now)
             case _:
                 raise ProtocolError(f"{type(message).__name__} from a node that has joined", node=node.node_id)
 
@@ -514,8 +513,7 @@ class Dispatcher:
             extra={"rid": request.rid},
         )
         if request.is_canary:
-            request.listener.on_done(request)
-            self._carry_out(now)
+            self._carry_out(self.health.answered(request, now), now)
         else:
             self._effects.append(Done(request))
 
@@ -539,11 +537,12 @@ class Dispatcher:
         self._tell_error(request, error, now)
 
     def _tell_error(self, request: Request, error: BatonError, now: float) -> None:
-        if request.is_canary:
-            request.listener.on_error(request, error)
-            self._carry_out(now)
-        else:
+        if not request.is_canary:
             self._effects.append(Error(request, error))
+        elif isinstance(error, PairFull):
+            self.health.no_room(request, now)
+        else:
+            self._carry_out(self.health.failed(request, str(error), now), now)
 
     def _end_all(self, refused: Iterable[Refused], now: float) -> None:
         for request, error in refused:
@@ -585,35 +584,32 @@ class Dispatcher:
 
     def _room_made(self, group: Group, now: float) -> None:
         """A decode node may have room: canaries that found none go first, then requests that wait."""
-        self.health.made_room(now)
-        self._carry_out(now)
+        self._carry_out(self.health.capacity_freed(now), now)
         self._pump(group, now)
 
     def _look(self, now: float) -> None:
         """Start the canaries that are due."""
-        self.health.look(now)
-        self._carry_out(now)
+        self._carry_out(self.health.look(now), now)
 
-    def _carry_out(self, now: float) -> None:
-        """Do what the health of pairs has ordered."""
-        for order in self._canaries.take():
-            match order:
-                case StartCanary():
-                    self._start_canary(order, now)
-                case GiveUpCanary(request, error):
-                    self._fail(request, error, now)
+    def _carry_out(self, effects: Iterable[HealthEffect], now: float) -> None:
+        """Do what the health of pairs asks for."""
+        for effect in effects:
+            match effect:
+                case StartCanary(request, nodes):
+                    self._start_canary(request, nodes, now)
+                case GiveUpCanary(request, reason):
+                    self._fail(request, BatonError(reason), now)
                 case PairsReady(group):
                     self._pump(group, now)
 
-    def _start_canary(self, order: StartCanary, now: float) -> None:
+    def _start_canary(self, request: Request, nodes: Pinned, now: float) -> None:
         """Send a request through one pair, or to one node alone, outside the queue."""
-        request = order.request
         self._requests[request.rid] = request
         self.queues.waiting_in(request.group)  # from now on the ticks look after this group
-        if not self._place(Entry(request, (0,), order.nodes), now):
+        if not self._place(Entry(request, (0,), nodes), now):
             del self._requests[request.rid]
             request.is_over = True
-            request.listener.on_error(request, PairFull("its nodes have no room"))
+            self.health.no_room(request, now)
 
     def _is_usable(self, prefill: Node, decode: Node | None) -> bool:
         """Whether this pair, or this prefill node alone, may get requests."""
@@ -630,7 +626,7 @@ class Dispatcher:
         for group in self.queues.groups:
             self._end_all(self.queues.late(group, now), now)
             pairs = self._placement.usable_pairs(group)
-            self._end_all(self.queues.stranded(group, pairs, self.health.failure_in, now), now)
+            self._end_all(self.queues.stranded(group, pairs, self.health.why_unusable, now), now)
             self._pump(group, now)
         self._look(now)
         self.cancels.repeat(now)

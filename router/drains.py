@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from .absence import drain_words
+from .availability import drain_words
 from .errors import HttpRefusal, NotFound
 from .node import Node
 

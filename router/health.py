@@ -1,89 +1,153 @@
-"""Is a (prefill, decode) pair ready? A canary is a greedy request of several pages under a fresh salt that goes
-through exactly that pair. Its answer is a vote in the group's ballot (ballot.py), which says who else computes the
-canary's prompt: a decode or a prefill node alone, under another fresh salt, so that it finds no pages of others.
+"""Which pairs of a prefill and a decode node may get requests, as an automaton without a clock or a socket.
 
-Pairs that served a request lately need no canary. A pair without room is not at fault. A pair whose canary failed, or
-on which a transfer failed, gets no requests until a later canary passes. A client that leaves says nothing of a pair.
-An untried pair gets requests if each of its nodes is in a pair that is ready.
+The dispatcher reports events with their time, and carries out the effects that come back, in order: StartCanary,
+GiveUpCanary, PairsReady. Every canary that it starts ends with one event: `answered`, `failed` or `no_room`.
+
+    untried ----- a canary's answer ------------> ready, unconfirmed, undecided or faulty, as the ballot decides
+    any state --- a canary or transfer failed --> failed, until the answer of a later canary; then the ballot decides
+
+A pair gets a canary when it is new, after a failure, and when it has served no request for `interval_s`. The answer is
+a vote in the ballot of the pair's group (ballot.py). The ballot also names nodes that must compute the prompt alone;
+they get canaries of their own. An untried pair gets requests if each of its nodes is in a pair that is ready. Neither
+nodes without room nor clients that end their requests count against a pair.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
-import time
+from collections.abc import Mapping
+from typing import NamedTuple
 
-from ..metadata.errors import BatonError
-from ..metadata.wire.request import SamplingParams, TokenLogprobs
-from .absence import drains
-from .ballot import UNTRIED, Verdict, Voter
-from .canaries import Canaries
-from .election import NUM_TOKENS, Election, answer_of, prompt_len, voter_of
-from .node import Group, Node
-from .queue import PairFull, Pinned
-from .request import Delta, Request, Sequence
+from ..metadata.wire.messages import Compute
+from .availability import drain_summary, missing_for_service
+from .ballot import UNTRIED, Ballot, Verdict, Voter
+from .canary import Canary, canary_prompt, canary_prompt_len
+from .node import Group, GroupKey, Node
+from .queue import Pinned
+from .request import Request
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 2.0  # after a failed canary
-FULL_RETRY_S = 0.5  # after one that found no room
-TIMEOUT_S = 30.0
+RETRY_S = 2.0  # from the start of a canary to the next one of the same pair
+FULL_RETRY_S = 0.5  # until nodes that had no room for a canary are asked again
+TIMEOUT_S = 30.0  # a canary without an answer is given up after this time
+TIE_GAP = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}  # best two log-probabilities closer than this are a tie
 
 
-class Pair:
-    """What is known of one pair."""
+class StartCanary(NamedTuple):
+    """Send this request to these nodes now, outside the waiting queue. Report `no_room` if they cannot take it."""
+
+    request: Request
+    nodes: Pinned
+
+
+class GiveUpCanary(NamedTuple):
+    """End this request with an error for this reason, unless it is over."""
+
+    request: Request
+    reason: str
+
+
+class PairsReady(NamedTuple):
+    """A pair of the group became ready: requests that wait for nodes may get some."""
+
+    group: Group
+
+
+Effect = StartCanary | GiveUpCanary | PairsReady
+
+
+class _Pair:
+    """State of one pair."""
 
     __slots__ = ("canary", "failure", "is_doubted", "retry_at", "verdict", "was_full", "worked_at")
 
     def __init__(self) -> None:
-        self.worked_at: float | None = None
-        self.retry_at = 0.0  # not before
-        self.failure: str | None = None  # of a canary that had no answer, or of a transfer
+        self.worked_at: float | None = None  # when the last request or canary went through it
+        self.retry_at = 0.0  # no canary before
+        self.failure: str | None = None  # why its last canary got no answer, or why a transfer failed
         self.verdict: Verdict = UNTRIED
-        self.canary: Request | None = None
-        self.was_full = False
-        self.is_doubted = False  # a request failed on it, but not in transfer
+        self.canary: Canary | None = None  # under way
+        self.was_full = False  # its nodes had no room for the last canary
+        self.is_doubted = False  # a request failed on it, so that a canary is due
+
+
+class _Vote:
+    """A group's ballot, the prompt that the vote is on, and the nodes that compute it alone now."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.prompt_ids = canary_prompt(group)
+        self.ballot = Ballot(TIE_GAP[group.layout.target.dtype])
+        self.alone: dict[Voter, Canary] = {}
+        self.full_until: dict[Voter, float] = {}  # nodes that had no room are not asked before
+
+    def join(self, node: Node) -> None:
+        """Let a node take part. Nothing happens if it does already."""
+        self.ballot.joined(voter_of(node), can_compute=node.role == "prefill" or node.knows(Compute))
+
+    def node(self, voter: Voter) -> Node | None:
+        """Return the voter's node, None if it takes no canaries now."""
+        node = self.group.nodes.get(voter.key)
+        return node if node is not None and node.is_reachable and not node.is_draining else None
+
+
+class _PairRun(NamedTuple):
+    """A canary on a pair."""
+
+    canary: Canary
+    vote: _Vote
+    pair: _Pair
+    prefill: Node
+    decode: Node
+
+
+class _SoloRun(NamedTuple):
+    """A canary on one node alone."""
+
+    canary: Canary
+    vote: _Vote
+    voter: Voter
 
 
 class PairHealth:
-    """All pairs of live nodes, and the canaries under way."""
+    """States of all pairs, and the canaries under way. `groups` is a view of the registry's groups."""
 
-    def __init__(self, dispatcher: Canaries, interval_s: float) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, groups: Mapping[GroupKey, Group], interval_s: float) -> None:
+        self._groups = groups
         self._interval_s = interval_s
-        self._pairs: dict[tuple[bytes, bytes], Pair] = {}
-        self._elections: dict[Group, Election] = {}
+        self._pairs: dict[tuple[bytes, bytes], _Pair] = {}  # by routing ids
+        self._votes: dict[Group, _Vote] = {}
+        self._runs: dict[str, _PairRun | _SoloRun] = {}  # by the rid of the canary's request under way
         self._proven: set[bytes] = set()  # routing ids of the nodes in pairs that are ready
 
     @property
     def is_ready(self) -> bool:
-        """At least one pair works and takes new requests."""
-        return any(
-            self.state(prefill, decode) == "ready"
-            for group in self._dispatcher.registry.groups.values()
-            for prefill, decode in group.pairs()
-        )
+        """Whether a pair that takes new requests is ready."""
+        return any(self.state(*nodes) == "ready" for group in self._groups.values() for nodes in group.pairs())
 
     @property
     def reason(self) -> str:
-        """Why no pair works, in words."""
-        registry = self._dispatcher.registry
-        live = [pair for group in registry.groups.values() for pair in group.pairs()]
-        failures = [words for pair in live if (words := self.state(*pair)) not in ("ready", "untried")]
-        words = [failures[0] if failures else registry.unready_reason(), drains(registry.nodes.values())]
+        """Why no pair is ready, for operators."""
+        groups = list(self._groups.values())
+        states = [self.state(*nodes) for group in groups for nodes in group.pairs()]
+        failures = [state for state in states if state not in ("ready", "untried")]
+        words = [
+            failures[0] if failures else missing_for_service(groups),
+            drain_summary(node for group in groups for node in group.nodes.values()),
+        ]
         return "; ".join(filter(None, words)) or "no canary request has passed yet"
 
-    def failure_in(self, group: Group) -> str:
-        """Why no pair of a group works, in words."""
-        failures = [self.state(*pair) for pair in group.pairs() if not self.is_usable(*pair)]
-        told = [words for words in failures if words != "untried"]
-        if failures and not told:
-            return "no canary request has passed yet"
-        return told[0] if told else "its nodes know no common protocol version"
+    def why_unusable(self, group: Group) -> str:
+        """Return why no pair of the group may get requests, for operators."""
+        states = [self.state(*nodes) for nodes in group.pairs() if not self.is_usable(*nodes)]
+        if not states:
+            return "its nodes know no common protocol version"
+        return next((state for state in states if state != "untried"), "no canary request has passed yet")
 
     def state(self, prefill: Node, decode: Node) -> str:
-        """A word on one pair: ready, untried, or what is wrong with it."""
-        pair = self._pairs.get((prefill.routing_id, decode.routing_id))
+        """Return a pair's state: "ready", "untried", or a sentence on what is wrong with it."""
+        pair = self._pairs.get(_key(prefill, decode))
         if pair is None:
             return "untried"
         if pair.failure is not None:
@@ -93,257 +157,224 @@ class PairHealth:
         return "ready" if pair.worked_at is not None and self.is_usable(prefill, decode) else "untried"
 
     def is_usable(self, prefill: Node, decode: Node) -> bool:
-        """False before the pair is known to be right, after a failed canary or transfer, and where the two know no
-        common protocol."""
+        """Return whether the pair may get requests: it is ready, or untried with both nodes proven in other pairs."""
         if not prefill.shares_protocol(decode.hello):
             return False
-        pair = self._pairs.get((prefill.routing_id, decode.routing_id))
+        pair = self._pairs.get(_key(prefill, decode))
         if pair is None or (pair.failure is None and pair.verdict.state == "untried"):
             return prefill.routing_id in self._proven and decode.routing_id in self._proven
         return pair.failure is None and pair.verdict.state == "ready"
 
     def may_answer_alone(self, prefill: Node) -> bool:
-        """Whether a prefill node may answer requests for one token, which no decode node sees: unless pairs of it are
-        known to be wrong, or nobody can tell, and none is known to be right."""
+        """Return whether a prefill node may answer requests for one token, which no decode node takes part in.
+
+        It may unless one of its pairs is faulty or undecided and none is ready.
+        """
         if prefill.routing_id in self._proven:
             return True
         verdicts = (pair.verdict.state for key, pair in self._pairs.items() if key[0] == prefill.routing_id)
         return not any(state in ("faulty", "undecided") for state in verdicts)
 
     def worked(self, prefill: Node, decode: Node, now: float) -> None:
-        """A request went through the pair."""
-        pair = self._pairs.setdefault((prefill.routing_id, decode.routing_id), Pair())
-        pair.worked_at = now
+        """Record that a request's pages arrived at the decode node."""
+        pair = self._pairs.get(_key(prefill, decode))
+        if pair is not None:
+            pair.worked_at = now
 
     def doubt(self, prefill: Node, decode: Node, failure: str | None) -> None:
-        """A request failed on the pair: a canary looks into it at once. `failure`, of a transfer, in words: until then
-        the pair gets no requests."""
-        pair = self._pairs.get((prefill.routing_id, decode.routing_id))
+        """Record that a request failed on the pair, so that a canary is due although requests went through it lately.
+
+        If a transfer between the two nodes failed, `failure` says why. Then the canary is due at once, and the pair
+        gets no requests before it has passed.
+        """
+        pair = self._pairs.get(_key(prefill, decode))
         if pair is None:
             return
         pair.is_doubted = True
         if failure is not None and pair.failure is None:
             name = _name(prefill, decode)
-            logger.warning("pair %s is taken out: %s", name, failure)
+            logger.warning("pair %s is taken out of service until a canary passes: %s", name, failure)
             pair.failure = f"pair {name}: {failure}"
             pair.retry_at = 0.0
 
     def forget(self, node: Node) -> None:
-        """The node is gone, and with it all its pairs and its votes."""
+        """Remove a node that is gone, with its pairs and its votes."""
         for key in [key for key in self._pairs if node.routing_id in key]:
             del self._pairs[key]
-        election = self._elections.get(node.group)
-        if election is not None:
-            election.ballot.left(voter_of(node))
-            self._recount(election)
+        vote = self._votes.get(node.group)
+        if vote is not None:
+            vote.ballot.left(voter_of(node))
+            self._recount(vote)
 
     def forget_group(self, group: Group) -> None:
-        """The group is no more, and its answer with it."""
-        self._elections.pop(group, None)
+        """Remove a group that is no more, with its ballot."""
+        self._votes.pop(group, None)
 
-    def made_room(self, now: float) -> None:
-        """A decode node may have room again: canaries of pairs that get no requests yet go first."""
+    def look(self, now: float) -> list[Effect]:
+        """Start the canaries that are due, and give up those without an answer. Call it several times per second."""
+        effects: list[Effect] = []
+        for group in self._groups.values():
+            pairs = list(group.pairs())
+            if group.tokenizer is None or not pairs:
+                continue
+            effects += self._renew_vote(group)
+            vote = self._votes[group]
+            for prefill, decode in pairs:
+                vote.join(prefill)
+                vote.join(decode)
+                effects += self._look_at(vote, prefill, decode, now)
+            effects += self._ask_alone(vote, now)
+        return effects
+
+    def capacity_freed(self, now: float) -> list[Effect]:
+        """Try the canaries again that found no room, because a decode node may have room now.
+
+        Pairs that are ready need no hurry: they wait for their next turn.
+        """
         full = [pair for pair in self._pairs.values() if pair.was_full and pair.verdict.state != "ready"]
-        alone = [election for election in self._elections.values() if election.full_until]
+        votes = [vote for vote in self._votes.values() if vote.full_until]
         for pair in full:
             pair.retry_at = 0.0
-        for election in alone:
-            election.full_until.clear()
-        if full or alone:
-            self.look(now)
+        for vote in votes:
+            vote.full_until.clear()
+        return self.look(now) if full or votes else []
 
-    def look(self, now: float) -> None:
-        """Starts the canaries that are due, and gives up those that hang."""
-        for group in self._dispatcher.registry.groups.values():
-            if group.tokenizer is None:
-                continue
-            pairs = list(group.pairs())
-            if not pairs:
-                continue
-            election = self._election(group)
-            for prefill, decode in pairs:
-                election.join(prefill)
-                election.join(decode)
-                pair = self._pairs.setdefault((prefill.routing_id, decode.routing_id), Pair())
-                self._look_at(election, prefill, decode, pair, now)
-            self._ask_alone(election, now)
+    def answered(self, request: Request, now: float) -> list[Effect]:
+        """A canary's request is done: count the answer, or ask for the next token."""
+        match self._runs.pop(request.rid, None):
+            case _PairRun(canary, vote, pair, prefill, decode):
+                pair.canary = pair.failure = None
+                pair.worked_at = now
+                vote.ballot.canary(voter_of(prefill), voter_of(decode), canary.answer)
+                return self._voted(vote, now)
+            case _SoloRun(canary) as run if not canary.is_complete:
+                return [self._start(run, now)]
+            case _SoloRun(canary, vote, voter):
+                del vote.alone[voter]
+                logger.debug("%s alone computes the canary's %s", voter, canary.answer)
+                vote.ballot.own(voter, canary.answer, now)
+                return self._voted(vote, now)
+            case None:
+                return []
 
-    def voted(self, election: Election) -> None:
-        """An answer has come."""
-        if self._elections.get(election.group) is not election:
-            return
-        if self._recount(election):
-            self._dispatcher.pump(election.group)
-        self._ask_alone(election, time.monotonic())
+    def failed(self, request: Request, reason: str, now: float) -> list[Effect]:
+        """A canary's request ended with an error."""
+        match self._runs.pop(request.rid, None):
+            case _PairRun(_, _, pair, prefill, decode):
+                name = _name(prefill, decode)
+                logger.error("pair %s: its canary failed: %s", name, reason)
+                pair.canary, pair.failure = None, f"pair {name}: its canary failed: {reason}"
+                return []
+            case _SoloRun(_, vote, voter):
+                del vote.alone[voter]
+                logger.error("%s could not compute a canary alone: %s", voter, reason)
+                vote.ballot.unable(voter, reason, now)
+                return self._voted(vote, now)
+            case None:
+                return []
 
-    def _election(self, group: Group) -> Election:
-        """The group's, or another one if a node has joined that has no room for the prompt."""
-        election = self._elections.get(group)
-        if election is None or len(election.prompt) > prompt_len(group):
-            for request in list(election.alone.values()) if election is not None else ():
-                self._dispatcher.fail(request, BatonError("another canary takes its place"))
-            election = self._elections[group] = Election(group)
-            self._recount(election)
-            for (prefill, _), pair in self._pairs.items():
-                if prefill in group.nodes:
-                    pair.worked_at, pair.retry_at = None, 0.0
-        return election
+    def no_room(self, request: Request, now: float) -> None:
+        """The nodes of a canary have no room for it. That is no fault; the canary is tried again soon."""
+        match self._runs.pop(request.rid, None):
+            case _PairRun(_, _, pair):
+                pair.canary, pair.was_full, pair.retry_at = None, True, now + FULL_RETRY_S
+            case _SoloRun(_, vote, voter):
+                del vote.alone[voter]
+                vote.full_until[voter] = now + FULL_RETRY_S
+            case None:
+                pass
 
-    def _look_at(self, election: Election, prefill: Node, decode: Node, pair: Pair, now: float) -> None:
+    def _start(self, run: _PairRun | _SoloRun, now: float) -> StartCanary:
+        request = run.canary.next_request(now)
+        self._runs[request.rid] = run
+        return StartCanary(request, run.canary.nodes)
+
+    def _renew_vote(self, group: Group) -> list[Effect]:
+        """Begin the group's vote, or begin it again with a shorter prompt if a node without room for it has joined."""
+        old = self._votes.get(group)
+        if old is not None and len(old.prompt_ids) <= canary_prompt_len(group):
+            return []
+        effects: list[Effect] = []
+        for canary in old.alone.values() if old is not None else ():
+            assert canary.request is not None, canary.nodes
+            del self._runs[canary.request.rid]
+            effects.append(GiveUpCanary(canary.request, "a node with less room has joined: a shorter canary follows"))
+        vote = self._votes[group] = _Vote(group)
+        self._recount(vote)
+        for (prefill, _), pair in self._pairs.items():
+            if prefill in group.nodes:
+                pair.worked_at, pair.retry_at = None, 0.0
+        return effects
+
+    def _look_at(self, vote: _Vote, prefill: Node, decode: Node, now: float) -> list[Effect]:
+        pair = self._pairs.setdefault(_key(prefill, decode), _Pair())
         if pair.canary is not None:
-            if now - pair.canary.created_at > TIMEOUT_S:
-                self._dispatcher.fail(pair.canary, BatonError(f"no answer within {TIMEOUT_S:.0f} s"))
-            return
+            return _overdue(pair.canary, now)
         if now < pair.retry_at:
-            return
+            return []
         has_worked_lately = pair.worked_at is not None and now - pair.worked_at < self._interval_s
         is_well = pair.failure is None and self.is_usable(prefill, decode)
         if has_worked_lately and is_well and not pair.is_doubted:
-            return
+            return []
         pair.retry_at = now + RETRY_S
-        pair.is_doubted = False
-        run = _Canary(self, election, pair, prefill, decode)
-        pair.canary = _request(election, run, now)
-        pair.was_full = not self._dispatcher.submit_canary(pair.canary, (prefill, decode))
-        if pair.was_full:
-            pair.canary = None
-            pair.retry_at = now + FULL_RETRY_S
+        pair.is_doubted = pair.was_full = False
+        pair.canary = Canary(vote.group, vote.prompt_ids, (prefill, decode))
+        return [self._start(_PairRun(pair.canary, vote, pair, prefill, decode), now)]
 
-    def _ask_alone(self, election: Election, now: float) -> None:
-        """Asks the nodes that the ballot wants to hear alone, and gives up those that do not answer."""
-        for request in list(election.alone.values()):
-            if now - request.created_at > TIMEOUT_S:
-                self._dispatcher.fail(request, BatonError(f"no answer within {TIMEOUT_S:.0f} s"))
-        for voter in election.ballot.wanted(now):
-            if voter in election.alone or now < election.full_until.get(voter, 0.0):
+    def _ask_alone(self, vote: _Vote, now: float) -> list[Effect]:
+        """Start canaries on the nodes that the ballot wants to hear alone, and give up those without an answer."""
+        effects = [effect for canary in vote.alone.values() for effect in _overdue(canary, now)]
+        for voter in vote.ballot.wanted(now):
+            if voter in vote.alone or now < vote.full_until.get(voter, 0.0):
                 continue
-            node = election.node(voter)
+            node = vote.node(voter)
             if node is None:
-                election.ballot.unable(voter, "it takes no new work", now)
-                self._recount(election)
-            else:
-                _Alone(self, election, voter, node).ask(now)
+                vote.ballot.unable(voter, "it takes no new work", now)
+                effects += self._recount(vote)
+                continue
+            nodes: Pinned = (node, None) if voter.role == "prefill" else (None, node)
+            canary = vote.alone[voter] = Canary(vote.group, vote.prompt_ids, nodes)
+            effects.append(self._start(_SoloRun(canary, vote, voter), now))
+        return effects
 
-    def submit_alone(self, election: Election, voter: Voter, request: Request, pinned: Pinned) -> None:
-        """Sends a node a canary of its own; it is asked again later if it has no room."""
-        election.alone[voter] = request
-        if not self._dispatcher.submit_canary(request, pinned):
-            self.has_no_room(election, voter, request.created_at)
+    def _voted(self, vote: _Vote, now: float) -> list[Effect]:
+        """Follow up on a new answer. An answer to a prompt that another one replaced has no consequences."""
+        if self._votes.get(vote.group) is not vote:
+            return []
+        return [*self._recount(vote), *self._ask_alone(vote, now)]
 
-    def has_no_room(self, election: Election, voter: Voter, now: float) -> None:
-        """A node could not take a canary of its own."""
-        election.alone.pop(voter, None)
-        election.full_until[voter] = now + FULL_RETRY_S
-
-    def _recount(self, election: Election) -> bool:
-        """Takes the ballot's verdicts over. Returns whether a pair became ready."""
+    def _recount(self, vote: _Vote) -> list[Effect]:
+        """Take over the ballot's verdicts on the pairs of a group."""
         has_new = False
-        for prefill in election.group.nodes.values():
-            for decode in election.group.nodes.values():
-                pair = self._pairs.get((prefill.routing_id, decode.routing_id))
+        for prefill in vote.group.nodes.values():
+            for decode in vote.group.nodes.values():
+                pair = self._pairs.get(_key(prefill, decode))
                 if pair is None:
                     continue
-                before, pair.verdict = pair.verdict, election.ballot.verdict(voter_of(prefill), voter_of(decode))
+                before, pair.verdict = pair.verdict, vote.ballot.verdict(voter_of(prefill), voter_of(decode))
                 if before != pair.verdict:
                     has_new |= pair.verdict.state == "ready"
                     _log(_name(prefill, decode), before, pair.verdict)
         ready = [key for key, pair in self._pairs.items() if pair.verdict.state == "ready"]
         self._proven = {routing_id for key in ready for routing_id in key}
-        return has_new
+        return [PairsReady(vote.group)] if has_new else []
 
 
-class _Canary:
-    """Listens to one canary request."""
-
-    def __init__(self, health: PairHealth, election: Election, pair: Pair, prefill: Node, decode: Node) -> None:
-        self._health = health
-        self._election = election
-        self._pair = pair
-        self._prefill, self._decode = prefill, decode
-        self._logprobs: list[TokenLogprobs] = []
-
-    def on_delta(self, _choice: Sequence, delta: Delta) -> None:
-        self._logprobs += delta.logprobs
-
-    def on_done(self, request: Request) -> None:
-        self._pair.canary = self._pair.failure = None
-        self._pair.worked_at = time.monotonic()
-        answer = answer_of(request.sequences[0].received, self._logprobs)
-        self._election.ballot.canary(voter_of(self._prefill), voter_of(self._decode), answer)
-        self._health.voted(self._election)
-
-    def on_error(self, _request: Request, error: BatonError) -> None:
-        self._pair.canary = None
-        if isinstance(error, PairFull):
-            self._pair.was_full = True
-            self._pair.retry_at = time.monotonic() + FULL_RETRY_S
-        else:
-            name = _name(self._prefill, self._decode)
-            logger.error("pair %s: its canary failed: %s", name, error)
-            self._pair.failure = f"pair {name}: its canary failed: {error}"
+def voter_of(node: Node) -> Voter:
+    """Return the node as the ballot knows it."""
+    return Voter(node.role, node.node_id, node.routing_id)
 
 
-class _Alone:
-    """Has one node compute the prompt alone: a decode node in one request, a prefill node token by token."""
-
-    def __init__(self, health: PairHealth, election: Election, voter: Voter, node: Node) -> None:
-        self._health = health
-        self._election = election
-        self._voter = voter
-        self._node = node
-        self._salt = secrets.token_hex(8)
-        self._ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-
-    def ask(self, now: float) -> None:
-        """For the tokens that are still missing, or the next one."""
-        is_prefill = self._voter.role == "prefill"
-        most = len(self._ids) + 1 if is_prefill else NUM_TOKENS
-        request = _request(self._election, self, now, max_tokens=most, salt=self._salt)
-        request.sequences[0].received.extend(self._ids)
-        request.sequences[0].restart()
-        pinned = (self._node, None) if is_prefill else (None, self._node)
-        self._health.submit_alone(self._election, self._voter, request, pinned)
-
-    def on_delta(self, _choice: Sequence, delta: Delta) -> None:
-        self._logprobs += delta.logprobs
-
-    def on_done(self, request: Request) -> None:
-        now = time.monotonic()
-        self._ids = list(request.sequences[0].received)
-        if self._voter.role == "prefill" and len(self._ids) < NUM_TOKENS:
-            self.ask(now)
-            return
-        self._election.alone.pop(self._voter, None)
-        answer = answer_of(self._ids, self._logprobs)
-        logger.debug("%s alone computes the canary's %s", self._voter, answer)
-        self._election.ballot.own(self._voter, answer, now)
-        self._health.voted(self._election)
-
-    def on_error(self, _request: Request, error: BatonError) -> None:
-        now = time.monotonic()
-        if isinstance(error, PairFull):
-            self._health.has_no_room(self._election, self._voter, now)
-            return
-        self._election.alone.pop(self._voter, None)
-        logger.error("%s could not compute a canary alone: %s", self._voter, error)
-        self._election.ballot.unable(self._voter, str(error), now)
-        self._health.voted(self._election)
+def _overdue(canary: Canary, now: float) -> list[Effect]:
+    """Give a canary up if its request has been under way for too long."""
+    request = canary.request
+    if request is None or now - request.created_at <= TIMEOUT_S:
+        return []
+    return [GiveUpCanary(request, f"no answer within {TIMEOUT_S:.0f} s")]
 
 
-def _request(
-    election: Election, listener: _Canary | _Alone, now: float, *, max_tokens: int = NUM_TOKENS, salt: str | None = None
-) -> Request:
-    return Request(
-        f"canary-{secrets.token_hex(6)}",
-        election.group,
-        election.prompt,
-        SamplingParams(max_tokens=max_tokens, temperature=0.0, num_logprobs=2),
-        listener,
-        salt=salt or secrets.token_hex(8),
-        now=now,
-        is_canary=True,
-    )
+def _key(prefill: Node, decode: Node) -> tuple[bytes, bytes]:
+    return prefill.routing_id, decode.routing_id
 
 
 def _name(prefill: Node, decode: Node) -> str:

@@ -95,7 +95,7 @@ class NodeFigures(Collector):
         losses = CounterMetricFamily(
             "baton_node_losses", "Times that a node was lost, by how.", labels=["node", "role", "reason"]
         )
-        for coming in self._registry.comings:
+        for coming in self._registry.histories:
             restarts.add_metric([coming.node_id, coming.role], coming.num_restarts)
             for loss, count in coming.losses.items():
                 losses.add_metric([coming.node_id, coming.role, loss], count)

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from ..metadata.errors import BatonError, Overloaded, RequestError, Unavailable
 from ..metadata.wire.node_info import Role
-from .absence import no_node
 from .affinity import page_hashes
+from .availability import no_node
 from .errors import NodeFault
 from .needs import Need
 from .node import ROLES, Group, Node

@@ -1,12 +1,23 @@
-"""All nodes and groups: who joins, who is refused, who is lost."""
+"""Which nodes have joined, and in which groups: the registry welcomes, refuses and loses nodes.
+
+    Hello --> welcomed (joined) --> lost: it left, its connection closed, it is silent or stuck, or its name was taken
+      |  '--> refused, with the values that do not match
+      '-----> unanswered until the nodes in its way are known to be alive or lost, then one of the above
+
+A process may be restarted within milliseconds after a kill, before its closed connection or its silence shows that the
+old process is dead. Its Hello then meets nodes that seem to be in its way: one of the same name, or nodes of its model
+that it cannot be paired with because they had another configuration. The registry answers such a Hello when one of
+those nodes sent another heartbeat (refused), or when all of them are lost (welcomed).
+
+The registry also keeps the tokenizers, one per digest. It asks a welcomed node for the file if its group has none.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from ..metadata.bus.liveness import Change, PeerLiveness
 from ..metadata.bus.throttle import Throttle
@@ -15,25 +26,43 @@ from ..metadata.handoff import schema
 from ..metadata.wire.hello import apart
 from ..metadata.wire.messages import Heartbeat, Hello, HelloAgain, Leaving, Refusal, TokenizerFile, ToNode, Welcome
 from ..metadata.wire.protocol import PROTOCOL_MIN, agreed, is_newer
-from .comings import LOSS_WORDS, Comings, Loss
-from .mismatch import loneliness, misfit
-from .newcomers import SILENCE_S, Newcomers, Obstacle, taken
+from .node import Group, GroupKey, Node
+from .node_history import LOSS_WORDS, Loss, NodeHistories
+from .pairing_diagnostics import incompatible_nodes, missing_partner, refusal
 from .text.tokenizer import TextTokenizer
-
-if TYPE_CHECKING:
-    pass
-
-from .node import ROLES, Group, GroupKey, Node
 
 logger = logging.getLogger(__name__)
 
-MAX_EMPTY_GROUPS = 16  # without nodes, kept for those that come back
-MAX_LINES = 32  # logged in a second of nodes that come and go
-TOKENIZER_S = 5.0  # a tokenizer that has not come for so long is asked for again
+MAX_EMPTY_GROUPS = 16  # groups without nodes that are kept, since their nodes may come back
+MAX_LINES = 32  # log lines per second on nodes that join, leave and are refused
+TOKENIZER_S = 5.0  # a tokenizer file that has not arrived after this time is asked for again
+NAME_SILENCE_S = 1.0  # a node without a heartbeat for this time loses its name to a new node
+PROOF_S = 0.5  # a heartbeat read this long after a Hello proves that its sender lived when the Hello was sent
+MAX_WAITING = 64  # Hellos that wait for an answer
+MAX_REASON_LEN = 4096  # characters of a Refusal's reason
+
+
+class _Obstacle(NamedTuple):
+    """Why a node cannot be welcomed now. `heard_at`: the last heartbeat of the nodes in its way, inf if there are none
+    (then nothing will change)."""
+
+    reason: str
+    heard_at: float
+
+
+class _WaitingHello(NamedTuple):
+    """A Hello without an answer, and when the first Hello of its node came."""
+
+    hello: Hello
+    since: float
 
 
 class Registry:
-    """All nodes and groups. Talks to nodes through `send`; tells of joined and lost nodes through callbacks."""
+    """All joined nodes and their groups.
+
+    It sends to nodes through `send(routing_id, message, protocol)`, and calls `on_joined(node)` after a node joined and
+    `on_lost(node, reason)` after it removed a node.
+    """
 
     def __init__(
         self,
@@ -42,12 +71,12 @@ class Registry:
         on_joined: Callable[[Node], None],
         on_lost: Callable[[Node, str], None],
     ) -> None:
-        self.nodes: dict[bytes, Node] = {}
+        self.nodes: dict[bytes, Node] = {}  # by routing id
         self.groups: dict[GroupKey, Group] = {}
-        self.comings = Comings()
-        self._tokenizers: dict[str, TextTokenizer] = {}
+        self.histories = NodeHistories()
+        self._tokenizers: dict[str, TextTokenizer] = {}  # by digest
         self._liveness: PeerLiveness[bytes] = PeerLiveness()
-        self._newcomers = Newcomers()
+        self._waiting: dict[bytes, _WaitingHello] = {}  # by routing id
         self._lines = Throttle(most=MAX_LINES)
         self._epoch = epoch
         self._send = send
@@ -55,24 +84,26 @@ class Registry:
         self._on_lost = on_lost
 
     def greet_again(self, peer: bytes) -> None:
-        """Answers a peer that is not known."""
-        if peer not in self._newcomers:
+        """Ask an unknown sender for its Hello, unless its Hello is here and waits for an answer."""
+        if peer not in self._waiting:
             self._send(peer, HelloAgain(router_epoch=self._epoch), PROTOCOL_MIN)
 
     def hello(self, peer: bytes, hello: Hello, now: float) -> None:
-        """A node introduces itself: it is let in, or refused with both sides' values; not at once where who is in its
-        way may be dead."""
+        """Welcome the node, refuse it, ask for its Hello in a newer protocol, or let it wait for an answer.
+
+        A node that is known and says Hello again has started anew: its old self is lost first.
+        """
         known = self.nodes.get(peer)
         if known is not None:
-            self.lose(known, "anew")
+            self.lose(known, "anew", now)
         protocol = agreed(hello.protocols)
         if protocol is not None and is_newer(Hello, max(PROTOCOL_MIN, hello.protocol), protocol):
             self._send(peer, HelloAgain(router_epoch=self._epoch, protocol=protocol), protocol)
             return
         obstacle = self._obstacle(hello, now)
-        if obstacle is not None and self._newcomers.waits(peer, hello, obstacle.heard_at, now):
+        if obstacle is not None and self._may_wait(peer, hello, obstacle, now):
             return
-        self._newcomers.remove(peer)
+        self._waiting.pop(peer, None)
         if obstacle is not None:
             self._refuse(peer, hello, obstacle.reason)
             return
@@ -81,7 +112,7 @@ class Registry:
         except ProtocolError as error:
             self._refuse(peer, hello, str(error))
             return
-        notice = loneliness(node, self.nodes.values()) or ""
+        notice = missing_partner(node, self.nodes.values()) or ""
         self._log(
             logging.INFO,
             "node %s (%s) joined: model %s, %d pages, %s",
@@ -96,6 +127,108 @@ class Registry:
         self._welcome(node, now, notice)
         self._on_joined(node)
 
+    def take_tokenizer(self, node: Node, file: TokenizerFile) -> None:
+        """Give the tokenizer that a node sent to all groups that need it.
+
+        Raises ProtocolError if the file is not the one of the node's Hello, or cannot be read.
+        """
+        digest = node.group.key.tokenizer
+        if file.digest != digest:
+            raise ProtocolError(
+                f"node {node.node_id} sent a tokenizer of digest {file.digest}, but its Hello promised {digest}; "
+                "restart the node with one tokenizer file",
+                node=node.node_id,
+            )
+        if digest not in self._tokenizers:
+            node.group.has_bad_tokenizer = True  # stays so if reading fails
+            self._tokenizers[digest] = TextTokenizer.from_compressed(file.data, digest)
+            node.group.has_bad_tokenizer = False
+        for group in self.groups.values():
+            if group.key.tokenizer == digest and group.tokenizer is None:
+                group.tokenizer = self._tokenizers[digest]
+
+    def beat(self, node: Node, beat: Heartbeat, now: float) -> None:
+        """Record a node's heartbeat. A node that reports itself stuck is lost until it says Hello again."""
+        node.heard(beat, now)
+        lacks_tokenizer = node.group.tokenizer is None and not node.group.has_bad_tokenizer
+        if lacks_tokenizer and now - node.welcomed_at > TOKENIZER_S:  # the Welcome or the file was lost
+            self._welcome(node, now)
+        self._apply(self._liveness.hear(node.routing_id, beat), now)
+
+    def leaving(self, node: Node, message: Leaving, now: float) -> None:
+        """Record that a node takes no new requests because it was told to stop, or that it has stopped (`done`)."""
+        node.leave()
+        if message.done:
+            self.lose(node, None, now)
+        else:
+            self._log(logging.INFO, "node %s (%s) drains", node.node_id, node.role)
+
+    def lose(self, node: Node, loss: Loss | None, now: float, reason: str | None = None) -> None:
+        """Remove a node. `loss` is None if the node announced that it leaves; `reason` replaces the words of `loss`."""
+        if self.nodes.pop(node.routing_id, None) is None:
+            return
+        reason = reason or (LOSS_WORDS[loss] if loss is not None else "it left")
+        self.histories.departed(node, None if node.is_leaving else loss, now)
+        del node.group.nodes[node.routing_id]
+        self._liveness.remove(node.routing_id)
+        node.leave()
+        level = logging.INFO if loss is None else logging.WARNING
+        self._log(level, "node %s (%s) is gone: %s", node.node_id, node.role, reason)
+        self._on_lost(node, reason)
+
+    def connection_lost(self, peer: bytes, now: float) -> None:
+        """Lose the node whose connection closed. If its process lives, it says Hello again."""
+        self._waiting.pop(peer, None)
+        if peer in self.nodes:
+            self.lose(self.nodes[peer], "closed", now)
+
+    def check(self, now: float) -> None:
+        """Lose silent nodes, and try again to answer the Hellos that wait. Call it several times per second."""
+        for change in self._liveness.check():
+            self._apply(change, now)
+        for peer, waiting in list(self._waiting.items()):
+            self.hello(peer, waiting.hello, now)
+
+    def trim(self, is_used: Callable[[Group], bool]) -> list[Group]:
+        """Remove and return the oldest groups without nodes; keep the last MAX_EMPTY_GROUPS and those in use.
+
+        Tokenizers that no group needs any more are removed as well.
+        """
+        empty = [group for group in self.groups.values() if not group.nodes]
+        old = [group for group in empty[: max(0, len(empty) - MAX_EMPTY_GROUPS)] if not is_used(group)]
+        for group in old:
+            del self.groups[group.key]
+        if old:
+            digests = {group.key.tokenizer for group in self.groups.values()}
+            self._tokenizers = {digest: each for digest, each in self._tokenizers.items() if digest in digests}
+        return old
+
+    def groups_of(self, model: str) -> list[Group]:
+        """Return the groups that serve a model name, those without nodes included."""
+        return [group for group in self.groups.values() if group.key.model == model]
+
+    def models(self) -> Iterator[Group]:
+        """Yield one group per model name that can be served now."""
+        names: set[str] = set()
+        for group in self.groups.values():
+            if group.is_paired and group.key.model not in names:
+                names.add(group.key.model)
+                yield group
+
+    def _admit(self, hello: Hello, now: float) -> Node:
+        key = _key_of(hello)
+        group = self.groups.get(key)
+        if group is None:
+            group = Group(key, hello)
+            self.groups[key] = group
+        group.tokenizer = group.tokenizer or self._tokenizers.get(key.tokenizer)
+        node = Node(hello, group, now)
+        self.nodes[node.routing_id] = node
+        group.nodes[node.routing_id] = node
+        self.histories.joined(node, now)
+        self._liveness.add(node.routing_id)
+        return node
+
     def _welcome(self, node: Node, now: float, notice: str = "") -> None:
         node.welcome(now)
         self._send(
@@ -109,132 +242,41 @@ class Registry:
             node.protocol,
         )
 
-    def take_tokenizer(self, node: Node, file: TokenizerFile) -> None:
-        """A node sent its tokenizer. Raises ProtocolError when it is not the one it spoke of, or cannot be read."""
-        digest = node.group.key.tokenizer
-        if file.digest != digest:
-            raise ProtocolError(f"node {node.node_id} sent tokenizer {file.digest}, not {digest}", node=node.node_id)
-        if digest not in self._tokenizers:
-            node.group.has_bad_tokenizer = True  # until it is known to be good
-            self._tokenizers[digest] = TextTokenizer.from_compressed(file.data, digest)
-            node.group.has_bad_tokenizer = False
-        for group in self.groups.values():
-            if group.key.tokenizer == digest and group.tokenizer is None:
-                group.tokenizer = self._tokenizers[digest]
-
-    def beat(self, node: Node, beat: Heartbeat, now: float) -> None:
-        """A heartbeat. A node that says it is stuck is given up; it comes back with a new Hello when it moves again."""
-        node.heard(beat, now)
-        is_lacking = node.group.tokenizer is None and not node.group.has_bad_tokenizer
-        if is_lacking and now - node.welcomed_at > TOKENIZER_S:  # it was lost
-            self._welcome(node, now)
-        self._apply(self._liveness.hear(node.routing_id, beat))
-
-    def leaving(self, node: Node, message: Leaving) -> None:
-        """A node drains, or goes."""
-        node.leave()
-        if message.done:
-            self.lose(node, None)
-        else:
-            self._log(logging.INFO, "node %s (%s) drains", node.node_id, node.role)
-
-    def lose(self, node: Node, loss: Loss | None, reason: str | None = None) -> None:
-        """A node is gone, by its own word if `loss` is None; what it held is moved by whom `on_lost` tells."""
-        if self.nodes.pop(node.routing_id, None) is None:
-            return
-        reason = reason or (LOSS_WORDS[loss] if loss is not None else "it left")
-        self.comings.gone(node, None if node.is_leaving else loss, time.monotonic())
-        del node.group.nodes[node.routing_id]
-        self._liveness.remove(node.routing_id)
-        node.leave()
-        level = logging.INFO if loss is None else logging.WARNING
-        self._log(level, "node %s (%s) is gone: %s", node.node_id, node.role, reason)
-        self._on_lost(node, reason)
-
-    def connection_lost(self, peer: bytes) -> None:
-        """A node's connection closed: it is dead, or comes back and introduces itself."""
-        self._newcomers.remove(peer)
-        if peer in self.nodes:
-            self.lose(self.nodes[peer], "closed")
-
-    def check(self, now: float) -> None:
-        """Gives up nodes that are silent, answers those that wait for it. To be called several times a second."""
-        for change in self._liveness.check():
-            self._apply(change)
-        for peer, hello, _ in self._newcomers:
-            self.hello(peer, hello, now)
-
-    def trim(self, is_used: Callable[[Group], bool]) -> list[Group]:
-        """Forgets the oldest groups without nodes, but for a few and those in use. Returns them."""
-        empty = [group for group in self.groups.values() if not group.nodes]
-        old = [group for group in empty[: max(0, len(empty) - MAX_EMPTY_GROUPS)] if not is_used(group)]
-        for group in old:
-            del self.groups[group.key]
-        if old:
-            digests = {group.key.tokenizer for group in self.groups.values()}
-            self._tokenizers = {digest: each for digest, each in self._tokenizers.items() if digest in digests}
-        return old
-
-    def groups_of(self, model: str) -> list[Group]:
-        """The groups that serve a model name, also those without nodes just now."""
-        return [group for group in self.groups.values() if group.key.model == model]
-
-    def models(self) -> Iterator[Group]:
-        """One group a model name that can serve now."""
-        names: set[str] = set()
-        for group in self.groups.values():
-            if group.is_paired and group.key.model not in names:
-                names.add(group.key.model)
-                yield group
-
-    def unready_reason(self) -> str | None:
-        """Return in words what is missing before a request can be served."""
-        if not self.nodes:
-            return "no node has joined"
-        lonely = [reason for node in self.nodes.values() if (reason := loneliness(node, self.nodes.values()))]
-        if lonely:
-            return lonely[0]
-        if not any(group.tokenizer for group in self.groups.values() if group.nodes):
-            return "no tokenizer has arrived yet"
-        roles = {node.role for node in self.nodes.values()}
-        missing = [role for role in ROLES if role not in roles]
-        return f"no {missing[0]} node has joined" if missing else None
-
-    def _apply(self, change: Change[bytes] | None) -> None:
-        if change is not None and change.state != "alive" and change.peer in self.nodes:
-            self.lose(self.nodes[change.peer], change.state, f"{change.state}: {change.reason}")
-
-    def _admit(self, hello: Hello, now: float) -> Node:
-        key = _key_of(hello)
-        group = self.groups.get(key)
-        if group is None:
-            group = Group(key, hello)
-            self.groups[key] = group
-        group.tokenizer = group.tokenizer or self._tokenizers.get(key.tokenizer)
-        node = Node(hello, group, now)
-        self.nodes[node.routing_id] = node
-        group.nodes[node.routing_id] = node
-        self.comings.joined(node, now)
-        self._liveness.add(node.routing_id)
-        return node
-
-    def _obstacle(self, hello: Hello, now: float) -> Obstacle | None:
-        """Why this node cannot be let in now. A namesake that has been silent for long loses its name."""
-        namesake = next((node for node in self.nodes.values() if node.node_id == hello.node_id), None)
-        if namesake is not None and now - namesake.last_seen < SILENCE_S:
-            return Obstacle(taken(hello), namesake.last_seen)
-        if namesake is not None:
-            self.lose(namesake, "replaced")
-        if agreed(hello.protocols) is None:
-            return Obstacle(apart(hello.protocols), math.inf)
-        return misfit(hello, self.groups.get(_key_of(hello)), self.nodes.values())
-
     def _refuse(self, peer: bytes, hello: Hello, reason: str) -> None:
         self._log(logging.WARNING, "node %s (%s) refused: %s", hello.node_id, hello.role, reason)
-        self._send(peer, Refusal(router_epoch=self._epoch, reason=reason[:4096]), PROTOCOL_MIN)
+        self._send(peer, Refusal(router_epoch=self._epoch, reason=reason[:MAX_REASON_LEN]), PROTOCOL_MIN)
+
+    def _obstacle(self, hello: Hello, now: float) -> _Obstacle | None:
+        """Return why this node cannot be welcomed now. A silent node of the same name is lost here."""
+        namesake = next((node for node in self.nodes.values() if node.node_id == hello.node_id), None)
+        if namesake is not None and now - namesake.last_seen < NAME_SILENCE_S:
+            reason = f"a node called {hello.node_id!r} is already here; give this one another --node-id"
+            return _Obstacle(reason, namesake.last_seen)
+        if namesake is not None:
+            self.lose(namesake, "replaced", now)
+        if agreed(hello.protocols) is None:
+            return _Obstacle(apart(hello.protocols), math.inf)
+        incompatible = incompatible_nodes(hello, self.groups.get(_key_of(hello)), self.nodes.values())
+        return _Obstacle(refusal(hello, incompatible), incompatible[0].last_seen) if incompatible else None
+
+    def _may_wait(self, peer: bytes, hello: Hello, obstacle: _Obstacle, now: float) -> bool:
+        """Return whether the Hello stays unanswered; False if a node in its way proved to live, or too many wait.
+
+        A Hello that is repeated does not wait longer: its node's first one counts.
+        """
+        first = self._waiting.get(peer)
+        since = now if first is None else first.since
+        if obstacle.heard_at - since > PROOF_S or (first is None and len(self._waiting) >= MAX_WAITING):
+            return False
+        self._waiting[peer] = _WaitingHello(hello, since)
+        return True
+
+    def _apply(self, change: Change[bytes] | None, now: float) -> None:
+        if change is not None and change.state != "alive" and change.peer in self.nodes:
+            self.lose(self.nodes[change.peer], change.state, now, f"{change.state}: {change.reason}")
 
     def _log(self, level: int, words: str, *values: object) -> None:
-        """One line of a node that comes or goes, unless there were too many just now."""
+        """Log one line on a node that comes or goes, unless MAX_LINES of this second are used up."""
         if self._lines.is_due():
             logger.log(level, words, *values)
 

@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from ...metadata.wire.messages import LedgerReport
-from ..absence import degraded
+from ..availability import degraded
 from ..node import Node
 from .openai_types import DrainRequest
 
@@ -55,7 +55,7 @@ class LedgerDesk:
 
 async def nodes(api: Api, _request: web.Request) -> web.StreamResponse:
     """GET /debug/nodes."""
-    dispatcher = api.dispatcher
+    dispatcher, registry = api.dispatcher, api.dispatcher.registry
     now = time.monotonic()
     listed = [_node(node, now) for node in dispatcher.registry.nodes.values()]
     pairs = [
@@ -69,10 +69,8 @@ async def nodes(api: Api, _request: web.Request) -> web.StreamResponse:
             "router_epoch": dispatcher.epoch,
             "is_ready": is_ready,
             "reason": None if is_ready else dispatcher.health.reason,
-            "degraded": msgspec.to_builtins(degraded(dispatcher.registry, now)),
-            "nodes": [
-                {**each, "num_restarts": dispatcher.registry.comings.num_restarts(each["node_id"])} for each in listed
-            ],
+            "degraded": msgspec.to_builtins(degraded(registry.nodes.values(), registry.histories, now)),
+            "nodes": [{**each, "num_restarts": registry.histories.num_restarts(each["node_id"])} for each in listed],
             "pairs": pairs,
         }
     )

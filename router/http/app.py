@@ -14,7 +14,7 @@ from aiohttp import web
 
 from ...metadata.errors import BatonError, Overloaded, RequestError, Unavailable
 from ...metadata.wire.node_info import Role
-from ..absence import degraded, no_node
+from ..availability import degraded, no_node
 from ..config import RouterConfig
 from ..errors import HttpRefusal, NoNode, NotFound, from_malformed, from_validation, response_of
 from ..metrics import CONTENT_TYPE, Metrics
@@ -223,7 +223,8 @@ async def _ready(api: Api, http_request: web.Request) -> web.StreamResponse:
         raise Unavailable("the router is shutting down")
     if not health.is_ready:
         raise NoNode("no request could be served now", health.reason)
-    found = degraded(api.dispatcher.registry, time.monotonic()) if api.access.may_operate(http_request[CALLER]) else []
+    may_operate, registry = api.access.may_operate(http_request[CALLER]), api.dispatcher.registry
+    found = degraded(registry.nodes.values(), registry.histories, time.monotonic()) if may_operate else []
     return _json({"status": "ready", "degraded": found} if found else {"status": "ready"})
 
 

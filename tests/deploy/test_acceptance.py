@@ -31,7 +31,7 @@ def page(num_tokens: int, **nodes: tuple[int, int, int] | None) -> str:
                 is_draining=False,
             )
         )
-    registry: Any = SimpleNamespace(nodes=dict(enumerate(listed)), comings=[])
+    registry: Any = SimpleNamespace(nodes=dict(enumerate(listed)), histories=[])
     metrics.watch_nodes(registry, lambda: 0)
     generation = SimpleNamespace(group=SimpleNamespace(key=SimpleNamespace(model="m")), first_token_at=1.0)
     metrics.tokens(generation, SimpleNamespace(seen_at=None), num_tokens, 2.0)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The vote on canaries: who is believed, who is named, who is asked."""
+"""The vote on canaries: which answer becomes the group's, which pairs are faulty, which nodes are asked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RIGHT, WRONG, OTHER = says(1, 2, 3, 4), says(1, 9, 9, 9), says(7, 7, 7, 7)
 
 
 def ballot(num_prefill: int, num_decode: int, *, can_compute: bool = True) -> Ballot:
-    """Of nodes that have just joined."""
+    """Return the ballot of nodes that have just joined."""
     ballot = Ballot(GAP)
     for voter in P[:num_prefill] + D[:num_decode]:
         ballot.joined(voter, can_compute=can_compute)
@@ -30,7 +30,7 @@ def ballot(num_prefill: int, num_decode: int, *, can_compute: bool = True) -> Ba
 
 
 def states(ballot: Ballot, num_prefill: int, num_decode: int) -> list[list[str]]:
-    """By prefill node, then decode node."""
+    """Return the states of all pairs: a row per prefill node, a column per decode node."""
     return [[ballot.verdict(p, d).state for d in D[:num_decode]] for p in P[:num_prefill]]
 
 
@@ -43,7 +43,7 @@ def test_a_single_pair_waits_for_what_its_decode_node_computes_alone() -> None:
     assert "decode node d0 has not computed alone yet" in verdict.words
     each.own(D[0], RIGHT, 0.0)
     assert each.verdict(P[0], D[0]).state == "ready"
-    assert each.wanted(0.0) == [P[0]], "one node may be wrong in both: another that shares nothing with it is asked"
+    assert each.wanted(0.0) == [P[0]], "d0 may be wrong in both answers, so a node that shares nothing with it is asked"
     each.own(P[0], RIGHT, 0.0)
     assert each.wanted(1e9) == []
 
@@ -57,7 +57,7 @@ def test_a_single_pair_whose_two_answers_differ_is_named_with_both() -> None:
     assert verdict.words == "its canary gave 1 9 9 9, but decode node d0 alone computes 1 2 3 4"
 
 
-def test_two_pairs_that_share_no_node_need_no_one_else() -> None:
+def test_two_pairs_that_share_no_node_need_no_other_witness() -> None:
     each = ballot(2, 2)
     each.canary(P[0], D[0], RIGHT)
     each.canary(P[1], D[1], RIGHT)
@@ -65,7 +65,7 @@ def test_two_pairs_that_share_no_node_need_no_one_else() -> None:
 
 
 def test_pairs_that_share_a_node_are_one_witness() -> None:
-    """A prefill node whose KV is wrong gives every decode node the same wrong answer."""
+    """A prefill node with wrong KV makes every decode node give the same wrong answer."""
     each = ballot(1, 3)
     for decode in D[:3]:
         each.canary(P[0], decode, WRONG)
@@ -86,7 +86,7 @@ def test_three_pairs_against_one() -> None:
 
 
 def test_two_against_two_by_a_prefill_node() -> None:
-    """The faulty pairs came first."""
+    """The answers of the faulty pairs come first."""
     each = ballot(2, 2)
     for decode in D[:2]:
         each.canary(P[0], decode, WRONG)
@@ -96,14 +96,14 @@ def test_two_against_two_by_a_prefill_node() -> None:
     assert set(each.wanted(0.0)) == {*P[:2], *D[:2]}
     assert "nobody can tell yet who is right" in each.verdict(P[0], D[0]).words
     each.own(D[1], RIGHT, 0.0)
-    assert states(each, 2, 2) == [["faulty"] * 2, ["ready"] * 2], "it and the pair of the others share no node"
+    assert states(each, 2, 2) == [["faulty"] * 2, ["ready"] * 2], "d1 alone and the pair p1 -> d0 share no node"
     assert each.verdict(P[0], D[0]).words == "its canary gave 1 9 9 9; decode node d1 gave 1 2 3 4"
     each.own(D[0], RIGHT, 0.0)
     assert each.verdict(P[0], D[0]).words == "its canary gave 1 9 9 9, but decode node d0 alone computes 1 2 3 4"
 
 
 def test_two_against_two_by_a_decode_node_that_is_wrong_in_all_it_does() -> None:
-    """Its canaries equal its own answer. The prefill nodes computed neither: they tell."""
+    """Its canaries equal its own answer. The own answers of the prefill nodes decide."""
     each = ballot(2, 2)
     for prefill in P[:2]:
         each.canary(prefill, D[0], WRONG)
@@ -118,12 +118,12 @@ def test_two_against_two_by_a_decode_node_that_is_wrong_in_all_it_does() -> None
     assert states(each, 2, 2) == [["faulty", "ready"]] * 2
 
 
-def test_condemned_ones_come_back_once_the_truth_is_known() -> None:
-    """The first decode node is wrong in all it does; a good one that comes later looks wrong at first."""
+def test_condemned_pairs_come_back_once_the_vote_is_decided() -> None:
+    """The first decode node is always wrong, so that a good one that joins later looks wrong at first."""
     each = ballot(1, 1)
     each.canary(P[0], D[0], WRONG)
     each.own(D[0], WRONG, 0.0)
-    assert states(each, 1, 1) == [["ready"]], "nobody here could tell"
+    assert states(each, 1, 1) == [["ready"]], "no node here could contradict it"
     each.joined(D[1], can_compute=True)
     each.canary(P[0], D[1], RIGHT)
     assert states(each, 1, 2) == [["undecided", "undecided"]] and each.wanted(0.0) == [P[0], D[1]]
@@ -167,12 +167,12 @@ def test_a_node_in_the_minority_computes_again_after_a_while() -> None:
     assert each.wanted(100.0 + RETRY_S / 2) == [] and each.wanted(100.0 + RETRY_S) == [D[1]]
     for prefill in P[:2]:
         each.canary(prefill, D[1], RIGHT)
-    assert states(each, 2, 2) == [["ready", "faulty"]] * 2, "it still computes something else alone"
+    assert states(each, 2, 2) == [["ready", "faulty"]] * 2, "its own answer still differs"
     each.own(D[1], RIGHT, 120.0)
     assert states(each, 2, 2) == [["ready", "ready"]] * 2 and each.wanted(1e9) == []
 
 
-def test_who_leaves_takes_its_answers_along_but_what_two_agreed_on_is_remembered() -> None:
+def test_answers_of_a_node_that_leaves_are_removed_but_what_two_witnesses_agreed_on_is_remembered() -> None:
     each = ballot(2, 2)
     each.canary(P[0], D[0], RIGHT)
     each.canary(P[1], D[1], RIGHT)
@@ -186,7 +186,7 @@ def test_who_leaves_takes_its_answers_along_but_what_two_agreed_on_is_remembered
     assert "nodes that were here before gave 1 2 3 4" in each.verdict(P[0], D[2]).words
     each.own(D[2], WRONG, 0.0)
     each.own(P[0], WRONG, 0.0)
-    assert each.verdict(P[0], D[2]).state == "ready", "two who are here outvote what is remembered"
+    assert each.verdict(P[0], D[2]).state == "ready", "two present witnesses outvote the remembered answer"
 
 
 def test_an_answer_of_one_pair_is_not_remembered() -> None:
@@ -207,7 +207,7 @@ def test_decode_nodes_that_cannot_compute_alone_vote_by_their_pairs() -> None:
     for prefill in P[:2]:
         for decode in D[:2]:
             each.canary(prefill, decode, WRONG if prefill is P[0] else RIGHT)
-    assert states(each, 2, 2) == [["undecided"] * 2] * 2, "nobody can tell, so nobody serves"
+    assert states(each, 2, 2) == [["undecided"] * 2] * 2, "no witness can decide, so no pair serves"
     each.left(P[0])
     assert [each.verdict(P[1], decode).state for decode in D[:2]] == ["ready"] * 2
 
@@ -220,7 +220,7 @@ def test_nobody_waits_for_a_node_that_cannot_answer() -> None:
     assert states(each, 1, 2) == [["undecided"] * 2] and each.wanted(0.0) == [P[0], D[1]]
     each.unable(P[0], "it is full", 5.0)
     each.unable(D[1], "it is full", 5.0)
-    assert states(each, 1, 2) == [["ready", "faulty"]], "by the number of witnesses"
+    assert states(each, 1, 2) == [["ready", "faulty"]], "the number of witnesses decides"
     assert each.wanted(5.0) == [] and each.wanted(5.0 + RETRY_S) == [P[0], D[1]]
 
 
@@ -234,7 +234,7 @@ def test_a_pair_whose_decode_node_cannot_answer_is_not_ready() -> None:
     assert each.verdict(P[0], D[0]).state == "ready"
 
 
-def test_ties_agree_from_there_on() -> None:
+def test_answers_agree_from_their_first_tie_on() -> None:
     near = says(1, 2, 3, 4, leads=(1.0, GAP / 2, 1.0, 1.0))
     other = says(1, 8, 8, 8, leads=(1.0, GAP / 3, 1.0, 1.0))
     each = ballot(1, 1)
@@ -243,9 +243,9 @@ def test_ties_agree_from_there_on() -> None:
     assert states(each, 1, 1) == [["ready"]]
     sure = says(1, 8, 8, 8)
     each.own(D[0], sure, 0.0)
-    assert states(each, 1, 1) == [["faulty"]], "a tie is one for both, or a node that finds all tokens equal agrees"
+    assert states(each, 1, 1) == [["faulty"]], "both answers must have a tie there"
     each.own(D[0], says(1, 2), 0.0)
-    assert states(each, 1, 1) == [["faulty"]], "an answer that is cut is no tie"
+    assert states(each, 1, 1) == [["faulty"]], "a shorter answer is not a tie"
 
 
 def test_independent_witnesses() -> None:
@@ -257,13 +257,17 @@ def test_independent_witnesses() -> None:
     assert num_independent([(), (P[0], D[0])]) == 2
 
 
-# --- any order, a minority of faulty nodes -------------------------------------------------------------------------
+# Any order of events, with a minority of faulty nodes
+# ----------------------------------------------------
 
 
 @dataclass
 class World:
-    """Nodes, and what they answer. A `bad` pair is wrong together, a `bad` node in every pair, and alone unless it is
-    `sound_alone`."""
+    """Nodes and their answers.
+
+    The canary of a `bad` pair is wrong. So are the canaries of all pairs of a `bad` node, and its own answer unless it
+    is in `sound_alone`.
+    """
 
     bad: dict[Voter | tuple[Voter, Voter], Answer]
     sound_alone: set[Voter]
@@ -278,16 +282,16 @@ class World:
         return self.bad.get(decode) or self.bad.get(prefill) or self.bad.get((prefill, decode)) or RIGHT
 
     def is_minority(self) -> bool:
-        """Fewer faults than sound nodes."""
+        """Return whether there are fewer faults than sound nodes."""
         here = [each for each in self.bad if set(each if each in self.pairs() else (each,)) <= set(self.nodes)]
         return len(here) < len(set(self.nodes) - self.bad.keys())
 
     def pairs(self) -> list[tuple[Voter, Voter]]:
-        """All pairs of nodes that are here."""
+        """Return all pairs of present nodes."""
         return [(p, d) for p in self.nodes for d in self.nodes if (p.role, d.role) == ("prefill", "decode")]
 
     def settle(self) -> None:
-        """All canaries, and all that is asked for."""
+        """Let every pair answer its canary, and every node that is asked compute alone."""
         for _ in range(4):
             for pair in self.pairs():
                 self.ballot.canary(*pair, self.together(*pair))
@@ -296,7 +300,7 @@ class World:
             self.now += RETRY_S
 
     def check(self) -> None:
-        """Every good pair is ready, every other one is faulty."""
+        """Assert that every good pair is ready and every other one is faulty."""
         for pair in self.pairs():
             verdict = self.ballot.verdict(*pair)
             assert verdict.state == ("ready" if self.together(*pair) == RIGHT else "faulty"), (pair, verdict, self)
@@ -305,7 +309,7 @@ class World:
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_a_minority_of_faulty_nodes_never_prevails(data: st.DataObject) -> None:
-    """Whoever joins, answers and leaves in whatever order: at rest every good pair is ready and no faulty one is."""
+    """Nodes join, answer and leave in any order. At rest every good pair is ready and every other one faulty."""
     nodes = P[: data.draw(st.integers(1, 4))] + D[: data.draw(st.integers(1, 4))]
     wrong = data.draw(st.permutations([WRONG, OTHER, says(5, 5, 5, 5), says(1, 2, 3, 5)]))
     num_bad = data.draw(st.integers(0, (len(nodes) - 1) // 2))
@@ -342,7 +346,7 @@ def test_a_minority_of_faulty_nodes_never_prevails(data: st.DataObject) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_nodes_that_are_wrong_in_the_same_way_lose_to_a_majority_that_has_answered(data: st.DataObject) -> None:
-    """As after a bad build on some hosts."""
+    """As with a bad build on some hosts."""
     nodes = P[: data.draw(st.integers(1, 4))] + D[: data.draw(st.integers(1, 4))]
     bad = data.draw(st.permutations(nodes))[: data.draw(st.integers(0, (len(nodes) - 1) // 2))]
     world = World(dict.fromkeys(bad, WRONG), set(), nodes)
@@ -358,5 +362,5 @@ def test_nodes_that_are_wrong_in_the_same_way_lose_to_a_majority_that_has_answer
 
 
 def _breakable(nodes: list[Voter]) -> list[Voter | tuple[Voter, Voter]]:
-    """Nodes, and the ways between two."""
+    """Return what can be faulty: each node, and each pair (the connection between two good nodes)."""
     return [*nodes, *((p, d) for p in nodes for d in nodes if (p.role, d.role) == ("prefill", "decode"))]

@@ -220,7 +220,7 @@ def test_who_waits_for_a_node_that_was_taken_for_dead_gets_in(
         wait_until(lambda: taken)
         system.router.call(
             lambda: [
-                dispatcher.registry.lose(node, "dead")
+                dispatcher.registry.lose(node, "dead", time.monotonic())
                 for node in list(dispatcher.registry.nodes.values())
                 if node.num_units
             ]

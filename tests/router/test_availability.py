@@ -1,4 +1,4 @@
-"""A drained node is called so, by name and with the way back, wherever somebody asks why nothing is served."""
+"""Errors and operators' pages say which nodes drain or are gone, and how to put a drained node back."""
 
 from __future__ import annotations
 
@@ -11,12 +11,79 @@ from typing import Any
 import pytest
 
 from baton.metadata.wire import messages as m
+from baton.router.availability import MAX_NAMED, degraded, drain_summary, missing_for_service, no_node
+from baton.router.text.tokenizer import TextTokenizer
 
 from .conftest import System
+from .hellos import ClockedRegistry
 from .http.test_access import bearer
 from .test_dispatcher import wait_until
 
 Make = Callable[..., System]
+LEAVING = m.Leaving(done=False, reason="SIGTERM")
+
+
+def test_what_is_missing_for_service_until_a_pair_and_its_tokenizer_are_here(tokenizer: TextTokenizer) -> None:
+    clocked = ClockedRegistry()
+
+    def missing() -> str | None:
+        return missing_for_service(list(clocked.registry.groups.values()))
+
+    assert missing() == "no node has joined"
+    node = clocked.join(name="p0", role="prefill")
+    assert missing() == "no tokenizer has arrived yet"
+    node.group.tokenizer = tokenizer
+    assert missing() == "no decode node has joined"
+    clocked.join(name="d0", model="other", target_fingerprint="o" * 16)
+    assert "can be paired with nobody yet" in str(missing())
+    clocked.join(name="d1")
+    assert "decode node d0 serves model 'other'" in str(missing())
+    clocked.registry.lose(clocked.registry.nodes[b"d0:e"], "dead", clocked.now)
+    assert missing() is None
+
+
+def test_long_lists_of_draining_nodes_are_cut() -> None:
+    clocked = ClockedRegistry()
+    nodes = [clocked.join(name=f"d{number}") for number in range(MAX_NAMED + 2)]
+    assert drain_summary(nodes) == ""
+    for node in nodes:
+        clocked.registry.leaving(node, LEAVING, clocked.now)
+    assert drain_summary(nodes[:1]) == "decode node d0 is leaving, since it was told to stop"
+    summary = drain_summary(nodes)
+    assert summary.count("; ") == MAX_NAMED and summary.endswith("; and 2 more")
+
+
+def test_the_error_for_clients_counts_draining_nodes_and_the_one_for_operators_names_them() -> None:
+    clocked = ClockedRegistry()
+    node = clocked.join(name="d0")
+    error = no_node("no decode node", [node.group], ["decode"])
+    assert (error.shown, str(error)) == ("no decode node", "no decode node")
+    clocked.registry.leaving(node, LEAVING, clocked.now)
+    error = no_node("no decode node", [node.group], ["decode"])
+    assert error.shown == "no decode node: 1 draining" and "d0 is leaving" in str(error)
+    assert no_node("no prefill node", [node.group], ["prefill"]).shown == "no prefill node"
+
+
+def test_nodes_that_leave_are_gone_or_keep_coming_back_are_degraded() -> None:
+    clocked = ClockedRegistry()
+    registry = clocked.registry
+
+    def found() -> list[tuple[str, str]]:
+        return [(each.node, each.state) for each in degraded(registry.nodes.values(), registry.histories, clocked.now)]
+
+    for number in range(3):
+        registry.lose(clocked.join(f"e{number}", "d0"), "closed", clocked.now)
+    assert found() == [("d0", "gone")]
+    clocked.join("last", "d0")
+    assert found() == [("d0", "flapping")]
+    registry.leaving(clocked.join(name="d1"), LEAVING, clocked.now)
+    assert found() == [("d1", "leaving"), ("d0", "flapping")]
+    clocked.now += 600.0
+    assert found() == [("d1", "leaving")], "the losses are too long ago"
+
+
+# Through a router and fake nodes
+# -------------------------------
 
 
 def ready(system: System, **headers: str) -> tuple[int, Any]:
@@ -37,7 +104,7 @@ def test_the_only_node_of_a_role_is_drained(make_system: Make, name: str, role: 
     assert system.router.request("POST", f"/admin/nodes/{name}/drain")[0] == 200
     assert all(word in reason(system) for word in words), reason(system)
     assert "canary" not in reason(system)
-    for _ in range(2):  # one that waits for a node, then one that is turned away at once
+    for _ in range(2):  # the first request waits for a node, the second one is refused at once
         status, body, _ = system.complete()
         assert status == 503
         message = body["error"]["message"]
@@ -72,14 +139,14 @@ def test_clients_that_may_not_operate_are_told_no_names(make_system: Make) -> No
     assert "d0 is draining" in request("POST", "/v1/completions", body, bearer("boss"))[1]["error"]["message"]
 
 
-def test_a_stream_that_waits_is_told_the_same(make_system: Make) -> None:
+def test_a_stream_that_waits_for_a_node_gets_the_same_error(make_system: Make) -> None:
     system = make_system(router={"node_wait_s": 0.3}).up()
     system.router.request("POST", "/admin/nodes/d0/drain")
     status, body, _ = system.complete(stream=True)
     assert status == 503 and "d0 is draining" in body["error"]["message"]
 
 
-def test_one_that_is_drained_while_another_serves_is_told_to_operators(make_system: Make) -> None:
+def test_operators_are_told_of_a_drained_node_while_another_one_serves(make_system: Make) -> None:
     system = make_system().up(1, 2)
     assert ready(system) == (200, {"status": "ready"})
     system.router.request("POST", "/admin/nodes/d0/drain")
@@ -117,12 +184,12 @@ def test_a_failed_canary_is_the_reason_though_another_node_is_drained(make_syste
     system.router.request("POST", "/admin/nodes/d0/drain")
     assert "broken inside" in reason(system) and reason(system).index("broken inside") < reason(system).index("d0 is")
     system.router.request("POST", "/admin/nodes/bad/drain")
-    assert "broken inside" not in reason(system), "what it was before it was drained is not why nothing is served"
+    assert "broken inside" not in reason(system), "the failure of a drained node is not why nothing is served"
     assert "bad is draining" in reason(system) and "d0 is draining" in reason(system)
 
 
 def test_a_node_that_is_drained_twice(make_system: Make) -> None:
-    """The second time counts. It is undone at once."""
+    """The second drain sets the time limit anew. Undraining works at once."""
     system = make_system().up(1, 2)
     system.behaviour.hold = threading.Event()
     with ThreadPoolExecutor(1) as pool:

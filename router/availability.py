@@ -1,0 +1,91 @@
+"""Tells operators which nodes take no requests, why, and how to put them back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Literal
+
+import msgspec
+
+from ..metadata.wire.node_info import Role
+from .errors import NoNode
+from .node import ROLES, Group, Node
+from .node_history import LOSS_WORDS, NodeHistory
+from .pairing_diagnostics import missing_partner
+
+MAX_NAMED = 8  # nodes in one sentence
+
+
+class Degraded(msgspec.Struct, frozen=True):
+    """A node that is missing, takes no requests, or keeps being lost."""
+
+    node: str
+    role: str
+    state: Literal["draining", "leaving", "gone", "flapping"]
+    words: str
+
+
+def drain_words(node: Node) -> str:
+    """Return why a joined node takes no new requests, and how to undo it if that is possible."""
+    name = f"{node.role} node {node.node_id}"
+    if node.is_leaving:
+        return f"{name} is leaving, since it was told to stop"
+    return f"{name} is draining, since an operator asked for it (POST /admin/nodes/{node.node_id}/undrain puts it back)"
+
+
+def drain_summary(nodes: Iterable[Node]) -> str:
+    """Return `drain_words` of the nodes that drain, the first MAX_NAMED of them; "" if none drains."""
+    words = [drain_words(node) for node in nodes if node.is_draining]
+    more = [f"and {len(words) - MAX_NAMED} more"] if len(words) > MAX_NAMED else []
+    return "; ".join([*words[:MAX_NAMED], *more])
+
+
+def no_node(shown: str, groups: Iterable[Group], roles: Iterable[Role]) -> NoNode:
+    """Return the error of a request that lacks nodes of these roles.
+
+    `shown` is the message for every client. If such nodes drain, operators also read their names and the way back.
+    """
+    roles = list(roles)
+    draining = [node for group in groups for node in group.nodes.values() if node.is_draining and node.role in roles]
+    if not draining:
+        return NoNode(shown)
+    return NoNode(f"{shown}: {len(draining)} draining", f"{shown}: {drain_summary(draining)}")
+
+
+def missing_for_service(groups: Collection[Group]) -> str | None:
+    """Return what is missing before any request can be served, None if a node of each role and a tokenizer are here."""
+    nodes = [node for group in groups for node in group.nodes.values()]
+    if not nodes:
+        return "no node has joined"
+    for node in nodes:
+        reason = missing_partner(node, nodes)
+        if reason is not None:
+            return reason
+    if not any(group.tokenizer for group in groups if group.nodes):
+        return "no tokenizer has arrived yet"
+    present = {node.role for node in nodes}
+    missing = [role for role in ROLES if role not in present]
+    return f"no {missing[0]} node has joined" if missing else None
+
+
+def degraded(nodes: Iterable[Node], histories: Iterable[NodeHistory], now: float) -> list[Degraded]:
+    """Return all nodes that drain, that were lost recently, or that were lost and came back several times."""
+    found = [
+        Degraded(node.node_id, node.role, "leaving" if node.is_leaving else "draining", drain_words(node))
+        for node in nodes
+        if node.is_draining
+    ]
+    for history in histories:
+        name, num_returns = f"{history.role} node {history.node_id}", history.num_returns(now)
+        if history.is_missing(now) and history.last_loss is not None:
+            words = f"{name} is gone: {LOSS_WORDS[history.last_loss]}"
+            words += f"; it had come back {_times(num_returns)} in the last ten minutes" if num_returns else ""
+            found.append(Degraded(history.node_id, history.role, "gone", words))
+        elif history.is_here and num_returns > 1:
+            words = f"{name} has come back {_times(num_returns)} in the last ten minutes"
+            found.append(Degraded(history.node_id, history.role, "flapping", words))
+    return found
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

@@ -1,0 +1,109 @@
+"""One canary: a run of a group's test prompt on a pair of nodes, or on one node alone.
+
+The prompt is the same for all canaries of a group. It has several pages, and every canary has a fresh cache salt, so
+that its nodes compute all pages and read none from a prefix cache. The request is greedy: all nodes that compute
+correctly give the same answer.
+
+A pair and a decode node alone answer in one request of NUM_TOKENS tokens. A prefill node alone gives only the first
+token of a request, so it is asked once per token.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import abc
+
+from ..metadata.errors import BatonError
+from ..metadata.wire.request import SamplingParams, TokenLogprobs
+from .ballot import Answer
+from .node import Group
+from .queue import Pinned
+from .request import Delta, Request, Sequence
+
+NUM_PAGES = 3
+NUM_TOKENS = 4
+
+
+class Canary:
+    """Makes the requests of one canary, listens to them, and collects the answer.
+
+    The end of a request is reported to PairHealth by the caller, who knows the time; on_done and on_error do nothing.
+    """
+
+    def __init__(self, group: Group, prompt_ids: list[int], nodes: Pinned) -> None:
+        self.group = group
+        self.nodes = nodes
+        self.request: Request | None = None  # the last one
+        self._prompt_ids = prompt_ids
+        self._cache_salt = secrets.token_hex(8)
+        self._logprobs: list[TokenLogprobs] = []
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no further request is needed once the last one is done."""
+        return self.nodes[1] is not None or len(self._output_ids) >= NUM_TOKENS
+
+    @property
+    def answer(self) -> Answer:
+        """The tokens that the nodes gave, and their leads."""
+        return answer_of(self._output_ids, self._logprobs)
+
+    def next_request(self, now: float) -> Request:
+        """Return a request for all tokens, or for the next one if a prefill node runs alone."""
+        output_ids = self._output_ids
+        is_prefill_alone = self.nodes[1] is None
+        request = self.request = Request(
+            f"canary-{secrets.token_hex(6)}",
+            self.group,
+            self._prompt_ids,
+            SamplingParams(
+                max_tokens=len(output_ids) + 1 if is_prefill_alone else NUM_TOKENS,
+                temperature=0.0,
+                num_logprobs=2,
+            ),
+            self,
+            salt=self._cache_salt,
+            now=now,
+            is_canary=True,
+        )
+        if output_ids:
+            (sequence,) = request.sequences
+            sequence.received.extend(output_ids)
+            sequence.restart()
+        return request
+
+    def on_delta(self, _sequence: Sequence, delta: Delta, /) -> None:
+        self._logprobs += delta.logprobs
+
+    def on_done(self, _request: Request, /) -> None:
+        pass
+
+    def on_error(self, _request: Request, _error: BatonError, /) -> None:
+        pass
+
+    @property
+    def _output_ids(self) -> list[int]:
+        return [] if self.request is None else self.request.sequences[0].received
+
+
+def answer_of(token_ids: abc.Sequence[int], logprobs: abc.Sequence[TokenLogprobs]) -> Answer:
+    """Return these tokens as an answer. A token's lead is infinite if the node did not give two log-probabilities."""
+    leads = [
+        entry.top_logprobs[0] - entry.top_logprobs[1] if len(entry.top_logprobs) > 1 else math.inf for entry in logprobs
+    ]
+    return Answer(tuple(token_ids), tuple(leads + [math.inf] * (len(token_ids) - len(leads))))
+
+
+def canary_prompt(group: Group) -> list[int]:
+    """Return the group's test prompt: always the same tokens for the same length, without special tokens."""
+    special = group.tokenizer.special_ids if group.tokenizer is not None else frozenset[int]()
+    ordinary = [token for token in range(min(group.card.vocab_size, 4096)) if token not in special]
+    return [ordinary[(7919 * index + 101) % len(ordinary)] for index in range(canary_prompt_len(group))]
+
+
+def canary_prompt_len(group: Group) -> int:
+    """Return the length of the test prompt: NUM_PAGES pages and a token, or less if a node has no room for that."""
+    pages = min((node.hello.capacity.num_pages for node in group.nodes.values()), default=NUM_PAGES)
+    room = min(group.context_len, pages * group.page_size) - 2 * NUM_TOKENS
+    return max(1, min(NUM_PAGES * group.page_size + 1, room))

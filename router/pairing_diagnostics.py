@@ -1,0 +1,68 @@
+"""Says in words why two nodes cannot form a pair, with the values of both.
+
+The registry uses these words to refuse a node, and to warn a node that waits for a partner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..metadata.handoff import schema
+from ..metadata.wire.messages import Hello
+from .node import Group, Node
+
+MAX_COMPARED = 3  # nodes that one refusal names
+
+
+def missing_partner(node: Node, nodes: Iterable[Node]) -> str | None:
+    """Return why a joined node has no partner yet, or None if it has one or no node of the other role is here.
+
+    Such a node serves another model than the nodes of the other role, so it is not refused: its partner may still come.
+    """
+    others = [other for other in nodes if other.role != node.role]
+    if not others or any(other.group is node.group and other.shares_protocol(node.hello) for other in others):
+        return None
+    return (
+        f"it can be paired with nobody yet: {node.role} node {node.node_id} serves model "
+        f"{node.hello.model.name!r}, the {others[0].role} nodes here {_model_names(others)}"
+    )
+
+
+def incompatible_nodes(hello: Hello, group: Group | None, nodes: Iterable[Node]) -> list[Node]:
+    """Return the nodes of the other role that serve the model of `hello` though none of them can be its partner.
+
+    The node that was heard last comes first. The list is empty if the node has a partner, or if no node of the other
+    role serves its model. `group` is the group that the node would join, None if it would be the first one there.
+    """
+    others = [node for node in nodes if node.role != hello.role and node.group.key.model == hello.model.name]
+    if any(node.group is group and node.shares_protocol(hello) for node in others):
+        return []
+    return sorted(others, key=lambda node: node.last_seen, reverse=True)
+
+
+def refusal(hello: Hello, incompatible: Sequence[Node]) -> str:
+    """Return the reason to refuse a node that can be paired with none of these nodes."""
+    phrases = [_differences(hello, node) for node in incompatible[:MAX_COMPARED]]
+    return "it can be paired with nobody: " + "; ".join(phrases)
+
+
+def _differences(hello: Hello, node: Node) -> str:
+    """Name everything in which a new node differs from a joined one, with both values."""
+    phrases = schema.differences(hello.layout, node.hello.layout)
+    pairs = (
+        ("weights", hello.target_fingerprint, node.hello.target_fingerprint),
+        ("draft weights", hello.draft_fingerprint, node.hello.draft_fingerprint),
+        ("tokenizer", hello.model.tokenizer_digest, node.hello.model.tokenizer_digest),
+    )
+    phrases += [f"{name}: {here} here, {there} there" for name, here, there in pairs if here != there]
+    if not node.shares_protocol(hello):
+        phrases.append(f"protocol versions: {_protocols(hello)} here, {_protocols(node.hello)} there")
+    return f"{node.role} node {node.node_id} of model {hello.model.name!r} differs in {', '.join(phrases)}"
+
+
+def _protocols(hello: Hello) -> str:
+    return f"{hello.protocol_min}..{hello.protocol_max}"
+
+
+def _model_names(nodes: Iterable[Node]) -> str:
+    return ", ".join(sorted({repr(node.hello.model.name) for node in nodes}))

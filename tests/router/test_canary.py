@@ -1,0 +1,96 @@
+"""The requests of one canary, and the answer that it collects from them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from baton.metadata.wire.node_info import Capacity
+from baton.metadata.wire.request import TokenLogprobs
+from baton.router.canary import NUM_PAGES, NUM_TOKENS, Canary, answer_of, canary_prompt
+from baton.router.node import Group, Node
+from baton.router.queue import Pinned
+from baton.router.text.tokenizer import TextTokenizer
+
+from .hellos import ClockedRegistry
+
+
+@pytest.fixture
+def clocked() -> ClockedRegistry:
+    return ClockedRegistry()
+
+
+@pytest.fixture
+def nodes(clocked: ClockedRegistry, tokenizer: TextTokenizer) -> tuple[Node, Node]:
+    """A prefill and a decode node of one group."""
+    prefill, decode = clocked.join(name="p0", role="prefill"), clocked.join(name="d0")
+    prefill.group.tokenizer = tokenizer
+    return prefill, decode
+
+
+def canary(group: Group, nodes: Pinned) -> Canary:
+    return Canary(group, canary_prompt(group), nodes)
+
+
+def answer(canary: Canary, *ids: int) -> None:
+    """Let the canary's request bring these tokens, each with a lead of 1."""
+    request = canary.request
+    assert request is not None
+    (sequence,) = request.sequences
+    logprobs = [TokenLogprobs(-0.5, (token, token + 1), (-0.5, -1.5)) for token in ids]
+    delta = sequence.merge(len(sequence.received), list(ids), logprobs, None, 0.0)
+    assert delta is not None
+    canary.on_delta(sequence, delta)
+
+
+def test_the_prompt_has_several_pages_of_ordinary_tokens(nodes: tuple[Node, Node], tokenizer: TextTokenizer) -> None:
+    group = nodes[0].group
+    prompt = canary_prompt(group)
+    assert prompt == canary_prompt(group) and len(prompt) == NUM_PAGES * group.page_size + 1
+    assert not set(prompt) & tokenizer.special_ids and all(0 <= token < group.card.vocab_size for token in prompt)
+
+
+@pytest.mark.parametrize("num_pages", [1, 2, 3])
+def test_the_prompt_is_shorter_if_a_node_has_no_room_for_it(
+    nodes: tuple[Node, Node], clocked: ClockedRegistry, num_pages: int
+) -> None:
+    clocked.join(name="d1", capacity=Capacity(num_pages=num_pages, page_size=16, max_running=1))
+    assert len(canary_prompt(nodes[0].group)) == 16 * num_pages - 2 * NUM_TOKENS
+
+
+def test_a_pair_and_a_decode_node_alone_answer_in_one_request(nodes: tuple[Node, Node]) -> None:
+    prefill, decode = nodes
+    for pinned in ((prefill, decode), (None, decode)):
+        each = canary(prefill.group, pinned)
+        request = each.next_request(5.0)
+        assert (request.params.max_tokens, request.created_at, request.listener) == (NUM_TOKENS, 5.0, each)
+        answer(each, 7, 8)
+        answer(each, 9, 10)
+        assert each.is_complete and each.answer == ((7, 8, 9, 10), pytest.approx((1.0,) * 4))
+
+
+def test_a_prefill_node_alone_answers_one_token_per_request(nodes: tuple[Node, Node]) -> None:
+    each = canary(nodes[0].group, (nodes[0], None))
+    requests = []
+    for number, token in enumerate((7, 8, 9, 10)):
+        assert not each.is_complete
+        request = each.next_request(0.0)
+        requests.append(request)
+        assert request.params.max_tokens == number + 1
+        assert request.sequences[0].received == [7, 8, 9, 10][:number] and request.sequences[0].num_left == 1
+        answer(each, token)
+    assert each.is_complete and each.answer.ids == (7, 8, 9, 10)
+    assert len({request.rid for request in requests}) == NUM_TOKENS and len({request.salt for request in requests}) == 1
+
+
+def test_two_canaries_share_no_cache_salt(nodes: tuple[Node, Node]) -> None:
+    salts = {canary(nodes[0].group, nodes).next_request(0.0).salt for _ in range(10)}
+    assert len(salts) == 10 and "" not in salts
+
+
+def test_a_token_whose_node_gave_no_second_logprob_has_an_infinite_lead() -> None:
+    two = TokenLogprobs(-0.5, (1, 2), (-0.5, -2.0))
+    one = TokenLogprobs(-0.5, (1,), (-0.5,))
+    assert answer_of([1, 1, 1], [two, one]) == ((1, 1, 1), (1.5, math.inf, math.inf))
+    assert str(answer_of([1, 2], [])) == "1 2" and str(answer_of([], [])) == "no token"
