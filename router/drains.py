@@ -10,7 +10,7 @@ import logging
 import time
 
 from .absence import drain_words
-from .errors import HttpRefusal, NotFound
+from .errors import Conflict, NotFound
 from .node import Node
 from .registry import Registry
 from .rescheduling import Moves
@@ -36,7 +36,7 @@ class Drains:
         return node
 
     def undo(self, node_id: str) -> Node:
-        """The node takes requests again. Raises NotFound, and HttpRefusal when it leaves by its own word."""
+        """The node takes requests again. Raises NotFound, and Conflict when it leaves by its own word."""
         is_known = node_id in self._names
         self._names.discard(node_id)
         try:
@@ -47,7 +47,7 @@ class Drains:
             raise
         node.is_cordoned, node.evict_at = False, None
         if node.is_leaving:
-            raise HttpRefusal(409, f"{drain_words(node)}; that cannot be undone")
+            raise Conflict(f"{drain_words(node)}; that cannot be undone")
         logger.info("node %s (%s) takes requests again", node.node_id, node.role)
         return node
 

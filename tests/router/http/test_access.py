@@ -115,7 +115,7 @@ def test_how_much_a_key_may_have(make_system: Callable[..., System], tmp_path: P
 
 
 def under_way(system: System) -> Any:
-    return system.router.call(lambda: dict(system.router.router.api.under_way._requests))
+    return system.router.call(lambda: dict(system.router.router.api.in_flight._by_id))
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from baton.router.config import RouterConfig
-from baton.router.http import app
+from baton.router.http import bodies
 
 from ..conftest import System
 from ..test_dispatcher import wait_until
@@ -173,7 +173,7 @@ def send_in_part(system: System, length: int) -> socket.socket:
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "BODY_S", 0.2)
+    monkeypatch.setattr(bodies, "BODY_S", 0.2)
     with send_in_part(system, 100) as connection:
         answer = connection.recv(1000)
         if b"\r\n\r\n{" not in answer:
@@ -184,7 +184,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(system: System, monkeypatch
 
 def test_bodies_that_are_received_at_once_are_bounded(make_system: Any) -> None:
     system: System = make_system(router={"max_body_bytes": 1000}).up()
-    held = [send_in_part(system, 999) for _ in range(app.MAX_BODIES)]
+    held = [send_in_part(system, 999) for _ in range(bodies.MAX_BODIES)]
     wait_until(lambda: system.complete(prompt="a" * 100)[0] == 429)
     for connection in held:
         connection.close()

@@ -6,6 +6,7 @@ import pytest
 
 from baton.metadata.wire import messages as m
 from baton.router.http import openapi
+from baton.router.http.routes import ROUTES
 
 from ..conftest import System
 from ..test_dispatcher import own
@@ -34,7 +35,7 @@ def test_drafts_out_of_range_are_refused_with_their_bound(system: System) -> Non
 
 
 def test_the_openapi_document_tells_of_drafts() -> None:
-    schemas = openapi.document()["components"]["schemas"]
+    schemas = openapi.document(ROUTES)["components"]["schemas"]
     for name in ("CompletionRequest", "ChatRequest"):
         field = schemas[name]["properties"]["draft_steps"]
         assert {"type": "integer", "minimum": 0, "maximum": 15} in field["anyOf"]
