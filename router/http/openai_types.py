@@ -18,6 +18,10 @@ MAX_STOPS = 16
 MAX_PROMPTS = 256
 
 Bias = Annotated[float, Meta(ge=-100, le=100)]
+LogitBias = Annotated[
+    dict[TokenId, Bias],
+    Meta(max_length=4096, extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}),
+]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 Stop = StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)]
 NumTokens = Annotated[int, Meta(ge=1, le=2**62)]
@@ -81,7 +85,7 @@ class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=4096)] | None = None
+    logit_bias: LogitBias | None = None
     seed: Annotated[int, Meta(ge=-(2**62), le=2**62)] | None = None
     stop: Stop | None = None
     stream: bool | None = None
@@ -183,6 +187,9 @@ class TokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
+
+
+EXACTLY_ONE_OF: dict[type[Struct], tuple[str, ...]] = {TokenizeRequest: ("prompt", "messages")}
 
 
 class TokenizeResponse(Struct, frozen=True, kw_only=True):

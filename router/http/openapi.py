@@ -10,7 +10,7 @@ import msgspec
 
 from .access import Needs
 from .errors import ErrorBody
-from .openai_types import IGNORED
+from .openai_types import EXACTLY_ONE_OF, IGNORED
 from .parameters import NOT_SERVED
 from .route import Parameter, Route
 
@@ -150,16 +150,28 @@ class _Writer:
         if route.text is not None:
             content[route.text] = {"schema": {"type": "string"}}
         if route.chunk is not None:
-            content["text/event-stream"] = {
-                "schema": {"type": "string", "description": _STREAM},
-                "x-events": {
-                    "chunk": self._schemas[route.chunk],
-                    "usage": self._schemas[route.chunk],
-                    "error": self._schemas[ErrorBody],
-                    "done": {"const": "[DONE]"},
-                },
-            }
+            content["text/event-stream"] = {"schema": self._event(route.chunk)}
         return {"description": "Success", "headers": _header_refs(), "content": content}
+
+    def _event(self, chunk: Any) -> dict[str, Any]:
+        """Return the schema of one event. In OpenAPI 3.1 the schema of a stream is that of its events."""
+        described = {"chunk": chunk, "error": ErrorBody}
+        data: list[dict[str, Any]] = [
+            {
+                "title": name,
+                "type": "string",
+                "contentMediaType": "application/json",
+                "contentSchema": self._schemas[kind],
+            }
+            for name, kind in described.items()
+        ]
+        data.append({"title": "end of the stream", "const": "[DONE]"})
+        return {
+            "description": _STREAM,
+            "type": "object",
+            "properties": {"data": {"anyOf": data}},
+            "required": ["data"],
+        }
 
     def _json(self, kind: Any) -> dict[str, Any]:
         return {"application/json": {"schema": self._schemas[kind]}}
@@ -194,10 +206,15 @@ def _header_refs(*names: str) -> dict[str, Any]:
 
 
 def _annotate(kind: Any, components: dict[str, Any]) -> None:
-    """Say in the schema of a request body which fields are refused, and which have no effect."""
+    """Add to the schema of a body what its type cannot say: fields that are refused, ignored, or exclude each other."""
     if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         return
     fields = components[kind.__name__]["properties"]
+    if kind in EXACTLY_ONE_OF:
+        names = EXACTLY_ONE_OF[kind]
+        components[kind.__name__]["oneOf"] = [
+            {"required": [name], "properties": {each: _null(each != name) for each in names}} for name in names
+        ]
     for each in NOT_SERVED.get(kind, ()):
         fields[each.name] = {
             "enum": list(each.accepted),
@@ -207,3 +224,7 @@ def _annotate(kind: Any, components: dict[str, Any]) -> None:
         }
     for name in IGNORED & fields.keys():
         fields[name] = fields[name] | {"description": "Accepted for OpenAI's clients, without effect."}
+
+
+def _null(is_null: bool) -> dict[str, Any]:
+    return {"type": "null"} if is_null else {"not": {"type": "null"}}

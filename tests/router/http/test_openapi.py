@@ -100,11 +100,12 @@ def test_the_events_of_streams_are_described() -> None:
     schemas = DOCUMENT["components"]["schemas"]
     for path, name in (("/v1/completions", "Completion"), ("/v1/chat/completions", "ChatChunk")):
         content = DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"]
-        stream = content["text/event-stream"]
-        assert stream["schema"]["type"] == "string"
-        assert "[DONE]" in stream["schema"]["description"]
-        assert stream["x-events"]["chunk"] == {"$ref": f"#/components/schemas/{name}"}
-        assert stream["x-events"]["error"] == {"$ref": "#/components/schemas/ErrorBody"}
+        event = content["text/event-stream"]["schema"]
+        assert "[DONE]" in event["description"]
+        chunk, error, done = event["properties"]["data"]["anyOf"]
+        assert chunk["contentSchema"] == {"$ref": f"#/components/schemas/{name}"}
+        assert error["contentSchema"] == {"$ref": "#/components/schemas/ErrorBody"}
+        assert done["const"] == "[DONE]"
         assert "usage" in schemas[name]["properties"]
 
 
