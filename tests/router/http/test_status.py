@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from ..conftest import System
 
 
@@ -22,3 +26,11 @@ def test_metrics(system: System) -> None:
     assert float(figures['baton_http_responses_total{status="400"}']) == 2
     assert float(figures['baton_node_free_pages{model="fake",node="d0",role="decode"}']) == 512
     assert float(figures['baton_node_steps_total{model="fake",node="p0",role="prefill"}']) == 7
+
+
+@pytest.mark.parametrize(("key", "is_told"), [("boss", True), ("client", False)])
+def test_why_the_router_is_not_ready_is_for_operators(make_router: Any, key: str, is_told: bool) -> None:
+    router = make_router(api_key="client", admin_key="boss")
+    status, body, _ = router.request("GET", "/ready", headers={"Authorization": f"Bearer {key}"})
+    assert status == 503
+    assert ("no node has joined" in body["error"]["message"]) == is_told
