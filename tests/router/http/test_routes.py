@@ -5,12 +5,13 @@ from __future__ import annotations
 import http.client
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from baton.router.http.access import Needs
 from baton.router.http.routes import ROUTES
 
-from ..conftest import RunningRouter
+from ..conftest import RunningRouter, System
 
 
 def test_every_route_is_declared_once() -> None:
@@ -23,6 +24,18 @@ def test_routes_for_operators_lie_under_two_prefixes_and_no_other_route_does() -
     for route in ROUTES:
         assert (route.needs is Needs.ADMIN_KEY) == route.path.startswith(("/admin/", "/debug/")), route.path
     assert [route.path for route in ROUTES if route.needs is Needs.NOTHING] == ["/health"]
+
+
+def test_every_answer_is_of_its_declared_type(system: System) -> None:
+    """Of each route without parameters in its path. The others: test_schemathesis.py."""
+    for route in ROUTES:
+        if route.answer is None or "{" in route.path or route.body is not None:
+            continue
+        status, body, _ = system.router.request(route.method, route.path)
+        assert status == 200, route.path
+        msgspec.convert(body, route.answer)
+        if isinstance(route.answer, type) and issubclass(route.answer, msgspec.Struct):
+            assert body.keys() <= {*route.answer.__struct_fields__}, route.path
 
 
 @pytest.mark.parametrize(
