@@ -1,6 +1,6 @@
 """Every error Baton raises for the world's faults; `assert` is for our own.
 
-The router maps these to HTTP in one place (`router/errors.py`); a node maps them to one `Failed` message.
+The router maps these to HTTP in one place (`router/http/errors.py`); a node maps them to one `Failed` message.
 """
 
 from __future__ import annotations

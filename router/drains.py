@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 
 from .availability import drain_words
-from .errors import HttpRefusal, NotFound
+from .errors import Conflict, NotFound
 from .node import Node
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Drains:
         return node
 
     def undo(self, node_id: str) -> Node:
-        """Let the node take requests again. Raises NotFound, and HttpRefusal if it leaves by its own word."""
+        """Let the node take requests again. Raises NotFound, and Conflict if it leaves by its own word."""
         is_known = node_id in self._names
         self._names.discard(node_id)
         try:
@@ -43,7 +43,7 @@ class Drains:
             raise
         node.uncordon()
         if node.is_leaving:
-            raise HttpRefusal(409, f"{drain_words(node)}; that cannot be undone")
+            raise Conflict(f"{drain_words(node)}; that cannot be undone")
         logger.info("node %s (%s) takes requests again", node.node_id, node.role)
         return node
 

@@ -20,15 +20,16 @@ from ..metadata.bus.sockets import new_epoch
 from ..metadata.errors import ConfigError
 from ..metadata.logs import setup_logging
 from .config import RouterConfig
-from .http.app import Api
-from .http.faults import ClientFaults, Connection
+from .http.api import Api
+from .http.app import application
+from .http.connection import ClientErrorFilter, Connection
 from .metrics import Metrics
 from .runner import RunningDispatcher
 from .tracing import Tracing, tracing_from
 
 logger = logging.getLogger(__name__)
 _http_logger = logging.getLogger("aiohttp.server")
-_http_logger.addFilter(ClientFaults())
+_http_logger.addFilter(ClientErrorFilter())
 BACKLOG = 1024  # connections that wait to be accepted
 
 
@@ -69,7 +70,7 @@ class Router:
         self.dispatcher.start(self._hub)
         self._hub.start()
         self._runner = web.AppRunner(
-            self.api.application(),
+            application(self.api),
             handler_cancellation=True,
             access_log=None,
             shutdown_timeout=1.0,

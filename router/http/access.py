@@ -1,13 +1,15 @@
-"""Who may call what: API keys for clients, the admin key for operators, and how much each API key has under way.
+"""API keys: who may call which route, and how many sequences each key may have running.
 
-route                     open to
-/health                   everybody
-/admin/*, /debug/*        the admin key. Where none is set: on loopback as /v1/*, elsewhere nobody
-/v1/* and the rest        any API key, and the admin key. Where no API key is set: everybody
+A route needs    callers that may use it
+nothing          everybody
+a key            holders of an API key or of the admin key; everybody if the router has no API key
+the admin key    holders of the admin key; if the router has none: the callers above if it listens on loopback only,
+                 else nobody
 """
 
 from __future__ import annotations
 
+import enum
 import hashlib
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -19,27 +21,32 @@ from ..config import RouterConfig
 from ..errors import Forbidden, Unauthorized
 from ..pace import Average
 
-OPEN_ROUTES = ("/health",)
-ADMIN_PREFIXES = ("/admin/", "/debug/")
+
+class Needs(enum.IntEnum):
+    """Key that a route needs, in rising order."""
+
+    NOTHING = 0
+    KEY = 1
+    ADMIN_KEY = 2
 
 
 class Caller:
-    """All that come with one key, or without any."""
+    """All clients that use one key, or that use none."""
 
     __slots__ = ("is_admin", "num_sequences")
 
     def __init__(self, *, is_admin: bool = False) -> None:
         self.is_admin = is_admin
-        self.num_sequences = 0  # under way: prompts times n
+        self.num_sequences = 0  # that run now: prompts times n
 
 
 CALLER = web.RequestKey("caller", Caller)
 
 
 class Access:
-    """The keys of a router. `is_local`: it listens on loopback only.
+    """Keys of a router. `is_local`: the router listens on loopback only.
 
-    Raises ConfigError for a key file that cannot be read, and a limit by key where no key is set.
+    Raises ConfigError for a key file that cannot be read, and for a limit per key if no key is set.
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -55,14 +62,17 @@ class Access:
             self._callers[_digest(config.required_admin_key)] = Caller(is_admin=True)
         if self._limit is not None and not self.has_api_keys:
             raise ConfigError("max_concurrent_per_key is set, but no API key is: give --api-key or --api-keys as well")
-        self._seconds = Average()  # that requests last
+        self._durations = Average()  # seconds that requests took
 
-    def caller_of(self, http_request: web.Request) -> Caller:
-        """Who calls. Raises Unauthorized without a key that the route needs, Forbidden with one that is not enough."""
-        if http_request.path in OPEN_ROUTES:
+    def caller_of(self, http_request: web.Request, needs: Needs) -> Caller:
+        """Return the caller. Raises Unauthorized if the key that the route needs is missing or wrong.
+
+        Raises Forbidden if the key is valid but not enough.
+        """
+        if needs is Needs.NOTHING:
             return self._anyone
         caller = self._known(http_request)
-        if http_request.path.startswith(ADMIN_PREFIXES):
+        if needs is Needs.ADMIN_KEY:
             if self.has_admin_key:
                 if caller is None:
                     raise Unauthorized("this route needs the admin key; send it as `Authorization: Bearer KEY`")
@@ -75,12 +85,15 @@ class Access:
         return caller or self._anyone
 
     def may_operate(self, caller: Caller) -> bool:
-        """Whether the caller may be told of nodes and what happens on them."""
+        """Return whether the caller may read about nodes and their state."""
         return caller.is_admin if self.has_admin_key else self.is_local
 
     @contextmanager
-    def under_way(self, caller: Caller, num_sequences: int) -> Generator[None]:
-        """Counts sequences as the caller's. Raises Overloaded above its limit, RequestError if it never fits."""
+    def counted(self, caller: Caller, num_sequences: int) -> Generator[None]:
+        """Count sequences as running for the caller while the block runs.
+
+        Raises Overloaded if the caller has too many, RequestError if so many can never fit its limit.
+        """
         limit = None if caller is self._anyone or caller.is_admin else self._limit
         if limit is not None and num_sequences > limit:
             raise RequestError(
@@ -90,7 +103,7 @@ class Access:
             excess = caller.num_sequences + num_sequences - limit
             raise Overloaded(
                 f"{caller.num_sequences} sequences of this API key are under way; it may have {limit}",
-                retry_after_s=(self._seconds.mean or 1.0) * excess / limit,
+                retry_after_s=(self._durations.mean or 1.0) * excess / limit,
             )
         caller.num_sequences += num_sequences
         try:
@@ -98,9 +111,9 @@ class Access:
         finally:
             caller.num_sequences -= num_sequences
 
-    def lasted(self, seconds: float) -> None:
-        """A request was under way for so long."""
-        self._seconds.add(seconds)
+    def add_duration(self, seconds: float) -> None:
+        """Record how long a request took. The estimate in Retry-After is made from these."""
+        self._durations.add(seconds)
 
     def _known(self, http_request: web.Request) -> Caller | None:
         scheme, _, given = http_request.headers.get("Authorization", "").partition(" ")
@@ -108,5 +121,5 @@ class Access:
 
 
 def _digest(key: str) -> bytes:
-    """What keys are looked up by: the time that takes says nothing of how much of a key was right."""
+    """Digest of a key. Keys are looked up by it, so that the time of a look-up does not tell how much was right."""
     return hashlib.sha256(key.encode(errors="replace")).digest()

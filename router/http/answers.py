@@ -1,4 +1,4 @@
-"""The two ways to answer: all at once, or as a stream. Both listen to the requests of one HTTP request."""
+"""Two ways to answer an HTTP request: all at once, or as a stream. Both receive the output of all its Requests."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from msgspec import UNSET, UnsetType
 
 from ...metadata.errors import BatonError
 from ..request import Delta, Request, Sequence
+from .answer_format import AnswerFormat, usage_of
 from .openai_types import StreamOptions, Usage
-from .response_format import Form, usage_of
 from .sse import DONE, EventStream, error_event
 
 
 class WholeAnswer:
-    """Gathers everything; `finished` gives the body, or raises the error of whichever request failed first."""
+    """One JSON body, sent when all requests have ended. The first error of a request is raised instead."""
 
-    def __init__(self, form: Form) -> None:
-        self._form = form
+    def __init__(self, answer_format: AnswerFormat) -> None:
+        self._format = answer_format
         self._requests: list[Request] = []
-        self._parts: dict[Sequence, list[Delta]] = {}
+        self._deltas: dict[Sequence, list[Delta]] = {}
         self._num_done = 0
         self._future = _new_future()
 
-    def on_delta(self, choice: Sequence, delta: Delta) -> None:
-        self._parts.setdefault(choice, []).append(delta)
+    def on_delta(self, sequence: Sequence, delta: Delta) -> None:
+        self._deltas.setdefault(sequence, []).append(delta)
 
     def on_done(self, _request: Request) -> None:
         self._num_done += 1
@@ -38,47 +38,47 @@ class WholeAnswer:
             self._future.set_exception(error)
 
     async def answer(self, requests: list[Request], headers: dict[str, str]) -> web.StreamResponse:
-        """Waits for all requests, which have not been submitted before `start` is called with them."""
+        """Wait for all requests and return the response. Raises the first error of a request."""
         await self._future
-        outputs = [(choice, self._output(choice)) for request in requests for choice in request.sequences]
-        body = self._form.whole(outputs, usage_of(requests))
+        outputs = [(sequence, self._output(sequence)) for request in requests for sequence in request.sequences]
+        body = self._format.whole(outputs, usage_of(requests))
         return web.Response(body=body, content_type="application/json", headers=headers)
 
     def start(self, requests: list[Request], submit: Callable[[Request], None]) -> None:
-        """Submits all requests. Raises what submit raises."""
+        """Submit all requests. Raises the errors of `submit`."""
         self._requests = requests
         for request in requests:
             submit(request)
 
-    def _output(self, choice: Sequence) -> Delta:
-        parts = self._parts[choice]
+    def _output(self, sequence: Sequence) -> Delta:
+        deltas = self._deltas[sequence]
         return Delta(
-            "".join(part.text for part in parts),
-            [token_id for part in parts for token_id in part.token_ids],
-            [entry for part in parts for entry in part.logprobs],
-            parts[-1].finish_reason,
-            parts[-1].stop_reason,
+            "".join(delta.text for delta in deltas),
+            [token_id for delta in deltas for token_id in delta.token_ids],
+            [entry for delta in deltas for entry in delta.logprobs],
+            deltas[-1].finish_reason,
+            deltas[-1].stop_reason,
         )
 
 
 class StreamedAnswer:
-    """Server-sent events. An error before the first event is an HTTP error, a later one ends the stream."""
+    """Server-sent events. An error before the first event is an HTTP error; a later one is the last event."""
 
     def __init__(
         self,
         http_request: web.Request,
-        form: Form,
+        answer_format: AnswerFormat,
         options: StreamOptions | None,
         max_unread_bytes: int,
         set_paused: Callable[[Request, bool], None],
     ) -> None:
-        self._form = form
+        self._format = answer_format
         self._set_paused = set_paused
         self._with_usage = bool(options and options.include_usage)
         self._is_continuous = self._with_usage and bool(options and options.continuous_usage_stats)
         self._requests: list[Request] = []
-        self._places: dict[Sequence, int] = {}
-        self._held: list[tuple[Sequence, Delta]] = []  # of prompts whose own log-probabilities have not come yet
+        self._indices: dict[Sequence, int] = {}
+        self._held: list[tuple[Sequence, Delta]] = []  # until the log-probabilities of their prompt are known
         self._num_done = 0
         self._has_output = asyncio.Event()
         self._has_pushed = False
@@ -86,15 +86,15 @@ class StreamedAnswer:
         self._stream = EventStream(http_request, max_unread_bytes, self._set_all_paused)
 
     def start(self, requests: list[Request], submit: Callable[[Request], None]) -> None:
-        """Submits all requests. Raises what submit raises."""
+        """Submit all requests. Raises the errors of `submit`."""
         self._requests = requests
-        choices = [choice for request in requests for choice in request.sequences]
-        self._places = {choice: place for place, choice in enumerate(choices)}
+        sequences = [sequence for request in requests for sequence in request.sequences]
+        self._indices = {sequence: index for index, sequence in enumerate(sequences)}
         for request in requests:
             submit(request)
 
     async def answer(self, requests: list[Request], headers: dict[str, str]) -> web.StreamResponse:
-        """Streams until all requests have ended. Raises an error that came before any output."""
+        """Send events until all requests have ended. Raises an error that precedes all output."""
         await self._has_output.wait()
         if self._finished.done() and not self._has_pushed:
             self._finished.result()
@@ -105,19 +105,19 @@ class StreamedAnswer:
             self._stream.push(error_event(error))
         else:
             if self._with_usage:
-                self._stream.push(self._form.usage_piece(usage_of(requests)))
+                self._stream.push(self._format.usage_chunk(usage_of(requests)))
             self._stream.push(DONE)
         await self._stream.close()
         return response
 
-    def on_delta(self, choice: Sequence, delta: Delta) -> None:
-        request = choice.request
+    def on_delta(self, sequence: Sequence, delta: Delta) -> None:
+        request = sequence.request
         if request.wants_prompt_logprobs and request.prompt_logprobs is None:
-            self._held.append((choice, delta))
+            self._held.append((sequence, delta))
             return
         if self._held:
             self._release(request)
-        self._emit(choice, delta)
+        self._emit(sequence, delta)
 
     def on_done(self, request: Request) -> None:
         self._release(request)
@@ -135,14 +135,14 @@ class StreamedAnswer:
     def _release(self, request: Request) -> None:
         ready = [item for item in self._held if item[0].request is request]
         self._held = [item for item in self._held if item[0].request is not request]
-        for choice, delta in ready:
-            self._emit(choice, delta)
+        for sequence, delta in ready:
+            self._emit(sequence, delta)
 
-    def _emit(self, choice: Sequence, delta: Delta) -> None:
+    def _emit(self, sequence: Sequence, delta: Delta) -> None:
         usage: Usage | UnsetType | None = None if self._with_usage else UNSET
         if self._is_continuous:
-            usage = usage_of([choice.request])
-        data = self._form.piece(self._places[choice], choice, delta, usage)
+            usage = usage_of([sequence.request])
+        data = self._format.chunk(self._indices[sequence], sequence, delta, usage)
         if data:
             self._stream.push(data)
             self._has_pushed = True
@@ -159,7 +159,7 @@ class StreamedAnswer:
 
 
 def _new_future() -> asyncio.Future[None]:
-    """A future whose error nobody need collect: the client may have left before."""
+    """Return a future whose error need not be read, since the client may leave before."""
     future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future

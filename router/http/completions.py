@@ -1,23 +1,45 @@
-"""The two routes that generate: from a body to prompts. What follows is serve.py's part."""
+"""POST /v1/completions and POST /v1/chat/completions. The file follows an HTTP request from its body to its answer.
+
+body      decoded, checked for what is not served          parameters.py
+group     the nodes that serve its model                   api.py
+admitted  its caller and the waiting queue have room
+prompts   texts and messages become token ids              prompts.py
+serve     one Request per prompt is submitted and
+          answered, whole or as a stream                   answers.py, answer_format.py
+          whatever still runs then is cancelled
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import asyncio
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
 import msgspec
+import xxhash
 from aiohttp import web
 
-from ...metadata.errors import RequestError
+from ...metadata.errors import BatonError, Overloaded
+from ..errors import outcome_of
 from ..node import Group
-from ..text.tokenizer import TextTokenizer
-from .openai_types import MAX_PROMPTS, ChatMessage, ChatRequest, CompletionRequest
-from .parameters import check_chat, check_completion, check_prompt
-from .response_format import ChatForm, CompletionForm
-from .serve import admitted, serve
-
-if TYPE_CHECKING:
-    from .app import Api
+from ..queue import Asked
+from ..request import Request
+from .access import CALLER
+from .answer_format import AnswerFormat, ChatFormat, CompletionFormat
+from .answers import StreamedAnswer, WholeAnswer
+from .api import ARRIVED, Api, request_id
+from .openai_types import ChatRequest, CommonRequest, CompletionRequest
+from .parameters import (
+    asked_tokens,
+    check_chat,
+    check_completion,
+    request_seed,
+    sampling_params,
+    text_options,
+    timeout_s,
+)
+from .prompts import chat_text, prompt_ids, prompts_of
 
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
@@ -29,15 +51,18 @@ async def completions(api: Api, http_request: web.Request) -> web.StreamResponse
     body = await api.body(http_request, _completion_decoder)
     check_completion(body)
     group, tokenizer = api.group_of(body.model)
-    given = _given_prompts(body)
-    with admitted(api, http_request, body, group, len(given)):
-        prompt_ids = await _prompt_ids(body, given, group, tokenizer)
-        rids = [rid] if len(given) == 1 else [f"{rid}-{place}" for place in range(len(given))]
+    prompts = prompts_of(body)
+    with _admitted(api, http_request, body, group, len(prompts)):
+        add_special = body.add_special_tokens is not False
+        ids = [
+            await prompt_ids(prompt, group, tokenizer, "prompt", add_special_tokens=add_special) for prompt in prompts
+        ]
+        rids = [rid] if len(prompts) == 1 else [f"{rid}-{index}" for index in range(len(prompts))]
         echoed = None
         if body.echo:
-            texts = [item if isinstance(item, str) else tokenizer.decode(item) for item in given]
+            texts = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
             echoed = dict(zip(rids, texts, strict=True))
-        form = CompletionForm(
+        answer_format = CompletionFormat(
             rid,
             body.model,
             tokenizer,
@@ -45,13 +70,13 @@ async def completions(api: Api, http_request: web.Request) -> web.StreamResponse
             with_ids=bool(body.return_token_ids),
             prompt_texts=echoed,
         )
-        return await serve(
+        return await _serve(
             api,
             http_request,
             body,
             group,
-            form,
-            list(zip(rids, prompt_ids, strict=True)),
+            answer_format,
+            list(zip(rids, ids, strict=True)),
             num_logprobs=body.logprobs,
             wants_prompt_logprobs=bool(body.echo) and body.logprobs is not None,
         )
@@ -63,7 +88,7 @@ async def chat_completions(api: Api, http_request: web.Request) -> web.StreamRes
     body = await api.body(http_request, _chat_decoder)
     check_chat(body)
     group, tokenizer = api.group_of(body.model)
-    with admitted(api, http_request, body, group, 1):
+    with _admitted(api, http_request, body, group, 1):
         text = chat_text(
             group,
             body.messages,
@@ -71,89 +96,120 @@ async def chat_completions(api: Api, http_request: web.Request) -> web.StreamRes
             continue_final=bool(body.continue_final_message),
             options=body.chat_template_kwargs or {},
         )
-        ids = await encode(tokenizer, text, group, "messages", add_special_tokens=bool(body.add_special_tokens))
-        check_prompt(ids, group, "messages")
+        add_special = bool(body.add_special_tokens)
+        ids = await prompt_ids(text, group, tokenizer, "messages", add_special_tokens=add_special)
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        form = ChatForm(rid, body.model, tokenizer, num_logprobs=num_logprobs, with_ids=bool(body.return_token_ids))
-        return await serve(api, http_request, body, group, form, [(rid, ids)], num_logprobs=num_logprobs)
-
-
-def chat_text(
-    group: Group,
-    messages: Sequence[ChatMessage],
-    *,
-    add_generation_prompt: bool,
-    continue_final: bool = False,
-    options: dict[str, Any],
-) -> str:
-    """The prompt text of a conversation. Raises RequestError where the model has no chat template, or it refuses."""
-    if group.template is None:
-        raise RequestError(f"model {group.key.model!r} has no chat template; use /v1/completions", param="messages")
-    plain = [_plain(message) for message in messages]
-    text = group.template.render(plain, add_generation_prompt=add_generation_prompt, options=options)
-    if continue_final:
-        final = str(plain[-1]["content"]).strip()
-        end = text.rfind(final)
-        if not final or end < 0:
-            raise RequestError("continue_final_message: the final message is not in the prompt", param="messages")
-        text = text[: end + len(final)]
-    return text
-
-
-async def encode(
-    tokenizer: TextTokenizer, text: str, group: Group, param: str, *, add_special_tokens: bool
-) -> list[int]:
-    """Ids of a text. Raises RequestError without encoding when it cannot possibly fit the context."""
-    at_least = len(text) // max(1, tokenizer.longest_token)
-    if at_least > group.context_len:
-        raise RequestError(
-            f"{param}: a text of {len(text)} characters has at least {at_least} tokens; the model's context has "
-            f"{group.context_len}",
-            param=param,
+        answer_format = ChatFormat(
+            rid, body.model, tokenizer, num_logprobs=num_logprobs, with_ids=bool(body.return_token_ids)
         )
-    return await tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await _serve(api, http_request, body, group, answer_format, [(rid, ids)], num_logprobs=num_logprobs)
 
 
-def _given_prompts(body: CompletionRequest) -> list[str | list[int]]:
-    """Each prompt as it was given: text or ids."""
-    prompt = body.prompt
-    prompts: list[str | list[int]] = []
-    if isinstance(prompt, str):
-        prompts = [prompt]
-    elif all(isinstance(item, int) for item in prompt):
-        prompts = [[item for item in prompt if isinstance(item, int)]]
+@contextmanager
+def _admitted(
+    api: Api, http_request: web.Request, body: CommonRequest, group: Group, num_prompts: int
+) -> Generator[None]:
+    """Count the request as its caller's while the block runs. No work is done on the prompts before this.
+
+    Raises Overloaded if the caller has too many requests, or if the queue has no room.
+    """
+    asked = Asked(
+        num_prompts,
+        0,
+        asked_tokens(body, group.context_len),
+        body.priority or 0,
+        timeout_s(body, api.config.request_timeout_s),
+    )
+    began = time.monotonic()
+    with _refusals_counted(api, group), api.access.counted(http_request[CALLER], num_prompts * (body.n or 1)):
+        api.dispatcher.check_room(group, asked)
+        yield
+        api.access.add_duration(time.monotonic() - began)
+
+
+async def _serve(
+    api: Api,
+    http_request: web.Request,
+    body: CommonRequest,
+    group: Group,
+    answer_format: AnswerFormat,
+    prompts: list[tuple[str, list[int]]],
+    *,
+    num_logprobs: int | None,
+    wants_prompt_logprobs: bool = False,
+) -> web.StreamResponse:
+    """Return the answer for prompts, given as (request id, token ids). Raises an error that precedes all output."""
+    dispatcher, config = api.dispatcher, api.config
+    timeout = timeout_s(body, config.request_timeout_s)
+    seed, options = request_seed(body), text_options(body)
+    salt = xxhash.xxh3_128_hexdigest(body.cache_salt.encode()) if body.cache_salt else ""
+    if body.stream:
+        answer = StreamedAnswer(
+            http_request, answer_format, body.stream_options, config.max_unread_bytes, dispatcher.set_paused
+        )
     else:
-        for item in prompt:
-            if isinstance(item, int):
-                raise RequestError("prompt: token ids and prompts are mixed in one list", param="prompt")
-            prompts.append(item)
-    if len(prompts) > MAX_PROMPTS:
-        raise RequestError(f"prompt: {len(prompts)} prompts; at most {MAX_PROMPTS} a request", param="prompt")
-    return prompts
+        answer = WholeAnswer(answer_format)
+    requests = [
+        Request(
+            rid,
+            group,
+            ids,
+            sampling_params(body, group, len(ids), num_logprobs=num_logprobs, seed=seed),
+            answer,
+            num_choices=body.n or 1,
+            options=options,
+            salt=salt,
+            wants_prompt_logprobs=wants_prompt_logprobs,
+            now=http_request[ARRIVED],
+            priority=body.priority or 0,
+            timeout_s=timeout,
+        )
+        for rid, ids in prompts
+    ]
+    num_tokens = sum(len(ids) for _, ids in prompts)
+    max_tokens = max(request.params.max_tokens for request in requests)
+    dispatcher.make_room(group, Asked(len(prompts), num_tokens, max_tokens, body.priority or 0, timeout))
+    response_id = answer_format.response_id
+    called = request_id(http_request) or response_id
+    for request in requests:
+        request.timeline.came_from(None if called == response_id else called, http_request.headers)
+    reason = "the client left"
+    try:
+        in_flight = api.in_flight.listed({response_id, called}, http_request[CALLER], requests)
+        with in_flight, _queue_limit(api, requests):
+            answer.start(requests, dispatcher.submit)
+            return await answer.answer(requests, {"x-request-id": called})
+    except BatonError:
+        reason = "a part of the same request failed"
+        raise
+    finally:
+        for request in requests:
+            dispatcher.cancel(request, reason)
 
 
-async def _prompt_ids(
-    body: CompletionRequest, prompts: Sequence[str | list[int]], group: Group, tokenizer: TextTokenizer
-) -> list[list[int]]:
-    """Each prompt's ids, checked."""
-    prompt_ids: list[list[int]] = []
-    for item in prompts:
-        if isinstance(item, str):
-            add_special = body.add_special_tokens is not False
-            item = await encode(tokenizer, item, group, "prompt", add_special_tokens=add_special)
-        check_prompt(item, group, "prompt")
-        prompt_ids.append(item)
-    return prompt_ids
+@contextmanager
+def _refusals_counted(api: Api, group: Group) -> Generator[None]:
+    """Count a request that is refused before it is queued. The dispatcher counts all others."""
+    try:
+        yield
+    except Overloaded as error:
+        if error.rid is None:
+            api.metrics.count_request(group.key.model, outcome_of(error))
+        raise
 
 
-def _plain(message: ChatMessage) -> dict[str, Any]:
-    """A message as templates know it: text parts joined, absent fields absent."""
-    content = message.content
-    if isinstance(content, list):
-        content = "\n".join(part.text for part in content)
-    plain: dict[str, Any] = {"role": message.role, "content": content if content is not None else ""}
-    if message.name is not None:
-        plain["name"] = message.name
-    if message.tool_call_id is not None:
-        plain["tool_call_id"] = message.tool_call_id
-    return plain
+@contextmanager
+def _queue_limit(api: Api, requests: Sequence[Request]) -> Generator[None]:
+    """Refuse the requests if no node has taken any of them within the longest time that a request may wait."""
+    longest_s = api.config.max_queue_s
+
+    def run_out() -> None:
+        if not any(request.dispatched_at for request in requests):
+            for request in requests:
+                api.dispatcher.refuse(request, f"nodes had no room for it in {longest_s:g} s")
+
+    timer = asyncio.get_running_loop().call_later(longest_s, run_out)
+    try:
+        yield
+    finally:
+        timer.cancel()

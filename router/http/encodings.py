@@ -1,4 +1,4 @@
-"""Content encodings of request bodies: gzip, within the bound of all bodies. The HTTP server below decodes nothing."""
+"""Content encodings of request bodies: gzip, bounded by the limit of all bodies. aiohttp itself decodes nothing."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import zlib
 from collections.abc import Iterable
 
 from ...metadata.errors import RequestError
-from ..errors import HttpRefusal
+from .errors import HttpRefusal
 
 GZIP = "gzip"
-MAX_MEMBERS = 16  # of one body: a member of no bytes costs its sender 20 bytes
+MAX_MEMBERS = 16  # of one body; an empty member costs its sender only 20 bytes
 
 _GZIP_NAMES = (GZIP, "x-gzip")
 _GZIP_FORMAT = 16 + zlib.MAX_WBITS
 
 
 def encoding_of(values: Iterable[str]) -> str | None:
-    """The encoding that Content-Encoding headers name; None: the body is sent as it is.
+    """Return the encoding that the Content-Encoding headers name, None for an unencoded body.
 
-    Raises HttpRefusal (415) for an encoding that is not served, and for several.
+    Raises HttpRefusal (415) for an unknown encoding, and for several encodings.
     """
     given = ", ".join(values).strip()
     name = given.lower()
@@ -31,10 +31,10 @@ def encoding_of(values: Iterable[str]) -> str | None:
 
 
 def decoded(data: bytes, encoding: str | None, limit: int) -> bytes:
-    """The body without its encoding. Makes no more than `limit` + 1 bytes of it.
+    """Return the body without its encoding. No more than `limit` + 1 bytes are unpacked.
 
     A gzip stream may have several members, whose contents follow each other (RFC 1952). Raises HttpRefusal (413) for
-    more than the limit, RequestError for a stream that is broken, cut, or followed by anything else.
+    more than the limit, RequestError for a stream that is broken, cut, or followed by other bytes.
     """
     if encoding is None:
         return data

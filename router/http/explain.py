@@ -15,13 +15,10 @@ from ..parts import Part, RequestTimeline, timeline_of
 from ..trace import KEPT_CHOICES, Outcome, Timeline
 
 if TYPE_CHECKING:
-    from .app import Api
+    from .api import Api
 
 FILTERS = ("outcome", "model", "node", "min_s", "limit")
 DEFAULT_LIMIT = 50
-
-RESPONSE_ID = web.RequestKey("response_id", str)  # of an HTTP request that generates
-ARRIVED = web.RequestKey("arrived", float)  # when its body had been read, monotonic seconds
 
 
 class Explanation(Struct, frozen=True):

@@ -1,9 +1,9 @@
-"""A connection on which the client has sent its last byte: is the client still there?
+"""Detection of clients that are gone, on connections whose client has closed its sending side.
 
-A client may close its side and wait for the answer (`shutdown(SHUT_WR)`, `nc -N`), or be gone: its FIN looks the same.
-The difference shows when something is sent: a client that is gone answers with RST. So while its request is under way,
-the router sends what means nothing to a client that waits, and looks whether the connection stands. A client that
-leaves later, without another sign, is found in the same way.
+A client may close its sending side and wait for the answer (`shutdown(SHUT_WR)`, `nc -N`), or it may be gone. Both
+send the same FIN. They differ when they receive bytes: a client that is gone replies with RST. So while the request
+runs, the router sends bytes that a waiting client ignores, and checks whether the connection still stands. A client
+that leaves later is found in the same way.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import asyncio
 import socket
 from collections.abc import Callable
 
-FIRST_S = 0.025  # until the first probe; most requests that come with a FIN are answered by then
-MAX_LOOK_S = 0.25  # between two looks
+FIRST_S = 0.025  # until the first probe; most such requests are answered before
+MAX_LOOK_S = 0.25  # between two checks
 MAX_PROBE_S = 2.0  # between two probes
-BLIND_S = 0.1  # a client that cannot be probed is given up after so long
+BLIND_S = 0.1  # a client that cannot be probed is given up after this
 
-_CLOSE_WAIT = 8  # the kernel's TCP_CLOSE_WAIT: the peer has sent FIN, nothing else has happened
+_CLOSE_WAIT = 8  # the kernel's TCP_CLOSE_WAIT: the peer has sent FIN and no RST
 
 
 def can_look() -> bool:
-    """Whether this system tells the state of a connection."""
+    """Return whether this system reports the state of a TCP connection."""
     return hasattr(socket, "TCP_INFO")
 
 
 class HalfClosed:
     """Watches one connection until `end`, and aborts it when the client is gone.
 
-    `probe` sends something that means nothing, if there is a need; it returns False if the client would not understand.
+    `probe` sends bytes that a waiting client ignores. It returns False if this client would not understand them.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class HalfClosed:
         self._timer = loop.call_later(FIRST_S, self._look)
 
     def end(self) -> None:
-        """Nobody needs to know any more."""
+        """Stop watching."""
         self._timer.cancel()
 
     def _look(self) -> None:
@@ -53,7 +53,7 @@ class HalfClosed:
         if not self._stands() or (self._blind_since is not None and now - self._blind_since > BLIND_S):
             self._transport.abort()
             return
-        if now >= self._probe_at and not self._transport.get_write_buffer_size():  # what is unsent is a probe itself
+        if now >= self._probe_at and not self._transport.get_write_buffer_size():  # unsent bytes are a probe too
             if self._probe():
                 self._blind_since = None
                 self._probe_s = min(2 * self._probe_s, MAX_PROBE_S)

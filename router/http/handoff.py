@@ -1,10 +1,9 @@
-"""GET /debug/handoff: what a handoff holds, for each group of nodes, from the schema that they agreed on."""
+"""GET /debug/handoff: the contents of a handoff for each group of nodes, from the schema that its nodes agreed on."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Literal, get_args
 
-import msgspec
 from aiohttp import web
 
 from ...metadata.errors import RequestError
@@ -22,122 +21,100 @@ from ...metadata.handoff.schema import (
 )
 from ...metadata.wire.node_info import HandoffSchema, PoolLayout, RowField
 from ..node import Group
-
-if TYPE_CHECKING:
-    from .app import Api
+from .admin_types import HandoffAnswer, HandoffField, HandoffGroup, NodesOfRoles, PromptBytes
+from .api import Api, json_response
 
 PROMPT_LENS = (128, 1024, 8192)  # tokens
+Format = Literal["json", "text"]
 
 
 async def handoff(api: Api, http_request: web.Request) -> web.StreamResponse:
-    """GET /debug/handoff: JSON, or with ?format=text words alone. Raises RequestError for another format."""
-    shape = http_request.query.get("format", "json")
-    groups = [group for group in api.dispatcher.registry.groups.values() if group.nodes]
-    if shape == "text":
-        texts = ["\n".join(_words(group)) for group in groups] or ["no node has joined"]
-        return web.Response(text="\n\n".join(texts) + "\n")
-    if shape != "json":
-        raise RequestError(f"format: {shape!r} is none of json, text", param="format")
-    return web.json_response({"groups": [_json(group) for group in groups]})
+    """GET /debug/handoff: JSON, or text with ?format=text. Raises RequestError for another format."""
+    wanted = http_request.query.get("format", "json")
+    if wanted not in get_args(Format):
+        raise RequestError(f"format: {wanted!r} is none of {', '.join(get_args(Format))}", param="format")
+    groups = [_group(group) for group in api.dispatcher.registry.groups.values() if group.nodes]
+    if wanted == "json":
+        return json_response(HandoffAnswer(groups))
+    texts = ["\n".join(group.words) for group in groups] or ["no node has joined"]
+    return web.Response(text="\n\n".join(texts) + "\n")
 
 
-def _json(group: Group) -> dict[str, Any]:
-    layout = group.layout
-    return {
-        "model": group.key.model,
-        "nodes": _nodes(group),
-        "schema": msgspec.to_builtins(layout),
-        "schema_digest": group.key.schema_digest,
-        "page_bytes": page_bytes(layout),
-        "row_bytes": row_bytes(layout),
-        "row": [_field(field) for field in layout.row],
-        "requests": [_request(layout, prompt_len) for prompt_len in PROMPT_LENS],
-        "words": _words(group),
-    }
+def _group(group: Group) -> HandoffGroup:
+    schema = group.layout
+    prefill, decode = (
+        sorted(node.node_id for node in group.nodes.values() if node.role == role) for role in ("prefill", "decode")
+    )
+    row = [_field(field) for field in schema.row]
+    requests = [_prompt_bytes(schema, prompt_len) for prompt_len in PROMPT_LENS]
+    name = f"model {group.key.model}, algorithm {schema.algorithm}, {schema.page_size} tokens a page"
+    return HandoffGroup(
+        model=group.key.model,
+        nodes=NodesOfRoles(prefill, decode),
+        schema=schema,
+        schema_digest=group.key.schema_digest,
+        page_bytes=page_bytes(schema),
+        row_bytes=row_bytes(schema),
+        row=row,
+        requests=requests,
+        words=[
+            f"{name}; prefill {', '.join(prefill) or 'none yet'}; decode {', '.join(decode) or 'none yet'}",
+            *_page_words(schema),
+            f"metadata row: {row_bytes(schema):,} bytes, one for each choice of a request, after the last page",
+            *map(_field_words, row),
+            "a request, one choice, of which decode has nothing cached:",
+            *map(_prompt_words, requests),
+        ],
+    )
 
 
-def _nodes(group: Group) -> dict[str, list[str]]:
-    return {
-        role: sorted(node.node_id for node in group.nodes.values() if node.role == role)
-        for role in ("prefill", "decode")
-    }
+def _field(field: RowField) -> HandoffField:
+    unknown = RowKind(field.name, "This router does not know the field.")  # from a node of a newer protocol
+    kind = ROW_KINDS.get(field.name, unknown)
+    return HandoffField(
+        name=field.name,
+        dtype=field.dtype,
+        width=field.width,
+        bytes=field_bytes(field),
+        writer=kind.writer,
+        reader=kind.reader,
+        meaning=kind.meaning,
+    )
 
 
-def _field(field: RowField) -> dict[str, Any]:
-    kind = _kind(field)
-    return {
-        "name": field.name,
-        "dtype": field.dtype,
-        "width": field.width,
-        "bytes": field_bytes(field),
-        "writer": kind.writer,
-        "reader": kind.reader,
-        "meaning": kind.meaning,
-    }
+def _prompt_bytes(schema: HandoffSchema, prompt_len: int) -> PromptBytes:
+    moved = handoff_bytes(schema, prompt_len)
+    return PromptBytes(prompt_tokens=prompt_len, **moved._asdict(), total=moved.total)
 
 
-def _kind(field: RowField) -> RowKind:
-    """The field's declaration. Nodes of one protocol have the router's own; a field from elsewhere stops no page."""
-    return ROW_KINDS.get(field.name) or RowKind(field.name, "This router does not know the field.")
-
-
-def _request(layout: HandoffSchema, prompt_len: int) -> dict[str, int]:
-    moved = handoff_bytes(layout, prompt_len)
-    return {"prompt_tokens": prompt_len, **moved._asdict(), "total": moved.total}
-
-
-def _words(group: Group) -> list[str]:
-    """The schema in lines of words."""
-    layout = group.layout
-    nodes = "; ".join(f"{role} {', '.join(names) or 'none yet'}" for role, names in _nodes(group).items())
+def _page_words(schema: HandoffSchema) -> list[str]:
+    draft, key = _pool_words(schema.draft, schema.page_size), "its own tokens"
+    if schema.frozen_layers:
+        draft += f"; the drafter attends to KV of target layers {layer_words(schema.frozen_layers)}"
+    if schema.key_lookahead:  # DESIGN section 4, prefix keys
+        following = "one" if schema.key_lookahead == 1 else str(schema.key_lookahead)
+        key += f" and the next {following}, on which draft KV depends"
+    num_blocks = blocks_per_page(schema)
+    checksums = f"{num_blocks} checksums ({schema.checksum})" if num_blocks else "no checksum"
     return [
-        f"model {group.key.model}, algorithm {layout.algorithm}, {layout.page_size} tokens a page; {nodes}",
-        f"target KV: {_pool(layout.target, layout.page_size)}",
-        f"draft KV: {_pool(layout.draft, layout.page_size)}{_frozen(layout)}",
-        f"a page{' of both' if layout.draft else ''}: {page_bytes(layout):,} bytes, checked {_checksum(layout)}",
-        f"prefix caches know a page by {_key(layout.key_lookahead)}",
-        f"metadata row: {row_bytes(layout):,} bytes, one for each choice of a request, after the last page",
-        *(f"  {_field_words(field)}" for field in layout.row),
-        "a request, one choice, of which decode has nothing cached:",
-        *(f"  {_request_words(layout, prompt_len)}" for prompt_len in PROMPT_LENS),
+        f"target KV: {_pool_words(schema.target, schema.page_size)}",
+        f"draft KV: {draft}",
+        f"a page{' of both' if schema.draft else ''}: {page_bytes(schema):,} bytes, checked by {checksums}",
+        f"prefix caches know a page by {key}",
     ]
 
 
-def _pool(pool: PoolLayout | None, page_size: int) -> str:
+def _pool_words(pool: PoolLayout | None, page_size: int) -> str:
     return "none" if pool is None else f"{pool_words(pool)}, {pool_page_bytes(pool, page_size):,} bytes a page"
 
 
-def _frozen(layout: HandoffSchema) -> str:
-    if not layout.frozen_layers:
-        return ""
-    return f"; the drafter attends to KV of target layers {layer_words(layout.frozen_layers)}"
+def _field_words(field: HandoffField) -> str:
+    size = f"{field.width} x {field.dtype}, {field.bytes:,} bytes"
+    return f"  {field.name}: {size}, {field.writer} writes, {field.reader} reads. {field.meaning}"
 
 
-def _checksum(layout: HandoffSchema) -> str:
-    num_blocks = blocks_per_page(layout)
-    return f"by {num_blocks} checksums ({layout.checksum})" if num_blocks else "by no checksum"
-
-
-def _key(lookahead: int) -> str:
-    """DESIGN section 4, prefix keys: the KV of shifted drafters depends on tokens that come after the page."""
-    match lookahead:
-        case 0:
-            return "its own tokens"
-        case 1:
-            return "its own tokens and the next one, on which draft KV depends"
-        case _:
-            return f"its own tokens and the next {lookahead}, on which draft KV depends"
-
-
-def _field_words(field: RowField) -> str:
-    kind = _kind(field)
-    size = f"{field.width} x {field.dtype}, {field_bytes(field):,} bytes"
-    return f"{field.name}: {size}, {kind.writer} writes, {kind.reader} reads. {kind.meaning}"
-
-
-def _request_words(layout: HandoffSchema, prompt_len: int) -> str:
-    moved = handoff_bytes(layout, prompt_len)
+def _prompt_words(moved: PromptBytes) -> str:
     return (
-        f"{prompt_len:,} tokens: {moved.total:,} bytes = target KV {moved.target_kv:,} + draft KV {moved.draft_kv:,}"
-        f" + hidden state {moved.hidden_state:,} + rest of the row {moved.rest_of_row:,}"
+        f"  {moved.prompt_tokens:,} tokens: {moved.total:,} bytes = target KV {moved.target_kv:,} + draft KV"
+        f" {moved.draft_kv:,} + hidden state {moved.hidden_state:,} + rest of the row {moved.rest_of_row:,}"
     )

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two forms that OpenAI's routes give them."""
+"""Log-probabilities in the two formats of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .openai_types import ChatLogprobs, LegacyLogprobs, TokenLogprob, TopLogprob
 
 
 class LegacyColumns:
-    """The columns of one choice, made piece by piece: it keeps where in the text the next token begins.
+    """Columns of one sequence for /v1/completions, made chunk by chunk. It tracks the text offset of the next token.
 
-    A token that is only a fragment of a character is named by its bytes, `bytes:\\xe4\\xbd`, as OpenAI does: as
-    replacement characters all fragments would be one key of `top_logprobs`. Its offset is its character's.
+    A token that is only a fragment of a character is named by its bytes, `bytes:\\xe4\\xbd`, as OpenAI does. As
+    replacement characters all fragments would share one key of `top_logprobs`. Its offset is that of its character.
     """
 
     def __init__(self, tokenizer: TextTokenizer, num_top: int) -> None:
@@ -24,8 +24,10 @@ class LegacyColumns:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def take(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> LegacyLogprobs:
-        """The columns for the next tokens. None stands for a prompt's first token. The sampled token is always among
-        `top_logprobs`, as OpenAI has it."""
+        """Return the columns for the next tokens. The logprobs of a prompt's first token are None.
+
+        The sampled token is always among `top_logprobs`, as in OpenAI's API.
+        """
         offsets: list[int] = []
         tops: list[dict[str, float] | None] = []
         for token_id, entry in zip(token_ids, logprobs, strict=True):
@@ -56,7 +58,7 @@ class LegacyColumns:
 def chat_logprobs(
     tokenizer: TextTokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], num_top: int
 ) -> ChatLogprobs:
-    """One entry a token with its `num_top` likeliest rivals."""
+    """Return one entry per token, with the `num_top` likeliest tokens at its position."""
     content: list[TokenLogprob] = []
     for token_id, entry in zip(token_ids, logprobs, strict=True):
         pairs = zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)

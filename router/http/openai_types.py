@@ -1,9 +1,9 @@
-"""Every request and response body of the HTTP API, after OpenAI's and with vLLM's extensions and Baton's own.
+"""Bodies of requests and answers that follow OpenAI's API, with extensions of vLLM and of Baton.
 
-Strict: unknown fields are refused by name, `null` is accepted for optional ones. Fields that official clients send
-and that change nothing here (`user`, `store`, ...) are accepted and ignored; fields that would change the answer in a
-way Baton cannot (`tools`, ...) are declared, and refused with words by parameters.py. The OpenAPI document is
-generated from these types.
+Decoding is strict: unknown fields are refused by name, and `null` is accepted for optional fields. Fields that OpenAI's
+clients send and that have no effect here are accepted (IGNORED). Fields that ask for something that Baton cannot do,
+such as `tools`, are declared here and refused in words by parameters.py (NOT_SERVED). The OpenAPI document is generated
+from these types.
 """
 
 from __future__ import annotations
@@ -18,36 +18,57 @@ MAX_STOPS = 16
 MAX_PROMPTS = 256
 
 Bias = Annotated[float, Meta(ge=-100, le=100)]
+LogitBias = Annotated[
+    dict[TokenId, Bias],
+    Meta(max_length=4096, extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}),
+]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 Stop = StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)]
 NumTokens = Annotated[int, Meta(ge=1, le=2**62)]
 DraftSteps = Annotated[
     Annotated[int, Meta(ge=0, le=MAX_DRAFT_STEPS)] | None,
     Meta(
-        description="Tokens drafted in a round of speculation for this request, at most as many as the decode node is "
-        "configured for. 0: this request is not speculated; null or absent: as the node is configured. The text is "
-        "the same whatever it is."
+        description="Tokens drafted per round of speculation for this request, at most as many as the decode node is "
+        "configured for. 0: this request is not speculated; null or absent: as the node is configured. The value does "
+        "not change the text."
     ),
 ]
 Priority = Annotated[
     Annotated[int, Meta(ge=-100, le=100)] | None,
     Meta(
-        description="Who waits is served in the order of arrival within a priority, lower numbers first; 0 where none "
-        "is given. Ten seconds of waiting make up for one step of priority, so that nobody waits forever."
+        description="Waiting requests with lower numbers are served first, in the order of arrival within a priority; "
+        "0 by default. Ten seconds of waiting make up for one step of priority, so that no request waits forever."
     ),
 ]
 TimeoutS = Annotated[
     Annotated[float, Meta(gt=0)] | None,
     Meta(
-        description="Seconds after which the answer is of no use: the request is then ended with status 504. One that "
-        "would not be done in time is refused at once with 429. At most the router's --request-timeout-s."
+        description="Seconds after which the answer is of no use: the request is then ended with status 504. If the "
+        "router expects that it would take longer, it refuses it at once with 429. At most the router's "
+        "--request-timeout-s."
     ),
 ]
+BestOf = Annotated[
+    Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None,
+    Meta(description="Refused unless it equals `n`.", extra_json_schema={"deprecated": True}),
+]
 FinishReason = Literal["stop", "length"]
+IGNORED = frozenset(  # fields that are accepted without effect
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a stream carries beyond text."""
+    """Additional contents of a stream. `include_obfuscation` has no effect."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -64,7 +85,7 @@ class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=4096)] | None = None
+    logit_bias: LogitBias | None = None
     seed: Annotated[int, Meta(ge=-(2**62), le=2**62)] | None = None
     stop: Stop | None = None
     stream: bool | None = None
@@ -85,7 +106,7 @@ class CommonRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     # Baton's extensions
     draft_steps: DraftSteps = None
     timeout_s: TimeoutS = None
-    # accepted, without effect
+    # IGNORED
     user: str | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
@@ -99,7 +120,7 @@ class CompletionRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, 
     """Body of POST /v1/completions. `prompt`: a text, texts, token ids, or lists of token ids."""
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
-    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: BestOf = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     suffix: str | None = None
@@ -113,7 +134,7 @@ class TextPart(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
-    """One message. The fields typed `null` are those that clients send back empty with an assistant's message."""
+    """One message. Clients send the fields typed `null` back with an assistant's message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -127,9 +148,9 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponseFormat(Struct, frozen=True):
-    """Only {"type": "text"} is served."""
+    """Format of the text that the model writes. Only {"type": "text"} is served."""
 
-    type: str
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["text"]})]
 
 
 class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -143,9 +164,9 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[str] | None = None
     response_format: ResponseFormat | None = None
-    # declared to be refused with words
+    # NOT_SERVED
+    modalities: list[str] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     functions: list[Any] | None = None
@@ -158,7 +179,7 @@ class ChatRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class TokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Body of POST /tokenize: a prompt, or messages put through the chat template."""
+    """Body of POST /tokenize: either a prompt, or messages, which the chat template turns into a prompt."""
 
     model: str | None = None
     prompt: str | None = None
@@ -166,6 +187,9 @@ class TokenizeRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
+
+
+EXACTLY_ONE_OF: dict[type[Struct], tuple[str, ...]] = {TokenizeRequest: ("prompt", "messages")}
 
 
 class TokenizeResponse(Struct, frozen=True, kw_only=True):
@@ -197,7 +221,7 @@ class PromptTokensDetails(Struct, frozen=True):
 
 
 class SpeculationDetails(Struct, frozen=True, kw_only=True):
-    """What drafting brought. `accept_length`: tokens a verify gave on average, the target's own one included."""
+    """Result of speculation. `accept_length` is the mean number of tokens per verification, the target's included."""
 
     drafted_tokens: int
     accepted_tokens: int
@@ -206,7 +230,7 @@ class SpeculationDetails(Struct, frozen=True, kw_only=True):
 
 
 class Usage(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Token counts. Each prompt counts once, however many choices share it. `speculation` where decode speculated."""
+    """Token counts. A prompt that several choices share counts once. `speculation` is present if a node speculated."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -216,7 +240,7 @@ class Usage(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class LegacyLogprobs(Struct, frozen=True):
-    """Log-probabilities as /v1/completions gives them: columns over tokens; null where none exists (first token)."""
+    """Log-probabilities as /v1/completions gives them: columns over tokens; null for the first token of a prompt."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -233,7 +257,7 @@ class TopLogprob(Struct, frozen=True):
 
 
 class TokenLogprob(Struct, frozen=True):
-    """A generated token and the likely ones in its place."""
+    """A generated token and the likeliest tokens at its position."""
 
     token: str
     logprob: float
@@ -249,7 +273,7 @@ class ChatLogprobs(Struct, frozen=True):
 
 
 class CompletionChoice(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A choice of /v1/completions, whole or one piece of a stream."""
+    """A choice of /v1/completions, or what a chunk adds to it."""
 
     index: int
     text: str
@@ -261,7 +285,7 @@ class CompletionChoice(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Completion(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Answer of /v1/completions, and each piece of its stream."""
+    """Answer of /v1/completions, and each chunk of its stream."""
 
     id: str
     object: Literal["text_completion"]
@@ -272,7 +296,7 @@ class Completion(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AssistantMessage(Struct, frozen=True, kw_only=True):
-    """What the model said."""
+    """The message that the model wrote."""
 
     content: str
     role: Literal["assistant"] = "assistant"
@@ -303,14 +327,14 @@ class ChatCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ChatDelta(Struct, frozen=True, omit_defaults=True):
-    """What a piece of a chat stream adds to the message."""
+    """Text that a chunk adds to the message; the first chunk has the role."""
 
     content: str | None = None
     role: Literal["assistant"] | None = None
 
 
 class ChatChunkChoice(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A choice in a piece of a chat stream."""
+    """A choice in a chunk of a chat stream."""
 
     index: int
     delta: ChatDelta
@@ -321,7 +345,7 @@ class ChatChunkChoice(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ChatChunk(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One piece of a chat stream."""
+    """One chunk of a chat stream."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -330,17 +354,6 @@ class ChatChunk(Struct, frozen=True, kw_only=True, omit_defaults=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | None = None
-
-
-class DrainRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of POST /admin/nodes/{id}/drain, which may be left out."""
-
-    timeout_s: Annotated[
-        Annotated[float, Meta(ge=0, le=86400)] | None,
-        Meta(
-            description="Seconds after which what the node still holds moves elsewhere; by default --drain-timeout-s."
-        ),
-    ] = None
 
 
 class CancelledRequest(Struct, frozen=True):

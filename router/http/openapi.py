@@ -1,173 +1,230 @@
-"""The OpenAPI document, generated from the types that decode and encode the bodies."""
+"""The OpenAPI document, generated from the route table and from the types that decode and encode bodies."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from ..errors import ErrorBody
-from .explain import Explanation, RecentRequests
-from .openai_types import (
-    CancelledRequest,
-    ChatChunk,
-    ChatCompletion,
-    ChatRequest,
-    Completion,
-    CompletionRequest,
-    DetokenizeRequest,
-    DetokenizeResponse,
-    DrainRequest,
-    ModelInfo,
-    ModelList,
-    TokenizeRequest,
-    TokenizeResponse,
+from .access import Needs
+from .errors import ErrorBody
+from .openai_types import EXACTLY_ONE_OF, IGNORED
+from .parameters import NOT_SERVED
+from .route import Parameter, Route
+
+_DESCRIPTION = (
+    "Serves large language models with prefill and decode in separate processes. The routes under /v1 follow OpenAI's, "
+    "with extensions of vLLM and of Baton. Every GET route answers HEAD too. OPTIONS on any route answers 204 with the "
+    "methods in Allow; another method is answered with 405 and Allow. A body may be sent with Content-Encoding gzip."
 )
-
-
-class _Route(NamedTuple):
-    method: str
-    path: str
-    summary: str
-    request: type | None = None
-    response: type | None = None
-    piece: type | None = None  # of a stream
-    statuses: tuple[int, ...] = ()  # of errors, beside those of every route and of every body
-
-    @property
-    def errors(self) -> list[int]:
-        """The statuses of all errors that it answers."""
-        everywhere = () if self.path == "/health" else _EVERYWHERE
-        body = _OF_BODIES if self.request is not None else _OF_POSTS if self.method == "post" else ()
-        return sorted({*everywhere, *body, *self.statuses})
-
-
+_TAGS = {
+    "generation": "Text from prompts and conversations",
+    "models": "The models that are served, and their tokenizers",
+    "status": "For probes and monitoring",
+    "operators": "The state of nodes and of requests; these routes need the admin key if the router has one",
+}
 _MEANINGS = {
-    400: "The request is malformed, or asks for what cannot be; `param` names the field at fault",
+    400: "The request is malformed, or cannot be served as it is; `param` names the field at fault",
     401: "The key that the route needs is missing or wrong",
     403: "The key is not enough for the route; or a web page of a foreign origin asks, or the host is a foreign one",
-    404: "There is no such model, node or request",
+    404: "The model, node or request does not exist",
     408: "The body did not arrive in time",
     409: "The node is leaving by itself, which cannot be undone",
     413: "The body is larger than the router accepts",
     415: "The body's Content-Type is not JSON, or its Content-Encoding is not served (see Accept-Encoding)",
-    429: "Too many requests wait, or the key has too many under way; Retry-After says when to try again",
-    499: "Somebody else than this client cancelled the request",
+    429: "Too many requests wait, or the key has too many running; Retry-After says when to try again",
+    499: "Someone other than this client cancelled the request",
     500: "The router or a node failed at the request",
-    503: "Nodes that could take the request are not there, or the router is shutting down",
+    503: "The nodes that could take the request are absent, or the router is shutting down",
     504: "The request took longer than its timeout_s, or than the router's --request-timeout-s",
 }
-_EVERYWHERE = (401, 403, 500)
-_OF_POSTS = (415,)
 _OF_BODIES = (400, 408, 413, 415, 429, 503)
-_OF_GENERATIONS = (404, 499, 504)
-
-_ROUTES = (
-    _Route("post", "/v1/completions", "Continue prompts", CompletionRequest, Completion, Completion, _OF_GENERATIONS),
-    _Route(
-        "post",
-        "/v1/chat/completions",
-        "Continue a conversation",
-        ChatRequest,
-        ChatCompletion,
-        ChatChunk,
-        _OF_GENERATIONS,
-    ),
-    _Route("get", "/v1/models", "The models that are served", None, ModelList),
-    _Route("get", "/v1/models/{model}", "One model", None, ModelInfo, statuses=(404,)),
-    _Route(
-        "delete",
-        "/v1/requests/{id}",
-        "Cancel a request by the id that its answer carries",
-        None,
-        CancelledRequest,
-        statuses=(404,),
-    ),
-    _Route("post", "/tokenize", "Text to token ids", TokenizeRequest, TokenizeResponse, statuses=(404,)),
-    _Route("post", "/detokenize", "Token ids to text", DetokenizeRequest, DetokenizeResponse, statuses=(404,)),
-    _Route("get", "/health", "The router lives (needs no key)"),
-    _Route("get", "/ready", "A canary request has passed", statuses=(503,)),
-    _Route("get", "/metrics", "Figures for Prometheus"),
-    _Route("get", "/debug/nodes", "Nodes, pairs and their figures"),
-    _Route("get", "/debug/ledger", "The books of every node"),
-    _Route("get", "/debug/handoff", "What a handoff holds, field by field and in bytes", statuses=(400,)),
-    _Route(
-        "get",
-        "/debug/requests",
-        "Live requests, and the last ones that are over",
-        None,
-        RecentRequests,
-        statuses=(400,),
-    ),
-    _Route(
-        "get",
-        "/debug/requests/{rid}",
-        "A request's life as parts that sum up to the whole",
-        None,
-        Explanation,
-        statuses=(404,),
-    ),
-    _Route("post", "/admin/flush", "Empty the prefix caches"),
-    _Route(
-        "post",
-        "/admin/nodes/{id}/drain",
-        "Give a node nothing new; move what it does not finish",
-        DrainRequest,
-        statuses=(404,),
-    ),
-    _Route("post", "/admin/nodes/{id}/undrain", "Give a node requests again", statuses=(404, 409)),
+_OF_GENERATION = (404, 499, 504)
+_HEADERS = {  # name -> description and JSON type
+    "x-request-id": ("The client's x-request-id, else the `id` of an answer that generates", "string"),
+    "Retry-After": ("Seconds after which the client may try again", "integer"),
+    "retry-after-ms": ("The same in milliseconds", "integer"),
+    "x-should-retry": ("`false`: tells OpenAI's clients not to retry by themselves", "string"),
+    "WWW-Authenticate": ("`Bearer`", "string"),
+    "Accept-Encoding": ("The encodings that bodies may have", "string"),
+}
+_HEADERS_OF = {
+    401: ("WWW-Authenticate",),
+    415: ("Accept-Encoding",),
+    429: ("Retry-After", "retry-after-ms"),
+    503: ("Retry-After",),
+    504: ("x-should-retry",),
+}
+_STREAM = (
+    "Server-sent events, sent if the request has `stream: true`. The `data` of each event is a chunk as JSON. If "
+    "`stream_options.include_usage` is set, a chunk without choices follows that holds the usage. The last event is "
+    "`[DONE]`, or an error as JSON if the request fails after the stream has begun. Lines that begin with a colon are "
+    "comments."
 )
 
 
+def document(routes: Sequence[Route], *, has_api_keys: bool = True, has_admin_key: bool = True) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of a router that has these routes and kinds of keys."""
+    kinds: list[Any] = [ErrorBody]
+    for route in routes:
+        kinds += [kind for kind in (route.body, route.answer, route.chunk) if kind is not None and kind not in kinds]
+    schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    for kind in kinds:
+        _annotate(kind, components)
+    writer = _Writer(dict(zip(kinds, schemas, strict=True)), has_api_keys, has_admin_key)
+    paths: dict[str, Any] = {}
+    for route in routes:
+        paths.setdefault(route.template, {})[route.method.lower()] = writer.operation(route)
+    bearer = {"type": "http", "scheme": "bearer"}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Baton", "version": package_version(), "description": _DESCRIPTION},
+        "tags": [{"name": name, "description": words} for name, words in _TAGS.items()],
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "headers": {
+                name: {"description": words, "schema": {"type": kind}} for name, (words, kind) in _HEADERS.items()
+            },
+            "parameters": {"RequestId": _REQUEST_ID},
+            "securitySchemes": {
+                "api_key": bearer | {"description": "An API key of the router (--api-key, --api-keys)"},
+                "admin_key": bearer | {"description": "The admin key of the router (--admin-key)"},
+            },
+        },
+    }
+
+
 def package_version() -> str:
-    """The installed version of Baton."""
+    """Return the installed version of Baton."""
     try:
         return version("baton-serve")
     except PackageNotFoundError:
         return "unknown"
 
 
-def document() -> dict[str, Any]:
-    """The OpenAPI 3.1 document."""
-    named = {kind for route in _ROUTES for kind in (route.request, route.response, route.piece) if kind is not None}
-    types = sorted(named, key=lambda kind: kind.__name__)
-    schemas, components = msgspec.json.schema_components(
-        [*types, ErrorBody], ref_template="#/components/schemas/{name}"
-    )
-    by_type = dict(zip([*types, ErrorBody], schemas, strict=True))
-    paths: dict[str, Any] = {}
-    for route in _ROUTES:
-        paths.setdefault(route.path, {})[route.method] = _operation(route, by_type)
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "Baton", "version": package_version()},
-        "paths": paths,
-        "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
-        "security": [{"key": []}, {}],
-    }
+_REQUEST_ID = {
+    "name": "x-request-id",
+    "in": "header",
+    "description": "Name that the client gives to the request, up to 128 printable ASCII characters; a longer name is "
+    "cut, any other is ignored. The answer carries it, and logs and traces name it.",
+    "schema": {"type": "string"},
+}
 
 
-def _operation(route: _Route, by_type: dict[type, dict[str, Any]]) -> dict[str, Any]:
-    def content(kind: type) -> dict[str, Any]:
-        return {"application/json": {"schema": by_type[kind]}}
+class _Writer:
+    """Writes operations. `schemas` holds the schema of each type of a body."""
 
-    success: dict[str, Any] = {"description": "Success"}
-    if route.response is not None:
-        success["content"] = content(route.response)
-    if route.piece is not None:
-        success["content"]["text/event-stream"] = {"schema": by_type[route.piece]}
-    operation: dict[str, Any] = {
-        "summary": route.summary,
-        "responses": {"200": success}
-        | {str(status): {"description": _MEANINGS[status], "content": content(ErrorBody)} for status in route.errors},
-    }
-    if route.request is not None:
-        operation["requestBody"] = {"required": route.request is not DrainRequest, "content": content(route.request)}
-    names = re.findall(r"{(\w+)}", route.path)
-    if names:
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+    def __init__(self, schemas: dict[Any, dict[str, Any]], has_api_keys: bool, has_admin_key: bool) -> None:
+        self._schemas = schemas
+        api_key: list[Any] = [{"api_key": []}, {"admin_key": []}] if has_admin_key else [{"api_key": []}]
+        client = api_key if has_api_keys else []
+        operator: list[Any] = [{"admin_key": []}] if has_admin_key else client
+        self._security: dict[Needs, list[Any]] = {Needs.NOTHING: [], Needs.KEY: client, Needs.ADMIN_KEY: operator}
+
+    def operation(self, route: Route) -> dict[str, Any]:
+        operation: dict[str, Any] = {
+            "operationId": route.operation_id,
+            "tags": [route.tag],
+            "summary": route.summary,
+            "security": self._security[route.needs],
+            "parameters": [*map(_parameter, route.parameters), {"$ref": "#/components/parameters/RequestId"}],
+            "responses": {"200": self._success(route)},
+        }
+        for status in _errors_of(route):
+            operation["responses"][str(status)] = {
+                "description": _MEANINGS[status],
+                "headers": _header_refs(*_HEADERS_OF.get(status, ())),
+                "content": self._json(ErrorBody),
+            }
+        if route.body is not None:
+            operation["requestBody"] = {"required": route.is_body_required, "content": self._json(route.body)}
+        return operation
+
+    def _success(self, route: Route) -> dict[str, Any]:
+        content: dict[str, Any] = {}
+        if route.answer is not None:
+            content |= self._json(route.answer)
+        if route.text is not None:
+            content[route.text] = {"schema": {"type": "string"}}
+        if route.chunk is not None:
+            content["text/event-stream"] = {"schema": self._event(route.chunk)}
+        return {"description": "Success", "headers": _header_refs(), "content": content}
+
+    def _event(self, chunk: Any) -> dict[str, Any]:
+        """Return the schema of one event. In OpenAPI 3.1 the schema of a stream is that of its events."""
+        described = {"chunk": chunk, "error": ErrorBody}
+        data: list[dict[str, Any]] = [
+            {
+                "title": name,
+                "type": "string",
+                "contentMediaType": "application/json",
+                "contentSchema": self._schemas[kind],
+            }
+            for name, kind in described.items()
         ]
-    return operation
+        data.append({"title": "end of the stream", "const": "[DONE]"})
+        return {
+            "description": _STREAM,
+            "type": "object",
+            "properties": {"data": {"anyOf": data}},
+            "required": ["data"],
+        }
+
+    def _json(self, kind: Any) -> dict[str, Any]:
+        return {"application/json": {"schema": self._schemas[kind]}}
+
+
+def _errors_of(route: Route) -> list[int]:
+    """Return the statuses of all errors that a route can answer."""
+    statuses = {500, *route.statuses}
+    if route.needs is not Needs.NOTHING:
+        statuses |= {401, 403}
+    if route.method == "POST":
+        statuses.add(415)
+    if route.body is not None:
+        statuses |= set(_OF_BODIES)
+    if route.chunk is not None:
+        statuses |= set(_OF_GENERATION)
+    return sorted(statuses)
+
+
+def _parameter(parameter: Parameter) -> dict[str, Any]:
+    return {
+        "name": parameter.name,
+        "in": parameter.where,
+        "required": parameter.where == "path",
+        "description": parameter.description,
+        "schema": msgspec.json.schema(parameter.kind),
+    }
+
+
+def _header_refs(*names: str) -> dict[str, Any]:
+    return {name: {"$ref": f"#/components/headers/{name}"} for name in ("x-request-id", *names)}
+
+
+def _annotate(kind: Any, components: dict[str, Any]) -> None:
+    """Add to the schema of a body what its type cannot say: fields that are refused, ignored, or exclude each other."""
+    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+        return
+    fields = components[kind.__name__]["properties"]
+    if kind in EXACTLY_ONE_OF:
+        names = EXACTLY_ONE_OF[kind]
+        components[kind.__name__]["oneOf"] = [
+            {"required": [name], "properties": {each: _null(each != name) for each in names}} for name in names
+        ]
+    for each in NOT_SERVED.get(kind, ()):
+        fields[each.name] = {
+            "enum": list(each.accepted),
+            "default": None,
+            "deprecated": True,
+            "description": f"Not served: {each.words}. Only values that ask for nothing are accepted.",
+        }
+    for name in IGNORED & fields.keys():
+        fields[name] = fields[name] | {"description": "Accepted for OpenAI's clients, without effect."}
+
+
+def _null(is_null: bool) -> dict[str, Any]:
+    return {"type": "null"} if is_null else {"not": {"type": "null"}}

@@ -18,14 +18,14 @@ _ORIGIN = re.compile(rf"([a-z][a-z0-9+.-]*)://{_HOST}")
 
 
 class Authority(NamedTuple):
-    """A host, in lower case and without brackets, and its port where one is given."""
+    """A host, in lower case and without brackets, and its port if one is given."""
 
     host: str
     port: int | None
 
     @classmethod
     def parse(cls, text: str) -> Authority | None:
-        """The value of a Host header. None for anything else."""
+        """Return the authority that a Host header names, None if it is malformed."""
         found = _AUTHORITY.fullmatch(text.strip().lower())
         return _authority(found[1], found[2]) if found is not None and found[1] else None
 
@@ -39,7 +39,7 @@ class Origin(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Origin | None:
-        """The value of an Origin header. None for `null` and for anything else that is no single origin."""
+        """Return the origin that an Origin header names, None for `null` and for any text that is not one origin."""
         found = _ORIGIN.fullmatch(text.strip().lower())
         if found is None or (found[1] in _DEFAULT_PORTS and not found[2]):
             return None
@@ -48,13 +48,13 @@ class Origin(NamedTuple):
 
     @classmethod
     def of(cls, scheme: str, authority: Authority) -> Origin:
-        """The origin of what an authority serves."""
+        """Return the origin of the pages that an authority serves."""
         is_default = authority.port == _DEFAULT_PORTS.get(scheme, -1)
         return cls(scheme, authority.host, None if is_default else authority.port)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host (from an Authority) is this machine wherever it is looked up: no name server can change it."""
+    """Return whether a host (from an Authority) is always this machine, whatever a name server answers."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
@@ -64,7 +64,7 @@ def is_loopback(host: str) -> bool:
 
 
 def allowed_origins(values: Iterable[str]) -> frozenset[Origin] | None:
-    """Return the origins of --allow-origin; None: every origin. Raises ConfigError that names the value and the fix."""
+    """Return the origins of --allow-origin, None for every one. Raises ConfigError that names the value and the fix."""
     origins: set[Origin] = set()
     allows_any = False
     for value in values:
@@ -79,7 +79,7 @@ def allowed_origins(values: Iterable[str]) -> frozenset[Origin] | None:
 
 
 def allowed_hosts(values: Iterable[str]) -> frozenset[str] | None:
-    """Return the hosts of --allow-host; None: every host. Raises ConfigError that names the value and the fix."""
+    """Return the hosts of --allow-host, None for every host. Raises ConfigError that names the value and the fix."""
     hosts: set[str] = set()
     allows_any = False
     for value in values:

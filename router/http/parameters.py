@@ -1,12 +1,15 @@
-"""From a request's body to what nodes get: sampling parameters within bounds, in the model's own terms.
+"""From the fields of a body to the parameters that nodes get.
 
-Refuses in words what is well-formed but cannot be served; every refusal names its field.
+A body that is well-formed but cannot be served is refused here. Every refusal names its field.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from ...metadata.errors import RequestError
 from ...metadata.wire.request import MAX_CONTEXT, SamplingParams
@@ -15,24 +18,36 @@ from ..request import TextOptions
 from .openai_types import ChatRequest, CommonRequest, CompletionRequest
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
-_REFUSED_IN_CHAT = {
-    "tools": "tools are not served",
-    "tool_choice": "tools are not served",
-    "functions": "functions are not served",
-    "function_call": "functions are not served",
-    "audio": "only text is served",
-    "prediction": "predicted outputs are not served",
-    "reasoning_effort": "the effort of reasoning cannot be set",
-    "verbosity": "verbosity cannot be set",
-    "web_search_options": "there is no web search",
+
+
+class NotServed(NamedTuple):
+    """A field of OpenAI's that is declared so that it can be refused in words. `accepted` values ask for nothing."""
+
+    name: str
+    words: str
+    accepted: tuple[Any, ...] = (None, [])
+
+
+NOT_SERVED: dict[type[Struct], tuple[NotServed, ...]] = {
+    CompletionRequest: (NotServed("suffix", "insertion is not served", (None, "")),),
+    ChatRequest: (
+        NotServed("tools", "tools are not served"),
+        NotServed("tool_choice", "tools are not served", (None, [], "none")),
+        NotServed("functions", "functions are not served"),
+        NotServed("function_call", "functions are not served"),
+        NotServed("audio", "only text is served"),
+        NotServed("prediction", "predicted outputs are not served"),
+        NotServed("reasoning_effort", "the effort of reasoning cannot be set", (None,)),
+        NotServed("verbosity", "verbosity cannot be set", (None,)),
+        NotServed("web_search_options", "there is no web search"),
+        NotServed("modalities", "only text is served", (None, ["text"])),
+    ),
 }
 
 
 def check_completion(body: CompletionRequest) -> None:
-    """Raises RequestError for what /v1/completions does not serve."""
+    """Raise RequestError for a field that /v1/completions does not serve."""
     _check_common(body)
-    if body.suffix:
-        raise RequestError("suffix: insertion is not served", param="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError(
             f"best_of: {body.best_of} differs from n = {body.n or 1}; only equal is served", param="best_of"
@@ -40,42 +55,20 @@ def check_completion(body: CompletionRequest) -> None:
 
 
 def check_chat(body: ChatRequest) -> None:
-    """Raises RequestError for what /v1/chat/completions does not serve."""
+    """Raise RequestError for a field that /v1/chat/completions does not serve."""
     _check_common(body)
-    for name, words in _REFUSED_IN_CHAT.items():
-        value = getattr(body, name)
-        if value is not None and value != [] and not (name == "tool_choice" and value == "none"):
-            raise RequestError(f"{name}: {words}", param=name)
     if body.response_format is not None and body.response_format.type != "text":
         raise RequestError(f"response_format: {body.response_format.type!r} is not served", param="response_format")
-    if body.modalities is not None and body.modalities != ["text"]:
-        raise RequestError("modalities: only text is served", param="modalities")
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs: needs logprobs to be true", param="top_logprobs")
     if body.continue_final_message and body.add_generation_prompt:
         raise RequestError("continue_final_message: excludes add_generation_prompt", param="continue_final_message")
 
 
-def check_prompt(prompt_ids: Sequence[int], group: Group, param: str) -> None:
-    """Raises RequestError for a prompt that is empty, too long, or of ids that the model does not have."""
-    if not prompt_ids:
-        raise RequestError(f"{param}: the prompt has no tokens", param=param)
-    vocab_size = group.card.vocab_size
-    worst = max(prompt_ids)
-    if worst >= vocab_size:
-        raise RequestError(f"{param}: token id {worst} is out of range; the vocabulary has {vocab_size}", param=param)
-    if len(prompt_ids) >= group.context_len:
-        raise RequestError(
-            f"{param}: the prompt has {len(prompt_ids)} tokens; the model's context of {group.context_len} leaves none "
-            "to generate",
-            param=param,
-        )
-
-
 def sampling_params(
     body: CommonRequest, group: Group, prompt_len: int, *, num_logprobs: int | None, seed: int
 ) -> SamplingParams:
-    """The parameters for one prompt. Raises RequestError when prompt and max_tokens exceed the context."""
+    """Return the parameters for one prompt. Raises RequestError if prompt and max_tokens exceed the context."""
     card = group.card
     defaults = card.defaults
     eos = () if body.ignore_eos else card.eos_token_ids
@@ -109,14 +102,14 @@ def sampling_params(
 
 
 def asked_tokens(body: CommonRequest, context_len: int) -> int:
-    """Output tokens that the body asks for at most, before anything is known of its prompts."""
+    """Return the largest number of output tokens that the body asks for, before its prompts are known."""
     if isinstance(body, ChatRequest):
         return body.max_completion_tokens or body.max_tokens or context_len
     return body.max_tokens or DEFAULT_COMPLETION_TOKENS
 
 
 def timeout_s(body: CommonRequest, longest_s: float) -> float:
-    """Seconds that the request may take. Raises RequestError for more than the router's own limit."""
+    """Return the seconds that the request may take. Raises RequestError for more than the router's own limit."""
     if body.timeout_s is None:
         return longest_s
     if body.timeout_s > longest_s:
@@ -127,12 +120,12 @@ def timeout_s(body: CommonRequest, longest_s: float) -> float:
 
 
 def request_seed(body: CommonRequest) -> int:
-    """The request's seed (0..2**62 - 1), a drawn one where none is given."""
+    """Return the request's seed (0..2**62 - 1), a random one if it has none."""
     return secrets.randbits(62) if body.seed is None else body.seed % 2**62
 
 
 def text_options(body: CommonRequest) -> TextOptions:
-    """How ids become text."""
+    """Return the options for turning ids into text."""
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return TextOptions(
         stops=tuple(dict.fromkeys(stops)),
@@ -144,6 +137,9 @@ def text_options(body: CommonRequest) -> TextOptions:
 def _check_common(body: CommonRequest) -> None:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: needs stream to be true", param="stream_options")
+    for name, words, accepted in NOT_SERVED[type(body)]:
+        if getattr(body, name) not in accepted:
+            raise RequestError(f"{name}: {words}", param=name)
 
 
 def _max_tokens(body: CommonRequest, prompt_len: int, context_len: int) -> int:

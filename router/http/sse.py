@@ -1,11 +1,11 @@
 """Server-sent events, written straight to the transport.
 
-The first thing that an event-loop tick has for a stream is written at once, outside any coroutine, so that a stream
-does not wait for the others of its decode step; whatever else the tick has for it follows in one write.
+A stream's first event of an event-loop tick is written at once, outside any coroutine. So a stream does not wait for
+the other streams of its decode step. All further events of the tick follow in one write.
 
-A client that reads too slowly is found by the transport's unsent bytes. Above `max_unread_bytes` its stream is paused:
-its request is taken off the nodes, where it then holds nothing, and goes on when most of that has been read. One that
-reads nothing for `max_unread_s` is cut off by the kernel (`limit_unread`), whatever it was sent.
+The transport's unsent bytes show when a client reads too slowly. Above `max_unread_bytes` its stream is paused: nodes
+release everything that its request holds, and it continues when the client has read most of the bytes. If a client
+reads nothing for `max_unread_s`, the kernel closes its connection (`limit_unread`).
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ import msgspec
 from aiohttp import HttpVersion11, web
 
 from ...metadata.errors import BatonError
-from ..errors import body_of
+from .errors import body_of
 
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
-POLL_S = 0.05  # how often a paused stream is looked at
+POLL_S = 0.05  # between two checks of a paused stream
 
 
 def event(value: object) -> bytes:
-    """One event holding a JSON value."""
+    """Return one event that holds a JSON value."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def error_event(error: BatonError) -> bytes:
-    """The event that ends a failed stream."""
+    """Return the event that ends a failed stream."""
     return event(body_of(error))
 
 
 def limit_unread(http_request: web.Request, seconds: float) -> None:
-    """The connection breaks when its client takes nothing of what it was sent for so long (where the system can)."""
+    """Let the kernel close the connection if its client acknowledges no sent bytes for so long, if the system can."""
     connection = http_request.get_extra_info("socket")
     if connection is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(1000 * seconds)))
@@ -47,7 +47,7 @@ def limit_unread(http_request: web.Request, seconds: float) -> None:
 class EventStream:
     """One response of Content-Type text/event-stream. `push` may be called from anywhere on the event loop.
 
-    `set_paused(True)` is called when too much is unread, and with False when a quarter of that is left.
+    `set_paused(True)` is called when too many bytes are unread, `set_paused(False)` when a quarter of them is left.
     """
 
     def __init__(self, http_request: web.Request, max_unread_bytes: int, set_paused: Callable[[bool], None]) -> None:
@@ -63,7 +63,7 @@ class EventStream:
         self._has_written = False  # in this tick
 
     def push(self, data: bytes) -> None:
-        """Sends whole events, now or at the end of this tick."""
+        """Send whole events, now or at the end of this tick."""
         if self._response is None or self._has_written:
             self._pending.append(data)
             self._num_pending += len(data)
@@ -74,11 +74,11 @@ class EventStream:
         self._write(data)
 
     def comment(self) -> None:
-        """Sends what no client takes for an event."""
+        """Send a comment, which clients ignore."""
         self.push(b":\n\n")
 
     async def open(self, headers: dict[str, str]) -> web.StreamResponse:
-        """Sends the headers and what is queued."""
+        """Send the headers and all queued events."""
         response = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream; charset=utf-8"})
         response.headers["Cache-Control"] = "no-cache"
         response.headers["X-Accel-Buffering"] = "no"
@@ -92,7 +92,7 @@ class EventStream:
         return response
 
     async def close(self) -> None:
-        """Sends what is queued and ends the response."""
+        """Send all queued events and end the response."""
         assert self._response is not None, "the stream was never opened"
         self._flush()
         del self._request[STREAM]
@@ -125,12 +125,12 @@ class EventStream:
 
     @property
     def _num_unread(self) -> int:
-        """Bytes that the system has not taken for the client."""
+        """Bytes that are queued here or in the transport."""
         transport = self._request.transport
         return self._num_pending + (transport.get_write_buffer_size() if transport is not None else 0)
 
     def _poll(self) -> None:
-        """While paused: has the client read?"""
+        """Continue a paused stream if its client has read enough."""
         transport = self._request.transport
         if transport is None or transport.is_closing():
             return
@@ -141,4 +141,4 @@ class EventStream:
         self._set_paused(False)
 
 
-STREAM = web.RequestKey("stream", EventStream)  # of an HTTP request whose stream is open
+STREAM = web.RequestKey("stream", EventStream)  # present while the stream of an HTTP request is open

@@ -1,11 +1,11 @@
-"""Incremental detokenization: ids in, text out, multi-byte characters never split.
+"""Incremental detokenization: token ids in, text out. Characters of several bytes are never split.
 
-The deltas of an output, one after the other, are the text that decoding all its ids at once gives. Two ways:
+The deltas of an output, joined, equal the text of all its ids decoded at once. There are two implementations:
 
     ByteLevelDetokenizer   vocabularies whose tokens are bytes (GPT-2, Llama 3, Qwen): a table and a UTF-8 decoder.
-                           Exact also for invalid UTF-8, holds back at most three bytes.
-    WindowDetokenizer      all others (sentencepiece and its kin): tokenizers' DecodeStream, seeded with the prompt's
-                           last tokens so that a leading space is kept. Holds back at most MAX_HELD tokens.
+                           Exact for invalid UTF-8 too. It holds back at most three bytes.
+    WindowDetokenizer      all others (sentencepiece and similar): tokenizers' DecodeStream, started with the prompt's
+                           last tokens so that a leading space is kept. It holds back at most MAX_HELD tokens.
 """
 
 from __future__ import annotations
@@ -19,49 +19,49 @@ from tokenizers.decoders import DecodeStream
 from .tokenizer import TextTokenizer
 
 MAX_HELD = 24  # tokens held back for a character that never ends
-CONTEXT = 6  # tokens before a fragment that settle how it is decoded
+CONTEXT = 6  # tokens before a fragment that decide how it is decoded
 
 
 class Detokenizer(Protocol):
-    """Turns one choice's ids into text."""
+    """Turns the ids of one sequence into text."""
 
     def step(self, token_id: int) -> str:
-        """The text that this token completes; empty while a character is incomplete."""
+        """Return the text that this token completes, empty while a character is incomplete."""
         ...
 
     def flush(self) -> str:
-        """What is held back, incomplete characters as replacement characters. The output ends here."""
+        """Return the text that is held back, at the end of the output. An incomplete character becomes U+FFFD."""
         ...
 
 
 def make_detokenizer(tokenizer: TextTokenizer, prompt_ids: Sequence[int], *, skip_special: bool) -> Detokenizer:
-    """The detokenizer for an output that follows `prompt_ids`."""
+    """Return the detokenizer for an output that follows `prompt_ids`."""
     if tokenizer.is_byte_level:
         return ByteLevelDetokenizer(tokenizer, skip_special=skip_special)
     return WindowDetokenizer(tokenizer, prompt_ids, skip_special=skip_special)
 
 
 class ByteLevelDetokenizer:
-    """For vocabularies whose tokens are bytes."""
+    """Detokenizer for vocabularies whose tokens are bytes."""
 
-    __slots__ = ("_decoder", "_piece", "_skipped")
+    __slots__ = ("_bytes_of", "_decoder", "_skipped")
 
     def __init__(self, tokenizer: TextTokenizer, *, skip_special: bool) -> None:
-        self._piece = tokenizer.piece
+        self._bytes_of = tokenizer.byte_level_bytes
         self._skipped = tokenizer.special_ids if skip_special else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def step(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
-        return self._decoder.decode(self._piece(token_id))
+        return self._decoder.decode(self._bytes_of(token_id))
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
 
 
 class WindowDetokenizer:
-    """For any vocabulary, by DecodeStream."""
+    """Detokenizer for any vocabulary, by DecodeStream."""
 
     __slots__ = ("_context", "_held", "_skip_special", "_stream", "_tokenizer")
 

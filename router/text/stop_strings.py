@@ -1,8 +1,8 @@
-"""Stop strings. The router alone stops on them, because it alone has text.
+"""Stop strings. Only the router looks for them, because nodes have no text.
 
-The rule is that of reading character by character: the output stops at the first character that completes a stop
-string; where that completes several, the longest counts. So the result does not depend on how the text was cut into
-tokens. Text that may be the beginning of a stop string is held back until the next characters settle it.
+The result equals reading character by character: the output stops at the first character that completes a stop string.
+If it completes several, the longest counts. So the result does not depend on how tokens divide the text. Text that may
+be the beginning of a stop string is held back until the next characters decide.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Watches one choice's text."""
+    """Finds the stop strings in the text of one sequence."""
 
     __slots__ = ("_held", "_include", "_stops", "found")
 
     def __init__(self, stops: Sequence[str], *, include: bool) -> None:
-        """`include` leaves the stop string itself in the text."""
+        """If `include`, the stop string itself stays in the text."""
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
         self.found: str | None = None
 
     def feed(self, text: str, *, may_stop: bool = True) -> str:
-        """The text that may be shown now. With `may_stop` False (before min_tokens) no stop string can end in `text`.
+        """Return the text that may be shown now. If not `may_stop` (before min_tokens), no stop string ends in `text`.
 
-        After `found` is set the choice is over; nothing more may be fed.
+        When `found` is set, the sequence has ended and no more text may be fed.
         """
         assert self.found is None, f"text after the stop string {self.found!r}"
         if not self._stops or not text:
@@ -43,12 +43,12 @@ class StopStrings:
         return buffer[: len(buffer) - held_len]
 
     def flush(self) -> str:
-        """What is held back; the output ends here without a stop string."""
+        """Return the text that is held back. The output ends here without a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _first_match(self, buffer: str, num_old: int) -> tuple[int, int] | None:
-        """(start, end) of the match that ends first beyond the old text; of those the longest."""
+        """Return (start, end) of the match that ends first after the old text; the longest of several."""
         best: tuple[int, int] | None = None
         for stop in self._stops:
             start = buffer.find(stop, max(0, num_old - len(stop) + 1))
@@ -60,7 +60,7 @@ class StopStrings:
         return best
 
     def _possible_start(self, buffer: str) -> int:
-        """Length of the longest end of `buffer` that a stop string begins with, short of a whole one."""
+        """Return the length of the longest end of `buffer` that begins a stop string without completing it."""
         longest = 0
         for stop in self._stops:
             for length in range(min(len(buffer), len(stop) - 1), longest, -1):

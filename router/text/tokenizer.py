@@ -1,6 +1,6 @@
-"""The tokenizer of a model: tokenizer.json as a node sent it, and the model's chat template.
+"""The tokenizer of a model, made from the tokenizer.json that a node sent, and the model's chat template.
 
-Encoding goes through `async_encode`, which leaves the event loop free; plain `encode` would hold it.
+Encoding uses `async_encode`, which does not block the event loop.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ MAX_TOKENIZER_BYTES = 256 << 20
 
 
 class TextTokenizer:
-    """Text to ids and back. One per tokenizer digest, shared by all groups that use it."""
+    """Text to ids and back. All groups with the same tokenizer digest share one."""
 
     def __init__(self, data: bytes) -> None:
-        """`data` is tokenizer.json. Raises ProtocolError when it is none."""
+        """`data` is the contents of tokenizer.json. Raises ProtocolError if it cannot be read."""
         try:
             self.inner = tokenizers.Tokenizer.from_buffer(data)
             description: dict[str, Any] = json.loads(data)
@@ -40,12 +40,14 @@ class TextTokenizer:
         self.inner.no_padding()
         decoder: dict[str, Any] = description.get("decoder") or {}
         self.is_byte_level = decoder.get("type") == "ByteLevel"
-        self._pieces: dict[int, bytes] = {}
+        self._bytes: dict[int, bytes] = {}  # of tokens that have been asked for
 
     @classmethod
     def from_compressed(cls, data: bytes, digest: str) -> TextTokenizer:
-        """From the zlib-compressed file that a node sends, whose xxh3_128 is `digest`. Raises ProtocolError when it is
-        damaged or too large."""
+        """Return the tokenizer of a zlib-compressed file whose xxh3_128 is `digest`.
+
+        Raises ProtocolError if the file is damaged or too large.
+        """
         inflate = zlib.decompressobj()
         try:
             plain = inflate.decompress(data, MAX_TOKENIZER_BYTES)
@@ -54,53 +56,53 @@ class TextTokenizer:
         if not inflate.eof:
             raise ProtocolError("the node's tokenizer file is cut off or larger than 256 MiB")
         if xxhash.xxh3_128_hexdigest(plain) != digest:
-            raise ProtocolError("the node's tokenizer file is not the one that it spoke of")
+            raise ProtocolError("the node's tokenizer file does not have the digest that the node announced")
         return cls(plain)
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token: a lower bound of a text's tokens without encoding it."""
+        """Number of characters of the longest token. It bounds the number of tokens of a text from below."""
         return max(map(len, self.inner.get_vocab(with_added_tokens=True)), default=1)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids left out of text when special tokens are skipped."""
+        """Ids of special tokens, which `skip_special_tokens` leaves out of text."""
         added = self.inner.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The ids of a text."""
+        """Return the ids of a text."""
         encoding = await self.inner.async_encode(text, add_special_tokens=add_special_tokens)
         return encoding.ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of ids; ids outside the vocabulary are left out."""
+        """Return the text of ids. Ids outside the vocabulary are left out."""
         return self.inner.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def piece(self, token_id: int) -> bytes:
-        """The bytes that a token of a byte-level vocabulary stands for, as that decoder would join them."""
-        piece = self._pieces.get(token_id)
-        if piece is None:
-            piece = self._pieces[token_id] = _bytes_of(self.inner.id_to_token(token_id) or "")
-        return piece
+    def byte_level_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token of a byte-level vocabulary stands for."""
+        data = self._bytes.get(token_id)
+        if data is None:
+            data = self._bytes[token_id] = _bytes_of(self.inner.id_to_token(token_id) or "")
+        return data
 
     def token_text(self, token_id: int) -> str:
-        """One token alone, as text; a fragment of a character shows as a replacement character."""
+        """Return one token alone as text. A fragment of a character becomes U+FFFD."""
         if self.is_byte_level:
-            return self.piece(token_id).decode("utf-8", "replace")
+            return self.byte_level_bytes(token_id).decode("utf-8", "replace")
         return self.inner.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token alone, as bytes."""
-        return self.piece(token_id) if self.is_byte_level else self.token_text(token_id).encode()
+        """Return one token alone as bytes."""
+        return self.byte_level_bytes(token_id) if self.is_byte_level else self.token_text(token_id).encode()
 
 
 def _byte_characters() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes."""
+    """Return the byte that each of GPT-2's printable stand-in characters means."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in printable]
-    table.update({chr(256 + place): byte for place, byte in enumerate(others)})
+    table.update({chr(256 + index): byte for index, byte in enumerate(others)})
     return table
 
 
@@ -110,15 +112,15 @@ _BYTE_OF = _byte_characters()
 def _bytes_of(token: str) -> bytes:
     try:
         return bytes([_BYTE_OF[character] for character in token])
-    except KeyError:  # an added token is written as it is
+    except KeyError:  # added tokens are stored as plain text
         return token.encode()
 
 
 class ChatTemplate:
-    """A model's chat template, run in jinja2's sandbox with the helpers that templates expect."""
+    """Chat template of a model. It runs in jinja2's sandbox, with the helper functions that templates expect."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises ProtocolError when the template does not compile."""
+        """Raises ProtocolError if the template does not compile."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
@@ -134,11 +136,11 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, card: ModelCard) -> ChatTemplate | None:
-        """The template of a model; None when it has none."""
+        """Return the template of a model, None if it has none."""
         return cls(card.chat_template, card.special_tokens) if card.chat_template else None
 
     def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, options: Mapping[str, Any]) -> str:
-        """The prompt text of a conversation. Raises RequestError when the template refuses it."""
+        """Return the prompt text of a conversation. Raises RequestError if the template refuses it."""
         given: dict[str, Any] = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         taken = sorted(given.keys() & options.keys())
         if taken:
@@ -146,13 +148,13 @@ class ChatTemplate:
         variables = {**options, **self._special_tokens, "tools": None, "documents": None, **given}
         try:
             return self._template.render(variables)
-        except Exception as error:  # a template is foreign code and may raise anything
+        except Exception as error:  # templates are foreign code and may raise anything
             words = str(error) if isinstance(error, TemplateError) else "they are not of the kind that it knows"
             raise RequestError(f"the model's chat template refuses these messages: {words}", param="messages") from None
 
 
 class _GenerationTag(Extension):
-    """{% generation %} marks the assistant's words for training; here its body is rendered as it is."""
+    """{% generation %} marks the assistant's words for training. Here its body is rendered unchanged."""
 
     tags = {"generation"}
 

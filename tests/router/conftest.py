@@ -17,12 +17,13 @@ import uvloop
 
 from baton.router.config import RouterConfig
 from baton.router.http import openapi
+from baton.router.http.routes import ROUTES
 from baton.router.main import Router
 from baton.router.text.tokenizer import TextTokenizer
 
 from .fake_nodes import Behaviour, FakeCluster, Script, make_tokenizer
 
-DECLARED: dict[str, Any] = openapi.document()["paths"]
+DECLARED: dict[str, Any] = openapi.document(ROUTES)["paths"]
 
 
 class RunningRouter:

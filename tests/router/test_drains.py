@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.router.drains import Drains
-from baton.router.errors import HttpRefusal, NotFound
+from baton.router.errors import Conflict, NotFound
 from baton.router.node import Node
 
 from .sites import make_hello
@@ -82,7 +82,7 @@ def test_a_node_that_leaves_is_not_put_back() -> None:
     drained = Drained()
     drained.drains.begin("d0", 5.0)
     drained.first.leave()
-    with pytest.raises(HttpRefusal, match=r"d0 is leaving.*cannot be undone"):
+    with pytest.raises(Conflict, match=r"d0 is leaving.*cannot be undone"):
         drained.drains.undo("d0")
 
 

@@ -17,7 +17,7 @@ from openai import OpenAI
 from openai._models import FinalRequestOptions
 
 from baton.metadata.errors import Overloaded
-from baton.router.errors import response_of
+from baton.router.http.errors import response_of
 from baton.router.pace import Pace
 
 OPTIONS = FinalRequestOptions(method="post", url="/")

@@ -1,4 +1,4 @@
-"""Keys: who may call what, whose requests are whose, how many each key may have, and cancelling by id."""
+"""API keys: who may call which route, and how many sequences each key may have."""
 
 from __future__ import annotations
 
@@ -114,65 +114,29 @@ def test_how_much_a_key_may_have(make_system: Callable[..., System], tmp_path: P
     assert complete("one", n=2)[0] == 200, "what has ended still counts"
 
 
-def under_way(system: System) -> Any:
-    return system.router.call(lambda: dict(system.router.router.api.under_way._requests))
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("by", ["body", "header"])
-@pytest.mark.parametrize("where", ["queued", "running"])
-def test_cancel_by_id(make_system: Callable[..., System], where: str, by: str, stream: bool) -> None:
-    system = make_system(max_running=1).up()
-    system.behaviour.hold = threading.Event()
-    request = system.router.request
-    body = {"model": "fake", "prompt": "hello", "max_tokens": 100}
-    with ThreadPoolExecutor(2) as pool:
-        futures = []
-        if where == "queued":
-            futures.append(pool.submit(request, "POST", "/v1/completions", body))
-            wait_until(lambda: own(system.cluster.by_name("d0"), m.Reserve))
-        given = {**body, "stream": stream}
-        futures.append(pool.submit(request, "POST", "/v1/completions", given, {"x-request-id": "mine/7"}))
-        wait_until(lambda: "mine/7" in under_way(system))
-        if where == "running":
-            wait_until(lambda: own(system.cluster.by_name("d0"), m.Reserve))
-        rid = (
-            next(name for name in reversed(under_way(system)) if name.startswith("cmpl-")) if by == "body" else "mine/7"
-        )
-        status, answer, _ = request("DELETE", f"/v1/requests/{rid.replace('/', '%2F')}")
-        assert (status, answer) == (200, {"id": rid, "cancelled": True})
-        status, answer, _ = futures[-1].result(5)
-        if status == 200:  # its stream had begun
-            events = answer.decode().strip().split("\n\n")
-            assert '"code":"cancelled"' in events[-1]
-            assert sum("error" in event for event in events) == 1
-        else:
-            assert (status, answer["error"]["code"]) == (499, "cancelled")
-        status, answer, _ = request("DELETE", f"/v1/requests/{rid.replace('/', '%2F')}")
-        assert (status, answer["error"]["code"]) == (404, "not_found")
-        assert rid in answer["error"]["message"]
-        system.behaviour.hold.set()
-        assert all(future.result()[0] == 200 for future in futures[:-1])
-    system.router.wait_idle()
-    assert not under_way(system)
-
-
-def test_nobody_cancels_what_is_anothers(make_system: Callable[..., System], tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("one\ntwo\n")
-    system = make_system(router={"api_keys": str(keys), "admin_key": "boss"})
+def test_api_key(make_system: Any) -> None:
+    system: System = make_system(router={"api_key": "sesame"})
     system.cluster.add("prefill", "p0")
     system.cluster.add("decode", "d0")
     request = system.router.request
-    wait_until(lambda: request("GET", "/ready", headers=bearer("boss"))[0] == 200)
-    system.behaviour.hold = threading.Event()
-    body = {"model": "fake", "prompt": "hello", "max_tokens": 100}
-    with ThreadPoolExecutor(2) as pool:
-        ours = pool.submit(request, "POST", "/v1/completions", body, {"x-request-id": "same", **bearer("one")})
-        theirs = pool.submit(request, "POST", "/v1/completions", body, {"x-request-id": "same", **bearer("two")})
-        wait_until(lambda: len(own(system.cluster.by_name("d0"), m.Reserve)) == 2)
-        assert request("DELETE", "/v1/requests/same", headers=bearer("one"))[0] == 200
-        assert ours.result(5)[0] == 499
-        assert request("DELETE", "/v1/requests/same", headers=bearer("one"))[0] == 404
-        assert request("DELETE", "/v1/requests/same", headers=bearer("boss"))[0] == 200
-        assert theirs.result(5)[0] == 499
+    assert request("GET", "/health")[0] == 200
+    for method, path in (
+        ("GET", "/v1/models"),
+        ("GET", "/metrics"),
+        ("GET", "/debug/ledger"),
+        ("POST", "/admin/flush"),
+    ):
+        status, body, headers = request(method, path)
+        assert (status, body["error"]["type"]) == (401, "authentication_error")
+        assert headers["www-authenticate"] == "Bearer"
+    for wrong in ("Bearer other", "Basic sesame", "sesame", "Bearer sesamé"):
+        assert (
+            request("GET", "/v1/models", headers={"Authorization": wrong.encode("latin-1").decode("latin-1")})[0] == 401
+        )
+    assert request("GET", "/v1/models", headers={"Authorization": "Bearer sesame"})[0] == 200
+
+
+def test_api_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_API_KEY", "secret")
+    assert RouterConfig().required_key == "secret"
+    assert RouterConfig(api_key="mine").required_key == "mine"

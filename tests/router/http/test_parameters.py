@@ -1,11 +1,14 @@
-"""What a request's fields become on their way to the nodes."""
+"""Fields of bodies: what is refused, in which words, and what nodes get."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from baton.metadata.wire import messages as m
 from baton.router.http import openapi
+from baton.router.http.routes import ROUTES
 
 from ..conftest import System
 from ..test_dispatcher import own
@@ -34,8 +37,127 @@ def test_drafts_out_of_range_are_refused_with_their_bound(system: System) -> Non
 
 
 def test_the_openapi_document_tells_of_drafts() -> None:
-    schemas = openapi.document()["components"]["schemas"]
+    schemas = openapi.document(ROUTES)["components"]["schemas"]
     for name in ("CompletionRequest", "ChatRequest"):
         field = schemas[name]["properties"]["draft_steps"]
         assert {"type": "integer", "minimum": 0, "maximum": 15} in field["anyOf"]
         assert "not speculated" in field["description"]
+
+
+OK = {"model": "fake", "prompt": "hello", "max_tokens": 100}
+
+
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}
+
+
+BAD_FIELDS: list[tuple[dict[str, Any], str | None]] = [
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -3}, "max_tokens"),
+    ({"max_tokens": "many"}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"max_tokens": 100000}, "max_tokens"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"temperature": float("inf")}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"n": 0}, "n"),
+    ({"n": 1000}, "n"),
+    ({"n": True}, "n"),
+    ({"best_of": 3}, "best_of"),
+    ({"suffix": "end"}, "suffix"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": [420]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [2**40]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": ["ok", ""]}, "prompt"),
+    ({"prompt": {"text": "x"}}, "prompt"),
+    ({"prompt": [3] * 512}, "prompt"),
+    ({"prompt": "word " * 2000}, "prompt"),
+    ({"prompt": ["x"] * 300}, "prompt"),
+    ({"stop": 5}, "stop"),
+    ({"stop": [1]}, "stop"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop_token_ids": [420]}, "stop_token_ids"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"420": 1}}, "logit_bias"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"-5": 1}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"seed": "x"}, "seed"),
+    ({"seed": 2**70}, "seed"),
+    ({"min_tokens": 101}, "min_tokens"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream_options": {"include": True}, "stream": True}, "stream_options"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"draft_steps": -1}, "draft_steps"),
+    ({"draft_steps": 16}, "draft_steps"),
+    ({"draft_steps": 2.5}, "draft_steps"),
+    ({"draft_steps": "5"}, "draft_steps"),
+    ({"draft_steps": True}, "draft_steps"),
+    ({"no_such_field": 1}, "no_such_field"),
+    ({"model": None}, "model"),
+    ({"model": 7}, "model"),
+    ({"prompt": "\ud800"}, None),
+]
+
+
+def test_bad_fields(system: System) -> None:
+    for changes, param in BAD_FIELDS:
+        status, body, _ = system.router.request("POST", "/v1/completions", {**OK, **changes})
+        error = body["error"]
+        assert (status, error["param"]) == (400, param), (changes, body)
+        assert error["type"] == "invalid_request_error", changes
+        assert error["message"], changes
+        if param is not None:
+            assert param in error["message"], (changes, error)
+    assert system.complete()[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"role": "emperor", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 5000}, "max_completion_tokens"),
+        ({"prompt": "x"}, "prompt"),
+        ({"draft_steps": 16}, "draft_steps"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ],
+)
+def test_bad_chat(system: System, changes: dict[str, Any], param: str) -> None:
+    status, body, _ = system.router.request("POST", "/v1/chat/completions", {**CHAT, **changes})
+    assert (status, body["error"]["param"]) == (400, param), body
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"user": "u", "store": False, "metadata": {"a": "b"}, "service_tier": "auto"},
+        {"stop": None, "temperature": None, "n": None, "seed": None, "logit_bias": None, "stream_options": None},
+        {"chat_template_kwargs": {"self": 1, "two words": 2, "tools": 3}},
+        {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]},
+    ],
+)
+def test_harmless_chat_fields(system: System, harmless: dict[str, Any]) -> None:
+    assert system.router.request("POST", "/v1/chat/completions", {**CHAT, **harmless})[0] == 200

@@ -1,4 +1,4 @@
-"""What clients do wrong below HTTP's meaning: a line in the log, no traceback, and an answer like all others."""
+"""Connections of the HTTP server. A client that breaks the protocol gets an ordinary error and one line in the log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web import BaseRequest, RequestHandler, RequestPayloadError, StreamResponse
 
 from ...metadata.errors import BatonError
-from ..errors import HttpRefusal, response_of
+from .errors import INTERNAL, HttpRefusal, response_of
 from .half_closed import HalfClosed, can_look
 from .sse import STREAM
 
@@ -21,34 +21,34 @@ INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"  # may come any number of times befor
 
 
 class Connection(RequestHandler):
-    """One connection of the HTTP server. What fails before a route is found gets an answer of ours, not aiohttp's.
+    """One connection. A request that fails before its route is found gets an error body of the router, not of aiohttp.
 
-    A client that has sent its last byte gets the answers to what it has asked. aiohttp would hang up.
+    A client that has closed its sending side still gets its answers. aiohttp alone would close the connection.
     """
 
     __slots__ = ("_half_closed", "_last_body", "_num_answered")
 
     def connection_made(self, transport: BaseTransport) -> None:
-        """A client has come."""
+        """Called by asyncio when a client has connected."""
         self._half_closed: HalfClosed | None = None
-        self._last_body: StreamReader | None = None  # of the requests that have come; the others' bodies are whole
-        self._num_answered = 0  # of the requests that have come, which aiohttp counts
+        self._last_body: StreamReader | None = None  # of the last request; the bodies before it are complete
+        self._num_answered = 0  # of the requests received, which aiohttp counts
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """The client is gone, or the connection was closed here."""
+        """Called by asyncio when the connection has ended."""
         if self._half_closed is not None:
             self._half_closed.end()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """The client has sent something."""
+        """Called by asyncio with received bytes."""
         super().data_received(data)
         if self._messages:
             self._last_body = self._messages[-1][1]
 
     def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]  asyncio takes either
-        """The client has sent its last byte. Returns whether the connection stays open, for what is under way."""
+        """Called when the client has closed its sending side. Return whether the connection stays open for answers."""
         if self._half_closed is not None:
             return True
         if self.transport is None or not can_look() or self._is_idle:
@@ -62,7 +62,7 @@ class Connection(RequestHandler):
     async def finish_response(
         self, request: BaseRequest, resp: StreamResponse, start_time: float | None
     ) -> tuple[StreamResponse, bool]:
-        """Sends what is left of an answer. No request can follow the client's last byte."""
+        """Send the rest of an answer, then close the connection if no further request can come."""
         finished, is_reset = await super().finish_response(request, resp, start_time)
         self._num_answered += 1
         if self._half_closed is not None and self._is_idle:
@@ -74,7 +74,10 @@ class Connection(RequestHandler):
         return self._num_answered == self._request_count
 
     def _probe(self) -> bool:
-        """Sends the client of the request under way an interim answer, or a comment if its stream has begun."""
+        """Send bytes that a waiting client ignores: an interim answer, or a comment if its stream has begun.
+
+        Return False if the client's version of HTTP has no interim answers.
+        """
         request = self._current_request
         if request is None or self.transport is None:
             return True
@@ -93,19 +96,20 @@ class Connection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> StreamResponse:
-        """The answer of a failed request, after which the connection is closed."""
-        super().handle_error(request, status, exc, message)  # logs, and raises where an answer has begun
+        """Return the answer to a request that failed; the connection is closed after it."""
+        super().handle_error(request, status, exc, message)  # logs, and raises if an answer has begun
         refusal = HttpRefusal(status, "this is no proper HTTP request")
-        response = response_of(refusal if status < 500 else BatonError("internal error"))
+        response = response_of(refusal if status < 500 else BatonError(INTERNAL))
         response.headers["Server"] = SERVER
         response.force_close()
         return response
 
 
-class ClientFaults(logging.Filter):
-    """For aiohttp's logger: a request that is no HTTP, or whose body cannot be decoded, is a client's fault, which is
-    one line at INFO here. A client that has left when its answer begins gets no line: its request's own say so.
-    Everything else passes."""
+class ClientErrorFilter(logging.Filter):
+    """Filter for aiohttp's logger that replaces the traceback of a client's protocol error by one line at INFO.
+
+    A client that has left before its answer begins gets no line here, because the lines of its request say so.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -118,7 +122,7 @@ class ClientFaults(logging.Filter):
 
 
 def reason_of(error: HttpProcessingError | RequestPayloadError) -> str:
-    """The first line of what is wrong, shortened."""
+    """Return the first line of the error's text, shortened."""
     text = error.message if isinstance(error, HttpProcessingError) else str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     words = [line for line in lines if line != "400, message:"]

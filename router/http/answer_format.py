@@ -1,6 +1,6 @@
-"""How requests look to a client: the bodies of /v1/completions and /v1/chat/completions, whole and in pieces.
+"""Formats of answers: bodies of /v1/completions and /v1/chat/completions, whole, and as the chunks of a stream.
 
-A piece that is only text, the common one, is a prepared prefix + encoded text + suffix.
+Most chunks add only text. Such a chunk is a prepared prefix, the encoded text, and a suffix.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def usage_of(requests: abc.Sequence[Request]) -> Usage:
-    """Token counts of a whole response."""
+    """Return the token counts of a whole answer."""
     num_prompt = sum(len(request.prompt_ids) for request in requests)
     num_generated = sum(request.num_generated for request in requests)
     num_cached = sum(request.num_cached or 0 for request in requests)
@@ -63,26 +63,26 @@ def _speculation_of(requests: abc.Sequence[Request]) -> SpeculationDetails | Non
     )
 
 
-class Form(Protocol):
-    """One route's way of writing answers."""
+class AnswerFormat(Protocol):
+    """Format of one route's answers. `index` is a sequence's index in the answer."""
 
     response_id: str
 
-    def piece(self, place: int, choice: Sequence, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
-        """The events for what a choice adds; `place` is its index in the response. Empty when there is nothing."""
+    def chunk(self, index: int, sequence: Sequence, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
+        """Return the events for new output of a sequence, empty if there is none to show yet."""
         ...
 
-    def usage_piece(self, usage: Usage) -> bytes:
-        """The event with the usage, after all choices."""
+    def usage_chunk(self, usage: Usage) -> bytes:
+        """Return the event with the token counts, which follows the output of all sequences."""
         ...
 
     def whole(self, outputs: abc.Sequence[tuple[Sequence, Delta]], usage: Usage) -> bytes:
-        """The whole response, choices in order."""
+        """Return the whole body, with sequences in order."""
         ...
 
 
-class CompletionForm:
-    """/v1/completions. `prompt_texts` holds each request's prompt where it is echoed."""
+class CompletionFormat:
+    """Answers of /v1/completions. `prompt_texts` holds the prompt of each request, by its id, if prompts are echoed."""
 
     def __init__(
         self,
@@ -101,30 +101,30 @@ class CompletionForm:
         self._num_logprobs = num_logprobs
         self._with_ids = with_ids
         self._prompt_texts = prompt_texts
-        self._prefixes: dict[int, bytes] = {}  # by place; there once something was sent
-        self._columns: dict[int, LegacyColumns] = {}  # by place
+        self._prefixes: dict[int, bytes] = {}  # by index; present when the first chunk has been sent
+        self._columns: dict[int, LegacyColumns] = {}  # by index
 
-    def piece(self, place: int, choice: Sequence, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
-        prefix = self._prefixes.get(place)
+    def chunk(self, index: int, sequence: Sequence, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
+        prefix = self._prefixes.get(index)
         if prefix is not None and delta.finish_reason is None and self._num_logprobs is None and not self._with_ids:
             if not delta.text:
                 return b""
             if not isinstance(usage, Usage):
                 tail = b'}],"usage":null}\n\n' if usage is None else b"}]}\n\n"
                 return prefix + _encode(delta.text) + b',"logprobs":null,"finish_reason":null' + tail
-        data = self._choice(place, choice, delta, is_first=prefix is None)
+        data = self._choice(index, sequence, delta, is_first=prefix is None)
         if prefix is None:
             head = _encode(
                 {"id": self.response_id, "object": "text_completion", "created": self._created, "model": self._model}
             )
-            self._prefixes[place] = b"data: " + head[:-1] + b',"choices":[{"index":%d,"text":' % place
+            self._prefixes[index] = b"data: " + head[:-1] + b',"choices":[{"index":%d,"text":' % index
         return event(self._body([data], usage))
 
-    def usage_piece(self, usage: Usage) -> bytes:
+    def usage_chunk(self, usage: Usage) -> bytes:
         return event(self._body([], usage))
 
     def whole(self, outputs: abc.Sequence[tuple[Sequence, Delta]], usage: Usage) -> bytes:
-        choices = [self._choice(place, *output, is_first=True) for place, output in enumerate(outputs)]
+        choices = [self._choice(index, *output, is_first=True) for index, output in enumerate(outputs)]
         return _encode(self._body(choices, usage))
 
     def _body(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
@@ -137,8 +137,8 @@ class CompletionForm:
             usage=usage,
         )
 
-    def _choice(self, place: int, choice: Sequence, delta: Delta, *, is_first: bool) -> CompletionChoice:
-        request = choice.request
+    def _choice(self, index: int, sequence: Sequence, delta: Delta, *, is_first: bool) -> CompletionChoice:
+        request = sequence.request
         text, ids = delta.text, delta.token_ids
         entries: list[TokenLogprobs | None] = list(delta.logprobs)
         if is_first and self._prompt_texts is not None:
@@ -148,10 +148,10 @@ class CompletionForm:
                 entries = [None, *(request.prompt_logprobs or ()), *entries]
         logprobs: LegacyLogprobs | None = None
         if self._num_logprobs is not None and len(entries) == len(ids):
-            columns = self._columns.setdefault(place, LegacyColumns(self._tokenizer, self._num_logprobs))
+            columns = self._columns.setdefault(index, LegacyColumns(self._tokenizer, self._num_logprobs))
             logprobs = columns.take(ids, entries)
         return CompletionChoice(
-            index=place,
+            index=index,
             text=text,
             logprobs=logprobs,
             finish_reason=delta.finish_reason,
@@ -161,8 +161,8 @@ class CompletionForm:
         )
 
 
-class ChatForm:
-    """/v1/chat/completions."""
+class ChatFormat:
+    """Answers of /v1/chat/completions."""
 
     def __init__(
         self, response_id: str, model: str, tokenizer: TextTokenizer, *, num_logprobs: int | None, with_ids: bool
@@ -173,38 +173,38 @@ class ChatForm:
         self._tokenizer = tokenizer
         self._num_logprobs = num_logprobs
         self._with_ids = with_ids
-        self._prefixes: dict[int, bytes] = {}  # by place; there once the role was sent
+        self._prefixes: dict[int, bytes] = {}  # by index; present when the role has been sent
 
-    def piece(self, place: int, choice: Sequence, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
-        prefix = self._prefixes.get(place)
+    def chunk(self, index: int, sequence: Sequence, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
+        prefix = self._prefixes.get(index)
         if prefix is None:
-            return self._opening(place, choice, usage) + self.piece(place, choice, delta, usage)
+            return self._opening(index, sequence, usage) + self.chunk(index, sequence, delta, usage)
         if delta.finish_reason is None and self._num_logprobs is None and not self._with_ids:
             if not delta.text:
                 return b""
             if not isinstance(usage, Usage):
                 tail = b'}],"usage":null}\n\n' if usage is None else b"}]}\n\n"
                 return prefix + _encode(delta.text) + b'},"logprobs":null,"finish_reason":null' + tail
-        piece = ChatChunkChoice(
-            index=place,
+        choice = ChatChunkChoice(
+            index=index,
             delta=ChatDelta(content=delta.text or None),
             logprobs=self._logprobs(delta),
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             token_ids=delta.token_ids if self._with_ids else None,
         )
-        return event(self._chunk([piece], usage))
+        return event(self._body([choice], usage))
 
-    def usage_piece(self, usage: Usage) -> bytes:
-        return event(self._chunk([], usage))
+    def usage_chunk(self, usage: Usage) -> bytes:
+        return event(self._body([], usage))
 
     def whole(self, outputs: abc.Sequence[tuple[Sequence, Delta]], usage: Usage) -> bytes:
         choices: list[ChatChoice] = []
-        for place, (_, delta) in enumerate(outputs):
-            assert delta.finish_reason is not None, f"choice {place} of {self.response_id} has not ended"
+        for index, (_, delta) in enumerate(outputs):
+            assert delta.finish_reason is not None, f"sequence {index} of {self.response_id} has not ended"
             choices.append(
                 ChatChoice(
-                    index=place,
+                    index=index,
                     message=AssistantMessage(content=delta.text),
                     logprobs=self._logprobs(delta),
                     finish_reason=delta.finish_reason,
@@ -223,21 +223,21 @@ class ChatForm:
         )
         return _encode(body)
 
-    def _opening(self, place: int, choice: Sequence, usage: Usage | UnsetType | None) -> bytes:
+    def _opening(self, index: int, sequence: Sequence, usage: Usage | UnsetType | None) -> bytes:
         head = {
             "id": self.response_id,
             "object": "chat.completion.chunk",
             "created": self._created,
             "model": self._model,
         }
-        prefix = b"data: " + _encode(head)[:-1] + b',"choices":[{"index":%d,"delta":{"content":' % place
-        self._prefixes[place] = prefix
+        prefix = b"data: " + _encode(head)[:-1] + b',"choices":[{"index":%d,"delta":{"content":' % index
+        self._prefixes[index] = prefix
         delta = ChatDelta(content="", role="assistant")
-        piece = ChatChunkChoice(index=place, delta=delta, logprobs=None, finish_reason=None)
-        prompt_ids = choice.request.prompt_ids if self._with_ids else None
-        return event(self._chunk([piece], None if usage is not UNSET else UNSET, prompt_ids))
+        choice = ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
+        prompt_ids = sequence.request.prompt_ids if self._with_ids else None
+        return event(self._body([choice], None if usage is not UNSET else UNSET, prompt_ids))
 
-    def _chunk(
+    def _body(
         self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None, prompt_ids: list[int] | None = None
     ) -> ChatChunk:
         return ChatChunk(

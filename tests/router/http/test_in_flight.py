@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 
 from baton.router.errors import NotFound
-from baton.router.http.underway import UnderWay
+from baton.router.http.in_flight import InFlight
 
 
-def test_what_has_ended_is_not_under_way_any_more() -> None:
+def test_what_has_ended_is_not_in_flight_any_more() -> None:
     """A choice of prompts of which one has ended: the others are cancelled; once all have, the id is unknown, though
     the answer is still being written."""
     aborted: list[Any] = []
-    under_way = UnderWay(lambda request, reason: aborted.append(request))
+    in_flight = InFlight(lambda request, reason: aborted.append(request))
     caller: Any = SimpleNamespace(is_admin=False)
     over, running = SimpleNamespace(is_over=True), SimpleNamespace(is_over=False)
     both: Any = [over, running]
-    with under_way.listed({"a", "b"}, caller, both):
-        under_way.cancel("b", caller)
+    with in_flight.listed({"a", "b"}, caller, both):
+        in_flight.cancel("b", caller)
         assert aborted == [running]
         running.is_over = True
         with pytest.raises(NotFound, match="'a'"):
-            under_way.cancel("a", caller)
+            in_flight.cancel("a", caller)
     assert aborted == [running]
     with pytest.raises(NotFound):
-        under_way.cancel("a", caller)
+        in_flight.cancel("a", caller)

@@ -1,18 +1,19 @@
-"""Checks of origin, host and content type on every route. access.py checks keys.
+"""Checks of the origin, host and content type of requests, against foreign web pages. access.py checks keys.
 
 A web page can make its visitor's browser send requests to a server that only the visitor reaches, such as a router on
-loopback. Three checks keep such pages out, on every route but /health. They refuse nothing that other programs send.
+loopback. Three checks refuse such requests on every route that needs a key. They refuse nothing that other programs
+send.
 
-Origin         Browsers name the page's origin in every request that changes something and in each whose answer the page
-               may read. It must be the router's own origin or one of --allow-origin.
-Host           A page can have its own name resolved to 127.0.0.1, and is then of the router's own origin (DNS
-               rebinding). So Host must be a name of loopback, --host, or one of --allow-host. This is checked only
-               while the router listens on loopback and has no API key: elsewhere a request needs a key, or is meant
+Origin         Browsers name the page's origin in every request that changes something, and in each request whose answer
+               the page may read. It must be the router's own origin or one of --allow-origin.
+Host           The owner of a page can let its host name point to 127.0.0.1. The page then has the router's own origin
+               (DNS rebinding). So Host must be a name of loopback, --host, or one of --allow-host. The check applies
+               only if the router listens on loopback and has no API key. Otherwise a request needs a key, or is meant
                to come from anywhere.
-Content-Type   A page may send some types without asking. A body must be JSON, which is none of them.
+Content-Type   A page may send some types without asking. A body must be JSON, which is not one of them.
 
-A page of an allowed origin asks before it sends JSON or a key (an OPTIONS request), and reads answers by their headers
-(CORS).
+A page of an allowed origin asks with an OPTIONS request before it sends JSON or a key (preflight). Headers of the
+answers let it read them (CORS).
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ import re
 from aiohttp import web
 
 from ..config import RouterConfig
-from ..errors import Foreign, HttpRefusal
-from .access import OPEN_ROUTES, Access
+from ..errors import Foreign
+from .access import Access, Needs
+from .errors import HttpRefusal
 from .origin import Authority, Origin, allowed_hosts, allowed_origins, is_loopback
 
 # headers of answers that pages of allowed origins may read
 EXPOSED = "x-request-id, Retry-After, retry-after-ms, x-should-retry"
-MAX_AGE_S = 600  # how long a browser may remember the answer to a preflight
+MAX_AGE_S = 600  # for so long a browser may remember the answer to a preflight
 
 _FORM = "application/x-www-form-urlencoded"
 _JSON = re.compile(r"application/(json|[a-z0-9!#$&^_.-]+\+json)")
 _CHARSETS = ("utf-8", "utf8", "us-ascii")
-_ALLOWED = web.RequestKey("allowed_origin", str)  # of the page that asks, where it is foreign and allowed
+_ALLOWED = web.RequestKey("allowed_origin", str)  # origin of the page, if it is foreign and allowed
 
 
-class Doors:
-    """The checks of one router. `access` says whether it has keys and is on loopback."""
+class CrossOriginChecks:
+    """Checks of one router. `access` knows whether the router has keys and listens on loopback."""
 
     def __init__(self, config: RouterConfig, access: Access) -> None:
         self._access = access
@@ -46,19 +48,19 @@ class Doors:
         own = Authority.parse(f"[{config.host}]" if ":" in config.host else config.host)
         self._own_host = own.host if own is not None else None
 
-    def check(self, http_request: web.Request) -> None:
-        """Raises Foreign for a foreign host or page, HttpRefusal (415) for a body that is no JSON."""
+    def check(self, http_request: web.Request, needs: Needs) -> None:
+        """Raise Foreign for a foreign host or page, HttpRefusal (415) for a body that is not JSON."""
         try:
             self._check_host(http_request)
             self._check_page(http_request)
         except Foreign:
-            if http_request.path not in OPEN_ROUTES:
+            if needs is not Needs.NOTHING:
                 raise
         if http_request.method == "POST" and http_request.match_info.http_exception is None:
             _check_content_type(http_request)
 
     def options(self, http_request: web.Request) -> web.StreamResponse:
-        """The answer to OPTIONS, a preflight or not. It needs no key. Raises HTTPNotFound for an unknown route."""
+        """Return the answer to OPTIONS, which needs no key. Raises HTTPNotFound for an unknown path."""
         error = http_request.match_info.http_exception
         if not isinstance(error, web.HTTPMethodNotAllowed):
             raise error or web.HTTPNotFound
@@ -75,7 +77,7 @@ class Doors:
         return response
 
     def label(self, http_request: web.Request, response: web.StreamResponse) -> None:
-        """Lets pages of allowed origins read an answer, whatever it is. To be called before its headers are sent."""
+        """Add the headers that let pages of allowed origins read an answer. Call it before its headers are sent."""
         if self._origins is None or self._origins:
             response.headers.add("Vary", "Origin")
         if _ALLOWED in http_request:
@@ -83,7 +85,7 @@ class Doors:
             response.headers["Access-Control-Expose-Headers"] = EXPOSED
 
     def _check_host(self, http_request: web.Request) -> None:
-        """HTTP/1.0 knows no Host, and no browser speaks it."""
+        """Raise Foreign for a foreign Host. A request without Host is HTTP/1.0, which no browser speaks."""
         if self._hosts is None or self._access.has_api_keys or not self._access.is_local:
             return
         for given in http_request.headers.getall("Host", ()):
@@ -98,8 +100,8 @@ class Doors:
         site = http_request.headers.get("Sec-Fetch-Site", "none")
         given = http_request.headers.getall("Origin", ())
         if not given:
-            # A page reaches a GET without Origin by <img>, <script>, a frame and the like, and reads nothing of the
-            # answer. What a person opens in a window of its own is a navigation to a document: a link, an address.
+            # A page can send a GET without Origin by <img>, <script> or a frame, and cannot read its answer.
+            # A link or address that a person opens is a navigation to a document; it is allowed.
             is_opened = http_request.headers.get("Sec-Fetch-Dest") == "document" and http_request.method in (
                 "GET",
                 "HEAD",
@@ -120,8 +122,11 @@ class Doors:
 
 
 def _is_own(http_request: web.Request, origin: str) -> bool:
-    """Whether an origin is the router's as its client addresses it. A proxy may have changed Host or taken off TLS:
-    then the browser's own word counts, `Sec-Fetch-Site: same-origin`, which no page can forge."""
+    """Return whether an origin is the router's own, as the client addresses it.
+
+    If a proxy has changed Host or removed TLS, the caller relies on `Sec-Fetch-Site: same-origin`, which the browser
+    writes and no page can forge.
+    """
     host = Authority.parse(http_request.headers.get("Host", ""))
     return host is not None and Origin.parse(origin) == Origin.of(http_request.scheme, host)
 
@@ -129,12 +134,12 @@ def _is_own(http_request: web.Request, origin: str) -> bool:
 def _check_content_type(http_request: web.Request) -> None:
     given = http_request.headers.get("Content-Type", "").strip().lower()
     if not given:
-        return  # browsers never leave Origin out of a POST, so no foreign page has come so far
+        return  # a browser sends Origin with every POST, so _check_page has refused foreign pages
     kind, *parameters = (part.strip() for part in given.split(";"))
     if kind == _FORM and not any(
         name.lower() == "origin" or name.lower().startswith("sec-fetch-") for name in http_request.headers
     ):
-        return  # `curl -d` sends JSON under this name unless it is told another; a browser would send Origin with it
+        return  # `curl -d` sends JSON under this type by default; a browser would send Origin with it
     if _JSON.fullmatch(kind) is None:
         raise HttpRefusal(
             415, f"a body of type {kind!r} is not served; send JSON with `Content-Type: application/json`"

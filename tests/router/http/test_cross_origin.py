@@ -11,19 +11,22 @@ import openai
 import pytest
 
 from baton.metadata.wire import messages as m
-from baton.router.http import app
-from baton.router.http.access import OPEN_ROUTES
+from baton.router.http.access import Needs
+from baton.router.http.routes import ROUTES
 
 from ..conftest import RunningRouter, System, check_is_declared
 from ..test_dispatcher import own
 
 EVIL = "https://evil.example"
 GOOD = "https://chat.example"
-ROUTES = [
-    (method, path.replace("{id}", "d0").replace("{id:.+}", "x").replace("{model:.+}", "fake").replace("{rid}", "x"))
-    for method, path, _ in app._ROUTES
+PATHS = [
+    (
+        route,
+        route.path.replace("{id}", "d0").replace("{id:.+}", "x").replace("{model:.+}", "fake").replace("{rid}", "x"),
+    )
+    for route in ROUTES
 ]
-GUARDED = [(method, path) for method, path in ROUTES if path not in OPEN_ROUTES]
+GUARDED = [(route.method, path) for route, path in PATHS if route.needs is not Needs.NOTHING]
 COMPLETION = json.dumps({"model": "fake", "prompt": "hello", "max_tokens": 100}).encode()
 
 
@@ -216,7 +219,8 @@ def preflight(router: RunningRouter, method: str, path: str, origin: str, *heade
 def test_a_preflight_of_an_allowed_page(make_router: Callable[..., RunningRouter], settings: dict[str, Any]) -> None:
     """It carries no key; and it is answered on every route."""
     router = make_router(allow_origin=(GOOD,), **settings)
-    for method, path in ROUTES:
+    for route, path in PATHS:
+        method = route.method
         answer = preflight(router, method, path, "https://chat.example:443")
         assert (answer.status, answer.body) == (204, b""), (method, path, answer)
         assert answer.headers["access-control-allow-origin"] == "https://chat.example:443"
@@ -226,7 +230,7 @@ def test_a_preflight_of_an_allowed_page(make_router: Callable[..., RunningRouter
         assert answer.headers["vary"] == "Origin"
         assert "access-control-allow-credentials" not in answer.headers
         assert "access-control-allow-private-network" not in answer.headers
-        if path not in OPEN_ROUTES:
+        if route.needs is not Needs.NOTHING:
             refused = preflight(router, method, path, EVIL)
             assert refused.status == 403
             assert not [name for name in refused.headers if name.startswith("access-control")]
@@ -291,7 +295,7 @@ def test_options_of_other_programs(system: System) -> None:
 
 # --- content types -----------------------------------------------------------------------------------------------
 
-POSTS = [path for method, path in ROUTES if method == "POST"]
+POSTS = [path for route, path in PATHS if route.method == "POST"]
 
 
 NO_JSON = [

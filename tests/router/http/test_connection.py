@@ -10,7 +10,7 @@ from aiohttp import ClientConnectionResetError
 from aiohttp.http_exceptions import ContentEncodingError
 from aiohttp.web import RequestPayloadError
 
-from baton.router.http.faults import ClientFaults
+from baton.router.http.connection import ClientErrorFilter
 
 
 @pytest.mark.parametrize(
@@ -30,5 +30,5 @@ def test_only_our_own_faults_have_tracebacks(
         raise error
     except Exception:
         record = logging.LogRecord("aiohttp.server", logging.ERROR, "", 0, "failed", (), sys.exc_info())
-    assert ClientFaults().filter(record) == is_shown
+    assert ClientErrorFilter().filter(record) == is_shown
     assert line in caplog.text if line else not caplog.text

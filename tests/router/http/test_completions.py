@@ -1,4 +1,4 @@
-"""The official client against the real HTTP server."""
+"""The routes that generate, called by OpenAI's own client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP requests that generate now, by the ids that their answers carry, so that they can be cancelled by id."""
+"""HTTP requests that are generating now, by the ids that their answers carry, so that a client can cancel by id."""
 
 from __future__ import annotations
 
@@ -11,36 +11,38 @@ from ..request import Request
 from .access import Caller
 
 
-class _Request(NamedTuple):
+class _HttpRequest(NamedTuple):
     caller: Caller
     requests: Sequence[Request]
 
 
-class UnderWay:
-    """The requests of all callers. `abort` ends a request, telling its client why."""
+class InFlight:
+    """The requests of all callers. `abort` ends a request with an error that states the reason."""
 
     def __init__(self, abort: Callable[[Request, str], None]) -> None:
         self._abort = abort
-        self._requests: dict[str, list[_Request]] = {}  # clients choose ids, so that one may stand for several
+        self._by_id: dict[str, list[_HttpRequest]] = {}  # clients choose ids, so several requests may share one
 
     @contextmanager
     def listed(self, ids: set[str], caller: Caller, requests: Sequence[Request]) -> Generator[None]:
-        """The request can be cancelled by any of its ids."""
-        http_request = _Request(caller, requests)
+        """Make the requests cancellable by any of the ids while the block runs."""
+        http_request = _HttpRequest(caller, requests)
         for each in ids:
-            self._requests.setdefault(each, []).append(http_request)
+            self._by_id.setdefault(each, []).append(http_request)
         try:
             yield
         finally:
             for each in ids:
-                self._requests[each].remove(http_request)
-                if not self._requests[each]:
-                    del self._requests[each]
+                self._by_id[each].remove(http_request)
+                if not self._by_id[each]:
+                    del self._by_id[each]
 
     def cancel(self, request_id: str, caller: Caller) -> None:
-        """Ends the caller's requests of this id, each with one error to its client; the admin key ends anybody's.
-        Raises NotFound where there is none."""
-        found = [each for each in self._requests.get(request_id, ()) if caller.is_admin or each.caller is caller]
+        """End the caller's requests with this id; an admin ends those of any caller. Each client gets one error.
+
+        Raises NotFound if there is none.
+        """
+        found = [each for each in self._by_id.get(request_id, ()) if caller.is_admin or each.caller is caller]
         running = [request for each in found for request in each.requests if not request.is_over]
         if not running:
             raise NotFound(f"no request {request_id!r} is under way: it has ended, or there never was one")

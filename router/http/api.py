@@ -1,0 +1,103 @@
+"""Everything that a handler may use: the dispatcher, the keys, request bodies, and answers.
+
+Handlers know this file. app.py makes the aiohttp application of an Api and the route table (routes.py).
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from ...metadata.errors import RequestError, Unavailable
+from ...metadata.wire.node_info import Role
+from ..availability import no_node
+from ..config import RouterConfig
+from ..errors import NotFound
+from ..metrics import Metrics
+from ..node import ROLES, Group
+from ..runner import RunningDispatcher
+from ..text.tokenizer import TextTokenizer
+from .access import Access
+from .bodies import Bodies, decode
+from .in_flight import InFlight
+from .ledgers import Ledgers
+
+RESPONSE_ID = web.RequestKey("response_id", str)  # id in the answer's body; only generating routes have one
+ARRIVED = web.RequestKey("arrived", float)  # monotonic seconds at which the body had been read
+
+_T = TypeVar("_T")
+
+
+class Api:
+    """Services of one router that handlers share."""
+
+    def __init__(self, config: RouterConfig, dispatcher: RunningDispatcher, metrics: Metrics) -> None:
+        self.config = config
+        self.dispatcher = dispatcher
+        self.metrics = metrics
+        self.is_draining = False
+        self.access = Access(config)
+        self.ledgers = Ledgers(dispatcher)
+        self.in_flight = InFlight(dispatcher.abort)
+        self._bodies = Bodies(config.max_body_bytes)
+
+    async def body(self, http_request: web.Request, decoder: msgspec.json.Decoder[_T]) -> _T:
+        """Return the request's body, decoded strictly. Raises RequestError that names the field at fault."""
+        if self.is_draining:
+            raise Unavailable("the router is shutting down")
+        data = await self._bodies.read(http_request)
+        http_request[ARRIVED] = time.monotonic()
+        return decode(data, decoder)
+
+    def group_of(self, model: str | None) -> tuple[Group, TextTokenizer]:
+        """Return the group with the shortest queue that serves a model. None stands for the only model served.
+
+        Raises NotFound for a model that no node has ever offered, Unavailable if its nodes are missing.
+        """
+        registry = self.dispatcher.registry
+        if model is None:
+            served = {group.key.model for group in registry.models()}
+            names = served or {group.key.model for group in registry.groups.values() if group.nodes}
+            if len(names) != 1:
+                words = ", ".join(sorted(served)) or "none"
+                raise RequestError(f"model: must be named; served are: {words}", param="model")
+            (model,) = names
+        groups = registry.groups_of(model)
+        if not groups:
+            if not registry.nodes:
+                raise Unavailable("no node has joined")
+            names = ", ".join(sorted({group.key.model for group in registry.groups.values()}))
+            raise NotFound(f"model {model!r} is not served here; served are: {names}", param="model")
+        now = time.monotonic()
+        served = [group for group in groups if self.dispatcher.queues.may_wait(group, now)]
+        ready = [group for group in served if group.is_paired] or served
+        if not ready:
+            missing: list[Role] = [role for role in ROLES if not any(group.live(role) for group in groups)]
+            why = f"it has no {' and no '.join(missing)} node" if missing else "its nodes are not ready"
+            raise no_node(f"model {model!r} cannot be served now: {why}", groups, missing)
+        group = min(ready, key=lambda group: len(self.dispatcher.queues.waiting_in(group)))
+        assert group.tokenizer is not None, "a paired group has its tokenizer"
+        return group, group.tokenizer
+
+    @staticmethod
+    def new_id(http_request: web.Request, prefix: str) -> str:
+        """Return a new id for a request that generates. Every answer to it carries the id, errors too."""
+        http_request[RESPONSE_ID] = f"{prefix}-{secrets.token_hex(12)}"
+        return http_request[RESPONSE_ID]
+
+
+def request_id(http_request: web.Request) -> str | None:
+    """Return the value of the answer's x-request-id: the client's own, else the id in the answer's body."""
+    given = http_request.headers.get("x-request-id", "")
+    if given and given.isascii() and given.isprintable():
+        return given[:128]
+    return http_request.get(RESPONSE_ID)
+
+
+def json_response(value: Any) -> web.Response:
+    """Return a successful answer whose body is a Struct as JSON."""
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

@@ -1,0 +1,163 @@
+"""Errors as HTTP answers: a status and OpenAI's body {"error": {message, type, param, code}}. The only such place."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from ...metadata.errors import BatonError, OutOfPages, Overloaded, RequestError, Unavailable
+from ..errors import (
+    Conflict,
+    DeadlineExceeded,
+    Forbidden,
+    Foreign,
+    NodeFault,
+    NoNode,
+    NotFound,
+    RequestCancelled,
+    Unauthorized,
+)
+
+
+class HttpRefusal(BatonError):
+    """The HTTP request itself is at fault: its method, or the size, type or encoding of its body.
+
+    The answer carries `headers`.
+    """
+
+    code = "http_error"
+
+    def __init__(self, status: int, message: str, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """Description of one error. `param` names the field of the request that is at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """Body of every answer that is not a success, and last event of a stream that fails."""
+
+    error: ErrorDetail
+
+
+INTERNAL = "internal error; the router's log has the details"
+
+_STATUSES: tuple[tuple[type[BatonError], int], ...] = (  # the first class that fits counts
+    (NotFound, 404),
+    (RequestError, 400),
+    (Unauthorized, 401),
+    (Forbidden, 403),
+    (Foreign, 403),
+    (Conflict, 409),
+    (Overloaded, 429),
+    (RequestCancelled, 499),  # nginx's own; clients retry 409 and 5xx by themselves, but not this
+    (Unavailable, 503),
+    (OutOfPages, 503),
+    (DeadlineExceeded, 504),
+)
+_STATUS_OF_NODE_FAULT = {RequestError.code: 400, OutOfPages.code: 503, Unavailable.code: 503}
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 504: "timeout_error"}
+_PATH = re.compile(r"(?:`key` in )?`\$\.?([^`]*)`$")
+_UNKNOWN = re.compile(r"unknown field `([^`]*)`")
+_MISSING = re.compile(r"missing required field `([^`]*)`")
+
+
+def status_of(error: BatonError) -> int:
+    """Return the HTTP status of an error."""
+    if isinstance(error, HttpRefusal):
+        return error.status
+    if isinstance(error, NodeFault):
+        return _STATUS_OF_NODE_FAULT.get(error.code, 500)
+    return next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
+
+
+def all_statuses() -> set[int]:
+    """Return every status that `status_of` can return for an error that is not an HttpRefusal."""
+    return {500, *_STATUS_OF_NODE_FAULT.values(), *(status for _, status in _STATUSES)}
+
+
+def body_of(error: BatonError, *, may_operate: bool = False) -> ErrorBody:
+    """Return the JSON body of an error. It hides the router's internals; the log has them."""
+    status = status_of(error)
+    param = error.param if isinstance(error, RequestError) else None
+    if isinstance(error, NodeFault) or (isinstance(error, NoNode) and not may_operate):
+        words = error.shown
+    else:
+        words = str(error) if status != 500 else INTERNAL
+    words = words.encode("utf-8", "backslashreplace").decode()  # a header may hold bytes that are not UTF-8
+    default_type = "invalid_request_error" if status < 500 else "server_error"
+    return ErrorBody(ErrorDetail(words, _TYPES.get(status, default_type), param, error.code if status != 400 else None))
+
+
+def response_of(error: BatonError, *, may_operate: bool = False) -> web.Response:
+    """Return the HTTP response of an error. It has Retry-After if the client may try again.
+
+    If `may_operate`, the caller may read which nodes are at fault.
+    """
+    headers: dict[str, str] = {}
+    if isinstance(error, Overloaded):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers["retry-after-ms"] = str(max(1, math.ceil(1000 * error.retry_after_s)))  # OpenAI's clients read this
+    elif isinstance(error, Unavailable) or (isinstance(error, NodeFault) and error.code == Unavailable.code):
+        headers["Retry-After"] = "1"
+    elif isinstance(error, DeadlineExceeded):
+        headers["x-should-retry"] = "false"  # OpenAI's clients would retry a 504 by themselves
+    elif isinstance(error, HttpRefusal):
+        headers.update(error.headers)
+    elif isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    data = msgspec.json.encode(body_of(error, may_operate=may_operate))
+    return web.Response(status=status_of(error), body=data, content_type="application/json", headers=headers)
+
+
+def from_validation(error: msgspec.ValidationError) -> RequestError:
+    """Return an error that names the field of the body that is missing, unknown, mistyped or out of bounds."""
+    text = str(error)
+    path = _PATH.search(text)
+    inner = path.group(1) if path else ""
+    named = _UNKNOWN.search(text) or _MISSING.search(text)
+    field = ".".join(name for name in (inner, named.group(1) if named else "") if name)
+    words = text[: path.start()].removesuffix(" - at ").strip() if path else text
+    return RequestError(f"{field}: {words}" if field else words, param=re.split(r"[.\[]", field)[0] or None)
+
+
+def from_malformed(body: bytes, error: Exception) -> RequestError:
+    """Return an error for a body that is not JSON. If it is JSON but for NaN or Infinity, the error names the field."""
+    if isinstance(error, UnicodeDecodeError):
+        return RequestError("the body is not valid UTF-8")
+    if isinstance(error, RecursionError):
+        return RequestError("the body is nested too deeply")
+    try:
+        fields: Any = json.loads(body) if len(body) < 1 << 20 else None  # Python's decoder takes NaN and Infinity
+    except (ValueError, RecursionError):
+        fields = None
+    if isinstance(fields, dict):
+        for name, value in fields.items():  # pyright: ignore[reportUnknownVariableType]
+            if _holds_non_finite(value):
+                return RequestError(f"{name}: NaN and Infinity are no JSON numbers", param=str(name))  # pyright: ignore[reportUnknownArgumentType]
+    return RequestError(f"the body is not valid JSON: {error}")
+
+
+def _holds_non_finite(value: Any) -> bool:
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    if isinstance(value, dict):
+        return any(_holds_non_finite(item) for item in value.values())  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, list):
+        return any(_holds_non_finite(item) for item in value)  # pyright: ignore[reportUnknownVariableType]
+    return False

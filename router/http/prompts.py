@@ -1,0 +1,109 @@
+"""From the texts, token ids and messages of a body to the token ids of its prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...metadata.errors import RequestError
+from ..node import Group
+from ..text.tokenizer import TextTokenizer
+from .openai_types import MAX_PROMPTS, ChatMessage, CompletionRequest
+
+Prompt = str | list[int]  # text, or token ids
+
+
+def prompts_of(body: CompletionRequest) -> list[Prompt]:
+    """Return each prompt of the body as it was given. Raises RequestError for mixed or too many prompts."""
+    prompt = body.prompt
+    prompts: list[Prompt] = []
+    if isinstance(prompt, str):
+        prompts = [prompt]
+    elif all(isinstance(item, int) for item in prompt):
+        prompts = [[item for item in prompt if isinstance(item, int)]]
+    else:
+        for item in prompt:
+            if isinstance(item, int):
+                raise RequestError("prompt: token ids and prompts are mixed in one list", param="prompt")
+            prompts.append(item)
+    if len(prompts) > MAX_PROMPTS:
+        raise RequestError(f"prompt: {len(prompts)} prompts; at most {MAX_PROMPTS} a request", param="prompt")
+    return prompts
+
+
+async def prompt_ids(
+    prompt: Prompt, group: Group, tokenizer: TextTokenizer, param: str, *, add_special_tokens: bool
+) -> list[int]:
+    """Return the token ids of a prompt. Raises RequestError if the model cannot take them."""
+    ids = prompt
+    if isinstance(ids, str):
+        ids = await encode(tokenizer, ids, group, param, add_special_tokens=add_special_tokens)
+    _check_ids(ids, group, param)
+    return ids
+
+
+async def encode(
+    tokenizer: TextTokenizer, text: str, group: Group, param: str, *, add_special_tokens: bool
+) -> list[int]:
+    """Return the token ids of a text. Raises RequestError, without encoding, if it cannot possibly fit the context."""
+    at_least = len(text) // max(1, tokenizer.longest_token)
+    if at_least > group.context_len:
+        raise RequestError(
+            f"{param}: a text of {len(text)} characters has at least {at_least} tokens; the model's context has "
+            f"{group.context_len}",
+            param=param,
+        )
+    return await tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def chat_text(
+    group: Group,
+    messages: Sequence[ChatMessage],
+    *,
+    add_generation_prompt: bool,
+    continue_final: bool = False,
+    options: dict[str, Any],
+) -> str:
+    """Return the prompt text of a conversation.
+
+    Raises RequestError if the model has no chat template, or if the template refuses the messages.
+    """
+    if group.template is None:
+        raise RequestError(f"model {group.key.model!r} has no chat template; use /v1/completions", param="messages")
+    plain = [_plain(message) for message in messages]
+    text = group.template.render(plain, add_generation_prompt=add_generation_prompt, options=options)
+    if continue_final:
+        final = str(plain[-1]["content"]).strip()
+        end = text.rfind(final)
+        if not final or end < 0:
+            raise RequestError("continue_final_message: the final message is not in the prompt", param="messages")
+        text = text[: end + len(final)]
+    return text
+
+
+def _check_ids(ids: Sequence[int], group: Group, param: str) -> None:
+    if not ids:
+        raise RequestError(f"{param}: the prompt has no tokens", param=param)
+    vocab_size = group.card.vocab_size
+    worst = max(ids)
+    if worst >= vocab_size:
+        raise RequestError(f"{param}: token id {worst} is out of range; the vocabulary has {vocab_size}", param=param)
+    if len(ids) >= group.context_len:
+        raise RequestError(
+            f"{param}: the prompt has {len(ids)} tokens; the model's context of {group.context_len} leaves none "
+            "to generate",
+            param=param,
+        )
+
+
+def _plain(message: ChatMessage) -> dict[str, Any]:
+    """Return a message in the shape that chat templates expect: text parts joined, absent fields left out."""
+    content = message.content
+    if isinstance(content, list):
+        content = "\n".join(part.text for part in content)
+    plain: dict[str, Any] = {"role": message.role, "content": content if content is not None else ""}
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    return plain

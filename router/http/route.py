@@ -1,0 +1,57 @@
+"""Declaration of one route: everything that the HTTP server and the OpenAPI document must know about it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from aiohttp import web
+
+from .access import Needs
+from .api import Api
+
+Handler = Callable[[Api, web.Request], Awaitable[web.StreamResponse]]
+
+_PATTERN = re.compile(r":[^{}]+(?=})")  # in `{name:pattern}`
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter in the path or in the query. `kind` is its type, with bounds as msgspec's Meta."""
+
+    name: str
+    kind: Any
+    description: str
+    where: Literal["path", "query"] = "query"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One method of one path. `path` is a pattern of aiohttp: `{name}` stands for a segment, `{name:.+}` for several.
+
+    `answer` is the type of the JSON answer, `text` the media type of an answer that is text, and `chunk` the type of
+    the events of a stream; a route may have several of them. `body` is the type of the JSON body of the request, and
+    `statuses` are those of errors that are not already implied by the other fields.
+    """
+
+    method: Literal["GET", "POST", "DELETE"]
+    path: str
+    handler: Handler
+    operation_id: str
+    tag: str
+    summary: str
+    needs: Needs = Needs.KEY
+    parameters: tuple[Parameter, ...] = ()
+    body: Any = None
+    is_body_required: bool = True
+    answer: Any = None
+    text: str | None = None
+    chunk: Any = None
+    statuses: tuple[int, ...] = ()
+
+    @property
+    def template(self) -> str:
+        """The path without patterns, as OpenAPI and `Resource.canonical` write it."""
+        return _PATTERN.sub("", self.path)

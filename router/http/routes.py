@@ -1,0 +1,263 @@
+"""The table of all routes. app.py serves exactly these, and the OpenAPI document describes exactly these.
+
+To add a route, write its handler in a file of its own, and add one entry here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from aiohttp import web
+from msgspec import Meta
+
+from ..trace import Outcome
+from . import admin, completions, explain, handoff, models, requests, status, tokenization
+from .access import Needs
+from .admin_types import DrainRequest, HandoffAnswer, HealthAnswer, LedgersAnswer, NodesAnswer, NodeState, ReadyAnswer
+from .api import Api, json_response
+from .explain import Explanation, RecentRequests
+from .openai_types import (
+    CancelledRequest,
+    ChatChunk,
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelInfo,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from .openapi import document
+from .route import Parameter, Route
+
+_Name = Annotated[str, Meta(min_length=1)]
+_NODE_ID = Parameter("id", _Name, "Id of the node", "path")
+
+
+async def openapi(api: Api, _request: web.Request) -> web.StreamResponse:
+    """GET /openapi.json."""
+    keys = api.access
+    return json_response(document(ROUTES, has_api_keys=keys.has_api_keys, has_admin_key=keys.has_admin_key))
+
+
+ROUTES: tuple[Route, ...] = (
+    Route(
+        method="POST",
+        path="/v1/completions",
+        handler=completions.completions,
+        operation_id="createCompletion",
+        tag="generation",
+        summary="Continue prompts",
+        body=CompletionRequest,
+        answer=Completion,
+        chunk=Completion,
+    ),
+    Route(
+        method="POST",
+        path="/v1/chat/completions",
+        handler=completions.chat_completions,
+        operation_id="createChatCompletion",
+        tag="generation",
+        summary="Continue a conversation",
+        body=ChatRequest,
+        answer=ChatCompletion,
+        chunk=ChatChunk,
+    ),
+    Route(
+        method="DELETE",
+        path="/v1/requests/{id:.+}",
+        handler=requests.cancel,
+        operation_id="cancelRequest",
+        tag="generation",
+        summary="Cancel a request by the id that its answer carries",
+        parameters=(Parameter("id", _Name, "`id` in the body of the answer, or its x-request-id", "path"),),
+        answer=CancelledRequest,
+        statuses=(404,),
+    ),
+    Route(
+        method="GET",
+        path="/v1/models",
+        handler=models.models,
+        operation_id="listModels",
+        tag="models",
+        summary="The models that are served",
+        answer=ModelList,
+    ),
+    Route(
+        method="GET",
+        path="/v1/models/{model:.+}",
+        handler=models.model,
+        operation_id="getModel",
+        tag="models",
+        summary="One model",
+        parameters=(Parameter("model", _Name, "Name of the model", "path"),),
+        answer=ModelInfo,
+        statuses=(404,),
+    ),
+    Route(
+        method="POST",
+        path="/tokenize",
+        handler=tokenization.tokenize,
+        operation_id="tokenize",
+        tag="models",
+        summary="Text to token ids",
+        body=TokenizeRequest,
+        answer=TokenizeResponse,
+        statuses=(404,),
+    ),
+    Route(
+        method="POST",
+        path="/detokenize",
+        handler=tokenization.detokenize,
+        operation_id="detokenize",
+        tag="models",
+        summary="Token ids to text",
+        body=DetokenizeRequest,
+        answer=DetokenizeResponse,
+        statuses=(404,),
+    ),
+    Route(
+        method="GET",
+        path="/health",
+        handler=status.health,
+        operation_id="getHealth",
+        tag="status",
+        summary="The router process answers",
+        needs=Needs.NOTHING,
+        answer=HealthAnswer,
+    ),
+    Route(
+        method="GET",
+        path="/ready",
+        handler=status.ready,
+        operation_id="getReadiness",
+        tag="status",
+        summary="A canary request has passed, so requests can be served",
+        answer=ReadyAnswer,
+        statuses=(503,),
+    ),
+    Route(
+        method="GET",
+        path="/metrics",
+        handler=status.metrics,
+        operation_id="getMetrics",
+        tag="status",
+        summary="Metrics in Prometheus' text format",
+        text="text/plain",
+    ),
+    Route(
+        method="GET",
+        path="/openapi.json",
+        handler=openapi,
+        operation_id="getOpenApi",
+        tag="status",
+        summary="This document",
+        answer=dict[str, Any],
+    ),
+    Route(
+        method="GET",
+        path="/debug/nodes",
+        handler=admin.nodes,
+        operation_id="listNodes",
+        tag="operators",
+        summary="Nodes and pairs, with their state, load and statistics",
+        needs=Needs.ADMIN_KEY,
+        answer=NodesAnswer,
+    ),
+    Route(
+        method="GET",
+        path="/debug/ledger",
+        handler=admin.ledger,
+        operation_id="getLedgers",
+        tag="operators",
+        summary="The page ledger of every node",
+        needs=Needs.ADMIN_KEY,
+        answer=LedgersAnswer,
+    ),
+    Route(
+        method="GET",
+        path="/debug/handoff",
+        handler=handoff.handoff,
+        operation_id="getHandoff",
+        tag="operators",
+        summary="Contents of a handoff, field by field and in bytes",
+        needs=Needs.ADMIN_KEY,
+        parameters=(Parameter("format", handoff.Format, "Form of the answer; json by default"),),
+        answer=HandoffAnswer,
+        text="text/plain",
+        statuses=(400,),
+    ),
+    Route(
+        method="GET",
+        path="/debug/requests",
+        handler=explain.recent,
+        operation_id="listRequests",
+        tag="operators",
+        summary="Live requests and the last ones that have ended, the newest first",
+        needs=Needs.ADMIN_KEY,
+        parameters=(
+            Parameter("outcome", Outcome, "Only requests with this outcome"),
+            Parameter("model", str, "Only requests for this model"),
+            Parameter("node", str, "Only requests that this node worked on"),
+            Parameter("min_s", float, "Only requests that took at least so many seconds until now or their end"),
+            Parameter(
+                "limit",
+                Annotated[int, Meta(ge=0, lt=10**9)],
+                f"Largest number of requests in the answer; {explain.DEFAULT_LIMIT} by default",
+            ),
+        ),
+        answer=RecentRequests,
+        statuses=(400,),
+    ),
+    Route(
+        method="GET",
+        path="/debug/requests/{rid}",
+        handler=explain.one,
+        operation_id="getRequest",
+        tag="operators",
+        summary="Where a request spent its time, in parts that sum up to the whole",
+        needs=Needs.ADMIN_KEY,
+        parameters=(Parameter("rid", _Name, "`id` in the body of the answer, or its x-request-id", "path"),),
+        answer=Explanation,
+        statuses=(404,),
+    ),
+    Route(
+        method="POST",
+        path="/admin/flush",
+        handler=admin.flush,
+        operation_id="flushCaches",
+        tag="operators",
+        summary="Empty the prefix caches, then answer the page ledgers",
+        needs=Needs.ADMIN_KEY,
+        answer=LedgersAnswer,
+    ),
+    Route(
+        method="POST",
+        path="/admin/nodes/{id}/drain",
+        handler=admin.drain,
+        operation_id="drainNode",
+        tag="operators",
+        summary="Give a node no new request, and move those that it does not finish in time",
+        needs=Needs.ADMIN_KEY,
+        parameters=(_NODE_ID,),
+        body=DrainRequest,
+        is_body_required=False,
+        answer=NodeState,
+        statuses=(404,),
+    ),
+    Route(
+        method="POST",
+        path="/admin/nodes/{id}/undrain",
+        handler=admin.undrain,
+        operation_id="undrainNode",
+        tag="operators",
+        summary="Give a node requests again",
+        needs=Needs.ADMIN_KEY,
+        parameters=(_NODE_ID,),
+        answer=NodeState,
+        statuses=(404, 409),
+    ),
+)

@@ -1,0 +1,36 @@
+"""GET /health, GET /ready and GET /metrics: what probes and monitoring ask."""
+
+from __future__ import annotations
+
+import time
+
+from aiohttp import web
+
+from ...metadata.errors import Unavailable
+from ..availability import degraded
+from ..errors import NoNode
+from ..metrics import CONTENT_TYPE
+from .access import CALLER
+from .admin_types import HealthAnswer, ReadyAnswer
+from .api import Api, json_response
+
+
+async def health(_api: Api, _request: web.Request) -> web.StreamResponse:
+    """GET /health: the process answers."""
+    return json_response(HealthAnswer())
+
+
+async def ready(api: Api, http_request: web.Request) -> web.StreamResponse:
+    """GET /ready. Raises Unavailable while no request could be served. Operators are told of degraded nodes."""
+    if api.is_draining:
+        raise Unavailable("the router is shutting down")
+    if not api.dispatcher.health.is_ready:
+        raise NoNode("no request could be served now", api.dispatcher.health.reason)
+    registry, is_operator = api.dispatcher.registry, api.access.may_operate(http_request[CALLER])
+    found = degraded(registry.nodes.values(), registry.histories, time.monotonic()) if is_operator else []
+    return json_response(ReadyAnswer("ready", found))
+
+
+async def metrics(api: Api, _request: web.Request) -> web.StreamResponse:
+    """GET /metrics, in Prometheus' text format."""
+    return web.Response(body=api.metrics.page(), headers={"Content-Type": CONTENT_TYPE})

@@ -1,0 +1,45 @@
+"""POST /tokenize and POST /detokenize: text to token ids and back, as the models that are served do it."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from ...metadata.errors import RequestError
+from .api import Api, json_response
+from .openai_types import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from .prompts import chat_text, encode
+
+_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+
+
+async def tokenize(api: Api, http_request: web.Request) -> web.StreamResponse:
+    """POST /tokenize."""
+    body = await api.body(http_request, _tokenize_decoder)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("prompt: exactly one of prompt and messages must be given", param="prompt")
+    group, tokenizer = api.group_of(body.model)
+    if body.messages is not None:
+        with_prompt = body.add_generation_prompt is not False
+        text = chat_text(group, body.messages, add_generation_prompt=with_prompt, options={})
+        param, add_special = "messages", bool(body.add_special_tokens)
+    else:
+        text, param, add_special = body.prompt or "", "prompt", body.add_special_tokens is not False
+    ids = await encode(tokenizer, text, group, param, add_special_tokens=add_special)
+    strings = [tokenizer.token_text(token_id) for token_id in ids] if body.return_token_strs else None
+    return json_response(
+        TokenizeResponse(count=len(ids), max_model_len=group.context_len, tokens=ids, token_strs=strings)
+    )
+
+
+async def detokenize(api: Api, http_request: web.Request) -> web.StreamResponse:
+    """POST /detokenize."""
+    body = await api.body(http_request, _detokenize_decoder)
+    group, tokenizer = api.group_of(body.model)
+    worst = max(body.tokens, default=0)
+    if worst >= group.card.vocab_size:
+        raise RequestError(
+            f"tokens: token id {worst} is out of range; the vocabulary has {group.card.vocab_size}", param="tokens"
+        )
+    return json_response(DetokenizeResponse(tokenizer.decode(body.tokens)))

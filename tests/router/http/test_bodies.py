@@ -1,0 +1,103 @@
+"""Bodies that are malformed, too large, late, compressed or broken: the right status, and the system still serves."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import pytest
+
+from baton.router.http import bodies
+
+from ..conftest import System
+from ..test_dispatcher import wait_until
+
+OK = {"model": "fake", "prompt": "hello", "max_tokens": 100}
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"model": "fake", "prompt": "\xff"}',
+        b"[" * 100_000,
+        b'{"user": ' + b"[" * 100_000,
+        b'{"metadata": {"a": ' + b"[" * 100_000,
+        b'{"model": "fake", "prompt": "x"} trailing',
+    ],
+    ids=lambda raw: repr(raw[:20]),
+)
+def test_bad_json(system: System, raw: bytes) -> None:
+    status, body, _ = system.router.request("POST", "/v1/completions", raw)
+    assert status == 400, body
+    assert body["error"]["type"] == "invalid_request_error"
+
+
+def test_large_body(system: System) -> None:
+    status, body, _ = system.router.request("POST", "/v1/completions", json.dumps({**OK, "prompt": "x" * 10_000_000}))
+    assert (status, body["error"]["code"]) == (413, "http_error"), body
+    assert system.complete()[0] == 200
+
+
+def test_a_body_that_is_announced_too_large_is_not_waited_for(system: System) -> None:
+    with socket.create_connection(("127.0.0.1", int(system.router.url.rsplit(":", 1)[1])), timeout=5) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n{")
+        assert b" 413 " in connection.recv(1000)
+
+
+def send_in_part(system: System, length: int) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", int(system.router.url.rsplit(":", 1)[1])), timeout=5)
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n{" % length)
+    return connection
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "BODY_S", 0.2)
+    with send_in_part(system, 100) as connection:
+        answer = connection.recv(1000)
+        if b"\r\n\r\n{" not in answer:
+            answer += connection.recv(1000)
+    assert b" 408 " in answer
+    assert b"did not arrive within 0.2 s" in answer
+
+
+def test_bodies_that_are_received_at_once_are_bounded(make_system: Any) -> None:
+    system: System = make_system(router={"max_body_bytes": 1000}).up()
+    held = [send_in_part(system, 999) for _ in range(bodies.MAX_BODIES)]
+    wait_until(lambda: system.complete(prompt="a" * 100)[0] == 429)
+    for connection in held:
+        connection.close()
+    wait_until(lambda: system.complete()[0] == 200)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}",
+        b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}",
+        b"Content-Length: -5\r\n\r\n",
+        b"Content-Length: 100\r\n\r\n{",  # and then leaves
+    ],
+)
+def test_broken_bodies_are_one_line_in_the_log(system: System, caplog: pytest.LogCaptureFixture, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", int(system.router.url.rsplit(":", 1)[1]))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + sent)
+        connection.shutdown(socket.SHUT_WR)
+        answer = connection.recv(1000)
+    assert b" 400 " in answer or b" 415 " in answer or answer == b"", answer
+    assert system.complete()[0] == 200
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"], caplog.text
+
+
+@pytest.mark.parametrize("encoding", ["deflate", "gzip", "br", "nonsense"])
+def test_compressed_bodies_are_refused_at_once(system: System, encoding: str) -> None:
+    """A body that only says it is compressed must not be waited for. Those that are: test_encodings.py."""
+    headers = {"Content-Encoding": encoding}
+    status, body, _ = system.router.request("POST", "/detokenize", {"tokens": [422, 20, 113, 258, 178, 71]}, headers)
+    assert status == (400 if encoding == "gzip" else 415), body

@@ -1,0 +1,135 @@
+"""The OpenAPI document against the routes, the types and the errors that it is generated from."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.router.http import openapi
+from baton.router.http.app import application
+from baton.router.http.errors import all_statuses
+from baton.router.http.explain import FILTERS
+from baton.router.http.openai_types import CompletionRequest
+from baton.router.http.parameters import NOT_SERVED
+from baton.router.http.routes import ROUTES
+
+from ..conftest import System
+
+DOCUMENT = openapi.document(ROUTES)
+
+
+def operations() -> Iterator[tuple[str, dict[str, Any]]]:
+    for path, methods in DOCUMENT["paths"].items():
+        for method, operation in methods.items():
+            yield f"{method.upper()} {path}", operation
+
+
+def test_the_document_is_that_of_the_routes_and_types(system: System) -> None:
+    status, body, _ = system.router.request("GET", "/openapi.json")
+    assert status == 200
+    expected = openapi.document(ROUTES, has_api_keys=False, has_admin_key=False)
+    assert body == msgspec.json.decode(msgspec.json.encode(expected))
+    fields = body["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert set(fields) == set(CompletionRequest.__struct_fields__)
+    served = {resource.canonical for resource in application(system.router.router.api).router.resources()}
+    assert set(body["paths"]) == served
+
+
+def test_the_statuses_that_the_code_can_raise_are_declared() -> None:
+    """All of them, and no other. conftest.py (check_is_declared) tests which route answers which."""
+    declared = {int(status) for _, operation in operations() for status in operation["responses"]}
+    raised = {200, *all_statuses()}
+    for path in Path(openapi.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "HttpRefusal":
+                raised |= {node.args[0].value} if isinstance(node.args[0], ast.Constant) else set()
+    assert raised - {405} == declared  # 405: a method that is not declared
+
+
+def test_every_operation_is_whole() -> None:
+    ids = [operation["operationId"] for _, operation in operations()]
+    assert len(ids) == len(set(ids))
+    tags = {tag["name"] for tag in DOCUMENT["tags"]}
+    for name, operation in operations():
+        assert operation["summary"], name
+        assert set(operation["tags"]) <= tags, name
+        assert operation["responses"]["200"]["content"], name
+        for status, response in operation["responses"].items():
+            assert status == "200" or "application/json" in response["content"], (name, status)
+        path_names = set(re.findall(r"{(\w+)}", name))
+        assert {each.get("name") for each in operation["parameters"] if each.get("in") == "path"} == path_names, name
+
+
+def test_every_reference_points_to_something() -> None:
+    text = msgspec.json.encode(DOCUMENT).decode()
+    for reference in set(re.findall(r'"\$ref":"#/([^"]+)"', text)):
+        place: Any = DOCUMENT
+        for key in reference.split("/"):
+            place = place[key]
+
+
+@pytest.mark.parametrize(
+    ("has_api_keys", "has_admin_key", "client", "operator"),
+    [
+        (False, False, [], []),
+        (True, False, ["api_key"], ["api_key"]),
+        (False, True, [], ["admin_key"]),
+        (True, True, ["api_key", "admin_key"], ["admin_key"]),
+    ],
+)
+def test_security_is_that_of_the_router(
+    has_api_keys: bool, has_admin_key: bool, client: list[str], operator: list[str]
+) -> None:
+    paths = openapi.document(ROUTES, has_api_keys=has_api_keys, has_admin_key=has_admin_key)["paths"]
+    for path, method, expected in (
+        ("/health", "get", []),
+        ("/v1/completions", "post", client),
+        ("/admin/flush", "post", operator),
+        ("/debug/nodes", "get", operator),
+    ):
+        assert [name for each in paths[path][method]["security"] for name in each] == expected, path
+
+
+def test_the_events_of_streams_are_described() -> None:
+    schemas = DOCUMENT["components"]["schemas"]
+    for path, name in (("/v1/completions", "Completion"), ("/v1/chat/completions", "ChatChunk")):
+        content = DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"]
+        event = content["text/event-stream"]["schema"]
+        assert "[DONE]" in event["description"]
+        chunk, error, done = event["properties"]["data"]["anyOf"]
+        assert chunk["contentSchema"] == {"$ref": f"#/components/schemas/{name}"}
+        assert error["contentSchema"] == {"$ref": "#/components/schemas/ErrorBody"}
+        assert done["const"] == "[DONE]"
+        assert "usage" in schemas[name]["properties"]
+
+
+def test_fields_that_are_refused_are_not_promised() -> None:
+    schemas = DOCUMENT["components"]["schemas"]
+    for kind, refused in NOT_SERVED.items():
+        for each in refused:
+            field = schemas[kind.__name__]["properties"][each.name]
+            assert field["deprecated"] and field["enum"] == list(each.accepted), each
+            assert field["description"].startswith("Not served"), each
+    assert schemas["CompletionRequest"]["properties"]["best_of"]["deprecated"]
+    assert schemas["ResponseFormat"]["properties"]["type"]["enum"] == ["text"]
+
+
+def test_the_filters_of_requests_are_declared() -> None:
+    parameters = DOCUMENT["paths"]["/debug/requests"]["get"]["parameters"]
+    assert tuple(each["name"] for each in parameters if each.get("in") == "query") == FILTERS
+
+
+def test_a_timeout_is_declared_as_it_is_sent() -> None:
+    """408 is for a body that does not come, 504 for a request that takes too long."""
+    responses = DOCUMENT["paths"]["/v1/completions"]["post"]["responses"]
+    assert "body" in responses["408"]["description"]
+    assert "timeout_s" in responses["504"]["description"]
+    described = DOCUMENT["components"]["schemas"]["CompletionRequest"]["properties"]["timeout_s"]
+    assert "504" in str(described)
+    assert "408" not in str(described)

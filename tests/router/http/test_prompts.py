@@ -1,0 +1,82 @@
+"""Prompts of bodies, as they are given and as token ids."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from baton.metadata.errors import RequestError
+from baton.router.http.openai_types import MAX_PROMPTS, ChatMessage, CompletionRequest, TextPart
+from baton.router.http.prompts import chat_text, encode, prompt_ids, prompts_of
+from baton.router.text.tokenizer import ChatTemplate, TextTokenizer
+
+from ..fake_nodes import TEMPLATE
+
+GROUP: Any = SimpleNamespace(
+    card=SimpleNamespace(vocab_size=420),
+    context_len=64,
+    key=SimpleNamespace(model="fake"),
+    template=ChatTemplate(TEMPLATE, {}),
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        (["a", [1]], ["a", [1]]),
+    ],
+)
+def test_prompts_of_a_body(given: Any, prompts: list[Any]) -> None:
+    assert prompts_of(CompletionRequest(model="m", prompt=given)) == prompts
+
+
+@pytest.mark.parametrize(("given", "words"), [([1, "a"], "mixed"), (["a"] * (MAX_PROMPTS + 1), "at most")])
+def test_prompts_that_are_refused(given: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as caught:
+        prompts_of(CompletionRequest(model="m", prompt=given))
+    assert caught.value.param == "prompt"
+
+
+async def test_ids_are_checked_against_the_model(tokenizer: TextTokenizer) -> None:
+    async def ids(prompt: Any) -> list[int]:
+        return await prompt_ids(prompt, GROUP, tokenizer, "prompt", add_special_tokens=False)
+
+    assert await ids([5, 6]) == [5, 6]
+    assert await ids("hello") == tokenizer.inner.encode("hello").ids
+    for wrong, words in (([], "no tokens"), ("", "no tokens"), ([420], "out of range"), ([1] * 64, "leaves none")):
+        with pytest.raises(RequestError, match=words):
+            await ids(wrong)
+
+
+async def test_a_text_that_cannot_fit_is_not_encoded() -> None:
+    tokenizer: Any = SimpleNamespace(longest_token=2)  # without a method to encode
+    with pytest.raises(RequestError, match="at least 65 tokens"):
+        await encode(tokenizer, "a" * 130, GROUP, "prompt", add_special_tokens=False)
+
+
+def test_a_conversation_becomes_text() -> None:
+    messages = [
+        ChatMessage(role="user", content=[TextPart("text", "a"), TextPart("text", "b")]),
+        ChatMessage(role="assistant", content=" well,"),
+    ]
+    text = chat_text(GROUP, messages, add_generation_prompt=True, options={})
+    assert text.startswith("<|im_start|>user\na\nb<|im_end|>")
+    assert text.endswith("<|im_start|>assistant\n")
+    text = chat_text(GROUP, messages, add_generation_prompt=False, continue_final=True, options={})
+    assert text.endswith("well,")
+
+
+def test_a_conversation_that_cannot_be_continued_or_has_no_template() -> None:
+    for group, words in (
+        (SimpleNamespace(template=None, key=GROUP.key), "no chat template"),
+        (GROUP, "not in the prompt"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            empty = [ChatMessage(role="user", content="")]
+            chat_text(group, empty, add_generation_prompt=False, continue_final=True, options={})  # type: ignore[arg-type]

@@ -1,0 +1,81 @@
+"""Cancelling a request by its id."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.metadata.wire import messages as m
+
+from ..conftest import System
+from ..test_dispatcher import own, wait_until
+from .test_access import bearer
+
+
+def in_flight(system: System) -> Any:
+    return system.router.call(lambda: dict(system.router.router.api.in_flight._by_id))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("by", ["body", "header"])
+@pytest.mark.parametrize("where", ["queued", "running"])
+def test_cancel_by_id(make_system: Callable[..., System], where: str, by: str, stream: bool) -> None:
+    system = make_system(max_running=1).up()
+    system.behaviour.hold = threading.Event()
+    request = system.router.request
+    body = {"model": "fake", "prompt": "hello", "max_tokens": 100}
+    with ThreadPoolExecutor(2) as pool:
+        futures = []
+        if where == "queued":
+            futures.append(pool.submit(request, "POST", "/v1/completions", body))
+            wait_until(lambda: own(system.cluster.by_name("d0"), m.Reserve))
+        given = {**body, "stream": stream}
+        futures.append(pool.submit(request, "POST", "/v1/completions", given, {"x-request-id": "mine/7"}))
+        wait_until(lambda: "mine/7" in in_flight(system))
+        if where == "running":
+            wait_until(lambda: own(system.cluster.by_name("d0"), m.Reserve))
+        rid = (
+            next(name for name in reversed(in_flight(system)) if name.startswith("cmpl-")) if by == "body" else "mine/7"
+        )
+        status, answer, _ = request("DELETE", f"/v1/requests/{rid.replace('/', '%2F')}")
+        assert (status, answer) == (200, {"id": rid, "cancelled": True})
+        status, answer, _ = futures[-1].result(5)
+        if status == 200:  # its stream had begun
+            events = answer.decode().strip().split("\n\n")
+            assert '"code":"cancelled"' in events[-1]
+            assert sum("error" in event for event in events) == 1
+        else:
+            assert (status, answer["error"]["code"]) == (499, "cancelled")
+        status, answer, _ = request("DELETE", f"/v1/requests/{rid.replace('/', '%2F')}")
+        assert (status, answer["error"]["code"]) == (404, "not_found")
+        assert rid in answer["error"]["message"]
+        system.behaviour.hold.set()
+        assert all(future.result()[0] == 200 for future in futures[:-1])
+    system.router.wait_idle()
+    assert not in_flight(system)
+
+
+def test_nobody_cancels_what_is_anothers(make_system: Callable[..., System], tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+    system = make_system(router={"api_keys": str(keys), "admin_key": "boss"})
+    system.cluster.add("prefill", "p0")
+    system.cluster.add("decode", "d0")
+    request = system.router.request
+    wait_until(lambda: request("GET", "/ready", headers=bearer("boss"))[0] == 200)
+    system.behaviour.hold = threading.Event()
+    body = {"model": "fake", "prompt": "hello", "max_tokens": 100}
+    with ThreadPoolExecutor(2) as pool:
+        ours = pool.submit(request, "POST", "/v1/completions", body, {"x-request-id": "same", **bearer("one")})
+        theirs = pool.submit(request, "POST", "/v1/completions", body, {"x-request-id": "same", **bearer("two")})
+        wait_until(lambda: len(own(system.cluster.by_name("d0"), m.Reserve)) == 2)
+        assert request("DELETE", "/v1/requests/same", headers=bearer("one"))[0] == 200
+        assert ours.result(5)[0] == 499
+        assert request("DELETE", "/v1/requests/same", headers=bearer("one"))[0] == 404
+        assert request("DELETE", "/v1/requests/same", headers=bearer("boss"))[0] == 200
+        assert theirs.result(5)[0] == 499
