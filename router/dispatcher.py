@@ -49,7 +49,7 @@ from .registry import Registry
 from .request import Attempt, Request, Sequence
 from .rescheduling import Moves
 from .streams import TokenFlow
-from .trace import Finished, Outcome, Timeline
+from .trace import FinishedTraces, Outcome, TraceRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +67,8 @@ class Dispatcher:
         self.admission = Admission(epoch, bounds, self, node_wait_s=config.node_wait_s)
         self.health = PairHealth(self, config.canary_interval_s)
         self.requests: dict[str, Request] = {}
-        self.finished = Finished()  # timelines of requests that are over
-        self.on_over: Callable[[Timeline], None] | None = None
+        self.finished = FinishedTraces()
+        self.on_over: Callable[[TraceRecorder], None] | None = None
         self.on_ledger: Callable[[Node, LedgerReport], None] | None = None
         self._timeout_s = config.request_timeout_s
         self._drain_timeout_s = config.drain_timeout_s

@@ -21,10 +21,10 @@ from ..metadata.errors import ConfigError
 from ..metadata.logs import setup_logging
 from .config import RouterConfig
 from .dispatcher import Dispatcher
+from .export import TraceExport, configured_export
 from .http.app import Api
 from .http.faults import ClientFaults, Connection
 from .metrics import Metrics
-from .tracing import Tracing, tracing_from
 
 logger = logging.getLogger(__name__)
 _http_logger = logging.getLogger("aiohttp.server")
@@ -41,7 +41,7 @@ class Router:
         self.dispatcher = Dispatcher(config, new_epoch(), self.metrics)
         self.metrics.watch_nodes(self.dispatcher.registry, lambda: self.dispatcher.admission.num_waiting)
         self.api = Api(config, self.dispatcher, self.metrics)
-        self._tracing: Tracing | None = None
+        self._tracing: TraceExport | None = None
         self._hub: Hub | None = None
         self._runner: web.AppRunner | None = None
         self._http: asyncio.Server | None = None
@@ -56,7 +56,7 @@ class Router:
             raise ConfigError(
                 f"--keys {config.keys}: allow-list {config.allow_list} calls this key {keys.name!r}, not {ROUTER!r}"
             )
-        self._tracing = tracing_from(os.environ)
+        self._tracing = configured_export(os.environ)
         self.dispatcher.on_over = self._tracing.over if self._tracing is not None else None
         self._hub = Hub(
             config.node_address,
