@@ -160,18 +160,23 @@ class SequenceTrace(Struct, omit_defaults=True):
             self.num_forgotten += 1
 
 
-class RequestTrace(Struct):
-    """One request, with the spans of all its sequences. The seconds of each sequence sum up to `total_s`."""
+class RequestSummary(Struct):
+    """What a trace and a line of the list say of a request."""
 
     rid: str
     client_id: str | None  # the client's own x-request-id
     model: str
     outcome: Outcome
-    error: str | None
     received_at: float  # seconds since 1970
     total_s: float  # until now if the request is live
     ttft_s: float | None
     num_prompt: int
+
+
+class RequestTrace(RequestSummary):
+    """One request, with the spans of all its sequences. The seconds of each sequence sum up to `total_s`."""
+
+    error: str | None
     num_cached: int | None
     sequences: list[SequenceTrace] = field(name="choices")
 
@@ -212,17 +217,9 @@ class RequestTrace(Struct):
         return sum(span.name == "queue" and span.reason != "" for span in self.spans)
 
 
-class RequestLine(Struct, frozen=True):
+class RequestLine(RequestSummary):
     """One request in a list."""
 
-    rid: str
-    client_id: str | None
-    model: str
-    outcome: Outcome
-    received_at: float
-    total_s: float
-    ttft_s: float | None
-    num_prompt: int
     num_tokens: int
     num_moves: int
     longest: str  # name of the longest span of all sequences
@@ -286,7 +283,7 @@ class TraceRecorder:
     def __init__(self, rid: str, model: str, num_prompt: int, num_choices: int, begun: float) -> None:
         received_at = round(time.time() - (time.monotonic() - begun), 3)  # wall clock, for people
         sequences = [SequenceTrace(index, None, 0, [Span("receive")]) for index in range(num_choices)]
-        self.trace = RequestTrace(rid, None, model, "live", None, received_at, 0.0, None, num_prompt, None, sequences)
+        self.trace = RequestTrace(rid, None, model, "live", received_at, 0.0, None, num_prompt, None, None, sequences)
         self.trace_context = NO_CONTEXT  # the client's traceparent and tracestate headers
         self.begun = self.queued_at = begun
 

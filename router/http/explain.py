@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import msgspec
 from aiohttp import web
 
 from ...metadata.errors import RequestError
-from ..errors import NotFound
+from ..errors import NotFound, from_validation
 from ..trace import MAX_FINISHED, Explanation, Outcome, RecentRequests, RequestLine, TraceRecorder
 
 if TYPE_CHECKING:
     from .app import Api
 
-FILTERS = ("outcome", "model", "node", "min_s", "limit")
-DEFAULT_LIMIT = 50
-
+FILTERS = f"the filters are outcome ({', '.join(get_args(Outcome))}), model, node, min_s (seconds) and limit (a count)"
 RESPONSE_ID = web.RequestKey("response_id", str)  # of an HTTP request that generates
 ARRIVED = web.RequestKey("arrived", float)  # when its body had been read, monotonic seconds
 
 
 async def recent(api: Api, http_request: web.Request) -> web.StreamResponse:
     """Answers GET /debug/requests. Raises RequestError for an unknown filter, or a wrong value of one."""
-    for name in http_request.query:
-        if name not in FILTERS:
-            raise RequestError(f"{name}: there is no such filter; there are {', '.join(FILTERS)}", param=name)
-    wanted, now = _Filter.of(http_request), time.monotonic()
+    wanted, now = _Filter.of(http_request.query), time.monotonic()
     found = islice((recorder for recorder in _all(api) if wanted.matches(recorder, now)), wanted.limit)
     return _json(RecentRequests([_line(recorder, now) for recorder in found]))
 
@@ -47,29 +43,22 @@ async def one(api: Api, http_request: web.Request) -> web.StreamResponse:
     return _json(Explanation(found))
 
 
-class _Filter(NamedTuple):
+class _Filter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The filters of GET /debug/requests. None: anything."""
 
-    outcome: str | None
-    model: str | None
-    node: str | None
-    min_s: float
-    limit: int
+    outcome: Outcome | None = None
+    model: str | None = None
+    node: str | None = None
+    min_s: float = 0.0
+    limit: Annotated[int, msgspec.Meta(ge=0, lt=10**9)] = 50
 
     @classmethod
-    def of(cls, http_request: web.Request) -> _Filter:
-        query = http_request.query
-        outcome = query.get("outcome")
-        if outcome is not None and outcome not in get_args(Outcome):
-            raise RequestError(f"outcome: {outcome!r} is not one of {', '.join(get_args(Outcome))}", param="outcome")
+    def of(cls, query: Mapping[str, str]) -> _Filter:
         try:
-            min_s = float(query.get("min_s", 0))
-        except ValueError:
-            raise RequestError(f"min_s: {query['min_s']!r} is not a number of seconds", param="min_s") from None
-        limit = query.get("limit", str(DEFAULT_LIMIT))
-        if not (limit.isdecimal() and limit.isascii() and 0 < len(limit) < 10):
-            raise RequestError(f"limit: {limit!r} is not a number of requests", param="limit")
-        return cls(outcome, query.get("model"), query.get("node"), min_s, int(limit))
+            return msgspec.convert(dict(query), cls, strict=False)
+        except msgspec.ValidationError as error:
+            problem = from_validation(error)
+            raise RequestError(f"{problem}; {FILTERS}", param=problem.param) from None
 
     def matches(self, recorder: TraceRecorder, now: float) -> bool:
         return (

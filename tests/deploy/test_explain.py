@@ -28,7 +28,7 @@ SPANS = [
     Span("decode", 1.5, 0.5, "d1", 1, num_tokens=20, num_steps=8, num_drafted=40, num_accepted=12),
 ]  # fmt: skip
 TRACE = RequestTrace(
-    "cmpl-1", "mine", "demo", "done", None, 1.8e9, 2.0, 0.75, 628, 16, [SequenceTrace(0, "length", 21, SPANS)]
+    "cmpl-1", "mine", "demo", "done", 1.8e9, 2.0, 0.75, 628, None, 16, [SequenceTrace(0, "length", 21, SPANS)]
 )
 
 

@@ -528,15 +528,16 @@ def test_filters(system: System) -> None:
 
     assert [count(query) for query in ("", "limit=2", "outcome=done", "outcome=failed")] == [3, 2, 3, 0]
     assert [count(query) for query in ("model=fake", "model=x", "node=p0", "node=x", "min_s=100")] == [3, 0, 3, 0, 0]
-    for query, word in (
-        ("outcome=x", "done"),
-        ("min_s=x", "seconds"),
-        ("limit=-1", "limit"),
-        ("colour=red", "outcome"),
+    for query, words in (
+        ("outcome=x", "'x'; the filters are outcome (live, done,"),
+        ("min_s=x", "min_s (seconds)"),
+        ("limit=-1", "limit: Expected `int` >= 0"),
+        ("colour=red", "unknown field `colour`"),
     ):
         status, body, _ = system.router.request("GET", f"/debug/requests?{query}")
         assert status == 400
-        assert word in body["error"]["message"]
+        assert words in body["error"]["message"]
+        assert body["error"]["param"] == query.partition("=")[0]
 
 
 def test_an_unknown_id(system: System) -> None:
