@@ -7,7 +7,8 @@ import http.client
 import json
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,16 @@ from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Load
 from baton.metadata.wire.request import Ended, Preemption, Unit
 from baton.metadata.wire.times import ChunkTimes, PrefillTimes, PullTimes
-from baton.router.trace import MAX_SPANS, FinishedTraces, Outcome, RequestTrace, SequenceTrace, TraceRecorder
+from baton.router.trace import (
+    MAX_SPANS,
+    Explanation,
+    FinishedTraces,
+    Outcome,
+    RequestTrace,
+    SequenceTrace,
+    Span,
+    TraceRecorder,
+)
 
 from .conftest import System
 from .fake_nodes import FakeNode
@@ -74,11 +84,9 @@ def admitted(attempt: int, transfer_s: float, times: PullTimes = NO_PULL) -> m.A
     return m.Admitted(Unit("r", 0, attempt), transfer_s, 3, 3_000_000, 1, times)
 
 
-def names(trace: RequestTrace | dict[str, Any]) -> list[str]:
+def names(trace: RequestTrace) -> list[str]:
     """Names of the first sequence's spans."""
-    if isinstance(trace, RequestTrace):
-        return [span.name for span in trace.sequences[0].spans]
-    return [span["name"] for span in trace["choices"][0]["parts"]]
+    return [span.name for span in trace.sequences[0].spans]
 
 
 def check_sums(trace: RequestTrace) -> None:
@@ -143,6 +151,21 @@ def test_every_span_of_a_request() -> None:
     assert (pull.num_pages, pull.num_bytes, pull.had_pages, pull.moving_s) == (3, 3_000_000, 1, 0.75)
     assert (pull.gb_per_s, pull.pull_times.transport, pull.pull_times.num_repeated) == (0.004, "local", 2)
     assert (decode.num_steps, decode.num_drafted, decode.num_accepted) == (6, 40, 12)
+
+
+def test_the_keys_of_the_answer() -> None:
+    """People and programs read them, so they stay whatever the attributes are called."""
+    request = msgspec.to_builtins(whole_life()[1])
+    keys = "rid client_id model outcome received_at total_s ttft_s num_prompt error num_cached choices"
+    assert " ".join(request) == keys
+    [choice] = request["choices"]
+    assert list(choice) == ["index", "finish_reason", "num_tokens", "parts"]
+    spans = {span["name"]: set(span) - {"name", "start_s", "seconds", "node", "attempt"} for span in choice["parts"]}
+    assert spans["prefill"] == {"num_prompt", "num_cached", "prefill_times"}
+    assert spans["pull"] == {"num_pages", "num_bytes", "had_pages", "moving_s", "gb_per_s", "pull_times"}
+    assert spans["decode"] == {"num_tokens", "num_steps", "num_drafted", "num_accepted"}
+    assert spans["preempted"] == {"num_preemptions"}
+    assert spans["reserve"] == set()
 
 
 @pytest.mark.parametrize("told", [0.0, 0.3, 1e9, float("inf")])
@@ -297,13 +320,40 @@ def test_the_last_ones_are_kept() -> None:
     assert [recorder.trace.rid for recorder in finished] == ["large"]
 
 
-def explain(system: System, rid: str) -> list[dict[str, Any]]:
+def explain(system: System, rid: str) -> list[RequestTrace]:
     status, body, _ = system.router.request("GET", f"/debug/requests/{rid}")
     assert status == 200, body
-    for trace in body["requests"]:
-        for choice in trace["choices"]:
-            assert sum(span.get("seconds", 0) for span in choice["parts"]) == pytest.approx(trace["total_s"], abs=1e-9)
+    traces = msgspec.convert(body, Explanation).requests
+    for trace in traces:
+        check_sums(trace)
+    return traces
+
+
+def spans_of(trace: RequestTrace) -> dict[str, Span]:
+    return {span.name: span for span in trace.spans}
+
+
+def listed(system: System, query: str = "") -> list[dict[str, Any]]:
+    status, body, _ = system.router.request("GET", f"/debug/requests?{query}")
+    assert status == 200, body
     return body["requests"]
+
+
+@contextmanager
+def held(system: System) -> Iterator[list[Any]]:
+    """Has a request decode during the block and end with it. Yields a list, which gets the answer at the end."""
+    system.behaviour.hold = threading.Event()
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(system.complete()))
+    thread.start()
+    yield answers
+    system.behaviour.hold.set()
+    thread.join(10)
+
+
+def refuse(node: FakeNode, message: m.Prefill) -> bool:
+    node.link.send(m.Failed(Unit(message.rid, 0, message.attempt), "internal_error", "the model broke", False))
+    return True
 
 
 def reporting(node: FakeNode, message: m.Prefill) -> bool:
@@ -323,7 +373,7 @@ def reporting(node: FakeNode, message: m.Prefill) -> bool:
 
 def await_chunks(system: System, rid: str) -> None:
     """Waits for the prefill node's report of its chunks, which comes after the rest."""
-    wait_until(lambda: any("prefill_times" in span for span in explain(system, rid)[0]["choices"][0]["parts"]))
+    wait_until(lambda: any(span.prefill_times.chunks for span in explain(system, rid)[0].spans))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -335,17 +385,16 @@ def test_a_request_from_its_arrival_to_its_end(system: System, stream: bool) -> 
     rid = headers["x-request-id"]
     await_chunks(system, rid)
     [trace] = explain(system, rid)
-    assert (trace["outcome"], trace["model"], trace["client_id"], trace["error"]) == ("done", "fake", None, None)
-    assert 0 < trace["ttft_s"] <= trace["total_s"]
-    [choice] = trace["choices"]
-    assert (choice["num_tokens"], choice["finish_reason"]) == (num_tokens, "stop")
-    assert sum(span.get("num_tokens", 0) for span in choice["parts"]) == num_tokens
+    assert (trace.outcome, trace.model, trace.client_id, trace.error) == ("done", "fake", None, None)
+    assert trace.ttft_s is not None and 0 < trace.ttft_s <= trace.total_s
+    [sequence] = trace.sequences
+    assert (sequence.num_tokens, sequence.finish_reason) == (num_tokens, "stop")
     order = ["queue", "reserve", "prefill", "pull", "decode", "finish"]
     assert [name for name in names(trace) if name in order] == order
-    spans = {span["name"]: span for span in choice["parts"]}
-    assert (spans["pull"]["num_bytes"], spans["pull"]["gb_per_s"]) == (1024, 0.001)
-    assert spans["prefill"]["prefill_times"]["chunks"] == [[1, 512, 0.0, 0.25], [1, 100, 0.125, 0.125]]
-    assert (spans["prefill"]["node"], spans["decode"]["node"]) == ("p0", "d0")
+    spans = spans_of(trace)
+    assert (spans["pull"].num_bytes, spans["pull"].gb_per_s) == (1024, 0.001)
+    assert spans["prefill"].prefill_times.chunks == CHUNKS
+    assert (spans["prefill"].node, spans["decode"].node) == ("p0", "d0")
 
 
 def test_one_token_needs_no_handoff_and_is_reported_after_its_end(system: System) -> None:
@@ -358,8 +407,8 @@ def test_one_token_needs_no_handoff_and_is_reported_after_its_end(system: System
 def test_choices_and_prompts_have_their_own_spans(system: System) -> None:
     _, body, headers = system.complete(prompt=["hello", "what"], n=3)
     traces = explain(system, headers["x-request-id"])
-    assert [trace["rid"] for trace in traces] == [f"{body['id']}-1", f"{body['id']}-0"]
-    assert [len(trace["choices"]) for trace in traces] == [3, 3]
+    assert [trace.rid for trace in traces] == [f"{body['id']}-1", f"{body['id']}-0"]
+    assert [len(trace.sequences) for trace in traces] == [3, 3]
     assert explain(system, f"{body['id']}-0") == traces[1:]
 
 
@@ -375,42 +424,26 @@ def test_a_part_of_an_id_is_no_id(system: System) -> None:
 
 
 def test_a_live_request(system: System) -> None:
-    system.behaviour.hold = threading.Event()
-    thread = threading.Thread(target=system.complete)
-    thread.start()
-
-    def live() -> list[dict[str, Any]]:
-        return system.router.request("GET", "/debug/requests?outcome=live")[1]["requests"]
-
-    wait_until(lambda: any(names(explain(system, line["rid"])[0])[-1] == "decode" for line in live()))
-    [line] = live()
-    assert (line["num_tokens"], line["outcome"]) == (1, "live")
-    system.behaviour.hold.set()
-    thread.join(10)
+    with held(system):
+        wait_until(lambda: any(names(explain(system, line["rid"])[0])[-1] == "decode" for line in listed(system)))
+        [line] = listed(system, "outcome=live")
+        assert (line["num_tokens"], line["outcome"]) == (1, "live")
     assert names(explain(system, line["rid"])[0])[-1] == "finish"
-    assert system.router.request("GET", "/debug/requests?outcome=live")[1]["requests"] == []
+    assert listed(system, "outcome=live") == []
 
 
 def test_a_move_shows_its_reason(make_system: Callable[..., System]) -> None:
     system = make_system().up(1, 2)
-    system.behaviour.hold = threading.Event()
-    result: list[Any] = []
-    thread = threading.Thread(target=lambda: result.append(system.complete()))
-    thread.start()
-    decodes = [node for node in system.cluster.nodes if node.role == "decode"]
-    victim = wait_until(lambda: next((node for node in decodes if own(node, m.Reserve)), None))
-    victim.stop()
-    wait_until(lambda: system.router.request("GET", "/debug/requests?outcome=live")[1]["requests"][0]["num_moves"])
-    system.behaviour.hold.set()
-    thread.join(10)
-    [trace] = explain(system, result[0][2]["x-request-id"])
+    with held(system) as answers:
+        decodes = [node for node in system.cluster.nodes if node.role == "decode"]
+        victim = wait_until(lambda: next((node for node in decodes if own(node, m.Reserve)), None))
+        victim.stop()
+        wait_until(lambda: listed(system)[0]["num_moves"])
+    [trace] = explain(system, answers[0][2]["x-request-id"])
     assert names(trace).count("queue") == 2
-    moved = [span for span in trace["choices"][0]["parts"] if span.get("reason")]
-    assert f"decode node {victim.name}" in moved[0]["reason"]
-    nodes = [span["node"] for span in trace["choices"][0]["parts"] if span["name"] == "decode"]
-    assert nodes[-1] != victim.name
-    listed = system.router.request("GET", f"/debug/requests?node={victim.name}")[1]["requests"]
-    assert [line["num_moves"] for line in listed] == [1]
+    assert f"decode node {victim.name}" in next(span.reason for span in trace.spans if span.reason)
+    assert spans_of(trace)["decode"].node != victim.name
+    assert [line["num_moves"] for line in listed(system, f"node={victim.name}")] == [1]
 
 
 def test_waiting_for_a_full_node_is_queueing(system: System) -> None:
@@ -427,38 +460,28 @@ def test_waiting_for_a_full_node_is_queueing(system: System) -> None:
     system.behaviour.answer_reserve = full_at_first
     [trace] = explain(system, system.complete()[2]["x-request-id"])
     assert names(trace).count("queue") == names(trace).count("reserve") == 1
-    assert next(span for span in trace["choices"][0]["parts"] if span["name"] == "queue")["num_refused"] == 2
-    assert tried == [trace["rid"]] * 3
+    assert spans_of(trace)["queue"].num_refused == 2
+    assert tried == [trace.rid] * 3
 
 
 def test_a_paused_request(system: System) -> None:
-    system.behaviour.hold = threading.Event()
-    result: list[Any] = []
-    thread = threading.Thread(target=lambda: result.append(system.complete()))
-    thread.start()
     dispatcher = system.router.router.dispatcher
 
     def decoding() -> Any:
         running = [each for each in dispatcher.requests.values() if not each.is_canary]
         return running[0] if running and running[0].timeline.trace.spans[-1].name == "decode" else None
 
-    request = wait_until(lambda: system.router.call(decoding))
-    system.router.call(lambda: dispatcher.set_paused(request, True))
-    system.router.call(lambda: dispatcher.set_paused(request, False))
-    system.behaviour.hold.set()
-    thread.join(10)
-    [trace] = explain(system, result[0][2]["x-request-id"])
+    with held(system) as answers:
+        request = wait_until(lambda: system.router.call(decoding))
+        system.router.call(lambda: dispatcher.set_paused(request, True))
+        system.router.call(lambda: dispatcher.set_paused(request, False))
+    [trace] = explain(system, answers[0][2]["x-request-id"])
     order = [name for name in names(trace) if name in ("queue", "decode", "paused", "finish")]
     assert order == ["queue", "decode", "paused", "queue", "decode", "finish"]
-    paused = next(span for span in trace["choices"][0]["parts"] if span["name"] == "paused")
-    assert paused["reason"] == "its client does not read"
+    assert spans_of(trace)["paused"].reason == "its client does not read"
 
 
 def test_a_client_that_leaves_and_an_error(system: System) -> None:
-    def refuse(node: FakeNode, message: m.Prefill) -> bool:
-        node.link.send(m.Failed(Unit(message.rid, 0, message.attempt), "internal_error", "the model broke", False))
-        return True
-
     system.behaviour.answer_prefill = refuse
     system.complete()
     system.behaviour.answer_prefill = lambda node, message: True  # never answers
@@ -466,40 +489,35 @@ def test_a_client_that_leaves_and_an_error(system: System) -> None:
     connection.request(
         "POST", "/v1/completions", json.dumps({"model": "fake", "prompt": "hello"}), {"x-request-id": "mine"}
     )
-    wait_until(lambda: system.router.request("GET", "/debug/requests?outcome=live")[1]["requests"])
+    wait_until(lambda: listed(system, "outcome=live"))
     connection.close()
     system.router.wait_idle()
-    lines = system.router.request("GET", "/debug/requests")[1]["requests"]
+    lines = listed(system)
     assert [line["outcome"] for line in lines] == ["cancelled", "failed"]
-    assert "the model broke" in explain(system, lines[1]["rid"])[0]["error"]
-    assert explain(system, lines[0]["rid"])[0]["error"] == "the client left"
+    assert "the model broke" in (explain(system, lines[1]["rid"])[0].error or "")
+    assert explain(system, lines[0]["rid"])[0].error == "the client left"
 
 
 def test_every_answer_carries_the_id_to_explain(system: System) -> None:
     """Whole answers, streams, errors before and after the request was queued; the client's own id goes first."""
     for body in ({}, {"stream": True}, {"n": 2}):
         rid = system.complete(**body)[2]["x-request-id"]
-        assert explain(system, rid)[0]["rid"] == rid
+        assert explain(system, rid)[0].rid == rid
     for body in (b"{", b'{"model": "fake", "prompt": ""}', b'{"model": "none", "prompt": "x"}'):
         status, _, headers = system.router.request("POST", "/v1/completions", body)
         assert status >= 400
         assert headers["x-request-id"].startswith("cmpl-")
     assert system.router.request("POST", "/v1/chat/completions", b"{")[2]["x-request-id"].startswith("chatcmpl-")
-
-    def refuse(node: FakeNode, message: m.Prefill) -> bool:
-        node.link.send(m.Failed(Unit(message.rid, 0, message.attempt), "internal_error", "the model broke", False))
-        return True
-
     system.behaviour.answer_prefill = refuse
     rid = system.complete()[2]["x-request-id"]
-    assert explain(system, rid)[0]["outcome"] == "failed"
+    assert explain(system, rid)[0].outcome == "failed"
     system.behaviour.answer_prefill = None
     for _ in range(2):
         body = {"model": "fake", "prompt": "hello", "max_tokens": 3}
         _, answer, headers = system.router.request("POST", "/v1/completions", body, {"x-request-id": "my own"})
         assert headers["x-request-id"] == "my own"
-    assert [trace["client_id"] for trace in explain(system, "my%20own")] == ["my own"] * 2
-    assert explain(system, answer["id"])[0]["client_id"] == "my own"
+    assert [trace.client_id for trace in explain(system, "my%20own")] == ["my own"] * 2
+    assert explain(system, answer["id"])[0].client_id == "my own"
 
 
 def test_the_time_of_turning_text_into_tokens_is_shown(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,9 +530,8 @@ def test_the_time_of_turning_text_into_tokens_is_shown(system: System, monkeypat
 
     monkeypatch.setattr(group.tokenizer, "encode", slow)
     [trace] = explain(system, system.complete()[2]["x-request-id"])
-    assert trace["choices"][0]["parts"][0]["name"] == "receive"
-    assert trace["choices"][0]["parts"][0]["seconds"] >= 0.05
-    assert trace["ttft_s"] >= 0.05
+    assert spans_of(trace)["receive"].seconds >= 0.05
+    assert trace.ttft_s is not None and trace.ttft_s >= 0.05
 
 
 def test_filters(system: System) -> None:
@@ -522,9 +539,7 @@ def test_filters(system: System) -> None:
         system.complete()
 
     def count(query: str) -> int:
-        status, body, _ = system.router.request("GET", f"/debug/requests?{query}")
-        assert status == 200, body
-        return len(body["requests"])
+        return len(listed(system, query))
 
     assert [count(query) for query in ("", "limit=2", "outcome=done", "outcome=failed")] == [3, 2, 3, 0]
     assert [count(query) for query in ("model=fake", "model=x", "node=p0", "node=x", "min_s=100")] == [3, 0, 3, 0, 0]
@@ -545,4 +560,4 @@ def test_an_unknown_id(system: System) -> None:
     assert status == 404
     for word in ("cmpl-x", "x-request-id", "1024", "/debug/requests"):
         assert word in body["error"]["message"]
-    assert system.router.request("GET", "/debug/requests")[1]["requests"] == [], "canaries are none"
+    assert listed(system) == [], "canaries are not listed"
