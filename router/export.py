@@ -105,12 +105,16 @@ class OpenTelemetry:
         return cls(provider)
 
     def export(self, recorder: TraceRecorder) -> None:
-        """Makes all spans of a finished request."""
+        """Makes all spans of a finished request, unless the sampler or the client's trace flags decide against it."""
+        from opentelemetry.trace import get_current_span
+
         trace = recorder.read(time.monotonic())
         begun_ns, client = int(trace.received_at * 1e9), self._propagator.extract(recorder.trace_context)
         error = trace.error if trace.outcome == "failed" else None
         name = f"generate {trace.model}"
         root = self._span(name, client, begun_ns, 0.0, trace.total_s, _about(trace), is_server=True, error=error)
+        if not get_current_span(root).get_span_context().trace_flags.sampled:
+            return
         for sequence in trace.sequences:
             parent = root
             if len(trace.sequences) > 1:
@@ -141,7 +145,7 @@ class OpenTelemetry:
         is_server: bool = False,
         error: str | None = None,
     ) -> Context:
-        """Makes a span and returns the context for those below it, which may follow its end: all times are given."""
+        """Makes a span and returns the context for its children. The span may end before them: all times are given."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         kind = SpanKind.SERVER if is_server else SpanKind.INTERNAL
@@ -175,7 +179,7 @@ def _about(trace: RequestTrace) -> dict[str, Any]:
 
 
 def _resource() -> Resource:
-    """Return what OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say. Without a name there, it is baton-router."""
+    """Return the resource of OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, named baton-router by default."""
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 
     resource = Resource.create()

@@ -1,4 +1,4 @@
-"""Traces of requests: what each sequence of a request was doing, and for how long.
+"""Traces of requests: the stages of each sequence of a request, and how long each took.
 
     receive -> queue -> reserve -> prefill -> handoff -> decode -> finish
                  ^                                         |
@@ -42,7 +42,7 @@ Outcome = Literal["live", "done", "failed", "cancelled"]
 
 
 class Span(Struct, omit_defaults=True, gc=False):  # gc=False is safe: no field leads back to the span
-    """What a sequence did for some time. JSON leaves out what is zero or unknown."""
+    """A stage of a sequence and its figures. JSON leaves out figures that are zero or unknown."""
 
     name: str
     start_s: float = 0.0  # since the request arrived
@@ -88,7 +88,7 @@ class SequenceTrace(Struct, omit_defaults=True):
         self._bound()
 
     def end(self, at_s: float) -> None:
-        """Cuts off what lies after the end: what a node reported may last longer than the router waited for it."""
+        """Cuts off what lies after the end: the durations of a node may exceed the time that the router measured."""
         for span in reversed(self.spans):
             if span.start_s <= at_s:
                 break
@@ -161,7 +161,7 @@ class SequenceTrace(Struct, omit_defaults=True):
 
 
 class RequestSummary(Struct):
-    """What a trace and a line of the list say of a request."""
+    """The fields that a trace and a line of the list have in common."""
 
     rid: str
     client_id: str | None  # the client's own x-request-id
@@ -240,7 +240,7 @@ class RecentRequests(Struct, frozen=True):
 
 
 class TracedNode(Protocol):
-    """What a trace reads of a node; the next three say the same of an attempt, a sequence and a request."""
+    """The attributes of a node that a trace reads. The next three do the same for attempt, sequence and request."""
 
     @property
     def node_id(self) -> str: ...
@@ -331,7 +331,7 @@ class TraceRecorder:
         """The decode node has all pages and runs the sequence."""
         if self._last(choice).attempt != message.unit.attempt:
             return
-        self.first_token(choice, now)  # unless it was told: its message may be late or lost
+        self.first_token(choice, now)  # in case its own message is late or lost
         last = self._last(choice)
         if last.name == "handoff":
             self._begin(choice, last.neighbour("decode", self._seconds(now)))

@@ -35,9 +35,9 @@ async def one(api: Api, http_request: web.Request) -> web.StreamResponse:
     found = [recorder.read(now) for recorder in _all(api) if wanted in recorder.trace.ids]
     if not found:
         raise NotFound(
-            f"no request {wanted!r} is known; the id is the answer's x-request-id, or `id` in its body. Known are live "
-            f"requests and the last {MAX_FINISHED} others, without those that were refused before they were queued; "
-            "GET /debug/requests lists them",
+            f"no request {wanted!r} is known; the id is the answer's x-request-id, or `id` in its body. GET "
+            f"/debug/requests lists what the router knows: live requests and the last {MAX_FINISHED} others, without "
+            "those that were refused before they were queued",
             param="rid",
         )
     return _json(Explanation(found))
