@@ -1,17 +1,18 @@
-"""`baton explain`: where a request's time went, as the router tells it, for people."""
+"""`baton explain`: prints where a request spent its time, from the router's trace, for people."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 from urllib.parse import quote
+
+import msgspec
 
 from ..metadata.config import setting
 from ..metadata.errors import RequestError, Unavailable
+from ..router.trace import Explanation, RecentRequests, RequestLine, RequestTrace, SequenceTrace, Span
 from .client import Client, failure
 
 BAR = 24  # characters that stand for the whole time
@@ -26,84 +27,69 @@ class ExplainConfig:
 
     url: str = setting("http://127.0.0.1:8000", "where the router listens", metavar="URL")
     admin_key: str | None = setting(None, "the router's admin key, or in BATON_ADMIN_KEY", metavar="KEY")
-    api_key: str | None = setting(None, "its API key where it has no admin key, or in BATON_API_KEY", metavar="KEY")
+    api_key: str | None = setting(None, "its API key if it has no admin key, or in BATON_API_KEY", metavar="KEY")
     json: bool = setting(False, "print what the router answers, as JSON")
     log_level: str = setting("warning", "debug shows a traceback with an error")
 
 
 def run(config: ExplainConfig, rid: str | None) -> int:
-    """Prints the timeline of a request, or the list of recent ones. Raises Unavailable, RequestError, ConfigError."""
+    """Prints the trace of a request, or the list of recent ones. Raises Unavailable, RequestError, ConfigError."""
     path = "/debug/requests" if rid is None else f"/debug/requests/{quote(rid, safe='')}"
-    answer = _ask(Client(config.url, config.admin_key or config.api_key), path)
-    if config.json:
-        print(json.dumps(answer, indent=2))
-        return 0
-    block = "█" if "utf" in (sys.stdout.encoding or "").lower() else "#"
-    lines = _table(answer["requests"]) if rid is None else _lives(answer["requests"], block)
-    print("\n".join(lines))
-    return 0
-
-
-def _ask(client: Client, path: str) -> dict[str, Any]:
+    client = Client(config.url, config.admin_key or config.api_key)
     status, body = client.get(path)
     if status in (401, 403):
         raise RequestError(f"{failure(status, body)}{_NO_KEY}")
     if status != 200:
         raise failure(status, body)
     try:
-        answer = json.loads(body)
-    except ValueError:
-        answer = None
-    if not isinstance(answer, dict) or "requests" not in answer:
-        raise Unavailable(f"{client.url}{path}: what answers there is no Baton router: {body[:80]!r}")
-    return answer
+        answer = msgspec.json.decode(body, type=RecentRequests if rid is None else Explanation)
+    except msgspec.DecodeError as error:
+        raise Unavailable(f"{client.url}{path}: this is not the answer of a Baton router: {body[:80]!r}") from error
+    if config.json:
+        print(msgspec.json.format(body, indent=2).decode())
+    elif isinstance(answer, RecentRequests):
+        print("\n".join(_table(answer.requests)))
+    else:
+        block = "█" if "utf" in (sys.stdout.encoding or "").lower() else "#"
+        print("\n\n".join("\n".join(_request(trace, block)) for trace in answer.requests))
+    return 0
 
 
-# --- one request -------------------------------------------------------------------------------------------------
-
-
-def _lives(lives: list[dict[str, Any]], block: str) -> Iterator[str]:
-    for place, life in enumerate(lives):
-        if place:
-            yield ""
-        yield from _life(life, block)
-
-
-def _life(life: dict[str, Any], block: str) -> Iterator[str]:
-    called = f" (x-request-id {life['client_id']})" if life["client_id"] else ""
-    is_live = life["outcome"] == "live"
-    yield f"{life['rid']}{called}: {'runs since' if is_live else life['outcome'] + ' in'} {_time(life['total_s'])}"
+def _request(trace: RequestTrace, block: str) -> Iterator[str]:
+    called = f" (x-request-id {trace.client_id})" if trace.client_id else ""
+    is_live = trace.outcome == "live"
+    yield f"{trace.rid}{called}: {'running for' if is_live else trace.outcome + ' in'} {_time(trace.total_s)}"
     first = "no token yet" if is_live else "no token"
-    if life["ttft_s"] is not None:
-        first = f"first token after {_time(life['ttft_s'])}"
-    cached = f", {life['num_cached']:,} of them cached" if life["num_cached"] else ""
-    num_tokens = sum(choice["num_tokens"] for choice in life["choices"])
+    if trace.ttft_s is not None:
+        first = f"first token after {_time(trace.ttft_s)}"
+    cached = f", {trace.num_cached:,} of them cached" if trace.num_cached else ""
     yield (
-        f"model {life['model']}, received {_when(life['received_at'])}; {life['num_prompt']:,} prompt tokens{cached}; "
-        f"{first}, {num_tokens:,} tokens"
+        f"model {trace.model}, received {_when(trace.received_at)}; {trace.num_prompt:,} prompt tokens{cached}; "
+        f"{first}, {trace.num_tokens:,} tokens"
     )
-    if life["error"]:
-        yield f"{life['outcome']}: {life['error']}"
-    for choice in life["choices"]:
+    if trace.error:
+        yield f"{trace.outcome}: {trace.error}"
+    for sequence in trace.sequences:
         yield ""
-        if len(life["choices"]) > 1:
-            yield f"choice {choice['index']}: {choice['num_tokens']:,} tokens, {choice['finish_reason'] or 'no end'}"
-        yield from _choice(choice, life["total_s"], block)
+        if len(trace.sequences) > 1:
+            yield f"choice {sequence.index}: {sequence.num_tokens:,} tokens, {sequence.finish_reason or 'not finished'}"
+        yield from _sequence(sequence, trace.total_s, block)
 
 
-def _choice(choice: dict[str, Any], total_s: float, block: str) -> Iterator[str]:
-    yield f"{'part':<14}{'start ms':>12}{'took ms':>12}{'share':>7}"
-    for part in choice["parts"]:
-        start_s, seconds = part.get("start_s", 0.0), part.get("seconds", 0.0)
-        bar = _bar(start_s, seconds, total_s, block)
-        yield (f"{_line(part['name'], start_s, seconds, total_s)}  {bar}  {_details(part)}").rstrip()
-        for place, (num_chunks, num_tokens, waited_s, compute_s) in enumerate(part.get("chunks", ())):
-            name = f"  chunk {place + 1}" if num_chunks == 1 else f"  {num_chunks} chunks"
-            waited = f", {_time(waited_s)} after the one before" if waited_s >= 0.0005 else ""
-            yield f"{name:<26}{1000 * compute_s:>12,.1f}{'':{11 + BAR}}{num_tokens:,} tokens{waited}"
-    if choice.get("num_forgotten"):
-        yield f"  ({choice['num_forgotten']} parts in the middle are forgotten: their time counts as the part before)"
-    yield _line("sum", 0.0, sum(part.get("seconds", 0.0) for part in choice["parts"]), total_s)
+def _sequence(sequence: SequenceTrace, total_s: float, block: str) -> Iterator[str]:
+    yield f"{'span':<14}{'start ms':>12}{'took ms':>12}{'share':>7}"
+    for span in sequence.spans:
+        attempt = f"attempt {span.attempt + 1}" if span.attempt else ""
+        details = ", ".join(filter(None, (span.node, attempt, _figures(span))))
+        line = _line(span.name, span.start_s, span.seconds, total_s)
+        yield f"{line}  {_bar(span, total_s, block)}  {details}".rstrip()
+        for index, chunk in enumerate(span.prefill_times.chunks):
+            name = f"  chunk {index + 1}" if chunk.num_chunks == 1 else f"  {chunk.num_chunks} chunks"
+            waited = f", {_time(chunk.waited_s)} after the one before" if chunk.waited_s >= 0.0005 else ""
+            yield f"{name:<26}{1000 * chunk.compute_s:>12,.1f}{'':{11 + BAR}}{chunk.num_tokens:,} tokens{waited}"
+    if sequence.num_forgotten:
+        yield f"  ({sequence.num_forgotten} spans in the middle were dropped: their time counts as the span before)"
+    yield _line("sum", 0.0, sum(span.seconds for span in sequence.spans), total_s)
 
 
 def _line(name: str, start_s: float, seconds: float, total_s: float) -> str:
@@ -111,83 +97,62 @@ def _line(name: str, start_s: float, seconds: float, total_s: float) -> str:
     return f"{name:<14}{1000 * start_s:>12,.1f}{1000 * seconds:>12,.1f}{share:>7}"
 
 
-def _bar(start_s: float, seconds: float, total_s: float, block: str) -> str:
-    """The part's place in the whole. The shortest part is still seen."""
+def _bar(span: Span, total_s: float, block: str) -> str:
+    """Draws where the span lies in the whole. The shortest span is still seen."""
     if not total_s:
         return " " * BAR
-    first = min(BAR - 1, int(BAR * start_s / total_s))
-    last = max(first + 1, min(BAR, round(BAR * (start_s + seconds) / total_s)))
+    first = min(BAR - 1, int(BAR * span.start_s / total_s))
+    last = max(first + 1, min(BAR, round(BAR * (span.start_s + span.seconds) / total_s)))
     return " " * first + block * (last - first) + " " * (BAR - last)
 
 
-def _details(part: dict[str, Any]) -> str:
-    figures = _FIGURES.get(part["name"], lambda _: "")(part)
-    attempt = f"attempt {part['attempt'] + 1}" if part.get("attempt") else ""
-    return ", ".join(filter(None, (part.get("node", ""), attempt, figures)))
+def _figures(span: Span) -> str:
+    prefill, pull = span.prefill_times, span.pull_times
+    match span.name:
+        case "queue":
+            moved = f"moved: {span.reason}" if span.reason else ""
+            full = f"decode was full {_count(span.num_refused, 'time')}" if span.num_refused else ""
+            return "; ".join(filter(None, (moved, full)))
+        case "paused":
+            return span.reason
+        case "prefill":
+            cached = f", {span.num_cached:,} more were cached" if span.num_cached else ""
+            offered = f"; {_count(prefill.num_offers, 'offer')}" if prefill.num_offers else ""
+            early = f", {_count(prefill.early_pages, 'page')} before the last chunk" if prefill.early_pages else ""
+            return f"{span.num_prompt:,} tokens{cached}{offered}{early}"
+        case "pull":
+            rate = f" at {span.gb_per_s:g} GB/s" if span.gb_per_s else ""
+            over = f" over {pull.transport}" if pull.transport else ""
+            cached = f", {span.had_pages} more were cached" if span.had_pages else ""
+            again = f", {pull.num_repeated} pulled again" if pull.num_repeated else ""
+            size = f"{_count(span.num_pages, 'page')}, {span.num_bytes / 1e6:,.1f} MB"
+            moving = f"; {_time(span.moving_s)} on their way, overlap with prefill included"
+            return f"{size}{rate}{over}{cached}{again}{moving}"
+        case "decode":
+            steps = f" in {span.num_steps:,} rounds" if span.num_steps else ""
+            drafts = f", {span.num_accepted:,} of {span.num_drafted:,} drafts accepted" if span.num_drafted else ""
+            return f"{span.num_tokens:,} tokens{steps}{drafts}"
+        case "preempted":
+            again = f", {span.num_preemptions} times" if span.num_preemptions > 1 else ""
+            return f"its pages went to older requests{again}"
+        case _:
+            return ""
 
 
-def _queue(part: dict[str, Any]) -> str:
-    refused = part.get("num_refused", 0)
-    full = f"found no room {refused} time{'s' * (refused > 1)}" if refused else ""
-    return "; ".join(filter(None, (f"moved: {part['reason']}" if part.get("reason") else "", full)))
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def _prefill(part: dict[str, Any]) -> str:
-    cached = f", {part['num_cached']:,} more were cached" if part.get("num_cached") else ""
-    offers, early = part.get("num_offers", 0), part.get("early_pages", 0)
-    offered = f"; {offers} offer{'s' * (offers > 1)}" if offers else ""
-    return (
-        f"{part.get('num_prompt', 0):,} tokens{cached}{offered}{f', {early} pages while it computed' if early else ''}"
-    )
-
-
-def _pull(part: dict[str, Any]) -> str:
-    size = part.get("num_bytes", 0) / 1e6
-    rate = f" at {part['gb_per_s']:g} GB/s" if part.get("gb_per_s") else ""
-    over = f" over {part['transport']}" if part.get("transport") else ""
-    had = f", {part['had_pages']} more were cached" if part.get("had_pages") else ""
-    again = f", {part['num_repeated']} pulled again" if part.get("num_repeated") else ""
-    moving = f"; {_time(part.get('moving_s', 0.0))} on their way, overlap with prefill included"
-    num_pages = part.get("num_pages", 0)
-    return f"{num_pages} page{'s' * (num_pages != 1)}, {size:,.1f} MB{rate}{over}{had}{again}{moving}"
-
-
-def _decode(part: dict[str, Any]) -> str:
-    steps = f" in {part['num_steps']:,} rounds" if part.get("num_steps") else ""
-    drafted, accepted = part.get("num_drafted", 0), part.get("num_accepted", 0)
-    drafts = f", {accepted:,} of {drafted:,} drafts accepted" if drafted else ""
-    return f"{part.get('num_tokens', 0):,} tokens{steps}{drafts}"
-
-
-def _preempted(part: dict[str, Any]) -> str:
-    num = part.get("num_preemptions", 1)
-    return "its pages went to older requests" + (f", {num} times" if num > 1 else "")
-
-
-_FIGURES = {
-    "queue": _queue,
-    "paused": lambda part: part.get("reason", ""),
-    "prefill": _prefill,
-    "pull": _pull,
-    "decode": _decode,
-    "preempted": _preempted,
-}
-
-
-# --- the list ------------------------------------------------------------------------------------------------------
-
-
-def _table(lines: list[dict[str, Any]]) -> Iterator[str]:
+def _table(lines: list[RequestLine]) -> Iterator[str]:
     if not lines:
         yield "no request yet, since the router's start"
         return
-    width = max(len(line["rid"]) for line in lines)
-    yield f"{'request':<{width}}  {'received':<19}  {'outcome':<9}  {'took ms':>10}  {'tokens':>7}  moves  longest part"
+    width = max(len(line.rid) for line in lines)
+    yield f"{'request':<{width}}  {'received':<19}  {'outcome':<9}  {'took ms':>10}  {'tokens':>7}  moves  longest span"
     for line in lines:
         yield (
-            f"{line['rid']:<{width}}  {_when(line['received_at'])}  {line['outcome']:<9}  "
-            f"{1000 * line['total_s']:>10,.1f}  {line['num_tokens']:>7,}  {line['num_moves'] or '':>5}  "
-            f"{line['longest']} {_time(line['longest_s'])}"
+            f"{line.rid:<{width}}  {_when(line.received_at)}  {line.outcome:<9}  {1000 * line.total_s:>10,.1f}  "
+            f"{line.num_tokens:>7,}  {line.num_moves or '':>5}  {line.longest} {_time(line.longest_s)}"
         )
 
 

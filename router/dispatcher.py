@@ -60,7 +60,7 @@ from .request import Attempt, Request, Sequence
 from .rescheduling import Rescheduling
 from .reservations import Reservations
 from .streams import TokenStreams
-from .trace import Finished, Outcome
+from .trace import FinishedTraces, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Dispatcher:
 
     def __init__(self, config: RouterConfig, epoch: str, metrics: Metrics) -> None:
         self.epoch = epoch
-        self.finished = Finished()  # timelines of requests that are over
+        self.finished = FinishedTraces()
         self._config = config
         self._metrics = metrics
         self._effects: Effects = []

@@ -8,7 +8,7 @@ from ..metadata.errors import BatonError
 from ..metadata.wire.messages import LedgerReport, ToNode
 from .node import Node
 from .request import Delta, Request, Sequence
-from .trace import Timeline
+from .trace import TraceRecorder
 
 
 class Send(NamedTuple):
@@ -49,7 +49,7 @@ class Error(NamedTuple):
 class Over(NamedTuple):
     """A request is over: its timeline may be exported."""
 
-    timeline: Timeline
+    trace: TraceRecorder
 
 
 class Ledger(NamedTuple):

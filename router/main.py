@@ -20,12 +20,12 @@ from ..metadata.bus.sockets import new_epoch
 from ..metadata.errors import ConfigError
 from ..metadata.logs import setup_logging
 from .config import RouterConfig
+from .export import TraceExport, configured_export
 from .http.api import Api
 from .http.app import application
 from .http.connection import ClientErrorFilter, Connection
 from .metrics import Metrics
 from .runner import RunningDispatcher
-from .tracing import Tracing, tracing_from
 
 logger = logging.getLogger(__name__)
 _http_logger = logging.getLogger("aiohttp.server")
@@ -42,7 +42,7 @@ class Router:
         self.dispatcher = RunningDispatcher(config, new_epoch(), self.metrics)
         self.metrics.watch_nodes(self.dispatcher.registry, lambda: self.dispatcher.queues.num_waiting)
         self.api = Api(config, self.dispatcher, self.metrics)
-        self._tracing: Tracing | None = None
+        self._tracing: TraceExport | None = None
         self._hub: Hub | None = None
         self._runner: web.AppRunner | None = None
         self._http: asyncio.Server | None = None
@@ -57,7 +57,7 @@ class Router:
             raise ConfigError(
                 f"--keys {config.keys}: allow-list {config.allow_list} calls this key {keys.name!r}, not {ROUTER!r}"
             )
-        self._tracing = tracing_from(os.environ)
+        self._tracing = configured_export(os.environ)
         self.dispatcher.on_over = self._tracing.over if self._tracing is not None else None
         self._hub = Hub(
             config.node_address,

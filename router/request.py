@@ -25,7 +25,7 @@ from ..metadata.wire.request import (
 from .node import Group, Node
 from .text.detokenizer import make_detokenizer
 from .text.stop_strings import StopStrings
-from .trace import Timeline
+from .trace import TraceRecorder
 
 PairId = tuple[bytes | None, bytes | None]  # routing ids of an attempt's prefill and decode node
 MAX_AHEAD = 64  # messages held for one choice while an earlier one is missing
@@ -337,7 +337,7 @@ class Request:
         self.is_canary = is_canary
         self._next_attempt = 0
         self.sequences = [Sequence(self, index, options) for index in range(num_choices)]
-        self.timeline = Timeline(rid, group.key.model, len(prompt_ids), num_choices, now)
+        self.timeline = TraceRecorder(rid, group.key.model, len(prompt_ids), num_choices, now)
 
     def count(self, ended: Ended) -> None:
         """A node ended a sequence: add its counts."""

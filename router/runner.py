@@ -19,7 +19,7 @@ from .node import Group, Node
 from .queue import Asked, Queues
 from .registry import Registry
 from .request import Request
-from .trace import Finished, Timeline
+from .trace import FinishedTraces, TraceRecorder
 
 TICK_S = 0.05
 
@@ -32,7 +32,7 @@ class RunningDispatcher:
     """
 
     def __init__(self, config: RouterConfig, epoch: str, metrics: Metrics) -> None:
-        self.on_over: Callable[[Timeline], None] | None = None
+        self.on_over: Callable[[TraceRecorder], None] | None = None
         self.on_ledger: Callable[[Node, LedgerReport], None] | None = None
         self._dispatcher = Dispatcher(config, epoch, metrics)
         self._due: deque[Effect] = deque()
@@ -50,7 +50,7 @@ class RunningDispatcher:
         return self._dispatcher.requests
 
     @property
-    def finished(self) -> Finished:
+    def finished(self) -> FinishedTraces:
         """Timelines of requests that are over."""
         return self._dispatcher.finished
 
@@ -173,9 +173,9 @@ class RunningDispatcher:
                 request.listener.on_done(request)
             case Error(request, error):
                 request.listener.on_error(request, error)
-            case Over(timeline):
+            case Over(trace):
                 if self.on_over is not None:
-                    self.on_over(timeline)
+                    self.on_over(trace)
             case Ledger(node, report):
                 if self.on_ledger is not None:
                     self.on_ledger(node, report)

@@ -1,275 +1,435 @@
-"""The life of a request, noted as it happens: a few marks a request, nothing a token.
-
-A mark says what a choice begins to wait for, and when; what lies between two marks is a part. So the parts of a choice
-are contiguous and sum up to its whole time, whatever happens in between (explain.py makes them). What nodes measured
-on their own clocks comes as durations, which explain.py places inside the router's parts.
+"""Traces of requests: the stages of each sequence of a request, and how long each took.
 
     receive -> queue -> reserve -> prefill -> handoff -> decode -> finish
                  ^                                         |
-                 +------- moved, or paused and resumed ----+
+                 +------ rescheduled, or paused and resumed
+
+The router begins a span when a sequence starts to wait for something else, and the span lasts until the next one
+begins. So the spans of a sequence have no gaps and sum up to the time of the whole request. Nodes report durations,
+because the clocks of two hosts cannot be compared. The router divides its own spans by these durations:
+
+    prefill -> dispatch | prefill queue | prefill | first token    (durations fill the end of the span)
+    handoff -> offer | pull | admission                            (the end)
+    decode  -> decode | preempted | recompute | decode ...         (the beginning)
+
+A trace takes some spans per request and nothing per token.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, Protocol
 
-import msgspec
+from msgspec import Struct, field, structs
 
 from ..metadata.wire.messages import Admitted, PrefillDone
 from ..metadata.wire.request import Ended
-from ..metadata.wire.times import PrefillTimes
+from ..metadata.wire.times import PrefillTimes, PullTimes
 
-if TYPE_CHECKING:
-    from .request import Attempt, Request, Sequence
-
-MAX_MARKS = 64  # of a choice; of more, those after FIRST_MARKS are forgotten and their time counts as the part before
-FIRST_MARKS = 8
+MAX_SPANS = 64  # per sequence; of more, those after FIRST_SPANS are joined with the span before them
+FIRST_SPANS = 8
 MAX_REASON = 400  # characters
-KEPT_CHOICES = 1024  # of requests that are over
+MAX_FINISHED = 1024  # sequences of finished requests whose traces are kept
 CONTEXT_HEADERS = ("traceparent", "tracestate")  # of W3C Trace Context
-MAX_CONTEXT_HEADER = 512  # characters; longer ones are not passed on
+MAX_CONTEXT_HEADER = 512  # characters; longer headers are dropped
 NO_CONTEXT: Mapping[str, str] = MappingProxyType({})
 
 Outcome = Literal["live", "done", "failed", "cancelled"]
-Stage = Literal["receive", "queue", "reserve", "prefill", "handoff", "decode", "paused", "finish"]
 
 
-class Prefilled(NamedTuple):
-    """What is kept of PrefillDone."""
+class Span(Struct, omit_defaults=True, gc=False):  # gc=False is safe: no field leads back to the span
+    """A stage of a sequence and its figures. JSON leaves out figures that are zero or unknown."""
 
-    queue_s: float
-    compute_s: float
-    num_cached: int
-    times: PrefillTimes
+    name: str
+    start_s: float = 0.0  # since the request arrived
+    seconds: float = 0.0  # set when the trace is read
+    node: str = ""
+    attempt: int | None = None
+    reason: str = ""  # queue: why the sequence was rescheduled; paused: why
+    num_refused: int = 0  # queue: how often a decode node was full
+    num_tokens: int = 0  # received during this span
+    num_prompt: int = 0  # prefill: tokens computed
+    num_cached: int = 0  # prefill: tokens found in the prefix cache
+    prefill_times: PrefillTimes = PrefillTimes()
+    num_pages: int = 0  # pull
+    num_bytes: int = 0  # pull
+    had_pages: int = 0  # pull: pages found in the decode node's own cache
+    moving_s: float = 0.0  # pull: time with pages under way, including the time that prefill overlaps
+    gb_per_s: float = 0.0  # pull: num_bytes per moving_s
+    pull_times: PullTimes = PullTimes()
+    num_steps: int = 0  # decode: rounds
+    num_drafted: int = 0  # decode
+    num_accepted: int = 0  # decode
+    num_preemptions: int = 0  # preempted: how many are added up
+
+    def neighbour(self, name: str, start_s: float = 0.0) -> Span:
+        """Return a span of the same attempt at the same node, without figures."""
+        return Span(name, start_s, node=self.node, attempt=self.attempt)
 
 
-class Leg:
-    """One attempt of one choice on a pair of nodes, and what those told of it."""
+class SequenceTrace(Struct, omit_defaults=True):
+    """The spans of one output. The last one is open while the request is live."""
 
-    __slots__ = ("admitted", "attempt", "decode", "ended", "prefill", "prefilled")
-
-    def __init__(self, attempt: Attempt) -> None:
-        self.attempt = attempt.number
-        self.prefill = attempt.prefill.node_id if attempt.prefill is not None else None
-        self.decode = attempt.decode.node_id if attempt.decode is not None else None
-        self.prefilled: Prefilled | None = None
-        self.admitted: Admitted | None = None
-        self.ended: Ended | None = None
-
-
-class Mark(msgspec.Struct, gc=False):  # holds no container that could lead back to it
-    """At `at` (monotonic seconds) this stage began; `num_tokens` had been received."""
-
-    at: float
-    stage: Stage
+    index: int
+    finish_reason: str | None
     num_tokens: int
-    leg: Leg | None = None
-    reason: str = ""  # why it moved, or is paused
-    num_refused: int = 0  # how often a decode node had no room for it
+    spans: list[Span] = field(name="parts")
+    num_forgotten: int = 0  # spans joined with the one before, because there were more than MAX_SPANS
 
+    def begin(self, span: Span, num_tokens: int) -> None:
+        """Ends the open span and begins another."""
+        self.count(num_tokens)
+        self.end(span.start_s)
+        self.spans.append(span)
+        self._bound()
 
-class Track:
-    """One choice's marks."""
+    def end(self, at_s: float) -> None:
+        """Cuts off what lies after the end: the durations of a node may exceed the time that the router measured."""
+        for span in reversed(self.spans):
+            if span.start_s <= at_s:
+                break
+            span.start_s = at_s
 
-    __slots__ = ("finish_reason", "marks", "num_forgotten", "num_tokens")
+    def count(self, num_tokens: int) -> None:
+        """Notes how many tokens the sequence has received until now."""
+        self.spans[-1].num_tokens += num_tokens - self.num_tokens
+        self.num_tokens = num_tokens
 
-    def __init__(self, begun: float) -> None:
-        self.marks = [Mark(begun, "receive", 0)]
-        self.num_forgotten = 0
-        self.num_tokens = 0  # when it was over
-        self.finish_reason: str | None = None
+    def divide(self, index: int, first: Span, *others: tuple[Span, float]) -> None:
+        """Replaces a span that is over. The others fill its end with their durations, as far as it has room."""
+        first.start_s, at_s = self.spans[index].start_s, self.spans[index + 1].start_s
+        for span, duration in reversed(others):
+            span.start_s = at_s = max(first.start_s, at_s - duration)
+        self.spans[index : index + 1] = [first, *(span for span, _ in others)]
+        self._bound()
 
-    @property
-    def last(self) -> Mark:
-        """What it does now."""
-        return self.marks[-1]
+    def divide_prefill(self, index: int, message: PrefillDone) -> None:
+        """Replaces a prefill by its steps."""
+        span, times = self.spans[index], message.times
+        compute_s = max(message.compute_s, sum(chunk.waited_s + chunk.compute_s for chunk in times.chunks))
+        dispatch, waiting = span.neighbour("dispatch"), span.neighbour("prefill queue")
+        prefill, first_token = span.neighbour("prefill"), span.neighbour("first token")
+        prefill.num_prompt, prefill.num_cached = span.num_prompt - message.num_cached, message.num_cached
+        prefill.prefill_times, first_token.num_tokens = times, span.num_tokens
+        self.divide(index, dispatch, (waiting, message.queue_s), (prefill, compute_s), (first_token, times.sample_s))
 
-    def enter(self, at: float, stage: Stage, num_tokens: int, leg: Leg | None = None, reason: str = "") -> None:
-        """A stage begins, at the earliest when the one before did: a message's time is that of its arrival."""
-        if len(self.marks) == MAX_MARKS:
-            del self.marks[FIRST_MARKS]
+    def divide_handoff(self, message: Admitted) -> None:
+        """Replaces the handoff, which was the last span but one, by its steps."""
+        prefill, handoff = self.spans[-3:-1]
+        offer, pull, admission = prefill.neighbour("offer"), handoff.neighbour("pull"), handoff.neighbour("admission")
+        offer.num_tokens, times, moving_s = handoff.num_tokens, message.times, message.transfer_s
+        pull.num_pages, pull.num_bytes, pull.had_pages = message.num_pages, message.num_bytes, message.have_pages
+        pull.moving_s, pull.pull_times = round(moving_s, 6), times
+        pull.gb_per_s = round(message.num_bytes / moving_s / 1e9, 3) if moving_s > 0 else 0.0
+        self.divide(len(self.spans) - 2, offer, (pull, times.last_s), (admission, times.admit_s))
+
+    def divide_decode(self, ended: Ended) -> None:
+        """Puts earlier runs and preemptions before the last run, which keeps the remaining steps and tokens."""
+        last = self.spans.pop()
+        last.num_steps, last.num_drafted, last.num_accepted = ended.num_steps, ended.num_drafted, ended.num_accepted
+        for each in ended.preemptions:
+            run = last.neighbour("decode", last.start_s)
+            preempted = last.neighbour("preempted", run.start_s + each.ran_s)
+            recompute = last.neighbour("recompute", preempted.start_s + each.waited_s)
+            run.num_steps, run.num_tokens = each.num_steps, min(each.num_tokens, last.num_tokens)
+            preempted.num_preemptions = each.num_preemptions
+            last.start_s = recompute.start_s + each.recompute_s
+            last.num_steps -= run.num_steps
+            last.num_tokens -= run.num_tokens
+            self.spans += run, preempted, recompute
+        self.spans.append(last)
+        self._bound()
+
+    def until(self, end_s: float) -> SequenceTrace:
+        """Return a copy that ends at `end_s`. Times are rounded, not durations, so that sums stay exact."""
+        starts = [round(min(span.start_s, end_s), 6) for span in self.spans]
+        spans: list[Span] = []
+        for span, (start_s, next_s) in zip(self.spans, pairwise([*starts, round(end_s, 6)]), strict=True):
+            if next_s > start_s or span != span.neighbour(span.name, span.start_s):
+                spans.append(structs.replace(span, start_s=start_s, seconds=round(next_s - start_s, 6)))
+        return structs.replace(self, spans=spans)
+
+    def _bound(self) -> None:
+        while len(self.spans) > MAX_SPANS:
+            joined = self.spans.pop(FIRST_SPANS)
+            self.spans[FIRST_SPANS - 1].num_tokens += joined.num_tokens
             self.num_forgotten += 1
-        self.marks.append(Mark(max(at, self.last.at), stage, num_tokens, leg, reason[:MAX_REASON]))
-
-    def leg(self, attempt: int) -> Leg | None:
-        """The leg of an attempt; None when it was never dispatched, or is forgotten."""
-        return next((mark.leg for mark in reversed(self.marks) if mark.leg and mark.leg.attempt == attempt), None)
 
 
-class Timeline:
-    """One request, from the body of its HTTP request on. All times are the router's monotonic seconds."""
+class RequestSummary(Struct):
+    """The fields that a trace and a line of the list have in common."""
 
-    __slots__ = (
-        "begun",
-        "client_id",
-        "ended_at",
-        "error",
-        "first_token_at",
-        "model",
-        "num_cached",
-        "num_prompt",
-        "outcome",
-        "queued_at",
-        "received_at",
-        "rid",
-        "trace_context",
-        "tracks",
-    )
+    rid: str
+    client_id: str | None  # the client's own x-request-id
+    model: str
+    outcome: Outcome
+    received_at: float  # seconds since 1970
+    total_s: float  # until now if the request is live
+    ttft_s: float | None
+    num_prompt: int
 
-    def __init__(self, rid: str, model: str, num_prompt: int, num_choices: int, begun: float) -> None:
-        self.rid = rid
-        self.client_id: str | None = None  # its own x-request-id
-        self.trace_context: Mapping[str, str] = NO_CONTEXT  # its traceparent and tracestate headers
-        self.model = model
-        self.num_prompt = num_prompt
-        self.num_cached: int | None = None
-        self.begun = self.queued_at = begun
-        self.received_at = time.time() - (time.monotonic() - begun)  # wall clock, for people
-        self.tracks = [Track(begun) for _ in range(num_choices)]
-        self.outcome: Outcome = "live"
-        self.error: str | None = None
-        self.first_token_at: float | None = None
-        self.ended_at: float | None = None
+
+class RequestTrace(RequestSummary):
+    """One request, with the spans of all its sequences. The seconds of each sequence sum up to `total_s`."""
+
+    error: str | None
+    num_cached: int | None
+    sequences: list[SequenceTrace] = field(name="choices")
 
     @property
-    def response_id(self) -> str:
-        """The id of the HTTP answer, KIND-HEX. With several prompts a request is one of them: KIND-HEX-PLACE."""
-        return "-".join(self.rid.split("-")[:2])
+    def ids(self) -> tuple[str | None, ...]:
+        """Ids by which the request can be found: its own (KIND-HEX, or KIND-HEX-INDEX if its HTTP request has several
+        prompts), that of the HTTP response (KIND-HEX), and the client's."""
+        return self.rid, "-".join(self.rid.split("-")[:2]), self.client_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens of all sequences."""
+        return sum(sequence.num_tokens for sequence in self.sequences)
+
+    @property
+    def spans(self) -> list[Span]:
+        """Spans of all sequences."""
+        return [span for sequence in self.sequences for span in sequence.spans]
 
     @property
     def nodes(self) -> set[str]:
-        """Ids of all nodes that worked on it."""
-        legs = [mark.leg for track in self.tracks for mark in track.marks if mark.leg is not None]
-        return {node for leg in legs for node in (leg.prefill, leg.decode) if node is not None}
+        """Ids of all nodes that worked on the request."""
+        return {span.node for span in self.spans if span.node}
+
+    @property
+    def longest(self) -> str:
+        """Name of the longest span."""
+        return max(self.spans, key=lambda span: span.seconds, default=Span("receive")).name
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds of the longest span."""
+        return max((span.seconds for span in self.spans), default=0.0)
 
     @property
     def num_moves(self) -> int:
-        """How often a choice had to go on elsewhere."""
-        return sum(mark.stage == "queue" and mark.reason != "" for track in self.tracks for mark in track.marks)
+        """How often a sequence was rescheduled to other nodes."""
+        return sum(span.name == "queue" and span.reason != "" for span in self.spans)
 
-    # --- what happens, in order ------------------------------------------------------------------------------------
+
+class RequestLine(RequestSummary):
+    """One request in a list."""
+
+    num_tokens: int
+    num_moves: int
+    longest: str  # name of the longest span of all sequences
+    longest_s: float
+
+
+class Explanation(Struct, frozen=True):
+    """Answer to GET /debug/requests/{rid}: all requests of that id, the newest first. Each prompt of an HTTP request is
+    a request, and a client may send its own x-request-id more than once."""
+
+    requests: list[RequestTrace]
+
+
+class RecentRequests(Struct, frozen=True):
+    """Answer to GET /debug/requests: live and kept requests, the newest first."""
+
+    requests: list[RequestLine]
+
+
+class TracedNode(Protocol):
+    """The attributes of a node that a trace reads. The next three do the same for attempt, sequence and request."""
+
+    @property
+    def node_id(self) -> str: ...
+
+
+class TracedAttempt(Protocol):
+    @property
+    def number(self) -> int: ...
+    @property
+    def prefill(self) -> TracedNode | None: ...
+    @property
+    def decode(self) -> TracedNode | None: ...
+
+
+class TracedSequence(Protocol):
+    @property
+    def index(self) -> int: ...
+    @property
+    def received(self) -> Sized: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+    @property
+    def attempt(self) -> TracedAttempt | None: ...
+
+
+class TracedRequest(Protocol):
+    @property
+    def num_cached(self) -> int | None: ...
+    @property
+    def first_token_at(self) -> float | None: ...
+    @property
+    def sequences(self) -> Iterable[TracedSequence]: ...
+
+
+class TraceRecorder:
+    """Records the trace of one request, from the moment when its HTTP body was read. Every `now` is monotonic."""
+
+    __slots__ = ("begun", "queued_at", "trace", "trace_context")
+
+    def __init__(self, rid: str, model: str, num_prompt: int, num_choices: int, begun: float) -> None:
+        received_at = round(time.time() - (time.monotonic() - begun), 3)  # wall clock, for people
+        sequences = [SequenceTrace(index, None, 0, [Span("receive")]) for index in range(num_choices)]
+        self.trace = RequestTrace(rid, None, model, "live", received_at, 0.0, None, num_prompt, None, None, sequences)
+        self.trace_context = NO_CONTEXT  # the client's traceparent and tracestate headers
+        self.begun = self.queued_at = begun
 
     def came_from(self, client_id: str | None, headers: Mapping[str, str]) -> None:
-        """What the HTTP request tells: its client's own id, and the client's span."""
-        self.client_id = client_id
+        """Notes the client's own id of the request, and the client's span if the headers name one."""
+        self.trace.client_id = client_id
         if "traceparent" in headers:
             context = {name: headers[name] for name in CONTEXT_HEADERS if name in headers}
             self.trace_context = {name: value for name, value in context.items() if len(value) <= MAX_CONTEXT_HEADER}
 
     def queued(self, now: float) -> None:
-        """It was taken in and waits for nodes."""
+        """The router accepted the request, which now waits for nodes."""
         self.queued_at = now
-        for track in self.tracks:
-            track.enter(now, "queue", 0)
+        for sequence in self.trace.sequences:
+            sequence.begin(self._span("queue", now), 0)
 
-    def reserving(self, choices: Iterable[Sequence], attempt: Attempt, now: float) -> None:
-        """A decode node was asked for pages."""
+    def reserving(self, choices: Iterable[TracedSequence], attempt: TracedAttempt, now: float) -> None:
+        """The router asked a decode node for pages."""
         for choice in choices:
-            self.tracks[choice.index].enter(now, "reserve", len(choice.received), Leg(attempt))
+            self._begin(choice, self._span("reserve", now, attempt.decode, attempt.number))
 
-    def refused(self, choices: Iterable[Sequence]) -> None:
-        """The node had no room: all that time counts as waiting, however often it happens."""
+    def refused(self, choices: Iterable[TracedSequence]) -> None:
+        """The decode node was full. The reservation counts as waiting, so that refusals do not add spans."""
         for choice in choices:
-            marks = self.tracks[choice.index].marks
-            if marks[-1].stage == "reserve":
-                marks.pop()
-                marks[-1].num_refused += 1
+            spans = self.trace.sequences[choice.index].spans
+            if spans[-1].name == "reserve":
+                spans.pop()
+                spans[-1].num_refused += 1
 
-    def dispatched(self, choices: Iterable[Sequence], attempt: Attempt, now: float) -> None:
-        """The prompt was sent to prefill, or decode computes it."""
-        stage: Stage = "prefill" if attempt.prefill is not None else "decode"
+    def dispatched(self, choices: Iterable[TracedSequence], attempt: TracedAttempt, now: float) -> None:
+        """The prompt was sent to the prefill node, or to the decode node if that computes it itself."""
+        name = "decode" if attempt.prefill is None else "prefill"
         for choice in choices:
-            self.tracks[choice.index].enter(now, stage, len(choice.received), Leg(attempt))
+            span = self._span(name, now, attempt.prefill or attempt.decode, attempt.number)
+            span.num_prompt = self.trace.num_prompt + len(choice.received) if attempt.prefill is not None else 0
+            self._begin(choice, span)
 
-    def first_token(self, choice: Sequence, now: float) -> None:
-        """Prefill's token is here."""
-        track = self.tracks[choice.index]
-        if track.last.stage == "prefill":
-            track.enter(now, "handoff", len(choice.received), track.last.leg)
+    def first_token(self, choice: TracedSequence, now: float) -> None:
+        """The first token arrived from the prefill node."""
+        attempt = choice.attempt
+        if attempt is not None and self._last(choice).name == "prefill":
+            self._begin(choice, self._span("handoff", now, attempt.decode, attempt.number))
 
-    def admitted(self, choice: Sequence, message: Admitted, now: float) -> None:
-        """Decode has the pages, and runs."""
-        track = self.tracks[choice.index]
-        leg = track.last.leg
-        if leg is None or leg.attempt != message.unit.attempt or track.last.stage not in ("prefill", "handoff"):
+    def admitted(self, choice: TracedSequence, message: Admitted, now: float) -> None:
+        """The decode node has all pages and runs the sequence."""
+        if self._last(choice).attempt != message.unit.attempt:
             return
-        leg.admitted = message
-        if track.last.stage == "prefill":  # prefill's own message of the first token is late, or lost
-            track.enter(now, "handoff", len(choice.received), leg)
-        track.enter(now, "decode", len(choice.received), leg)
+        self.first_token(choice, now)  # in case its own message is late or lost
+        last = self._last(choice)
+        if last.name == "handoff":
+            self._begin(choice, last.neighbour("decode", self._seconds(now)))
+            self.trace.sequences[choice.index].divide_handoff(message)
 
     def prefill_done(self, node_id: str, message: PrefillDone) -> None:
-        """What prefill tells when all tickets of an attempt have ended; the request may be over by then."""
-        told = Prefilled(message.queue_s, message.compute_s, message.num_cached, message.times)
-        for track in self.tracks:
-            leg = track.leg(message.attempt)
-            if leg is not None and leg.prefill == node_id:
-                leg.prefilled = told
+        """All tickets of an attempt have ended, maybe after the end of the request."""
+        for sequence in self.trace.sequences:
+            for index in reversed(range(len(sequence.spans) - 1)):  # the end of an open prefill is not known
+                span, before = sequence.spans[index], sequence.spans[index - 1]
+                if (span.name, span.attempt, span.node) == ("prefill", message.attempt, node_id):
+                    if before.name != "prefill queue":  # else it is divided
+                        sequence.divide_prefill(index, message)
+                    break
 
-    def ended(self, choice: Sequence, ended: Ended) -> None:
-        """A node said that the choice is over."""
-        leg = self.tracks[choice.index].last.leg
-        if leg is not None:
-            leg.ended = ended
+    def ended(self, choice: TracedSequence, ended: Ended) -> None:
+        """A node reported the end of the sequence."""
+        last = self._last(choice)
+        if last.name == "decode" and not last.num_steps:  # else the message came twice
+            self.trace.sequences[choice.index].count(len(choice.received))
+            self.trace.sequences[choice.index].divide_decode(ended)
 
-    def finishing(self, choice: Sequence, now: float) -> None:
-        """The last tokens came at `now`; they are text by now."""
-        self.tracks[choice.index].enter(now, "finish", len(choice.received))
+    def finishing(self, choice: TracedSequence, now: float) -> None:
+        """The last tokens arrived at `now`, and are text by now."""
+        self._begin(choice, self._span("finish", now))
 
-    def moved(self, choice: Sequence, reason: str, now: float) -> None:
-        """It waits anew: a node failed, died or left."""
-        self.tracks[choice.index].enter(now, "queue", len(choice.received), reason=reason)
+    def moved(self, choice: TracedSequence, reason: str, now: float) -> None:
+        """The sequence waits for other nodes, because one of its nodes failed, died or left."""
+        self._begin(choice, self._span("queue", now, reason=reason))
 
-    def paused(self, choice: Sequence, reason: str, now: float) -> None:
-        """No node works on it."""
-        self.tracks[choice.index].enter(now, "paused", len(choice.received), reason=reason)
+    def paused(self, choice: TracedSequence, reason: str, now: float) -> None:
+        """The sequence was taken off its nodes."""
+        self._begin(choice, self._span("paused", now, reason=reason))
 
-    def resumed(self, choice: Sequence, now: float) -> None:
-        """It waits for nodes again."""
-        self.tracks[choice.index].enter(now, "queue", len(choice.received))
+    def resumed(self, choice: TracedSequence, now: float) -> None:
+        """The sequence waits for nodes again."""
+        self._begin(choice, self._span("queue", now))
 
-    def over(self, request: Request, outcome: Outcome, error: str | None, now: float) -> None:
-        """Nothing follows but a late PrefillDone."""
-        self.outcome, self.ended_at = outcome, now
-        self.error = error[:MAX_REASON] if error is not None else None
+    def over(self, request: TracedRequest, outcome: Outcome, error: str | None, now: float) -> None:
+        """The request ended. Only a late PrefillDone can follow."""
         self.look(request)
+        self.trace.error = error[:MAX_REASON] if error is not None else None
+        self.trace.total_s = self.total_s(now)
+        self.trace.outcome = outcome
 
-    def look(self, request: Request) -> None:
-        """Takes over the figures that the request keeps anyway."""
-        self.num_cached = request.num_cached
-        self.first_token_at = request.first_token_at
-        for track, choice in zip(self.tracks, request.sequences, strict=True):
-            track.num_tokens = len(choice.received)
-            track.finish_reason = choice.finish_reason
+    def look(self, request: TracedRequest) -> None:
+        """Copies the figures that the request keeps itself. A live trace needs that before it is read."""
+        first, self.trace.num_cached = request.first_token_at, request.num_cached
+        self.trace.ttft_s = self._seconds(first) if first is not None else None
+        for sequence, choice in zip(self.trace.sequences, request.sequences, strict=True):
+            sequence.count(len(choice.received))
+            sequence.finish_reason = choice.finish_reason
+
+    def total_s(self, now: float) -> float:
+        """Return how long the request took, or has taken until now."""
+        return self._seconds(now) if self.trace.outcome == "live" else self.trace.total_s
+
+    def read(self, now: float) -> RequestTrace:
+        """Return a copy of the trace. If the request is live, the copy ends now."""
+        self.trace.total_s = self.total_s(now)
+        sequences = [sequence.until(self.trace.total_s) for sequence in self.trace.sequences]
+        return structs.replace(self.trace, sequences=sequences)
+
+    def _seconds(self, now: float) -> float:
+        return round(max(0.0, now - self.begun), 6)
+
+    def _span(
+        self, name: str, now: float, node: TracedNode | None = None, attempt: int | None = None, reason: str = ""
+    ) -> Span:
+        node_id = node.node_id if node is not None else ""
+        return Span(name, self._seconds(now), node=node_id, attempt=attempt, reason=reason[:MAX_REASON])
+
+    def _begin(self, choice: TracedSequence, span: Span) -> None:
+        self.trace.sequences[choice.index].begin(span, len(choice.received))
+
+    def _last(self, choice: TracedSequence) -> Span:
+        return self.trace.sequences[choice.index].spans[-1]
 
 
-class Finished:
-    """Timelines of requests that are over, the latest KEPT_CHOICES choices of them.
+class FinishedTraces:
+    """Traces of finished requests: the latest, with at most MAX_FINISHED sequences in all."""
 
-    Measured: 2 kB for one choice, 4 kB with MAX_CHUNKS chunks, 52 kB with MAX_MARKS marks and as many chunks as go
-    with them.
-    """
-
-    def __init__(self, most: int = KEPT_CHOICES) -> None:
+    def __init__(self, most: int = MAX_FINISHED) -> None:
         self._most = most
-        self._timelines: OrderedDict[str, Timeline] = OrderedDict()
-        self._num_choices = 0
+        self._recorders: OrderedDict[str, TraceRecorder] = OrderedDict()
+        self._num_sequences = 0
 
-    def add(self, timeline: Timeline) -> None:
-        """Keeps one; the oldest go. The newest is kept whatever its size."""
-        self._timelines[timeline.rid] = timeline
-        self._num_choices += len(timeline.tracks)
-        while self._num_choices > self._most and len(self._timelines) > 1:
-            self._num_choices -= len(self._timelines.popitem(last=False)[1].tracks)
+    def add(self, recorder: TraceRecorder) -> None:
+        """Keeps a trace and drops the oldest ones. The newest is kept whatever its size."""
+        self._recorders[recorder.trace.rid] = recorder
+        self._num_sequences += len(recorder.trace.sequences)
+        while self._num_sequences > self._most and len(self._recorders) > 1:
+            self._num_sequences -= len(self._recorders.popitem(last=False)[1].trace.sequences)
 
-    def get(self, rid: str) -> Timeline | None:
-        """The one of this id."""
-        return self._timelines.get(rid)
+    def get(self, rid: str) -> TraceRecorder | None:
+        """Return the recorder of a request, None if it is not kept."""
+        return self._recorders.get(rid)
 
-    def __iter__(self) -> Iterator[Timeline]:
-        """The newest first."""
-        return reversed(self._timelines.values())
+    def __iter__(self) -> Iterator[TraceRecorder]:
+        """Yield the newest first."""
+        return reversed(self._recorders.values())

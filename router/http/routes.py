@@ -10,12 +10,11 @@ from typing import Annotated, Any
 from aiohttp import web
 from msgspec import Meta
 
-from ..trace import Outcome
+from ..trace import Explanation, Outcome, RecentRequests
 from . import admin, completions, explain, handoff, models, requests, status, tokenization
 from .access import Needs
 from .admin_types import DrainRequest, HandoffAnswer, HealthAnswer, LedgersAnswer, NodesAnswer, NodeState, ReadyAnswer
 from .api import Api, json_response
-from .explain import Explanation, RecentRequests
 from .openai_types import (
     CancelledRequest,
     ChatChunk,

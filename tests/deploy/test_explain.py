@@ -14,22 +14,21 @@ import pytest
 
 from baton.deploy import cli
 from baton.deploy.plan import free_port
-from baton.metadata.wire.times import ChunkTimes
-from baton.router.http.explain import Explanation, RecentRequests, RequestLine
-from baton.router.parts import ChoiceLife, Part, RequestTimeline
+from baton.metadata.wire.times import ChunkTimes, PrefillTimes, PullTimes
+from baton.router.trace import Explanation, RecentRequests, RequestLine, RequestTrace, SequenceTrace, Span
 
-PARTS = [
-    Part("queue", 0.0, 0.25, num_refused=2),
-    Part("prefill", 0.25, 0.5, "p0", 0, num_prompt=612, num_cached=16, num_offers=2, early_pages=5, chunks=(
-        ChunkTimes(1, 512, 0.0, 0.25), ChunkTimes(4, 100, 0.125, 0.125))),
-    Part("pull", 0.75, 0.0, "d0", 0, num_pages=3, num_bytes=3_000_000, had_pages=1, moving_s=0.01, gb_per_s=0.3,
-         transport="local", num_repeated=2),
-    Part("decode", 0.75, 0.25, "d0", 0, num_tokens=1, num_steps=1),
-    Part("queue", 1.0, 0.5, reason="decode node d0: its connection closed"),
-    Part("decode", 1.5, 0.5, "d1", 1, num_tokens=20, num_steps=8, num_drafted=40, num_accepted=12),
+SPANS = [
+    Span("queue", 0.0, 0.25, num_refused=2),
+    Span("prefill", 0.25, 0.5, "p0", 0, num_prompt=612, num_cached=16, prefill_times=PrefillTimes(
+        0.0, 2, 5, (ChunkTimes(1, 512, 0.0, 0.25), ChunkTimes(4, 100, 0.125, 0.125)))),
+    Span("pull", 0.75, 0.0, "d0", 0, num_pages=3, num_bytes=3_000_000, had_pages=1, moving_s=0.01, gb_per_s=0.3,
+         pull_times=PullTimes("local", 0.0, 0.0, 2)),
+    Span("decode", 0.75, 0.25, "d0", 0, num_tokens=1, num_steps=1),
+    Span("queue", 1.0, 0.5, reason="decode node d0: its connection closed"),
+    Span("decode", 1.5, 0.5, "d1", 1, num_tokens=20, num_steps=8, num_drafted=40, num_accepted=12),
 ]  # fmt: skip
-LIFE = RequestTimeline(
-    "cmpl-1", "mine", "demo", "done", None, 1.8e9, 2.0, 0.75, 628, 16, [ChoiceLife(0, "length", 21, PARTS)]
+TRACE = RequestTrace(
+    "cmpl-1", "mine", "demo", "done", 1.8e9, 2.0, 0.75, 628, None, 16, [SequenceTrace(0, "length", 21, SPANS)]
 )
 
 
@@ -88,8 +87,8 @@ def explain(server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     return run
 
 
-def test_a_timeline_for_people(server: Server, explain: Explain) -> None:
-    server.say(Explanation([LIFE]))
+def test_a_trace_for_people(server: Server, explain: Explain) -> None:
+    server.say(Explanation([TRACE]))
     status, text, _ = explain("cmpl-1")
     assert (status, server.paths, server.keys) == (0, ["/debug/requests/cmpl-1"], [None])
     lines = text.splitlines()
@@ -99,8 +98,8 @@ def test_a_timeline_for_people(server: Server, explain: Explain) -> None:
     rows = {line.split()[0]: line for line in lines[4:] if line}
     assert rows["queue"].split()[:4] == ["queue", "1,000.0", "500.0", "25%"]
     assert "moved: decode node d0: its connection closed" in rows["queue"]
-    assert "found no room 2 times" in text
-    assert "p0, 612 tokens, 16 more were cached; 2 offers, 5 pages while it computed" in rows["prefill"]
+    assert "decode was full 2 times" in text
+    assert "p0, 612 tokens, 16 more were cached; 2 offers, 5 pages before the last chunk" in rows["prefill"]
     for words in ("3 pages, 3.0 MB at 0.3 GB/s over local", "1 more were cached", "2 pulled again", "10.0 ms on their"):
         assert words in rows["pull"]
     assert "d1, attempt 2, 20 tokens in 8 rounds, 12 of 40 drafts accepted" in rows["decode"]
@@ -109,28 +108,33 @@ def test_a_timeline_for_people(server: Server, explain: Explain) -> None:
     assert rows["sum"].split() == ["sum", "0.0", "2,000.0", "100%"]
 
 
-def test_bars_lie_where_their_parts_lie(server: Server, explain: Explain) -> None:
-    server.say(Explanation([LIFE]))
+def test_bars_lie_where_their_spans_lie(server: Server, explain: Explain) -> None:
+    server.say(Explanation([TRACE]))
     rows = [line for line in explain("cmpl-1")[1].splitlines() if "%  " in line]
     bars = [line.split("%  ")[1][:24] for line in rows]
     spans = [(bar.index(bar.strip()[0]), len(bar.rstrip())) for bar in bars]
     assert spans == [(0, 3), (3, 9), (9, 10), (9, 12), (12, 18), (18, 24)]
 
 
-def test_several_lives_choices_and_an_error(server: Server, explain: Explain) -> None:
-    choices = [ChoiceLife(0, "stop", 3, PARTS), ChoiceLife(1, None, 2, PARTS, num_forgotten=7)]
-    failed = msgspec.structs.replace(LIFE, outcome="failed", error="the model broke", choices=choices, ttft_s=None)
-    live = msgspec.structs.replace(LIFE, outcome="live", total_s=0.0, client_id=None)
+def test_several_requests_choices_and_an_error(server: Server, explain: Explain) -> None:
+    sequences = [SequenceTrace(0, "stop", 3, SPANS), SequenceTrace(1, None, 2, SPANS, num_forgotten=7)]
+    failed = msgspec.structs.replace(TRACE, outcome="failed", error="the model broke", sequences=sequences, ttft_s=None)
+    live = msgspec.structs.replace(TRACE, outcome="live", total_s=0.0, client_id=None)
     server.say(Explanation([failed, live]))
     text = explain("mine")[1]
-    for words in ("failed in 2.00 s", "failed: the model broke", "no token, 5 tokens", "choice 1: 2 tokens, no end"):
+    for words in (
+        "failed in 2.00 s",
+        "failed: the model broke",
+        "no token, 5 tokens",
+        "choice 1: 2 tokens, not finished",
+    ):
         assert words in text
-    assert "7 parts in the middle are forgotten" in text
-    assert "cmpl-1: runs since 0.0 ms" in text
+    assert "7 spans in the middle were dropped" in text
+    assert "cmpl-1: running for 0.0 ms" in text
 
 
 def test_json_is_what_the_router_says(server: Server, explain: Explain) -> None:
-    server.say(Explanation([LIFE]))
+    server.say(Explanation([TRACE]))
     assert json.loads(explain("cmpl-1", "--json")[1]) == json.loads(server.body)
 
 
@@ -147,7 +151,7 @@ def test_without_an_id_recent_ones_are_listed(server: Server, explain: Explain) 
 
 
 def test_an_id_with_a_slash_is_one_path_segment(server: Server, explain: Explain) -> None:
-    server.say(Explanation([LIFE]))
+    server.say(Explanation([TRACE]))
     explain("a/../b?c")
     assert server.paths == ["/debug/requests/a%2F..%2Fb%3Fc"]
 
@@ -160,8 +164,8 @@ def test_what_to_do_when_it_does_not_work(server: Server, explain: Explain) -> N
         (404, error("no request 'x' is known; it is the answer's x-request-id"), ("no request 'x'", "HTTP 404")),
         (401, error("this route needs the admin key"), ("needs the admin key", "--admin-key", "BATON_ADMIN_KEY")),
         (403, error("an API key is not enough"), ("not enough", "--admin-key")),
-        (200, {"hello": "world"}, ("no Baton router", server.url)),
-        (200, ["requests"], ("no Baton router",)),
+        (200, {"hello": "world"}, ("not the answer of a Baton router", server.url)),
+        (200, ["requests"], ("not the answer of a Baton router",)),
     ]
     for status, body, words in cases:
         server.say(body, status)
@@ -170,7 +174,7 @@ def test_what_to_do_when_it_does_not_work(server: Server, explain: Explain) -> N
         for word in words:
             assert word in problem
     server.status, server.body = 200, b"<html>"
-    assert "no Baton router" in explain("x")[2]
+    assert "not the answer of a Baton router" in explain("x")[2]
 
 
 def test_nobody_listens(explain: Explain) -> None:

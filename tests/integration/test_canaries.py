@@ -96,7 +96,7 @@ def test_a_faulty_first_pair_serves_nobody_and_condemns_nobody(start: Start) -> 
     right = text(served)
     for place in range(4):
         served.finish(served.ask(**{**BODY, "prompt": f"{place} {BODY['prompt']}"}))
-    nodes = served.call(lambda: [timeline.nodes for timeline in served.dispatcher.finished])
+    nodes = served.call(lambda: [recorder.trace.nodes for recorder in served.dispatcher.finished])
     assert len(nodes) == 5 and all("prefill-0" not in each for each in nodes)
     served.kill("prefill-0")
     assert text(served) == right

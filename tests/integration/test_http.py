@@ -386,7 +386,7 @@ def test_head_and_unknown_routes(demo: Cluster) -> None:
     assert demo.request("DELETE", "/v1/models")[0] == 405
 
 
-def test_a_request_is_explained_by_parts_that_sum_up(demo: Cluster) -> None:
+def test_a_request_is_explained_by_spans_that_sum_up(demo: Cluster) -> None:
     """What real nodes tell of chunks, pulls and rounds, in the router's frame."""
     prompt = Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode("explain " + CODE * 150).ids
     rid = demo.complete(prompt, n=2, max_tokens=20, temperature=0, ignore_eos=True)["id"]
@@ -399,16 +399,16 @@ def test_a_request_is_explained_by_parts_that_sum_up(demo: Cluster) -> None:
     def part(name: str, choice: int = 0) -> dict[str, Any]:
         return next((each for each in life()["choices"][choice]["parts"] if each["name"] == name), {})
 
-    wait_until(lambda: "chunks" in part("prefill"), lambda: str(life()), 10.0)
+    wait_until(lambda: "prefill_times" in part("prefill"), lambda: str(life()), 10.0)
     for choice in life()["choices"]:
         assert sum(each.get("seconds", 0.0) for each in choice["parts"]) == pytest.approx(life()["total_s"], abs=1e-9)
         assert sum(each.get("num_tokens", 0) for each in choice["parts"]) == choice["num_tokens"] == 20
     prefill, pull, decode = part("prefill"), part("pull"), part("decode", 1)
     assert prefill["num_prompt"] + prefill.get("num_cached", 0) == len(prompt)
-    assert sum(chunk[1] for chunk in prefill["chunks"]) == prefill["num_prompt"]
-    assert len(prefill["chunks"]) >= 2
-    assert prefill["early_pages"] > 0
-    assert (pull["transport"], pull["num_bytes"] > 0, pull["gb_per_s"] > 0) == ("local", True, True)
+    assert sum(chunk[1] for chunk in prefill["prefill_times"]["chunks"]) == prefill["num_prompt"]
+    assert len(prefill["prefill_times"]["chunks"]) >= 2
+    assert prefill["prefill_times"]["early_pages"] > 0
+    assert (pull["pull_times"]["transport"], pull["num_bytes"] > 0, pull["gb_per_s"] > 0) == ("local", True, True)
     assert 0 < decode["num_steps"] <= decode["num_tokens"] == 19
 
 

@@ -14,7 +14,7 @@ import pytest
 from baton.router.http import openapi
 from baton.router.http.app import application
 from baton.router.http.errors import all_statuses
-from baton.router.http.explain import FILTERS
+from baton.router.http.explain import Filter
 from baton.router.http.openai_types import CompletionRequest
 from baton.router.http.parameters import NOT_SERVED
 from baton.router.http.routes import ROUTES
@@ -122,7 +122,7 @@ def test_fields_that_are_refused_are_not_promised() -> None:
 
 def test_the_filters_of_requests_are_declared() -> None:
     parameters = DOCUMENT["paths"]["/debug/requests"]["get"]["parameters"]
-    assert tuple(each["name"] for each in parameters if each.get("in") == "query") == FILTERS
+    assert tuple(each["name"] for each in parameters if each.get("in") == "query") == Filter.__struct_fields__
 
 
 def test_a_timeout_is_declared_as_it_is_sent() -> None:

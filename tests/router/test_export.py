@@ -1,9 +1,11 @@
-"""Spans are the timeline's parts: same times, same figures, under the client's own span."""
+"""OpenTelemetry spans have the times and figures of the trace, and lie below the client's own span."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from itertools import pairwise
@@ -16,27 +18,25 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from baton.router import spans as spans_module
-from baton.router import tracing as tracing_module
-from baton.router.spans import Spans
-from baton.router.trace import Timeline
-from baton.router.tracing import Tracing, tracing_from
+from baton.router import export as export_module
+from baton.router.export import OpenTelemetry, TraceExport, configured_export
+from baton.router.trace import TraceRecorder
 
 from .conftest import System
 from .test_dispatcher import wait_until
-from .test_trace import end, fake_choices, whole_life
+from .test_trace import Traced, whole_life
 
 TRACE, CLIENT_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
 class Collected:
-    """Spans that keep what they export."""
+    """Makes spans and keeps them."""
 
     def __init__(self) -> None:
         provider = TracerProvider(shutdown_on_exit=False)
         self.exporter = InMemorySpanExporter()
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self.spans = Spans(provider)
+        self.sink = OpenTelemetry(provider)
 
     def all(self) -> list[ReadableSpan]:
         return sorted(self.exporter.get_finished_spans(), key=lambda span: span.start_time or 0)
@@ -63,16 +63,16 @@ def check_sums(collected: Collected, parent: ReadableSpan) -> list[ReadableSpan]
     return children
 
 
-def test_parts_and_chunks_are_spans() -> None:
-    timeline, _, life = whole_life()
+def test_spans_and_chunks_become_spans() -> None:
+    traced, trace = whole_life()
     collected = Collected()
-    collected.spans.export(timeline)
+    collected.sink.export(traced.recorder)
     [root] = collected.roots()
     assert (root.name, root.parent, length_s(root)) == ("generate demo", None, 9.5)
-    assert root.start_time == int(timeline.received_at * 1e9)
+    assert root.start_time == int(trace.received_at * 1e9)
     children = check_sums(collected, root)
     assert [(span.name, length_s(span)) for span in children] == [
-        (part.name, pytest.approx(part.seconds, abs=1e-9)) for part in life.choices[0].parts
+        (span.name, pytest.approx(span.seconds, abs=1e-9)) for span in trace.sequences[0].spans
     ]
     by_name = {span.name: span for span in children}
     assert by_name["pull"].attributes is not None
@@ -87,15 +87,13 @@ def test_parts_and_chunks_are_spans() -> None:
 
 
 def test_choices_have_spans_of_their_own_and_errors_a_status() -> None:
-    choices = fake_choices(3)
-    timeline = Timeline("r", "demo", 4, 3, 0.0)
-    timeline.queued(1.0)
-    choices[1].received += [1, 2]
-    timeline.finishing(choices[1], 3.0)
-    end(timeline, choices, "failed", 4.0)
-    timeline.error = "the model broke"
+    traced = Traced(3)
+    traced.recorder.queued(1.0)
+    traced.sequences[1].received += [1, 2]
+    traced.recorder.finishing(traced.sequences[1], 3.0)
+    traced.end("failed", 4.0, "the model broke")
     collected = Collected()
-    collected.spans.export(timeline)
+    collected.sink.export(traced.recorder)
     [root] = collected.roots()
     assert root.status.status_code is StatusCode.ERROR
     assert root.status.description == "the model broke"
@@ -106,10 +104,10 @@ def test_choices_have_spans_of_their_own_and_errors_a_status() -> None:
 
 @pytest.mark.parametrize("flags", ["00", "01"])
 def test_the_clients_trace_goes_on_and_its_flags_are_obeyed(flags: str) -> None:
-    timeline, _, _ = whole_life()
-    timeline.trace_context = {"traceparent": f"00-{TRACE}-{CLIENT_SPAN}-{flags}", "tracestate": "a=b"}
+    recorder = whole_life()[0].recorder
+    recorder.trace_context = {"traceparent": f"00-{TRACE}-{CLIENT_SPAN}-{flags}", "tracestate": "a=b"}
     collected = Collected()
-    collected.spans.export(timeline)
+    collected.sink.export(recorder)
     if flags == "00":
         assert collected.all() == []
         return
@@ -121,18 +119,17 @@ def test_the_clients_trace_goes_on_and_its_flags_are_obeyed(flags: str) -> None:
 
 
 def test_a_malformed_traceparent_begins_a_new_trace() -> None:
-    timeline, _, _ = whole_life()
-    timeline.trace_context = {"traceparent": "00-xyz", "tracestate": "\x00"}
+    recorder = whole_life()[0].recorder
+    recorder.trace_context = {"traceparent": "00-xyz", "tracestate": "\x00"}
     collected = Collected()
-    collected.spans.export(timeline)
+    collected.sink.export(recorder)
     assert collected.roots()[0].parent is None
 
 
 def test_a_request_through_the_router(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing_module, "SETTLE_S", 0.0)
+    monkeypatch.setattr(export_module, "SETTLE_S", 0.0)
     collected = Collected()
-    life = system.router.router.dispatcher
-    life.on_over = Tracing(collected.spans).over
+    system.router.router.dispatcher.on_over = TraceExport(collected.sink).over
     headers = {"traceparent": f"00-{TRACE}-{CLIENT_SPAN}-01", "x-request-id": "mine"}
     body = {"model": "fake", "prompt": "hello", "max_tokens": 100}
     status, answer, _ = system.router.request("POST", "/v1/completions", body, headers)
@@ -148,58 +145,57 @@ def test_a_request_through_the_router(system: System, monkeypatch: pytest.Monkey
 
 async def test_what_waits_is_exported_before_the_end() -> None:
     exported: list[Any] = []
-    events = SimpleNamespace(export=exported.append, close=lambda: exported.append("closed"))
-    tracing = Tracing(events)
-    timelines = [Timeline(f"r{place}", "demo", 1, 1, 0.0) for place in range(2)]
-    for timeline in timelines:
-        tracing.over(timeline)
+    sink: Any = SimpleNamespace(export=exported.append, close=lambda: exported.append("closed"))
+    export = TraceExport(sink)
+    recorders = [TraceRecorder(f"r{index}", "demo", 1, 1, 0.0) for index in range(2)]
+    for recorder in recorders:
+        export.over(recorder)
     assert exported == []
-    await tracing.close()
-    assert exported == [*timelines, "closed"]
+    await export.close()
+    assert exported == [*recorders, "closed"]
 
 
 async def test_an_exporter_that_hangs_does_not_keep_the_router(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tracing_module, "CLOSE_S", 0.01)
+    monkeypatch.setattr(export_module, "CLOSE_S", 0.01)
     released = threading.Event()
-    await Tracing(SimpleNamespace(export=lambda _: None, close=lambda: released.wait(10))).close()
+    sink: Any = SimpleNamespace(close=lambda: released.wait(10))
+    await TraceExport(sink).close()
     released.set()
     assert "could not be sent" in caplog.text
 
 
-def test_only_a_standard_variable_starts_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="baton.router.tracing")
+def test_only_a_standard_variable_starts_the_export(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="baton.router.export")
     made: list[Any] = []
 
-    def importing(name: str, package: str | None = None) -> ModuleType | SimpleNamespace:
+    def importing(name: str) -> SimpleNamespace:
         made.append(name)
-        if package is not None:
-            return spans_module
         return SimpleNamespace(OTLPSpanExporter=InMemorySpanExporter)
 
-    monkeypatch.setattr(tracing_module, "import_module", importing)
-    assert tracing_from({}) is None
-    assert tracing_from({"OTEL_EXPORTER_OTLP_ENDPOINT": "", "OTEL_SERVICE_NAME": "x"}) is None
+    monkeypatch.setattr(export_module, "import_module", importing)
+    assert configured_export({}) is None
+    assert configured_export({"OTEL_EXPORTER_OTLP_ENDPOINT": "", "OTEL_SERVICE_NAME": "x"}) is None
     assert made == []
-    tracing = tracing_from({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318", PROTOCOL: "grpc"})
-    assert tracing is not None
+    export = configured_export({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318", PROTOCOL: "grpc"})
+    assert export is not None
     assert "http://127.0.0.1:4318" in caplog.text
     assert "not grpc" in caplog.text
-    asyncio.run(tracing.close())
+    asyncio.run(export.close())
 
 
 PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
 
 
-def test_a_missing_package_is_said_and_no_fault(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def importing(name: str, package: str | None = None) -> ModuleType:
+def test_a_missing_package_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def importing(name: str) -> ModuleType:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr(tracing_module, "import_module", importing)
-    assert tracing_from({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}) is None
+    monkeypatch.setattr(export_module, "import_module", importing)
+    assert configured_export({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}) is None
     assert "pip install 'baton-serve[otel]'" in caplog.text
 
 
@@ -208,5 +204,10 @@ def test_the_services_name(monkeypatch: pytest.MonkeyPatch, environ: dict[str, s
     monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
     for key, value in environ.items():
         monkeypatch.setenv(key, value)
-    make: Callable[[], Any] = spans_module._resource
+    make: Callable[[], Any] = export_module._resource
     assert make().attributes["service.name"] == name
+
+
+def test_the_router_starts_without_opentelemetry() -> None:
+    code = "import sys, baton.router.main; print([name for name in sys.modules if name.startswith('opentelemetry')])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
