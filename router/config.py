@@ -13,7 +13,7 @@ from .http.origin import allowed_hosts, allowed_origins
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig(ProcessConfig):
-    """Where the router listens, and its bounds."""
+    """Addresses, keys and limits of the router."""
 
     host: str = setting("127.0.0.1", "address of the HTTP server")
     port: int = setting(8000, "port of the HTTP server; 0: any free one")
@@ -67,31 +67,31 @@ class RouterConfig(ProcessConfig):
 
     @property
     def required_key(self) -> str | None:
-        """The key that clients must send: the configured one, else the environment's."""
+        """The key that clients must send: the configured one, else the one in the environment."""
         return self.api_key or os.environ.get("BATON_API_KEY") or None
 
     @property
     def client_keys(self) -> list[str]:
-        """All keys that clients may send: `required_key` and those of the file. Raises ConfigError when it cannot be
-        read or holds none."""
+        """All keys that clients may send: `required_key` and those of the file. Raises ConfigError if the file cannot
+        be read or holds no key."""
         keys = [self.required_key] if self.required_key is not None else []
         return keys if self.api_keys is None else [*keys, *_read_keys(self.api_keys)]
 
     @property
     def required_admin_key(self) -> str | None:
-        """The key that operators must send: the configured one, else the environment's."""
+        """The key that operators must send: the configured one, else the one in the environment."""
         return self.admin_key or os.environ.get("BATON_ADMIN_KEY") or None
 
 
 def _read_keys(path: str) -> list[str]:
-    """One key a line; empty lines and those that begin with # are none."""
+    """Return one key per line. Empty lines and lines that begin with # are skipped."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"api_keys {path}: cannot be read: {error}") from None
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
-        raise ConfigError(f"api_keys {path}: holds no key; it must have one a line")
+        raise ConfigError(f"api_keys {path}: holds no key; write one key per line")
     return keys
 
 

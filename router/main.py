@@ -50,7 +50,7 @@ class Router:
         self.node_address = ""
 
     async def start(self) -> None:
-        """Listens for nodes and clients. Raises ConfigError for an address that is taken or not allowed."""
+        """Listen for nodes and clients. Raises ConfigError for an address that is taken or not allowed."""
         config = self.config
         keys = KeyPair.configured(config)
         if keys is not None and keys.name not in (None, ROUTER):
@@ -93,7 +93,7 @@ class Router:
             logger.warning("no --admin-key is set: /admin and /debug are closed, since %s is not on loopback", self.url)
 
     async def drain(self) -> None:
-        """Takes nothing new, and waits for running requests as long as the configuration allows."""
+        """Take no new requests, and wait for running ones up to drain_timeout_s."""
         self.api.is_draining = True
         deadline = time.monotonic() + self.config.drain_timeout_s
         while self._num_requests() and time.monotonic() < deadline:
@@ -102,7 +102,7 @@ class Router:
             logger.warning("%d requests did not finish in time", self._num_requests())
 
     async def stop(self) -> None:
-        """Ends all requests and closes all sockets."""
+        """End all requests and close all sockets."""
         self.dispatcher.close()
         await asyncio.sleep(0)  # streams write their last event
         if self._http is not None:
@@ -115,7 +115,7 @@ class Router:
             await self._tracing.close()
 
     async def _listen(self, runner: web.AppRunner) -> asyncio.Server:
-        """As web.TCPSite does, with connections of our own kind."""
+        """Do what web.TCPSite does, with our own class of connections."""
         server, loop = runner.server, asyncio.get_running_loop()
         assert server is not None, "the runner has been set up"
         return await loop.create_server(
@@ -136,9 +136,9 @@ class Router:
 
 
 def run(config: RouterConfig) -> int:
-    """Runs a router until SIGTERM or SIGINT; a second signal ends it at once. Returns the exit status.
+    """Run a router until SIGTERM or SIGINT; a second signal ends it at once. Returns the exit status.
 
-    Raises ConfigError when it cannot start.
+    Raises ConfigError if it cannot start.
     """
     setup_logging(config, "router")
     return uvloop.run(_main(config))
@@ -158,7 +158,7 @@ async def _main(config: RouterConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     await router.start()
-    gc.freeze()  # what is here stays: full collections, which hold up every stream, need not look at it
+    gc.freeze()  # objects of the start stay: full collections, which hold up all streams, need not look at them
     await stop.wait()
     logger.info("shutting down")
     drain = asyncio.create_task(router.drain())

@@ -1,5 +1,5 @@
-"""Figures for Prometheus. Per request through prometheus_client with kept children; per token through an own
-histogram, which costs a tenth. Node figures are read from the registry when they are asked for.
+"""Metrics for Prometheus. Counts per request use prometheus_client. Counts per token use a histogram of our own, which
+is much cheaper. Metrics of nodes are read from the registry when Prometheus asks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .request import Request, Sequence
 MoveReason = Literal["lost", "failed", "drained"]  # a node was lost, an attempt failed, or a drain ran out of time
 LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 INTERVAL_S = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
-disable_created_metrics()  # a second series for every counter, which nobody reads
+disable_created_metrics()  # they double the counters' series, and nobody reads them
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -33,7 +33,7 @@ class TokenFigures(Collector):
         self._sums: dict[str, float] = {}
 
     def observe(self, model: str, interval_s: float, num_tokens: int) -> None:
-        """`num_tokens` came `interval_s` after the ones before them: so many intervals of an equal share."""
+        """Count `num_tokens` that came `interval_s` after the tokens before them, as intervals of equal length."""
         counts = self._counts.get(model)
         if counts is None:
             counts = self._counts[model] = [0] * (len(INTERVAL_S) + 1)
@@ -58,7 +58,7 @@ class TokenFigures(Collector):
 
 
 class NodeFigures(Collector):
-    """What nodes say of themselves in their heartbeats, how often they came and went, and how many requests wait."""
+    """Metrics that nodes report in heartbeats, restarts and losses of nodes, and the number of waiting requests."""
 
     def __init__(self, registry: Registry, num_waiting: Callable[[], int]) -> None:
         self._registry = registry
@@ -88,7 +88,7 @@ class NodeFigures(Collector):
         yield from self._comings()
 
     def _comings(self) -> Iterator[Metric]:
-        """By the nodes' names, whether or not they are here."""
+        """Restarts and losses by node name, whether or not the node is here."""
         restarts = CounterMetricFamily(
             "baton_node_restarts", "Times that a node joined again after a new start.", labels=["node", "role"]
         )
@@ -134,7 +134,7 @@ _COUNTERS = (
 
 
 class Metrics:
-    """Everything behind /metrics."""
+    """All metrics of the router."""
 
     def __init__(self) -> None:
         registry = CollectorRegistry()
@@ -165,11 +165,11 @@ class Metrics:
         registry.register(self._tokens)
 
     def watch_nodes(self, nodes: Registry, num_waiting: Callable[[], int]) -> None:
-        """Adds the figures of nodes."""
+        """Add the metrics of nodes."""
         self._registry.register(NodeFigures(nodes, num_waiting))
 
     def page(self) -> bytes:
-        """The page that Prometheus reads."""
+        """Return the page that Prometheus reads."""
         return generate_latest(self._registry)
 
     def count_http(self, status: int) -> None:
@@ -188,15 +188,15 @@ class Metrics:
         """A request has nodes for the first time."""
         self._queue.labels(request.group.key.model).observe(now - request.timeline.queued_at)
 
-    def tokens(self, request: Request, choice: Sequence, num_tokens: int, now: float) -> None:
-        """A choice has new tokens. To be called before their time is noted."""
+    def tokens(self, request: Request, sequence: Sequence, num_tokens: int, now: float) -> None:
+        """A sequence has new tokens. To be called before their time is noted."""
         model = request.group.key.model
         if request.first_token_at is None:
             self._ttft.labels(model).observe(now - request.created_at)
         if num_tokens:
             self._tokens.num_tokens[model] = self._tokens.num_tokens.get(model, 0) + num_tokens
-            if choice.seen_at is not None:
-                self._tokens.observe(model, now - choice.seen_at, num_tokens)
+            if sequence.seen_at is not None:
+                self._tokens.observe(model, now - sequence.seen_at, num_tokens)
 
     def done(self, request: Request, now: float) -> None:
         """A request ended as it should."""
@@ -207,12 +207,12 @@ class Metrics:
         self._cached.labels(model).inc(request.num_cached or 0)
 
     def prefill(self, node: Node, message: PrefillDone) -> None:
-        """Prefill's part of a request is over."""
+        """A prefill node has finished a prompt."""
         self._prefill_queue.labels(node.hello.model.name).observe(message.queue_s)
         self._compute.labels(node.hello.model.name).observe(message.compute_s)
 
     def transfer(self, node: Node, message: Admitted) -> None:
-        """A handoff is done."""
+        """A decode node has all pages of a sequence."""
         model = node.hello.model.name
         self._transfer.labels(model).observe(message.transfer_s)
         self._bytes.labels(model).inc(message.num_bytes)

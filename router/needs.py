@@ -1,4 +1,4 @@
-"""Needs of a request. The check on arrival, the waiting queue and the choice of nodes all ask this."""
+"""Need of a request: the pages and the context that its nodes must have. Arrival, queue and placement all ask it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Need(NamedTuple):
     """Pages and context that idle nodes must have to serve one choice of a request."""
 
     prefill_pages: int
-    pages_a_choice: int  # that each further choice adds on the prefill node
+    pages_per_choice: int  # added by each further choice on the prefill node
     decode_pages: int | None  # None: no decode node is needed
     context_len: int  # tokens of the prompt and of the longest output
 
     @classmethod
     def of(cls, request: Request, choice: int, *, needs_decode: bool) -> Need:
-        """The need of a choice from where it stands."""
+        """Return the need of a choice, with the tokens that it has received."""
         layout = request.group.layout
         prompt_len, page_size = len(request.prompt_ids), layout.page_size
         num_tokens = prompt_len + len(request.sequences[choice].received)
@@ -30,23 +30,23 @@ class Need(NamedTuple):
         return cls(one, two - one, pages_of(reserved_len, page_size) if needs_decode else None, context_len)
 
     def fits_prefill(self, node: Node) -> bool:
-        """Whether this prefill node could compute it, however busy it is now."""
+        """Whether this prefill node could compute it when idle."""
         return self.prefill_pages <= node.hello.capacity.num_pages and self._fits(node)
 
     def fits_decode(self, node: Node) -> bool:
-        """Whether this decode node could generate it, however busy it is now."""
+        """Whether this decode node could generate it when idle."""
         return (self.decode_pages or 0) <= node.hello.capacity.num_pages and self._fits(node)
 
     def fits_any(self, pairs: Iterable[tuple[Node, Node]]) -> bool:
-        """Whether one of these pairs could serve it, however busy it is now."""
+        """Whether one of these pairs could serve it when idle."""
         return any(self.fits_prefill(prefill) and self.fits_decode(decode) for prefill, decode in pairs)
 
     def most_choices(self, prefill: Node | None) -> int:
-        """How many choices the prefill node has room for at once, when it is idle. None: the decode node computes the
-        prompt itself."""
-        if prefill is None or self.decode_pages is None or not self.pages_a_choice:
+        """Return how many choices the prefill node has room for when idle. If it is None (the decode node computes the
+        prompt itself), there is no limit."""
+        if prefill is None or self.decode_pages is None or not self.pages_per_choice:
             return 1 << 30
-        return 1 + (prefill.hello.capacity.num_pages - self.prefill_pages) // self.pages_a_choice
+        return 1 + (prefill.hello.capacity.num_pages - self.prefill_pages) // self.pages_per_choice
 
     def _fits(self, node: Node) -> bool:
         return node.hello.capacity.max_running > 0 and self.context_len <= node.hello.model.context_len

@@ -1,10 +1,11 @@
-"""What the router keeps of a request: enough to move it to other nodes at any time.
+"""State of a request in the router: enough to go on on other nodes at any time.
 
-    Generation   one prompt with n choices that share its prefill
-    Choice       one output: received ids -> text -> stop strings -> Delta
-    Attempt      one dispatch of some choices to a (prefill, decode) pair
+    Request    one prompt with n sequences, which share its prefill
+    Sequence   one output: received ids -> text -> stop strings -> Delta
+    Attempt    one run of some sequences on a (prefill, decode) pair
 
-A request moves as (prompt, received ids, parameters), so nothing here depends on the nodes that work on it.
+A request goes on elsewhere as (prompt, received ids, parameters). So nothing here depends on the nodes that work on it.
+Messages name a sequence by its index, `choice`.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from .text.stop_strings import StopStrings
 from .trace import TraceRecorder
 
 PairId = tuple[bytes | None, bytes | None]  # routing ids of an attempt's prefill and decode node
-MAX_AHEAD = 64  # messages held for one choice while an earlier one is missing
+MAX_AHEAD = 64  # messages kept per sequence while an earlier one is missing
 
 
 class Delta(NamedTuple):
-    """What one step adds to a choice. `logprobs` has one entry a token where they were asked for."""
+    """New output of a sequence. `logprobs` has one entry per token if the client asked for them."""
 
     text: str
     token_ids: list[int]
@@ -42,7 +43,7 @@ class Delta(NamedTuple):
 
 
 class TextOptions(NamedTuple):
-    """How ids become the text that the client sees."""
+    """Options for turning ids into the text that the client sees."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
@@ -50,9 +51,9 @@ class TextOptions(NamedTuple):
 
 
 class Listener(Protocol):
-    """Who is told of a request's progress, on the event loop. Exactly one of on_done and on_error ends it."""
+    """Receives the output of a request, on the event loop. Exactly one call of on_done or on_error ends it."""
 
-    def on_delta(self, choice: Sequence, delta: Delta, /) -> None: ...
+    def on_delta(self, sequence: Sequence, delta: Delta, /) -> None: ...
 
     def on_done(self, request: Request, /) -> None: ...
 
@@ -60,8 +61,8 @@ class Listener(Protocol):
 
 
 class Attempt:
-    """One dispatch of some choices to a pair of nodes. `decode` is None where prefill alone gives the last token,
-    `prefill` where the decode node computes the prompt itself."""
+    """One run of some sequences on a pair of nodes. `decode` is None if the prefill node gives the last token alone,
+    `prefill` if the decode node computes the prompt itself."""
 
     __slots__ = (
         "admitted",
@@ -78,24 +79,24 @@ class Attempt:
 
     def __init__(self, number: int, choices: set[int], prefill: Node | None, decode: Node | None, now: float) -> None:
         self.number = number
-        self.choices = choices  # those of the attempt that still run
+        self.choices = choices  # indices of the sequences that still run
         self.prefill = prefill
         self.decode = decode
-        self.dispatched = False  # it has its nodes: Prefill was sent, if it takes part
+        self.dispatched = False  # it has its nodes: Prefill was sent if a prefill node takes part
         self.prefill_done = prefill is None
-        self.admitted: set[int] = set()  # choices whose pages decode has: prefill may go
+        self.admitted: set[int] = set()  # sequences whose pages have all arrived on the decode node
         self.sent_at = now
         self.num_asks = 0  # how often the decode node was asked for its pages
         self.ask_at = now  # when it is asked again
 
     @property
     def pair(self) -> PairId:
-        """Routing ids of its nodes."""
+        """Routing ids of the nodes."""
         return _pair_of(self.prefill, self.decode)
 
     @property
     def nodes(self) -> list[Node]:
-        """The nodes that may hold something of this attempt."""
+        """Nodes that may hold something of this attempt."""
         legs = [self.prefill] if self.prefill is not None and self.dispatched and not self.prefill_done else []
         return [*legs, self.decode] if self.decode is not None else legs
 
@@ -157,21 +158,21 @@ class Sequence:
 
     @property
     def unit(self) -> Unit:
-        """Identity of the work now under way."""
+        """Name of the work that is now under way."""
         assert self.attempt is not None, f"choice {self.index} of {self.request.rid} is not under way"
         return Unit(self.request.rid, self.index, self.attempt.number)
 
     @property
     def num_left(self) -> int:
-        """Tokens still to generate at most."""
+        """Largest number of tokens still to generate."""
         return self.request.params.max_tokens - len(self.received)
 
     def merge(
         self, first: int, ids: list[int], logprobs: abc.Sequence[TokenLogprobs], ended: Ended | None, now: float
     ) -> Delta | None:
-        """Takes tokens that begin at output index `first`: trims what is known, holds what lies ahead of a gap.
+        """Take tokens that begin at output index `first`. Known tokens are dropped; tokens beyond a gap are kept back.
 
-        Returns what the client may see now, None when that is nothing new.
+        Returns the output that the client may see now, None if there is nothing new.
         """
         num_received = len(self.received)
         if first == num_received and ended is None and len(ids) == 1 and not self._ahead:
@@ -197,15 +198,15 @@ class Sequence:
         return delta if delta.token_ids or delta.finish_reason else None
 
     def restart(self) -> None:
-        """The attempt is over without an end; the next one goes on from what was received."""
+        """The attempt is over, but the output is not: the next attempt continues after the received tokens."""
         self.attempt = self.gap_since = self.ahead_from = None
         self.num_before = len(self.received)
         self.num_resends = 0
         self._ahead.clear()
 
     def note_end(self, attempt: Attempt, *, is_loss: bool) -> None:
-        """The attempt failed, or (`is_loss`) lost a node. Counting starts anew where it brought more than the first
-        token, which every prefill node gives."""
+        """The attempt failed, or (`is_loss`) lost a node. Counting starts anew if it brought more than the first token,
+        which every prefill node gives."""
         if len(self.received) - self.num_before > 1:
             self.failures.clear()
             self.num_losses = 0
@@ -215,7 +216,7 @@ class Sequence:
             self.failures.append(attempt.pair)
 
     def _accept_one(self, token_id: int, logprobs: abc.Sequence[TokenLogprobs]) -> Delta:
-        """What `_accept` does, for the common case of one more token."""
+        """Do what `_accept` does, for the common case of one more token."""
         self.received.append(token_id)
         text = self._detokenizer.step(token_id)
         if text:
@@ -228,35 +229,35 @@ class Sequence:
         known = len(self.received) - item.first
         fresh = item.ids[known:]
         num_fresh = len(fresh)
-        pieces: list[str] = []
+        chunks: list[str] = []
         stop_id = item.ended.stop_id if item.ended is not None and not self._include_stop else None
-        for place, token_id in enumerate(fresh):
+        for offset, token_id in enumerate(fresh):
             self.received.append(token_id)
-            if stop_id == token_id and place == num_fresh - 1:
-                break  # a stop token is counted and not shown
-            piece = self._detokenizer.step(token_id)
-            if piece:
-                pieces.append(self._stops.feed(piece, may_stop=len(self.received) >= self._min_tokens))
+            if stop_id == token_id and offset == num_fresh - 1:
+                break  # a stop token counts, but is not shown
+            text = self._detokenizer.step(token_id)
+            if text:
+                chunks.append(self._stops.feed(text, may_stop=len(self.received) >= self._min_tokens))
                 if self._stops.found is not None:
-                    num_fresh = place + 1
+                    num_fresh = offset + 1
                     break
         stop_reason: int | str | None = self._stops.found
         if stop_reason is not None:
             self.finish_reason = "stop"
         elif item.ended is not None:
-            stop_reason = self._finish(item.ended, pieces)
+            stop_reason = self._finish(item.ended, chunks)
         shown = list(item.logprobs[known : known + num_fresh]) if item.logprobs else []
-        return Delta("".join(pieces), fresh[:num_fresh], shown, self.finish_reason, stop_reason)
+        return Delta("".join(chunks), fresh[:num_fresh], shown, self.finish_reason, stop_reason)
 
-    def _finish(self, ended: Ended, pieces: list[str]) -> int | str | None:
-        """The output ended on the node: what was held back is settled, and may complete a stop string itself."""
+    def _finish(self, ended: Ended, chunks: list[str]) -> int | str | None:
+        """The node ended the output: text that was held back is released, and may complete a stop string."""
         tail = self._detokenizer.flush()
         if tail:
-            pieces.append(self._stops.feed(tail, may_stop=len(self.received) >= self._min_tokens))
+            chunks.append(self._stops.feed(tail, may_stop=len(self.received) >= self._min_tokens))
         if self._stops.found is not None:
             self.finish_reason = "stop"
             return self._stops.found
-        pieces.append(self._stops.flush())
+        chunks.append(self._stops.flush())
         self.finish_reason = ended.reason
         return ended.stop_id
 
@@ -266,7 +267,7 @@ def _joined(a: Delta, b: Delta) -> Delta:
 
 
 class Request:
-    """One prompt with n choices, from its submission to exactly one end."""
+    """One prompt with n sequences, from its submission to exactly one end."""
 
     __slots__ = (
         "_next_attempt",
@@ -313,8 +314,8 @@ class Request:
         is_canary: bool = False,
         priority: int = 0,
     ) -> None:
-        """`timeout_s`: how long it may take from `now` on; None: as long as the router allows any request. Of those
-        that wait, lower numbers of `priority` go first."""
+        """`timeout_s`: the longest time that it may take from `now` on; None: the router's limit. Of the requests that
+        wait, lower numbers of `priority` go first."""
         self.rid = rid
         self.group = group
         self.prompt_ids = prompt_ids
@@ -324,16 +325,16 @@ class Request:
         self.wants_prompt_logprobs = wants_prompt_logprobs
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self.num_cached: int | None = None  # the first attempt's
-        self.num_rounds = self.num_drafted = self.num_accepted = 0  # of choices that nodes ended
+        self.num_rounds = self.num_drafted = self.num_accepted = 0  # summed over the sequences that nodes ended
         self.attempts: dict[int, Attempt] = {}
-        self.failed_pairs: set[PairId] = set()  # routing ids; others are tried first
+        self.failed_pairs: set[PairId] = set()  # other pairs are tried first
         self.created_at = now
         self.priority = priority
         self.deadline = None if timeout_s is None else now + timeout_s
         self.dispatched_at: float | None = None  # when it first got nodes
         self.first_token_at: float | None = None
         self.is_over = False
-        self.is_paused = False  # its client does not read: no node works on it
+        self.is_paused = False  # no node works on it, because its client does not read
         self.is_canary = is_canary
         self._next_attempt = 0
         self.sequences = [Sequence(self, index, options) for index in range(num_choices)]
@@ -349,12 +350,12 @@ class Request:
 
     @property
     def num_generated(self) -> int:
-        """Output tokens of all choices, those past a stop string not counted."""
-        return sum(len(choice.received) for choice in self.sequences)
+        """Output tokens of all sequences, without those after a stop string."""
+        return sum(len(sequence.received) for sequence in self.sequences)
 
     @property
     def is_complete(self) -> bool:
-        """Every choice has ended, and the prompt's log-probabilities are here if they were asked for."""
+        """Whether every sequence has ended, and the prompt's log-probabilities are here if they were asked for."""
         return self._has_ended and not self.needs_prompt_logprobs
 
     @property
@@ -364,36 +365,36 @@ class Request:
 
     @property
     def lacks_prompt(self) -> bool:
-        """Only the prompt's log-probabilities are missing."""
+        """Whether only the prompt's log-probabilities are missing."""
         return self.needs_prompt_logprobs and self._has_ended
 
     @property
     def _has_ended(self) -> bool:
-        return all(choice.finish_reason is not None for choice in self.sequences)
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
 
     def note_failure(self, attempt: Attempt) -> None:
-        """The next attempts prefer other pairs of nodes."""
+        """Make the next attempts prefer other pairs of nodes."""
         self.failed_pairs.add(attempt.pair)
 
     def forgive(self, node: Node) -> None:
-        """The node is gone: what failed on it (its peers may have noticed first) failed because of that."""
+        """A node is gone. Earlier failures on it are forgotten: its loss caused them, and its peers noticed first."""
         self.failed_pairs = {pair for pair in self.failed_pairs if node.routing_id not in pair}
-        for choice in self.sequences:
-            choice.failures = [pair for pair in choice.failures if node.routing_id not in pair]
+        for sequence in self.sequences:
+            sequence.failures = [pair for pair in sequence.failures if node.routing_id not in pair]
 
     def has_failed_on(self, prefill: Node, decode: Node | None) -> bool:
         """Whether an attempt failed on this pair."""
         return _pair_of(prefill, decode) in self.failed_pairs
 
     def begin_attempt(self, choices: set[int], prefill: Node | None, decode: Node | None, now: float) -> Attempt:
-        """A new attempt of these choices, under a number never used before."""
+        """Return a new attempt of these choices, under a number never used before."""
         attempt = Attempt(self._next_attempt, choices, prefill, decode, now)
         self._next_attempt += 1
         self.attempts[attempt.number] = attempt
         return attempt
 
     def wire_request(self, choice: int) -> GenerationRequest:
-        """What nodes must know to compute this choice from where it stands."""
+        """Return the message part that tells nodes how to continue this choice."""
         return GenerationRequest(
             prompt_ids=pack_ids(self.prompt_ids),
             params=self.params,

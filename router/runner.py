@@ -153,14 +153,15 @@ class RunningDispatcher:
         self._is_busy = True
         try:
             while self._due:
-                self._do_one(self._due.popleft())
+                effect = self._due.popleft()
+                if type(effect) is Output:  # once per token
+                    effect.sequence.request.listener.on_delta(effect.sequence, effect.delta)
+                else:
+                    self._do_one(effect)
         finally:
             self._is_busy = False
 
     def _do_one(self, effect: Effect) -> None:
-        if type(effect) is Output:  # once per token
-            effect.sequence.request.listener.on_delta(effect.sequence, effect.delta)
-            return
         match effect:
             case Send(node, message):
                 assert self._hub is not None, "the hub has not been started"
@@ -179,8 +180,8 @@ class RunningDispatcher:
             case Ledger(node, report):
                 if self.on_ledger is not None:
                     self.on_ledger(node, report)
-            case Output():
-                raise AssertionError("handled above")
+            case Output(sequence, delta):
+                sequence.request.listener.on_delta(sequence, delta)
 
     def _named(self, node_id: str) -> Node:
         return next(node for node in self.registry.nodes.values() if node.node_id == node_id)

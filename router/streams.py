@@ -69,9 +69,9 @@ class TokenStreams:
                 logprobs, end = message.logprobs.get(row, ()), message.ended.get(row)
                 delta = self._merge(node, sequence, firsts[row], ids[start : start + count], logprobs, end, now)
                 if delta is not None:
-                    self._deliver(sequence, delta, now)
                     if delta.finish_reason is not None:
                         ended.append(SequenceEnded(sequence, end is not None))
+                    self._deliver(sequence, delta, now)
             start += count
         if node.role == "prefill":  # it gives first tokens only
             for unit in message.units:

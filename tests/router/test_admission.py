@@ -203,38 +203,6 @@ def waiting(system: System) -> Any:
     return system.router.call(lambda: system.router.router.dispatcher.queues.num_waiting)
 
 
-def test_nobody_is_asked_for_while_a_refused_request_is_asked_for_again(make_system: Callable[..., System]) -> None:
-    """The node refuses by surprise, then shows room. Until the refused request has its answer, those behind it wait."""
-    system = make_system().up()
-    asked: list[tuple[str, float]] = []
-
-    def answer(node: FakeNode, message: m.Reserve) -> bool:
-        num_prompt = len(message.request.prompt_ids) // 4
-        asked.append((message.rid, time.monotonic()))
-        if num_prompt < 50:
-            return False
-        if sum(rid == message.rid for rid, _ in asked) == 1:
-            busy = m.Load(free_pages=0, running=1, waiting=0)
-            node.post(m.Reserved(message.rid, message.attempt, (), busy))
-            node.post(m.CapacityFreed(node.load()), after_s=0.1)
-            return True
-        node.reserved[(message.rid, 0, message.attempt)] = message
-        node.post(m.Reserved(message.rid, message.attempt, (0,), node.load()), after_s=0.3)
-        return True
-
-    system.behaviour.answer_reserve = answer
-    with ThreadPoolExecutor(4) as pool:
-        large = pool.submit(system.complete, prompt="b " * 100)
-        wait_until(lambda: asked)
-        small = [pool.submit(system.complete, prompt="c") for _ in range(3)]
-        for future in (large, *small):
-            assert future.result()[0] == 200
-    first, again = [at for rid, at in asked if rid == asked[0][0]]
-    others = [at for rid, at in asked if rid != asked[0][0]]  # some may come before the router knows of the refusal
-    assert len(others) == 3 and first < again
-    assert not any(again <= at < again + 0.25 for at in others), "asked for before the refused one had its answer"
-
-
 @pytest.mark.parametrize("len_left", [0, 1, 2])
 def test_a_prompt_about_as_large_as_the_pool_is_served_or_refused_at_once(
     make_system: Callable[..., System], len_left: int
@@ -273,38 +241,3 @@ def test_who_fits_no_node_that_is_there_stands_in_nobodys_way(make_system: Calla
         assert not moved.done()
         system.cluster.add("decode", "large", capacity=Capacity(64, 16, 64))
         assert moved.result(30)[0] == 200
-
-
-def test_a_small_node_that_refuses_though_it_is_empty_is_not_asked_over_and_over(
-    make_system: Callable[..., System],
-) -> None:
-    """It may draft so much that it needs more room than the router knows. The larger node is busy, and has it later."""
-    system = make_system().up()
-    system.cluster.add("decode", "large", capacity=Capacity(600, 16, 1))
-    wait_until(lambda: system.router.call(lambda: len(system.router.router.dispatcher.registry.nodes) == 3))
-    small = system.cluster.by_name("d0")
-
-    def refuse(node: FakeNode, message: m.Reserve) -> bool:
-        if node is not small or message.rid.startswith("canary"):
-            return False
-        node.link.send(m.Reserved(message.rid, message.attempt, (), node.load()))
-        return True
-
-    system.behaviour.answer_reserve = refuse
-    system.behaviour.hold = threading.Event()
-    with ThreadPoolExecutor(3) as pool:
-        answers = []
-        for num_there in range(1, 4):  # each alone: a node is not empty while it answers another request
-            answers.append(pool.submit(system.complete))
-            wait_until(lambda there=num_there: system.router.call(lambda: has_settled(system, there)))
-        time.sleep(1.0)
-        system.behaviour.hold.set()
-        assert [answer.result()[0] for answer in answers] == [200] * 3
-    asked = {(message.rid, message.attempt) for message in own(small, m.Reserve)}  # an answer may be late: asked again
-    assert len(asked) <= 3
-
-
-def has_settled(system: System, num_requests: int) -> bool:
-    """Whether so many requests are there and no node owes an answer to any of them."""
-    dispatcher = system.router.router.dispatcher
-    return len(dispatcher.requests) == num_requests and not dispatcher.num_reservations

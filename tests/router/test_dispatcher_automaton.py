@@ -293,6 +293,21 @@ def test_a_lost_node_has_the_request_go_on_elsewhere(moment: str, victim: str) -
     world.check_books()
 
 
+def test_a_small_node_that_refuses_though_it_is_empty_is_asked_once_per_request() -> None:
+    """It may draft so much that it needs more room than the router knows. The larger node is busy, and has it later."""
+    world = World("p0", "d0")
+    world.join("d1", num_pages=600, max_running=1)
+    world.submit()
+    world.grant("d1")  # the larger one of two idle nodes
+    world.submit()
+    world.say("d0", m.Reserved("r2", 0, (), load(100, running=0)))
+    world.submit()  # waits behind r2
+    for _ in range(5):
+        world.say("d0", m.CapacityFreed(load(100, running=0)))
+        world.wait(1.0)
+    assert [each.rid for each in world.got("d0", m.Reserve)] == ["r2"]
+
+
 def test_failures_in_a_row_end_in_one_clear_error() -> None:
     world = World(max_attempts=3)
     client = world.submit()

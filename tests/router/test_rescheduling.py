@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -377,21 +376,6 @@ def test_an_operator_drains_a_node_and_puts_it_back(make_system: Make) -> None:
         system.complete(prompt=f"more {place}")
     assert len(own(victim, m.Reserve)) + len(own(other, m.Reserve)) == num_before + 6
     assert victim.is_alive() and victim.got(m.Drain) == []
-
-
-def test_the_last_node_of_a_role_keeps_what_it_has_until_there_is_another(make_system: Make) -> None:
-    system = make_system().up(1, 1)
-    system.behaviour.hold = threading.Event()
-    dispatcher = system.router.router.dispatcher
-    asking = Asking(system)
-    victim = holder(system)
-    system.router.call(lambda: dispatcher.drain(victim.name, 0.0))
-    time.sleep(0.4)
-    assert not own(victim, m.Cancel)
-    system.cluster.add("decode", "fresh")
-    wait_until(lambda: own(victim, m.Cancel))
-    system.behaviour.hold.set()
-    assert asking.join().text() == system.text
 
 
 def test_a_node_that_leaves_with_work_hands_it_on(make_system: Make) -> None:
