@@ -48,7 +48,7 @@ def parts(models: Path, num_gpus: int) -> list[Part]:
         found.append(Part("handoff-two-gpus", [*handoff, "--rounds", "15", "--devices", "0", "1"]))
     for size, name in MODELS.items():
         directory = str(models / name)
-        engine = ["-m", "bench_gpu", "--model", directory]
+        engine = [str(HERE / "bench_gpu.py"), "--model", directory]
         found.append(Part(f"engine-{size}", engine, size))
         found.append(Part(f"system-{size}", [str(HERE / "bench_system.py"), "--model", directory], size))
         only = ["--only", "rounds", "adaptive", "--batches", "1", "8", "32", "64", "--num-tokens", "260000"]
@@ -138,7 +138,7 @@ def _make_model(size: str, models: Path, log: Any) -> bool:
     partial = directory.with_name(f"{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     heads = ["--acceptance", *HEADS[size]] if HEADS[size] else []
-    command = [sys.executable, "-m", "synthetic", MODELS[size], str(partial), "--planted", *heads]
+    command = [sys.executable, str(HERE / "synthetic.py"), MODELS[size], str(partial), "--planted", *heads]
     if subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode != 0:
         return False
     partial.rename(directory)

@@ -1,7 +1,7 @@
-"""Figures of the engine on one CUDA GPU, against floors that are measured on it: `python -m bench_gpu`.
+"""Measure the engine on one CUDA GPU against the limits of that GPU.
 
-    python -m synthetic llama-3.2-1b models/1b
-    python -m bench_gpu --model models/1b [--drafter DIR] [--json FILE] [--only decode prefill]
+    python tests/benchmarks/synthetic.py llama-3.2-1b models/1b
+    python tests/benchmarks/bench_gpu.py --model models/1b [--drafter DIR] [--json FILE] [--only decode prefill]
 
 Prints a line a point, then Markdown tables with the best peer's figures beside, and writes JSON with --json FILE. Where
 the model is planted (--planted) what it generates is compared with the text that is known, `checked_tokens` of it; a

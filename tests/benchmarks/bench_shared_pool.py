@@ -1,6 +1,6 @@
 """Decode steps over a pool that other processes can map, against steps over a pool of torch's own: by turns, one run.
 
-    python -m synthetic llama-3.2-1b models/llama-3.2-1b --planted
+    python tests/benchmarks/synthetic.py llama-3.2-1b models/llama-3.2-1b --planted
     python tests/benchmarks/bench_shared_pool.py --model models/llama-3.2-1b [--rounds 9] [--json FILE]
 
 Two engines of one process differ in nothing but how their KV pool was allocated. What each generates is compared with

@@ -1,6 +1,6 @@
 """The whole system on one GPU: HTTP, router, a prefill and a decode process, against the engine in this process.
 
-    python -m synthetic llama-3.2-1b models/1b --planted
+    python tests/benchmarks/synthetic.py llama-3.2-1b models/1b --planted
     python tests/benchmarks/bench_system.py --model models/1b [--streams 1 16 64] [--prompt-len 1024] [--tokens 512]
 
 All streams of a round start at once. Time to first token (ttft) and between tokens (itl) are a client's, tokens a

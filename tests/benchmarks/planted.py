@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 from planted_text import PlantedText, Read
-from synthetic import SHARD_BYTES, standard_normal, write_config, write_shards, write_tokenizer
+from tensor_files import SHARD_BYTES, standard_normal, write_config, write_shards, write_tokenizer
 from torch import Tensor
 
 from baton.engine.checkpoint import TensorSpec

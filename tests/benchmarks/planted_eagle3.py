@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from planted import RANDOM_ENERGY, Heads, PlantedModel, Stream, comparing, embedding, random_scale
 from planted_text import OFFSETS, Read, hashed
-from synthetic import SHARD_BYTES, standard_normal, write_config, write_shards
+from tensor_files import SHARD_BYTES, standard_normal, write_config, write_shards
 from torch import Tensor
 
 from baton.engine.checkpoint import TensorSpec

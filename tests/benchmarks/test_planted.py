@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import synthetic
+import tensor_files
 import torch
 from node_pair import NodePair, params
 from planted import PlantedModel, write_planted
@@ -94,7 +95,7 @@ def test_a_vocabulary_too_small_is_refused() -> None:
 def test_real_sizes_have_room_for_the_text(tmp_path: Path, architecture: str) -> None:
     """Every read of its own in a layer of its own, and embeddings that the norm turns into a power of two."""
     fields = synthetic.ARCHITECTURES[architecture] | {"tie_word_embeddings": False, "rope_theta": 1e9}
-    model = PlantedModel(synthetic.write_config(tmp_path, fields | {"rope_scaling": None}))
+    model = PlantedModel(tensor_files.write_config(tmp_path, fields | {"rope_scaling": None}))
     layers = [place.layer for place in model.places]
     assert layers == sorted(set(layers))
     assert (layers[0], layers[-1]) == (0, model.config.num_layers - 1)
@@ -141,7 +142,7 @@ def test_what_cannot_hold_a_text_is_refused(tmp_path: Path) -> None:
         write_planted(tmp_path, small(head_dim=32))
     with pytest.raises(ModelError, match="hidden_size 64"):
         write_planted(tmp_path, small(hidden_size=64))
-    config = synthetic.write_config(tmp_path, small(rope_theta=10000.0, rope_scaling=None))
+    config = tensor_files.write_config(tmp_path, small(rope_theta=10000.0, rope_scaling=None))
     with pytest.raises(ModelError, match="rope_theta 10000 cannot"):
         PlantedModel(config)
 

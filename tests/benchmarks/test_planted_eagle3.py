@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import synthetic
+import tensor_files
 import torch
 from node_pair import NodePair, params
 from planted import PlantedModel, write_planted
@@ -125,7 +126,7 @@ def test_acceptance_goes_through_the_handoff(headed: Headed) -> None:
 @pytest.mark.parametrize("architecture", synthetic.ARCHITECTURES)
 def test_real_sizes_have_a_head_of_the_published_shape(tmp_path: Path, architecture: str) -> None:
     own = {"tie_word_embeddings": False, "rope_theta": 1e9, "rope_scaling": None}
-    target = PlantedModel(synthetic.write_config(tmp_path, synthetic.ARCHITECTURES[architecture] | own))
+    target = PlantedModel(tensor_files.write_config(tmp_path, synthetic.ARCHITECTURES[architecture] | own))
     head = PlantedEagle3(target, ModelConfig.from_dir(tmp_path, "LlamaForCausalLM"), 0.8)
     shapes = {spec.name: spec.shape for spec in head.specs()}
     size = target.config.hidden_size
@@ -155,7 +156,7 @@ def test_the_command_writes_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_what_cannot_have_a_head_is_refused(tmp_path: Path) -> None:
     target = PlantedModel(
-        synthetic.write_config(tmp_path, small(num_attention_heads=4, rope_theta=1e9, rope_scaling=None))
+        tensor_files.write_config(tmp_path, small(num_attention_heads=4, rope_theta=1e9, rope_scaling=None))
     )
     with pytest.raises(ModelError, match="4 heads on 4 kv heads are too few"):
         write_planted_eagle3(tmp_path / "eagle3", target, 0.8)
