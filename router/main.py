@@ -18,7 +18,6 @@ from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.hub import Hub
 from ..metadata.bus.sockets import new_epoch
 from ..metadata.errors import ConfigError
-from ..metadata.logs import setup_logging
 from .config import RouterConfig
 from .dispatcher import Dispatcher
 from .http.app import Api
@@ -139,7 +138,6 @@ def run(config: RouterConfig) -> int:
 
     Raises ConfigError when it cannot start.
     """
-    setup_logging(config, "router")
     return uvloop.run(_main(config))
 
 

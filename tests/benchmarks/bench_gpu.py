@@ -31,6 +31,7 @@ from bench_sequences import CHUNK, Running, check, run_rounds, start, start_long
 from bench_tables import heading, tables
 from roofline import Limits, best_s, floor_s, measure_limits, weight_bytes
 
+from baton.deploy.logs import setup_logging
 from baton.engine.batch import BatchRow
 from baton.engine.config import EngineConfig
 from baton.engine.copies import to_host
@@ -41,7 +42,6 @@ from baton.engine.rounds import Rounds
 from baton.engine.startup import freeze
 from baton.engine.trees import DraftShape
 from baton.metadata.config import ProcessConfig
-from baton.metadata.logs import setup_logging
 
 BATCHES = (1, 8, 64, 256)
 NUM_STEPS = 64  # of a timed run

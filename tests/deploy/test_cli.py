@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from baton.deploy import cli
-from baton.deploy.help_text import SUMMARIES
+from baton.deploy.cli import SUMMARIES
 from baton.metadata.bus.curve import KeyPair
 
 COMMAND = [sys.executable, "-P", "-m", "baton.deploy.cli"]

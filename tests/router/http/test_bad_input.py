@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from baton.router.config import RouterConfig
 from baton.router.http import app
 
 from ..conftest import System
@@ -291,12 +290,6 @@ def test_api_key(make_system: Any) -> None:
             request("GET", "/v1/models", headers={"Authorization": wrong.encode("latin-1").decode("latin-1")})[0] == 401
         )
     assert request("GET", "/v1/models", headers={"Authorization": "Bearer sesame"})[0] == 200
-
-
-def test_api_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BATON_API_KEY", "secret")
-    assert RouterConfig().required_key == "secret"
-    assert RouterConfig(api_key="mine").required_key == "mine"
 
 
 def test_request_id(system: System) -> None:
