@@ -118,9 +118,7 @@ class Client:
 
     def _unavailable(self, error: Exception) -> Unavailable:
         if isinstance(error, ConnectionRefusedError):
-            return Unavailable(
-                f"nothing listens at {self.url}: start Baton with `baton up`, or give the address of a running router with --url"
-            )
+            return Unavailable(f"nothing listens at {self.url}: run `baton up`, or give a router's address with --url")
         return Unavailable(f"{self.url}: {error or type(error).__name__}")
 
 

@@ -15,7 +15,7 @@ import pytest
 
 @dataclass
 class Server:
-    """Streams `answer n` to the n-th question. Some questions make it fail; on `slow` it streams until the client leaves."""
+    """Streams `answer n` to the n-th question. Some questions fail; `slow` streams until the client leaves."""
 
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)

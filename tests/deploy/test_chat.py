@@ -60,15 +60,15 @@ def test_an_answer_that_was_cut_says_so(server: Server, reason: str, words: str)
 def test_the_longest_answer_can_be_changed(server: Server) -> None:
     result = chat(server, "one\n/max 2000\ntwo\n/reset\n/max\n/max many\n/max 0\n/max 1 2\n/maximum 5\nend length\n")
     assert [request["max_tokens"] for request in server.requests] == [512, 2000, 2000]
-    assert result.stderr.count("/max takes a number of tokens, as in /max 4000") == 4
-    assert "/maximum is no command" in result.stderr
+    assert result.stderr.count("/max needs a number of tokens, for example /max 4000") == 4
+    assert "/maximum is not a command" in result.stderr
     assert "cut at 2000 tokens" in result.stderr
 
 
 def test_commands(server: Server) -> None:
     result = chat(server, "one\n/reset\ntwo\n/nonsense\n/exit\nthree\n")
     assert [len(request["messages"]) for request in server.requests] == [1, 1]
-    assert "/nonsense is no command" in result.stderr
+    assert "/nonsense is not a command" in result.stderr
 
 
 @pytest.mark.parametrize(
