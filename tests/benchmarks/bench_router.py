@@ -53,7 +53,7 @@ def run_nodes(address: str, num_tokens: int, num_streams: int, interval_s: float
     from baton.metadata.wire.request import Ended, Unit, pack_ids
 
     class Prefill(FakeNode):
-        def output(self, request: Any, prompt: Any, choice: int) -> list[int]:
+        def output(self, request: Any, prompt: Any, choice: int, *_nodes: Any) -> list[int]:
             return [300] * request.params.max_tokens
 
     class Decode(Prefill):

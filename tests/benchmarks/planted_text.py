@@ -41,9 +41,8 @@ class PlantedText:
     def __init__(self, vocab_size: int) -> None:
         """Raises ValueError for a vocabulary that is too small."""
         self.vocab_size = vocab_size
-        self.draft_vocab_size = most = min(
-            MAX_CODES, vocab_size // 2
-        )  # the ids of the first codes: all that is generated
+        # the ids of the first codes: only these are ever generated
+        self.draft_vocab_size = most = min(MAX_CODES, vocab_size // 2)
         self.num_bits = int(math.log2(max(1, most // _MIN_BASE)))
         if self.num_bits < len(OFFSETS) + 2:
             raise ValueError(f"a vocabulary of {vocab_size} is too small to plant a text in; take 512 or more")
