@@ -1,4 +1,4 @@
-"""The script that takes all GPU figures, with small programs in the place of the measurements."""
+"""bench_all.py, with small programs in place of the measurements."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def script() -> ModuleType:
 
 
 class Bench:
-    """Parts that write what they are told to, in `tmp`."""
+    """A set of parts that write given reports to `tmp`."""
 
     def __init__(self, script: ModuleType, tmp: Path) -> None:
         self.script, self.tmp, self.out = script, tmp, tmp / "out"
 
     def part(self, name: str, report: dict[str, Any], then: str = "", model: str | None = None) -> Any:
-        """Writes its report, then does what `then` says, and leaves a mark that it ran."""
+        """Make a part that writes its report, then does what `then` says, and records that it ran."""
         code = "import sys; path = sys.argv[sys.argv.index('--json') + 1]; "
         code += f"open({str(self.tmp / name)!r}, 'a').write('.'); "
         code += f"open(path, 'w').write({json.dumps(report)!r}); {then}"
@@ -42,7 +42,7 @@ class Bench:
         return self.script.measure(parts, self.tmp / "models", self.out, again=again, **more)
 
     def times(self, name: str) -> int:
-        """How often a part has run."""
+        """Return how often a part has run."""
         return len((self.tmp / name).read_text()) if (self.tmp / name).exists() else 0
 
     def figures(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The EAGLE-3 head of a planted model is right as often as asked, by what it computes, and not when fed wrongly."""
+"""The EAGLE-3 head of a planted model is right as often as asked, and rejected drafts follow from wrong input."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def solo_of(model: Path, **settings: Any) -> Solo:
 
 
 def run(solo: Solo, num_tokens: int) -> list[Running]:
-    """Rounds until all prompts are continued so far, as the rule says."""
+    """Run rounds until all prompts have been continued this far, as the rule says."""
     sequences = solo.start_many(PROMPTS, [params(2 * num_tokens)] * len(PROMPTS))  # some run ahead
     while min(len(sequence.generated) for sequence in sequences) < num_tokens:
         solo.round(sequences, STEPS)
@@ -58,7 +58,7 @@ def run(solo: Solo, num_tokens: int) -> list[Running]:
 
 
 def acceptance(sequences: Sequence[Running]) -> list[float]:
-    """By draft position, of the drafts whose prefix was accepted."""
+    """Return the share of accepted drafts by draft position, among drafts whose prefix was accepted."""
     num_accepted = np.array([each for sequence in sequences for each in sequence.num_accepted])
     return [float((num_accepted > at).sum() / (num_accepted >= at).sum()) for at in range(STEPS)]
 
@@ -89,7 +89,7 @@ def test_trees_give_the_same_text_in_fewer_rounds(headed: Headed) -> None:
 
 
 def test_wrong_states_and_wrong_kv_of_the_draft_are_rejected(headed: Headed) -> None:
-    """The carry comes from the target's state, the reads from the draft's own pages."""
+    """The head reads the carry from the target's state and everything else from its own pages."""
 
     def without_state(solo: Solo) -> None:
         states = solo.engine.states

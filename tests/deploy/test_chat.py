@@ -1,4 +1,4 @@
-"""The chat command over a small real HTTP server that streams as the router does."""
+"""`baton chat` against a small real HTTP server that streams as the router does."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_piped_lines_are_turns_and_history_is_kept(server: Server) -> None:
     ],
 )
 def test_an_answer_that_was_cut_says_so(server: Server, reason: str, words: str) -> None:
-    """On stderr: what a pipe gets is the answers."""
+    """The message goes to stderr, so that a pipe receives only the answers."""
     result = chat(server, f"end {reason}\nnext\n", "--max-tokens", "7")
     assert (result.stdout, result.stderr) == ("answer 1 ü\nanswer 2 ü\n", words)
     assert result.returncode == 0

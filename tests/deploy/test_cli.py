@@ -1,4 +1,4 @@
-"""The command as a user runs it: a real process each time."""
+"""The `baton` command as a user runs it: a real process in each test."""
 
 from __future__ import annotations
 

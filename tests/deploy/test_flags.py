@@ -1,4 +1,4 @@
-"""Flags and TOML keys from dataclasses: types, precedence, errors that name the nearest right name, round trip."""
+"""Settings from dataclasses: types, precedence, errors that suggest the right name, and both ways back."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def command(name: str, code: str, *argv: str) -> Command:
 
 
 class Running:
-    """A launcher in this (the main) thread, with a script that acts on it from another."""
+    """A launcher in this (the main) thread, and a script in another thread that acts on it."""
 
     def __init__(self, run_dir: Path, codes: dict[str, str], decode: DecodeConfig | None = None, **up: float) -> None:
         port = free_port()
@@ -196,7 +196,7 @@ def test_a_role_that_cannot_start_any_more_ends_all(tmp_path: Path, monkeypatch:
 
 
 def test_one_node_in_a_crash_loop_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is started again, each time later, until the cause is gone."""
+    """The node is restarted after ever longer waits, until the cause of its end is gone."""
     monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.02)
     monkeypatch.setattr(restarts, "MAX_WAIT_S", 0.2)
     mark = tmp_path / "bad"

@@ -1,4 +1,4 @@
-"""What a log line looks like, in both forms."""
+"""The log lines in both formats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Lines = Callable[..., list[str]]
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
-    """`lines(do, **config)`: sets logging up, does it, and returns what stderr got."""
+    """Return `lines(do, **config)`: it sets logging up, calls `do`, and returns the lines on stderr."""
     root, baton = logging.getLogger(), logging.getLogger("baton")
     before = (list(root.handlers), root.level, baton.level)
 

@@ -14,7 +14,7 @@ from baton.router.metrics import Metrics
 
 
 def page(num_tokens: int, **nodes: tuple[int, int, int] | None) -> str:
-    """A page of /metrics as the router writes it; of each node: rounds, drafts, accepted drafts (at one position)."""
+    """Return a page of /metrics as the router writes it. `nodes`: rounds, drafts and accepted drafts of each."""
     metrics = Metrics()
     listed: list[Any] = []
     for name, counts in nodes.items():

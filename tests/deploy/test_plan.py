@@ -42,7 +42,7 @@ def test_the_commands_of_a_plan() -> None:
 
 
 def test_processes_get_fresh_keys_of_their_own(tmp_path: Path) -> None:
-    """Nobody on this host can join without reading a file that is the user's alone; each run has other keys."""
+    """Only a process that can read the user's private files can join. Each run has new keys."""
     seen: set[bytes] = set()
     for _ in range(2):
         made = default_plan().secured(tmp_path)
@@ -66,7 +66,7 @@ def test_configured_keys_are_used_as_they_are(tmp_path: Path) -> None:
 
 
 def flags_of(made: Plan) -> set[str]:
-    """What the nodes' command lines say of speculation."""
+    """Return the speculation flags on the command lines of the nodes."""
     nodes = commands(made, node_port=5701, http_port=8001)[1:]
     says = [{word for word in node.argv if word.startswith(("--speculative", "--draft"))} for node in nodes]
     assert says[0] == says[1]

@@ -69,7 +69,7 @@ def read_corpus(source: Path, held_out_fraction: float, max_files: int | None = 
 
 
 def is_held_out(name: str, held_out_fraction: float) -> bool:
-    """Whether the file of this name is kept out of all training."""
+    """Return whether the file of this name is kept out of all training."""
     return _fraction(name) < held_out_fraction
 
 
