@@ -3,7 +3,7 @@
 A token id stands for a code, and a code is (high, low): code = high * base + low. The next token has
 
     low digit    the current token's low digit plus one, modulo `base`
-    high digit   `num_bits` bits; bit i is a bit of an earlier token, the source of read i. There are two kinds of reads:
+    high digit   `num_bits` bits; bit i is a bit of an earlier token, the source of read i. There are two kinds of read:
                  by position   the source is the token `offset` back, or the first token if there are fewer
                  by content    the source is the token whose key is nearest to a target, which the current token
                                determines; the distance is key XOR target, as a number
