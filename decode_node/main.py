@@ -6,7 +6,6 @@ from ..engine.startup import load_engine, load_keys, node_id, serve, transports
 from ..metadata.bus.membership import Membership
 from ..metadata.bus.sockets import new_epoch
 from ..metadata.handoff.client import HandoffClient
-from ..metadata.logs import setup_logging
 from .config import DecodeConfig
 from .node import DecodeNode
 
@@ -14,7 +13,6 @@ from .node import DecodeNode
 def run(config: DecodeConfig) -> int:
     """Runs until SIGTERM or SIGINT; returns the exit status. Raises ConfigError and ModelError before it serves."""
     name = node_id(config, "decode")
-    setup_logging(config, name)
     keys = load_keys(config)
     epoch = new_epoch()
     engine = load_engine(config)

@@ -1,4 +1,4 @@
-"""`baton chat`: a conversation in the terminal, answers streamed. One line of input is one turn."""
+"""`baton chat`: a conversation in the terminal with streamed answers. Each line of input is one message."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from ..metadata.errors import BatonError, RequestError
 from .client import Client
 
 _HELP = (
-    "/reset forgets the conversation, /max N sets the longest answer in tokens, /exit (or Ctrl-D) leaves, Ctrl-C stops "
-    "an answer"
+    "/reset starts a new conversation, /max N limits an answer to N tokens, /exit (or Ctrl-D) leaves, Ctrl-C stops an "
+    "answer"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatConfig:
-    """What to ask, and whom."""
+    """The router to ask, and the parameters of each request."""
 
-    url: str = setting("http://127.0.0.1:8000", "where the router listens", metavar="URL")
-    api_key: str | None = setting(None, "the router's API key, or in BATON_API_KEY", metavar="KEY")
-    model: str | None = setting(None, "name of the model (default: the first that the router lists)", metavar="NAME")
-    system: str | None = setting(None, "system message that begins the conversation")
+    url: str = setting("http://127.0.0.1:8000", "URL of the router", metavar="URL")
+    api_key: str | None = setting(None, "API key of the router (default: $BATON_API_KEY)", metavar="KEY")
+    model: str | None = setting(None, "model to talk to (default: the first that the router lists)", metavar="NAME")
+    system: str | None = setting(None, "system message at the start of the conversation")
     temperature: float | None = setting(None, "0 is greedy (default: the model's own)")
-    top_p: float | None = setting(None, "sample from the most likely tokens of this total probability")
-    max_tokens: int = setting(512, "longest answer, in tokens")
-    seed: int | None = setting(None, "the same seed gives the same answers")
-    log_level: str = setting("warning", "debug shows a traceback with an error")
+    top_p: float | None = setting(None, "sample only from the most likely tokens, up to this total probability")
+    max_tokens: int = setting(512, "most tokens of an answer")
+    seed: int | None = setting(None, "seed of sampling: the same seed gives the same answers")
+    log_level: str = setting("warning", "debug: print a traceback with each error")
 
 
 @dataclass(slots=True)
 class Conversation:
-    """The messages so far, and how to ask for the next."""
+    """The messages so far, and the way to ask for the next one."""
 
     client: Client
     model: str
     config: ChatConfig
     messages: list[dict[str, str]] = field(default_factory=list)
-    finish_reason: str | None = None  # of the last answer, if it came to its end
+    finish_reason: str | None = None  # of the last answer, if it is complete
     max_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class Conversation:
 
     @property
     def why_cut(self) -> str | None:
-        """Why the last answer is not all that the model would have said, and what helps; None if it is."""
+        """Why the last answer ended early and what to do, or None if the model ended it."""
         if self.finish_reason == "length":
             return f"cut at {self.max_tokens} tokens; /max N or --max-tokens N allows more"
         return None if self.finish_reason in (None, "stop") else f"ended early: {self.finish_reason}"
@@ -58,26 +58,29 @@ class Conversation:
         self.messages = [{"role": "system", "content": self.config.system}] if self.config.system else []
 
     def ask(self, text: str) -> Generator[str]:
-        """The answer's pieces as they come. A question without any answer is taken back; half an answer is kept."""
+        """Yield the answer as it arrives.
+
+        If no text arrives, the question is removed from the conversation. Half an answer stays in it.
+        """
         self.messages.append({"role": "user", "content": text})
         self.finish_reason = None
-        pieces: list[str] = []
+        texts: list[str] = []
         try:
             with closing(self.client.stream_chat(self._body())) as stream:
-                for piece in stream:
-                    self.finish_reason = piece.finish_reason or self.finish_reason
-                    if piece.text:
-                        pieces.append(piece.text)
-                        yield piece.text
+                for chunk in stream:
+                    self.finish_reason = chunk.finish_reason or self.finish_reason
+                    if chunk.text:
+                        texts.append(chunk.text)
+                        yield chunk.text
         finally:
-            if pieces:
-                self.messages.append({"role": "assistant", "content": "".join(pieces)})
+            if texts:
+                self.messages.append({"role": "assistant", "content": "".join(texts)})
             else:
                 self.messages.pop()
 
     def _body(self) -> dict[str, Any]:
         config = self.config
-        wanted = {
+        given = {
             "temperature": config.temperature,
             "top_p": config.top_p,
             "max_tokens": self.max_tokens,
@@ -86,12 +89,12 @@ class Conversation:
         return {
             "model": self.model,
             "messages": self.messages,
-            **{name: value for name, value in wanted.items() if value is not None},
+            **{name: value for name, value in given.items() if value is not None},
         }
 
 
 def run(config: ChatConfig) -> int:
-    """Talks until the input ends. Exit status 1 when an answer failed and nobody sat there to try again."""
+    """Talk until the input ends. Returns 1 if an answer failed and the input was not typed at a terminal, else 0."""
     client = Client(config.url, config.api_key)
     conversation = Conversation(client, config.model or client.model_names()[0], config)
     conversation.reset()
@@ -109,7 +112,7 @@ def run(config: ChatConfig) -> int:
         elif line.split()[:1] == ["/max"]:
             _set_max(conversation, line.split()[1:])
         elif line.startswith("/"):
-            print(f"{line.split()[0]} is no command: {_HELP}", file=sys.stderr)
+            print(f"{line.split()[0]} is not a command: {_HELP}", file=sys.stderr)
         elif line:
             has_failed |= not _answer(conversation, line)
     return int(has_failed and not is_interactive)
@@ -124,7 +127,7 @@ def _lines(is_interactive: bool) -> Iterator[str]:
                 print()
             return
         except KeyboardInterrupt:
-            print()  # an unfinished line is thrown away, the conversation goes on
+            print()  # drop the unfinished line and read the next one
             if not is_interactive:
                 raise
 
@@ -133,15 +136,15 @@ def _set_max(conversation: Conversation, words: list[str]) -> None:
     if len(words) == 1 and words[0].isascii() and words[0].isdecimal() and 0 < int(words[0]) < 1 << 31:
         conversation.max_tokens = int(words[0])
     else:
-        print(f"/max takes a number of tokens, as in /max {2 * conversation.max_tokens}", file=sys.stderr)
+        print(f"/max needs a number of tokens, for example /max {2 * conversation.max_tokens}", file=sys.stderr)
 
 
 def _answer(conversation: Conversation, text: str) -> bool:
-    """Prints the answer; False when it failed."""
+    """Print the answer. Returns False if it failed."""
     try:
-        with closing(conversation.ask(text)) as pieces:
-            for piece in pieces:
-                print(piece, end="", flush=True)
+        with closing(conversation.ask(text)) as answer:
+            for part in answer:
+                print(part, end="", flush=True)
         print()
         if conversation.why_cut is not None:
             print(f"({conversation.why_cut})", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Child processes of the launcher: their start, their log, their end."""
+"""Child processes of the launcher: how one is started, logged and ended, and how it dies when the launcher dies."""
 
 from __future__ import annotations
 
@@ -6,14 +6,26 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from .lifeline import PARENT
-from .plan import Command
+_PARENT = "BATON_PARENT"  # environment variable of a child: the launcher's process id
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A process to start: its name (also the name of its log), role, command line and additions to the environment."""
+
+    name: str
+    role: str
+    argv: list[str]
+    environ: dict[str, str]
 
 
 class Child:
-    """One process and its log file."""
+    """One process and its log file. The process can be started again after it has ended."""
 
     def __init__(self, command: Command, run_dir: Path) -> None:
         self.name = command.name
@@ -26,8 +38,8 @@ class Child:
         self._unfinished = b""
 
     def start(self) -> None:
-        """Starts the process, in a group of its own, with its output in the log, after that of the starts before."""
-        environ = {**os.environ, **self._command.environ, PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        """Start the process in its own process group. Its output goes to the log, after that of earlier starts."""
+        environ = {**os.environ, **self._command.environ, _PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         self.num_starts += 1
         with self.log_path.open("wb" if self._process is None else "ab") as log:
             self._process = subprocess.Popen(
@@ -36,18 +48,18 @@ class Child:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environ,
-                process_group=0,  # Ctrl-C on the terminal is the launcher's to handle
+                process_group=0,  # Ctrl-C on the terminal signals the launcher only
             )
 
     @property
     def pid(self) -> int:
-        """The process's id; it must have been started."""
+        """The process id. The process must have been started."""
         assert self._process is not None, f"{self.name} was not started"
         return self._process.pid
 
     @property
     def exit_status(self) -> int | None:
-        """None while the process runs or before it was started."""
+        """The exit status, or None if the process runs or was never started."""
         return None if self._process is None else self._process.poll()
 
     @property
@@ -55,20 +67,20 @@ class Child:
         return self._process is not None and self._process.poll() is None
 
     def terminate(self) -> None:
-        """Asks the process to drain and go."""
+        """Ask the process to finish its requests and exit."""
         if self._process is not None and self.is_running:
             self._process.terminate()
 
     def kill(self) -> None:
-        """Ends the process and whatever it started, now, and reaps it."""
+        """Kill the process and everything it started, and wait until it is gone."""
         if self._process is None:
             return
-        with contextlib.suppress(ProcessLookupError):  # the group is gone, which is what we want
+        with contextlib.suppress(ProcessLookupError):  # the group has already ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def new_lines(self) -> list[str]:
-        """Whole log lines written since the last call."""
+        """Return the complete log lines written since the last call."""
         with self.log_path.open("rb") as log:
             log.seek(self._log_offset)
             data = log.read()
@@ -77,5 +89,20 @@ class Child:
         return [line.decode("utf-8", "replace") for line in lines if line.strip()]
 
     def tail(self, num_lines: int = 15) -> list[str]:
-        """The last lines of the log."""
+        """Return the last lines of the log."""
         return self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:]
+
+
+def die_with_parent() -> None:
+    """In a child process: have the kernel kill it when the launcher dies, even if the launcher is killed.
+
+    Does nothing in a process that no launcher started.
+    """
+    parent = os.environ.pop(_PARENT, None)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    import ctypes  # imported here because `baton --help` does not need it, and the import is slow
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(parent):  # the launcher died before the call above
+        os._exit(1)

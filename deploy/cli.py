@@ -1,4 +1,4 @@
-"""The `baton` command. Everything heavy is imported by the subcommand that needs it."""
+"""The `baton` command: its subcommands, their flags and their help. A subcommand's code is imported when it runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,55 @@ from pathlib import Path
 from typing import Any
 
 from ..metadata.errors import BatonError
+from .child import die_with_parent
 from .config_file import print_tables, read_tables
 from .flags import Parser, Setting, add_flag, by_name, resolve
-from .help_text import EPILOG, SUMMARIES, TITLE
-from .lifeline import die_with_parent
 
-_CONFIGS = {  # command, which is also the name of its TOML table: where its configuration class is
+TITLE = """\
+Baton serves large language models with prefill and decode in separate processes. A router takes
+OpenAI-style requests, prefill nodes compute the KV cache of the prompts, decode nodes generate the answers."""
+
+SUMMARIES = {  # command: one line of help
+    "up": "start a router and nodes on this host, and stop them together",
+    "router": "start the HTTP server that distributes requests to the nodes",
+    "prefill": "start a node that computes the KV cache of prompts",
+    "decode": "start a node that generates answers",
+    "chat": "talk to a running model in the terminal",
+    "explain": "show where a request spent its time",
+    "keys": "make a key file, by which processes on several hosts trust each other",
+}
+
+EPILOG = """\
+one host:
+  baton up                          the demo model, one prefill and one decode node, http://127.0.0.1:8000
+  baton up --model DIR --decode 2   a Hugging Face checkpoint (config.json, *.safetensors, tokenizer.json)
+  baton chat                        in another terminal
+
+several hosts (start them in any order; copy one key file to all, or make one key per process: docs/operations.md):
+  baton keys cluster.key
+  router$   baton router  --node-address tcp://0.0.0.0:5700 --host 0.0.0.0 --keys cluster.key
+  host1$    baton prefill --router tcp://ROUTER:5700 --bind-host HOST1 --model DIR --keys cluster.key
+  host2$    baton decode  --router tcp://ROUTER:5700 --model DIR --keys cluster.key
+
+what each process does:
+  router    serves HTTP, turns text into tokens and back, chooses the nodes of a request; needs no model, no torch
+  prefill   computes the KV pages of a prompt and its first token, and offers the pages
+  decode    reserves pages, pulls the prompt's pages from prefill, checks them, and generates the rest
+
+configuration:
+  Each flag of `baton COMMAND --help` is also a key of the table [COMMAND] in a TOML file (--config FILE); in the key,
+  dashes become underscores. --print-config prints the configuration in effect in this form. A flag wins over the
+  environment (BATON_API_KEY, BATON_ADMIN_KEY), the environment over the file, the file over the default.
+
+if something is wrong:
+  nothing starts       the last line on stderr says why; `baton up` names the log of the process that ended
+  it does not answer   GET /ready says what is missing, /debug/nodes lists the nodes, /debug/ledger the owners of pages
+  it is slow           `baton explain` shows one request; GET /metrics has queue, transfer and token times
+  the handoff          GET /debug/handoff?format=text: pages, the fields beside them, bytes per request
+  a crash              --log-level debug, and docs/operations.md
+"""
+
+_CONFIGS = {  # command (also the name of its TOML table): module and name of its configuration class
     "up": ("deploy.plan", "UpConfig"),
     "router": ("router.config", "RouterConfig"),
     "prefill": ("prefill_node.config", "PrefillConfig"),
@@ -24,12 +67,13 @@ _CONFIGS = {  # command, which is also the name of its TOML table: where its con
     "chat": ("deploy.chat", "ChatConfig"),
     "explain": ("deploy.explain", "ExplainConfig"),
 }
+_PROCESSES = {"router": "router.main", "prefill": "prefill_node.main", "decode": "decode_node.main"}
 
-_RID_HELP = "the answer's x-request-id, or `id` in its body; without one the recent requests are listed"
+_RID_HELP = "the x-request-id header of the answer, or `id` in its body (default: list the recent requests)"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command line; returns its exit status: 0, that of the error (metadata/errors.py), 130 (interrupted)."""
+    """Run one command line. Returns its exit status: 0, that of the error (metadata/errors.py), or 130 on Ctrl-C."""
     die_with_parent()
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -47,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports the error again at its end
         return 1
 
 
@@ -67,7 +111,7 @@ def _run(argv: list[str]) -> int:
         parsers[name] = command = commands.add_parser(
             name, help=summary, description=summary[0].upper() + summary[1:] + "."
         )
-        if name in argv:  # the others' flags are not looked at, and their imports cost time
+        if name in argv:  # the flags of other commands are not needed, and importing their classes takes time
             _add_command_flags(name, command)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -97,23 +141,23 @@ def _config(command: str) -> type:
 
 
 def _settings(command: str) -> dict[str, Setting]:
-    """What the command's flags, and the keys of its TOML table, set. `up` has those of all that it starts."""
+    """Return the settings of a command by name. `up` also has the settings of the processes that it starts."""
     if command != "up":
         return by_name(_config(command))
-    configs = (_config(name) for name in ("up", "router", "prefill", "decode"))
+    configs = (_config(name) for name in ("up", *_PROCESSES))
     return by_name(*configs, skip=_module("deploy.plan").DECIDED)
 
 
 def _add_command_flags(name: str, parser: argparse.ArgumentParser) -> None:
     if name == "keys":
-        parser.add_argument("file", metavar="FILE", help="the file to write; must not exist")
-        parser.add_argument("--allow-list", metavar="LIST", help="add the public key to this file (made if missing)")
-        parser.add_argument("--name", help="the process's name there: its node id, or router (default: FILE's stem)")
+        parser.add_argument("file", metavar="FILE", help="the file to write; it must not exist")
+        parser.add_argument("--allow-list", metavar="LIST", help="add the public key to this file; make it if missing")
+        parser.add_argument("--name", help="name in the list: the node id, or router (default: from FILE)")
         return
     if name == "explain":
         parser.add_argument("rid", nargs="?", metavar="RID", help=_RID_HELP)
     parser.add_argument("--config", metavar="FILE", help=f"TOML file whose table [{name}] sets these options")
-    parser.add_argument("--print-config", action="store_true", help="print the configuration in force as TOML and exit")
+    parser.add_argument("--print-config", action="store_true", help="print the configuration in effect and exit")
     for setting in _settings(name).values():
         add_flag(parser, setting)
 
@@ -130,11 +174,19 @@ def _dispatch(name: str, args: argparse.Namespace) -> int:
         return _print({name: config})
     if name == "explain":
         return _module("deploy.explain").run(config, args.rid)
-    # Threads that spin while they wait take the cores of the other processes here: measured on two cores with three
-    # threads, 140 tokens a second against 400. Must be set before torch loads its OpenMP.
+    if name == "chat":
+        return _module("deploy.chat").run(config)
+    return _run_process(name, config)
+
+
+def _run_process(name: str, config: Any) -> int:
+    """Run a router or a node in this process. Its log starts here."""
+    # OpenMP threads that spin while they wait take the cores of the other processes on this host. Must be set before
+    # torch loads OpenMP.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    modules = {"router": "router.main", "prefill": "prefill_node.main", "decode": "decode_node.main"}
-    return _module(modules.get(name, "deploy.chat")).run(config)
+    process_name = name if name == "router" else _module("engine.startup").node_id(config, name)
+    _module("deploy.logs").setup_logging(config, process_name)
+    return _module(_PROCESSES[name]).run(config)
 
 
 def _print(configs: Mapping[str, Any]) -> int:
@@ -143,22 +195,20 @@ def _print(configs: Mapping[str, Any]) -> int:
 
 
 def _make_keys(file: Path, name: str | None, allow_list: str | None) -> int:
-    """Prints the public key as a line for an allow-list, and nothing else, to stdout."""
+    """Write a key file. Prints the public key as a line for an allow-list to stdout, and everything else to stderr."""
     lists, pairs = _module("metadata.bus.allow_list"), _module("metadata.bus.curve").KeyPair
     name = name or file.stem
     keys = pairs.generate()
     line = lists.line_of(name, keys.public)
     if allow_list is not None:
-        lists.with_line(allow_list, line)  # before the key is written
+        lists.with_line(allow_list, line)  # raises before the key is written
     keys.write(file)
-    print(f"wrote {file}: it is secret, for `--keys {file}` of one process", file=sys.stderr)
+    print(f"wrote {file}: it is secret; give it to one process with `--keys {file}`", file=sys.stderr)
     if allow_list is None:
-        print(
-            "its line for an allow-list (or let all processes have a copy of this file, and no list):", file=sys.stderr
-        )
+        print("line for an allow-list (not needed if all processes get a copy of this file):", file=sys.stderr)
     else:
         lists.add_line(allow_list, line)
-        print(f"added to {allow_list}, which every process gets a copy of (--allow-list):", file=sys.stderr)
+        print(f"added to {allow_list}; give every process a copy of it with --allow-list:", file=sys.stderr)
     print(line, end="")
     return 0
 

@@ -1,4 +1,4 @@
-"""The TOML configuration file: one table for each command, with the same names as the flags."""
+"""The TOML configuration file: one table per command, whose keys are the flags of that command."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ..metadata.errors import ConfigError
-from .flags import ENVIRONMENT, SECRETS, Setting, nearest, settings_of
+from .flags import Setting, nearest, settings_of
 
 
 def read_tables(path: str, known: Mapping[str, Mapping[str, Setting]]) -> dict[str, dict[str, Any]]:
-    """The tables of the file, every key checked; `known` holds the settings by table name and key.
+    """Read and check the tables of a file. `known`: the settings by table name and key.
 
-    Raises ConfigError naming the file, the key, its value and the nearest right name.
+    Raises ConfigError that names the file, the key, its value and the key that was probably meant.
     """
     try:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -45,9 +45,9 @@ def _checked(path: str, name: str, table: Mapping[str, Any], settings: Mapping[s
 
 
 def print_tables(configs: Mapping[str, Any]) -> str:
-    """The configurations (by table name) as a TOML document that `read_tables` reads back.
+    """Return the configurations (by table name) as a TOML document that `read_tables` can read.
 
-    What is unset and what is secret is a comment: TOML has no null, and a printed key would end up in some log.
+    Settings without a value are comments, because TOML has no null. So are secrets, which must not end up in a log.
     """
     return "\n".join(_table(name, config) for name, config in configs.items())
 
@@ -60,8 +60,8 @@ def _table(name: str, config: Any) -> str:
 def _line(setting: Setting, value: Any) -> str:
     if value is None:
         return f"# {setting.name} is not set: {setting.text}"
-    if setting.name in SECRETS:
-        return f"# {setting.name} is set and not printed: give it again, best by {ENVIRONMENT[setting.name]}"
+    if setting.variable is not None:
+        return f"# {setting.name} is set and not printed: set it again with the variable {setting.variable}"
     if isinstance(value, str):
         value = _text(value)
     elif isinstance(value, tuple):

@@ -1,8 +1,8 @@
-"""Flags from configuration dataclasses: a field is a flag, a TOML key and an attribute, and is written once.
+"""Settings: each field of a configuration dataclass is a flag, a TOML key and, for secrets, an environment variable.
 
-A field's annotation gives the type (`int | None`, `Literal[...]`, `bool` as --x / --no-x, `tuple[str, ...]` as a flag
-that is given once for each item), its metadata the help text (`metadata.config.setting`), the class its default.
-Precedence: flag, environment, TOML table, default.
+A field's annotation gives the type: `int | None`, `Literal[...]`, `bool` (--x and --no-x), or `tuple[str, ...]` (a flag
+that may be given several times). Its metadata gives the help text (`metadata.config.setting`), the class its default.
+`resolve` decides which source wins.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ..metadata.errors import ConfigError
 
 Config = TypeVar("Config")
 
-# Few on purpose: Kubernetes sets variables such as BATON_PORT in every pod beside a service called "baton".
-ENVIRONMENT = {"api_key": "BATON_API_KEY", "admin_key": "BATON_ADMIN_KEY"}
-SECRETS = frozenset(ENVIRONMENT)
+# Only secrets have an environment variable: in Kubernetes, a service named "baton" gives every pod beside it variables
+# such as BATON_PORT, which must not change a setting.
+_ENVIRONMENT = {"api_key": "BATON_API_KEY", "admin_key": "BATON_ADMIN_KEY"}
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One configuration field as flags and files see it."""
+    """One configuration field."""
 
     name: str
-    kind: type  # bool, int, float or str; tuple: any number of str
+    kind: type  # bool, int, float, str, or tuple (of str)
     choices: tuple[str, ...] | None
     default: Any
     text: str
@@ -41,14 +41,19 @@ class Setting:
         return "--" + self.name.replace("_", "-")
 
     @property
+    def variable(self) -> str | None:
+        """The environment variable that can set the field. Only secrets have one."""
+        return _ENVIRONMENT.get(self.name)
+
+    @property
     def wanted(self) -> str:
-        """What a value must be, in words."""
+        """A description of the values that `check` accepts."""
         if self.choices is not None:
             return "one of " + ", ".join(self.choices)
         return _WANTED[self.kind]
 
     def check(self, value: object) -> Any:
-        """`value` in the field's type. Raises ValueError that says what is wanted."""
+        """Return `value` in the field's type. Raises ValueError that describes the accepted values."""
         if self.kind is float:
             if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
                 return float(value)
@@ -72,13 +77,13 @@ _WANTED = {
 
 @cache
 def settings_of(config: type) -> tuple[Setting, ...]:
-    """The fields of a configuration dataclass, in order, base classes first."""
+    """Return the settings of a configuration dataclass, those of its base classes first."""
     hints = get_type_hints(config)
     return tuple(_setting(item, hints[item.name]) for item in fields(config))
 
 
 def by_name(*configs: type, skip: Iterable[str] = ()) -> dict[str, Setting]:
-    """The settings of several configurations together; the first that has a name gives its default and text."""
+    """Return the settings of several classes by name. If two have a name in common, the first one's setting counts."""
     settings: dict[str, Setting] = {}
     for config in configs:
         for setting in settings_of(config):
@@ -101,7 +106,7 @@ def _setting(item: Any, hint: Any) -> Setting:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports errors as ConfigError, with the nearest right flag."""
+    """An argument parser that raises ConfigError and suggests the flag that was probably meant."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **more)
@@ -110,12 +115,12 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see `{self.prog} --help`)")
 
     def refuse(self, unknown: str) -> NoReturn:
-        """Says that this parser has no such argument, and which is most like it."""
+        """Raise ConfigError for an argument that this parser does not have."""
         self.error(f"unknown argument {unknown!r}{nearest(unknown.split('=')[0], self._option_string_actions)}")
 
 
 def add_flag(parser: argparse.ArgumentParser, setting: Setting) -> None:
-    """The setting's flag; when it is not given the parsed arguments have no such attribute."""
+    """Add the setting's flag. If it is not given, the parsed arguments have no such attribute."""
     text = setting.text.replace("%", "%%")
     if setting.kind is tuple:
         parser.add_argument(
@@ -142,14 +147,17 @@ def add_flag(parser: argparse.ArgumentParser, setting: Setting) -> None:
 def resolve(
     config: type[Config], args: argparse.Namespace, table: Mapping[str, Any], environ: Mapping[str, str]
 ) -> Config:
-    """The effective configuration: flags in `args` over `environ` over the (checked) TOML `table` over defaults."""
+    """Return the configuration in effect.
+
+    A flag in `args` wins over the environment, the environment over the TOML table (already checked), the table over
+    the default. Raises ConfigError for a wrong value.
+    """
     values: dict[str, Any] = {}
     for setting in settings_of(config):
-        variable = ENVIRONMENT.get(setting.name)
         if hasattr(args, setting.name):
             values[setting.name] = _checked(setting, getattr(args, setting.name))
-        elif variable is not None and environ.get(variable):
-            values[setting.name] = environ[variable]
+        elif setting.variable is not None and environ.get(setting.variable):
+            values[setting.name] = environ[setting.variable]
         elif setting.name in table:
             values[setting.name] = table[setting.name]
     return config(**values)
@@ -162,23 +170,29 @@ def _checked(setting: Setting, value: object) -> Any:
         raise ConfigError(f"{setting.flag} {value}: {error}") from None
 
 
-def to_argv(config: Any, skip: Iterable[str] = SECRETS) -> list[str]:
-    """The flags that make `config` from the defaults. Secrets are left out: the environment carries them."""
+def to_environ(config: Any) -> dict[str, str]:
+    """Return the environment variables that carry the secrets of `config` to a child process."""
+    found = {setting.variable: getattr(config, setting.name) for setting in settings_of(type(config))}
+    return {variable: value for variable, value in found.items() if variable is not None and value is not None}
+
+
+def to_argv(config: Any) -> list[str]:
+    """Return the flags that turn the defaults into `config`, without its secrets (see `to_environ`)."""
     argv: list[str] = []
     for setting in settings_of(type(config)):
         value = getattr(config, setting.name)
-        if setting.name in skip or value == setting.default:
+        if setting.variable is not None or value == setting.default:
             continue
         if setting.kind is bool:
             argv.append(setting.flag if value else setting.flag.replace("--", "--no-", 1))
         elif setting.kind is tuple:
             argv += [f"{setting.flag}={item}" for item in value]
         else:
-            argv.append(f"{setting.flag}={value}")  # one word, so that values may begin with a dash
+            argv.append(f"{setting.flag}={value}")  # one argument, because the value may begin with a dash
     return argv
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the known name most like `name`, or nothing."""
+    """Return `; did you mean 'x'?` for the most similar of `names`, or an empty text if none is similar."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,8 +1,9 @@
 """`baton up`: a router and nodes on this host, as child processes.
 
-Its life: check (model, port) -> start all -> show progress until a first request went through -> say where it
-listens -> watch, restarting what dies (restarts.py says when, and when to give up), telling who drains and how
-speculation does -> on a signal, stop the router, then the nodes, then whatever is left.
+The launcher checks the model and the port, starts all processes, and shows their progress until a first request has
+succeeded. It then prints the URL and watches: it restarts a process that ends (restarts.py decides when, and when to
+give up), and reports draining nodes and speculation (monitor.py). On a signal it stops the router first, then the
+nodes, and kills the processes that do not stop.
 """
 
 from __future__ import annotations
@@ -13,23 +14,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..metadata.errors import BatonError, Unavailable
-from .acceptance import Acceptance
 from .child import Child
 from .client import Client
+from .monitor import NodeNews, Snapshot, SpeculationNews, look
 from .plan import Plan, check_model, check_port, commands, free_port
 from .restarts import GiveUp, Restart, Restarts
-from .rundir import make_run_dir
-from .standing import Standing, Teller, look
-from .terminal import Signals, Status, banner, say
+from .run_dir import make_run_dir
+from .terminal import Signals, Status, ready_text, say
 
 _TICK_S = 0.1
 _READY_POLL_S = 0.25
 _LAST_LINE_LEN = 300
-LOOK_S = 1.0  # the router is asked so often who is there
+_LOOK_EVERY_S = 1.0  # how often the router is asked for its nodes
 
 
 def run(plan: Plan) -> int:
-    """Starts everything, blocks until a signal, stops everything. Returns the exit status."""
+    """Start all processes, wait for a signal, stop all processes. Returns the exit status."""
     for config in (plan.prefill, plan.decode):
         check_model(config)
     plan = plan.settled()
@@ -39,20 +39,21 @@ def run(plan: Plan) -> int:
     run_dir = make_run_dir(plan.up.run_dir)
     secured = plan.secured(run_dir)
     children = [Child(command, run_dir) for command in commands(secured, free_port(), port)]
-    key = plan.router.required_admin_key or next(iter(plan.router.client_keys), None)
+    key = plan.router.admin_key or next(iter(plan.router.client_keys), None)
     client = Client.local(plan.router.host, port, key)
     try:
         with Signals() as signals:
             return Launcher(secured, children, client, run_dir, signals).run()
     finally:
-        if secured.keys_dir is not None:  # the last reader is gone
+        if secured.keys_dir is not None:  # no process is left that reads the keys
             shutil.rmtree(secured.keys_dir, ignore_errors=True)
 
 
 class Launcher:
-    """Owns the child processes: none outlives `run`."""
+    """Owns the child processes. No child outlives `run`."""
 
     def __init__(self, plan: Plan, children: list[Child], client: Client, run_dir: Path, signals: Signals) -> None:
+        """`children`: the router first, then the nodes."""
         self._plan = plan
         self._children = children
         self._client = client
@@ -68,7 +69,7 @@ class Launcher:
                 child.start()
             if not self._wait_ready():
                 return self._stop()
-            print(banner(self._client, self._run_dir, has_key=bool(self._plan.router.client_keys)), flush=True)
+            print(ready_text(self._client, self._run_dir, has_key=bool(self._plan.router.client_keys)), flush=True)
             self._watch()
             return self._stop()
         except BatonError:
@@ -79,9 +80,12 @@ class Launcher:
                 child.kill()
 
     def _wait_ready(self) -> bool:
-        """True when a canary request went through, False when a signal came first. Raises when that cannot be."""
+        """Wait until a canary request has succeeded. Returns False if a signal came first.
+
+        Raises Unavailable if the system cannot become ready, or not in time.
+        """
         start, next_poll, next_look = time.monotonic(), 0.0, 0.0
-        with Status(child.name for child in self._children[1:]) as status:  # the nodes: the router is there at once
+        with Status(child.name for child in self._children[1:]) as status:  # the nodes: the router starts at once
             while not self._signals.stops:
                 now = time.monotonic()
                 if now >= next_poll:
@@ -91,7 +95,7 @@ class Launcher:
                     next_poll = now + _READY_POLL_S
                 if now >= next_look:
                     self._look(now, status.tell)
-                    next_look = now + LOOK_S
+                    next_look = now + _LOOK_EVERY_S
                 for child in self._children:
                     status.take(child.name, child.new_lines())
                 self._tend(now, status.tell)
@@ -102,25 +106,25 @@ class Launcher:
         return False
 
     def _watch(self) -> None:
-        """Blocks until a signal; restarts what dies. Raises when no pair could ever serve."""
-        acceptance = Acceptance(self._plan.decode.speculative, self._client.metrics)
-        teller, next_look = Teller(), 0.0
+        """Restart processes that end and report news, until a signal. Raises Unavailable if restarts are hopeless."""
+        speculation = SpeculationNews(self._plan.decode.speculative, self._client.metrics)
+        nodes, next_look = NodeNews(), 0.0
         while not self._signals.stops:
             now = time.monotonic()
             self._tend(now, say)
             if now >= next_look:
-                for line in teller.lines(self._look(now, say)):
+                for line in nodes.lines(self._look(now, say)):
                     say(line)
-                next_look = now + LOOK_S
-            line = acceptance.line(now)
+                next_look = now + _LOOK_EVERY_S
+            line = speculation.line(now)
             if line is not None:
                 say(line)
             now = time.monotonic()
-            waits = (next_look - now, self._restarts.next_start_s(now), acceptance.due_in(now))
+            waits = (next_look - now, self._restarts.next_start_s(now), speculation.due_in(now))
             self._signals.wait(max(0.0, min(wait_s for wait_s in waits if wait_s is not None)))
 
     def _tend(self, now: float, tell: Callable[[str], None]) -> None:
-        """Starts whose time has come, and plans the next start of those that have ended."""
+        """Start the processes that are due, and schedule the next start of processes that have ended."""
         due = self._restarts.due(now)
         for child in self._children:
             if child.name in due:
@@ -128,22 +132,25 @@ class Launcher:
             elif child.exit_status is not None and not self._restarts.is_waiting(child.name):
                 verdict = self._restarts.ended(child.name, child.exit_status, now)
                 if isinstance(verdict, GiveUp):
-                    raise Unavailable(f"{verdict.reason}: {_obituary(child)}")
-                tell(_news(child, verdict, self._restarts.serving(child.role)))
+                    raise Unavailable(f"{verdict.reason}: {_last_words(child)}")
+                tell(_restart_line(child, verdict, self._restarts.serving(child.role)))
 
-    def _look(self, now: float, tell: Callable[[str], None]) -> Standing:
-        """Asks the router who is there."""
-        standing = look(self._client)
-        if standing.answers:
+    def _look(self, now: float, tell: Callable[[str], None]) -> Snapshot:
+        """Ask the router for its nodes, and record the processes that have joined."""
+        snapshot = look(self._client)
+        if snapshot.answers:
             for child in self._children:
-                is_there = child.role == "router" or child.name in standing.joined
-                if is_there and self._restarts.joined(child.name, now) and child.num_starts > 1:
+                has_joined = child.role == "router" or child.name in snapshot.joined
+                if has_joined and self._restarts.joined(child.name, now) and child.num_starts > 1:
                     tell(f"{child.name} serves again")
-        return standing
+        return snapshot
 
     def _stop(self) -> int:
-        """Router first (it finishes or ends its streams), then the nodes. Returns 0 when all went by themselves."""
-        say("stopping (once more stops at once)")
+        """Stop the router, which finishes or ends its streams, then the nodes.
+
+        Returns 0 if every process stopped when asked, else 1.
+        """
+        say("stopping (press Ctrl-C again to stop at once)")
         self._signals.stops = 0
         router, nodes = self._children[:1], self._children[1:]
         for group in (router, nodes):
@@ -154,25 +161,26 @@ class Launcher:
                 if self._signals.stops:
                     return 1
                 self._signals.wait(_TICK_S)
-        stragglers = [child.name for child in self._children if child.is_running]
-        if stragglers:
-            say(f"killed, as they did not stop: {', '.join(stragglers)}")
-        return 1 if stragglers else 0
+        running = [child.name for child in self._children if child.is_running]
+        if running:
+            say(f"killed because they did not stop: {', '.join(running)}")
+        return 1 if running else 0
 
 
-def _how(child: Child) -> str:
+def _how_it_ended(child: Child) -> str:
     status = child.exit_status
-    assert status is not None, f"{child.name} lives"
+    assert status is not None, f"{child.name} runs"
     return f"exited with status {status}" if status >= 0 else f"was killed by signal {-status}"
 
 
-def _obituary(child: Child, num_lines: int = 15) -> str:
+def _last_words(child: Child, num_lines: int = 15) -> str:
+    """Return how the process ended, with the end of its log."""
     lines = (f"  {line}" for line in child.tail(num_lines))
-    return "\n".join([f"{child.name} {_how(child)}; the end of {child.log_path}:", *lines])
+    return "\n".join([f"{child.name} {_how_it_ended(child)}; the end of {child.log_path}:", *lines])
 
 
-def _news(child: Child, restart: Restart, serving: list[str]) -> str:
-    """One line on a process that has ended. `serving`: the others of its role."""
+def _restart_line(child: Child, restart: Restart, serving: list[str]) -> str:
+    """Return the line about a process that has ended. `serving`: the processes of its role that still serve."""
     times = f", the {_ordinal(restart.num_in_row)} time in a row" if restart.num_in_row > 1 else ""
     if child.role == "router":
         others = "nothing is served meanwhile"
@@ -181,7 +189,7 @@ def _news(child: Child, restart: Restart, serving: list[str]) -> str:
     else:
         others = f"no other {child.role} node serves"
     log = f"{child.log_path}: {''.join(child.tail(1))[:_LAST_LINE_LEN]}"
-    return f"{child.name} {_how(child)}{times}; next start in {restart.after_s:g} s; {others}. Log: {log}"
+    return f"{child.name} {_how_it_ended(child)}{times}; next start in {restart.after_s:g} s; {others}. Log: {log}"
 
 
 def _ordinal(number: int) -> str:

@@ -1,4 +1,4 @@
-"""What `baton up` will start: configurations, CPU threads, GPUs, ports, command lines. Starts nothing itself."""
+"""The plan of `baton up`: the processes to start, with their configurations, threads, GPUs, ports and keys."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ from ..metadata.errors import ConfigError
 from ..metadata.wire.node_info import Role
 from ..prefill_node.config import PrefillConfig
 from ..router.config import RouterConfig
-from .flags import ENVIRONMENT, resolve, to_argv
+from .child import Command
+from .flags import resolve, to_argv, to_environ
 
 _Process = TypeVar("_Process", bound=ProcessConfig)
 DEMO = Path(__file__).parent / "demo"
 LOOPBACK = "127.0.0.1"
 
-# What `baton up` decides itself, so that it is no flag of it.
+# Settings that `baton up` decides itself. They are not among its flags.
 DECIDED = frozenset({"router", "node_address", "node_id", "bind_host", "drain_timeout_s", "allow_list"})
 _ALLOW_LIST = "allow-list"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpConfig:
-    """What only the launcher needs; the rest it takes from the router's and the nodes' configurations."""
+    """Settings of the launcher alone. `baton up` also takes those of the router and the nodes."""
 
     prefill: int = setting(1, "how many prefill nodes to start")
     decode: int = setting(1, "how many decode nodes to start")
     run_dir: str | None = setting(
         None, "directory for the logs (default: a new one under ~/.cache/baton/runs)", metavar="DIR"
     )
-    ready_timeout_s: float = setting(600.0, "seconds until a first request must have gone through")
-    stop_timeout_s: float = setting(5.0, "seconds that Ctrl-C leaves running requests to finish")
+    ready_timeout_s: float = setting(600.0, "seconds within which a first request must succeed")
+    stop_timeout_s: float = setting(5.0, "seconds that running requests have to finish after Ctrl-C")
 
     def __post_init__(self) -> None:
         at_least(self, "ready_timeout_s", 0)
@@ -56,29 +57,32 @@ class UpConfig:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The effective configuration of `baton up`, by TOML table."""
+    """The configuration in effect for `baton up`, by TOML table."""
 
     up: UpConfig
     router: RouterConfig
     prefill: PrefillConfig
     decode: DecodeConfig
-    keys_dir: Path | None = None  # key pairs of all processes, by name, and their allow-list
+    keys_dir: Path | None = None  # holds NAME.key for each process and the allow-list
 
     def settled(self) -> Plan:
-        """The same with a drafter in place of "auto". Raises ModelError and ConfigError as the nodes would."""
+        """Return this plan with `auto` speculation replaced by the drafter found. Raises ModelError and ConfigError."""
         prefill, decode = (settle(config, _model_dir(config)) for config in (self.prefill, self.decode))
         return replace(self, prefill=prefill, decode=decode)
 
     @property
     def speculation(self) -> str:
-        """How decode nodes will speculate, in words."""
+        """A description of how decode nodes will speculate."""
         config, model_dir = self.decode, _model_dir(self.decode)
         drafter = find_drafter(config, model_dir)
         return describe(config.speculative, config.draft_steps, config.draft_topk, drafter, model_dir)
 
     def secured(self, run_dir: Path) -> Plan:
-        """The same with a fresh key for each process and their allow-list, in a new directory of `run_dir` that the
-        caller removes, unless keys are configured: nobody else on this host can then join or read what is sent."""
+        """Return this plan with a new key per process and an allow-list: no other process on this host can then join.
+
+        The keys lie in a new directory below `run_dir`, which the caller deletes. If keys are configured, those are
+        used.
+        """
         if self.router.keys or self.prefill.keys or self.decode.keys:
             return self
         keys_dir = run_dir / f"keys-{os.getpid()}"
@@ -90,21 +94,26 @@ class Plan:
         return replace(self, keys_dir=keys_dir)
 
     def node_names(self, role: Role) -> list[str]:
-        """The names of the nodes of a role."""
+        """Return the names of the nodes of a role."""
         return [f"{role}-{index}" for index in range(getattr(self.up, role))]
 
     def keyed(self, config: _Process, name: str) -> _Process:
-        """A process's configuration with its own key, where there is one."""
+        """Return a process's configuration with the key made for it, if `secured` made one."""
         if self.keys_dir is None:
             return config
         return replace(config, keys=str(self.keys_dir / f"{name}.key"), allow_list=str(self.keys_dir / _ALLOW_LIST))
 
     def tables(self) -> dict[str, Any]:
+        """Return the configurations by the name of their TOML table."""
         return {"up": self.up, "router": self.router, "prefill": self.prefill, "decode": self.decode}
 
 
 def make_plan(args: argparse.Namespace, tables: Mapping[str, Any], environ: Mapping[str, str]) -> Plan:
-    """A flag, and a key of the table [up], goes to every process that knows it; the other tables set each its own."""
+    """Combine flags, TOML tables and environment into the plan.
+
+    A flag or a key of [up] applies to every process that has the setting. [router], [prefill] and [decode] each apply
+    to their own process, and win over [up]. Raises ConfigError.
+    """
     everyone = tables.get("up", {})
 
     def table(name: str) -> dict[str, Any]:
@@ -118,23 +127,15 @@ def make_plan(args: argparse.Namespace, tables: Mapping[str, Any], environ: Mapp
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """One process to start: its name (also its log's), role, command line and additions to the environment."""
-
-    name: str
-    role: str
-    argv: list[str]
-    environ: dict[str, str]
-
-
 def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:
-    """The router and the nodes, router first. `node_port` is where the nodes will meet the router, on loopback."""
+    """Return the commands of the router, which comes first, and of the nodes.
+
+    `node_port`: the loopback port at which the nodes connect to the router.
+    """
     address = f"tcp://{LOOPBACK}:{node_port}"
     drain = plan.up.stop_timeout_s
     router = replace(plan.keyed(plan.router, ROUTER), port=http_port, node_address=address, drain_timeout_s=drain)
-    keys = {variable: key for name, variable in ENVIRONMENT.items() if (key := getattr(router, name))}
-    made = [Command("router", "router", _argv("router", router), keys)]
+    made = [Command("router", "router", _argv("router", router), to_environ(router))]
     threads = split_threads(len(os.sched_getaffinity(0)), plan.up.prefill, plan.up.decode)
     gpus = _gpus()
     roles: tuple[tuple[Role, PrefillConfig | DecodeConfig], ...] = (("prefill", plan.prefill), ("decode", plan.decode))
@@ -158,12 +159,12 @@ def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:
 
 
 def _argv(role: str, config: Any) -> list[str]:
-    # -P: a folder called torch/ where the user happens to stand must not be imported
+    # -P: a folder named torch/ in the current directory must not be imported
     return [sys.executable, "-P", "-m", "baton.deploy.cli", role, *to_argv(config)]
 
 
 def split_threads(num_cores: int, num_prefill: int, num_decode: int) -> dict[str, int]:
-    """CPU threads of each prefill and of each decode node. The router wants a core of its own from four cores on."""
+    """Return the CPU threads of one prefill and of one decode node. From four cores on, one is left to the router."""
     cores = num_cores - 1 if num_cores >= 4 else num_cores
     prefill = max(1, cores // (num_prefill + num_decode))
     decode = max(1, (cores - prefill * num_prefill) // num_decode)
@@ -182,7 +183,7 @@ def _model_dir(config: EngineConfig) -> Path:
 
 
 def check_model(config: EngineConfig) -> None:
-    """What can be seen without loading: raises ConfigError when the directory cannot be a checkpoint."""
+    """Raise ConfigError if the model directory cannot be a checkpoint. Looks at the files without loading them."""
     path = _model_dir(config)
     if not path.is_dir():
         raise ConfigError(f"--model {path}: no such directory")
@@ -198,7 +199,7 @@ def check_model(config: EngineConfig) -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises ConfigError when nothing can listen at host:port."""
+    """Raise ConfigError if no server can listen at host:port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -214,7 +215,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """A port on which nothing listens right now."""
+    """Return a port on which nothing listens right now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.bind((host, 0))

@@ -1,23 +1,24 @@
-"""Restarts of the processes of `baton up`, as a pure automaton.
+"""When `baton up` restarts a process that has ended, and when it gives up: a pure automaton.
 
              started                  joined
     waiting ---------> starting -----------------> serving
        ^                  | ended                     | ended
        '--- back-off -----'---------------------------'
 
-A node has joined when the router lists it, the router when it answers. A process that ends is started again after
-0.5 s, then after twice as long each time, up to 30 s. The count starts anew once a process has served for a minute. The
-others serve on meanwhile. A node that the router has refused twice in a row does not fit those that are there: while
-another of its role serves, it is started every five minutes only.
+A node has joined when the router lists it; the router has joined when it answers. The first restart comes after
+FIRST_WAIT_S. Each further wait is twice as long, up to MAX_WAIT_S. After SERVED_S of service, waits start at the
+beginning again. If the router has refused a node twice in a row, the node does not match the other nodes; it is then
+started only every REFUSED_WAIT_S, as long as another node of its role serves.
 
-`ended` gives everything up only when no pair could ever serve:
+`ended` gives up only if no pair of nodes could ever serve:
 
-- A process ends with the status of a wrong configuration, and none of its role has ever joined: all have the same.
-- All processes of a role have ended before they joined, each at least once, and none of the role has ever joined.
-- All processes of a role have failed MAX_FAILED_STARTS starts in a row: each ended before it joined.
+- A process exits because its configuration is wrong, and no process of its role has ever joined. All processes of a
+  role have the same configuration.
+- Every process of a role has ended before it joined, and none of them has ever joined.
+- Every process of a role has failed MAX_FAILED_STARTS starts in a row. A failed start ends before the process joins.
 
-A node that joins and then dies, however often, is started again for ever. So is one that cannot start while another of
-its role can.
+A process that joins and then dies is always restarted, and so is one that cannot start while another process of its
+role serves.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from ..metadata.errors import ConfigError, Refused
 
 FIRST_WAIT_S = 0.5
 MAX_WAIT_S = 30.0
-SERVED_S = 60.0  # who has served so long before it ends begins anew
+SERVED_S = 60.0  # a process that has served this long waits FIRST_WAIT_S again
 MAX_FAILED_STARTS = 5
 REFUSED_WAIT_S = 300.0
-PROOF_S = 2.0  # so long after a new start the router has noticed that the life before is over
+PROOF_S = 2.0  # after this time, the router no longer lists the process of the previous start
 
 
 class Restart(NamedTuple):
-    """The process is to be started again `after_s` from now; it has ended `num_in_row` times in a row."""
+    """The process starts again in `after_s` seconds. It has ended `num_in_row` times in a row."""
 
     after_s: float
     num_in_row: int
 
 
 class GiveUp(NamedTuple):
-    """No pair could ever serve."""
+    """No pair of nodes could ever serve."""
 
     reason: str
 
@@ -53,25 +54,27 @@ class _Process:
 
     def __init__(self, role: str) -> None:
         self.role = role
-        self.joined_at: float | None = None  # in its present life
+        self.joined_at: float | None = None  # since its last start
         self.has_ever_joined = False
         self.num_in_row = 0
         self.num_failed_starts = 0  # in a row
         self.num_refused = 0  # in a row
-        self.started_at: float | None = None  # None: it has been started once
-        self.start_at: float | None = None  # when it is to be started again
+        self.started_at: float | None = None  # of the last restart
+        self.start_at: float | None = None  # of the next restart
 
 
 class Restarts:
-    """All processes, by name. The clock is an argument, in monotonic seconds."""
+    """The records of all processes. Callers pass the time as monotonic seconds."""
 
     def __init__(self, roles: Iterable[tuple[str, str]]) -> None:
         """`roles`: each process's name and role."""
         self._processes = {name: _Process(role) for name, role in roles}
 
     def joined(self, name: str, now: float) -> bool:
-        """The process is there and serves. True when that is news. Does nothing right after a new start, when it may
-        be the life before that the router speaks of."""
+        """Record that the process serves. Returns True if this is news.
+
+        Ignored for PROOF_S after a restart, because the router may still list the process of the start before.
+        """
         process = self._processes[name]
         if process.joined_at is not None or process.start_at is not None:
             return False
@@ -83,7 +86,7 @@ class Restarts:
         return True
 
     def ended(self, name: str, exit_status: int, now: float) -> Restart | GiveUp:
-        """The process has ended, and nobody had asked for it."""
+        """Record that the process has ended without being asked to. Returns what to do."""
         process = self._processes[name]
         if process.joined_at is None:
             process.num_failed_starts += 1
@@ -99,30 +102,30 @@ class Restarts:
         if process.num_refused > 1 and self.serving(process.role):
             after_s = REFUSED_WAIT_S
         process.start_at = now + after_s
-        if not self.serving(process.role):  # those who fitted nobody may be needed now
+        if not self.serving(process.role):  # nodes that the router refused may match now
             for each in self._processes.values():
                 if each.role == process.role and each.start_at is not None:
                     each.start_at = min(each.start_at, now + MAX_WAIT_S)
         return Restart(after_s, process.num_in_row)
 
     def due(self, now: float) -> list[str]:
-        """Return the processes to start now; they count as started."""
+        """Return the processes to start now, and record them as started."""
         names = [name for name, each in self._processes.items() if each.start_at is not None and now >= each.start_at]
         for name in names:
             self._processes[name].start_at, self._processes[name].started_at = None, now
         return names
 
     def is_waiting(self, name: str) -> bool:
-        """Whether the process has ended and is to be started again."""
+        """Return whether the process has ended and waits for its next start."""
         return self._processes[name].start_at is not None
 
     def next_start_s(self, now: float) -> float | None:
-        """Seconds until somebody is to be started; None: nobody waits for it."""
+        """Return the seconds until the next start, or None if no process waits."""
         times = [each.start_at for each in self._processes.values() if each.start_at is not None]
         return max(0.0, min(times) - now) if times else None
 
     def serving(self, role: str) -> list[str]:
-        """Names of the processes of a role that serve."""
+        """Return the names of the processes of a role that serve."""
         return [name for name, each in self._processes.items() if each.role == role and each.joined_at is not None]
 
     def _hopeless(self, ended: _Process, exit_status: int) -> str | None:

@@ -1,4 +1,4 @@
-"""What `baton up` says, and how it listens to signals."""
+"""The terminal of `baton up`: the signals it waits for, the progress line of the start, and the text when ready."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from .client import Client
 
@@ -19,7 +18,7 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:
-    """Counts the signals that ask to stop, and sleeps until any signal (a child's death is one) arrives."""
+    """Counts the signals that ask to stop. `wait` returns early on any signal, a child's end included."""
 
     def __enter__(self) -> Signals:
         self.stops = 0
@@ -39,7 +38,7 @@ class Signals:
         self._writer.close()
 
     def wait(self, timeout_s: float | None) -> None:
-        """Returns at the next signal or after `timeout_s`, whichever comes first."""
+        """Return at the next signal or after `timeout_s`, whichever comes first."""
         if select.select([self._reader], [], [], timeout_s)[0]:
             self._reader.recv(4096)
 
@@ -48,9 +47,10 @@ class Signals:
 
 
 class Status:
-    """Progress of the start: one line, rewritten, on a terminal; else every log line as it comes."""
+    """Progress of the start. On a terminal: one line, redrawn in place. Elsewhere: every log line of every process."""
 
     def __init__(self, names: Iterable[str]) -> None:
+        """`names`: the processes that the progress line shows."""
         self._is_terminal = sys.stderr.isatty()
         self._last = dict.fromkeys(names, "starting")
 
@@ -62,7 +62,7 @@ class Status:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
     def take(self, name: str, lines: list[str]) -> None:
-        """New log lines of one process; on a terminal only of those named at the start."""
+        """Accept new log lines of a process. A terminal shows only the last line, and only of the named processes."""
         if self._is_terminal and lines and name in self._last:
             self._last[name] = _message(name, lines[-1])
         elif not self._is_terminal:
@@ -70,19 +70,19 @@ class Status:
                 say(f"  {name}: {line}")
 
     def tell(self, line: str) -> None:
-        """A line that stays."""
+        """Print a line that stays on the screen."""
         say(f"\r\033[K{line}" if self._is_terminal else line)
 
     def draw(self, age_s: float) -> None:
-        """Shows the last line of each process, `age_s` seconds after the start. Does nothing without a terminal."""
+        """Redraw the progress line, `age_s` seconds after the start. Does nothing if stderr is not a terminal."""
         if self._is_terminal:
-            room = max(20, (shutil.get_terminal_size().columns - 8) // len(self._last))
-            parts = [f"{name}: {text}"[: room - 3].ljust(room) for name, text in self._last.items()]
-            print(f"\r\033[K{age_s:4.0f} s  {''.join(parts).rstrip()}", end="", file=sys.stderr, flush=True)
+            width = max(20, (shutil.get_terminal_size().columns - 8) // len(self._last))
+            columns = [f"{name}: {text}"[: width - 3].ljust(width) for name, text in self._last.items()]
+            print(f"\r\033[K{age_s:4.0f} s  {''.join(columns).rstrip()}", end="", file=sys.stderr, flush=True)
 
 
 def _message(name: str, line: str) -> str:
-    """What a log line says, without its time, level and process."""
+    """Return a log line without its time, level and process name."""
     if line.startswith("{"):
         try:
             return str(json.loads(line)["message"])
@@ -91,13 +91,13 @@ def _message(name: str, line: str) -> str:
     return line.partition(f" {name} ")[2] or line
 
 
-def say(text: Any) -> None:
-    """One event of the launcher, for the person who started it."""
+def say(text: str) -> None:
+    """Print one event of the launcher to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
-def banner(client: Client, run_dir: Path, *, has_key: bool) -> str:
-    """What to do now: the URL, a request to paste, and where the logs are."""
+def ready_text(client: Client, run_dir: Path, *, has_key: bool) -> str:
+    """Return the text for a system that is ready: the URL, a request to paste, and the place of the logs."""
     model = client.model_names()[0]
     key = ' -H "Authorization: Bearer $BATON_API_KEY"' if has_key else ""
     return f"""

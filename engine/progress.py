@@ -6,9 +6,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
-
-from ..metadata.logs import terminal_log
+from typing import Protocol, TypeVar, runtime_checkable
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +16,15 @@ Item = TypeVar("Item")
 _DRAW_EVERY_S = 0.1
 _LOG_EVERY_S = 1.0
 _WIDTH = 20  # of the bar
+
+
+@runtime_checkable
+class Terminal(Protocol):
+    """A log handler on a terminal that can also redraw one line in place."""
+
+    def draw(self, line: str) -> None: ...
+
+    def end_line(self) -> None: ...
 
 
 def tracked(items: Sequence[Item], progress: Progress | None) -> Iterator[Item]:
@@ -44,11 +51,11 @@ class ProgressBar:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if (terminal := terminal_log()) is not None:
+        if (terminal := _terminal()) is not None:
             terminal.end_line()
 
     def __call__(self, num_done: int, num_total: int) -> None:
-        now, terminal, is_last = time.monotonic(), terminal_log(), num_done >= num_total
+        now, terminal, is_last = time.monotonic(), _terminal(), num_done >= num_total
         done, total = num_done // self._unit_size, num_total // self._unit_size
         if is_last or now - self._shown >= (_LOG_EVERY_S if terminal is None else _DRAW_EVERY_S):
             self._shown = now
@@ -64,3 +71,8 @@ class ProgressBar:
             self._begun = now
             if terminal is not None:
                 terminal.end_line()
+
+
+def _terminal() -> Terminal | None:
+    """Return the handler that writes this process's log to a terminal, if there is one."""
+    return next((handler for handler in logging.getLogger().handlers if isinstance(handler, Terminal)), None)

@@ -8,7 +8,6 @@ from ..metadata.bus.membership import Membership
 from ..metadata.bus.sockets import new_epoch
 from ..metadata.errors import ConfigError
 from ..metadata.handoff.server import HandoffServer
-from ..metadata.logs import setup_logging
 from .config import PrefillConfig
 from .node import PrefillNode
 
@@ -18,7 +17,6 @@ _WILDCARDS = ("0.0.0.0", "::", "*")
 def run(config: PrefillConfig) -> int:
     """Runs until SIGTERM or SIGINT; returns the exit status. Raises ConfigError and ModelError before it serves."""
     name = node_id(config, "prefill")
-    setup_logging(config, name)
     if config.bind_host in _WILDCARDS:
         raise ConfigError(
             f"bind_host {config.bind_host} names no host: give the address at which decode nodes reach this one"

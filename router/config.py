@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,21 +65,11 @@ class RouterConfig(ProcessConfig):
         allowed_hosts(self.allow_host)
 
     @property
-    def required_key(self) -> str | None:
-        """The key that clients must send: the configured one, else the one in the environment."""
-        return self.api_key or os.environ.get("BATON_API_KEY") or None
-
-    @property
     def client_keys(self) -> list[str]:
-        """All keys that clients may send: `required_key` and those of the file. Raises ConfigError if the file cannot
-        be read or holds no key."""
-        keys = [self.required_key] if self.required_key is not None else []
+        """All keys that clients may send: `api_key` and those of the file. Raises ConfigError if the file cannot be
+        read or holds no key."""
+        keys = [self.api_key] if self.api_key is not None else []
         return keys if self.api_keys is None else [*keys, *_read_keys(self.api_keys)]
-
-    @property
-    def required_admin_key(self) -> str | None:
-        """The key that operators must send: the configured one, else the one in the environment."""
-        return self.admin_key or os.environ.get("BATON_ADMIN_KEY") or None
 
 
 def _read_keys(path: str) -> list[str]:

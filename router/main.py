@@ -18,7 +18,6 @@ from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.hub import Hub
 from ..metadata.bus.sockets import new_epoch
 from ..metadata.errors import ConfigError
-from ..metadata.logs import setup_logging
 from .config import RouterConfig
 from .export import TraceExport, configured_export
 from .http.api import Api
@@ -140,7 +139,6 @@ def run(config: RouterConfig) -> int:
 
     Raises ConfigError if it cannot start.
     """
-    setup_logging(config, "router")
     return uvloop.run(_main(config))
 
 

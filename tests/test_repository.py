@@ -1,4 +1,4 @@
-"""The repository's own rules: where code may be, what may import what, what may not be called."""
+"""The rules of the repository: which folder holds what, which imports and calls are allowed, which tests must exist."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import MappingProxyType
 
@@ -22,12 +22,70 @@ MAY_IMPORT = {  # DESIGN: imports run downwards only
     "router": {"router", "metadata"},
     "prefill_node": {"prefill_node", "engine", "metadata"},
     "decode_node": {"decode_node", "engine", "metadata"},
-    "engine": {"engine", "kernels", "metadata"},
+    "engine": {"engine", "kernels", "metadata"},  # see ENGINE_READS
     "metadata": {"metadata"},
     "kernels": {"kernels"},
 }
-NOT_SHIPPED = {"baton.deploy.demo.training"}  # the demo model ships, how it was trained does not
-NO_TORCH = {"router"}  # and never by what it imports: test_the_router_imports_no_torch
+# The parts of metadata/ that engine/ may import: schema and wire types, configuration and errors.
+ENGINE_READS = {
+    *("baton.metadata.config", "baton.metadata.errors", "baton.metadata.wire"),
+    *(f"baton.metadata.handoff.{name}" for name in ("buffers", "device_pool", "hidden_layout", "memory", "schema")),
+}
+ENGINE_STARTUP = "engine/startup.py"  # starts a node of either role, so it also opens the sockets of metadata/bus
+NOT_SHIPPED = {"baton.deploy.demo.training"}  # the wheel holds the demo model, not the code that trained it
+NO_TORCH = {"router"}  # test_the_router_imports_no_torch holds this for indirect imports too
+
+CIRCLES: list[set[str]] = [  # import circles that remain: the list may only become shorter
+    {"router.cancels", "router.node", "router.request", "router.trace"},
+    {"router.dispatcher", "router.health"},
+    {f"router.http.{name}" for name in ("admin", "app", "completions", "explain", "handoff", "openapi", "serve")},
+    {"kernels.trees", "kernels.triton_growth", "kernels.triton_trees"},
+    {"kernels.advance", "kernels.triton_advance"},
+]
+
+TEST_FOLDERS = {  # folders of tests/ that mirror no folder of the product
+    "benchmarks": "programs that measure, run by hand, and the checkpoints that they use",
+    "chaos": "faults in real processes, and the fault injector",
+    "fuzz": "random input to the decoders",
+    "gpu": "tests that need a GPU",
+    "integration": "real processes, started by the command line",
+    "metadata/wire/golden": "recorded messages",
+    "releases": "earlier versions of Baton",
+    "seeds": "the invariants of DESIGN.md, section 7",
+    "support": "modules that several test files import",
+}
+SHARED = [ROOT / "tests" / name for name in ("support", "chaos", "benchmarks")]  # imported by bare names
+
+
+# Modules without a test file of their name: (reason, folder, modules). The list may only become shorter.
+_DECLARES = "declares names and types, which the tests of its users cover"
+_TRAINS = "test_train.py and test_drafters.py run the training programs as a whole"
+_NEXT = "engine/ and kernels/ get a new shape in the next change, and test files by this rule"
+_MISSING = "its tests still have another name"
+UNTESTED = [
+    (_DECLARES, "decode_node", "config"),
+    (_DECLARES, "prefill_node", "config job"),
+    (_DECLARES, "router", "config errors"),
+    (_DECLARES, "metadata", "config errors"),
+    (_DECLARES, "metadata/wire", "handoff_messages node_info request"),
+    (_MISSING, "decode_node", "main outbox reservations scheduler sequence"),
+    (_MISSING, "metadata/bus", "sockets"),
+    (_MISSING, "metadata/handoff", "device_pool needs pages peers pull_link"),
+    (_MISSING, "metadata/handoff/transports", "base"),
+    (_MISSING, "metadata/wire", "frames"),
+    (_MISSING, "prefill_node", "chunks main node outbox scheduler"),
+    (_MISSING, "router", "cancels comings election gaps metrics mismatch node parts request spans streams"),
+    (_MISSING, "router/http", "answers app completions explain openai_types openapi response_format serve sse"),
+    (_TRAINS, "deploy/demo/training", "corpus evaluate model muon vocabulary"),
+    (_TRAINS, "deploy/demo/training", "drafters_files drafters_layers drafters_models"),
+    (_TRAINS, "deploy/demo/training", "drafters_reference drafters_training"),
+    (_NEXT, "engine", "attention batch capture checkpoint config copies cuda_memory cuda_pool engine layers"),
+    (_NEXT, "engine", "model_card round_inputs sampling_state slots step_times stopping"),
+    (_NEXT, "engine/drafters", "base choice frozen_kv mtp_layers shifted standalone"),
+    (_NEXT, "engine/models", "frozen_kv heads hyper_eagle hyper_llama llama mtp registry tensors"),
+    (_NEXT, "kernels", "advance gpu numba_kernels pages rotary rows silu trees triton_advance triton_extend"),
+    (_NEXT, "kernels", "triton_noise triton_rotary triton_softmax triton_store triton_vector triton_visibility"),
+]
 
 
 def _name(path: Path) -> str:
@@ -39,7 +97,7 @@ def _tree(path: Path) -> ast.Module:
 
 
 def _imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Every import as (line, absolute dotted name), those inside functions too."""
+    """Yield every import as (line, absolute dotted name): type-only imports and those inside functions too."""
     package = ["baton", *path.relative_to(ROOT).parent.parts]
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
@@ -48,6 +106,40 @@ def _imports(path: Path) -> Iterator[tuple[int, str]]:
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *(node.module or "").split(".")]).strip(".")
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def _import_graph(files: Iterable[Path], packages: Iterable[Path] = ()) -> dict[str, set[str]]:
+    """Return the modules that each module imports, by dotted path below ROOT. `packages`: folders on sys.path."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
+    bare = {path.stem: name for name, path in modules.items() if path.parent in packages}
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        found = graph[name] = set()
+        for _, imported in _imports(path):
+            full = imported.removeprefix("baton.")
+            for wanted in (full, full.rpartition(".")[0], bare.get(imported.split(".")[0])):
+                if wanted in modules and wanted != name:
+                    found.add(wanted)
+                    break
+    return graph
+
+
+def _circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Return the sets of modules that import each other, directly or not."""
+
+    def reached_from(start: str) -> set[str]:
+        seen: set[str] = set()
+        queue = list(graph[start])
+        while queue:
+            name = queue.pop()
+            if name not in seen:
+                seen.add(name)
+                queue += graph[name]
+        return seen
+
+    reached = {name: reached_from(name) for name in graph}
+    circles = {frozenset(other for other in reached[name] if name in reached[other]) for name in graph}
+    return sorted((set(circle) for circle in circles if circle), key=sorted)
 
 
 def test_the_packages_are_the_folders_with_code() -> None:
@@ -82,6 +174,58 @@ def test_imports_run_downwards(folder: str) -> None:
     assert not wrong
 
 
+def test_the_engine_reads_only_schema_and_types_of_metadata() -> None:
+    wrong = []
+    for path in (ROOT / "engine").rglob("*.py"):
+        for line, name in _imports(path):
+            is_allowed = any(f"{name}.".startswith(f"{allowed}.") for allowed in ENGINE_READS)
+            if name.startswith("baton.metadata.") and not is_allowed and _name(path) != ENGINE_STARTUP:
+                wrong.append(f"{_name(path)}:{line} imports {name}")
+    assert not wrong
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    circles = _circles(_import_graph(CODE))
+    assert circles == sorted(CIRCLES, key=sorted), "a new circle, or one that is gone and should leave CIRCLES"
+    shared = [path for folder in SHARED for path in sorted(folder.glob("*.py"))]
+    assert not _circles(_import_graph(shared, SHARED))
+
+
+def test_circles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set[str](), "e": {"d"}}
+    assert _circles(graph) == [{"a", "b", "c"}]
+
+
+def test_the_product_imports_no_test() -> None:
+    shared = {path.stem for folder in SHARED for path in folder.glob("*.py")}
+    wrong = []
+    for path in CODE:
+        for line, name in _imports(path):
+            if name.startswith("baton.tests") or name.split(".")[0] in {"pytest", "tests", *shared}:
+                wrong.append(f"{_name(path)}:{line} imports {name}")
+    assert not wrong
+
+
+def test_tests_mirror_the_folders() -> None:
+    folders = [path for path in (ROOT / "tests").rglob("*") if path.is_dir() and any(path.glob("*.*"))]
+    names = {str(path.relative_to(ROOT / "tests")) for path in folders if path.name != "__pycache__"}
+    mirrored = {str(path.parent.relative_to(ROOT)) for path in CODE}
+    assert names - mirrored - set(TEST_FOLDERS) == set()
+    assert set(TEST_FOLDERS) <= names
+
+
+def test_every_module_has_a_test_file_of_its_name() -> None:
+    """`router/queue.py` has `tests/router/test_queue.py`. UNTESTED lists the exceptions, and nothing else."""
+    missing = set()
+    for path in CODE:
+        place = path.relative_to(ROOT)
+        if path.name != "__init__.py" and not (ROOT / "tests" / place.parent / f"test_{path.name}").exists():
+            missing.add(str(place))
+    listed = {f"{folder}/{name}.py" for _, folder, names in UNTESTED for name in names.split()}
+    assert sorted(missing - listed) == [], "add a test file of this name"
+    assert sorted(listed - missing) == [], "it has a test file or is gone: take it off the list"
+
+
 def test_code_imports_relatively() -> None:
     wrong = []
     for path in CODE:
@@ -96,7 +240,7 @@ def test_code_imports_relatively() -> None:
 
 
 def test_the_router_imports_no_torch() -> None:
-    """Every module of router/ and what it imports, in a fresh interpreter."""
+    """Imports every module of router/ in a new interpreter."""
     paths = [path.relative_to(ROOT).with_suffix("") for path in CODE if path.is_relative_to(ROOT / "router")]
     modules = sorted("baton." + ".".join(path.parts) for path in paths if path.name != "__init__")
     code = (
@@ -127,7 +271,7 @@ def test_nothing_can_be_unpickled_or_evaluated() -> None:
 
 
 def _forbidden_calls(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """What the module calls that could run what it reads, whatever it has imported it as."""
+    """Yield calls that could run data as code, whatever name the module has imported the function as."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -178,14 +322,13 @@ def test_the_scan_finds_what_it_looks_for(source: str) -> None:
 
 
 def test_no_wall_clock_decides_anything_on_a_node() -> None:
-    """Leases, silence and deadlines are judged on the monotonic clock: setting the time of day changes nothing."""
-    allowed = {"metadata/logs.py"}  # the times of lines
+    """Leases, heartbeats and deadlines use the monotonic clock, so that setting the time of day changes nothing."""
     wrong = []
     for path in CODE:
         if path.relative_to(ROOT).parts[0] in ("metadata", "prefill_node", "decode_node", "engine", "kernels"):
             calls = [ast.unparse(node.func) for node in ast.walk(_tree(path)) if isinstance(node, ast.Call)]
             bad = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"}.intersection(calls)
-            wrong += [f"{_name(path)}: {name}" for name in bad if _name(path) not in allowed]
+            wrong += [f"{_name(path)}: {name}" for name in bad]
     assert not wrong
 
 
@@ -196,8 +339,8 @@ _VERBS = {"send", "recv", "open", "close", "start", "stop", "take", "give", "put
 
 
 def _changes_in_asserts(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """What an assert does beside looking, which `python -O` would leave undone: a name bound, or a call that by its
-    name changes something (a container's mutator, a verb, torch's trailing underscore)."""
+    """Yield side effects of asserts, which `python -O` would leave out: names bound, and calls whose name says that
+    they change something (a container's mutator, a verb, torch's trailing underscore)."""
     for node in (inner for each in ast.walk(tree) if isinstance(each, ast.Assert) for inner in ast.walk(each)):
         if isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom):
             yield node.lineno, ast.unparse(node)

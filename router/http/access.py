@@ -55,11 +55,11 @@ class Access:
         self._anyone = Caller()
         self._callers = {_digest(key): Caller() for key in config.client_keys}
         self.has_api_keys = bool(self._callers)
-        self.has_admin_key = config.required_admin_key is not None
-        if config.required_admin_key is not None:
-            if _digest(config.required_admin_key) in self._callers:
+        self.has_admin_key = config.admin_key is not None
+        if config.admin_key is not None:
+            if _digest(config.admin_key) in self._callers:
                 raise ConfigError("admin_key is also an API key; it must be another one")
-            self._callers[_digest(config.required_admin_key)] = Caller(is_admin=True)
+            self._callers[_digest(config.admin_key)] = Caller(is_admin=True)
         if self._limit is not None and not self.has_api_keys:
             raise ConfigError("max_concurrent_per_key is set, but no API key is: give --api-key or --api-keys as well")
         self._durations = Average()  # seconds that requests took

@@ -1,4 +1,4 @@
-"""Adaptive drafting at real sizes against the same rounds without drafts (a part of bench_gpu)."""
+"""Adaptive drafting at real sizes, compared with the same rounds without drafts (a part of bench_gpu.py)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ class _UnderWay(NamedTuple):
 
 
 def adaptive(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
-    """Tokens a second of adaptive drafting over those of rounds without drafts, by turns on the same prompts; the first
-    turn, in which the chooser knows nothing, apart."""
+    """Return tokens per second with adaptive drafting, relative to rounds without drafts.
+
+    Both kinds take turns on the same prompts. The first turn, in which the chooser knows nothing yet, is separate.
+    """
     times = StepTimes.measure(rounds.measure, min(rounds.slots.num_slots, _MAX_MEASURED), rounds.shape.choices)
     chooser = StepChooser(rounds.shape, times, rounds.slots.num_slots)
     plain: list[float] = []
@@ -61,8 +63,7 @@ def adaptive(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
 
 
 def _run(rounds: Rounds, chooser: StepChooser, sequences: Sequence[Running]) -> tuple[float, Counter[int]]:
-    """As a decode node's thread, until NUM_NEW tokens a sequence are there. Seconds, and how many rounds had how many
-    steps."""
+    """Run rounds as a decode node does until each sequence has NUM_NEW tokens. Returns seconds, and rounds by steps."""
     slots, steps, left = _slots(sequences), Counter[int](), NUM_NEW * len(sequences)
     settled = 0.0
 

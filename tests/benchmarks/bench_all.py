@@ -1,13 +1,13 @@
-"""All figures of docs/performance.md that are taken on a GPU: every part with its check, JSON and the tables.
+"""Measure all figures of docs/performance.md that need a GPU, and check them.
 
     python tests/benchmarks/bench_all.py --models models --out figures [--only engine-1b system-1b] [--again]
 
-Planted checkpoints are made in --models when a part needs them and they are not there. A part runs in a process of its
-own, whose output goes to OUT/NAME.log. When it has succeeded, and has compared what it generated or moved with what is
-known, its figures lie in OUT/NAME.json; parts that have one are not run again unless --again, so a run that was cut off
-goes on where it stopped. After each part OUT/figures.json and OUT/figures.md tell of all that lie there.
+Each part runs in its own process, whose output goes to OUT/NAME.log. If a part needs a planted checkpoint that is not
+in --models, the checkpoint is made first. A part succeeds if what it generated or moved equals what is known; its
+figures are then in OUT/NAME.json. Parts with such a file are not run again unless --again is given, so a run that was
+interrupted continues where it stopped. After each part, OUT/figures.json and OUT/figures.md hold all figures so far.
 
-The exit status is 1 when a part failed; the others run all the same.
+The exit status is 1 if a part failed. The other parts run anyway.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HEADS = {"1b": (), "8b": ("0.8", "0.6", "0.2")}  # EAGLE-3, by the share of toke
 
 
 class Part(NamedTuple):
-    """Something to measure."""
+    """A part of the measurement."""
 
     name: str
     command: list[str]  # arguments of Python; --commit and --json follow
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 
 def parts(models: Path, num_gpus: int) -> list[Part]:
-    """All that can be measured with so many GPUs."""
+    """Return all parts that can be measured with this number of GPUs."""
     handoff = [str(HERE / "bench_handoff.py"), "--device", "cuda"]
     found = [
         Part("handoff", [*handoff, "--rounds", "15"]),
@@ -48,7 +48,7 @@ def parts(models: Path, num_gpus: int) -> list[Part]:
         found.append(Part("handoff-two-gpus", [*handoff, "--rounds", "15", "--devices", "0", "1"]))
     for size, name in MODELS.items():
         directory = str(models / name)
-        engine = ["-m", "bench_gpu", "--model", directory]
+        engine = [str(HERE / "bench_gpu.py"), "--model", directory]
         found.append(Part(f"engine-{size}", engine, size))
         found.append(Part(f"system-{size}", [str(HERE / "bench_system.py"), "--model", directory], size))
         only = ["--only", "rounds", "adaptive", "--batches", "1", "8", "32", "64", "--num-tokens", "260000"]
@@ -71,7 +71,7 @@ def parts(models: Path, num_gpus: int) -> list[Part]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Run the measurement. Returns the exit status."""
     import torch
 
     num_gpus = torch.cuda.device_count()
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(
     chosen: Sequence[Part], models: Path, out: Path, *, again: bool = False, commit: str | None = None
 ) -> list[str]:
-    """Names of those that failed."""
+    """Run the chosen parts. Returns the names of those that failed."""
     out.mkdir(parents=True, exist_ok=True)
     failed: list[str] = []
     for part in chosen:
@@ -109,7 +109,10 @@ def measure(
 
 
 def _run(part: Part, models: Path, out: Path, commit: str | None) -> str | None:
-    """What went wrong. Its JSON takes its name when all is well, so what has the name is whole and right."""
+    """Run one part. Returns what went wrong, or None.
+
+    The JSON file gets its final name only if the part succeeds, so a file with that name is complete and checked.
+    """
     path, unchecked = out / f"{part.name}.json", out / f"{part.name}.json.unchecked"
     for old in (path, unchecked):
         old.unlink(missing_ok=True)
@@ -131,14 +134,14 @@ def _run(part: Part, models: Path, out: Path, commit: str | None) -> str | None:
 
 
 def _make_model(size: str, models: Path, log: Any) -> bool:
-    """A planted checkpoint and its heads, under its name when it is whole."""
+    """Make a planted checkpoint and its heads if they are missing. The directory gets its name when it is complete."""
     directory = models / MODELS[size]
     if directory.exists():
         return True
     partial = directory.with_name(f"{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     heads = ["--acceptance", *HEADS[size]] if HEADS[size] else []
-    command = [sys.executable, "-m", "synthetic", MODELS[size], str(partial), "--planted", *heads]
+    command = [sys.executable, str(HERE / "synthetic.py"), MODELS[size], str(partial), "--planted", *heads]
     if subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode != 0:
         return False
     partial.rename(directory)
@@ -146,7 +149,7 @@ def _make_model(size: str, models: Path, log: Any) -> bool:
 
 
 def write_figures(out: Path) -> None:
-    """figures.json and figures.md of the parts that lie in `out`."""
+    """Write figures.json and figures.md from all reports in `out`."""
     paths = sorted(path for path in out.glob("*.json") if path.name != "figures.json")
     reports: dict[str, dict[str, Any]] = {path.stem: json.loads(path.read_text()) for path in paths}
     same = ("device", "torch", "commit", "date")

@@ -1,22 +1,21 @@
-"""Acceptance of one draft token at temperature 1 on the demo model: shared noise, the optimum, a greedy draft.
+"""Acceptance of one draft token at temperature 1: shared noise, the optimum, and a greedy draft, on the demo model.
 
     python tests/benchmarks/bench_coupling.py [--windows 64] [--window 512] [--draws 4] [--json FILE]
 
-Windows of held-out code are the contexts. At every row, p is the target's distribution of the next token and q the
-drafter's for the same place: its k-th proposal after the target's last row, the tokens between being the text's own, so
-that both see the same prefix. Every figure is a mean over the same rows:
+The contexts are windows of held-out code. At every row, p is the target's distribution of the next token. q is the
+drafter's distribution for the same position: its k-th proposal after the target's last row. The tokens between are
+those of the text, so both see the same prefix. Every figure is a mean over the same rows:
 
     shared noise   argmax(log p + g) == argmax(log q + g), g = gumbel_noise(seed, position): Baton's rule, counted in
-                   `draws` draws a row, of as many seeds a window
+                   `draws` draws per row, with as many seeds per window
     expected       the probability of that event, in closed form (`coupled`)
     optimum        1 - TV(p, q) = sum min(p, q): what rejection sampling of a draft drawn from q accepts
     greedy draft   p[argmax q]: the likeliest draft token, accepted with its target mass
     independent    sum p q: the event of the first line with two independent noises
 
-Forwards are those of deploy/demo's torch models over whole windows, which equal drafting step by step (see
-tests/deploy/demo/training/test_drafters.py), float32 on the bfloat16 weights.
-A run ends with an error when shared noise is more than 4.5 standard
-errors from what is expected, or when the ids drawn do not come as often, or are not as likely, as p (or q) says.
+The forwards run the torch models of deploy/demo/training over whole windows, which equals drafting step by step
+(tests/deploy/demo/training/test_drafters.py), in float32 on the bfloat16 weights. The program ends with an error if
+shared noise differs from the expected value by more than 4.5 standard errors, or if the drawn ids do not fit p (or q).
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ MIN_EXPECTED = 25.0  # draws of an id below which its count is no normal variabl
 
 
 class Rows(NamedTuple):
-    """What is measured at each row, [num_rows] float32 each."""
+    """The figures of each row, [num_rows] float32 each."""
 
     shared: Tensor  # share of the draws
     expected: Tensor
@@ -61,14 +60,14 @@ class Rows(NamedTuple):
 
 
 class Draws:
-    """How often each id was drawn, and how likely the drawn ids were, against what the distribution says."""
+    """Compares the drawn ids with their distribution: how often each came, and how likely the drawn ids were."""
 
     def __init__(self, vocab_size: int) -> None:
         self._observed, self._expected, self._variance = torch.zeros(3, vocab_size, dtype=torch.float64)
         self._excess = self._excess_variance = 0.0  # of log-probability, over minus the entropy
 
     def add(self, tokens: Tensor, logits: Tensor) -> None:
-        """tokens [num_draws, num_rows] drawn from logits [num_rows, vocab_size]."""
+        """Add tokens [num_draws, num_rows] drawn from logits [num_rows, vocab_size]."""
         num_draws, log_p = len(tokens), logits.log_softmax(-1).clamp_min(-100.0)
         p = log_p.exp()
         self._observed += torch.bincount(tokens.flatten(), minlength=p.shape[1])
@@ -79,7 +78,9 @@ class Draws:
         self._excess_variance += num_draws * (square - mean.square()).double().sum().item()
 
     def z_scores(self) -> dict[str, float]:
-        """Of ids that should have come often enough (their root mean square should be 1), and of log-probability."""
+        """Return the z scores of ids expected often enough (their root mean square should be 1), and of the log-
+        probability.
+        """
         is_frequent = self._expected >= MIN_EXPECTED
         z = ((self._observed - self._expected) / self._variance.sqrt())[is_frequent]
         return {
@@ -105,12 +106,12 @@ def coupled(p: Tensor, q: Tensor, log_ratio: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, noise: Tensor) -> Tensor:
-    """logits [num_rows, vocab_size], noise [num_draws, num_rows, vocab_size] to token ids [num_draws, num_rows]."""
+    """Draw ids [num_draws, num_rows]. logits [num_rows, vocab_size], noise [num_draws, num_rows, vocab_size]."""
     return torch.stack([(logits + each).argmax(-1) for each in noise])
 
 
 def compare(target_logits: Tensor, draft_logits: Tensor, is_shared: Tensor) -> Rows:
-    """Logits [num_rows, vocab_size]; is_shared [num_draws, num_rows] bool."""
+    """Compute the figures of rows. Logits are [num_rows, vocab_size]; is_shared is [num_draws, num_rows] bool."""
     p, q = target_logits.softmax(-1), draft_logits.softmax(-1)
     return Rows(
         shared=is_shared.float().mean(0),
@@ -122,7 +123,7 @@ def compare(target_logits: Tensor, draft_logits: Tensor, is_shared: Tensor) -> R
 
 
 def read_windows(model: Path, source: Path, num_windows: int, window_len: int) -> Tensor:
-    """[num_windows, window_len] token ids of held-out files, no two overlapping, picked evenly from all there are."""
+    """Return [num_windows, window_len] token ids of held-out files. Windows do not overlap and are spread evenly."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     documents = encode_documents(tokenizer, read_corpus(source, HELD_OUT_FRACTION).held_out)
     windows = [
@@ -136,7 +137,7 @@ def read_windows(model: Path, source: Path, num_windows: int, window_len: int) -
 
 
 class Measurement:
-    """All drafters over one window after another."""
+    """Measures all drafters, window after window."""
 
     def __init__(self, model: Path) -> None:
         self._target: Target = load_target(model)
@@ -147,7 +148,7 @@ class Measurement:
 
     @torch.no_grad()
     def add(self, input_ids: Tensor, seeds: range) -> None:
-        """One window, [window_len]; the token at index i is drawn with the noise of (seed, i), for each seed."""
+        """Add one window, [window_len]. The token at index i is drawn with the noise of (seed, i), for each seed."""
         positions, vocab_size = torch.arange(len(input_ids)), len(self._target.embedding)
         noise = torch.stack([gumbel_noise(torch.full_like(positions, seed), positions, vocab_size) for seed in seeds])
         target_rows = self._target(input_ids[None])
@@ -167,7 +168,7 @@ class Measurement:
 
 
 def summarize(windows: list[Rows], num_draws: int) -> dict[str, float]:
-    """Means over all rows. `noise_se`: standard error of `shared` for these contexts; `text_se`: over windows too."""
+    """Return means over all rows, with standard errors: `noise_se` for these contexts, `text_se` over windows too."""
     columns = {name: torch.stack([getattr(rows, name) for rows in windows]).double() for name in Rows._fields}
     figures = {name: values.mean().item() for name, values in columns.items()}
     expected, shared = columns["expected"], columns["shared"]
@@ -178,7 +179,7 @@ def summarize(windows: list[Rows], num_draws: int) -> dict[str, float]:
 
 
 def check(figures: list[dict[str, Any]], draws: dict[str, Draws]) -> dict[str, dict[str, float]]:
-    """The z scores of each model's draws. Ends the program where BOUND is passed."""
+    """Return the z scores of each model's draws. Ends the program if one exceeds BOUND."""
     wrong = [f"{row['drafter']} at {row['k']}: {row['z']:.1f}" for row in figures if abs(row["z"]) > BOUND]
     result = {name: each.z_scores() for name, each in draws.items()}
     for name, row in result.items():

@@ -1,14 +1,14 @@
-"""Figures of the engine on one CUDA GPU, against floors that are measured on it: `python -m bench_gpu`.
+"""Measure the engine on one CUDA GPU and compare it with the limits of that GPU.
 
-    python -m synthetic llama-3.2-1b models/1b
-    python -m bench_gpu --model models/1b [--drafter DIR] [--json FILE] [--only decode prefill]
+    python tests/benchmarks/synthetic.py llama-3.2-1b models/1b
+    python tests/benchmarks/bench_gpu.py --model models/1b [--drafter DIR] [--json FILE] [--only decode prefill]
 
-Prints a line a point, then Markdown tables with the best peer's figures beside, and writes JSON with --json FILE. Where
-the model is planted (--planted) what it generates is compared with the text that is known, `checked_tokens` of it; a
-difference ends the run with an error. tests/benchmarks/bench_all.py runs this for all models and heads.
+Prints one line per point, then Markdown tables beside the best peer's figures, and writes JSON with --json FILE. If the
+model is planted, the generated text is compared with the known text (`checked_tokens` of it); a difference ends the
+program with an error. bench_all.py runs this program for all models and heads.
 
-Times are of whole steps as a node runs them, by the host's clock. The floor of a step is the larger of its bytes over
-the read bandwidth and its operations over the matrix rate, both measured first.
+Times are those of whole steps as a node runs them, by the host's clock. The floor of a step is the larger of two times:
+its bytes at the measured read bandwidth, and its operations at the measured matrix rate.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from bench_sequences import CHUNK, Running, check, run_rounds, start, start_long
 from bench_tables import heading, tables
 from roofline import Limits, best_s, floor_s, measure_limits, weight_bytes
 
+from baton.deploy.logs import setup_logging
 from baton.engine.batch import BatchRow
 from baton.engine.config import EngineConfig
 from baton.engine.copies import to_host
@@ -41,7 +42,6 @@ from baton.engine.rounds import Rounds
 from baton.engine.startup import freeze
 from baton.engine.trees import DraftShape
 from baton.metadata.config import ProcessConfig
-from baton.metadata.logs import setup_logging
 
 BATCHES = (1, 8, 64, 256)
 NUM_STEPS = 64  # of a timed run
@@ -122,7 +122,7 @@ def _load(options: argparse.Namespace) -> Engine:
 
 
 def decode(engine: Engine, rounds: Rounds, batch: int, limits: Limits) -> dict[str, Any]:
-    """A step of one token a sequence."""
+    """Time a step that decodes one token per sequence."""
     sequences = start(engine, rounds, batch, 4 * NUM_STEPS + 64)
     shape = rounds.shape.with_steps(0)
     run_rounds(rounds, sequences, shape, 8)
@@ -144,7 +144,7 @@ def decode(engine: Engine, rounds: Rounds, batch: int, limits: Limits) -> dict[s
 
 
 def mixed(engine: Engine, rounds: Rounds, batch: int, limits: Limits) -> dict[str, Any]:
-    """As `decode`, where one sequence is as long as the context allows."""
+    """Time the steps of `decode` with one sequence as long as the context allows."""
     longest = engine.context_len - 1024
     sequences = [start_long(engine, rounds, longest, 4 * NUM_STEPS + 64)]
     sequences += start(engine, rounds, batch - 1, 4 * NUM_STEPS + 64) if batch > 1 else []
@@ -161,7 +161,7 @@ def mixed(engine: Engine, rounds: Rounds, batch: int, limits: Limits) -> dict[st
 
 
 def _graph_seconds(rounds: Rounds, sequences: Sequence[Running], shape: DraftShape) -> float:
-    """Of the round's graph alone, replayed back to back."""
+    """Time the graph of a round alone, replayed back to back."""
     inputs = rounds._fill(sequences, [shape.num_steps] * len(sequences), [0] * len(sequences))
     needs = sequences[0].sampling.needs
 
@@ -173,8 +173,11 @@ def _graph_seconds(rounds: Rounds, sequences: Sequence[Running], shape: DraftSha
 
 
 def idle(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
-    """From a trace of decode steps, what the GPU was without work: in all, and in gaps longer than those between the
-    kernels of one graph, which are the host's; `idle_share_between`: which kernels most of it lies between."""
+    """Measure from a trace of decode steps how long the GPU was without work.
+
+    Gaps longer than those between the kernels of one graph are the host's. `idle_share_between` names the kernels
+    between which most idle time lies.
+    """
     sequences = start(engine, rounds, batch, 2 * NUM_STEPS)
     shape = rounds.shape.with_steps(0)
     run_rounds(rounds, sequences, shape, 8)
@@ -210,7 +213,7 @@ def idle(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
 
 
 def speculate(rounds: Rounds, batch: int) -> dict[str, Any]:
-    """A round of all steps against a step without drafts, and tokens a second."""
+    """Time a round with all steps against a step without drafts, and count tokens per second."""
     sequences = start(rounds.engine, rounds, batch, 8 * NUM_STEPS + 64)
     row: dict[str, Any] = {"batch": batch}
     run_rounds(rounds, sequences, rounds.shape.with_steps(0), 4)
@@ -244,7 +247,7 @@ def _adaptive(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
 
 
 def prefill(engine: Engine, limits: Limits, num_prompts: int, num_tokens: int) -> dict[str, Any]:
-    """`num_prompts` prompts at once, in chunks as a node computes them."""
+    """Compute `num_prompts` prompts at once, in chunks as a node does."""
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(0, engine.card.vocab_size, (num_prompts, num_tokens), generator=generator).tolist()
     num_pages = -(-num_tokens // engine.pool.page_size)
@@ -252,7 +255,7 @@ def prefill(engine: Engine, limits: Limits, num_prompts: int, num_tokens: int) -
     at_once = max(1, CHUNK // num_tokens)
 
     def run() -> list[int]:
-        """First tokens. A chunk is submitted before the one before is read, as a node does it."""
+        """Return the first tokens. Each chunk is submitted before the previous one is read, as a node does it."""
         tokens: list[torch.Tensor] = []
         for first in range(0, num_prompts, at_once):
             group = slice(first, first + at_once)
@@ -285,8 +288,10 @@ def prefill(engine: Engine, limits: Limits, num_prompts: int, num_tokens: int) -
 
 
 def turn(engine: Engine, num_tokens: int) -> dict[str, Any]:
-    """The last `num_tokens` of a prompt as long as the context allows, whose other tokens are in their pages: the next
-    turn of a long conversation."""
+    """Compute the last `num_tokens` of a prompt as long as the context allows, with the other tokens already in pages.
+
+    This is the next turn of a long conversation.
+    """
     prefix = engine.context_len - 1024
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, engine.card.vocab_size, (prefix + num_tokens,), generator=generator).tolist()
@@ -305,7 +310,7 @@ def turn(engine: Engine, num_tokens: int) -> dict[str, Any]:
 
 
 def _timed(run: Callable[[], object], times: int) -> list[float]:
-    """Seconds of each call, which waits for what it asks of the device."""
+    """Return the seconds of each call. A call waits for the device."""
     seconds: list[float] = []
     for _ in range(times):
         torch.cuda.synchronize()
@@ -322,7 +327,7 @@ def _small_prompt(engine: Engine, num_tokens: int) -> dict[str, Any]:
 
 
 def offline(engine: Engine, rounds: Rounds) -> dict[str, Any]:
-    """256 requests of 1,024 tokens in, 256 out, all at once, without speculation."""
+    """Run 256 requests of 1,024 prompt tokens and 256 new tokens, all at once, without speculation."""
     started = time.perf_counter()
     sequences = start(engine, rounds, 256, 256)
     prefill_s = time.perf_counter() - started

@@ -1,12 +1,13 @@
-"""Handoff between two processes on one host against a plain memcpy of the same bytes.
+"""Compare the handoff between two processes on one host with a plain memcpy of the same bytes.
 
     python tests/benchmarks/bench_handoff.py [--rounds 9] [--mib 64] [--json FILE]
     python tests/benchmarks/bench_handoff.py --device cuda [--devices 0 1] [--page-size 16] [--transports local zmq]
 
-A cell is the time from `claim` to `Arrived`: all pages lie in decode's own pool, checked where digests are on, and the
-row has come; its ticket was complete before. What prefill pays to digest while offering is a row of its own. The cells
-of one round are measured one after the other, so that a disturbed machine disturbs all; a figure is the median of the
-rounds, a ratio the median of the ratios within rounds. In the first one, which is not counted, every byte is compared.
+A figure is the time from `claim` to `Arrived`: all pages are in decode's pool, checked if digests are on, and the row
+has arrived. The ticket was complete before the claim. The time that prefill takes to compute digests is its own row.
+All cases of one round are measured one after the other, so that a disturbance hits all of them. A figure is the median
+of the rounds, a ratio the median of the ratios within rounds. In the first round, which is not counted, every byte is
+compared.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def serve(pipe: Connection, model: str, num_pages: int) -> None:
 
 
 def pull(client: HandoffClient, peer: Peer, unit: Unit, num_pages: int) -> float:
-    """Seconds from claim to arrival."""
+    """Return the seconds from claim to arrival."""
     start = time.perf_counter()
     client.claim(unit, peer, 0, range(1, num_pages + 1))
     while True:
@@ -111,7 +112,7 @@ def memcpy(target: np.ndarray, source: np.ndarray) -> float:
 
 
 def measure(model: str, mib: int, rounds: int) -> dict[str, Any]:
-    """Seconds of every round, by cell; the first round warms up, checks, and is not kept."""
+    """Return the seconds of every round, by case. The first round warms up, compares bytes, and is not counted."""
     schema = make_schema(MODELS[model], None, PAGE_SIZE)
     num_pages = (mib << 20) // page_bytes(schema)
     num_bytes = num_pages * page_bytes(schema)
@@ -158,7 +159,7 @@ def measure(model: str, mib: int, rounds: int) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> dict[str, Any]:
-    """Prints a table; returns the figures."""
+    """Print a table and return the figures."""
     num_bytes, memcpys = result["bytes"], result["seconds"]["memcpy"]
     print(
         f"\n{result['model']}: {result['num_pages']} pages of {result['page_bytes'] >> 10} KiB, {num_bytes >> 20} MiB"

@@ -1,11 +1,12 @@
-"""Attention kernels on a GPU, at the shapes of an 8B model: 32 heads, 8 kv heads of 128, bfloat16.
+"""Time the attention kernels on a GPU at the shapes of an 8B model: 32 heads, 8 KV heads of 128, bfloat16.
 
     python tests/benchmarks/bench_kernels_attention.py [--only decode|verify|extend|store] [--sweep]
 
-Every time is that of a CUDA graph over as many layers as exceed the L2 cache several times, divided by the layers; the
-median of its replays. Decode is compared with reading its keys and values once at 4.7 TB/s (a streaming sum on one
-H200), extend with 802 TFLOP/s (an 8192^3 product there); torch's attention over contiguous keys stands beside. Outputs
-are compared with `paged_attention_ref` in the same run, which ends with an error where they differ.
+A time is the median replay of a CUDA graph, divided by its number of layers. The graph has so many layers that their
+data exceed the L2 cache several times. Decode is compared with reading its keys and values once at the bandwidth of a
+streaming sum, extend with the rate of a large matrix product, both as measured on one H200; torch's attention over
+contiguous keys is a further column. Outputs are compared with `paged_attention_ref` in the same run, which ends with an
+error if they differ.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Pool(NamedTuple):
         return cls(kv, table, torch.full((num_seqs,), seq_len, device="cuda"))
 
     def contiguous(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values as torch wants them, each [num_seqs, NUM_KV_HEADS, seq_len, HEAD_DIM]."""
+        """Return keys and values as torch wants them, each [num_seqs, NUM_KV_HEADS, seq_len, HEAD_DIM]."""
         seq_len, page_size = int(self.seq_lens[0]), self.kv.shape[4]
         pages = self.kv[layer][self.block_table[:, : -(-seq_len // page_size)]]
         k, v = pages.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :seq_len].contiguous().unbind(0)
@@ -152,7 +153,7 @@ def bench_extend(num_seqs: int, query_len: int, seq_len: int, page_size: int, ar
 
 
 def bench_store(num_tokens: int, args: argparse.Namespace) -> None:
-    """Query and key heads normed and rotated, all stored; bytes are those of qkv read, q written, k and v written."""
+    """Time norm, rotation and store of query and key heads. Bytes: qkv read; q, k and v written."""
     pool = Pool.make(1, num_tokens, 16, min_layers=8)
     width = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     qkv = torch.randn(len(pool.kv), num_tokens, width, device="cuda", dtype=torch.bfloat16)
@@ -170,7 +171,7 @@ def bench_store(num_tokens: int, args: argparse.Namespace) -> None:
 
 
 def per_layer(call: Callable[[int], object], num_layers: int) -> float:
-    """Seconds of call(layer): the median replay of a graph over all layers."""
+    """Return the seconds of call(layer): the median replay of a graph over all layers, divided by their number."""
     torch.cuda.synchronize()  # inputs were made on another stream
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -192,7 +193,7 @@ def per_layer(call: Callable[[int], object], num_layers: int) -> float:
 
 
 def _extend_ref(q: torch.Tensor, pool: Pool, seq: int, query_len: int, chunk: int = 512) -> torch.Tensor:
-    """The specification in parts, as its scores are float32 and whole."""
+    """The specification, computed in parts because its float32 scores are large."""
     seq_len, page_size, parts = int(pool.seq_lens[seq]), pool.kv.shape[4], []
     for first in range(0, query_len, chunk):
         num, end = min(chunk, query_len - first), seq_len - query_len + min(first + chunk, query_len)
@@ -203,7 +204,7 @@ def _extend_ref(q: torch.Tensor, pool: Pool, seq: int, query_len: int, chunk: in
 
 
 def _other_decodes(chosen: DecodeTiles, is_tree: bool) -> list[DecodeTiles]:
-    """One thing changed at a time."""
+    """Variants of decode that each change one thing."""
     changes: list[dict[str, int]] = [{"num_slots": max(1, chosen.num_slots // 2)}]
     changes += [{"num_slots": chosen.num_slots * 2}, {"num_warps": 2}, {"num_warps": 8}]
     changes += [{"num_stages": stages} for stages in (2, 3, 4)] + [{"block_n": 32}]

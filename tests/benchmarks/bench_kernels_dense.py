@@ -55,7 +55,7 @@ Case = tuple[str, int, Callable[[], object], Callable[[], object]]  # name, byte
 
 
 class Model(NamedTuple):
-    """The shapes of its matrices."""
+    """Shapes of the matrices of a model."""
 
     num_layers: int
     hidden_size: int
@@ -80,7 +80,7 @@ MODELS["qwen3-8b"] = Model(36, 4096, 12288, 6144, 151936)
 
 
 def microseconds(calls: list[Callable[[], object]], num_rounds: int = 1) -> float:
-    """Of a call, in a graph of `calls` `num_rounds` times over."""
+    """Time a call: the graph holds `calls` `num_rounds` times."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls[:2]:
@@ -115,7 +115,7 @@ def set_dependent_launch(is_on: bool) -> None:
 
 
 def torch_scores(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Tensor:
-    """As engine/sampling.py without filters and processors, with torch's operations alone."""
+    """Sample as engine/sampling.py does without filters and processors, with torch operations only."""
     scores, temperature = logits.float(), temperatures.unsqueeze(1)
     is_greedy = temperature == 0
     perturbed = (scores - scores.amax(1, keepdim=True)).div_(temperature.masked_fill(is_greedy, 1.0))
@@ -210,8 +210,10 @@ def sample_cases(num_rows: int) -> Iterator[Case]:
 
 
 def candidates(num_rows: int, shape: tuple[int, int], is_gated: bool) -> Iterator[Config]:
-    """What is worth a try; what does not fit in shared memory is passed over. Too few programs are not worth it,
-    whatever a run here would say of them: it sees the device in one of its states."""
+    """Return the configurations to try. Those that do not fit in shared memory are left out.
+
+    Configurations with too few programs are left out too: a run here sees the device in only one of its states.
+    """
     (out_size, in_size), whole = shape, triton.next_power_of_2(shape[1])
     if num_rows == 1:
         for block_n, block_k, num_warps in itertools.product((1, 2, 4), sorted({1024, 2048, 4096, whole}), (4, 8)):
@@ -235,7 +237,7 @@ def candidates(num_rows: int, shape: tuple[int, int], is_gated: bool) -> Iterato
 
 
 def bench_matrix(shape: tuple[int, int], row_counts: list[int], is_gated: bool) -> list[dict[str, Any]]:
-    """Candidates by number of rows, fastest first; the config None is torch's."""
+    """Return the candidates by number of rows, fastest first. The configuration None is torch."""
     num_bytes = shape[0] * shape[1] * 2
     num_copies = max(2, -(-int(ROTATED_BYTES) // num_bytes))
     weights = [random(*shape, scale=shape[1] ** -0.5) for _ in range(num_copies)]
@@ -272,7 +274,7 @@ def bench_matrix(shape: tuple[int, int], row_counts: list[int], is_gated: bool) 
 
 
 def compile_all(configs: Sequence[Config | None], launch: Callable[[Config | None], object]) -> None:
-    """Side by side, as compilation takes most of the time."""
+    """Compile all candidates in parallel, because compilation takes most of the time."""
 
     def attempt(config: Config | None) -> None:
         with contextlib.suppress(OutOfResources), torch.inference_mode():
@@ -308,7 +310,7 @@ def bench_linear(models: list[str], row_counts: list[int]) -> list[dict[str, Any
 
 
 def bench_choices(measured: list[dict[str, Any]], row_counts: list[int]) -> list[dict[str, Any]]:
-    """`measured`: what `bench_linear` returned. Changes the tables."""
+    """Compare the fastest of `measured` (from `bench_linear`) in a chain of layers. Changes the tables."""
     set_dependent_launch(True)
     results = []
     for name in dict.fromkeys(product["model"] for product in measured):
@@ -328,7 +330,7 @@ def bench_choices(measured: list[dict[str, Any]], row_counts: list[int]) -> list
 
 
 class Chain:
-    """A decode step without attention, of which one product after the other tries its candidates."""
+    """A decode step without attention, in which one product after the other tries its candidates."""
 
     def __init__(self, model: Model) -> None:
         shapes = [shape for matrix, shape in model.matrices.items() if matrix != "head"]
@@ -376,7 +378,7 @@ def stored(weight: Tensor, num_rows: int, is_gated: bool) -> Config | None:
 
 
 def fastest(times: list[dict[str, Any]]) -> list[Config | None]:
-    """The four fastest kernels, and torch's."""
+    """Return the four fastest kernels, and torch."""
     return [*[each["config"] for each in times if each["config"] is not None][:4], None]
 
 

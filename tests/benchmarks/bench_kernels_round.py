@@ -1,12 +1,12 @@
-"""What surrounds the layers of a round, in CUDA graphs: Triton kernels against their references, operations of torch.
+"""Time the operations around the layers of a round, in CUDA graphs: Triton kernels against their torch references.
 
     python tests/benchmarks/bench_kernels_round.py [--rows 1 8 64] [--topk 4 --steps 5 --drafts 16] [--json FILE]
 
-Growth of trees, choice of their nodes, ancestry, the walk, the move of accepted KV in all layers, rows of slots with
-their hidden states, the end of a round, the turns of positions. Shapes are Llama-3.1-8B's.
+The operations: growing trees, choosing their nodes, ancestry, the walk, moving accepted KV in all layers, rows of slots
+with their hidden states, the end of a round, the rotations of positions. Shapes are those of Llama-3.1-8B.
 
-Each result is compared with the reference's before it is timed; a call's time is that of a graph of twenty calls over
-twenty. Without a GPU results are compared in Triton's interpreter, small, and nothing is timed.
+Each result is compared with the reference before it is timed. A time is that of a graph of twenty calls, divided by
+twenty. Without a GPU, small results are compared in Triton's interpreter and nothing is timed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def integers(high: int, *shape: int) -> Tensor:
 
 
 def tree_cases(num_seqs: int, shape: DraftShape) -> Iterator[Case]:
-    """A step in the middle of a tree, and what follows when it is whole."""
+    """Cases of trees: a step in the middle of a tree, and the steps once it is complete."""
     candidates = Candidates.allocate(num_seqs, shape.max_drafts, DEVICE)
     steps: list[tuple[Candidates, Frontier, Tensor, Tensor]] = []
     frontier = Frontier.root(normal(num_seqs, WIDTH))
@@ -105,7 +105,7 @@ def tree_cases(num_seqs: int, shape: DraftShape) -> Iterator[Case]:
 
 
 def row_cases(num_seqs: int, num_steps: int) -> Iterator[Case]:
-    """A draft state of a slot each, nodes on a path, the end of a round, turns."""
+    """Cases of rows: a draft state per slot, nodes on a path, the end of a round, rotations."""
     num_slots = num_seqs + 9
     state = [integers(128_000, num_slots, 4), normal(num_slots, 4, dtype=torch.float32), normal(num_slots, WIDTH)]
     index = torch.randperm(num_slots, generator=torch.Generator().manual_seed(0))[:num_seqs].to(DEVICE)
@@ -135,7 +135,7 @@ def row_cases(num_seqs: int, num_steps: int) -> Iterator[Case]:
 
 
 def check(case: Case) -> None:
-    """Both from the same start; raises AssertionError where they differ."""
+    """Run both from the same start. Raises AssertionError if the results differ."""
     before = [each.clone() for each in case.changed]
     results: list[list[Tensor]] = []
     for call in (case.reference, case.kernel):

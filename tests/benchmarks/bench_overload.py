@@ -1,20 +1,20 @@
-"""Goodput against offered load: real processes, requests that arrive whether or not earlier ones are done.
+"""Measure goodput against offered load, with real processes and requests that arrive independently of the answers.
 
     python tests/benchmarks/bench_overload.py [--seconds 20] [--bound-s 5] [--json FILE] [--png docs/overload.png]
 
-First the sustainable load is measured: requests per second while a fixed number of clients keep all slots busy. Then
-requests arrive at random times (Poisson) at multiples of it, up to ten. Goodput is how many a second were answered in
-full within the bound, counted over `--seconds` in a steady state: arrivals begin one bound earlier, and go on to the
-end. All loads are gone through several times, and medians taken: machines are not equally fast all the time.
-Two curves:
+The program first measures the sustainable load: requests per second while a fixed number of clients keep all slots
+busy. Then requests arrive at random times (Poisson) at multiples of it, up to ten. Goodput is the number of requests
+per second that were answered in full within the bound. It is counted for `--seconds` in a steady state: arrivals begin
+one bound earlier and continue to the end. All loads are measured several times, and the medians are reported, because
+the speed of a machine varies. There are two curves:
 
-    shedding    requests say how long their answer is of use (timeout_s = the bound)
-    patient     they do not, and the router lets them wait as long as it takes (--max-queue-s 3600), up to --max-waiting
+    shedding    requests say how long their answer is useful (timeout_s = the bound)
+    patient     they do not, and the router lets them wait (--max-queue-s 3600), up to --max-waiting
 
-With --simulated the nodes compute nothing and take a fixed time for a token (the router and the clients are as real as
-ever): what the machine has to spare then changes nothing, which on a shared machine is the only way to compare loads.
+With --simulated the nodes compute nothing and take a fixed time per token; router and clients are real. Then the speed
+of the machine does not matter, and loads can be compared on a shared machine.
 
-The plot needs matplotlib, which is no dependency of Baton: `pip install matplotlib` by hand, or leave --png out.
+The plot needs matplotlib, which is not a dependency of Baton: run `pip install matplotlib`, or leave out --png.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MODES = {"shedding": [], "patient": ["--max-queue-s", "3600"]}
 
 
 class Answer(NamedTuple):
-    """One request: when it was sent and answered (seconds of this process's clock), and how; 0: not at all."""
+    """One request: when it was sent and answered (seconds of this process's clock), and its status; 0: no answer."""
 
     sent_at: float
     done_at: float
@@ -73,7 +73,7 @@ class Answer(NamedTuple):
 
 
 class Load:
-    """Sends requests to one router and notes how they ended."""
+    """Sends requests to one router and records how they ended."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, body: dict[str, Any], seed: int) -> None:
         self._session = session
@@ -83,7 +83,7 @@ class Load:
         self.answers: list[Answer] = []
 
     async def request(self) -> None:
-        """One request, with a prompt of its own."""
+        """Send one request with its own prompt."""
         prompt = " ".join(self._random.choices(WORDS, k=24))
         sent_at, status = time.monotonic(), 0
         try:
@@ -96,7 +96,7 @@ class Load:
             self.answers.append(Answer(sent_at, time.monotonic(), status))
 
     async def closed(self, num_clients: int, seconds: float) -> None:
-        """So many clients, each with one request at a time."""
+        """Run this many clients, each with one request at a time."""
         end = time.monotonic() + seconds
 
         async def client() -> None:
@@ -106,7 +106,7 @@ class Load:
         await asyncio.gather(*(client() for _ in range(num_clients)))
 
     async def open(self, rate: float, seconds: float, patience_s: float) -> None:
-        """Poisson arrivals, `rate` a second. Who is not answered `patience_s` after the last one leaves."""
+        """Send requests at random times, `rate` per second. A request gives up `patience_s` after the last arrival."""
         tasks: set[asyncio.Task[None]] = set()
         begun = due = time.monotonic()
         while due < begun + seconds:
@@ -120,7 +120,7 @@ class Load:
 
 
 async def sustainable(url: str, body: dict[str, Any], options: argparse.Namespace) -> float:
-    """Requests per second with all slots busy and a few waiting."""
+    """Return the requests per second with all slots busy and a few requests waiting."""
     async with _session() as session:
         load = Load(session, url, body, seed=1)
         begun = time.monotonic()
@@ -132,7 +132,7 @@ async def sustainable(url: str, body: dict[str, Any], options: argparse.Namespac
 async def measure(
     url: str, body: dict[str, Any], rate: float, options: argparse.Namespace, seed: int
 ) -> dict[str, Any]:
-    """One offered load. Everything but the goodput is of requests that arrived in the window."""
+    """Measure one offered load. All figures but the goodput are of requests that arrived in the window."""
     async with _session() as session:
         load = Load(session, url, body, seed)
         start = time.monotonic() + options.bound_s
@@ -158,7 +158,7 @@ async def measure(
 
 
 def run_mode(mode: str, options: argparse.Namespace, base: float | None) -> dict[str, Any]:
-    """One cluster, all its loads. `base`: what is sustainable, if it was measured; requests a second."""
+    """Measure all loads on one cluster. `base`: the sustainable load in requests per second, if it is known."""
     body: dict[str, Any] = {"max_tokens": options.tokens, "ignore_eos": True, "temperature": 0}
     points: list[dict[str, Any]] = []
     with ExitStack() as stack:
@@ -204,7 +204,7 @@ def run_mode(mode: str, options: argparse.Namespace, base: float | None) -> dict
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Goodput of all modes over the offered load, both in multiples of what is sustainable."""
+    """Plot the goodput of all modes over the offered load, both as multiples of the sustainable load."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -238,7 +238,7 @@ def _simulated_nodes(address: str, options: argparse.Namespace) -> Any:
 
 
 def simulate(address: str, num_slots: int, step_s: float) -> None:
-    """A process with a prefill and a decode node that compute nothing: a token takes `step_s`, whatever the load."""
+    """Run a prefill and a decode node that compute nothing: a token takes `step_s` at any load."""
     from router.fake_nodes import FakeCluster
 
     cluster = FakeCluster(address, lambda prompt, choice: [300] * 512, max_running=num_slots)
@@ -250,8 +250,10 @@ def simulate(address: str, num_slots: int, step_s: float) -> None:
 
 
 def _pin(cluster: Cluster) -> None:
-    """The nodes on one core; the router and this process, which is all the clients, on another: so what nodes can do is
-    the same at every load."""
+    """Pin the nodes to one core, and the router and all clients to another.
+
+    The nodes are then equally fast at every load.
+    """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         return

@@ -1,5 +1,7 @@
-"""What one short prompt costs a prefill node: by the host's clock, on the device, and in launches. Where kernels fill a
-small part of the wall clock, CUDA graphs of prefill would pay."""
+"""Time one short prompt on a prefill node: by the host's clock, on the device, and by number of kernel launches.
+
+If the kernels fill a small part of the time, CUDA graphs of prefill would pay.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _TIMES = 30
 
 
 class _Call(NamedTuple):
-    """Seconds."""
+    """The seconds of one call."""
 
     wall_s: float
     submit_s: float  # until the host begins to wait
@@ -32,8 +34,11 @@ class _Call(NamedTuple):
 
 
 def small_prompt(engine: Engine, num_tokens: int, times: int = _TIMES) -> dict[str, Any]:
-    """Medians of whole calls, alone: chunk, first token, draft state. `idle_share` is the part of the wall clock, taken
-    without a trace, for which the kernels of a traced call do not account. On a CPU no figures of a device."""
+    """Return medians of whole calls, each alone: chunk, first token, draft state.
+
+    `idle_share` is the share of the host's time in which no kernel ran. The time is taken without a trace, the kernels
+    with one. On a CPU there are no device figures.
+    """
     scheduler = PrefillScheduler(engine.cache, 1, max(num_tokens, 8192))
 
     def call() -> _Call:
@@ -57,7 +62,7 @@ def small_prompt(engine: Engine, num_tokens: int, times: int = _TIMES) -> dict[s
 
 
 def busy(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of (start, end) intervals."""
+    """Return the length of the union of (start, end) intervals."""
     total, end = 0.0, float("-inf")
     for start, stop in sorted(spans):
         total += max(0.0, stop - max(start, end))
@@ -105,7 +110,7 @@ def _job(engine: Engine, num_tokens: int) -> PrefillJob:
 
 
 def _traced(call: Callable[[], object], times: int) -> list[tuple[float, float]]:
-    """(start, end) in microseconds of all that the device did, copies included."""
+    """Return (start, end) in microseconds of everything that the device did, copies included."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         for _ in range(times):
             call()

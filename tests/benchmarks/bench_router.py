@@ -1,12 +1,12 @@
-"""What the router adds: 64 streams through a real router process, fed by an instant fake decode node.
+"""Measure what the router adds: 64 streams through a real router process, fed by fake nodes that answer at once.
 
     python tests/benchmarks/bench_router.py [--streams 64] [--tokens 500] [--interval-ms 10]
 
-Three processes: the router (measured), the fake nodes, and this one, a raw client. Two phases:
+There are three processes: the router, which is measured, the fake nodes, and this program, a plain client. Two phases:
 
-    paced    every stream gets a token each interval, all streams in one Tokens message, as a decode step sends them;
+    paced    every stream gets one token per interval, all streams in one Tokens message, as a decode step sends them;
              the added latency is from just before the node's send to the client's read of that token's event
-    blast    the node sends as fast as the router's socket takes it; tokens per second of router CPU time
+    blast    the node sends as fast as the router's socket accepts messages; tokens per second of router CPU time
 
 Prints one JSON object.
 """
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
 def run_router(config: dict[str, Any], ready: Any) -> None:
-    """The process under measurement."""
+    """The router process."""
     import uvloop
 
     from baton.router.config import RouterConfig
@@ -46,14 +46,14 @@ def run_router(config: dict[str, Any], ready: Any) -> None:
 
 
 def run_nodes(address: str, num_tokens: int, num_streams: int, interval_s: float, pipe: Any) -> None:
-    """Prefill and decode in one process. Decode waits for all streams and then steps them together."""
+    """Run a prefill and a decode node in one process. Decode waits for all streams, then steps them together."""
     from router.fake_nodes import FakeCluster, FakeNode, make_tokenizer
 
     from baton.metadata.wire import messages as m
     from baton.metadata.wire.request import Ended, Unit, pack_ids
 
     class Prefill(FakeNode):
-        def output(self, request: Any, prompt: Any, choice: int) -> list[int]:
+        def output(self, request: Any, prompt: Any, choice: int, *_nodes: Any) -> list[int]:
             return [300] * request.params.max_tokens
 
     class Decode(Prefill):
@@ -104,7 +104,7 @@ def run_nodes(address: str, num_tokens: int, num_streams: int, interval_s: float
 
 
 class Stream(asyncio.Protocol):
-    """One raw streaming request. It only notes what came when, so that little of its own time is measured."""
+    """One raw streaming request. It only records what came when, to use little time itself."""
 
     def __init__(self, request: bytes) -> None:
         self._request = request
@@ -124,12 +124,12 @@ class Stream(asyncio.Protocol):
             self.done.set_exception(RuntimeError(f"the stream broke off: {self.reads[-1:]}"))
 
     def times(self) -> list[float]:
-        """When each token's event was read."""
+        """Return when each token's event was read."""
         return [at for at, data in self.reads for _ in range(data.count(b"data: {"))]
 
 
 async def stream(url: str, num_tokens: int) -> list[float]:
-    """The times of one stream's events."""
+    """Run one stream and return the times of its events."""
     host, port = url.removeprefix("http://").rsplit(":", 1)
     body = json.dumps({"model": "fake", "prompt": "hello", "max_tokens": num_tokens, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -150,7 +150,7 @@ async def clients(url: str, num_streams: int, num_tokens: int) -> list[list[floa
 
 
 def phase(num_streams: int, num_tokens: int, interval_s: float) -> dict[str, Any]:
-    """One router, its nodes, and all streams once."""
+    """Start a router and nodes, and run all streams once."""
     import uvloop
 
     context = multiprocessing.get_context("spawn")

@@ -1,5 +1,8 @@
-"""Sequences for timed rounds of an engine, as a decode node runs them: prompts of CONTEXT random tokens, of which one
-may be longer, and rounds of which each is submitted before the one before is read."""
+"""Sequences for timed rounds of an engine, run as a decode node runs them.
+
+A sequence starts from CONTEXT random tokens; one may be longer. Each round is submitted before the previous one is
+read.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ CHUNK = 8192  # tokens of prompts that are computed at once
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """What rounds need of a sequence (engine/round.py `Running`)."""
+    """The fields of a sequence that rounds need (engine/round.py `Running`)."""
 
     token_ids: list[int]
     prompt_len: int
@@ -43,8 +46,10 @@ class Running:
 
 
 def start(engine: Engine, rounds: Rounds, batch: int, num_new: int, seed: int = 0) -> list[Running]:
-    """Sequences of CONTEXT tokens, computed as prompts, each with room for `num_new` more. A chunk is submitted before
-    the one before is read, as rounds are."""
+    """Start sequences from CONTEXT prompt tokens, each with room for `num_new` more.
+
+    Each chunk is submitted before the previous one is read, as rounds are.
+    """
     generator = torch.Generator().manual_seed(batch + 1000 * seed)
     sequences: list[Running] = []
     num_pages = -(-(CONTEXT + num_new + 64) // engine.pool.page_size)
@@ -63,7 +68,7 @@ def start(engine: Engine, rounds: Rounds, batch: int, num_new: int, seed: int = 
 
 
 def start_long(engine: Engine, rounds: Rounds, prompt_len: int, num_new: int) -> Running:
-    """One sequence, without a drafter, computed in chunks."""
+    """Start one sequence without a drafter, computed in chunks."""
     assert engine.drafter is None
     ids = torch.randint(0, engine.card.vocab_size, (prompt_len,), generator=torch.Generator().manual_seed(1)).tolist()
     pages = engine.pool.allocate(-(-(prompt_len + num_new + 64) // engine.pool.page_size), Owner.REQUEST)
@@ -74,7 +79,7 @@ def start_long(engine: Engine, rounds: Rounds, prompt_len: int, num_new: int) ->
 
 
 def store(engine: Engine, ids: Sequence[int], pages: Sequence[int]) -> None:
-    """The KV of a prompt's first tokens."""
+    """Store the KV of a prompt's first tokens."""
     for first in range(0, len(ids), CHUNK):
         engine.compute([BatchRow(ids[first : first + CHUNK], first, pages, 0)])
 
@@ -119,7 +124,7 @@ def _draft(
 
 
 def stop(engine: Engine, rounds: Rounds, sequences: Sequence[Running]) -> int:
-    """Ends them. Returns how many tokens were checked: those of the first 32."""
+    """End the sequences. Returns how many tokens were checked: those of the first 32."""
     num_checked = sum(
         check(engine, each.token_ids[: each.prompt_len], each.token_ids[each.prompt_len :]) for each in sequences[:32]
     )
@@ -130,7 +135,7 @@ def stop(engine: Engine, rounds: Rounds, sequences: Sequence[Running]) -> int:
 
 
 def check(engine: Engine, prompt: Sequence[int], output: Sequence[int]) -> int:
-    """Compares with the text that is known, where one is planted. Returns how many tokens were compared."""
+    """Compare with the known text if one is planted. Returns how many tokens were compared."""
     text = _planted_text(engine.model_dir)
     if text is None:
         return 0
@@ -145,9 +150,11 @@ def _planted_text(model_dir: Path) -> PlantedText | None:
 
 
 def run_rounds(rounds: Rounds, sequences: Sequence[Running], shape: DraftShape, num_rounds: int) -> float:
-    """Seconds a round from when the first was read to when the last was, the host's work included: each is submitted
-    before the one before is read, as a node does it. Before the first there is nothing that the host's work could hide
-    behind: on a node that is busy it has something."""
+    """Return the seconds per round, from the read of the first round to the read of the last one, host work included.
+
+    Each round is submitted before the previous one is read, as a node does it. The first round is left out, because it
+    has no earlier round that could hide the host's work.
+    """
     assert num_rounds > 1, num_rounds
 
     def take(submitted: Submitted) -> None:

@@ -1,11 +1,11 @@
-"""Tokens per second of the whole system over HTTP against transformers `generate`, alternating in one run.
+"""Compare tokens per second of the whole system over HTTP with transformers `generate`, by turns in one run.
 
     python tests/benchmarks/bench_serve.py [--model DIR] [--device cpu] [--dtype float32] [--threads 1] [--streams 1 8]
         [--speculative eagle --draft-topk 2 --no-draft-adaptive ...]
 
-Both have the same model, dtype, device and threads, the same prompts, and generate greedily without a stop. Outputs are
-compared token for token in the same run (ties of the reference: tests/support/ties.py). On a shared CPU only the ratios
-mean something. Prints a table and writes JSON with --json FILE.
+Both use the same model, dtype, device, threads and prompts, and generate greedily without a stop. Outputs are compared
+token for token in the same run (for ties see tests/support/ties.py). On a shared CPU, only the ratios mean something.
+Prints a table and writes JSON with --json FILE.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _compare(
 
 
 def complete_all(cluster: Cluster, prompts: list[list[int]], **fields: Any) -> tuple[float, list[list[int]]]:
-    """Seconds until all of them, asked for at once, are complete, and their tokens; the i-th has seed i."""
+    """Send all requests at once; request i has seed i. Returns the seconds until all are complete, and their tokens."""
     fields = {"ignore_eos": True, "return_token_ids": True, "model": cluster.model_name, **fields}
 
     def one(seed: int) -> list[int]:
@@ -114,7 +114,7 @@ def _report(rows: list[dict[str, Any]], reference: Reference, options: argparse.
 
 
 def _speculation_flags(options: argparse.Namespace) -> list[str]:
-    """Those given, for the nodes."""
+    """Return the speculation flags given, for the nodes."""
     flags = ["--speculative", options.speculative]
     for name in ("draft_model", "draft_steps", "draft_topk", "draft_tokens"):
         if (value := getattr(options, name)) is not None:

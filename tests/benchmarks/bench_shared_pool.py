@@ -1,10 +1,10 @@
-"""Decode steps over a pool that other processes can map, against steps over a pool of torch's own: by turns, one run.
+"""Compare decode steps over a pool that other processes can map with steps over a pool that torch allocated.
 
-    python -m synthetic llama-3.2-1b models/llama-3.2-1b --planted
+    python tests/benchmarks/synthetic.py llama-3.2-1b models/llama-3.2-1b --planted
     python tests/benchmarks/bench_shared_pool.py --model models/llama-3.2-1b [--rounds 9] [--json FILE]
 
-Two engines of one process differ in nothing but how their KV pool was allocated. What each generates is compared with
-the planted text. The ratio of a batch is the median of the ratios within rounds.
+Two engines in one process differ only in how their KV pool was allocated. They take turns, and what each generates is
+compared with the planted text. The ratio of a batch is the median of the ratios within rounds.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def main() -> None:
 
 
 def _measure_apart(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Each drafter by this program in a process of its own; those that wait share the time with those that run."""
+    """Run this program once per drafter in its own process. Waiting drafters share the time with running ones."""
     minutes = options.minutes / -(-len(options.drafters) * options.repeats // options.processes)
     own = ["--no-http", "--minutes", str(minutes), "--processes", "1", "--repeats", "1"]  # the last ones count
 
@@ -136,7 +136,7 @@ def _measure_apart(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _mean(figures: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of one drafter in several processes: its ratios are the means of theirs."""
+    """Merge the reports of one drafter from several processes: ratios become the means of theirs."""
     if len(figures) == 1:
         return figures[0]
     speed: list[dict[str, Any]] = []
@@ -161,7 +161,7 @@ def _mean(figures: list[dict[str, Any]]) -> dict[str, Any]:
 def _measure(
     case: Case, prompts: list[list[int]], long_prompts: list[list[int]], until: float, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """All figures of one drafter but those over HTTP."""
+    """Measure all figures of one drafter except those over HTTP."""
     machine = _machine(options)
     judge = Judge(case.model, **machine)
     with ExitStack() as stack:
@@ -228,7 +228,10 @@ def _speed(
     until: float,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """The modes by turns; each round has prompts of its own, as many as there are. `until`: no new round, bar one."""
+    """Measure the modes by turns. Each round has new prompts as long as there are some.
+
+    No round starts after `until`, but at least one runs.
+    """
     modes = options.modes
     rounds: dict[str, list[Run]] = {mode: [] for mode in modes}
     parts: list[Differences] = []
@@ -262,7 +265,7 @@ def _speed(
 
 
 def _ratio_error(above: list[float], below: list[float]) -> float | None:
-    """Standard error of sum(above) / sum(below), whose elements belong together; None of one."""
+    """Return the standard error of sum(above) / sum(below), paired by index; None for a single pair."""
     size, ratio = len(above), sum(above) / sum(below)
     if size < 2:
         return None
@@ -271,7 +274,7 @@ def _ratio_error(above: list[float], below: list[float]) -> float | None:
 
 
 def _handoff(pairs: dict[str, TimedPair], long_prompts: list[list[int]]) -> dict[str, dict[str, Any]]:
-    """By mode: bytes, and medians of milliseconds. The first prompt warms up."""
+    """Return bytes and median milliseconds by mode. The first prompt warms up."""
     times: dict[str, list[Handoff]] = {mode: [] for mode in pairs}
     for prompt in long_prompts:
         for mode, pair in pairs.items():
@@ -296,13 +299,13 @@ def _params(count: int, temperature: float, num_tokens: int) -> list[Any]:
 
 
 def _documents(source: Path) -> list[list[int]]:
-    """Token ids of the held-out files."""
+    """Return the token ids of the held-out files."""
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     return [ids for ids, _ in encode_documents(tokenizer, read_corpus(source, HELD_OUT_FRACTION).held_out)]
 
 
 def _windows(documents: list[list[int]], prompt_len: int, count: int) -> list[list[int]]:
-    """No two overlapping, picked evenly from all there are."""
+    """Return windows that do not overlap and are spread evenly."""
     windows = [
         ids[start : start + prompt_len]
         for ids in documents

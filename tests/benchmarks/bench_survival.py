@@ -1,10 +1,11 @@
-"""How long a client waits for the next token when the decode node under its stream is killed, or stops.
+"""Measure how long a client waits for its next token if its decode node is killed or stopped.
 
     python tests/benchmarks/bench_survival.py [--model DIR] [--kills 40] [--stops 10] [--streams 4] [--json FILE]
 
-One router, one prefill and three decode nodes, real processes, greedy streams. Each time a decode node that holds
-streams gets SIGKILL (then another takes its place) or SIGSTOP (later SIGCONT); for every stream on it, the time from
-the signal to its next token is taken. Every stream's tokens are compared with those of a run without faults.
+The cluster is one router, one prefill and three decode nodes, all real processes, with greedy streams. Each time, a
+decode node that has streams gets SIGKILL (a new node then takes its place) or SIGSTOP (SIGCONT follows later). For each
+of its streams, the program measures the time from the signal to the next token. The tokens of every stream are compared
+with those of a run without faults.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ BEFORE_S = 0.05  # tokens may be on their way when the signal is sent
 
 
 class Stream(threading.Thread):
-    """One streamed completion, and when each of its tokens came."""
+    """One streamed completion, and the time of each token."""
 
     def __init__(self, cluster: Cluster, body: dict[str, Any]) -> None:
         super().__init__(daemon=True)
@@ -61,7 +62,7 @@ class Stream(threading.Thread):
         connection.close()
 
     def wait_after(self, moment: float) -> float:
-        """Seconds from `moment` to the end of the longest pause that began about then or later."""
+        """Return the seconds from `moment` to the end of the longest pause that began about then or later."""
         times = [each for each in self.times if each > moment - BEFORE_S]
         pauses = [(later - earlier, later) for earlier, later in pairwise(times)]
         return max(pauses)[1] - moment
@@ -135,7 +136,7 @@ def _ask(cluster: Cluster, place: int) -> Stream:
 
 
 def _busiest(cluster: Cluster, streams: list[Stream]) -> tuple[str | None, list[Stream]]:
-    """The decode node with the most of these streams, and those that it has and that are far from their end."""
+    """Return the decode node with most of these streams, and its streams that are far from their end."""
     held: dict[str, list[Stream]] = {}
     for name, books in cluster.ledger()["nodes"].items():
         if name.startswith("decode") and books is not None:

@@ -1,14 +1,14 @@
-"""The whole system on one GPU: HTTP, router, a prefill and a decode process, against the engine in this process.
+"""Compare the whole system on one GPU (HTTP, router, a prefill and a decode process) with the engine in this process.
 
-    python -m synthetic llama-3.2-1b models/1b --planted
+    python tests/benchmarks/synthetic.py llama-3.2-1b models/1b --planted
     python tests/benchmarks/bench_system.py --model models/1b [--streams 1 16 64] [--prompt-len 1024] [--tokens 512]
 
-All streams of a round start at once. Time to first token (ttft) and between tokens (itl) are a client's, tokens a
-second are those of the whole round, prompts included; `engine` is a decode step of as many sequences in this process,
-measured afterwards with both nodes gone, and `share` what the system keeps of its speed while all streams generate:
-from the last stream's first token to the first stream's last one, where that is at least 32 tokens of each.
-With a planted model every token of every stream is compared with the text that is known; the exit status is 1 where one
-differs. Prints a table; all figures go to --json FILE.
+All streams of a round start at once. Times to first token (ttft) and between tokens (itl) are measured by the client.
+Tokens per second are those of the whole round, prompts included. `engine` is a decode step of as many sequences in this
+process, measured after both nodes have ended. `share` is the part of that speed that the system keeps while all streams
+generate: from the last stream's first token to the first stream's last token, if that is at least 32 tokens of each.
+With a planted model every token is compared with the known text; the exit status is 1 if one differs. Prints a table;
+all figures go to --json FILE.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _flags(options: argparse.Namespace) -> list[str]:
 
 
 def measure(cluster: Cluster, options: argparse.Namespace, num_streams: int) -> dict[str, Any]:
-    """The round in the middle, by tokens a second, of three; the first one warms up, and is checked only."""
+    """Return the middle one of three rounds by tokens per second. A first round warms up and is only checked."""
     rounds = [one_round(cluster, options, num_streams, index) for index in range(options.rounds + 1)]
     middle = sorted(rounds[1:], key=lambda row: row["tokens_per_s"])[options.rounds // 2]
     return middle | {name: sum(row[name] for row in rounds) for name in ("checked_tokens", "wrong_streams")}
@@ -137,7 +137,7 @@ async def _stream(port: int, model: str, prompt: list[int], num_tokens: int) -> 
 
 
 def tokens_of(stream: Stream) -> list[tuple[float, list[int]]]:
-    """When each event was read, and the ids that it brought."""
+    """Return when each event was read, and its token ids."""
     found: list[tuple[float, list[int]]] = []
     rest = b""
     for at, data in stream.reads:
@@ -153,14 +153,14 @@ def tokens_of(stream: Stream) -> list[tuple[float, list[int]]]:
 def count_wrong(
     prompts: Sequence[list[int]], outputs: Sequence[list[tuple[float, list[int]]]], num_tokens: int, vocab_size: int
 ) -> int:
-    """Streams that are not the planted text."""
+    """Count the streams that differ from the planted text."""
     text = PlantedText(vocab_size)
     got = [[token for _, ids in output for token in ids] for output in outputs]
     return sum(ids != text.continuation(prompt, num_tokens) for prompt, ids in zip(prompts, got, strict=True))
 
 
 def add_engine(options: argparse.Namespace, points: list[dict[str, Any]]) -> None:
-    """`engine_tokens_per_s` of a decode step in this process, and the share of it that the system keeps."""
+    """Add `engine_tokens_per_s` of a decode step in this process, and the share of it that the system keeps."""
     config = EngineConfig(
         model=str(options.model),
         device="cuda",

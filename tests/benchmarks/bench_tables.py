@@ -1,8 +1,7 @@
-"""Reports of the GPU benchmarks as the Markdown tables of docs/performance.md, the best peer's figures beside ours.
+"""Turn reports of the GPU benchmarks into the Markdown tables of docs/performance.md, beside the best peer's figures.
 
 A report is what bench_gpu, bench_handoff and bench_system write with --json: `heading`, more facts, and lists of rows
-by the name of what was measured. A model, a drafter, a number of GPUs is a row or a column of its own, so that reports
-stand side by side.
+by what was measured. Each model, drafter and number of GPUs has its own row or column, so that reports can be compared.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Report = Mapping[str, Any]
 
 
 def heading(commit: str | None) -> dict[str, Any]:
-    """What every report begins with. `commit`: None asks git."""
+    """Return the first fields of every report. If `commit` is None, git names the commit."""
     import torch
 
     describe = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
@@ -44,7 +43,7 @@ def heading(commit: str | None) -> dict[str, Any]:
 
 
 def tables(reports: Mapping[str, Report]) -> str:
-    """A line on each report, by its name, then every table for which some report has rows."""
+    """Return one line per report, by its name, then each table for which a report has rows."""
     lines = [f"{name}: {_facts(report)}" for name, report in reports.items()]
     for table in _TABLES:
         cells = [cell for report in reports.values() for cell in table.cells(report)]

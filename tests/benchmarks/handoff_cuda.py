@@ -1,8 +1,8 @@
-"""Handoff between two processes on GPUs, beside a plain copy on the device (bench_handoff.py --device cuda).
+"""Time the handoff between two processes on GPUs, beside a plain copy on the device (bench_handoff.py --device cuda).
 
-A handoff is timed from the moment when prefill begins to offer computed pages, digests included, to `Arrived`: every
-page lies in decode's pool, checked where digests are on, and the row has come. The ticket was claimed before. The fixed
-cost is that of one page. Every byte of the longest handoff of each kind is compared at its end.
+The time runs from the moment when prefill begins to offer computed pages, digests included, to `Arrived`: every page is
+in decode's pool, checked if digests are on, and the row has arrived. The ticket was claimed before. The fixed cost is
+that of one page. At the end, every byte of the longest handoff of each kind is compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ TTFT_TOKENS, TTFT_S = 8192, 0.230  # of a prompt on an H200, for what checksums 
 def measure(
     devices: list[str], transports: tuple[str, ...], rounds: int, page_size: int, lengths: tuple[int, ...]
 ) -> dict[str, Any]:
-    """`handoff`: a row for each length, which rise, and kind of handoff; the greatest not by way of the host."""
+    """Measure `handoff`: one row per length (in rising order) and kind of handoff. The longest does not run through the
+    host.
+    """
     rows: list[dict[str, Any]] = []
     all_lengths, num_checked = (page_size, *lengths), 0
     for has_checksums in (True, False):
@@ -64,7 +66,7 @@ def measure(
 
 
 def _handoffs(client: HandoffClient, prefill: GpuPrefill, num_pages: int, rounds: int) -> dict[str, Any]:
-    """Medians, in seconds. `offer_s`: prefill's part, before the offer is sent."""
+    """Return medians in seconds. `offer_s`: prefill's part, before the offer is sent."""
     totals: list[float] = []
     offers: list[float] = []
     pages = list(range(1, num_pages + 1))
@@ -86,7 +88,7 @@ def _handoffs(client: HandoffClient, prefill: GpuPrefill, num_pages: int, rounds
 
 
 def _copies(ours: GpuPool, model: GpuPool, num_pages: int, rounds: int) -> dict[str, Any]:
-    """The same bytes, contiguous, by one copy of torch on decode's device."""
+    """Copy the same bytes, contiguous, with one copy of torch on decode's device."""
     num_bytes = ours.kvs[0][:, :num_pages].numel()
     source, target = model.kvs[0].view(-1)[:num_bytes], ours.kvs[0].view(-1)[:num_bytes]
     return {"transport": "device copy", "checksums": False, "s": _median(lambda: target.copy_(source), rounds, ours)}

@@ -32,7 +32,7 @@ def measure_http(
     streams: Sequence[int],
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Greedy tokens per second, prefill and router included; and when the first chunks of a stream come."""
+    """Measure greedy tokens per second with prefill and router included, and when the first chunks of a stream come."""
     machine = ["--device", options.device, "--dtype", options.dtype, "--threads", str(options.threads)]
     drafts = [part for name, value in case.settings.items() for part in ("--" + name.replace("_", "-"), str(value))]
     with ExitStack() as stack:
@@ -76,7 +76,7 @@ def _speed(
 
 
 def _chunk_times(cluster: Cluster, prompts: list[list[int]]) -> dict[str, float]:
-    """Medians of milliseconds, of streams that are alone."""
+    """Return medians in milliseconds of streams that run alone."""
     times = [list(_arrivals(cluster, prompt)) for prompt in prompts]
     return {
         "first": 1e3 * statistics.median(each[0] for each in times),
@@ -86,7 +86,7 @@ def _chunk_times(cluster: Cluster, prompts: list[list[int]]) -> dict[str, float]
 
 
 def _arrivals(cluster: Cluster, prompt: list[int]) -> Iterator[float]:
-    """Seconds from the request to each chunk with tokens."""
+    """Return the seconds from the request to each chunk with tokens."""
     fields = {"model": cluster.model_name, "max_tokens": 32, "temperature": 0, "ignore_eos": True, "stream": True}
     body = json.dumps({**fields, "prompt": prompt, "return_token_ids": True})
     connection = http.client.HTTPConnection("127.0.0.1", cluster.http_port, timeout=60)

@@ -1,13 +1,13 @@
-"""Count the mutations of a module that its tests notice (mutmut), and show those that they do not.
+"""Count the mutations of a module that its tests notice (with mutmut), and print those that they miss.
 
     .venv/bin/python -m pip install --target /tmp/mutmut mutmut==3.8.1
     PYTHONPATH=/tmp/mutmut .venv/bin/python tests/benchmarks/mutate.py [MODULE ...] [--processes N]
 
-mutmut is not a dependency: it lies beside the environment. It runs in a copy of the checkout whose name is that of the
-package. It leaves decorated functions alone, so the copy has properties as plain functions.
+mutmut is not a dependency: it is installed beside the environment. It runs in a copy of the checkout that has the
+package's name. mutmut skips decorated functions, so the copy has properties as plain functions.
 
-Slow is not taken for noticed. A test may take 15 times as long as without a mutation, and a minute more; a mutant that
-takes longer still counts apart.
+A mutant that is only slow does not count as noticed. A test may take 15 times as long as without a mutation, plus one
+minute; a mutant that takes longer is counted as timed out.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = {  # that take seconds, and are about the module
-    "metadata/handoff/tickets.py": ["metadata/test_tickets.py"],
-    "metadata/bus/session.py": ["metadata/test_session.py"],
-    "metadata/handoff/hidden_layout.py": ["metadata/test_hidden_layout.py"],
-    "metadata/handoff/schema.py": ["metadata/test_schema.py"],
-    "engine/sampling_batch.py": ["engine/test_sampling_batch.py"],
-}
+MODULES = [  # each is tested in seconds by the test file of the same name
+    "metadata/handoff/tickets.py",
+    "metadata/bus/session.py",
+    "metadata/handoff/hidden_layout.py",
+    "metadata/handoff/schema.py",
+    "engine/sampling_batch.py",
+]
 OUTCOMES = {0: "survived", 1: "killed", 3: "killed", 5: "survived", 33: "survived"} | dict.fromkeys(
     (-24, 24, 36, 152, 255), "timed out"
 )
@@ -50,15 +50,15 @@ use_git_change_detection = false
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"of {', '.join(TESTS)} (default: all)")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="mutants at a time")
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"of {', '.join(MODULES)} (default: all)")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="mutants tested at the same time")
     args = parser.parse_args()
-    unknown = set(args.modules) - set(TESTS)
+    unknown = set(args.modules) - set(MODULES)
     if unknown:
-        parser.error(f"{', '.join(sorted(unknown))}: give one of {', '.join(TESTS)}")
+        parser.error(f"{', '.join(sorted(unknown))}: give one of {', '.join(MODULES)}")
     print("| module | mutants | killed | survived | timed out | killed % |\n|---|---|---|---|---|---|")
     survivors: list[str] = []
-    for module in args.modules or TESTS:
+    for module in args.modules or MODULES:
         with tempfile.TemporaryDirectory(prefix="mutate-") as directory:
             home = Path(directory)
             outcomes = mutate(home, module, args.processes)
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def mutate(home: Path, module: str, num_processes: int) -> dict[str, str]:
-    """By mutant what came of it. The copy without a mutation passes, else mutmut ends in an error."""
+    """Return the outcome of each mutant. Ends the program if the tests fail without a mutation."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -88,7 +88,8 @@ def mutate(home: Path, module: str, num_processes: int) -> dict[str, str]:
             shutil.copy(ROOT / name, target)
     path = home / "baton" / module
     path.write_text(without_property_decorators(path.read_text(encoding="utf-8")), encoding="utf-8")
-    tests = json.dumps([f"baton/tests/{name}" for name in TESTS[module]])
+    folder, _, name = module.rpartition("/")
+    tests = json.dumps([f"baton/tests/{folder}/test_{name}"])
     (home / "pyproject.toml").write_text(CONFIG.format(module=module, tests=tests))
     command = [sys.executable, "-m", "mutmut", "run", "--max-children", str(num_processes)]
     ran = subprocess.run(command, cwd=home, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
@@ -99,7 +100,7 @@ def mutate(home: Path, module: str, num_processes: int) -> dict[str, str]:
 
 
 def without_property_decorators(source: str) -> str:
-    """`@property def x(self): ...` as `def x(self): ...` and `x = property(x)`."""
+    """Rewrite `@property def x(self): ...` as `def x(self): ...` and `x = property(x)`."""
     lines, tree = source.splitlines(), ast.parse(source)
     owners = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     functions = (node for owner in owners for node in owner.body if isinstance(node, ast.FunctionDef))
@@ -113,7 +114,7 @@ def without_property_decorators(source: str) -> str:
 
 
 def difference(source: Path, name: str) -> str:
-    """What a mutant changes, in lines of the function that it is of."""
+    """Return the lines that a mutant changes in its function, as a diff."""
     text = source.read_text(encoding="utf-8")
     functions = {node.name: node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
     mangled = name.rpartition(".")[2]

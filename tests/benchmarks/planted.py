@@ -1,23 +1,23 @@
-"""Weights that continue every prompt as planted_text.py says, at the shapes and with the work of a real model.
+"""Weights of a real model's shape that continue every prompt as planted_text.py says, with the work of a real model.
 
-The residual stream has a planted subspace, of which every token's embedding fills its parts so:
+The residual stream has a planted subspace. A token's embedding fills the parts of the subspace as follows:
 
     low     [base]      one-hot of the low digit          one      [1]         1 for every token
-    key     [key_bits]  +-1, the key's bits               ballast  [3]         makes all embeddings equally long
-    value   [num_bits]  +-1, what reads may take of it    result   [num_bits]  0; here heads write the bits they read
+    key     [key_bits]  +-1, the bits of the key          ballast  [3]         makes all embeddings equally long
+    value   [num_bits]  +-1, the bits that reads take     result   [num_bits]  0; heads write the bits they read here
 
-All other numbers of the model are random. Random heads and MLPs read the whole stream, but they write outside of the
-subspace, and so little that every norm scales the subspace by nearly the same: in 16 bits by exactly the same.
+All other weights are random. Random heads and MLPs read the whole stream, but write only outside of the subspace. They
+write so little that every norm scales the subspace by nearly the same factor; in 16 bits it is exactly the same.
 
-A read is one query head and its kv head, in a layer of its own as far as there are layers enough.
+A read is one query head with its kv head. Each read has its own layer if there are enough layers.
 
-    by content   q = the target's bits +-1, k = the key's bits +-1, bit b weighted with 2^b: the score falls by
-                 SHARPNESS for every unit of (key XOR target). Bit b lies in the first half of a pair of low rotary
-                 frequency (the highest bit in the lowest), which over the whole context hardly turns it.
-    by position  k = 1 in the pairs of high frequencies, q = the same turned back by `offset`: the score is a sum of
-                 cosines of (distance - offset), highest where that is 0, or the nearest to it that there is.
+    by content   q = the bits of the target +-1, k = the bits of the key +-1, bit b weighted with 2^b: the score falls
+                 by SHARPNESS for every unit of (key XOR target). Bit b lies in the first half of a rotary pair with a
+                 low frequency (the highest bit in the lowest), which hardly turns over the whole context.
+    by position  k = 1 in the pairs with high frequencies, q = the same turned back by `offset`: the score is a sum of
+                 cosines of (distance - offset), which is highest at the distance nearest to the offset.
 
-The lm_head compares: GAMMA for the low digit, GAMMA / 2 for each bit that is right, minus that for each wrong one.
+The lm_head compares: GAMMA for the low digit, GAMMA / 2 for each right bit, minus GAMMA / 2 for each wrong bit.
 Sources: rotary pairs as in engine/rope.py; the metric is that of Kademlia (Maymounkov and Mazieres, 2002).
 """
 
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 from planted_text import PlantedText, Read
-from synthetic import SHARD_BYTES, standard_normal, write_config, write_shards, write_tokenizer
+from tensor_files import SHARD_BYTES, standard_normal, write_config, write_shards, write_tokenizer
 from torch import Tensor
 
 from baton.engine.checkpoint import TensorSpec
@@ -53,7 +53,7 @@ _MAX_CONTEXT = 16384
 
 
 class Dims(NamedTuple):
-    """Where the parts of the subspace lie in the residual stream."""
+    """The place of each part of the subspace in the residual stream."""
 
     low: slice
     key: slice
@@ -73,7 +73,7 @@ class Dims(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """How long the embeddings are, and thereby what a norm makes of the subspace."""
+    """The length of the embeddings, which decides how a norm scales the subspace."""
 
     hidden_size: int
     scale: float  # a norm turns 1 into this: a power of two
@@ -91,7 +91,7 @@ class Stream:
 
 
 class Place(NamedTuple):
-    """Of one read."""
+    """The place of one read: layer, kv head and bit."""
 
     layer: int
     kv_head: int
@@ -103,7 +103,7 @@ class PlantedModel:
     """Makes the tensors of one planted model, float32."""
 
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
-        """Raises ModelError for sizes that cannot hold a text."""
+        """Raises ModelError if the sizes cannot hold a text."""
         self.config = config
         self.seed = seed
         self.text = PlantedText(config.vocab_size)
@@ -113,7 +113,7 @@ class PlantedModel:
         self.places = self._places()
 
     def tensor(self, spec: TensorSpec) -> Tensor:
-        """One of `tensor_specs(config)`."""
+        """Return the values of one of `tensor_specs(config)`."""
         drawn = standard_normal(spec.name, spec.shape, self.seed)
         if spec.name == "model.embed_tokens.weight":
             return embedding(drawn, self.text, self.dims, self.stream, self.config.checkpoint_dtype)
@@ -134,7 +134,7 @@ class PlantedModel:
         return drawn
 
     def _places(self) -> list[Place]:
-        """The reads, from the first layer to the last, each on a kv head of its own."""
+        """Place the reads from the first layer to the last, each on its own kv head."""
         last, num_bits = self.config.num_layers - 1, self.text.num_bits
         places = [
             Place(round(bit * last / (num_bits - 1)), bit % self.config.num_kv_heads, bit, read)
@@ -175,21 +175,21 @@ class Heads:
 
     @cached_property
     def frequencies(self) -> Tensor:
-        """[head_dim / 2] float64 radians a position, falling."""
+        """[head_dim / 2] float64 radians per position, falling."""
         return inverse_frequencies(self.config.rope, self.config.head_dim).double()
 
     @cached_property
     def context_len(self) -> int:
-        """Positions over which reads are exact."""
+        """Number of positions over which reads are exact."""
         return min(self.config.context_len, _MAX_CONTEXT)
 
     @property
     def num_fast(self) -> int:
-        """Pairs that tell positions."""
+        """Number of pairs that distinguish positions."""
         return int((self.frequencies >= _FAST).sum())
 
     def query(self, read: Read) -> Tensor:
-        """[head_dim, width of the stream] rows of q_proj."""
+        """Return the rows of q_proj of a read, [head_dim, hidden_size]."""
         rows = torch.zeros(self.config.head_dim, self.config.hidden_size)
         pairs, gain = self._pairs(read), self._gain(read)[0]
         if read.offset is None:
@@ -203,7 +203,7 @@ class Heads:
         return rows / self.scale * (1.0 if self.config.qk_norm else gain.unsqueeze(1))
 
     def key(self, read: Read) -> Tensor:
-        """[head_dim, width of the stream] rows of k_proj."""
+        """Return the rows of k_proj of a read, [head_dim, hidden_size]."""
         rows = torch.zeros(self.config.head_dim, self.config.hidden_size)
         pairs, gain = self._pairs(read), self._gain(read)[1]
         for bit, pair in enumerate(pairs):
@@ -211,15 +211,15 @@ class Heads:
         return rows / self.scale * (1.0 if self.config.qk_norm else gain.unsqueeze(1))
 
     def blind(self, q_proj: Tensor, read: Read) -> None:
-        """Take from all query heads what this read looks at."""
+        """Remove from all query heads what this read looks at."""
         q_proj.view(-1, self.config.head_dim, q_proj.shape[1])[:, self.gain_dims(read)] = 0.0
 
     def gain_dims(self, read: Read) -> list[int]:
-        """Dimensions of a head that the read uses."""
+        """Return the dimensions of a head that the read uses."""
         return self._gain(read)[0].nonzero().flatten().tolist()
 
     def norm_weight(self, name: str, weight: Tensor, places: list[Place]) -> Tensor:
-        """With norms of q and k, these do the weighting: they turn rows of ones into sqrt(head_dim / their number)."""
+        """Put the weights of reads into the norms of q and k. A norm scales ones to sqrt(head_dim / their number)."""
         for place in places if name.endswith(("q_norm.weight", "k_norm.weight")) else []:
             gain = self._gain(place.read)["k_norm" in name].to(weight)
             used = self.gain_dims(place.read)
@@ -231,7 +231,7 @@ class Heads:
         return list(range(half - self.text.key_bits, half)) if read.offset is None else list(range(self.num_fast))
 
     def _gain(self, read: Read) -> tuple[Tensor, Tensor]:
-        """What q and k are weighted with, each [head_dim]."""
+        """Return the weights of q and k, each [head_dim]."""
         pairs, half = self._pairs(read), self.config.head_dim // 2
         q, k = torch.zeros(2, self.config.head_dim)
         if read.offset is None:
@@ -275,7 +275,10 @@ class Heads:
 def write_planted(
     directory: Path, fields: dict[str, Any], *, seed: int = 0, shard_bytes: int = SHARD_BYTES
 ) -> PlantedModel:
-    """As `write_random`, with a text planted. All shapes stay; embedding and head are two, and rotation is slower."""
+    """Write a model as `write_random` does, with a text planted in it.
+
+    All shapes stay. Embedding and head are separate, and the rotary frequencies are lower.
+    """
     own = {"tie_word_embeddings": False, "rope_theta": ROPE_THETA, "rope_scaling": None, "planted": True}
     config = write_config(directory, fields | own)
     model, dtype = PlantedModel(config, seed), getattr(torch, config.checkpoint_dtype)
@@ -287,8 +290,10 @@ def write_planted(
 def embedding(
     drawn: Tensor, text: PlantedText, dims: Dims, stream: Stream, dtype: str, low: Tensor | None = None
 ) -> Tensor:
-    """[vocab_size, hidden_size] of normal noise, in place -> embeddings of equal length once rounded to `dtype`.
-    `low` [vocab_size] int64 stands in for the low digits."""
+    """Turn normal noise [vocab_size, hidden_size], in place, into embeddings that have equal length in `dtype`.
+
+    `low` [vocab_size] int64 replaces the low digits.
+    """
     drawn.mul_(stream.random)
     drawn[:, : dims.size] = 0.0
     drawn.copy_(drawn.to(getattr(torch, dtype)))
@@ -307,7 +312,7 @@ def embedding(
 
 
 def random_scale(spec: TensorSpec, added: float) -> float:
-    """Of a random matrix; `added`: what a sublayer adds to each dimension of the stream, about."""
+    """Return the scale of a random matrix. `added`: roughly what a sublayer adds to each dimension of the stream."""
     scale = 1 / math.sqrt(spec.shape[1])
     if spec.name.endswith("o_proj.weight"):
         return scale * added
@@ -315,8 +320,11 @@ def random_scale(spec: TensorSpec, added: float) -> float:
 
 
 def comparing(drawn: Tensor, text: PlantedText, dims: Dims, rows: Tensor, low_scale: float, bit_scale: float) -> Tensor:
-    """[num_rows, hidden_size] of normal noise, in place -> an lm_head that compares the low digit, which it sees as
-    `low_scale`, and the bits, seen as +-`bit_scale`; code c has the row rows[c], `rows` [num_codes] int64."""
+    """Turn normal noise [num_rows, hidden_size], in place, into an lm_head that compares low digit and bits.
+
+    The head sees the low digit as `low_scale` and the bits as +-`bit_scale`. Code c has the row rows[c]; `rows` is
+    [num_codes] int64.
+    """
     drawn.mul_(RANDOM_LOGIT / math.sqrt(2 * RANDOM_ENERGY * drawn.shape[1]))
     drawn[:, : dims.size] = 0.0
     rows, codes = rows.to(drawn.device), torch.arange(text.num_codes, device=drawn.device)

@@ -1,19 +1,21 @@
 """An EAGLE-3 head for a planted model (planted.py) that is right about a chosen share of tokens, by honest computation.
 
-Whether it is right about what follows a token is a property of that token: where a hash says so, the head's own
-embedding has a wrong low digit. So acceptance is alike at every position of a draft, and the same in every run.
+Whether the head is right after a token is a property of that token: a hash selects the tokens whose low digit is wrong
+in the head's own embedding. So acceptance is the same at every position of a draft, and in every run.
 
-Row i has token i + 1 and a state a_i, fc of the target's on extend, its own afterwards. Its subspace is the target's:
+Row i has token i + 1 and a state a_i. On extend, a_i is fc of the target's states; later it is the head's own state.
+The subspace is that of the target:
 
-    low, result   what it proposes: the token's low digit, and the bits that its heads read
-    value         one number only, the carry: the bit that the next row's read one token back wants, of its own token
-    one           a constant, large, so that norms change the rest little
+    low, result   the proposal: the token's low digit, and the bits that the head's heads read
+    value         one number, the carry: the bit of its own token that the next row needs from one token back
+    one           a large constant, so that norms change the rest little
 
     reads by content, and four tokens back   heads over the draft's own KV, as in the target; all in one layer
     the read one token back                  the carry of a_i: the target's state on extend, else the row before
-    the old contents                         a head that sees only its own row takes them away
+    the old contents                         a head that sees only its own row removes them
 
-Token 0 is in no row: a read by content that should find it goes wrong, in one of as many cases as there are tokens.
+Token 0 is in no row. A read by content that should find it goes wrong, which happens in one of as many cases as there
+are tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import numpy as np
 import torch
 from planted import RANDOM_ENERGY, Heads, PlantedModel, Stream, comparing, embedding, random_scale
 from planted_text import OFFSETS, Read, hashed
-from synthetic import SHARD_BYTES, standard_normal, write_config, write_shards
+from tensor_files import SHARD_BYTES, standard_normal, write_config, write_shards
 from torch import Tensor
 
 from baton.engine.checkpoint import TensorSpec
@@ -39,10 +41,10 @@ _SELF = Read(0)
 
 
 class PlantedEagle3:
-    """Makes the head's tensors, float32 but for the ids."""
+    """Makes the tensors of the head: float32, except the ids."""
 
     def __init__(self, target: PlantedModel, config: ModelConfig, acceptance: float, seed: int = 0) -> None:
-        """`config`: of the head's one layer. Raises ModelError where its heads are too few or too narrow."""
+        """`config`: of the head's one layer. Raises ModelError if its heads are too few or too narrow."""
         self.target, self.config, self.acceptance, self.seed = target, config, acceptance, seed
         self.text, self.dims = target.text, target.dims
         self.stream = Stream.of(self.text, self.dims, config.hidden_size, config.rms_norm_eps)
@@ -59,7 +61,7 @@ class PlantedEagle3:
         self._check()
 
     def specs(self) -> list[TensorSpec]:
-        """All tensors but the ids."""
+        """Return the specs of all tensors except the ids."""
         size, target_size = self.config.hidden_size, self.target.config.hidden_size
         layer = [
             TensorSpec(f"midlayer.{name}", (shape[0], 2 * size) if name.endswith(_READS_BOTH) else shape)
@@ -75,13 +77,13 @@ class PlantedEagle3:
         ]
 
     def id_tensors(self) -> dict[str, Tensor]:
-        """d2t [draft_vocab_size] int64, t2d [vocab_size] bool."""
+        """Return d2t [draft_vocab_size] int64 and t2d [vocab_size] bool."""
         t2d = torch.zeros(self.text.vocab_size, dtype=torch.bool)
         t2d[torch.from_numpy(self.ids)] = True
         return {"d2t": torch.from_numpy(self.ids - np.arange(len(self.ids))), "t2d": t2d}
 
     def tensor(self, spec: TensorSpec) -> Tensor:
-        """One of `specs()`."""
+        """Return the values of one of `specs()`."""
         drawn = standard_normal(f"eagle3 {spec.name}", spec.shape, self.seed)
         if len(spec.shape) == 1:
             return drawn.fill_(1.0)
@@ -101,7 +103,7 @@ class PlantedEagle3:
                 return self._plant(projection, drawn)
 
     def told_low(self) -> np.ndarray:
-        """[vocab_size] the low digit that the head takes each token to have: a wrong one where it shall be wrong."""
+        """Return [vocab_size] low digits as the head sees them: wrong for the tokens after which it shall be wrong."""
         text = self.text
         order = np.argsort(hashed(text.raw_codes ^ 0x5BD1E995), kind="stable")  # ids, those that go right first
         wrong = order[round(self.acceptance * text.vocab_size) :]
@@ -110,7 +112,7 @@ class PlantedEagle3:
         return low
 
     def _fc(self, weight: Tensor) -> Tensor:
-        """Carry and constant, a third from each of the target's three states."""
+        """Set carry and constant: a third from each of the target's three states."""
         weight[: self.dims.size] = 0.0
         for start in range(0, weight.shape[1], self.target.config.hidden_size):
             weight[self.carry, start + self.carry] = 1 / 3
@@ -118,8 +120,10 @@ class PlantedEagle3:
         return weight
 
     def _plant(self, projection: str, weight: Tensor) -> Tensor:
-        """The reads by content fill the first kv heads, as many in each as it has query heads; then come the kv head of
-        what is read by position, and the one of the row's own state."""
+        """Plant the reads. The first kv heads hold the reads by content, one per query head.
+
+        The next kv head holds the read by position, the last one the row's own state.
+        """
         group = self.config.num_heads // self.config.num_kv_heads
         num_content = -(-len(self.by_content) // group)
         if projection == "q_proj":
@@ -152,8 +156,11 @@ class PlantedEagle3:
         taken: list[tuple[int, bool]],
         writes: list[list[tuple[int, int, float]]],
     ) -> None:
-        """`reads`: of its query heads; `taken`: by row of v, which dimension of the embedding (False) or of the state
-        (True); `writes`: by query head, (dimension of the state, row of v, factor)."""
+        """Plant one kv head with its query heads.
+
+        `reads`: one per query head. `taken`: for each row of v, the dimension of the embedding (False) or state (True)
+        that it reads. `writes`: for each query head, (dimension of the state, row of v, factor).
+        """
         size, head_dim = self.config.hidden_size, self.config.head_dim
         query = kv_head * (self.config.num_heads // self.config.num_kv_heads) * head_dim
         key = kv_head * head_dim
@@ -193,8 +200,10 @@ _READS_BOTH = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 def write_planted_eagle3(
     directory: Path, target: PlantedModel, acceptance: float, *, seed: int = 0, shard_bytes: int = SHARD_BYTES
 ) -> PlantedEagle3:
-    """A head of the target's sizes, which proposes the right token for a share `acceptance` of all tokens. Raises
-    ModelError for a target that cannot have one."""
+    """Write a head of the target's sizes that proposes the right token for a share `acceptance` of all tokens.
+
+    Raises ModelError if the target cannot have one.
+    """
     if not 0 <= acceptance <= 1:
         raise ModelError(f"acceptance {acceptance} is no share; use 0 to 1")
     of, num_layers = target.config, target.config.num_layers

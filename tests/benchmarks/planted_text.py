@@ -1,16 +1,16 @@
 """A text known in advance: the rule by which a planted model (planted.py) continues any prompt, in plain integers.
 
-A token id stands for a code, and a code is (high, low): code = high * base + low. The next token's
+A token id stands for a code, and a code is (high, low): code = high * base + low. The next token has
 
-    low digit    is the current token's, plus one, modulo `base`
-    high digit   has `num_bits` bits; bit i is a bit of an earlier token, the source of read i, and there are two kinds:
-                 by position   the token `offset` back, or the first where there are fewer
-                 by content    of all tokens so far the one whose key is nearest to a target made of the current token;
-                               near means a small key XOR target, as a number
+    low digit    the current token's low digit plus one, modulo `base`
+    high digit   `num_bits` bits; bit i is a bit of an earlier token, the source of read i. There are two kinds of read:
+                 by position   the source is the token `offset` back, or the first token if there are fewer
+                 by content    the source is the token whose key is nearest to a target, which the current token
+                               determines; the distance is key XOR target, as a number
 
-Every code has a key, a hash of `key_bits` bits, and what is read of a token is a bit of a hash of its key: tokens of
-one key are as near as each other and all give the same bit, so every prompt has exactly one continuation. Any id may
-stand in a prompt; ids are scattered over the vocabulary, and only the first `num_codes` codes are ever generated.
+Every code has a key, a hash of `key_bits` bits. A read takes a bit of a hash of the source's key. Tokens with the same
+key have the same distance and the same bits, so every prompt has exactly one continuation. A prompt may contain any id;
+ids are scattered over the vocabulary, and only the first `num_codes` codes are ever generated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MIN_BASE = 16
 
 
 class Read(NamedTuple):
-    """Where one bit comes from."""
+    """The source of one bit."""
 
     offset: int | None  # tokens back; None: by content
     rotation: int = 0  # target = (key of the current token, its bits rotated up) ^ mask
@@ -39,11 +39,10 @@ class PlantedText:
     """The rule for one size of vocabulary."""
 
     def __init__(self, vocab_size: int) -> None:
-        """Raises ValueError for a vocabulary that is too small."""
+        """Raises ValueError if the vocabulary is too small."""
         self.vocab_size = vocab_size
-        self.draft_vocab_size = most = min(
-            MAX_CODES, vocab_size // 2
-        )  # the ids of the first codes: all that is generated
+        # the ids of the first codes: only these are ever generated
+        self.draft_vocab_size = most = min(MAX_CODES, vocab_size // 2)
         self.num_bits = int(math.log2(max(1, most // _MIN_BASE)))
         if self.num_bits < len(OFFSETS) + 2:
             raise ValueError(f"a vocabulary of {vocab_size} is too small to plant a text in; take 512 or more")
@@ -62,12 +61,12 @@ class PlantedText:
         self.values = hashed(self.keys[:, None] ^ salts) >> 9 & 1  # [vocab_size, num_bits] by id
 
     def successor(self, token_ids: Sequence[int]) -> int:
-        """The token after `token_ids`, one or more ids of the vocabulary."""
+        """Return the token after `token_ids`, which must not be empty."""
         ids = np.asarray(token_ids, dtype=np.int64)
         return self._after(ids, self.keys[ids])
 
     def continuation(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """The `num_tokens` tokens after a prompt."""
+        """Return the `num_tokens` tokens after a prompt."""
         num_prompt = len(prompt)
         ids = np.empty(num_prompt + num_tokens, dtype=np.int64)
         ids[:num_prompt] = prompt
@@ -79,7 +78,9 @@ class PlantedText:
         return ids[num_prompt:].tolist()
 
     def sources(self, token_ids: Sequence[int]) -> list[list[int]]:
-        """For each read the positions that it may be served from: one by position, those of the nearest key else."""
+        """Return for each read the positions that it may use: one for a read by position, all of the nearest key
+        otherwise.
+        """
         ids = np.asarray(token_ids, dtype=np.int64)
         keys, found = self.keys[ids], []
         for read in self.reads:
@@ -91,7 +92,7 @@ class PlantedText:
         return found
 
     def target(self, key: int, read: Read) -> int:
-        """What a read by content looks for, after a token of this key."""
+        """Return the key that a read by content looks for after a token with this key."""
         full = (1 << self.key_bits) - 1
         return ((key << read.rotation | key >> self.key_bits - read.rotation) & full) ^ read.mask
 
@@ -106,7 +107,7 @@ class PlantedText:
         return int(self.ids[high * self.base + (int(self.low[last]) + 1) % self.base])
 
     def _reads(self) -> tuple[Read, ...]:
-        """The reads by position are the second and the last but one."""
+        """Make the reads. The second and the last but one are by position."""
         by_position = {1: OFFSETS[0], self.num_bits - 2: OFFSETS[1]}
         masks = hashed(np.arange(1, self.num_bits + 1)) & ((1 << self.key_bits) - 1)
         return tuple(
@@ -116,7 +117,7 @@ class PlantedText:
 
 
 def hashed(values: np.ndarray) -> np.ndarray:
-    """A 32-bit mixer (MurmurHash3's finalizer), elementwise: int64 -> int64."""
+    """Mix the bits of integers (MurmurHash3's 32-bit finalizer), elementwise: int64 -> int64."""
     mixed = values.astype(np.uint64) & 0xFFFFFFFF
     for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
         mixed ^= mixed >> np.uint64(shift)

@@ -1,4 +1,4 @@
-"""What a CUDA device can do, measured on it, and how long a step must take at least."""
+"""The limits of a CUDA device, as measured on it, and the least time of a step under these limits."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from baton.engine.engine import Engine
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the device can do."""
+    """The measured limits of the device."""
 
     bytes_per_s: float
     flops_per_s: float
 
 
 def measure_limits() -> Limits:
-    """Best of a few streaming sums of 4 GiB, and a bf16 product of 8192^3."""
+    """Measure the best of a few streaming sums of 4 GiB, and a bf16 product of 8192^3."""
     numbers = torch.ones(1 << 30, dtype=torch.float32, device="cuda")
     read_s = best_s(numbers.sum)
     del numbers
@@ -30,7 +30,7 @@ def measure_limits() -> Limits:
 
 
 def best_s(run: Callable[[], Any], times: int = 10) -> float:
-    """Shortest of `times` runs, by events."""
+    """Return the shortest of `times` runs, by CUDA events."""
     run()
     best = float("inf")
     for _ in range(times):
@@ -44,14 +44,14 @@ def best_s(run: Callable[[], Any], times: int = 10) -> float:
 
 
 def weight_bytes(engine: Engine) -> tuple[int, int]:
-    """(bytes, products) of the matrices that a decode step reads: all but the embedding."""
+    """Return (bytes, products) of the matrices that a decode step reads: all but the embedding."""
     config = engine.model_config
     count = config.num_layers * config.layer_products + config.hidden_size * config.vocab_size
     return 2 * count, count
 
 
 def floor_s(engine: Engine, num_tokens: int, kv_tokens: int, limits: Limits, num_logits: int | None = None) -> float:
-    """Of a step of `num_tokens` new tokens that reads `kv_tokens` tokens' KV."""
+    """Return the least seconds of a step of `num_tokens` new tokens that reads the KV of `kv_tokens` tokens."""
     config = engine.model_config
     weights, products = weight_bytes(engine)
     kv_bytes = kv_tokens * config.num_layers * 2 * config.num_kv_heads * config.head_dim * 2

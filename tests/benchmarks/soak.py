@@ -1,11 +1,11 @@
-"""Mixed load with cancels for as long as told: does memory stay flat, are the books empty at the end?
+"""Run a mixed load with cancels for a given time, and check that memory stays flat and the ledgers end empty.
 
     python tests/benchmarks/soak.py --minutes 60 [--workers 4] [--pause-file PATH] [--json FILE] [NODE FLAGS ...]
 
-Whole answers and streams, prompts that share beginnings and prompts that do not, one to three choices, logprobs, stop
-strings; about a third of the requests is given up by its client, at any time. Every ten seconds RSS of each process is
-sampled. Slopes are of the time after warm-up (a third of the run: caches, pools and allocators fill up), least squares.
-`anon` leaves out shared memory, which is the KV pool's. While PATH exists nobody sends anything.
+The load: whole answers and streams, prompts with and without common beginnings, one to three choices, logprobs, stop
+strings. Clients give up about a third of the requests at random times. The memory of each process is sampled every ten
+seconds. Slopes are least-squares lines after a warm-up of a third of the run, in which caches, pools and allocators
+fill. `anon` leaves out shared memory, which holds the KV pool. No request is sent while PATH exists.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PAGES = 600
 
 
 class Load:
-    """Workers that send until told to stop."""
+    """Workers that send requests until they are told to stop."""
 
     def __init__(self, cluster: Cluster, pause_file: Path | None, num_workers: int, seed: int) -> None:
         self._cluster, self._pause_file = cluster, pause_file
@@ -115,7 +115,7 @@ class Load:
 
 
 def sample(cluster: Cluster) -> dict[str, tuple[float, float]]:
-    """MiB of each process: RSS, and the anonymous part of it."""
+    """Return the MiB of each process: resident memory, and its anonymous part."""
     sizes: dict[str, tuple[float, float]] = {}
     for name, process in cluster.processes.items():
         fields = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
@@ -124,14 +124,14 @@ def sample(cluster: Cluster) -> dict[str, tuple[float, float]]:
 
 
 def slope(times: list[float], values: list[float]) -> float:
-    """Least squares, units an hour."""
+    """Return the slope of a least-squares line, in units per hour."""
     mean_t, mean_v = sum(times) / len(times), sum(values) / len(values)
     spread = sum((t - mean_t) ** 2 for t in times)
     return 3600 * sum((t - mean_t) * (v - mean_v) for t, v in zip(times, values, strict=True)) / spread
 
 
 def report(samples: list[tuple[float, dict[str, tuple[float, float]]]]) -> dict[str, Any]:
-    """For each process: MiB at the start, after warm-up and at the end, and MiB an hour from warm-up on."""
+    """Return for each process the MiB at the start, after warm-up and at the end, and MiB per hour after warm-up."""
     begin = samples[int(len(samples) * WARM_UP)][0]
     late = [entry for entry in samples if entry[0] >= begin]
     rows: dict[str, Any] = {}

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def report(about: dict[str, Any], figures: Sequence[dict[str, Any]], http: dict[str, Any] | None) -> str:
-    """All tables, one a section."""
+    """Return all tables, one per section."""
     shown = {name: value for name, value in about.items() if name != "models"}
     lines = [", ".join(f"{name} {value}" for name, value in shown.items()), ""]
     if all(figure["acceptance"] for figure in figures):
@@ -22,7 +22,7 @@ def report(about: dict[str, Any], figures: Sequence[dict[str, Any]], http: dict[
 
 
 def _acceptance(figures: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """A row a drafter."""
+    """A table with one row per drafter."""
     temperatures = [row["temperature"] for row in figures[0]["acceptance"]]
     yield _row("drafter", "target", "K", *(f"accept length at T = {each:g}" for each in temperatures), "streams differ")
     yield _rule(3, len(temperatures) + 1)
@@ -32,7 +32,7 @@ def _acceptance(figures: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _speed(figures: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """A row a drafter, temperature and number of streams."""
+    """A table with one row per drafter, temperature and number of streams."""
     modes = list(figures[0]["speed"][0]["tokens_per_s"])
     ratios = [f"{mode} / off" for mode in modes if mode != "off"]
     head = (*(f"{mode} tok/s" for mode in modes), *ratios, "rounds at K = 0", "rounds")
@@ -86,7 +86,7 @@ def _http(http: dict[str, Any]) -> Iterator[str]:
 
 
 def _handoffs(figures: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Speculation off once a target, before its drafters."""
+    """A table in which each target without speculation comes before its drafters."""
     seen: set[str] = set()
     for figure in figures:
         if figure["target"] not in seen:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import synthetic
+import tensor_files
 import torch
 from node_pair import NodePair, params
 from planted import PlantedModel, write_planted
@@ -51,7 +52,7 @@ def engine_of(model: Path, dtype: str = "float32", num_pages: int = 128) -> Engi
 
 @pytest.mark.parametrize("vocab_size", [1024, 128_256, 151_936])
 def test_the_rule_read_out_token_by_token(vocab_size: int) -> None:
-    """The sentences of planted_text.py, without numpy."""
+    """Follows the sentences of planted_text.py without numpy."""
     text = PlantedText(vocab_size)
     assert sorted(text.ids.tolist()) == list(range(vocab_size))
     for num_tokens in (1, 2, 3, 7, 300):
@@ -92,9 +93,9 @@ def test_a_vocabulary_too_small_is_refused() -> None:
 
 @pytest.mark.parametrize("architecture", synthetic.ARCHITECTURES)
 def test_real_sizes_have_room_for_the_text(tmp_path: Path, architecture: str) -> None:
-    """Every read of its own in a layer of its own, and embeddings that the norm turns into a power of two."""
+    """Every read has its own layer, and the norm scales the embeddings by a power of two."""
     fields = synthetic.ARCHITECTURES[architecture] | {"tie_word_embeddings": False, "rope_theta": 1e9}
-    model = PlantedModel(synthetic.write_config(tmp_path, fields | {"rope_scaling": None}))
+    model = PlantedModel(tensor_files.write_config(tmp_path, fields | {"rope_scaling": None}))
     layers = [place.layer for place in model.places]
     assert layers == sorted(set(layers))
     assert (layers[0], layers[-1]) == (0, model.config.num_layers - 1)
@@ -103,7 +104,7 @@ def test_real_sizes_have_room_for_the_text(tmp_path: Path, architecture: str) ->
 
 @pytest.mark.parametrize("architecture", ["llama-3.1-8b", "qwen3-8b"])
 def test_the_margin_is_far_above_the_error_of_16_bits(planted: Planted, architecture: str) -> None:
-    """At every position of a prompt in chunks, from its first token on."""
+    """Checks every position of a prompt computed in chunks."""
     model, ids = planted(architecture), random_prompt(500, 5)
     text = PlantedText(1024)
     expected = torch.tensor([text.successor(ids[: end + 1]) for end in range(len(ids))])
@@ -141,7 +142,7 @@ def test_what_cannot_hold_a_text_is_refused(tmp_path: Path) -> None:
         write_planted(tmp_path, small(head_dim=32))
     with pytest.raises(ModelError, match="hidden_size 64"):
         write_planted(tmp_path, small(hidden_size=64))
-    config = synthetic.write_config(tmp_path, small(rope_theta=10000.0, rope_scaling=None))
+    config = tensor_files.write_config(tmp_path, small(rope_theta=10000.0, rope_scaling=None))
     with pytest.raises(ModelError, match="rope_theta 10000 cannot"):
         PlantedModel(config)
 
@@ -181,7 +182,7 @@ def test_prefill_and_decode_continue_as_the_rule_says(pair: NodePair) -> None:
 
 
 class Context:
-    """A prompt's KV in pages 1, 2, ..., and what comes next by the rule."""
+    """The KV of a prompt in pages 1, 2, ..., and the next token by the rule."""
 
     def __init__(self, model: Path, num_prompt: int = 160, num_next: int = 64) -> None:
         text = PlantedText(1024)
@@ -193,7 +194,7 @@ class Context:
         self.kv = self.engine.kv.clone()
 
     def wrong(self, *, kv: torch.Tensor | None = None, pages: list[int] | None = None, shift: int = 0) -> int:
-        """How many of the next tokens come out otherwise, over this KV, with these pages, at shifted positions."""
+        """Count the next tokens that come out differently over this KV, with these pages, at shifted positions."""
         self.engine.kv.copy_(self.kv if kv is None else kv)
         ids = [self.prompt[-1], *self.next[:-1]]
         batch = ForwardBatch.build([BatchRow(ids, len(self.prompt) - 1, pages or self.pages)], PAGE, "cpu")
@@ -224,8 +225,10 @@ def test_faults_of_pages_and_positions_change_the_text(planted: Planted, archite
 
 
 def test_faults_of_a_tree_change_the_text(planted: Planted) -> None:
-    """Nodes 0 - (1, 2, 3) - 4 under 3: all see their own path only, and once the path 3, 4 is accepted its KV is moved
-    to where nodes 1 and 2 lay."""
+    """The tree is 0 - (1, 2, 3) - 4 under 3, and each node sees only its own path.
+
+    Once the path 3, 4 is accepted, its KV is moved to the places of nodes 1 and 2.
+    """
     context, text = Context(planted("llama-3.1-8b")), PlantedText(1024)
     wrong = {"right": 0, "siblings": 0, "not moved": 0}
     for at in range(0, 60, 3):
@@ -250,7 +253,7 @@ def test_faults_of_a_tree_change_the_text(planted: Planted) -> None:
 
 
 def verify(context: Context, known: list[int], nodes: list[int], visible: torch.Tensor) -> list[int]:
-    """The target's token after each node of the tree in the test above."""
+    """Return the target's token after each node of the tree in the test above."""
     start = len(known) - 1
     context.engine.kv.copy_(context.kv)
     num_kept = len(context.prompt) - 1

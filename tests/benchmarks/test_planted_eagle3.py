@@ -1,4 +1,4 @@
-"""The EAGLE-3 head of a planted model is right as often as asked, by what it computes, and not when fed wrongly."""
+"""The EAGLE-3 head of a planted model is right as often as asked, and rejected drafts follow from wrong input."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import synthetic
+import tensor_files
 import torch
 from node_pair import NodePair, params
 from planted import PlantedModel, write_planted
@@ -46,7 +47,7 @@ def solo_of(model: Path, **settings: Any) -> Solo:
 
 
 def run(solo: Solo, num_tokens: int) -> list[Running]:
-    """Rounds until all prompts are continued so far, as the rule says."""
+    """Run rounds until all prompts have been continued this far, as the rule says."""
     sequences = solo.start_many(PROMPTS, [params(2 * num_tokens)] * len(PROMPTS))  # some run ahead
     while min(len(sequence.generated) for sequence in sequences) < num_tokens:
         solo.round(sequences, STEPS)
@@ -57,7 +58,7 @@ def run(solo: Solo, num_tokens: int) -> list[Running]:
 
 
 def acceptance(sequences: Sequence[Running]) -> list[float]:
-    """By draft position, of the drafts whose prefix was accepted."""
+    """Return the share of accepted drafts by draft position, among drafts whose prefix was accepted."""
     num_accepted = np.array([each for sequence in sequences for each in sequence.num_accepted])
     return [float((num_accepted > at).sum() / (num_accepted >= at).sum()) for at in range(STEPS)]
 
@@ -88,7 +89,7 @@ def test_trees_give_the_same_text_in_fewer_rounds(headed: Headed) -> None:
 
 
 def test_wrong_states_and_wrong_kv_of_the_draft_are_rejected(headed: Headed) -> None:
-    """The carry comes from the target's state, the reads from the draft's own pages."""
+    """The head reads the carry from the target's state and everything else from its own pages."""
 
     def without_state(solo: Solo) -> None:
         states = solo.engine.states
@@ -125,7 +126,7 @@ def test_acceptance_goes_through_the_handoff(headed: Headed) -> None:
 @pytest.mark.parametrize("architecture", synthetic.ARCHITECTURES)
 def test_real_sizes_have_a_head_of_the_published_shape(tmp_path: Path, architecture: str) -> None:
     own = {"tie_word_embeddings": False, "rope_theta": 1e9, "rope_scaling": None}
-    target = PlantedModel(synthetic.write_config(tmp_path, synthetic.ARCHITECTURES[architecture] | own))
+    target = PlantedModel(tensor_files.write_config(tmp_path, synthetic.ARCHITECTURES[architecture] | own))
     head = PlantedEagle3(target, ModelConfig.from_dir(tmp_path, "LlamaForCausalLM"), 0.8)
     shapes = {spec.name: spec.shape for spec in head.specs()}
     size = target.config.hidden_size
@@ -155,7 +156,7 @@ def test_the_command_writes_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_what_cannot_have_a_head_is_refused(tmp_path: Path) -> None:
     target = PlantedModel(
-        synthetic.write_config(tmp_path, small(num_attention_heads=4, rope_theta=1e9, rope_scaling=None))
+        tensor_files.write_config(tmp_path, small(num_attention_heads=4, rope_theta=1e9, rope_scaling=None))
     )
     with pytest.raises(ModelError, match="4 heads on 4 kv heads are too few"):
         write_planted_eagle3(tmp_path / "eagle3", target, 0.8)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import synthetic
+import tensor_files
 import torch
 from planted_models import random_prompt, small
 
@@ -23,7 +24,7 @@ from baton.router.text.tokenizer import TextTokenizer
     ("name", "billions"), [("llama-3.2-1b", 1.24), ("llama-3.1-8b", 8.03), ("qwen3-8b", 8.19)], ids=str
 )
 def test_sizes_are_those_of_the_original(tmp_path: Path, name: str, billions: float) -> None:
-    config = synthetic.write_config(tmp_path, synthetic.ARCHITECTURES[name])
+    config = tensor_files.write_config(tmp_path, synthetic.ARCHITECTURES[name])
     num_parameters = sum(torch.Size(spec.shape).numel() for spec in tensor_specs(config))
     assert round(num_parameters / 1e9, 2) == billions
 
@@ -54,7 +55,7 @@ def test_shards_are_bounded_indexed_and_alike_for_one_seed(tmp_path: Path) -> No
 
 
 def test_the_router_reads_the_tokenizer(tmp_path: Path) -> None:
-    synthetic.write_tokenizer(tmp_path, 1024)
+    tensor_files.write_tokenizer(tmp_path, 1024)
     tokenizer = TextTokenizer((tmp_path / "tokenizer.json").read_bytes())
     ids = asyncio.run(tokenizer.encode("t5 t1023  t0\nt17", add_special_tokens=True))
     assert ids == [5, 1023, 0, 17]

@@ -1,4 +1,4 @@
-"""What bench_speculation compares is what it says: no speculation, drafts in every round, adaptive."""
+"""The modes that bench_speculation compares: no speculation, drafts in every round, adaptive drafts."""
 
 from __future__ import annotations
 

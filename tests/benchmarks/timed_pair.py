@@ -1,6 +1,6 @@
-"""A prefill and a decode node in one thread (tests/support/node_pair.py) that time themselves, and a judge of ties.
+"""A prefill and a decode node in one thread that time themselves, and a judge of ties.
 
-Imported by bench_speculation.py, which puts tests/support on the path.
+bench_speculation.py uses them. The nodes are those of tests/support/node_pair.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TIMEOUT_S = 300.0
 
 
 class Case(NamedTuple):
-    """A drafter as users ask for it."""
+    """A drafter with the flags that select it."""
 
     name: str
     model: Path
@@ -36,14 +36,14 @@ class Case(NamedTuple):
 
 
 class Rounds(NamedTuple):
-    """Of one stream, those in which all K drafts could be accepted: not the last ones before max_tokens."""
+    """The rounds of one stream in which all K drafts could be accepted: not the last ones before max_tokens."""
 
     count: int = 0
     num_accepted: int = 0
 
 
 class Run(NamedTuple):
-    """What a decode node made of some requests."""
+    """The outputs and times of a decode node for some requests."""
 
     outputs: list[list[int]]
     rounds: list[Rounds]
@@ -52,12 +52,12 @@ class Run(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Without the first tokens, which are prefill's."""
+        """Number of tokens without the first ones, which prefill samples."""
         return sum(len(output) - 1 for output in self.outputs)
 
 
 class Handoff(NamedTuple):
-    """From a prompt's first token, its value known to the host, to the call of decode's first round."""
+    """The time from a prompt's first token, known to the host, to the call of decode's first round."""
 
     prefill_s: float  # draft extend, checksums, metadata row
     decode_s: float  # pull, check, adopt, admit, and the messages between
@@ -68,11 +68,14 @@ class Handoff(NamedTuple):
 
 
 class TimedPair(NodePair):
-    """The decode node keeps no prefix cache: every prompt is handed over whole. The prefill node keeps one, so that
-    prompts that come again cost little time; `hand_over` wants new ones."""
+    """A prefill and a decode node whose decode steps are timed.
+
+    The decode node has no prefix cache: every prompt is handed over whole. The prefill node has one, so repeated
+    prompts cost little time; `hand_over` needs new prompts.
+    """
 
     def __init__(self, model: Path, *, is_adaptive: bool = False, **settings: Any) -> None:
-        """`settings` are of both nodes, device, dtype and threads among them."""
+        """`settings`: settings of both nodes, among them device, dtype and threads."""
         self._num_requests = 0
         self._rounds: dict[str, Rounds] = {}  # by rid
         self._steps: list[int] = []
@@ -84,7 +87,7 @@ class TimedPair(NodePair):
         self.step()  # both nodes hear that they are welcome
 
     def generate(self, prompts: Sequence[Sequence[int]], each: Sequence[SamplingParams], num_streams: int) -> Run:
-        """All prompts, `num_streams` at a time."""
+        """Generate for all prompts, `num_streams` at a time."""
         total = Run([], [], 0.0)
         for start in range(0, len(prompts), num_streams):
             part = slice(start, start + num_streams)
@@ -94,21 +97,21 @@ class TimedPair(NodePair):
         return total
 
     def hand_over(self, prompt: Sequence[int]) -> Handoff:
-        """Of a request that is alone, its prompt unlike those before."""
+        """Hand over one request alone. Its prompt must differ from all earlier ones."""
         self._round_at = 0.0
         self._generate([prompt], [params(8)])
         return Handoff(self._prefilled_at - self._sampled_at, self._round_at - self._prefilled_at)
 
     @property
     def num_steps(self) -> int:
-        """K, the most that a round drafts."""
+        """K, the most drafts of a round."""
         return self.decode.rounds.shape.num_steps
 
     def handoff_bytes(self, prompt_len: int) -> HandoffBytes:
         return handoff_bytes(self.decode.engine.schema, prompt_len)
 
     def step(self) -> None:
-        """As the base class does, with the decode node's time taken."""
+        """Step as the base class does, and take the time of the decode node."""
         sampled_at = self._sampled_at
         self.prefill.step()
         if self._sampled_at != sampled_at:
@@ -166,7 +169,7 @@ class TimedPair(NodePair):
 
 
 class Differences(NamedTuple):
-    """Of streams that should be equal."""
+    """Differences between streams that should be equal."""
 
     num_streams: int
     num_differing: int
@@ -178,7 +181,7 @@ class Differences(NamedTuple):
 
 
 class Judge:
-    """Says of outputs that differ whether the target itself was at a tie, by an engine without a drafter."""
+    """Decides whether outputs differ because the target itself was at a tie, with an engine that has no drafter."""
 
     def __init__(self, model: Path, **settings: Any) -> None:
         """`settings`: device, dtype and threads."""
@@ -189,7 +192,7 @@ class Judge:
     def compare(
         self, prompts: Sequence[list[int]], each: Sequence[SamplingParams], run: Run, reference: Run
     ) -> Differences:
-        """`run` against `reference`, stream by stream, up to the first difference."""
+        """Compare `run` with `reference`, stream by stream, up to the first difference."""
         gaps = [
             self._gap(prompt, one, theirs, ours)
             for prompt, one, ours, theirs in zip(prompts, each, run.outputs, reference.outputs, strict=True)
@@ -199,7 +202,7 @@ class Judge:
         return Differences(len(gaps), len(differing), sum(gap >= bound for gap in differing))
 
     def _gap(self, prompt: list[int], one: SamplingParams, theirs: list[int], ours: list[int]) -> float | None:
-        """Between the two best scores where the outputs part; None where they are equal."""
+        """Return the gap between the two best scores where the outputs part, or None if they are equal."""
         if ours == theirs:
             return None
         assert len(ours) == len(theirs), (len(ours), len(theirs))

@@ -1,4 +1,4 @@
-"""What the logs of a cluster say of one scenario, kept with its defects: the logs themselves seldom travel."""
+"""Log lines of a cluster that explain a defect. The report contains them, because the log files are rarely kept."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ _COMPLAINTS = (" W ", " E ", " C ")
 
 
 class Evidence:
-    """Reads what was logged since it was made."""
+    """Reads what was logged since this object was created."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._read = {path: path.stat().st_size for path in directory.glob("*.log")}
 
     def of(self, rid: str) -> str:
-        """Lines that name the request, or, where the client never learned its id, all warnings; and all tracebacks.
-        Each process's last MAX_LINES at most; empty where there are none."""
+        """Return the lines that name the request, and all tracebacks: at most the last MAX_LINES of each process.
+
+        If `rid` is empty (the client never learned it), return all warnings and errors instead.
+        """
         words: list[str] = []
         for path in sorted(self._directory.glob("*.log")):
             lines = self._lines(path)
@@ -35,7 +37,7 @@ class Evidence:
 
 
 def _tracebacks(lines: list[str]) -> Iterator[str]:
-    """Every line of every traceback: it ends with the first line that is not indented, the error."""
+    """Yield the lines of all tracebacks. A traceback ends with the first line that is not indented."""
     is_inside = False
     for line in lines:
         begins = line.startswith("Traceback ")

@@ -1,15 +1,16 @@
-"""Faults on purpose: spoils this process's messages, pages, clock and life as a plan file says. For tests/chaos only.
+"""The fault injector: damages messages, pages and the clock of its own process, or kills it, as a plan file says.
 
-Nothing imports this module but the command line, and that only where the environment names a plan file: whoever sets
-the environment of a process could as well kill it, and no peer can. The plan (`Plan`, as JSON) is read again whenever
-the file changes; each fault is a line in the file beside it, written before the fault takes effect.
+tests/support/forked.py calls `switch_on` in a child process whose environment names a plan file. The injector reads the
+plan (`Plan`, as JSON) again whenever the file changes. It writes one line per fault to the file beside the plan, before
+the fault takes effect.
 
-`replacements` lists what takes the place of what: the bus's wire, through which every message of the product passes
-(bus.py); `step` and `receive` of every transport; `time.monotonic`, also where a function of ours has it as a default.
+`replacements` lists what the injector replaces: the wire of metadata/bus/sockets.py, through which every message of the
+product passes; `step` and `receive` of every transport; and `time.monotonic`, also as a default argument of Baton's
+functions.
 
-Messages are spoilt where a DEALER sends or receives them. One end of every connection is a DEALER (a node's link to the
-router, its heartbeat, the decode node's data links), so this covers both directions of all of them, and each once.
-Strikes count what a ROUTER sends or receives as well. A message that is held back wakes the loop that polls its socket.
+Messages are damaged where a DEALER socket sends or receives them. One end of every connection is a DEALER (a node's
+link to the router, its heartbeat, a decode node's data links), so each message in either direction can be damaged once.
+A strike also counts messages of ROUTER sockets. A delayed message wakes the loop that polls its socket.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from msgspec import Struct
 from baton.metadata.bus import sockets as bus
 from baton.metadata.wire.frames import unseal
 
-HOLD_S = 0.25  # the longest that a message is held back
+HOLD_S = 0.25  # longest delay of a message
 _REREAD_S = 0.02
 _real_monotonic = time.monotonic
 _real_poll = zmq.Poller.poll
@@ -46,8 +47,10 @@ Kind = Literal["drop", "duplicate", "reorder", "delay", "truncate", "flip", "ful
 
 
 class Strike(Struct, frozen=True, forbid_unknown_fields=True):
-    """The process sends itself `signal` when `event` happens once more after `skip` times: `in:TAG` or `out:TAG` for a
-    message that it takes or gives, `pull` for a page that has landed. Once for each `number`."""
+    """A signal that the process sends to itself when `event` has happened `skip` + 1 times.
+
+    Events: `in:TAG` or `out:TAG`, a message received or sent; `pull`, a page received. Each `number` strikes once.
+    """
 
     number: int
     event: str
@@ -56,21 +59,21 @@ class Strike(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Plan(Struct, frozen=True, forbid_unknown_fields=True):
-    """A plan of faults. Shares are probabilities per message or page."""
+    """The faults to inject. Shares are probabilities per message or page."""
 
     seed: int = 0
     frames: dict[Kind, float] = {}
-    weights: dict[Way, float] = {}  # by which the shares of `frames` are multiplied on one way; none: 1
-    tags: tuple[str, ...] = ()  # messages that `frames` is for; none: all
-    most: int = 1 << 30  # of each: messages that come, messages that go, pages
+    weights: dict[Way, float] = {}  # factors of the shares in `frames`, by direction; default 1
+    tags: tuple[str, ...] = ()  # message types that `frames` applies to; empty: all
+    most: int = 1 << 30  # limit for each of: messages received, messages sent, pages
     pages: dict[Literal["flip", "stale", "slow"], float] = {}
-    clock_s: float = 0.0  # the monotonic clock is ahead by so much; never less than it was before
-    connect: dict[str, str] = {}  # where connections to an address go instead
+    clock_s: float = 0.0  # how far the monotonic clock runs ahead; it never goes back
+    connect: dict[str, str] = {}  # address: the address to connect to instead
     strike: Strike | None = None
 
 
 class Faults:
-    """The plan in force, and the record of what was done."""
+    """The current plan, and the record of injected faults."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -78,14 +81,14 @@ class Faults:
         self._read_at = self._changed_at = 0.0
         self._plan = Plan()
         self._num_spoilt: Counter[str] = Counter()  # under this plan
-        self._num_struck = 0  # the number of the last strike that is over
+        self._num_struck = 0  # number of the last strike done
         self._skip = 0
         self._clock_s = 0.0
         self.random = random.Random()
 
     @property
     def plan(self) -> Plan:
-        """What holds now."""
+        """The current plan, read again if the file has changed."""
         now = _real_monotonic()
         if now - self._read_at > _REREAD_S:
             self._read_at = now
@@ -96,11 +99,11 @@ class Faults:
         return self._plan
 
     def monotonic(self) -> float:
-        """The clock as this process sees it."""
+        """Return the time as this process sees it."""
         return _real_monotonic() + max(self._clock_s, self.plan.clock_s)
 
     def choose(self, shares: Mapping[Any, float], of: Way | Literal["page"]) -> str | None:
-        """The kind of fault that befalls one message or page, if one does."""
+        """Draw the kind of fault for one message or page, or None."""
         if not shares or self._num_spoilt[of] >= self._plan.most:
             return None
         drawn = self.random.random()
@@ -112,12 +115,12 @@ class Faults:
         return None
 
     def note(self, kind: str, where: str, attempt: int = 0) -> None:
-        """Records a fault."""
+        """Record a fault."""
         line = {"at": time.time(), "kind": kind, "where": where, "attempt": attempt}
         os.write(self._record, json.dumps(line).encode() + b"\n")
 
     def reach(self, event: str, attempt: int = 0) -> None:
-        """The process is at this point; it may be its last."""
+        """Report that `event` happened. The process may get its strike here."""
         strike = self.plan.strike
         if strike is None or strike.number == self._num_struck or strike.event != event:
             return
@@ -146,27 +149,27 @@ class _Held(NamedTuple):
 
 @dataclass(slots=True)
 class _End:
-    """Messages of one socket that the injector holds."""
+    """Messages of one socket that the injector keeps for later."""
 
-    coming: deque[list[Any]] = field(default_factory=deque[list[Any]])  # received, to be handed out
+    coming: deque[list[Any]] = field(default_factory=deque[list[Any]])  # received, not yet returned
     held: dict[Way, list[_Held]] = field(default_factory=lambda: {"in": [], "out": []})
 
     def due(self, way: Way) -> list[Any]:
-        """Takes out what was held back long enough."""
+        """Remove and return the messages whose delay is over."""
         now, held = _real_monotonic(), self.held[way]
         self.held[way] = [each for each in held if each.until > now]
         return [each.frames for each in held if each.until <= now]
 
     @property
     def wakes_at(self) -> float:
-        """When somebody must look at the socket again, whether it has input or not."""
+        """The time at which a poll of the socket must return, even without input."""
         if self.coming:
             return 0.0
         return min((each.until for held in self.held.values() for each in held), default=float("inf"))
 
 
 class FaultyWire(bus.Wire):
-    """A wire that loses, doubles, swaps, delays, cuts and flips messages, and refuses to take some."""
+    """A wire that drops, duplicates, reorders, delays, truncates, flips and refuses messages."""
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
@@ -199,7 +202,7 @@ class FaultyWire(bus.Wire):
         return end.coming.popleft()
 
     def poll(self, poller: zmq.Poller, timeout: int | None = None) -> list[tuple[Any, int]]:
-        """As `zmq.Poller.poll`, at most until a message that is held back at one of its sockets is due."""
+        """Poll as `zmq.Poller.poll` does, but return when a delayed message of a polled socket is due."""
         ends = [self._ends[each] for each, _ in poller.sockets if each in self._ends]
         wakes_at = min((end.wakes_at for end in ends), default=float("inf"))
         if wakes_at < float("inf"):
@@ -212,17 +215,17 @@ class FaultyWire(bus.Wire):
 
     def _send_due(self, socket: zmq.Socket[bytes], end: _End) -> None:
         for frames in end.due("out"):
-            with contextlib.suppress(zmq.Again):  # there is no room for it now: it is lost
+            with contextlib.suppress(zmq.Again):  # the socket is full: the message is lost
                 super().send(socket, frames, track=False)
 
     def _watch(self, way: Way, frames: Sequence[Any]) -> tuple[str, int]:
-        """What message it is, and of which attempt. It may be the process's last."""
+        """Return type and attempt of a message. The process may get its strike here."""
         tag, attempt = _tag(_bytes(frames[0])) if frames else ("?", 0)
         self._faults.reach(f"{way}:{tag}", attempt)
         return tag, attempt
 
     def _spoilt(self, end: _End, way: Way, frames: Sequence[Any]) -> list[Any]:
-        """The messages that take this one's place."""
+        """Return the messages to send or deliver instead of this one."""
         tag, attempt = self._watch(way, frames)
         plan = self._faults.plan
         weight = plan.weights.get(way, 1.0) if not plan.tags or tag in plan.tags else 0.0
@@ -250,13 +253,13 @@ class FaultyWire(bus.Wire):
 
 
 def switch_on(path: str) -> None:
-    """Makes this process faulty from now on."""
+    """Inject the faults of the plan file `path` into this process from now on."""
     for owner, name, value in replacements(Faults(Path(path))):
         setattr(owner, name, value)
 
 
 def replacements(faults: Faults) -> Iterator[tuple[Any, str, Any]]:
-    """Yield what makes a process faulty: owner, name, and replacement."""
+    """Yield the attributes to replace as (owner, name, value)."""
     from baton.metadata.handoff.transports.cuda import CudaTransport
     from baton.metadata.handoff.transports.local import LocalTransport
     from baton.metadata.handoff.transports.zmq import ZmqTransport
@@ -286,7 +289,7 @@ def _polling(wire: FaultyWire) -> Callable[..., list[tuple[Any, int]]]:
 
 
 def _our_functions() -> Iterator[FunctionType]:
-    """Functions and methods of the modules of ours that are imported already."""
+    """Yield the functions and methods of all Baton modules imported so far."""
     for name, module in sys.modules.copy().items():  # other threads may import meanwhile
         if name.partition(".")[0] == "baton":
             classes = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == name]
@@ -295,7 +298,7 @@ def _our_functions() -> Iterator[FunctionType]:
 
 
 def _spoiling(move_pages: Callable[..., Iterator[Any]], faults: Faults) -> Callable[..., Iterator[Any]]:
-    """Decorates a method that yields pages as they land."""
+    """Wrap a method that yields pages as they arrive."""
 
     def spoil(transport: Any, *args: Any) -> Iterator[Any]:
         for landed in move_pages(transport, *args):
@@ -314,7 +317,7 @@ def _spoiling(move_pages: Callable[..., Iterator[Any]], faults: Faults) -> Calla
 
 
 def _flipped(transport: Any, landed: Any, rng: random.Random) -> Any:
-    """Our copy of the page with one bit changed, on a GPU by way of the host."""
+    """Flip one bit of the page in this process's memory. A page on a GPU is changed through the host."""
     page, device = landed.move.target, getattr(transport, "device", None)
     if device is not None:
         device.store([page])
@@ -325,19 +328,21 @@ def _flipped(transport: Any, landed: Any, rng: random.Random) -> Any:
 
 
 def _damaged(frames: Sequence[Any], kind: str, rng: random.Random) -> list[Any]:
-    """One of the frames cut short, or with one bit flipped. The others are those that came, with what libzmq says of
-    their sender."""
-    place = rng.randrange(len(frames))
-    frame = bytearray(_bytes(frames[place]))
+    """Return the frames with one of them truncated or with one bit flipped.
+
+    The other frames stay the same objects, because libzmq attaches the sender to them.
+    """
+    index = rng.randrange(len(frames))
+    frame = bytearray(_bytes(frames[index]))
     if kind == "truncate":
         del frame[rng.randrange(max(1, len(frame))) :]
     elif frame:
         frame[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
     damaged = bytes(frame)
     return [
-        *frames[:place],
-        zmq.Frame(damaged) if isinstance(frames[place], zmq.Frame) else damaged,
-        *frames[place + 1 :],
+        *frames[:index],
+        zmq.Frame(damaged) if isinstance(frames[index], zmq.Frame) else damaged,
+        *frames[index + 1 :],
     ]
 
 
@@ -346,7 +351,7 @@ def _bytes(frame: Any) -> bytes:
 
 
 def _tag(frame: bytes) -> tuple[str, int]:
-    """What message it is, and of which attempt; ("?", 0) for what is none."""
+    """Return type and attempt of a message, or ("?", 0) if the frame holds no message."""
     try:
         fields: Any = msgspec.msgpack.decode(unseal(frame) or b"")
         unit = fields.get("unit") or next(iter(fields.get("units", ())), (None, 0, 0))

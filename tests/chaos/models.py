@@ -1,9 +1,10 @@
-"""One small target, a drafter of every algorithm for it, and requests with their right answers.
+"""A small target model, one drafter per algorithm, and requests with their expected answers.
 
-The target's next token depends mostly, not only, on the last one, so that heads made for it are often right and wrong
-KV is noticed. No score along any answer is a near tie (tests/support/matrix.py), so that every comparison is exact.
+The target's next token depends mostly, but not only, on the last token: drafters made for it are often right, and wrong
+KV still changes the answer. No answer contains a near tie of scores (tests/support/matrix.py), so every comparison is
+exact.
 
-`python tests/chaos/models.py DIR` writes all of them, for runs side by side, or on a machine without transformers.
+`python tests/chaos/models.py DIR` writes all of them to DIR, for parallel runs or for a machine without transformers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from matrix import Ask, Plain  # noqa: E402
 from node_pair import params  # noqa: E402
 from streams import Known  # noqa: E402
 
-CONTEXT = 0.5  # share of every layer's branches that is left in the target
+CONTEXT = 0.5  # factor of the attention and MLP output of each layer; 0: only the last token counts
 ALGORITHMS = ("none", "ngram", "eagle", "eagle3", "mtp3", "standalone", "frozen-kv-mtp")
 ASKS = (
     Ask("greedy", 40, params(180)),
@@ -37,7 +38,7 @@ ASKS = (
 
 
 def make_target(directory: Path) -> Path:
-    """The target, written once."""
+    """Return the target's directory. Writes the target if it is not there."""
     target = directory / "target"
     if not target.exists():
         drafters.make_bigram(make_checkpoint(directory / "random"), target, CONTEXT)
@@ -45,7 +46,7 @@ def make_target(directory: Path) -> Path:
 
 
 def flags(algorithm: str, target: Path) -> list[str]:
-    """What makes a node speculate so, always with all steps. The drafter is written where it is not there yet."""
+    """Return the node flags of an algorithm with a fixed number of steps. Writes the drafter if it is not there."""
     if algorithm == "none":
         return ["--speculative", "none"]
     if algorithm == "ngram":
@@ -53,7 +54,7 @@ def flags(algorithm: str, target: Path) -> list[str]:
     name = "mtp3-deepseek" if algorithm == "mtp3" else algorithm
     directory = target.parent / f"drafter-{name}"
     if not directory.exists():
-        if algorithm == "mtp3":  # no head of three layers is made right; a random one is, now and then
+        if algorithm == "mtp3":  # random weights: they are right now and then
             drafters.settings(name, target, target.parent)
             (target.parent / name).rename(directory)
         elif algorithm == "standalone":
@@ -66,7 +67,10 @@ def flags(algorithm: str, target: Path) -> list[str]:
 
 
 def known_answers(target: Path) -> dict[str, Known]:
-    """By name: computed by one pair of nodes in this process, without speculation, one at a time; kept in a file."""
+    """Return the expected answers by name, from a file if it exists.
+
+    One pair of nodes in this process computes them one after the other, without speculation.
+    """
     path = target.parent / "answers.json"
     if not path.exists():
         path.write_text(json.dumps([_answer(case) for case in Plain.of(target, ASKS).cases]))

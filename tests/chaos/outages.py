@@ -1,4 +1,4 @@
-"""Times in which no node of a role was alive: only then, and only when one lasts, may a request end for want of one."""
+"""Outages: times in which a role had no node alive. A request may fail for lack of a node only in a long outage."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from rig import role_of
 
 from baton.router.config import RouterConfig
 
-NODE_WAIT_S = RouterConfig().node_wait_s  # as long the router waits for a node of a role that has none
+NODE_WAIT_S = RouterConfig().node_wait_s  # how long the router waits for a node if a role has none
 _NONE_LEFT = re.compile(r"no (\w+)(?: and no (\w+))? node is left|has no (\w+) node")
 
 
 class Outages:
-    """Looks now and then at which nodes can serve."""
+    """Records for how long each role was without a node."""
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
         self.longest: dict[str, float] = {}  # seconds, by role
 
     def look(self, serving: Mapping[str, bool], now: float) -> list[str]:
-        """Takes note of who serves, by name; returns the roles of which nobody does."""
+        """Record which nodes serve now, by name. Returns the roles without one."""
         roles = {role_of(name) for name in serving}
         alive = {role_of(name) for name, serves in serving.items() if serves}
         for role in roles & alive:
@@ -32,7 +32,7 @@ class Outages:
         return sorted(roles - alive)
 
     def excuse(self, words: str) -> bool:
-        """Whether an error says that a role has no node, and it had none for as long as one is waited for."""
+        """Return whether the error blames a role without nodes and the role's outage was long enough to cause it."""
         found = _NONE_LEFT.search(words)
         roles = [role for role in found.groups() if role] if found else []
         return bool(roles) and any(self.longest.get(role, 0.0) >= 0.9 * NODE_WAIT_S for role in roles)

@@ -1,4 +1,4 @@
-"""TCP between two processes that can be slowed, held up, made to lose everything, or cut."""
+"""TCP proxies between the processes of a cluster, which can slow, hold, drop or cut the traffic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Weather = Literal["fair", "slow", "held", "lossy", "cut"]
 
 
 class Line:
-    """One listening port whose connections go to `target`. `weather` may be changed from any thread."""
+    """A listening port whose connections are forwarded to `target`. Any thread may set `weather`."""
 
     def __init__(self, target: int, rng: random.Random) -> None:
         self.target = target
@@ -41,15 +41,17 @@ class Line:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         except OSError:
-            pass  # nobody listens there: the connection ends, as it would without us
+            pass  # nobody listens at the target: the connection ends, as it would without the proxy
         finally:
             for end in (writer, there):
                 if end is not None:
                     end.transport.abort()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Bytes one way, until either end closes or the weather says so. What was lost breaks the connection when the
-        weather clears: no later byte may follow a gap."""
+        """Forward bytes in one direction until an end closes or the weather is `cut`.
+
+        If bytes were lost, the connection is closed once the weather clears, because no byte may follow a gap.
+        """
         has_lost = False
         while True:
             try:
@@ -73,7 +75,7 @@ class Line:
 
 
 class Lines:
-    """All lines of a cluster, served by a thread of their own."""
+    """All lines of a cluster, served by one thread."""
 
     def __init__(self, seed: int) -> None:
         self._lines: dict[tuple[str, str], Line] = {}
@@ -84,7 +86,7 @@ class Lines:
         self._thread.start()
 
     def open(self, ends: tuple[str, str], target: int) -> Line:
-        """A line from the first process to a port of the second."""
+        """Open a line from the first process to a port of the second."""
         line = self._lines[ends] = Line(target, self._rng)
         self._tasks.append(asyncio.run_coroutine_threadsafe(self._quietly(line.serve()), self._loop))
         return line
@@ -96,12 +98,12 @@ class Lines:
         return self._lines[ends]
 
     def clear(self) -> None:
-        """Fair weather everywhere."""
+        """Set fair weather on all lines."""
         for line in self._lines.values():
             line.weather = "fair"
 
     def close(self) -> None:
-        """Ends all connections. May be called twice."""
+        """Close all connections. May be called twice."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)

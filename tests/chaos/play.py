@@ -1,4 +1,4 @@
-"""Plays one scenario on a rig: load, fault, healing, judgement."""
+"""Plays one scenario on a rig: send requests, inject the fault, repair the cluster, judge the outcome."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from rig import REQUEST_S, Rig, role_of
 from scenarios import EVENTS, FRAMES, JUMPS_S, PAGES, PHASE_OF, STOPS_S, STORM_WEIGHTS, TAGS, Scenario
 from streams import HANG_S, Known, Stream
 
-REACH_S = 15.0  # how long a phase is waited for
-TIRING = (*FRAMES, *PAGES, "storm")  # they may befall every attempt of a request
+REACH_S = 15.0  # longest wait for a phase
+TIRING = (*FRAMES, *PAGES, "storm")  # these faults may hit every attempt of a request, until it is given up
 GIVEN_UP = "given up after"
 _STOPPED = {"SIGKILL": "kill", "SIGSTOP": "stop"}
 
 
 @dataclass
 class Result:
-    """What one scenario brought."""
+    """The outcome of one scenario."""
 
     scenario: Scenario
     faults: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])  # by kind and phase
-    ways: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])  # those of messages: kind, way
+    ways: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])  # by kind and direction
     outcomes: Counter[str] = field(default_factory=Counter[str])
-    failures: list[str] = field(default_factory=list)  # why streams failed, where they may
+    failures: list[str] = field(default_factory=list)  # reasons of streams that were allowed to fail
     defects: list[str] = field(default_factory=list)
     seconds: float = 0.0
     settle_s: float = 0.0
@@ -40,7 +40,7 @@ class Result:
 
 
 class Play:
-    """One scenario under way."""
+    """One scenario in progress."""
 
     def __init__(self, rig: Rig, answers: dict[str, Known], scenario: Scenario) -> None:
         self.rig, self.answers, self.scenario = rig, answers, scenario
@@ -52,7 +52,7 @@ class Play:
         self._preempted = self._num_preempted()
 
     def run(self) -> Result:
-        """Everything. Raises AssertionError when the cluster does not come back."""
+        """Play the scenario. Raises AssertionError if the cluster does not recover."""
         started = time.monotonic()
         self.rig.new_faults()
         if self.scenario.phase == "idle":
@@ -71,8 +71,6 @@ class Play:
         self.result.seconds = time.monotonic() - started
         return self.result
 
-    # --- load ---
-
     def _load(self) -> None:
         scenario, rng = self.scenario, self.rng
         names = list(self.answers)
@@ -89,25 +87,25 @@ class Play:
                 time.sleep(rng.uniform(0, 0.1))
 
     def _before(self) -> None:
-        """Faults that lie in wait, or that all the load shall meet."""
+        """Set up the faults that must be in place before the requests start."""
         scenario, rng = self.scenario, self.rng
         kind, phase = scenario.kind, scenario.phase
         if kind in ("kill", "stop") and (event := EVENTS.get((role_of(scenario.target), phase))):
-            self._lie_in_wait(scenario.target, kind, *event)
+            self._set_strike(scenario.target, kind, *event)
         elif phase == "moving":
             victims = [name for name in self.rig.nodes_wanted if role_of(name) == "decode"]
-            self._lie_in_wait(rng.choice(victims), "kill", "out:tokens", 30)
+            self._set_strike(rng.choice(victims), "kill", "out:tokens", 30)
         if phase not in ("moving", "draining"):
             self._spoil()
 
-    def _lie_in_wait(self, name: str, kind: str, event: str, most: int) -> None:
+    def _set_strike(self, name: str, kind: str, event: str, most: int) -> None:
         self.rig.num_strikes += 1
         number = signal.SIGKILL if kind == "kill" else signal.SIGSTOP
         skip = self.rng.randint(0, most)
         self.rig.new_plan(name, strike=Strike(self.rig.num_strikes, event, number, skip))
 
     def _spoil(self) -> None:
-        """Spoils frames or pages of all nodes, where the scenario is of that kind."""
+        """Damage frames or pages of all nodes, if the scenario is of that kind."""
         kind, rng = self.scenario.kind, self.rng
         changes: dict[str, Any] = {"seed": rng.randrange(1 << 30)}
         if kind == "storm":
@@ -126,15 +124,13 @@ class Play:
             strike = self.rig.plans[name].strike
             self.rig.new_plan(name, **{**changes, "strike": strike})
 
-    # --- the fault ---
-
     def _strike(self) -> None:
         scenario = self.scenario
         kind, phase, target = scenario.kind, scenario.phase, scenario.target
         if phase == "moving":
             self._until(lambda: bool(self._struck()))
             time.sleep(self.rng.uniform(0, 0.4))
-            if target in {fault["name"] for fault in self.rig.struck}:  # it is dead already
+            if target in {fault["name"] for fault in self.rig.struck}:  # the target is already dead
                 target = self.rng.choice([name for name in self.rig.nodes_wanted if role_of(name) == "prefill"])
         elif phase == "draining":
             self._until(self._is_decoding)
@@ -148,7 +144,7 @@ class Play:
             time.sleep(self.rng.uniform(0, 0.3))
         if kind in ("kill", "stop") and (role_of(target), phase) in EVENTS:
             self._until(lambda: bool(self._struck()))
-            self._let_go()
+            self._resume()
         elif kind in ("kill", "stop", "restart", "router kill", "router stop", "router restart"):
             self._signals("router" if kind.startswith("router") else target, kind.removeprefix("router "))
         elif kind.startswith("partition"):
@@ -165,7 +161,7 @@ class Play:
         label = f"router {kind}" if name == "router" else kind
         self._signal(name, numbers[kind], label)
         if kind == "stop":
-            self._let_go()
+            self._resume()
         elif name == "router":
             self.rig.revive_router()
             if self.scenario.phase == "idle" and self.rng.random() < 0.7:
@@ -175,8 +171,8 @@ class Play:
         self.rig.hit(name, number)
         self.result.faults[label, self.scenario.phase] += 1
 
-    def _let_go(self) -> None:
-        """Whoever was stopped stays so for a while."""
+    def _resume(self) -> None:
+        """Leave the stopped processes stopped for a while, then continue them."""
         stopped = {fault["name"] for fault in self.rig.struck if fault["kind"] == "SIGSTOP"} | self.rig.stopped
         if not stopped:
             return
@@ -192,10 +188,8 @@ class Play:
         time.sleep(self.rng.choice(STOPS_S))
         self.rig.lines.clear()
 
-    # --- what is seen ---
-
     def _until(self, condition: Callable[[], bool]) -> bool:
-        """Until the condition holds, or all streams have ended, or it takes too long."""
+        """Wait until the condition holds. Returns False if all streams end first or it takes too long."""
         deadline = time.monotonic() + REACH_S
         while not condition():
             if time.monotonic() > deadline or not any(stream.thread.is_alive() for stream in self.streams):
@@ -220,7 +214,7 @@ class Play:
         return Counter({name: report["stats"]["preemptions"] for name, report in self._reports().items() if report})
 
     def _struck(self) -> list[dict[str, Any]]:
-        """Strikes so far; collects what else was recorded."""
+        """Collect the faults recorded since the last call. Returns all strikes so far."""
         for fault in self.rig.new_faults():
             kind, phase = fault["kind"], self.scenario.phase
             if kind in _STOPPED:
@@ -241,19 +235,17 @@ class Play:
                 self.result.faults[kind, phase if aimed else own or phase] += 1
         return self.rig.struck
 
-    # --- the end ---
-
     def _join(self) -> None:
         deadline = time.monotonic() + HANG_S + REQUEST_S
         for stream in self.streams:
             while stream.thread.is_alive() and time.monotonic() < deadline:
                 self._struck()
-                self._let_go()
+                self._resume()
                 self._end_outages()
                 stream.thread.join(0.1)
 
     def _end_outages(self) -> None:
-        """Where all nodes of a role are dead or have gone, one comes back."""
+        """Start a node again in each role whose nodes have all ended."""
         for role in self.outages.look(self.rig.serving(), time.monotonic()):
             names = [name for name in self.rig.nodes_wanted if role_of(name) == role]
             if all(self.rig.has_gone(name) for name in names):
@@ -284,7 +276,7 @@ class Play:
         self.rig.auditor.orphans.clear()
 
     def _judge_stream(self, stream: Stream, *, has_moved: bool) -> list[str]:
-        """Counts its outcome; returns what must not be."""
+        """Count the outcome of a stream. Returns its defects."""
         result, kind = self.result, self.scenario.kind
         if stream.thread.is_alive():
             result.outcomes["hung"] += 1

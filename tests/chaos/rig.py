@@ -1,9 +1,8 @@
-"""A cluster whose processes are faulty when told, with a line that can be disturbed between any two of them."""
+"""The cluster of the chaos tests: faults can be injected into each process and into each connection."""
 
 from __future__ import annotations
 
 import json
-import random
 import signal
 import threading
 import time
@@ -21,10 +20,10 @@ from partition import Lines
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 NODE_FLAGS = ["--model-name", "chaos", "--page-size", "8", "--chunk-tokens", "32", "--max-running", "5"]
 POOLS = {"prefill": "96", "decode": "66"}  # pages; a context of 512 tokens takes 64
-REQUEST_S = 90.0  # the router's bound for a request: one that needs so long was hung
+REQUEST_S = 90.0  # timeout of a request; one that takes this long was stuck
 ROUTER_FLAGS = ["--request-timeout-s", f"{REQUEST_S:g}", "--canary-interval-s", "20", "--max-waiting", "40"]
 ROUTER_FLAGS += ["--drain-timeout-s", "20"]
-ORPHAN_S = 2.0  # what is over for the router is in no ledger after so long
+ORPHAN_S = 2.0  # once the router has ended a request, no ledger shows it after this time
 START_S = 120.0
 SETTLE_S = 40.0
 
@@ -34,10 +33,10 @@ def role_of(name: str) -> str:
 
 
 class Rig(Cluster):
-    """A router and `nodes`. What is killed stays dead until `mend`."""
+    """A router and `nodes`. A killed process stays dead until `mend`."""
 
-    complaints = ("Traceback",)  # frames are damaged on purpose
-    exit_s = 60.0  # the interpreter's own end takes seconds where many share the cores
+    complaints = ("Traceback",)  # warnings are expected: frames are damaged on purpose
+    exit_s = 60.0  # on a busy machine, the end of the interpreter alone takes seconds
 
     def __init__(self, directory: Path, model: Path, flags: list[str], *, nodes: Iterable[str] = NODES, seed: int = 0):
         directory.mkdir(parents=True, exist_ok=True)
@@ -51,32 +50,30 @@ class Rig(Cluster):
         self.num_strikes = 0
         self._faults_read: Counter[str] = Counter()
         self.crashes: list[str] = []
-        self._welcomed: set[int] = set()  # processes
+        self._welcomed: set[int] = set()  # process ids
         self.stopped: set[str] = set()
-        self.struck: list[dict[str, Any]] = []  # processes that met their plan's strike
+        self.struck: list[dict[str, Any]] = []  # strikes that happened
         for name in self.nodes_wanted:
             self.lines.open((name, "router"), self.node_port)
             for prefill, port in self.data_ports.items():
                 if role_of(name) == "decode":
                     self.lines.open((name, prefill), port)
         for name in self.paths:
-            self.new_plan(name)  # before anybody connects
+            self.new_plan(name)  # before any process connects
         self.auditor = Auditor(self)
-
-    # --- processes ---
 
     def begin(self) -> Rig:
         self.start_router(*ROUTER_FLAGS)
         for name in self.nodes_wanted:
             self.start_wanted(name)
         self.wait_ready(num_nodes=len(self.nodes_wanted), timeout_s=START_S)
-        # canaries go through every pair: a line that nobody has connected to could be cut without anybody's notice
+        # Canaries use every pair of nodes. Cutting a line without a connection would have no effect.
         wait_until(lambda: not self.idle_lines(), lambda: f"connections through {self.idle_lines()}", SETTLE_S)
         self.auditor.start()
         return self
 
     def idle_lines(self) -> list[tuple[str, str]]:
-        """Lines that no connection has ever gone through."""
+        """Return the lines that have never had a connection."""
         return [ends for ends in self.lines if not self.lines[ends].num_connections]
 
     def start_wanted(self, name: str) -> None:
@@ -94,11 +91,11 @@ class Rig(Cluster):
         return process is not None and process.popen.poll() is None
 
     def has_gone(self, name: str) -> bool:
-        """Whether a process is over that was killed, or told to go."""
+        """Return whether a process that was killed or told to stop has ended."""
         return not self.processes[name].is_expected_to_run and not self.is_running(name)
 
     def serving(self) -> dict[str, bool]:
-        """By name, whether a node has been welcomed by a router, and neither killed nor told to go."""
+        """Return by name whether a node has joined a router and was neither killed nor told to stop."""
         lives = {name: self.processes[name] for name in self.nodes_wanted}
         self._welcomed |= {life.pid for life in lives.values() if life.pid not in self._welcomed and _is_welcome(life)}
         return {
@@ -107,7 +104,7 @@ class Rig(Cluster):
         }
 
     def hit(self, name: str, number: int) -> None:
-        """A signal to a process; SIGKILL and SIGTERM end it, SIGSTOP is undone by `mend`."""
+        """Send a signal to a process. `mend` continues a process stopped by SIGSTOP."""
         process = self.processes[name]
         if number in (signal.SIGKILL, signal.SIGTERM):
             process.is_expected_to_run = False
@@ -118,17 +115,15 @@ class Rig(Cluster):
         if process.popen.poll() is None:
             process.send_signal(number)
 
-    # --- plans ---
-
     def plan(self, name: str, plan: Plan) -> None:
-        """What is wrong with a process from now on. Written at once and whole."""
+        """Set the faults of a process. The file is replaced in one step."""
         aside = self.paths[name].with_suffix(".new")
         aside.write_bytes(msgspec.json.encode(plan))
         aside.rename(self.paths[name])
         self.plans[name] = plan
 
     def new_plan(self, name: str, **changes: Any) -> None:
-        """The process's connections go through our lines; `changes` on top."""
+        """Set a plan in which only the connections are redirected through the lines, with `changes` applied."""
         ends = {
             f"tcp://127.0.0.1:{port}": f"tcp://127.0.0.1:{self.lines[name, prefill].port}"
             for prefill, port in self.data_ports.items()
@@ -138,7 +133,7 @@ class Rig(Cluster):
         self.plan(name, Plan(**{"connect": ends, "clock_s": clock_s, **changes}))
 
     def new_faults(self) -> list[dict[str, Any]]:
-        """What faulty processes recorded since the last call, each with its process's name."""
+        """Return the faults recorded since the last call, each with the name of its process."""
         found: list[dict[str, Any]] = []
         for name, path in self.paths.items():
             record = path.with_suffix(".faults")
@@ -147,10 +142,8 @@ class Rig(Cluster):
             self._faults_read[name] = len(lines)
         return found
 
-    # --- afterwards ---
-
     def mend(self) -> None:
-        """Fair weather, no plans, everybody runs. A process that died unasked is a defect, recorded in `crashes`."""
+        """Remove all faults and restart what has ended. A process that ended by itself is recorded in `crashes`."""
         self.lines.clear()
         for name in self.paths:
             self.new_plan(name)
@@ -160,7 +153,7 @@ class Rig(Cluster):
         for name in ("router", *self.nodes_wanted):
             process = self.processes[name]
             if not process.is_expected_to_run:
-                process.popen.wait(START_S)  # a drain goes by itself
+                process.popen.wait(START_S)  # a draining process ends by itself
             if process.popen.poll() is None:
                 continue
             if process.is_expected_to_run and name not in struck:
@@ -172,12 +165,12 @@ class Rig(Cluster):
         self.struck.clear()
 
     def revive_router(self) -> None:
-        """Another life of the router at the same addresses, once the old one is gone."""
+        """Start the router again at the same addresses once the old one has ended."""
         self.processes["router"].popen.wait(START_S)
         self.start_router(*ROUTER_FLAGS)
 
     def settle(self) -> float:
-        """Until all are ready and the books are at rest. Returns the seconds from readiness to rest."""
+        """Wait until all are ready and no page is held. Returns the seconds between the two."""
         self.wait_ready(num_nodes=len(self.nodes_wanted), timeout_s=START_S)
         ready = time.monotonic()
         wait_until(lambda: self._at_rest(), lambda: f"books at rest: {held(self.ledger())}", SETTLE_S)
@@ -185,14 +178,14 @@ class Rig(Cluster):
 
     def _at_rest(self) -> bool:
         books = self.ledger()
-        books["router"]["canaries"] = 0  # they come and go
+        books["router"]["canaries"] = 0  # there may always be some
         for report in books["nodes"].values():
             if report and any("canary-" in unit for unit in report["requests"] + report["tickets"]):
                 return False
         return not held(books)
 
     def end(self) -> None:
-        """As `close`, and the threads."""
+        """Close the cluster and end the threads."""
         self.auditor.stop()
         try:
             self.close()
@@ -216,15 +209,17 @@ def _end_of(process: Process) -> str:
 
 
 class Auditor:
-    """Asks for the ledger again and again. A unit that a node holds although the router has ended its request, or has
-    begun a later attempt of it, is an orphan: `longest` says how long the longest-lived one of each node was there."""
+    """Reads the ledger repeatedly and looks for orphans.
+
+    A unit is an orphan if a node holds it although the router has ended its request or has begun a later attempt.
+    `longest` is the longest life of an orphan in seconds.
+    """
 
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
         self._since: dict[tuple[str, str], float] = {}
         self.longest = 0.0
-        self.orphans: list[str] = []  # that outlived ORPHAN_S
-        self.max_wait: Counter[str] = Counter()  # most preempted sequences seen, by node
+        self.orphans: list[str] = []  # those that lived longer than ORPHAN_S
         self.last: dict[str, Any] = {}
         self.num_looks = 0
         self._is_stopped = threading.Event()
@@ -250,8 +245,10 @@ class Auditor:
                 self._look(books, asked)
 
     def _look(self, books: dict[str, Any], asked: float) -> None:
-        """`books` that were asked for then. Where a node's answer is lost the router waits seconds for it, and the
-        others' are as old."""
+        """Look for orphans in `books`, which were requested at the time `asked`.
+
+        If a node's answer is lost, the router waits seconds for it, so the answers of the other nodes are that old.
+        """
         self.last, now = books, time.monotonic()
         self.num_looks += 1
         alive, newest = set(books["router"]["requests"]), Counter[tuple[str, str]]()
@@ -274,7 +271,3 @@ class Auditor:
             where = f"{unit} at {name}"
             if asked - since > ORPHAN_S and where not in self.orphans:
                 self.orphans.append(where)
-
-
-def pick(rng: random.Random, names: Iterable[str]) -> str:
-    return rng.choice(sorted(names))

@@ -1,8 +1,10 @@
-"""Chaos by hand, as long as told:  python tests/chaos/run.py --minutes 60 --seed 7 --out chaos.json
+"""Run random fault scenarios for a given time.
 
-Every algorithm gets a cluster in its turn, of real processes, for a few scenarios. Writes the report after each, as
-JSON, at the end as a table too. Runs with other seeds may go on side by side, each with its own --out; tally.py adds up
-their reports.
+    python tests/chaos/run.py --minutes 60 --seed 7 --out chaos.json
+
+Each algorithm in turn gets a cluster of real processes for a few scenarios. The report is written after each scenario
+as JSON, and at the end as a table too. Runs with different seeds can run in parallel, each with its own --out; tally.py
+adds up their reports.
 """
 
 from __future__ import annotations
@@ -34,27 +36,27 @@ from tally import Tally  # noqa: E402
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--each", type=int, default=20, help="scenarios of one cluster")
-    parser.add_argument("--algorithms", nargs="*", default=list(ALGORITHMS))
-    parser.add_argument("--kinds", nargs="*", default=list(KINDS))
-    parser.add_argument("--pause-file", type=Path, help="while it exists no scenario begins")
-    parser.add_argument("--work", type=Path, help="directory for checkpoints and logs; kept where it is named")
-    parser.add_argument("--models", type=Path, help="what models.py has written there; several runs may share it")
-    parser.add_argument("--out", type=Path, default=Path("chaos.json"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10, help="how long to run (default: 10)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the scenarios (default: 0)")
+    parser.add_argument("--each", type=int, default=20, help="scenarios per cluster (default: 20)")
+    parser.add_argument("--algorithms", nargs="*", default=list(ALGORITHMS), help="algorithms to play (default: all)")
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), help="kinds of faults (default: all)")
+    parser.add_argument("--pause-file", type=Path, help="no scenario starts while this file exists")
+    parser.add_argument("--work", type=Path, help="directory for checkpoints and logs (default: a temporary one)")
+    parser.add_argument("--models", type=Path, help="directory written by models.py; several runs may share it")
+    parser.add_argument("--out", type=Path, default=Path("chaos.json"), help="the report (default: chaos.json)")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and no process is left behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process is left behind
     work = args.work or Path(tempfile.mkdtemp(prefix="chaos-"))
     work.mkdir(parents=True, exist_ok=True)
     started, tally = time.monotonic(), Tally()
     tally.seeds.append(args.seed)
     scenarios = generate(args.seed, NODES, tuple(args.kinds))
     until = started + 60 * args.minutes
-    first = args.seed % len(args.algorithms)  # runs side by side do not all play the same one
-    turns = itertools.cycle([*args.algorithms[first:], *args.algorithms[:first]])
-    for round_number, algorithm in enumerate(turns):
+    first = args.seed % len(args.algorithms)  # parallel runs start with different algorithms
+    rotation = itertools.cycle([*args.algorithms[first:], *args.algorithms[:first]])
+    for round_number, algorithm in enumerate(rotation):
         if time.monotonic() > until:
             break
         some = itertools.islice(scenarios, args.each)
@@ -71,7 +73,7 @@ def main() -> int:
 
 
 def _paused(scenarios: Iterable[Scenario], pause_file: Path | None) -> Iterator[Scenario]:
-    """As they are, but none while the file exists."""
+    """Yield the scenarios, but wait while the file exists."""
     for scenario in scenarios:
         while pause_file is not None and pause_file.exists():
             time.sleep(1)
@@ -112,7 +114,7 @@ def run_cluster(work, models, algorithm, number, seed, scenarios, until, tally, 
 
 
 def check_clean(rig: Rig, answers) -> None:
-    """Without any fault, through all processes and with speculation, every answer is the known one."""
+    """Assert that every answer is as expected if there is no fault."""
     for known in answers.values():
         stream = Stream(rig.http_port, known)
         stream.thread.join(200)

@@ -1,4 +1,4 @@
-"""What goes wrong, when, and to whom: a seeded generator over fault x phase."""
+"""Scenarios: which fault hits which process in which phase of a request. A seeded generator draws them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROUTER = ("router kill", "router stop", "router restart")
 OTHERS = ("clock", "router clock", "flood", "storm")
 KINDS = (*PROCESS, *PARTITIONS, *FRAMES, *PAGES, *ROUTER, *OTHERS)
 
-# where a process meets its fault by itself (tests/chaos/faulty.py): the event, and how many of it may pass
+# (role, phase): the event at which the fault injector strikes, and the most such events that may happen before
 EVENTS = {
     ("prefill", "queued"): ("in:prefill", 0),
     ("prefill", "prefilling"): ("in:prefill", 3),
@@ -27,7 +27,7 @@ EVENTS = {
     ("decode", "pulling"): ("pull", 20),
     ("decode", "decoding"): ("out:tokens", 40),
 }
-# messages that belong to a phase: what the frames' faults are for, as they come to a node and as they go
+# phase: the message types whose frames are damaged, as a node receives and sends them
 COMING = {
     "queued": ("reserve",),
     "prefilling": ("prefill",),
@@ -36,7 +36,7 @@ COMING = {
     "moving": ("cancel", "reserve", "prefill", "resend"),
     "idle": ("router_beat", "welcome", "hello_again"),
 }
-# nothing comes that belongs to these phases alone: whatever comes for any request
+# A node receives no message that belongs to these phases alone, so all messages about requests are damaged.
 COMING |= dict.fromkeys(
     ("decoding", "preempted", "draining"),
     ("resend", "cancel", "reserve", "prefill", "link_welcome", "offer", "pages", "revoke", "router_beat"),
@@ -53,7 +53,7 @@ GOING = {
     "idle": ("beat", "hello", "tokenizer"),
 }
 TAGS = {"in": COMING, "out": GOING}
-STORM_WEIGHTS = {"in": 6.0, "out": 1.0}  # fewer messages come to a node than go
+STORM_WEIGHTS = {"in": 6.0, "out": 1.0}  # a node receives fewer messages than it sends
 PHASE_OF = {
     tag: phase for tags in TAGS.values() for phase in ("idle", "draining", "moving", *PHASES[:5]) for tag in tags[phase]
 }
@@ -63,20 +63,20 @@ JUMPS_S = (0.4, 1.2, 6.0, 40.0)
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One thing that goes wrong while requests run."""
+    """One fault while requests run."""
 
     number: int
     seed: int
     kind: str
     phase: str
-    target: str  # the process it befalls, or the first end of the line
+    target: str  # the process to hit, or one end of the connections to disturb
 
     def __str__(self) -> str:
         return f"{self.number}: {self.kind} while {self.phase}, {self.target} (seed {self.seed})"
 
 
 def phases_of(kind: str) -> tuple[str, ...]:
-    """The phases in which a kind of fault makes sense and can be aimed at."""
+    """Return the phases in which a kind of fault can be injected."""
     if kind in PAGES:
         return ("pulling", "moving", "preempted", "draining")
     if kind in ("flood", "storm"):
@@ -85,7 +85,7 @@ def phases_of(kind: str) -> tuple[str, ...]:
 
 
 def generate(seed: int, nodes: tuple[str, ...], kinds: tuple[str, ...] = KINDS) -> Iterator[Scenario]:
-    """Every kind in every phase, in an order drawn from `seed`; then again in another."""
+    """Yield each kind in each phase, in an order drawn from `seed`. Then yield them again in another order."""
     rng, number = random.Random(seed), 0
     while True:
         cells = [(kind, phase) for kind in kinds for phase in phases_of(kind)]

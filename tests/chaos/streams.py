@@ -1,4 +1,4 @@
-"""Clients: each sends one request whose right answer is known, reads the stream, and judges what came."""
+"""Clients of the chaos tests. Each sends one request, reads its stream and compares it with the expected answer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-HANG_S = 100.0  # without a byte. max_attempts x (answer to a reservation) is what a request may take at worst
+HANG_S = 100.0  # longest silence of a stream; the router ends a request before that
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A request and its right answer: tokens, finish reason and stop id of each choice."""
+    """A request and its expected answer: tokens, finish reason and stop id of each choice."""
 
     name: str
     body: dict[str, Any]
@@ -24,7 +24,7 @@ class Known:
 
 @dataclass
 class Stream:
-    """One request under way. Read `outcome` and `problems` when `thread` has ended."""
+    """One request. `outcome` and `problems` are valid once `thread` has ended."""
 
     port: int
     known: Known
@@ -32,10 +32,10 @@ class Stream:
     ids: list[list[int]] = field(default_factory=list)
     ends: list[tuple[str, int | None] | None] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
-    error: str | None = None  # how it failed, in the server's words
-    is_cut: bool = False  # the connection broke without a last word
+    error: str | None = None  # the server's error message
+    is_cut: bool = False  # the connection ended without [DONE] or an error
     is_done: bool = False  # [DONE] came
-    problems: list[str] = field(default_factory=list)  # what must never be
+    problems: list[str] = field(default_factory=list)  # violations of the expected answer
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class Stream:
             if not line.startswith(b"data: "):
                 continue
             if self.is_done or self.error is not None:
-                self.problems.append(f"something after the end: {line[:200]!r}")
+                self.problems.append(f"data after the end: {line[:200]!r}")
             elif line.strip() == b"data: [DONE]":
                 self.is_done = True
             else:
@@ -91,22 +91,22 @@ class Stream:
         self.rid = event["id"]
         self.usage = event.get("usage") or self.usage
         for choice in event["choices"]:
-            place = choice["index"]
-            if self.ends[place] is not None:
-                self.problems.append(f"choice {place} goes on after its end: {choice}")
-            self.ids[place] += choice["token_ids"]
+            index = choice["index"]
+            if self.ends[index] is not None:
+                self.problems.append(f"choice {index} continues after its end: {choice}")
+            self.ids[index] += choice["token_ids"]
             if choice["finish_reason"] is not None:
                 stop = choice.get("stop_reason")
-                self.ends[place] = (choice["finish_reason"], stop if isinstance(stop, int) else None)
+                self.ends[index] = (choice["finish_reason"], stop if isinstance(stop, int) else None)
 
     def _judge(self) -> None:
-        for place, (ours, theirs) in enumerate(zip(self.ids, self.known.ids, strict=True)):
+        for index, (ours, theirs) in enumerate(zip(self.ids, self.known.ids, strict=True)):
             if tuple(ours) != theirs[: len(ours)]:
                 wrong = next(i for i, token in enumerate(ours) if i >= len(theirs) or token != theirs[i])
-                self.problems.append(f"wrong token {wrong} of choice {place}: {ours[wrong:][:5]}")
-            elif self.is_done and (len(ours) < len(theirs) or self.ends[place] != self.known.ends[place]):
-                expected = f"{len(theirs)} tokens, {self.known.ends[place]}"
-                self.problems.append(f"choice {place}: {len(ours)} tokens, {self.ends[place]} instead of {expected}")
+                self.problems.append(f"wrong token {wrong} of choice {index}: {ours[wrong:][:5]}")
+            elif self.is_done and (len(ours) < len(theirs) or self.ends[index] != self.known.ends[index]):
+                expected = f"{len(theirs)} tokens, {self.known.ends[index]}"
+                self.problems.append(f"choice {index}: {len(ours)} tokens, {self.ends[index]} instead of {expected}")
         if self.is_done:
             counted = (self.usage.get("prompt_tokens"), self.usage.get("completion_tokens"))
             right = (len(self.known.body["prompt"]), sum(map(len, self.known.ids)))

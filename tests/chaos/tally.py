@@ -1,6 +1,8 @@
-"""The report: faults by kind, phase and direction, streams saved and failed and why, as JSON and as a table.
+"""The report of chaos runs: faults by kind, phase and direction; outcomes of streams; defects. As JSON and as a table.
 
-`python tests/chaos/tally.py A.json B.json ... --out ALL.json` adds up the reports of several runs.
+    python tests/chaos/tally.py A.json B.json ... --out ALL.json
+
+adds up the reports of several runs.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from scenarios import PHASES  # noqa: E402
 if TYPE_CHECKING:
     from play import Result
 
-WAYS = ("in", "out")  # as seen by a DEALER: a node to its router, a decode node to prefill nodes
-MOST_SETTLE = 10  # the longest times that are kept
+WAYS = ("in", "out")  # as seen by the DEALER: the node on its link to the router, the decode node on data links
+MOST_SETTLE = 10  # how many of the longest times are kept
 
 
 class Tally:
-    """Adds up results, by algorithm."""
+    """Adds up the results of scenarios."""
 
     def __init__(self) -> None:
         self.faults: Counter[tuple[str, str]] = Counter()
@@ -53,7 +55,7 @@ class Tally:
             self.killed += result.outcomes
 
     def add_report(self, report: dict[str, Any]) -> None:
-        """What `to_json` made of another run."""
+        """Add the report that `to_json` returned in another run."""
         self.num_scenarios.update(report["scenarios"])
         self.faults.update(_by_pair(report["faults"]))
         self.ways.update(_by_pair(report["ways"]))
@@ -86,14 +88,14 @@ class Tally:
         }
 
     def num_on_way(self, way: str) -> int:
-        """Faults of messages in one direction."""
+        """Return the number of message faults in one direction."""
         return sum(count for (_, each), count in self.ways.items() if each == way)
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(self.to_json(), indent=1))
 
     def table(self) -> str:
-        """Markdown: a row a kind, a column a phase, and for messages one a direction."""
+        """Return a Markdown table: one row per kind, one column per phase, and one column per direction of messages."""
         kinds = sorted({kind for kind, _ in self.faults})
         heads = [*PHASES, "all", *WAYS]
         rows = ["| fault | " + " | ".join(heads) + " |", "|---" * (1 + len(heads)) + "|"]
@@ -126,12 +128,12 @@ def _by_pair(counts: dict[str, int]) -> dict[tuple[str, str], int]:
 
 
 def _without_names(words: str) -> str:
-    """The reason alone, so that equal ones are counted together."""
+    """Return the reason without the request's name, so that equal reasons are counted together."""
     return words.partition("): ")[2] or words
 
 
 def merged(reports: Iterable[Path]) -> Tally:
-    """The reports of several runs as one."""
+    """Return the sum of several reports."""
     tally = Tally()
     for path in reports:
         tally.add_report(json.loads(path.read_text()))
@@ -139,9 +141,9 @@ def merged(reports: Iterable[Path]) -> Tally:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reports", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, help="where the sum goes, as JSON and, beside it, as a table (.md)")
+    parser.add_argument("--out", type=Path, help="file for the sum as JSON; a table (.md) is written beside it")
     args = parser.parse_args()
     tally = merged(args.reports)
     if args.out is not None:

@@ -1,6 +1,6 @@
-"""A short seeded set of scenarios in a cluster that speculates: all streams survive, with the tokens of the clean run.
+"""A few fault scenarios in a cluster that speculates: every stream ends with the tokens of a run without faults.
 
-`python tests/chaos/run.py --minutes N --seed S` plays long ones, over all algorithms.
+`python tests/chaos/run.py --minutes N --seed S` runs many more, with all algorithms.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ pytestmark = pytest.mark.integration
 SET = (
     Scenario(0, 20, "flip", "decoding", "decode-0"),
     Scenario(1, 21, "duplicate", "queued", "decode-0"),
-    Scenario(2, 27, "page flip", "pulling", "decode-1"),  # this seed spoils the first page that a node pulls
+    Scenario(2, 27, "page flip", "pulling", "decode-1"),  # with this seed, the first page that a node pulls is damaged
     Scenario(3, 23, "partition cut", "decoding", "decode-1"),
     Scenario(4, 24, "stop", "pulling", "decode-1"),
-    Scenario(5, 25, "kill", "moving", "prefill-0"),  # a decode node dies while it generates, and then the prefill node
+    Scenario(5, 25, "kill", "moving", "prefill-0"),  # a decode node dies first, while it generates
 )
 
 

@@ -1,5 +1,7 @@
-"""Faults on purpose come only from a plan file, and reach the product where its messages really pass: every test here
-speaks through the product's own sockets and functions."""
+"""The fault injector follows its plan file and damages what really passes through the product.
+
+Every test sends its messages and pages through the product's own sockets and functions.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,6 @@ def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FaultyProcess:
     return FaultyProcess(monkeypatch, tmp_path)
 
 
-# --- a node and the router ---
-
-
 class Bus:
     """A hub and one node's link, connected."""
 
@@ -59,14 +58,14 @@ class Bus:
         self.arrived["out"].append(message)
 
     async def send(self, way: Way, messages: Sequence[Any], quiet_s: float = 0.4) -> list[Any]:
-        """What arrives of them, until nothing more has for so long."""
+        """Send the messages. Returns those that arrived, once none has arrived for `quiet_s`."""
         before, seen_at = len(self.arrived[way]), time.perf_counter()
         for message in messages:
             _ = self.link.send(message) if way == "out" else self.hub.send(PEER, message)
         poller = zmq.Poller()
         poller.register(self.link.socket, zmq.POLLIN)
         while time.perf_counter() - seen_at < quiet_s:
-            poller.poll(5)  # as a node that is idle does
+            poller.poll(5)  # as an idle node does
             num_known = sum(map(len, self.arrived.values()))
             self.arrived["in"] += self.link.receive()
             await asyncio.sleep(0.005)
@@ -76,7 +75,7 @@ class Bus:
 
     @property
     def num_dropped(self) -> dict[Way, int]:
-        """Frames that the receiving end refused."""
+        """Number of frames that the receiver refused, by direction."""
         return {"in": self.link.dropped_frames, "out": self.hub.dropped_frames}
 
     def close(self) -> None:
@@ -86,7 +85,7 @@ class Bus:
 
 @pytest.fixture
 async def nodes_bus(process: FaultyProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bus]:
-    monkeypatch.setattr("baton.metadata.bus.hub.ROUTER_BEAT_S", 1000.0)  # nobody but the test says anything
+    monkeypatch.setattr("baton.metadata.bus.hub.ROUTER_BEAT_S", 1000.0)  # only the test sends messages
     bus = Bus()
     assert await bus.send("out", SENT["out"][:1]) == SENT["out"][:1]
     yield bus
@@ -117,10 +116,10 @@ async def test_each_kind_of_fault_each_way(process: FaultyProcess, nodes_bus: Bu
     assert EXPECTED[kind](got, SENT[way]), got
     assert nodes_bus.num_dropped[way] == (COUNT if kind in ("truncate", "flip") else 0)
     assert process.noted() == [(kind, f"{way}:{TAG[way]}", 0)] * COUNT
-    assert await nodes_bus.send(way, SENT[way]) == SENT[way], "the plan spoils no more than it says"
+    assert await nodes_bus.send(way, SENT[way]) == SENT[way], "the plan damages only as many as it says"
 
 
-async def test_a_full_queue_is_met_by_who_sends_only(process: FaultyProcess, nodes_bus: Bus) -> None:
+async def test_only_a_sender_meets_a_full_queue(process: FaultyProcess, nodes_bus: Bus) -> None:
     process.plan(frames={"full": 1.0}, most=3)
     assert await nodes_bus.send("out", SENT["out"]) == SENT["out"][3:] and nodes_bus.link.unsent == 3
     assert await nodes_bus.send("in", SENT["in"]) == SENT["in"]
@@ -139,8 +138,8 @@ async def test_each_way_has_its_own_count_and_weight(process: FaultyProcess, nod
     assert await nodes_bus.send("out", SENT["out"]) == []
 
 
-async def test_what_is_held_back_or_doubled_wakes_who_polls(process: FaultyProcess, nodes_bus: Bus) -> None:
-    """The socket shows no input any more, and its file descriptor would not tell."""
+async def test_a_delayed_or_doubled_message_wakes_its_reader(process: FaultyProcess, nodes_bus: Bus) -> None:
+    """libzmq has no input left for the socket, so neither a poll nor the file descriptor would wake its reader."""
     link, poller = nodes_bus.link, zmq.Poller()
     poller.register(link.socket, zmq.POLLIN)
     for kind, limit in (("delay", 10), ("duplicate", 1)):
@@ -162,7 +161,7 @@ async def test_monitors_are_left_alone(process: FaultyProcess, nodes_bus: Bus) -
             await asyncio.sleep(0.01)
 
 
-async def test_heartbeats_are_spoilt(process: FaultyProcess, nodes_bus: Bus) -> None:
+async def test_heartbeats_are_dropped(process: FaultyProcess, nodes_bus: Bus) -> None:
     process.plan(frames={"drop": 1.0}, most=3)
     pulse = HeartbeatThread(nodes_bus.hub.address, "node", "1", None, load=LOAD, interval_s=0.01)
     pulse.start()
@@ -197,11 +196,8 @@ async def test_names_of_listed_senders_survive(process: FaultyProcess, tmp_path:
     hub.close()
 
 
-# --- data links ---
-
-
 class Transfer:
-    """A prefill and a decode node; a ticket of pages 5 and 6 is claimed into pages 9 and 4."""
+    """A prefill and a decode node. Pages 5 and 6 of a ticket are pulled into pages 9 and 4."""
 
     def __init__(self, transport: str, *, lease_s: float = 1.0) -> None:
         has_gpu = transport == "cuda"
@@ -231,7 +227,7 @@ def transfer(request: pytest.FixtureRequest, process: FaultyProcess) -> Iterator
 
 @pytest.fixture
 def remote(process: FaultyProcess) -> Iterator[Transfer]:
-    """Pages travel as raw frames."""
+    """A transfer whose pages travel as raw frames."""
     transfer = Transfer("zmq")
     yield transfer
     transfer.close()
@@ -270,7 +266,7 @@ def test_what_comes_late_or_twice_harms_no_transfer(process: FaultyProcess, remo
 
 
 def test_raw_frames_of_pages_are_damaged_too(process: FaultyProcess, remote: Transfer) -> None:
-    """One of the two frames of the message, drawn by lot: a seed that draws the raw one."""
+    """The injector draws one of the message's two frames. The test tries seeds until the raw frame is damaged."""
     for seed in range(40):
         process.plan(frames={"flip": 1.0}, weights={"out": 0.0}, tags=("pages",), most=1, seed=seed)
         remote.server.open(unit(f"s{seed}"), 1)
@@ -315,15 +311,12 @@ def test_a_slow_page_takes_its_time(
     assert process.noted() == [("page slow", "pull", 0)] * 2
 
 
-# --- the clock, and the process's life ---
-
-
 def test_a_clock_that_jumps_reaches_modules_that_were_loaded_before(process: FaultyProcess) -> None:
-    """They took the clock as a default: processes may be forked from one that has imported everything."""
+    """Functions hold the clock as a default argument, because processes are forked with all modules imported."""
     transfer = Transfer("local", lease_s=1000.0)
     assert transfer.server.poll() == []
     process.plan(clock_s=5000.0)
-    assert transfer.server.poll() == []  # a lease that is found over after an absence is prolonged once
+    assert transfer.server.poll() == []  # after a pause of the process itself, an expired lease is renewed once
     process.plan(clock_s=9000.0)
     assert [event.how for event in named(transfer.server.poll(), TicketEnded)] == ["lease"]
     transfer.close()
@@ -339,7 +332,7 @@ def test_the_clock_never_goes_back(process: FaultyProcess) -> None:
 
 @pytest.fixture
 def struck() -> Iterator[list[int]]:
-    """Signals that this process sent itself."""
+    """The signals that this process has sent to itself."""
     caught: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: caught.append(number))
     yield caught
@@ -353,7 +346,7 @@ def struck() -> Iterator[list[int]]:
 def test_a_strike_meets_its_event_at_either_end_of_a_data_link(
     process: FaultyProcess, struck: list[int], event: str
 ) -> None:
-    """`in:claim` and `out:offer` are a ROUTER's, the prefill node's."""
+    """`in:claim` and `out:offer` happen at the ROUTER socket of the prefill node."""
     process.plan(strike=Strike(1, event, signal.SIGUSR1))
     transfer = Transfer("zmq")
     transfer.claim()
@@ -376,7 +369,7 @@ async def test_a_strike_meets_its_event_at_either_end_of_the_bus(
 
 
 def test_a_plan_file_makes_a_whole_process_faulty(tmp_path: Path) -> None:
-    """As tests/support/forked.py does it."""
+    """The injector is switched on as tests/support/forked.py does it."""
     (tmp_path / "a.plan").write_text('{"frames": {"drop": 1.0}}')
     code = """
 import sys, time, zmq

@@ -1,5 +1,4 @@
-"""What the harness makes of what it sees: evidence from logs, errors that an outage excuses, orphans in the ledger, and
-the sum of several reports."""
+"""The judgement of the chaos tests: evidence from logs, errors excused by an outage, orphans, sums of reports."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def test_evidence_is_what_a_scenarios_logs_say_of_a_request(tmp_path: Path) -> N
     assert sum("router-1: " in line for line in lines) == MAX_LINES
     assert not any(word in line for line in lines for word in ("earlier", "cmpl-2", "on it goes"))
     assert max(map(len, lines)) < MAX_LINE + 40
-    assert "transfer_error" in evidence.of("") and "admitted" not in evidence.of("")  # no id: what was complained of
+    assert "transfer_error" in evidence.of("") and "admitted" not in evidence.of("")  # without an id: warnings
 
 
 def test_only_an_outage_as_long_as_the_stated_wait_excuses_an_error() -> None:
@@ -51,7 +50,7 @@ def test_only_an_outage_as_long_as_the_stated_wait_excuses_an_error() -> None:
     nobody = nodes | {"decode-0": False, "decode-1": False}
     assert outages.look(nobody, 2.0) == outages.look(nobody, 1.9 + NODE_WAIT_S / 2) == ["decode"]
     assert outages.look(nodes, 5.0) == [] and not outages.excuse(NONE_LEFT)
-    assert outages.look(nobody, 100.0) == ["decode"]  # another one: the two do not add up
+    assert outages.look(nobody, 100.0) == ["decode"]  # a second outage: the two do not add up
     assert outages.look(nobody, 99.0 + NODE_WAIT_S / 2) == ["decode"] and not outages.excuse(NONE_LEFT)
     assert outages.look(nobody, 100.0 + NODE_WAIT_S) == ["decode"] and outages.excuse(NONE_LEFT)
     assert outages.excuse("503: model 'chaos' cannot be served now: it has no decode node")
@@ -60,13 +59,13 @@ def test_only_an_outage_as_long_as_the_stated_wait_excuses_an_error() -> None:
 
 
 def test_an_orphan_is_as_old_as_the_books_say() -> None:
-    """An answer that the router waited for in vain does not make those of others older."""
+    """If the router waits for the answer of one node, orphans of the other nodes do not seem older."""
     auditor: Any = Auditor(None)  # type: ignore[arg-type]
     books = {"router": {"requests": []}, "nodes": {"p0": {"requests": [], "tickets": ["cmpl-1/0.0"]}, "d0": None}}
     now = time.monotonic()
     auditor._look(books, now)
-    auditor._since = {key: since - 2 * ORPHAN_S for key, since in auditor._since.items()}  # seen first long ago
-    auditor._look(books, now - 2 * ORPHAN_S + 0.2)  # asked for soon after
+    auditor._since = {key: since - 2 * ORPHAN_S for key, since in auditor._since.items()}  # first seen long ago
+    auditor._look(books, now - 2 * ORPHAN_S + 0.2)  # requested soon after
     assert not auditor.orphans and auditor.longest < ORPHAN_S
     auditor._look(books, now)
     assert auditor.orphans == ["cmpl-1/0.0 at p0"] and auditor.longest > ORPHAN_S
@@ -88,7 +87,7 @@ def test_reports_of_several_runs_add_up(tmp_path: Path) -> None:
     done = subprocess.run(
         [*tool, *reports, "--out", str(tmp_path / "all.json")], capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode == 1 and "hangs" in done.stdout, done  # as one run with a defect
+    assert done.returncode == 1 and "hangs" in done.stdout, done  # as for one run with a defect
     table = (tmp_path / "all.md").read_text()
     assert "| drop | 6 |  |  |  |  |  |  |  |  | 6 | 4 | 2 |" in table
     assert "| all | 6 | 0 | 0 | 0 | 0 | 0 | 3 | 0 | 0 | 9 | 4 | 2 |" in table

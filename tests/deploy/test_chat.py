@@ -1,103 +1,21 @@
-"""The chat command over a small real HTTP server that streams as the router does."""
+"""`baton chat` against a small real HTTP server that streams as the router does."""
 
 from __future__ import annotations
 
-import http.server
-import json
 import os
 import pty
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
-from baton.deploy.client import Client
 from baton.deploy.plan import free_port
-from baton.metadata.errors import ConfigError, RequestError, Unavailable
+
+from .conftest import Server
 
 CHAT = [sys.executable, "-P", "-m", "baton.deploy.cli", "chat", "--url"]
-
-
-@dataclass
-class Server:
-    """Answers the n-th question with `answer n`, in pieces; on `slow` it goes on until the client leaves."""
-
-    url: str = ""
-    requests: list[dict[str, Any]] = field(default_factory=list)
-    keys: list[str | None] = field(default_factory=list)
-    left: threading.Event = field(default_factory=threading.Event)
-
-    def answer(self, handler: http.server.BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
-        question = body["messages"][-1]["content"]
-        if question == "refuse":
-            return _send(handler, 400, {"error": {"message": "no such thing", "param": "messages"}})
-        handler.send_response(200)
-        handler.send_header("Content-Type", "text/event-stream")
-        handler.end_headers()
-        _event(handler, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
-        if question == "break off":
-            return None
-        if question == "fail":
-            return _event(handler, {"error": {"message": "a node died"}})
-        try:
-            while question == "slow":
-                _event(handler, {"choices": [{"index": 0, "delta": {"content": "x"}}]})
-                time.sleep(0.02)
-        except OSError:
-            return self.left.set()
-        for piece in ["answer ", f"{len(self.requests)}", " ü"]:
-            _event(handler, {"choices": [{"index": 0, "delta": {"content": piece}}]})
-        handler.wfile.write(b":\n\n")  # a comment: the router sends some
-        reason = question.removeprefix("end ") if question.startswith("end ") else "stop"
-        _event(handler, {"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
-        _event(handler, {"choices": [], "usage": {"prompt_tokens": 1}})
-        handler.wfile.write(b"data: [DONE]\n\n")
-        return None
-
-
-def _event(handler: http.server.BaseHTTPRequestHandler, event: dict[str, Any]) -> None:
-    handler.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-
-
-def _send(handler: http.server.BaseHTTPRequestHandler, status: int, body: dict[str, Any]) -> None:
-    data = json.dumps(body).encode()
-    handler.send_response(status)
-    handler.send_header("Content-Length", str(len(data)))
-    handler.end_headers()
-    handler.wfile.write(data)
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    state = Server()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            _send(self, 200, {"data": [{"id": "toy"}]})
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            state.requests.append(body)
-            state.keys.append(self.headers["Authorization"])
-            state.answer(self, body)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http_server:
-        thread = threading.Thread(target=http_server.serve_forever)
-        thread.start()
-        state.url = f"http://127.0.0.1:{http_server.server_address[1]}"
-        yield state
-        http_server.shutdown()
-        thread.join()
 
 
 def chat(server: Server, text: str, *argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -133,7 +51,7 @@ def test_piped_lines_are_turns_and_history_is_kept(server: Server) -> None:
     ],
 )
 def test_an_answer_that_was_cut_says_so(server: Server, reason: str, words: str) -> None:
-    """On stderr: what a pipe gets is the answers."""
+    """The message goes to stderr, so that a pipe receives only the answers."""
     result = chat(server, f"end {reason}\nnext\n", "--max-tokens", "7")
     assert (result.stdout, result.stderr) == ("answer 1 ü\nanswer 2 ü\n", words)
     assert result.returncode == 0
@@ -142,15 +60,15 @@ def test_an_answer_that_was_cut_says_so(server: Server, reason: str, words: str)
 def test_the_longest_answer_can_be_changed(server: Server) -> None:
     result = chat(server, "one\n/max 2000\ntwo\n/reset\n/max\n/max many\n/max 0\n/max 1 2\n/maximum 5\nend length\n")
     assert [request["max_tokens"] for request in server.requests] == [512, 2000, 2000]
-    assert result.stderr.count("/max takes a number of tokens, as in /max 4000") == 4
-    assert "/maximum is no command" in result.stderr
+    assert result.stderr.count("/max needs a number of tokens, for example /max 4000") == 4
+    assert "/maximum is not a command" in result.stderr
     assert "cut at 2000 tokens" in result.stderr
 
 
 def test_commands(server: Server) -> None:
     result = chat(server, "one\n/reset\ntwo\n/nonsense\n/exit\nthree\n")
     assert [len(request["messages"]) for request in server.requests] == [1, 1]
-    assert "/nonsense is no command" in result.stderr
+    assert "/nonsense is not a command" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -207,26 +125,3 @@ def _read_until(file: int, wanted: bytes) -> bytes:
     while wanted not in seen:
         seen += os.read(file, 4096)
     return seen
-
-
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:y", "http://x:99999999"])
-def test_a_url_that_is_none(url: str) -> None:
-    with pytest.raises(ConfigError, match="--url"):
-        Client(url)
-
-
-def test_the_client_takes_urls_as_people_write_them(server: Server) -> None:
-    for url in [server.url, server.url + "/", server.url + "/v1", server.url + "/v1/", server.url[len("http://") :]]:
-        assert Client(url).model_names() == ["toy"]
-        pieces = list(Client(url).stream_chat({"messages": [{"content": "hi"}]}))
-        assert "".join(piece.text for piece in pieces).startswith("answer")
-
-
-def test_the_client_raises_what_the_router_said(server: Server) -> None:
-    with pytest.raises(RequestError, match=r"no such thing \(HTTP 400\)"):
-        list(Client(server.url).stream_chat({"messages": [{"content": "refuse"}]}))
-    with pytest.raises(Unavailable, match="a node died"):
-        list(Client(server.url).stream_chat({"messages": [{"content": "fail"}]}))
-    client = Client.local("0.0.0.0", free_port(), None)
-    assert not client.is_ready()
-    assert "nothing listens" in client.why_not_ready()

@@ -1,4 +1,4 @@
-"""The command as a user runs it: a real process each time."""
+"""The `baton` command as a user runs it: a real process in each test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from baton.deploy import cli
-from baton.deploy.help_text import SUMMARIES
+from baton.deploy.cli import SUMMARIES
 from baton.metadata.bus.curve import KeyPair
 
 COMMAND = [sys.executable, "-P", "-m", "baton.deploy.cli"]

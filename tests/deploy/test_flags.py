@@ -1,11 +1,10 @@
-"""Flags and TOML keys from dataclasses: types, precedence, errors that name the nearest right name, round trip."""
+"""Settings from dataclasses: types, precedence, errors that suggest the right name, and both ways back."""
 
 from __future__ import annotations
 
 import argparse
 import tomllib
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -13,8 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from baton.decode_node.config import DecodeConfig
-from baton.deploy.config_file import print_tables, read_tables
-from baton.deploy.flags import ENVIRONMENT, Parser, add_flag, by_name, resolve, settings_of, to_argv
+from baton.deploy.config_file import print_tables
+from baton.deploy.flags import Parser, add_flag, by_name, resolve, settings_of, to_argv, to_environ
 from baton.deploy.plan import UpConfig
 from baton.metadata.config import setting
 from baton.metadata.errors import ConfigError
@@ -97,43 +96,6 @@ def test_a_wrong_flag_is_one_sentence(argv: list[str], words: list[str]) -> None
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("[toy]\nszie = 3", ["szie", "3", "'size'"]),
-        ("[tyo]\nsize = 3", ["tyo", "'toy'"]),
-        ("size = 3", ["size", "[toy]"]),
-        ("toy = 3", ["toy", "[toy]"]),
-        ("[toy]\nsize = 3.5", ["[toy] size = 3.5", "whole number"]),
-        ("[toy]\nsize = true", ["size", "whole number"]),
-        ("[toy]\nsize = '3'", ["size = '3'", "whole number"]),
-        ("[toy]\nrate = nan", ["rate", "number"]),
-        ("[toy]\nis_on = 1", ["is_on", "true or false"]),
-        ("[toy]\nmode = 'x'", ["mode", "one of fast, slow"]),
-        ("[toy]\nname = 3", ["name", "text"]),
-        ("[toy]\nguest = 3", ["guest = 3", "a list of texts"]),
-        ("[toy]\nguest = ['a', 3]", ["guest = ['a', 3]", "a list of texts"]),
-        ("[toy\nname = 3", ["not a TOML file"]),
-    ],
-)
-def test_a_wrong_file_is_one_sentence_that_names_it(tmp_path: Path, text: str, words: list[str]) -> None:
-    path = tmp_path / "baton.toml"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as error:
-        read_tables(str(path), {"toy": by_name(Toy)})
-    assert str(path) in str(error.value)
-    for word in words:
-        assert word in str(error.value)
-
-
-def test_a_missing_or_binary_file_is_one_sentence(tmp_path: Path) -> None:
-    binary = tmp_path / "b.toml"
-    binary.write_bytes(b"\xff\xfe")
-    for path in (tmp_path / "none.toml", binary, tmp_path):
-        with pytest.raises(ConfigError, match=path.name):
-            read_tables(str(path), {"toy": by_name(Toy)})
-
-
 toys = st.builds(
     Toy,
     name=st.none() | st.text(st.characters(exclude_categories=["Cs"])),
@@ -179,7 +141,7 @@ def test_every_real_setting_has_a_help_text_and_survives_both_ways(config: type)
     parser = Parser(prog="x")
     for item in settings_of(config):
         add_flag(parser, item)
-    secret = {variable: changed[name] for name, variable in ENVIRONMENT.items() if name in changed}
+    secret = to_environ(value)
     assert resolve(config, _parse(parser, []), table, secret) == value
     assert resolve(config, _parse(parser, to_argv(value)), {}, secret) == value
 

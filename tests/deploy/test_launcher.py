@@ -8,29 +8,23 @@ from __future__ import annotations
 import io
 import os
 import signal
-import socket
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from baton.decode_node.config import DecodeConfig
-from baton.deploy import acceptance, restarts
-from baton.deploy.child import Child
+from baton.deploy import monitor, restarts
+from baton.deploy.child import Child, Command
 from baton.deploy.client import Client
 from baton.deploy.launcher import Launcher
-from baton.deploy.plan import Command, Plan, UpConfig, check_model, check_port, commands, free_port, split_threads
-from baton.deploy.rundir import make_run_dir
+from baton.deploy.plan import Plan, UpConfig, free_port
 from baton.deploy.terminal import Signals
-from baton.metadata.bus.curve import KeyPair
-from baton.metadata.errors import ConfigError, Unavailable
+from baton.metadata.errors import Unavailable
 from baton.prefill_node.config import PrefillConfig
 from baton.router.config import RouterConfig
 
@@ -82,7 +76,7 @@ def command(name: str, code: str, *argv: str) -> Command:
 
 
 class Running:
-    """A launcher in this (the main) thread, with a script that acts on it from another."""
+    """A launcher in this (the main) thread, and a script in another thread that acts on it."""
 
     def __init__(self, run_dir: Path, codes: dict[str, str], decode: DecodeConfig | None = None, **up: float) -> None:
         port = free_port()
@@ -142,7 +136,7 @@ def test_ready_says_what_to_do_and_a_signal_stops_all(tmp_path: Path, capfd: pyt
 def test_speculation_is_told_while_it_runs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, algorithm: Any
 ) -> None:
-    monkeypatch.setattr(acceptance, "EVERY_S", 0.1)
+    monkeypatch.setattr(monitor, "SPECULATION_EVERY_S", 0.1)
     decode = DecodeConfig(speculative=algorithm)
     running = Running(tmp_path, {"router": SPECULATING_SERVER, "decode-0": SLEEPER}, decode)
 
@@ -154,7 +148,7 @@ def test_speculation_is_told_while_it_runs(
     assert running.run(threading.Thread(target=script)) == 0
     said = capfd.readouterr().err.splitlines()
     lines = [line for line in said if line.startswith("speculation")]
-    expected = "speculation eagle: 5.0 tokens a round, 80 % of drafts accepted (last 0 s, 1 round)"
+    expected = "speculation eagle: 5.0 tokens per round, 80 % of drafts accepted (last 0 s, 1 round)"
     assert set(lines) == ({expected} if algorithm == "eagle" else set())
     assert len(lines) >= 2 or algorithm == "none"
 
@@ -202,7 +196,7 @@ def test_a_role_that_cannot_start_any_more_ends_all(tmp_path: Path, monkeypatch:
 
 
 def test_one_node_in_a_crash_loop_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is started again, each time later, until the cause is gone."""
+    """The node is restarted after ever longer waits, until the cause of its end is gone."""
     monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.02)
     monkeypatch.setattr(restarts, "MAX_WAIT_S", 0.2)
     mark = tmp_path / "bad"
@@ -274,163 +268,3 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
 
     assert running.run(threading.Thread(target=script)) == 1
     assert time.monotonic() - times[0] < 2
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG is Linux's")
-def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    child = f"from baton.deploy.lifeline import die_with_parent; die_with_parent(); {SLEEPER}"
-    parent = textwrap.dedent(f"""
-        import pathlib, sys, time
-        from baton.deploy.child import Child
-        from baton.deploy.plan import Command
-        child = Child(Command("decode-0", "decode", [sys.executable, "-c", {child!r}], {{}}),
-                      pathlib.Path({str(tmp_path)!r}))
-        child.start()
-        while "loading" not in "".join(child.tail()): time.sleep(0.02)
-        print(child.pid, flush=True)
-        time.sleep(600)
-    """)
-    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        pid = int(process.stdout.readline())
-        assert psutil.pid_exists(pid)
-        process.kill()
-    deadline = time.monotonic() + 5
-    while _is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not _is_alive(pid)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # in a container nobody may reap orphans
-    except psutil.NoSuchProcess:
-        return False
-
-
-def test_the_log_is_read_line_by_line(tmp_path: Path) -> None:
-    child = Child(command("decode-0", ""), tmp_path)
-    child.log_path.write_bytes("one\ntwö".encode()[:-1])
-    assert child.new_lines() == ["one"]
-    with child.log_path.open("ab") as log:
-        log.write("ö".encode()[1:] + b"\n")
-    assert child.new_lines() == ["twö"]
-    assert child.new_lines() == []
-
-
-def test_the_commands_of_a_plan() -> None:
-    given = RouterConfig(api_key="hunter2", allow_origin=("https://a.example", "http://b:1"), allow_host=("c",))
-    made = commands(
-        Plan(UpConfig(prefill=2, decode=1), given, PrefillConfig(), DecodeConfig(threads=3)),
-        node_port=5701,
-        http_port=8001,
-    )
-    assert [item.name for item in made] == ["router", "prefill-0", "prefill-1", "decode-0"]
-    router, *nodes = made
-    assert "--port=8001" in router.argv
-    assert "--node-address=tcp://127.0.0.1:5701" in router.argv
-    allowed = ["--allow-origin=https://a.example", "--allow-origin=http://b:1", "--allow-host=c"]
-    assert [word for word in router.argv if word.startswith("--allow")] == allowed
-    assert router.environ["BATON_API_KEY"] == "hunter2"
-    for node in nodes:
-        assert "--router=tcp://127.0.0.1:5701" in node.argv
-        assert f"--node-id={node.name}" in node.argv
-        assert "BATON_API_KEY" not in node.environ
-    assert nodes[-1].environ["OMP_NUM_THREADS"] == "3"
-    assert not any("hunter2" in word for item in made for word in item.argv)
-
-
-def test_processes_get_fresh_keys_of_their_own(tmp_path: Path) -> None:
-    """Nobody on this host can join without reading a file that is the user's alone; each run has other keys."""
-    seen: set[bytes] = set()
-    for _ in range(2):
-        made = plan().secured(tmp_path)
-        (keys_dir,) = tmp_path.iterdir()
-        assert keys_dir.stat().st_mode & 0o777 == 0o700
-        for command in commands(made, node_port=5701, http_port=8001):
-            path, allow_list = keys_dir / f"{command.name}.key", keys_dir / "allow-list"
-            assert {f"--keys={path}", f"--allow-list={allow_list}"} < set(command.argv)
-            keys = KeyPair.load(path, allow_list)
-            assert keys.name == command.name
-            seen.add(keys.public)
-    assert len(seen) == 2 * len(commands(made, node_port=5701, http_port=8001))
-
-
-def test_configured_keys_are_used_as_they_are(tmp_path: Path) -> None:
-    path = tmp_path / "mine"
-    KeyPair.create(path)
-    given = Plan(UpConfig(), RouterConfig(keys=str(path)), PrefillConfig(), DecodeConfig())
-    assert given.secured(tmp_path) is given
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def flags_of(made: Plan) -> set[str]:
-    """What the nodes' command lines say of speculation."""
-    nodes = commands(made, node_port=5701, http_port=8001)[1:]
-    says = [{word for word in node.argv if word.startswith(("--speculative", "--draft"))} for node in nodes]
-    assert says[0] == says[1]
-    return says[0]
-
-
-def test_the_demo_model_speculates_unless_told_otherwise() -> None:
-    assert plan().settled().speculation == "eagle, 5 steps, drafter eagle/"
-    assert flags_of(plan().settled()) == {"--speculative=eagle", "--draft-steps=5"}
-    off = Plan(UpConfig(), RouterConfig(), PrefillConfig(speculative="none"), DecodeConfig(speculative="none"))
-    assert off.settled() == off
-    assert off.speculation == "none"
-
-
-def test_a_model_that_recommends_no_drafter_is_not_speculated(tmp_path: Path) -> None:
-    model = str(tmp_path)
-    made = Plan(UpConfig(), RouterConfig(), PrefillConfig(model=model), DecodeConfig(model=model)).settled()
-    assert made.speculation == "none"
-    assert flags_of(made) == {"--speculative=none"}
-
-
-@pytest.mark.parametrize("cores", [1, 2, 3, 4, 8, 64])
-@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 2), (1, 3), (4, 1)])
-def test_threads_are_divided(cores: int, prefill: int, decode: int) -> None:
-    threads = split_threads(cores, prefill, decode)
-    assert min(threads.values()) >= 1
-    assert threads["decode"] >= threads["prefill"]
-    total = threads["prefill"] * prefill + threads["decode"] * decode
-    assert total <= max(cores, prefill + decode)
-    assert cores < 4 or total < cores or cores <= prefill + decode, "the router has a core where there are enough"
-
-
-def test_a_taken_port_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"port {port} .*taken.*--port"):
-            check_port("127.0.0.1", port)
-    check_port("127.0.0.1", port)
-    with pytest.raises(ConfigError, match=r"--host no-such-host\.invalid"):
-        check_port("no-such-host.invalid", 80)
-
-
-def test_a_directory_that_is_no_model_is_named(tmp_path: Path) -> None:
-    config = PrefillConfig(model=str(tmp_path))
-    for name, content in [("config.json", "{}"), ("tokenizer.json", "{}"), ("model.safetensors", "")]:
-        with pytest.raises(ConfigError, match=name.replace("model", r"\*")):
-            check_model(config)
-        (tmp_path / name).write_text(content)
-    check_model(config)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
-        check_model(config)
-
-
-def test_old_run_directories_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    runs = tmp_path / "baton" / "runs"
-    for index in range(15):
-        (runs / f"20200101-0000{index:02d}-1").mkdir(parents=True)
-    (runs / "20200101-000000-1" / "launcher.pid").write_text(str(os.getpid()))  # this one is in use
-    path = make_run_dir(None)
-    kept = sorted(item.name for item in runs.iterdir())
-    assert path.name in kept
-    assert "20200101-000000-1" in kept
-    assert len(kept) == 11
-    assert path.stat().st_mode & 0o777 == 0o700
-    with pytest.raises(ConfigError, match="--run-dir"):
-        make_run_dir("/proc/no")

@@ -1,4 +1,4 @@
-"""When a process of `baton up` is started again, and when nothing is any more: the automaton with its own clock."""
+"""The automaton of restarts, with a simulated clock: when a process starts again, and when the launcher gives up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL = [("router", "router"), ("prefill-0", "prefill"), ("decode-0", "decode"), (
 
 
 class Fleet:
-    """All processes, and the time."""
+    """All processes, and a simulated clock."""
 
     def __init__(self, *, have_joined: bool = True) -> None:
         self.now = 100.0
@@ -29,7 +29,7 @@ class Fleet:
             assert self.restarts.joined(name, self.now)
 
     def end(self, name: str, status: int = -9, served_s: float | None = None) -> Restart | GiveUp:
-        """The process, which may join before and serve so long, ends."""
+        """End the process. If `served_s` is given, it joins first and serves that long."""
         if served_s is not None:
             self.now += PROOF_S
             self.restarts.joined(name, self.now)
@@ -40,7 +40,7 @@ class Fleet:
         return verdict
 
     def start(self, name: str) -> None:
-        """Waits for the next start of the process."""
+        """Advance the clock to the next start of the process."""
         while self.restarts.is_waiting(name):
             after_s = self.restarts.next_start_s(self.now)
             assert after_s is not None
@@ -61,7 +61,7 @@ def test_the_back_off_doubles_up_to_its_cap_and_starts_anew_after_a_minute_of_se
 
 
 def test_a_long_load_is_no_service() -> None:
-    """A node that loads for minutes and dies before it joins is not started every half second."""
+    """A node that loads for minutes and ends before it joins still waits longer each time."""
     fleet = Fleet()
     waits: list[float] = []
     for _ in range(8):
@@ -108,7 +108,7 @@ def test_a_node_that_cannot_start_is_tried_again_where_the_other_has_joined() ->
 
 
 def test_a_role_that_has_served_and_cannot_start_any_more_is_given_up_after_some_tries() -> None:
-    """The model's directory is gone, say."""
+    """For example because the model directory was deleted."""
     fleet = Fleet()
     verdicts: list[Restart | GiveUp] = []
     for name in ("decode-0", "decode-1"):

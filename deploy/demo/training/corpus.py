@@ -1,10 +1,10 @@
 """The training text of the demo model: Python's own standard library.
 
-Files are named by their path below the library folder ("json/decoder.py"). A file belongs to the held-out set when the
-hash of that name falls below a fraction, so the split is the same on every machine and survives added or removed files.
+Files are named by their path below the library folder ("json/decoder.py"). A file belongs to the held-out set if the
+hash of its name falls below a fraction, so the split is the same on every machine and survives added or removed files.
 Neither the tokenizer nor the model ever sees a held-out file.
 
-From the training files come also short conversations: a docstring is what the user says, its function is the answer.
+Short conversations are made of the training files: the docstring is the user's message, its function is the answer.
 They teach the end-of-turn token and make the chat endpoint answer with code.
 """
 
@@ -69,7 +69,7 @@ def read_corpus(source: Path, held_out_fraction: float, max_files: int | None = 
 
 
 def is_held_out(name: str, held_out_fraction: float) -> bool:
-    """Whether the file of this name is kept out of all training."""
+    """Return whether the file of this name is kept out of all training."""
     return _fraction(name) < held_out_fraction
 
 

@@ -1,13 +1,13 @@
 """Train the demo drafters against the demo model, write their directories, and measure their accept lengths.
 
-    python -m baton.deploy.demo.training.drafters --out DIR              # one GPU: all of them at once, a process each
+    python -m baton.deploy.demo.training.drafters --out DIR              # one GPU: all at once, one process per drafter
     python -m baton.deploy.demo.training.drafters --out DIR --only eagle,mtp3 --device cpu --steps 5 --max-files 40
-    python -m baton.deploy.demo.training.drafters --out DIR --resume            # train what lies in DIR further
-    python -m baton.deploy.demo.training.drafters --out DIR --evaluate-only     # measure the directories that are there
+    python -m baton.deploy.demo.training.drafters --out DIR --resume            # continue with the weights in DIR
+    python -m baton.deploy.demo.training.drafters --out DIR --evaluate-only     # measure the directories in DIR
 
-Layouts: docs/drafter_checkpoints.md, drafters_models.py. Training: drafters_training.py. Accept lengths:
-drafters_reference.py. `hyper` first trains a small hyper-connection model, then its head, written as hyper_eagle; with
---resume the model stays as it is.
+Layouts: docs/drafter_checkpoints.md and drafters_models.py. Training: drafters_training.py. Accept lengths:
+drafters_reference.py. `hyper` first trains a small hyper-connection model, then its head, which is written as
+hyper_eagle; with --resume the model stays as it is.
 """
 
 import argparse

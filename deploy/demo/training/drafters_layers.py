@@ -1,4 +1,4 @@
-"""What the demo drafters are made of, in plain torch: attention in three forms, decoder layers, hyper-connections.
+"""The layers of the demo drafters in plain torch: attention in three forms, decoder layers, hyper-connections.
 
 Tensor names are those of docs/drafter_checkpoints.md. All sequences are [batch, seq_len, size]; nothing here keeps KV
 in pages. Training unrolls a recurrent drafter: step s of the *anchor* row r stands at position r + s, and sees the rows

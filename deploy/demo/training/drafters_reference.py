@@ -1,9 +1,9 @@
-"""Draft and verify without KV caches, pages or buffers: what the engine's rounds must equal.
+"""Drafting and verification without KV caches, pages or buffers: the result that the engine's rounds must equal.
 
-`propose` computes a drafter's proposals for one sequence from scratch, by the tables of docs/drafter_checkpoints.md: no
-step is kept, every row is computed again. `speculate` runs whole rounds with it. `acceptance` gives the same counts for
-many sequences at once, from one unrolled pass over text that the target itself wrote. Tokens are chosen greedily, or by
-the largest logit plus `noise` of the token's position, [num_positions, vocab_size], shared by target and drafter.
+`propose` computes a drafter's proposals for one sequence by the tables of docs/drafter_checkpoints.md. It keeps no
+step: every row is computed again. `speculate` runs whole rounds with it. `acceptance` returns the same counts for many
+sequences at once, from one unrolled pass over text that the target itself wrote. Tokens are chosen greedily, or by the
+largest logit plus `noise` of the token's position, [num_positions, vocab_size], which target and drafter share.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
-"""How a demo drafter learns: several steps on its own states, each against the target's distribution.
+"""The training of a demo drafter: several steps on its own states, each against the target's distribution.
 
-For a window of text the target gives, at every row, its states and its distribution of the next token. A drafter starts
-at every anchor row r at once and takes `num_steps` steps; at step s it is given the true token r + 1 + s and its own
-state of step s - 1, and must propose token r + 2 + s. So it is trained on the states that it meets when drafting
-(training-time test, as in EAGLE-3), and since a proposal counts only when those before it were right, the same run
-measures acceptance.
+For a window of text, the target computes its states and its distribution of the next token at every row. The drafter
+starts at every anchor row r at once and takes `num_steps` steps. At step s it receives the true token r + 1 + s and its
+own state of step s - 1, and must propose token r + 2 + s. So it is trained on the states that it meets when drafting
+(training-time test, as in EAGLE-3). A proposal counts only if those before it were right, so the same pass measures
+acceptance.
 """
 
 import math

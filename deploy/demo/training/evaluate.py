@@ -1,6 +1,8 @@
-"""Bits per byte on held-out files, and sample completions. As a program: print both for a model directory.
+"""Bits per byte on held-out files, and sample completions.
 
-python -m baton.deploy.demo.training.evaluate --model DIR --device auto
+    python -m baton.deploy.demo.training.evaluate --model DIR --device auto
+
+prints both for a model directory.
 """
 
 import argparse

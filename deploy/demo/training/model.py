@@ -1,7 +1,7 @@
 """The demo model for training: the Llama architecture in plain torch, without a KV cache.
 
-Parameters bear the names of Hugging Face's LlamaForCausalLM, so `state_dict` is the checkpoint. The input embedding is
-the output projection as well. Architecture: Touvron et al. 2023 (RMSNorm, SwiGLU, rotary positions in halves).
+Parameters have the names of Hugging Face's LlamaForCausalLM, so `state_dict` is the checkpoint. The input embedding is
+also the output projection. Architecture: Touvron et al. 2023 (RMSNorm, SwiGLU, rotary positions in halves).
 """
 
 import json

@@ -3,9 +3,9 @@
     python -m baton.deploy.demo.training.train --out DIR              # one GPU, minutes
     python -m baton.deploy.demo.training.train --out DIR --device cpu --steps 5 --max-files 40
 
-The text is read by corpus.py, tokenized by vocabulary.py, learned by model.py with muon.py, scored by evaluate.py.
-Short windows come first (`early_context_len`, the first `early_share` of the steps), the full context last. The
-weights written are those with the best held-out score.
+corpus.py reads the text, vocabulary.py tokenizes it, model.py and muon.py learn it, evaluate.py scores it. Training
+uses short windows first (`early_context_len`, for the first `early_share` of the steps) and the full context last. The
+weights with the best held-out score are written.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """The demo model's tokenizer: byte-level BPE for Python source, in Hugging Face files.
 
-Text is cut, before any merge, into single line ends, whole indentations, words with at most one leading space or sign,
+Before any merge, text is split into single line ends, whole indentations, words with at most one leading space or sign,
 single digits, and runs of signs. So an indentation is one token, a prompt may end after a line end or an indentation,
-digits are never glued together, and decoding gives back every byte.
+digits are never joined, and decoding returns every byte.
 """
 
 import json

@@ -68,8 +68,7 @@ def test_keys_from_a_file(make_router: Callable[..., Any], tmp_path: Path) -> No
     assert router.request("GET", "/v1/models", headers=bearer("# ours"))[0] == 401
 
 
-def test_settings_that_cannot_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("BATON_API_KEY", raising=False)
+def test_settings_that_cannot_work(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.write_text("# nothing\n")
     for settings, words in (
@@ -80,8 +79,7 @@ def test_settings_that_cannot_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ):
         with pytest.raises(ConfigError, match=words):
             Access(RouterConfig(**settings))  # type: ignore[arg-type]
-    monkeypatch.setenv("BATON_ADMIN_KEY", "secret")
-    assert Access(RouterConfig()).has_admin_key
+    assert Access(RouterConfig(admin_key="secret")).has_admin_key
 
 
 def test_how_much_a_key_may_have(make_system: Callable[..., System], tmp_path: Path) -> None:
@@ -134,9 +132,3 @@ def test_api_key(make_system: Any) -> None:
             request("GET", "/v1/models", headers={"Authorization": wrong.encode("latin-1").decode("latin-1")})[0] == 401
         )
     assert request("GET", "/v1/models", headers={"Authorization": "Bearer sesame"})[0] == 200
-
-
-def test_api_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BATON_API_KEY", "secret")
-    assert RouterConfig().required_key == "secret"
-    assert RouterConfig(api_key="mine").required_key == "mine"

@@ -85,7 +85,7 @@ class Finder:
 
 
 def perturbed(model: M, seed: int) -> M:
-    """The model with no weight at its neutral start, where a branch does nothing."""
+    """Return the model with every weight moved away from its neutral start, at which a branch does nothing."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -148,7 +148,7 @@ def test_a_drafter_that_is_the_target_is_always_right(target: Target) -> None:
 
 
 def test_one_stream_with_neutral_connections_is_an_ordinary_llama(target: Target) -> None:
-    """Streams that are read one at a time and all written alike stay equal, and so collapse to the plain residual."""
+    """Streams that are read one at a time and written alike stay equal, so they collapse to the plain residual."""
     streams = Target(SIZES, VOCAB_SIZE, NUM_LAYERS, NUM_STREAMS)
     missing, unexpected = streams.load_state_dict(target.state_dict(), strict=False)
     assert not unexpected and all("_hc." in name for name in missing)
@@ -231,7 +231,7 @@ def test_the_program_trains_continues_and_measures(tmp_path: Path, capsys: pytes
 
 @functools.cache
 def continued(model: Path) -> tuple[Any, torch.Tensor, int]:
-    """A target, TEXT continued by it, and the length of TEXT."""
+    """Return a target, TEXT continued by it, and the length of TEXT."""
     target = load_target(model)
     input_ids = torch.tensor([Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(TEXT).ids])
     return target, generate(target, input_ids, 40), input_ids.shape[1]

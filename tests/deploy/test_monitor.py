@@ -1,4 +1,4 @@
-"""The line about speculation: from the router's real figures, only when there is news, never when it is off."""
+"""Lines about nodes and speculation, from the router's real answers: only if there is news."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from baton.deploy.acceptance import EVERY_S, Acceptance, Counts, parse
+from baton.deploy.monitor import SPECULATION_EVERY_S, Counts, NodeNews, Snapshot, SpeculationNews, parse
 from baton.metadata.errors import Unavailable
 from baton.metadata.wire.node_info import Load, NodeStats
 from baton.router.metrics import Metrics
 
 
 def page(num_tokens: int, **nodes: tuple[int, int, int] | None) -> str:
-    """A page of /metrics as the router writes it; of each node: rounds, drafts, accepted drafts (at one position)."""
+    """Return a page of /metrics as the router writes it. `nodes`: rounds, drafts and accepted drafts of each."""
     metrics = Metrics()
     listed: list[Any] = []
     for name, counts in nodes.items():
@@ -39,13 +39,13 @@ def page(num_tokens: int, **nodes: tuple[int, int, int] | None) -> str:
 
 
 class Watch:
-    """An Acceptance that looks every EVERY_S at the page it is given."""
+    """SpeculationNews that reads the pages it is given, SPECULATION_EVERY_S apart."""
 
     def __init__(self, algorithm: str = "eagle") -> None:
         self.now = 100.0
         self.num_reads = 0
         self._page: str | None = None
-        self.acceptance = Acceptance(algorithm, self._read)
+        self.news = SpeculationNews(algorithm, self._read)
 
     def _read(self) -> str:
         self.num_reads += 1
@@ -53,10 +53,10 @@ class Watch:
             raise Unavailable("nobody listens")
         return self._page
 
-    def look(self, page: str | None, after_s: float = EVERY_S) -> str | None:
+    def look(self, page: str | None, after_s: float = SPECULATION_EVERY_S) -> str | None:
         self.now += after_s
         self._page = page
-        return self.acceptance.line(self.now)
+        return self.news.line(self.now)
 
 
 def test_the_router_s_page_is_read() -> None:
@@ -69,10 +69,10 @@ def test_the_router_s_page_is_read() -> None:
 def test_a_line_tells_of_the_time_since_the_last_look() -> None:
     watch = Watch()
     assert watch.look(page(100, d0=(1000, 5000, 100))) is None  # where it begins
-    expected = "speculation eagle: 4.2 tokens a round, 64 % of drafts accepted (last 5 s, 1,234 rounds)"
+    expected = "speculation eagle: 4.2 tokens per round, 64 % of drafts accepted (last 5 s, 1,234 rounds)"
     assert watch.look(page(5283, d0=(2234, 11170, 4049))) == expected
     assert watch.look(page(5291, d0=(2235, 11175, 4050), d1=(1, 5, 5))) == (  # a new node's first figures do not count
-        "speculation eagle: 2.0 tokens a round, 20 % of drafts accepted (last 5 s, 1 round)"
+        "speculation eagle: 2.0 tokens per round, 20 % of drafts accepted (last 5 s, 1 round)"
     )
 
 
@@ -80,15 +80,15 @@ def test_nodes_are_summed_and_one_that_began_anew_is_left_out() -> None:
     watch = Watch("ngram")
     watch.look(page(1, d0=(10, 10, 10), d1=(100, 100, 100)))
     line = watch.look(page(9, d0=(12, 12, 10), d1=(102, 106, 104)))
-    assert line == "speculation ngram: 2.0 tokens a round, 50 % of drafts accepted (last 5 s, 4 rounds)"
+    assert line == "speculation ngram: 2.0 tokens per round, 50 % of drafts accepted (last 5 s, 4 rounds)"
     line = watch.look(page(19, d0=(4, 4, 4), d1=(104, 110, 108)))
-    assert line == "speculation ngram: 3.0 tokens a round, 100 % of drafts accepted (last 5 s, 2 rounds)"
+    assert line == "speculation ngram: 3.0 tokens per round, 100 % of drafts accepted (last 5 s, 2 rounds)"
 
 
 def test_rounds_without_drafts_have_no_share() -> None:
     watch = Watch("ngram")
     watch.look(page(1, d0=(10, 10, 10)))
-    assert watch.look(page(9, d0=(15, 10, 10))) == "speculation ngram: 1.0 tokens a round (last 5 s, 5 rounds)"
+    assert watch.look(page(9, d0=(15, 10, 10))) == "speculation ngram: 1.0 tokens per round (last 5 s, 5 rounds)"
 
 
 def test_nothing_is_said_when_no_client_got_a_token() -> None:
@@ -104,20 +104,33 @@ def test_nothing_is_said_when_no_client_got_a_token() -> None:
 
 def test_looks_are_seconds_apart_and_outlast_a_router_that_is_away() -> None:
     watch = Watch()
-    assert watch.acceptance.due_in(watch.now) == 0
+    assert watch.news.due_in(watch.now) == 0
     watch.look(page(1, d0=(1, 5, 0)))
-    assert watch.acceptance.due_in(watch.now + 2) == EVERY_S - 2
-    assert watch.look(page(9, d0=(9, 45, 8)), after_s=EVERY_S - 0.1) is None
+    assert watch.news.due_in(watch.now + 2) == SPECULATION_EVERY_S - 2
+    assert watch.look(page(9, d0=(9, 45, 8)), after_s=SPECULATION_EVERY_S - 0.1) is None
     assert watch.num_reads == 1
     assert watch.look(None, after_s=0.1) is None
     assert watch.look(page(9, d0=(9, 45, 8))) == (
-        "speculation eagle: 2.0 tokens a round, 20 % of drafts accepted (last 10 s, 8 rounds)"
+        "speculation eagle: 2.0 tokens per round, 20 % of drafts accepted (last 10 s, 8 rounds)"
     )
 
 
 @pytest.mark.parametrize("now", [0.0, 1e6])
 def test_without_speculation_nobody_asks(now: float) -> None:
     watch = Watch("none")
-    assert watch.acceptance.due_in(now) is None
+    assert watch.news.due_in(now) is None
     assert watch.look(page(9, d0=(9, 45, 8)), after_s=now) is None
     assert watch.num_reads == 0
+
+
+def test_each_change_of_the_nodes_is_one_line() -> None:
+    news = NodeNews()
+    both, draining = frozenset({"p0", "d0"}), ("d0 is draining",)
+    assert news.lines(Snapshot(True, both)) == []
+    assert news.lines(Snapshot(True, both, draining)) == ["d0 is draining"]
+    assert news.lines(Snapshot(False)) == [], "the launcher itself reports a router that does not answer"
+    assert news.lines(Snapshot(True, both, draining)) == []
+    assert news.lines(Snapshot(True, both)) == ["no node is draining any more"]
+    assert news.lines(Snapshot(True, both, (), "no decode node")) == ["nothing is served now: no decode node"]
+    assert news.lines(Snapshot(True, both, (), "no decode node")) == []
+    assert news.lines(Snapshot(True, both)) == ["requests are served again"]

@@ -1,6 +1,7 @@
-"""Logging of a process: short lines for people, or one JSON object a line by flag.
+"""Logging of one process: text lines for people, or one JSON object per line if `--log-json` is given.
 
-Fields given with `extra={"rid": ...}` appear in both. One line per lifecycle event, never one per token.
+Fields passed as `extra={"rid": ...}` appear in both formats. The code logs one line per lifecycle event, never one line
+per token.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ import time
 from datetime import UTC, datetime
 from typing import TextIO
 
-from .config import ProcessConfig
+from ..metadata.config import ProcessConfig
 
 _RECORD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 _COLOURS = {"D": "\x1b[2m", "W": "\x1b[33m", "E": "\x1b[31m", "C": "\x1b[31;1m"}
 
 
 def setup_logging(config: ProcessConfig, process_name: str) -> None:
-    """Sends this process's log to stderr, in the form and from the level that `config` says; other packages' lines
-    from WARNING. May be called again: the last call wins."""
-    handler = LogHandler(sys.stderr)
-    handler.is_for_people = not config.log_json and sys.stderr.isatty()
-    formatter = JsonFormatter(process_name) if config.log_json else TextFormatter(process_name, handler.is_for_people)
-    handler.setFormatter(formatter)
+    """Send this process's log to stderr, in the format and from the level that `config` names.
+
+    Other packages log from WARNING on. A second call replaces what the first one set up.
+    """
+    is_terminal = not config.log_json and sys.stderr.isatty()
+    handler = TerminalHandler(sys.stderr) if is_terminal else LogHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(process_name) if config.log_json else TextFormatter(process_name, is_terminal))
     root = logging.getLogger()
     for old in [old for old in root.handlers if isinstance(old, LogHandler)]:
         root.removeHandler(old)
@@ -34,20 +36,26 @@ def setup_logging(config: ProcessConfig, process_name: str) -> None:
     logging.getLogger("baton").setLevel(config.log_level.upper())
 
 
-class LogHandler(logging.StreamHandler[TextIO]):  # a type of its own, so that a second set-up finds the first
-    """Writes lines, and on a terminal also one that is drawn in place, which the next line of the log replaces."""
+class LogHandler(logging.StreamHandler[TextIO]):
+    """The handler of `setup_logging`. Its own type lets a second call find and replace the first call's handler."""
 
-    is_for_people = False  # text on a terminal
+
+class TerminalHandler(LogHandler):
+    """Writes lines to a terminal, and below them one line that is redrawn in place (engine/progress.py draws it).
+
+    The next log line replaces the drawn line.
+    """
+
     _is_drawn = False
 
     def draw(self, line: str) -> None:
-        """Without an end of its line, over what was drawn before."""
+        """Write `line` without a line end, over the line drawn before."""
         self.stream.write(f"\r\x1b[K{line}")
         self.stream.flush()
         self._is_drawn = True
 
     def end_line(self) -> None:
-        """What was drawn stays on the screen."""
+        """Leave the drawn line on the screen. The next output starts a new line."""
         if self._is_drawn:
             self.stream.write("\n")
             self.stream.flush()
@@ -60,14 +68,8 @@ class LogHandler(logging.StreamHandler[TextIO]):  # a type of its own, so that a
         super().emit(record)
 
 
-def terminal_log() -> LogHandler | None:
-    """Of this process, where people read it as it is written."""
-    handlers = logging.getLogger().handlers
-    return next((each for each in handlers if isinstance(each, LogHandler) and each.is_for_people), None)
-
-
 class TextFormatter(logging.Formatter):
-    """`12:34:56.789 I decode-0 rid=abc admitted pages=7`: time, level, process, rid, message, other fields."""
+    """Formats `12:34:56.789 I decode-0 rid=abc admitted pages=7`: time, level, process, rid, message, other fields."""
 
     def __init__(self, process_name: str, coloured: bool = False) -> None:
         super().__init__()
@@ -90,7 +92,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (UTC), level, process, logger, message, the extra fields, and `exception` if any."""
+    """Formats one JSON object: time (UTC), level, process, logger, message, extra fields, and `exception` if any."""
 
     def __init__(self, process_name: str) -> None:
         super().__init__()
@@ -117,5 +119,5 @@ def _extra_fields(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _one_line(text: str) -> str:
-    # what a peer or a client wrote must not look like lines of ours
+    # text from a peer or a client must not look like a log line of this process
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

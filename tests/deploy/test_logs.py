@@ -1,4 +1,4 @@
-"""What a log line looks like, in both forms."""
+"""The log lines in both formats."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from baton.metadata.bus.throttle import Throttle
+from baton.deploy.logs import setup_logging
 from baton.metadata.config import ProcessConfig
-from baton.metadata.logs import setup_logging
 
 logger = logging.getLogger("baton.test")
 Lines = Callable[..., list[str]]
@@ -21,7 +20,7 @@ Lines = Callable[..., list[str]]
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
-    """`lines(do, **config)`: sets logging up, does it, and returns what stderr got."""
+    """Return `lines(do, **config)`: it sets logging up, calls `do`, and returns the lines on stderr."""
     root, baton = logging.getLogger(), logging.getLogger("baton")
     before = (list(root.handlers), root.level, baton.level)
 
@@ -94,25 +93,3 @@ def test_levels(lines: Lines) -> None:
 def test_a_second_setup_replaces_the_first(lines: Lines) -> None:
     first = lines(lambda: logger.info("x"))
     assert len(first) == len(lines(lambda: logger.info("x"), log_json=True)) == 1
-
-
-def test_throttle() -> None:
-    now = 0.0
-    throttle = Throttle(1.0, lambda: now)
-    assert [throttle.is_due(), throttle.is_due()] == [True, False]
-    now = 0.99
-    assert not throttle.is_due()
-    now = 1.0
-    assert [throttle.is_due(), throttle.is_due()] == [True, False]
-
-
-def test_throttle_of_several() -> None:
-    now = 0.0
-    throttle = Throttle(1.0, lambda: now, most=3)
-    assert [throttle.is_due() for _ in range(5)] == [True, True, True, False, False]
-    now = 0.99
-    assert not throttle.is_due()
-    now = 1.5
-    assert [throttle.is_due() for _ in range(4)] == [True, True, True, False]
-    now = 2.4
-    assert not throttle.is_due()

@@ -1,0 +1,58 @@
+"""A child process: its log is read line by line, and it dies with its parent."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton.deploy.child import Child, Command
+
+SLEEPER = "import time; print('loading', flush=True); time.sleep(600)"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG is Linux's")
+def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    child = f"from baton.deploy.child import die_with_parent; die_with_parent(); {SLEEPER}"
+    parent = textwrap.dedent(f"""
+        import pathlib, sys, time
+        from baton.deploy.child import Child, Command
+        from baton.deploy.plan import Command
+        child = Child(Command("decode-0", "decode", [sys.executable, "-c", {child!r}], {{}}),
+                      pathlib.Path({str(tmp_path)!r}))
+        child.start()
+        while "loading" not in "".join(child.tail()): time.sleep(0.02)
+        print(child.pid, flush=True)
+        time.sleep(600)
+    """)
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        assert psutil.pid_exists(pid)
+        process.kill()
+    deadline = time.monotonic() + 5
+    while _is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _is_alive(pid)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # in a container nobody may reap orphans
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_the_log_is_read_line_by_line(tmp_path: Path) -> None:
+    child = Child(Command("decode-0", "decode", [], {}), tmp_path)
+    child.log_path.write_bytes("one\ntwö".encode()[:-1])
+    assert child.new_lines() == ["one"]
+    with child.log_path.open("ab") as log:
+        log.write("ö".encode()[1:] + b"\n")
+    assert child.new_lines() == ["twö"]
+    assert child.new_lines() == []

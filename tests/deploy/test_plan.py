@@ -1,0 +1,121 @@
+"""The plan of `baton up`: command lines, keys, drafter, threads; and the checks of model directory and port."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from baton.decode_node.config import DecodeConfig
+from baton.deploy.plan import Plan, UpConfig, check_model, check_port, commands, split_threads
+from baton.metadata.bus.curve import KeyPair
+from baton.metadata.errors import ConfigError
+from baton.prefill_node.config import PrefillConfig
+from baton.router.config import RouterConfig
+
+
+def default_plan() -> Plan:
+    return Plan(UpConfig(), RouterConfig(), PrefillConfig(), DecodeConfig())
+
+
+def test_the_commands_of_a_plan() -> None:
+    given = RouterConfig(api_key="hunter2", allow_origin=("https://a.example", "http://b:1"), allow_host=("c",))
+    made = commands(
+        Plan(UpConfig(prefill=2, decode=1), given, PrefillConfig(), DecodeConfig(threads=3)),
+        node_port=5701,
+        http_port=8001,
+    )
+    assert [item.name for item in made] == ["router", "prefill-0", "prefill-1", "decode-0"]
+    router, *nodes = made
+    assert "--port=8001" in router.argv
+    assert "--node-address=tcp://127.0.0.1:5701" in router.argv
+    allowed = ["--allow-origin=https://a.example", "--allow-origin=http://b:1", "--allow-host=c"]
+    assert [word for word in router.argv if word.startswith("--allow")] == allowed
+    assert router.environ["BATON_API_KEY"] == "hunter2"
+    for node in nodes:
+        assert "--router=tcp://127.0.0.1:5701" in node.argv
+        assert f"--node-id={node.name}" in node.argv
+        assert "BATON_API_KEY" not in node.environ
+    assert nodes[-1].environ["OMP_NUM_THREADS"] == "3"
+    assert not any("hunter2" in word for item in made for word in item.argv)
+
+
+def test_processes_get_fresh_keys_of_their_own(tmp_path: Path) -> None:
+    """Only a process that can read the user's private files can join. Each run has new keys."""
+    seen: set[bytes] = set()
+    for _ in range(2):
+        made = default_plan().secured(tmp_path)
+        (keys_dir,) = tmp_path.iterdir()
+        assert keys_dir.stat().st_mode & 0o777 == 0o700
+        for command in commands(made, node_port=5701, http_port=8001):
+            path, allow_list = keys_dir / f"{command.name}.key", keys_dir / "allow-list"
+            assert {f"--keys={path}", f"--allow-list={allow_list}"} < set(command.argv)
+            keys = KeyPair.load(path, allow_list)
+            assert keys.name == command.name
+            seen.add(keys.public)
+    assert len(seen) == 2 * len(commands(made, node_port=5701, http_port=8001))
+
+
+def test_configured_keys_are_used_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "mine"
+    KeyPair.create(path)
+    given = Plan(UpConfig(), RouterConfig(keys=str(path)), PrefillConfig(), DecodeConfig())
+    assert given.secured(tmp_path) is given
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def flags_of(made: Plan) -> set[str]:
+    """Return the speculation flags on the command lines of the nodes."""
+    nodes = commands(made, node_port=5701, http_port=8001)[1:]
+    says = [{word for word in node.argv if word.startswith(("--speculative", "--draft"))} for node in nodes]
+    assert says[0] == says[1]
+    return says[0]
+
+
+def test_the_demo_model_speculates_unless_told_otherwise() -> None:
+    assert default_plan().settled().speculation == "eagle, 5 steps, drafter eagle/"
+    assert flags_of(default_plan().settled()) == {"--speculative=eagle", "--draft-steps=5"}
+    off = Plan(UpConfig(), RouterConfig(), PrefillConfig(speculative="none"), DecodeConfig(speculative="none"))
+    assert off.settled() == off
+    assert off.speculation == "none"
+
+
+def test_a_model_that_recommends_no_drafter_is_not_speculated(tmp_path: Path) -> None:
+    model = str(tmp_path)
+    made = Plan(UpConfig(), RouterConfig(), PrefillConfig(model=model), DecodeConfig(model=model)).settled()
+    assert made.speculation == "none"
+    assert flags_of(made) == {"--speculative=none"}
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 4, 8, 64])
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 2), (1, 3), (4, 1)])
+def test_threads_are_divided(cores: int, prefill: int, decode: int) -> None:
+    threads = split_threads(cores, prefill, decode)
+    assert min(threads.values()) >= 1
+    assert threads["decode"] >= threads["prefill"]
+    total = threads["prefill"] * prefill + threads["decode"] * decode
+    assert total <= max(cores, prefill + decode)
+    assert cores < 4 or total < cores or cores <= prefill + decode, "the router has a core where there are enough"
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} .*taken.*--port"):
+            check_port("127.0.0.1", port)
+    check_port("127.0.0.1", port)
+    with pytest.raises(ConfigError, match=r"--host no-such-host\.invalid"):
+        check_port("no-such-host.invalid", 80)
+
+
+def test_a_directory_that_is_no_model_is_named(tmp_path: Path) -> None:
+    config = PrefillConfig(model=str(tmp_path))
+    for name, content in [("config.json", "{}"), ("tokenizer.json", "{}"), ("model.safetensors", "")]:
+        with pytest.raises(ConfigError, match=name.replace("model", r"\*")):
+            check_model(config)
+        (tmp_path / name).write_text(content)
+    check_model(config)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+        check_model(config)

@@ -1,0 +1,60 @@
+"""The terminal of `baton up`: signals end a wait, and the progress line shows what each process does."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from baton.deploy.terminal import Signals, Status
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_signal_ends_the_wait_and_is_counted() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Signals() as signals:
+        timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM))
+        timer.start()
+        start = time.monotonic()
+        signals.wait(20.0)
+        assert time.monotonic() - start < 10
+        timer.join()
+        assert signals.stops == 1
+        signals.wait(0.0)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_terminal_shows_the_last_line_of_each_named_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = Terminal()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setenv("COLUMNS", "100")
+    with Status(["prefill-0", "decode-0"]) as status:
+        status.take("router", ["12:00:00.000 I router serving HTTP"])
+        status.take("prefill-0", ["12:00:00.000 I prefill-0 first", "12:00:00.000 I prefill-0 loading weights"])
+        status.take("decode-0", ['{"level": "info", "message": "capturing graphs"}'])
+        status.draw(3.0)
+        drawn = stderr.getvalue()
+        status.tell("decode-0 serves again")
+    assert "   3 s  prefill-0: loading weights" in drawn and "decode-0: capturing graphs" in drawn
+    assert "first" not in drawn and "router" not in drawn and "\n" not in drawn
+    assert "\x1b[Kdecode-0 serves again\n" in stderr.getvalue()
+    assert stderr.getvalue().endswith("\r\x1b[K"), "the progress line is erased at the end"
+
+
+def test_without_a_terminal_every_line_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with Status(["decode-0"]) as status:
+        status.take("router", ["one", "two"])
+        status.draw(1.0)
+        status.tell("three")
+    assert stderr.getvalue() == "  router: one\n  router: two\nthree\n"
