@@ -60,7 +60,7 @@ def offered(served: Served) -> Stream:
     decode = decode_of(served)
     served.run(lambda: decode.scheduler.reserved)
     served.held.update(name for name in served.nodes if name.startswith("decode"))
-    served.run(lambda: prefill_of(served).scheduler.handing)
+    served.run(lambda: prefill_of(served).scheduler.handing_over)
     return stream
 
 

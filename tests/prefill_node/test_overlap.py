@@ -15,6 +15,7 @@ from node_pair import NodePair, params
 from baton.metadata.wire.messages import PROTOCOL_MAX, PrefillDone, Tokens, Welcome
 from baton.metadata.wire.request import Unit
 from baton.prefill_node import chunks, node
+from baton.prefill_node.scheduler import StepPlan
 
 CHUNK = 8
 MakePair = Callable[..., NodePair]
@@ -63,12 +64,12 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
     found: list[tuple[str, list[str]]] = []
     begin, wait = chunks.submit, chunks.SubmittedChunk.wait
 
-    def submitted(engine: Any, plan: chunks.Plan) -> chunks.SubmittedChunk:
-        found.append(("submit", [job.rid for job, _ in plan]))
+    def submitted(engine: Any, plan: StepPlan) -> chunks.SubmittedChunk:
+        found.append(("submit", [request.rid for request, _ in plan]))
         return begin(engine, plan)
 
     def waited(self: chunks.SubmittedChunk) -> float:
-        found.append(("wait", [job.rid for job, _ in self.plan]))
+        found.append(("wait", [request.rid for request, _ in self.plan]))
         return wait(self)
 
     monkeypatch.setattr(node, "submit", submitted)
@@ -115,9 +116,9 @@ def test_the_next_chunk_is_submitted_before_first_tokens_are_read(
 def test_a_prompt_alone_is_settled_in_the_step_that_ends_it(make_pair: MakePair) -> None:
     pair = make_pair()
     submit(pair, [2 * CHUNK], max_tokens=1)
-    job = pair.prefill.scheduler.waiting[0]
-    assert pair.prefill.step() and (job.num_submitted, job.num_computed) == (CHUNK, 0)
-    assert not pair.prefill.step() and job.is_computed and pair.prefill.is_idle
+    request = pair.prefill.scheduler.waiting[0]
+    assert pair.prefill.step() and (request.num_submitted, request.num_computed) == (CHUNK, 0)
+    assert not pair.prefill.step() and request.is_computed and pair.prefill.is_idle
     pair.run()
 
 
@@ -127,10 +128,10 @@ def watch_offers(pair: NodePair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     unsettled: dict[int, set[int]] = {}  # by chunk
     begin, wait, offer = chunks.submit, chunks.SubmittedChunk.wait, pair.prefill.handoff.offer
 
-    def submitted(engine: Any, plan: chunks.Plan) -> chunks.SubmittedChunk:
+    def submitted(engine: Any, plan: StepPlan) -> chunks.SubmittedChunk:
         chunk = begin(engine, plan)
-        spans = [(job, row.position // 4, -(-(row.position + len(row.input_ids)) // 4)) for job, row in plan]
-        unsettled[id(chunk.plan)] = {page for job, first, stop in spans for page in job.pages[first:stop]}
+        spans = [(request, row.position // 4, -(-(row.position + len(row.input_ids)) // 4)) for request, row in plan]
+        unsettled[id(chunk.plan)] = {page for request, first, stop in spans for page in request.pages[first:stop]}
         return chunk
 
     def waited(self: chunks.SubmittedChunk) -> float:
