@@ -63,15 +63,15 @@ def test_its_tokens_are_those_of_a_handoff(
     pair = make_pair(model, overlaps=is_preempted, **speculation)
     for phase in range(2):  # the second finds pages of the first
         for index, case in enumerate(reference.cases):
-            is_alone = index % 2 == phase
-            pair.submit(f"{phase} {case.ask.name}", case.prompt, case.params, n=case.ask.n, is_alone=is_alone)
+            is_local = index % 2 == phase
+            pair.submit(f"{phase} {case.ask.name}", case.prompt, case.params, n=case.ask.n, is_local=is_local)
     for _ in range(8 if is_preempted else 0):  # some before their first token
         for _ in range(2):
             pair.step_until(lambda: pair.decode.scheduler.running)
             pair.step()
         pair.decode.settle()
         for running in list(pair.decode.scheduler.running)[::2]:
-            pair.decode.scheduler._preempt(running)
+            pair.decode.scheduler.preempt(running)
     results = pair.run()
     for phase in range(2):
         for case in reference.cases:
@@ -82,7 +82,7 @@ def test_its_tokens_are_those_of_a_handoff(
 
 def test_prefill_takes_no_part(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
     pair = make_pair(checkpoint("llama"))
-    pair.submit("r", range(1, 30), params(5, num_logprobs=2), is_alone=True)
+    pair.submit("r", range(1, 30), params(5, num_logprobs=2), is_local=True)
     result = pair.run()["r", 0]
     assert len(result.ids) == len(result.logprobs) == 5
     assert result.ended is not None and (result.ended.num_prompt, result.ended.num_cached) == (29, 0)
@@ -97,10 +97,10 @@ def test_a_salt_of_its_own_keeps_it_from_pages_that_prefill_computed(
     prompt = list(range(1, 30))
     pair.submit("with prefill", prompt, params(5), salt="a")
     pair.run()
-    pair.submit("same", prompt, params(5), salt="a", is_alone=True)
+    pair.submit("same", prompt, params(5), salt="a", is_local=True)
     assert pair.run()["same", 0].ended.num_cached == 28
     assert pair.decode.stats().computed_tokens == 0
-    pair.submit("own", prompt, params(5), salt="b", is_alone=True)
+    pair.submit("own", prompt, params(5), salt="b", is_local=True)
     assert pair.run()["own", 0].ended.num_cached == 0
     assert pair.decode.stats().computed_tokens == 28
     assert len({tuple(result.ids) for result in pair.results.values()}) == 1
@@ -112,9 +112,9 @@ def test_it_goes_on_from_received_tokens(checkpoint: Callable[..., Path], make_p
     pair.submit("whole", range(1, 12), sampled)
     whole = pair.run()["whole", 0].ids
     for count in (1, 5, 11):
-        pair.submit(f"after {count}", range(1, 12), sampled, received=whole[:count], is_alone=True)
+        pair.submit(f"after {count}", range(1, 12), sampled, received=whole[:count], is_local=True)
         assert pair.run()[f"after {count}", 0].ids[count:] == whole[count:]
-    pair.submit("a prompt of one token", [3], params(4), is_alone=True)
+    pair.submit("a prompt of one token", [3], params(4), is_local=True)
     pair.submit("the same", [3], params(4))
     results = pair.run()
     assert results["a prompt of one token", 0].ids == results["the same", 0].ids
@@ -123,7 +123,7 @@ def test_it_goes_on_from_received_tokens(checkpoint: Callable[..., Path], make_p
 def test_one_without_room_waits_and_is_told(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
     pair = make_pair(checkpoint("llama"), decode={"max_running": 1})
     pair.submit("first", range(1, 12), params(20))
-    pair.submit("second", range(1, 12), params(20), is_alone=True)
+    pair.submit("second", range(1, 12), params(20), is_local=True)
     pair.step_until(lambda: pair.is_full)
     assert [unit.rid for unit in pair.decode.units()] == ["first"]
     results = pair.run()
@@ -132,7 +132,7 @@ def test_one_without_room_waits_and_is_told(checkpoint: Callable[..., Path], mak
 
 def test_a_cancelled_one_frees_all(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
     pair = make_pair(checkpoint("llama"))
-    pair.submit("r", range(1, 40), params(20), is_alone=True)
+    pair.submit("r", range(1, 40), params(20), is_local=True)
     pair.step_until(lambda: 0 < pair.decode.stats().computed_tokens < 38)
     pair.send("decode", Resend(router_epoch=ROUTER_EPOCH, unit=Unit("r", 0, 0), first=0))
     pair.send("decode", Cancel(router_epoch=ROUTER_EPOCH, rid="r", attempt=0, choices=None, reason="test"))

@@ -38,7 +38,7 @@ def test_dispatches_that_come_twice_run_once(pair: NodePair) -> None:
     pair.send = send_twice
     pair.submit("twice", [1, 2, 3, 4, 5], params(6), n=2)
     assert [pair.run()["twice", choice].ids for choice in (0, 1)] == expected
-    pair.submit("alone", [1, 2, 3, 4, 5], params(6), n=2, is_alone=True)
+    pair.submit("alone", [1, 2, 3, 4, 5], params(6), n=2, is_local=True)
     assert [pair.run()["alone", choice].ids for choice in (0, 1)] == expected
 
 

@@ -131,7 +131,7 @@ def run_all(pair: NodePair, phase: str, reference: Plain) -> None:
         if phase == "preempted":
             pair.decode.settle()
             for running in list(pair.decode.scheduler.running)[::2]:
-                pair.decode.scheduler._preempt(running)
+                pair.decode.scheduler.preempt(running)
     results = pair.run()
     for case in reference.cases:
         case.check([results[f"{phase} {case.ask.name}", choice] for choice in range(case.ask.n)])

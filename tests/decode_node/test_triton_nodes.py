@@ -34,7 +34,7 @@ def outputs(model: Path, **settings: Any) -> list[list[int]]:
         pair.step_until(lambda: len(pair.decode.scheduler.running) > 1)
         pair.decode.settle()
         if pair.decode.scheduler.running:
-            pair.decode.scheduler._preempt(pair.decode.scheduler.running[-1])
+            pair.decode.scheduler.preempt(pair.decode.scheduler.running[-1])
         results = pair.run(500)
         pair.check_books()
         assert pair.decode.stats().preemptions > 0

@@ -15,7 +15,7 @@ from heads import ALGORITHM, HYPER, KINDS, LAYERED, write_head
 from node_pair import NodePair, params
 
 from baton.decode_node.config import DecodeConfig
-from baton.decode_node.scheduler import Plan
+from baton.decode_node.scheduler import StepPlan
 from baton.engine.drafters.base import Drafter, DraftState, PromptChunk
 from baton.engine.engine import Engine
 from baton.engine.rounds import Rounds
@@ -252,7 +252,7 @@ def check_filter_and_join(pair: NodePair) -> None:
     for i, prompt in enumerate(joins, 1):
         pair.submit(f"join{i}", prompt, params(8))
     plan = pair.decode.scheduler.plan
-    pair.decode.scheduler.plan = Plan  # nobody goes on until their pages are there, however long that takes
+    pair.decode.scheduler.plan = StepPlan  # nobody goes on until their pages are there, however long that takes
     pair.step_until(lambda: gate.num_arrived == len(joins))
     pair.decode.scheduler.plan = plan
     pair.step_until(lambda: all(each.num_generated == 23 for each in running))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from node_pair import NodePair, Result, params, replace
 
-from baton.decode_node.scheduler import Plan
+from baton.decode_node.scheduler import StepPlan
 from baton.engine.batch import BatchRow
 from baton.engine.drafters.base import RoundRows
 from baton.engine.pages import Owner
@@ -377,7 +377,7 @@ def run_mixed(pair: NodePair, cell: Cell, cases: list[Case]) -> None:
 def rounds_paused(pair: NodePair) -> Iterator[None]:
     """The decode node admits and computes nothing."""
     scheduler = pair.decode.scheduler
-    plan, scheduler.plan = scheduler.plan, Plan
+    plan, scheduler.plan = scheduler.plan, StepPlan
     yield
     scheduler.plan = plan
 
@@ -387,7 +387,7 @@ def preempt(pair: NodePair, cell: Cell) -> None:
     scheduler = pair.decode.scheduler
     pair.decode.settle()
     if scheduler.running:
-        scheduler._preempt(scheduler.running[-1])
+        scheduler.preempt(scheduler.running[-1])
     if not cell.is_hit:
         pair.decode.cache.flush()
 

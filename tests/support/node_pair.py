@@ -68,7 +68,7 @@ class _Entry:
     request: GenerationRequest
     choices: list[int]
     attempt: int = 0
-    is_alone: bool = False
+    is_local: bool = False
 
 
 class NodePair:
@@ -124,17 +124,17 @@ class NodePair:
         *,
         n: int = 1,
         received: Sequence[int] = (),
-        is_alone: bool = False,
+        is_local: bool = False,
         **more: Any,
     ) -> None:
-        """Queue a request; results come under (rid, choice). `is_alone`: for the decode node without the prefill
+        """Queue a request; results come under (rid, choice). `is_local`: for the decode node without the prefill
         node."""
         request = GenerationRequest(
             prompt_ids=pack_ids(prompt_ids), params=params, received_ids=pack_ids(received), **more
         )
         for choice in range(n):
             self.results[rid, choice] = Result()
-        self._waiting.append(_Entry(rid, request, list(range(n)), is_alone=is_alone))
+        self._waiting.append(_Entry(rid, request, list(range(n)), is_local=is_local))
 
     def run(self, timeout_s: float = 60.0) -> dict[tuple[str, int], Result]:
         """Step both nodes until every choice has ended or failed and both nodes hold nothing."""
@@ -248,7 +248,7 @@ class NodePair:
             "choices": tuple(entry.choices),
             "request": entry.request,
         }
-        if entry.is_alone:
+        if entry.is_local:
             self.send("decode", Compute(**work))
             return
         self.send(
@@ -268,7 +268,7 @@ class NodePair:
         self._reserving = None
         if entry not in self._waiting:  # the test has cancelled it meanwhile
             return
-        if message.granted and not entry.is_alone:
+        if message.granted and not entry.is_local:
             hello = self._hellos["decode"]
             self._send_prefill(entry, message.granted, Peer(hello.node_id, hello.epoch, protocol=PROTOCOL_MAX))
         entry.choices = [choice for choice in entry.choices if choice not in message.granted]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.decode_node import step_clock
-from baton.decode_node.step_clock import RoundTime, StepClock
+from baton.decode_node import round_clock
+from baton.decode_node.round_clock import RoundClock, RoundTime
 
 
 class Clock:
@@ -13,7 +13,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(step_clock.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(round_clock.time, "monotonic", lambda: self.now)
 
     def passes(self, milliseconds: float) -> None:
         self.now += milliseconds / 1000
@@ -28,51 +28,51 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def one_after_the_other(clock: Clock, steps: StepClock, arrivals_ms: float, away_ms: float = 0.0) -> RoundTime:
+def one_after_the_other(clock: Clock, rounds: RoundClock, arrivals_ms: float, away_ms: float = 0.0) -> RoundTime:
     """A step with a round of 10 ms, and 1 ms each for the plan before and the tokens after it."""
     clock.passes(away_ms)
-    steps.begin()
+    rounds.begin_step()
     clock.passes(arrivals_ms)
-    steps.ready()
+    rounds.end_arrivals()
     clock.passes(1)
-    since = steps.submit()
+    since = rounds.submit()
     clock.passes(10)
-    seconds = steps.settle(since)
+    seconds = rounds.settle(since)
     clock.passes(1)
-    judged = steps.judge(seconds)
-    steps.end()
+    judged = rounds.judge(seconds)
+    rounds.end_step()
     return judged
 
 
 def test_rounds_one_after_the_other(clock: Clock) -> None:
     """Arrivals are no part of the round's time, but of its step's."""
-    steps = StepClock(overlaps=False)
-    one_after_the_other(clock, steps, 0)
-    assert in_ms(one_after_the_other(clock, steps, 0.5)) == (10, 2.5)
-    assert in_ms(one_after_the_other(clock, steps, 20)) == (10, None)
-    assert in_ms(one_after_the_other(clock, steps, 0, away_ms=100)) == (10, None)
-    assert in_ms(one_after_the_other(clock, steps, 0)) == (10, 2)
+    rounds = RoundClock(overlaps=False)
+    one_after_the_other(clock, rounds, 0)
+    assert in_ms(one_after_the_other(clock, rounds, 0.5)) == (10, 2.5)
+    assert in_ms(one_after_the_other(clock, rounds, 20)) == (10, None)
+    assert in_ms(one_after_the_other(clock, rounds, 0, away_ms=100)) == (10, None)
+    assert in_ms(one_after_the_other(clock, rounds, 0)) == (10, 2)
 
 
-def overlapping(clock: Clock, steps: StepClock, since: float, arrivals_ms: float) -> tuple[RoundTime, float]:
+def overlapping(clock: Clock, rounds: RoundClock, since: float, arrivals_ms: float) -> tuple[RoundTime, float]:
     """A step that submits a round and settles the one before 10 ms after that was, or as soon as it comes to it."""
-    steps.begin()
+    rounds.begin_step()
     clock.passes(arrivals_ms)
-    steps.ready()
-    next_since = steps.submit()
+    rounds.end_arrivals()
+    next_since = rounds.submit()
     clock.passes(max(1.0, 9 - arrivals_ms))
-    seconds = steps.settle(since)
+    seconds = rounds.settle(since)
     clock.passes(1)
-    judged = steps.judge(seconds)
-    steps.end()
+    judged = rounds.judge(seconds)
+    rounds.end_step()
     return judged, next_since
 
 
 def test_rounds_that_overlap(clock: Clock) -> None:
     """Work beside a round is hidden, but not the arrivals of a burst."""
-    steps, since = StepClock(overlaps=True), 0.0
+    rounds, since = RoundClock(overlaps=True), 0.0
     for index, arrivals_ms in enumerate((0, 2, 30, 0)):
-        judged, since = overlapping(clock, steps, since, arrivals_ms)
+        judged, since = overlapping(clock, rounds, since, arrivals_ms)
         if index:  # before the first one the node was idle
             assert in_ms(judged) == {0: (10, 0), 2: (10, 0), 30: (None, None)}[arrivals_ms], arrivals_ms
         else:
@@ -80,9 +80,9 @@ def test_rounds_that_overlap(clock: Clock) -> None:
 
 
 def test_where_there_are_always_arrivals_they_belong_to_a_round(clock: Clock) -> None:
-    steps, since = StepClock(overlaps=True), 0.0
+    rounds, since = RoundClock(overlaps=True), 0.0
     judged = [RoundTime(None, None)]
     for _ in range(20):
-        one, since = overlapping(clock, steps, since, 30)
+        one, since = overlapping(clock, rounds, since, 30)
         judged.append(one)
     assert sum(each.seconds is not None for each in judged) == 2
