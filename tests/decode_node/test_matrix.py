@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import drafters
 import pytest
 from heads import ALGORITHM, HYPER, write_head
 from matrix import CELLS, PAGE_SIZE, Ask, Plain, Watch, coach, run_cell
-from node_pair import NodePair, params, replace
+from node_pair import NodePair, node_pairs, params, replace
 
 from baton.decode_node import node
 
@@ -40,12 +39,6 @@ TREE_TOKENS = {2: 8, 3: 10}  # by topk
 BUCKETS = {"buckets": (2, 5), "direct": ()}
 CHUNKS = {"whole": 64, "pages": PAGE_SIZE}
 NUM_PAGES = 160
-
-
-@pytest.fixture(scope="module")
-def plain(checkpoint: Callable[..., Path]) -> Callable[[Path], Plain]:
-    """The reference of a model, computed once."""
-    return functools.cache(Plain.of)
 
 
 @pytest.fixture(scope="module")
@@ -73,22 +66,14 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str
 @pytest.fixture
 def make_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NodePair]]:
     """A pair of nodes of these settings, whose rounds use `buckets`."""
-    pairs: list[NodePair] = []
+    with node_pairs() as start:
 
-    def make(
-        model: Path, buckets: tuple[int, ...] = (), *, is_adaptive: bool = False, overlaps: bool = False, **both: Any
-    ) -> NodePair:
-        monkeypatch.setattr(node, "graph_sizes", lambda *_: list(buckets))
-        both = {"page_size": PAGE_SIZE, "num_pages": NUM_PAGES, "max_running": 8, **both}
-        pairs.append(NodePair(model, prefill=both, decode=both, is_adaptive=is_adaptive, overlaps=overlaps))
-        return pairs[-1]
+        def make(model: Path, buckets: tuple[int, ...] = (), *, overlaps: bool = False, **both: Any) -> NodePair:
+            monkeypatch.setattr(node, "graph_sizes", lambda *_: list(buckets))
+            both = {"page_size": PAGE_SIZE, "num_pages": NUM_PAGES, "max_running": 8, **both}
+            return start(model, prefill=both, decode=both, overlaps=overlaps)
 
-    yield make
-    with ExitStack() as stack:
-        for pair in pairs:
-            stack.callback(pair.close)
-        for pair in pairs:
-            pair.check_books()
+        yield make
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -99,13 +84,11 @@ def test_output_is_that_of_speculation_off(
     topk: int,
     buckets: str,
     chunk: str,
-    checkpoint: Callable[..., Path],
-    plain: Callable[[Path], Plain],
+    plain: Callable[[str], tuple[Path, Plain]],
     settings: Callable[..., dict[str, Any]],
     make_pair: Callable[..., NodePair],
 ) -> None:
-    model = drafters.target_of(name, checkpoint)
-    reference = plain(model)
+    model, reference = plain(name)
     overlaps = (buckets == "buckets") == (chunk == "pages")
     pair = make_pair(
         model, BUCKETS[buckets], overlaps=overlaps, chunk_tokens=CHUNKS[chunk], **settings(name, topk, model)

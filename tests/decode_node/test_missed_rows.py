@@ -4,7 +4,6 @@ pages with holes in draft KV are never found by another request."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from heads import ALGORITHM, HYPER, write_head
 from matrix import ASKS, PAGE_SIZE, Plain, Watch, coach, force_steps
-from node_pair import NodePair, params
+from node_pair import NodePair, node_pairs, params
 from solo import gather
 
 from baton.decode_node import node, sequence
@@ -43,40 +42,21 @@ SCHEDULES = {
 @pytest.fixture
 def make_pair(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[MakePair]:
     """`make_pair(name, model)`: an adaptive pair with a drafter of that kind, whose steps the test forces."""
-    pairs: list[NodePair] = []
     for module in (slots, rounds, sequence):
         monkeypatch.setattr(module, "MAX_MISSED", MAX_MISSED)
     monkeypatch.setattr(node.StepTimes, "measure", lambda *_: StepTimes({(1, 0): 1.0, (1, 1): 1.0}))
 
-    def make(name: str, model: Path, *, overlaps: bool = False, **settings: Any) -> NodePair:
-        settings = {"draft_steps": STEPS[name], "speculative": ALGORITHM.get(name, name)} | settings
-        if name not in ("ngram", "standalone"):
-            unlike = {"hidden_size": 24} if name in ("eagle3", "frozen-kv-mtp") else {}
-            settings["draft_model"] = str(write_head(tmp_path / name, name, model, **unlike))
-        both = {"page_size": PAGE_SIZE, "num_pages": 200, "max_running": 8, "chunk_tokens": 6, **settings}
-        pairs.append(NodePair(model, prefill=both, decode=both, is_adaptive=True, overlaps=overlaps))
-        return pairs[-1]
+    with node_pairs() as start:
 
-    yield make
-    with ExitStack() as stack:
-        for pair in pairs:
-            stack.callback(pair.close)
-        for pair in pairs:
-            pair.check_books()
+        def make(name: str, model: Path, *, overlaps: bool = False, **settings: Any) -> NodePair:
+            settings = {"draft_steps": STEPS[name], "speculative": ALGORITHM.get(name, name)} | settings
+            if name not in ("ngram", "standalone"):
+                unlike = {"hidden_size": 24} if name in ("eagle3", "frozen-kv-mtp") else {}
+                settings["draft_model"] = str(write_head(tmp_path / name, name, model, **unlike))
+            both = {"page_size": PAGE_SIZE, "num_pages": 200, "max_running": 8, "chunk_tokens": 6, **settings}
+            return start(model, prefill=both, decode=both, is_adaptive=True, overlaps=overlaps)
 
-
-@pytest.fixture(scope="module")
-def plain(checkpoint: Callable[..., Path]) -> Callable[[str], tuple[Path, Plain]]:
-    """The model that a drafter is for, and what it must say."""
-    known: dict[Path, Plain] = {}
-
-    def get(name: str) -> tuple[Path, Plain]:
-        model = drafters.target_of(name, checkpoint)
-        if model not in known:
-            known[model] = Plain.of(model)
-        return model, known[model]
-
-    return get
+        yield make
 
 
 def count_caught_up(pair: NodePair) -> list[int]:

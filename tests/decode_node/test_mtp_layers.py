@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from heads import LAYERED, write_head
-from node_pair import NodePair, params
+from node_pair import NodePair, node_pairs, params
 from safetensors.torch import load_file
 
 from baton.decode_node.config import DecodeConfig
@@ -28,7 +28,7 @@ from baton.engine.models.llama import LlamaModel
 from baton.engine.trees import Drafts, DraftShape
 from baton.metadata.errors import ConfigError
 from baton.prefill_node import scheduler as prefill_scheduler
-from baton.prefill_node.job import PrefillJob
+from baton.prefill_node.request import Request
 
 from .test_speculation import SETTINGS, prompts
 
@@ -170,24 +170,21 @@ MakeChecked = Callable[..., Checked]
 @pytest.fixture
 def make_checked(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[MakeChecked]:
     model = checkpoint("llama")
-    pairs: list[NodePair] = []
+    with node_pairs(checks_books=False) as start:
 
-    def pair_of(decode: dict[str, Any], **both: Any) -> NodePair:
-        settings = {**SETTINGS, "num_pages": 200, **both}
-        pairs.append(NodePair(model, prefill=settings, decode={**settings, **decode}))
-        return pairs[-1]
+        def pair_of(decode: dict[str, Any], **both: Any) -> NodePair:
+            settings = {**SETTINGS, "num_pages": 200, **both}
+            return start(model, prefill=settings, decode={**settings, **decode})
 
-    def make(kind: str, decode: dict[str, Any] | None = None, **both: Any) -> Checked:
-        plain = pair_of({})
-        for i, prompt in enumerate(CASES):
-            plain.submit(str(i), prompt, params(24))
-        texts = {rid: result.ids[:19] for (rid, _), result in plain.run().items()}
-        head = write_head(tmp_path / kind, kind, model)
-        return Checked(pair_of(decode or {}, speculative="mtp", draft_model=str(head), **both), head, texts)
+        def make(kind: str, decode: dict[str, Any] | None = None, **both: Any) -> Checked:
+            plain = pair_of({})
+            for i, prompt in enumerate(CASES):
+                plain.submit(str(i), prompt, params(24))
+            texts = {rid: result.ids[:19] for (rid, _), result in plain.run().items()}
+            head = write_head(tmp_path / kind, kind, model)
+            return Checked(pair_of(decode or {}, speculative="mtp", draft_model=str(head), **both), head, texts)
 
-    yield make
-    for pair in pairs:
-        pair.close()
+        yield make
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 4, 5, 64])
@@ -250,11 +247,11 @@ def _other_chaining(checked: Checked) -> None:
 def _rows_of_the_last_chunk_alone(checked: Checked) -> None:
     """Prefill forgets the states of earlier chunks."""
 
-    def mutated(job: PrefillJob, extend: torch.Tensor, num_rows: int) -> None:
+    def mutated(request: Request, extend: torch.Tensor, num_rows: int) -> None:
         missing = extend.new_zeros(num_rows, extend.shape[1])
-        job.extend_rows = torch.cat([missing, extend])[-num_rows:]
+        request.extend_rows = torch.cat([missing, extend])[-num_rows:]
 
-    PrefillJob.keep_rows = mutated  # type: ignore[method-assign]
+    Request.keep_rows = mutated  # type: ignore[method-assign]
 
 
 def _shared_tail_pages(checked: Checked) -> None:
@@ -276,7 +273,7 @@ DEFECTS = (
 def test_the_recompute_catches(
     kind: str, defect: Callable[[Checked], None], make_checked: MakeChecked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PrefillJob, "keep_rows", PrefillJob.keep_rows)  # put back afterwards
+    monkeypatch.setattr(Request, "keep_rows", Request.keep_rows)  # put back afterwards
     monkeypatch.setattr(prefill_scheduler, "shared_pages", prefill_scheduler.shared_pages)
     checked = make_checked(kind, chunk_tokens=1)
     defect(checked)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_pair import ROUTER_EPOCH, NodePair, Result, params
+from node_pair import ROUTER_EPOCH, NodePair, Result, node_pairs, params
 from ties import Reference
 
 from baton.metadata.wire.messages import PROTOCOL_MAX, Cancel, Resend, Welcome
@@ -20,17 +20,8 @@ MakePair = Callable[..., NodePair]
 
 @pytest.fixture
 def make_pair() -> Iterator[MakePair]:
-    """A pair whose books are checked and sockets closed at the end of the test."""
-    pairs: list[NodePair] = []
-
-    def make(model: Path, **options: Any) -> NodePair:
-        pairs.append(NodePair(model, **options))
-        return pairs[-1]
-
-    yield make
-    for pair in pairs:
-        pair.check_books()
-        pair.close()
+    with node_pairs() as start:
+        yield start
 
 
 def prompts(vocab_size: int, lens: tuple[int, ...], seed: int = 0) -> list[list[int]]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from heads import ALGORITHM, HYPER, KINDS, LAYERED, write_head
 from matrix import rounds_paused
-from node_pair import NodePair, params
+from node_pair import NodePair, node_pairs, params
 
 MakePair = Callable[..., NodePair]
 SETTINGS = {"page_size": 4, "chunk_tokens": 6}
@@ -18,16 +18,12 @@ SETTINGS = {"page_size": 4, "chunk_tokens": 6}
 
 @pytest.fixture
 def make_pair() -> Iterator[MakePair]:
-    pairs: list[NodePair] = []
+    with node_pairs() as start:
 
-    def make(model: Path, *, decode: dict[str, Any] | None = None, **both: Any) -> NodePair:
-        pairs.append(NodePair(model, prefill={**SETTINGS, **both}, decode={**SETTINGS, **both, **(decode or {})}))
-        return pairs[-1]
+        def make(model: Path, *, decode: dict[str, Any] | None = None, **both: Any) -> NodePair:
+            return start(model, prefill={**SETTINGS, **both}, decode={**SETTINGS, **both, **(decode or {})})
 
-    yield make
-    for pair in pairs:
-        pair.check_books()
-        pair.close()
+        yield make
 
 
 def prompts(lens: tuple[int, ...], seed: int = 0) -> list[list[int]]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from node_pair import NodePair, params
+from node_pair import NodePair, node_pairs, params
 
 from baton.metadata.wire.messages import PROTOCOL_MAX, PrefillDone, Tokens, Welcome
 from baton.metadata.wire.request import Unit
@@ -23,17 +22,9 @@ MakePair = Callable[..., NodePair]
 
 @pytest.fixture
 def make_pair(checkpoint: Callable[..., Path]) -> Iterator[MakePair]:
-    pairs: list[NodePair] = []
-
-    def make(*, overlaps: bool = True) -> NodePair:
-        settings = {"page_size": 4, "chunk_tokens": CHUNK}
-        pairs.append(NodePair(checkpoint("llama"), prefill=settings, decode=settings, overlaps=overlaps))
-        return pairs[-1]
-
-    yield make
-    for pair in pairs:
-        with closing(pair):
-            pair.check_books()
+    settings = {"page_size": 4, "chunk_tokens": CHUNK}
+    with node_pairs() as start:
+        yield lambda *, overlaps=True: start(checkpoint("llama"), prefill=settings, decode=settings, overlaps=overlaps)
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:

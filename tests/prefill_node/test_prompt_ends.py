@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from heads import ALGORITHM, write_head
-from node_pair import NodePair, Result, params
+from node_pair import NodePair, Result, node_pairs, params
 
 SAMPLED = {"temperature": 1.0, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "num_logprobs": 2}
 
 
 @pytest.fixture
 def make_pair(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[Callable[..., NodePair]]:
-    pairs: list[NodePair] = []
+    with node_pairs() as start:
 
-    def make(speculative: str = "none", **prefill: Any) -> NodePair:
-        model, settings = checkpoint("llama"), {"page_size": 4}
-        if speculative != "none":
-            head = write_head(tmp_path / speculative, speculative, model)
-            settings |= {"speculative": ALGORITHM[speculative], "draft_model": str(head), "draft_steps": 3}
-        pairs.append(NodePair(model, prefill=settings | prefill, decode=settings))
-        return pairs[-1]
+        def make(speculative: str = "none", **prefill: Any) -> NodePair:
+            model, settings = checkpoint("llama"), {"page_size": 4}
+            if speculative != "none":
+                head = write_head(tmp_path / speculative, speculative, model)
+                settings |= {"speculative": ALGORITHM[speculative], "draft_model": str(head), "draft_steps": 3}
+            return start(model, prefill=settings | prefill, decode=settings)
 
-    yield make
-    for pair in pairs:
-        with closing(pair):
-            pair.check_books()
+        yield make
 
 
 def submit(pair: NodePair, names: str, again: str = "") -> None:

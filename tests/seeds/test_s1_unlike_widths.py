@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from heads import ALGORITHM, HYPER, KINDS, LAYERED, write_head
-from node_pair import NodePair, params
+from node_pair import NodePair, node_pairs, params
 
 from baton.decode_node.config import DecodeConfig
 from baton.decode_node.scheduler import StepPlan
@@ -37,15 +37,8 @@ MakePair = Callable[..., NodePair]
 
 @pytest.fixture
 def make_pair() -> Iterator[MakePair]:
-    pairs: list[NodePair] = []
-
-    def make(model: Path, **settings: Any) -> NodePair:
-        pairs.append(NodePair(model, prefill=NODE | settings, decode=NODE | settings))
-        return pairs[-1]
-
-    yield make
-    for pair in pairs:
-        pair.close()
+    with node_pairs(checks_books=False) as start:
+        yield lambda model, **settings: start(model, prefill=NODE | settings, decode=NODE | settings)
 
 
 def settings(kind: str, model: Path, directory: Path, **changes: Any) -> dict[str, Any]:

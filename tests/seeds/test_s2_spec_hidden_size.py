@@ -15,7 +15,7 @@ import pytest
 import torch
 from handoff_nodes import make_client, make_server, named, peer_of, spin, unit
 from heads import HYPER, write_head
-from node_pair import NodePair, params
+from node_pair import NodePair, node_pairs, params
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.batch import BatchRow, ForwardBatch
@@ -41,15 +41,8 @@ MakePair = Callable[..., NodePair]
 
 @pytest.fixture
 def make_pair() -> Iterator[MakePair]:
-    pairs: list[NodePair] = []
-
-    def make(model: Path, drafting: dict[str, Any]) -> NodePair:
-        pairs.append(NodePair(model, prefill=NODE | drafting, decode=NODE | drafting))
-        return pairs[-1]
-
-    yield make
-    for pair in pairs:
-        pair.close()
+    with node_pairs(checks_books=False) as start:
+        yield lambda model, drafting: start(model, prefill=NODE | drafting, decode=NODE | drafting)
 
 
 def target_and_head(checkpoint: Checkpoint, hc_mult: Any, directory: Path) -> tuple[Path, dict[str, Any]]:

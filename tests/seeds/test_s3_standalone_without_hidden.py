@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from drafters import perturbed, settings
-from node_pair import NodePair, params
+from node_pair import NodePair, node_pairs, params
 from solo import Solo, caught
 
 from baton.engine import trees
@@ -36,14 +35,11 @@ MakePair = Callable[..., NodePair]
 
 @pytest.fixture
 def make_pair() -> Iterator[MakePair]:
-    with ExitStack() as stack:
+    with node_pairs() as start:
 
         def make(model: Path, decode: dict[str, Any] | None = None, **both: Any) -> NodePair:
             both = {"page_size": 4, "chunk_tokens": 6, **both}
-            pair = NodePair(model, prefill=both, decode={**both, **(decode or {})})
-            stack.callback(pair.close)
-            stack.callback(pair.check_books)
-            return pair
+            return start(model, prefill=both, decode={**both, **(decode or {})})
 
         yield make
 

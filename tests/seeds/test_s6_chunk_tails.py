@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import torch
 from drafters import ALL, settings, target_of
 from heads import SIX_LAYERS
-from node_pair import NodePair, params
+from node_pair import NodePair, node_pairs, params
 from solo import Solo, caught, coach, gather
 
 from baton.engine.drafters import shifted, standalone
@@ -51,14 +50,11 @@ MakePair = Callable[..., NodePair]
 
 @pytest.fixture
 def make_pair() -> Iterator[MakePair]:
-    with ExitStack() as stack:
+    with node_pairs() as start:
 
         def make(model: Path, **both: Any) -> NodePair:
             both = {"page_size": PAGE, "num_pages": 128, **both}
-            pair = NodePair(model, prefill=both, decode=both)
-            stack.callback(pair.close)
-            stack.callback(pair.check_books)
-            return pair
+            return start(model, prefill=both, decode=both)
 
         yield make
 

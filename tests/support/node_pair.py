@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,24 @@ class _Entry:
     choices: list[int]
     attempt: int = 0
     is_local: bool = False
+
+
+@contextmanager
+def node_pairs(*, checks_books: bool = True) -> Iterator[Callable[..., NodePair]]:
+    """Yield a function that starts pairs, with the arguments of NodePair. When the block ends, the books of all pairs
+    are checked (unless `checks_books` is False) and all pairs are closed."""
+    pairs: list[NodePair] = []
+
+    def start(model: Path, **options: Any) -> NodePair:
+        pairs.append(NodePair(model, **options))
+        return pairs[-1]
+
+    yield start
+    with ExitStack() as stack:
+        for pair in pairs:
+            stack.callback(pair.close)
+        for pair in pairs if checks_books else ():
+            pair.check_books()
 
 
 class NodePair:
