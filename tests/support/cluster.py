@@ -277,6 +277,10 @@ class Cluster:
 
     # --- the books ---
 
+    def num_generated(self) -> int:
+        """Return how many tokens all nodes have generated since they started."""
+        return sum(books["stats"]["generated_tokens"] for books in self.ledger()["nodes"].values() if books)
+
     def ledger(self, *, flush: bool = False) -> dict[str, Any]:
         """Every node's books, after emptying the prefix caches if `flush`."""
         status, answer = self.post("/admin/flush") if flush else self.get("/debug/ledger")
