@@ -382,6 +382,13 @@ def rounds_paused(pair: NodePair) -> Iterator[None]:
     scheduler.plan = plan
 
 
+def start_together(pair: NodePair) -> None:
+    """Pause rounds until every submitted request runs or has ended. What follows does not depend on how long handoffs
+    take."""
+    with rounds_paused(pair):
+        pair.step_until(lambda: pair.is_started)
+
+
 def preempt(pair: NodePair, cell: Cell) -> None:
     """The youngest, if there is one; a cold one finds nothing of its own when it comes back."""
     scheduler = pair.decode.scheduler

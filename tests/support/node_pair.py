@@ -167,6 +167,11 @@ class NodePair:
             assert time.monotonic() < deadline, self.results
 
     @property
+    def is_started(self) -> bool:
+        """Whether no submitted request waits, for a reservation or for its prompt."""
+        return not self._waiting and self._reserving is None and not self.decode.scheduler.reserved
+
+    @property
     def is_done(self) -> bool:
         pending = [r for r in self.results.values() if r.ended is None and r.failed is None]
         return not pending and self.prefill.is_idle and self.decode.is_idle and not self._waiting
@@ -214,7 +219,6 @@ class NodePair:
             assert time.monotonic() < deadline
         for name in self._ids:
             self.send(name, Welcome(router_epoch=ROUTER_EPOCH, protocol=PROTOCOL_MAX, need_tokenizer=False))
-        time.sleep(0.05)
 
     def _receive(self) -> None:
         while True:
