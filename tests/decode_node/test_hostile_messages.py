@@ -1,4 +1,4 @@
-"""A router's messages that come twice, or ask for what cannot be: the nodes live, and their books balance."""
+"""Messages from a router that come twice or ask for the impossible: the nodes go on, and their books balance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pair(checkpoint: Callable[..., Path]) -> Iterator[NodePair]:
     with closing(pair):
         yield pair
         pair.submit("last", [1, 2, 3], params(2))
-        assert pair.run()["last", 0].ended is not None, "the nodes do not serve any more"
+        assert pair.run()["last", 0].ended is not None, "the nodes have stopped serving"
         pair.check_books()
 
 
@@ -54,7 +54,7 @@ HOSTILE = {  # prompt ids, received ids
 
 
 @pytest.mark.parametrize("kind", [Prefill, Reserve, Compute])
-def test_prompts_that_no_model_can_run_fail_alone(
+def test_prompts_that_no_model_can_run_fail_without_harm(
     pair: NodePair, kind: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = "prefill" if kind is Prefill else "decode"

@@ -1,7 +1,7 @@
 """S4 and S6 for several MTP layers: every layer's KV and input, and the proposals, equal a recompute from scratch.
 
-The recompute is plain torch without pages or batches. Checked before every round of a decode node: after the handoff,
-after rounds that accept 0 to K drafts, after preemptions. Each defect in question is put back once, and caught."""
+The recompute is plain torch without pages or batches. The test compares before every round of a decode node: after
+the handoff, after rounds that accept 0 to K drafts, and after preemptions. Each known defect is put back and caught."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CASES = prompts((1, 2, 3, 4, 5, 8, 9, 13, 14, 15, 24), seed=3)
 
 
 class Scratch(NamedTuple):
-    """What the layers have when computed from nothing but tokens and the target's states."""
+    """The layers' KV and proposals, computed only from tokens and the target's states."""
 
     keys: list[torch.Tensor]  # by layer: [num_rows, num_kv_heads, head_dim]
     values: list[torch.Tensor]
@@ -45,7 +45,7 @@ class Scratch(NamedTuple):
 
 
 class ScratchLayers:
-    """The layers of a head's directory, by the formulas of docs/drafter_checkpoints.md."""
+    """The layers of a head's directory, computed by the formulas of docs/drafter_checkpoints.md."""
 
     def __init__(self, directory: Path, target: LlamaModel) -> None:
         self.config = json.loads((directory / "config.json").read_text())
@@ -57,7 +57,7 @@ class ScratchLayers:
         self.prefixes = [f"{stem}.{first + m}" for m in range(NUM_LAYERS)]
 
     def run(self, token_ids: list[int], states: torch.Tensor) -> Scratch:
-        """`token_ids` 0 .. L, `states` [L, hidden_size] of the target: greedy proposals after L."""
+        """Compute all layers for `token_ids` 0 .. L and the target's `states` [L, hidden_size], greedily."""
         tokens, scratch, inputs = list(token_ids), Scratch([], [], []), states
         for m, prefix in enumerate(self.prefixes):
             embedded = self.target.weights.embedding[torch.tensor(tokens[1 + m : 1 + m + len(states)])]
@@ -105,8 +105,8 @@ class ScratchLayers:
 
 
 class Checked:
-    """A pair whose decode node's drafter is checked before every round, and then made to be right for a while:
-    the proposals of round after round are right for 0, 2, 3, 1, ... tokens."""
+    """A pair whose drafter is checked before every round of the decode node. Its proposals are then replaced, so that
+    rounds accept 0, 2, 3, 1, ... tokens."""
 
     def __init__(self, pair: NodePair, head: Path, plain: dict[str, list[int]]) -> None:
         self.pair, self.plain, self.num_checked = pair, plain, 0
@@ -211,7 +211,7 @@ def test_layers_equal_a_recompute_after_preemption(kind: str, page_size: int, ma
 
 
 def _rows_of_the_whole_round(checked: Checked) -> None:
-    """The rows kept are the verify's last ones, not those before the accepted token."""
+    """The defect: the rows kept are the last ones of the verify, not those before the accepted token."""
     observe = checked.drafter.observe
 
     def mutated(rows: RoundRows, hidden: torch.Tensor, *more: Any) -> DraftState:
@@ -222,7 +222,7 @@ def _rows_of_the_whole_round(checked: Checked) -> None:
 
 
 def _no_second_computation(checked: Checked) -> None:
-    """The rows that were computed from proposals stay as they are."""
+    """The defect: rows that were computed from proposals are not computed again."""
     drafter = checked.drafter
     observe = drafter.observe
 
@@ -239,13 +239,13 @@ def _no_second_computation(checked: Checked) -> None:
 
 
 def _other_chaining(checked: Checked) -> None:
-    """Each layer takes the other input than its family's."""
+    """The defect: each layer takes the input of the other family."""
     drafter = checked.drafter
     drafter.hidden = replace(drafter.hidden, is_chained=not drafter.hidden.is_chained)
 
 
 def _rows_of_the_last_chunk_alone(checked: Checked) -> None:
-    """Prefill forgets the states of earlier chunks."""
+    """The defect: the prefill node forgets the states of earlier chunks."""
 
     def mutated(request: Request, extend: torch.Tensor, num_rows: int) -> None:
         missing = extend.new_zeros(num_rows, extend.shape[1])
@@ -255,7 +255,7 @@ def _rows_of_the_last_chunk_alone(checked: Checked) -> None:
 
 
 def _shared_tail_pages(checked: Checked) -> None:
-    """Prefill takes the last page alone for one that depends on the first tokens."""
+    """The defect: the prefill node copies only the last page per choice, though more depend on the first token."""
     prefill_scheduler.shared_pages = lambda num_tokens, page_size, _lookahead: (num_tokens - 1) // page_size
 
 

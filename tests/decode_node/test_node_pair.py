@@ -290,7 +290,7 @@ def test_the_ledger_is_reported(checkpoint: Callable[..., Path], make_pair: Make
 
 @pytest.mark.parametrize("node", ["prefill", "decode"])
 @pytest.mark.parametrize("speculative", ["none", "ngram"])
-def test_logits_that_are_no_numbers_fail_their_request_alone(
+def test_logits_that_are_nan_fail_only_their_request(
     node: str, speculative: str, checkpoint: Callable[..., Path], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"page_size": 4, "speculative": speculative}

@@ -1,4 +1,4 @@
-"""Times of rounds, and which of them say nothing, on a clock that stands still."""
+"""The round clock, on a clock that only the test moves: times of rounds, and which of them are not used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.decode_node.round_clock import RoundClock, RoundTime
 
 
 class Clock:
-    """What `time` is for the module."""
+    """Replaces the module's clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -29,7 +29,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def one_after_the_other(clock: Clock, rounds: RoundClock, arrivals_ms: float, away_ms: float = 0.0) -> RoundTime:
-    """A step with a round of 10 ms, and 1 ms each for the plan before and the tokens after it."""
+    """Run a step with a round of 10 ms, and 1 ms each for the plan before it and the tokens after it."""
     clock.passes(away_ms)
     rounds.begin_step()
     clock.passes(arrivals_ms)
@@ -45,7 +45,7 @@ def one_after_the_other(clock: Clock, rounds: RoundClock, arrivals_ms: float, aw
 
 
 def test_rounds_one_after_the_other(clock: Clock) -> None:
-    """Arrivals are no part of the round's time, but of its step's."""
+    """Arrivals do not count in the round's time, only in its step's."""
     rounds = RoundClock(overlaps=False)
     one_after_the_other(clock, rounds, 0)
     assert in_ms(one_after_the_other(clock, rounds, 0.5)) == (10, 2.5)
@@ -55,7 +55,7 @@ def test_rounds_one_after_the_other(clock: Clock) -> None:
 
 
 def overlapping(clock: Clock, rounds: RoundClock, since: float, arrivals_ms: float) -> tuple[RoundTime, float]:
-    """A step that submits a round and settles the one before 10 ms after that was, or as soon as it comes to it."""
+    """Run a step that submits a round and settles the round before, which takes 10 ms or until the step gets to it."""
     rounds.begin_step()
     clock.passes(arrivals_ms)
     rounds.end_arrivals()
@@ -69,7 +69,7 @@ def overlapping(clock: Clock, rounds: RoundClock, since: float, arrivals_ms: flo
 
 
 def test_rounds_that_overlap(clock: Clock) -> None:
-    """Work beside a round is hidden, but not the arrivals of a burst."""
+    """Short work beside a round is hidden. A burst of arrivals is not."""
     rounds, since = RoundClock(overlaps=True), 0.0
     for index, arrivals_ms in enumerate((0, 2, 30, 0)):
         judged, since = overlapping(clock, rounds, since, arrivals_ms)
@@ -79,7 +79,7 @@ def test_rounds_that_overlap(clock: Clock) -> None:
             assert in_ms(judged) == (None, None)
 
 
-def test_where_there_are_always_arrivals_they_belong_to_a_round(clock: Clock) -> None:
+def test_if_there_are_always_arrivals_some_times_are_used(clock: Clock) -> None:
     rounds, since = RoundClock(overlaps=True), 0.0
     judged = [RoundTime(None, None)]
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""Rounds and preemptions of one sequence, on a clock of the test's own."""
+"""The sequence clock, on a clock that only the test moves: rounds and preemptions of one sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise P1 over HTTP: real processes give transformers' tokens, whatever the chunks, batches and transports."""
+"""Promise P1 over HTTP: real processes generate transformers' tokens, with any chunks, batches and transports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def random_prompts(vocab_size: int, lens: list[int]) -> list[list[int]]:
 
 
 def generate_all(cluster: Cluster, prompts: list[Any], fields: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All at once; the choices of each answer, with `token_ids`."""
+    """Send all requests at once. Return the answers, whose choices have `token_ids`."""
     with ThreadPoolExecutor(len(prompts)) as threads:
         answers = threads.map(
             lambda pair: cluster.complete(pair[0], return_token_ids=True, **pair[1]),

@@ -1,4 +1,4 @@
-"""Prompts that end in one step are sampled and drafted together, and each is as if it were alone."""
+"""Prompts that end in one step are sampled and drafted together, with the same results as each alone."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def make_pair(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[Calla
 
 
 def submit(pair: NodePair, names: str, again: str = "") -> None:
-    """Unlike requests: with one choice and more, greedy and seeded, handed over and ended by the first token. `again`
-    tells those of one name apart."""
+    """Submit unlike requests: with one or more choices, greedy or seeded, some ended by the first token. `again` is
+    appended to their names."""
     for name in names:
         index = ord(name) - ord("a")
         rng = random.Random(index)
@@ -41,7 +41,7 @@ def submit(pair: NodePair, names: str, again: str = "") -> None:
 
 
 def together(pair: NodePair, num_prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is computed before so many prompts can be, in one step."""
+    """Delay computing until one step can compute so many prompts."""
     scheduler, plan = pair.prefill.scheduler, pair.prefill.scheduler.plan
     monkeypatch.setattr(scheduler, "plan", lambda: plan() if len(scheduler.computing) >= num_prompts else [])
 
@@ -73,10 +73,10 @@ def test_prompts_that_end_in_one_step(
 
 
 @pytest.mark.parametrize("speculative", ["none", "mtp3-deepseek"])
-def test_logits_that_are_no_numbers_fail_their_prompt_alone(
+def test_logits_that_are_nan_fail_only_their_prompt(
     speculative: str, make_pair: Callable[..., NodePair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of six prompts in one step the second, which has two choices."""
+    """Of six prompts in one step, the second one fails, with both its choices."""
     names = "abcdef"
     pair = make_pair(speculative, prefix_cache=False)
     submit(pair, names)
