@@ -58,6 +58,10 @@ class Request:
     _idle_since: float = 0.0
 
     @property
+    def cache_salt(self) -> str:
+        return self.generation.salt
+
+    @property
     def num_received(self) -> int:
         return len(self.token_ids) - self.prompt_len
 

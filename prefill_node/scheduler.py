@@ -77,7 +77,7 @@ class PrefillScheduler:
         self.computing.remove(request)
         self.handing_over.append(request)
         num_full = len(request.token_ids) // self.page_size
-        self.cache.insert(request.token_ids, request.pages[:num_full], request.generation.salt, request.lease)
+        self.cache.insert(request.token_ids, request.pages[:num_full], request.cache_salt, request.lease)
 
     def stop(self, request: Request) -> None:
         """Compute no more of a request that has no choices left. It keeps its pages until its tickets end."""
@@ -120,7 +120,7 @@ class PrefillScheduler:
         num_tokens = len(request.token_ids)
         # a request that asks for log-probabilities of its prompt computes every position
         limit = 0 if request.generation.prompt_logprobs else (num_tokens - 1) // self.page_size
-        lease = self.cache.acquire(request.token_ids, request.generation.salt, limit)
+        lease = self.cache.acquire(request.token_ids, request.cache_salt, limit)
         owner = Owner.REQUEST if request.decode is None else Owner.TICKET
         num_own = pages_of(num_tokens, self.page_size) - len(lease.pages)
         try:
