@@ -10,6 +10,8 @@ from ..engine.config import EngineConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeConfig(EngineConfig):
-    """A decode node computes prompts only after a preemption, while others wait for their next token."""
+    """The settings of a decode node.
+
+    It computes chunks of prompts while other sequences wait for their next token, so its chunks are smaller."""
 
     CUDA_CHUNK_TOKENS: ClassVar[int] = 1024

@@ -1,4 +1,4 @@
-"""`baton decode`: load the model, meet the router, pull prompts' pages and generate."""
+"""`baton decode`: load the model, join the router, pull the pages of prompts and generate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .node import DecodeNode
 
 
 def run(config: DecodeConfig) -> int:
-    """Runs until SIGTERM or SIGINT; returns the exit status. Raises ConfigError and ModelError before it serves."""
+    """Run until SIGTERM or SIGINT and return the exit status. Raises ConfigError and ModelError before it serves."""
     name = node_id(config, "decode")
     keys = load_keys(config)
     epoch = new_epoch()

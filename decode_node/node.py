@@ -1,22 +1,27 @@
-"""The decode node: reserves pages, pulls the prompt's KV, generates.
+"""The decode node reserves pages, pulls the KV of prompts from prefill nodes, and generates.
 
-The life of a unit here, and who moves it on:
+The life of a sequence here:
 
-    Reserve message --> reserved --pages arrived, checked--> running --last token--> ended (pages to the prefix cache)
-    Compute message --> reserved ---------at once----------> running
-             |             |                                 |    ^
-           refused    revoked, failed,                    preempt resume
-        (Room follows)  cancelled                            v    |
-                                                           preempted
+    Reserve message --> reserved --all pages pulled and checked--> running --last token--> ended
+    Compute message --> reserved ------------at once-------------> running    (pages to the prefix cache)
+             |             |                                       |     ^
+          refused   revoked, failed,                            preempt  resume
+             |      cancelled                                      v     |
+    CapacityFreed follows                                         preempted
 
-Reserve messages fill `reserved`, the handoff client empties it; the scheduler moves the rest. A Compute message's
-prompt is computed here, as after a preemption.
+Reserve and Compute messages fill `reserved`. The events of the handoff client empty it. The scheduler moves the rest.
+The prompt of a Compute message is a local prompt: this node computes it in chunks, like the tokens of a resumed
+sequence.
+
+A round is submitted, and settled when its results are read. On a GPU the next round is submitted in between, so the
+device computes while the host processes tokens.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -28,9 +33,7 @@ from ..engine.engine import NO_NUMBERS, Engine
 from ..engine.graphs import graph_sizes
 from ..engine.progress import ProgressBar
 from ..engine.rounds import Accepted, Rounds, Submitted
-from ..engine.slots import MAX_MISSED
 from ..engine.step_times import StepTimes
-from ..engine.stopping import ended
 from ..engine.trees import DraftShape
 from ..metadata.bus.membership import Membership, RouterGone
 from ..metadata.bus.session import Work
@@ -39,21 +42,33 @@ from ..metadata.handoff.buffers import MetadataBuffers, Sampled
 from ..metadata.handoff.client import Arrived, HandoffClient, Revoked, TransferFailed
 from ..metadata.wire.messages import Admitted, Cancel, Cancelled, Compute, Failed, Resend, Reserve
 from ..metadata.wire.node_info import Load, NodeStats
-from ..metadata.wire.request import TokenLogprobs, Unit
+from ..metadata.wire.request import Unit
 from .outbox import Outbox
 from .reservations import Reservations
-from .scheduler import DecodeScheduler, Plan
+from .round_clock import RoundClock
+from .scheduler import DecodeScheduler, StepPlan
 from .sequence import Sequence
-from .step_clock import StepClock
 
 logger = logging.getLogger(__name__)
 
-STEP_LIMIT_S = 60.0  # of one round; a longer one means that the node is stuck
-_MAX_MEASURED = 16  # sequences of the largest round that is timed at the start; larger ones are extrapolated
+STEP_LIMIT_S = 60.0  # the node counts as stuck if one round takes longer
+_MAX_MEASURED = 16  # sequences in the largest round that is timed at the start; times of larger ones are extrapolated
 
 
-class _UnderWay(NamedTuple):
-    """A round that was submitted."""
+@dataclass(slots=True)
+class _Counts:
+    """Totals since the start."""
+
+    steps: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    pages_moved: int = 0
+    bytes_moved: int = 0
+    transfer_seconds: float = 0.0
+
+
+class SubmittedRound(NamedTuple):
+    """A round that the device computes or has computed."""
 
     sequences: list[Sequence]
     slots: list[int]
@@ -62,7 +77,7 @@ class _UnderWay(NamedTuple):
 
 
 class DecodeNode:
-    """One thread runs `step` for ever; everything here belongs to it."""
+    """Runs the loop: one thread calls `step` for ever, and nothing here is shared with another thread."""
 
     def __init__(
         self,
@@ -75,8 +90,8 @@ class DecodeNode:
         is_adaptive: bool = False,
         overlaps: bool | None = None,
     ):
-        """`is_adaptive`: draft what pays, by times measured now and while it runs; else always all steps. `overlaps`:
-        submit a round before the one before is read; None: where the device is not the host."""
+        """`is_adaptive`: adapt the draft length to the measured benefit; otherwise draft all steps.
+        `overlaps`: submit a round before the results of the last one are read; None: if the device is a GPU."""
         self.engine = engine
         self.cache = engine.cache
         self.membership = membership
@@ -99,36 +114,34 @@ class DecodeNode:
             on_finish=self.rounds.release,
         )
         self._overlaps = engine.device.type != "cpu" if overlaps is None else overlaps
-        self._under_way: _UnderWay | None = None
-        self._clock = StepClock(self._overlaps)
+        self._under_way: SubmittedRound | None = None
+        self._clock = RoundClock(self._overlaps)
         self.outbox = Outbox()
         self._row_buffer = MetadataBuffers(engine.schema)
         self._reservations = Reservations(engine, self.scheduler, self.outbox, self.load, membership.send, self._fail)
-        self._num_steps = self._num_generated = self._num_recomputed = 0
-        self._num_moved_pages = self._num_moved_bytes = 0
-        self._transfer_seconds = 0.0
+        self._counts = _Counts()
 
     def step(self) -> bool:
-        """Receive, admit, compute, send. Returns whether there is more to compute at once."""
-        self._clock.begin()
+        """Receive, admit, schedule, compute, send. Return whether there is more to compute at once."""
+        self._clock.begin_step()
         for message in self.membership.receive():
             self._handle(message)
         admitted = [sequence for event in self.handoff.poll() if (sequence := self._arrive(event)) is not None]
         self._send(admitted)
-        self._clock.ready()
+        self._clock.end_arrivals()
         plan = self._plan()
         if plan.rows or plan.decoding or self._under_way is not None:
             self.membership.enter("decode", STEP_LIMIT_S)
             self._compute(plan)
         for sequence in plan.failed:
             self._fail(sequence.unit, "out_of_pages", "the pool cannot hold this request alone", is_retryable=False)
-        self._reservations.offer_room()
-        self._clock.end()
+        self._reservations.announce_capacity()
+        self._clock.end_step()
         return bool(self.scheduler.running) or self._under_way is not None
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is held for anybody."""
+        """Whether the node holds no sequence."""
         return self._under_way is None and not any(True for _ in self.scheduler)
 
     def load(self) -> Load:
@@ -140,26 +153,28 @@ class DecodeNode:
         )
 
     def stats(self) -> NodeStats:
+        counts, rounds = self._counts, self.rounds.stats
         return NodeStats(
-            steps=self._num_steps,
-            computed_tokens=self._num_recomputed,
-            generated_tokens=self._num_generated,
+            steps=counts.steps,
+            computed_tokens=counts.computed_tokens,
+            generated_tokens=counts.generated_tokens,
             preemptions=self.scheduler.num_preemptions,
-            pages_moved=self._num_moved_pages,
-            bytes_moved=self._num_moved_bytes,
+            pages_moved=counts.pages_moved,
+            bytes_moved=counts.bytes_moved,
             checksum_failures=self.handoff.num_checksum_failures,
             dropped_frames=self.membership.dropped_frames + self.handoff.dropped.count,
-            transfer_seconds=self._transfer_seconds,
-            num_rounds=self.rounds.stats.num_verified,
-            num_drafted=self.rounds.stats.num_drafted,
-            accepted_at=tuple(self.rounds.stats.accepted_at),
+            transfer_seconds=counts.transfer_seconds,
+            num_rounds=rounds.num_verified,
+            num_drafted=rounds.num_drafted,
+            accepted_at=tuple(rounds.accepted_at),
         )
 
     def units(self) -> tuple[Unit, ...]:
-        """Units of all requests held here."""
+        """Return the units of all sequences held here."""
         return tuple(sequence.unit for sequence in self.scheduler)
 
     def tickets(self) -> tuple[Unit, ...]:
+        """Return the units of all reserved sequences, whose pages are not complete."""
         return tuple(self.scheduler.reserved)
 
     # --- messages ---
@@ -178,42 +193,42 @@ class DecodeNode:
                 for sequence in self.scheduler:
                     self._drop(sequence, message.reason)
             case _:
-                logger.warning("dropped a %s: no business of a decode node", type(message).__name__)
+                logger.warning("dropped a %s message: decode nodes do not take it", type(message).__name__)
 
     def _reserve(self, message: Reserve | Compute) -> None:
         for sequence in self._reservations.grant(message):
             if isinstance(message, Compute):
-                self._begin(sequence)
-                continue
-            assert sequence.lease is not None
-            num_prompt_pages = -(-len(sequence.token_ids) // self.engine.pool.page_size)
-            self.handoff.claim(
-                sequence.unit, message.prefill, len(sequence.lease.pages), sequence.pages[:num_prompt_pages]
-            )
+                self._start_local(sequence)
+            else:
+                assert sequence.lease is not None
+                num_prompt_pages = -(-len(sequence.token_ids) // self.engine.pool.page_size)
+                num_cached_pages = len(sequence.lease.pages)
+                self.handoff.claim(sequence.unit, message.prefill, num_cached_pages, sequence.pages[:num_prompt_pages])
 
-    def _begin(self, sequence: Sequence) -> None:
-        """Runs a sequence whose prompt is computed here. A drafter with KV leaves it behind: prefill alone makes its
-        state after a prompt."""
-        self.scheduler.begin(sequence.unit)
+    def _start_local(self, sequence: Sequence) -> None:
+        """Run a sequence whose prompt is computed here. Only a prefill node can make the state that a drafter with its
+        own KV needs after a prompt, so such a drafter leaves the sequence behind."""
+        self.scheduler.start_local(sequence.unit)
         drafter = self.engine.drafter
         if drafter is not None and drafter.has_kv:
-            sequence.num_missed = MAX_MISSED + 1
+            sequence.leave_behind()
         self._take_slot(sequence, None if drafter is None else drafter.allocate(1))
-        logger.info("computes %d tokens alone", sequence.num_to_compute, extra={"rid": sequence.unit.rid})
+        logger.info("computes a prompt of %d tokens", sequence.num_to_compute, extra={"rid": sequence.unit.rid})
 
     def _take_slot(self, sequence: Sequence, draft: DraftState | None) -> None:
-        """Gives a running sequence its place in rounds. Before its first one all its tokens but the last have KV."""
+        """Give a running sequence a slot in rounds. At its first round all its tokens but the last will have KV."""
         self.rounds.admit(sequence, len(sequence.token_ids) - 1, draft)
         if self.chooser is not None and sequence.slot is not None:
             self.chooser.admit(sequence.slot)
         sequence.clock.start(sequence.num_generated)
 
     def _resend(self, unit: Unit, first: int) -> None:
+        """Send the unit's tokens from number `first` on again. If its pages do not come, ask for the offers again."""
         sequence = next((each for each in self.scheduler if each.unit == unit), None) or self.outbox.find_ended(unit)
         if sequence is None:
             self._fail(unit, "unavailable", "the node does not know this request any more", is_retryable=True)
         elif first > sequence.num_generated and unit in self.scheduler.reserved and not self.handoff.ask_offers(unit):
-            # the router has had prefill's first token for long, and the offers that go with it do not come
+            # the router has the prefill node's first token, so the offers that go with it were sent and lost
             self._drop(sequence, "an offer was lost")
             self._fail(unit, "transfer_error", "an offer of the prefill node was lost", is_retryable=True)
         else:
@@ -231,7 +246,7 @@ class DecodeNode:
     # --- arrivals ---
 
     def _arrive(self, event: Arrived | TransferFailed | Revoked) -> Sequence | None:
-        """The sequence that runs from now on, if one does."""
+        """Process an event of the handoff client. Return the sequence that runs from now on, if there is one."""
         sequence = self.scheduler.reserved.get(event.unit)
         if sequence is None:
             return None
@@ -249,23 +264,22 @@ class DecodeNode:
             case TransferFailed(unit=unit, reason=reason, is_refused=is_refused):
                 self.scheduler.finish(sequence)
                 self._fail(unit, "transfer_error", reason, is_retryable=not is_refused)
-            case Revoked():  # the router has it from prefill: the only token, or why there is none
+            case Revoked():  # the prefill node told the router: the only token, or why there is none
                 self.scheduler.finish(sequence)
         return None
 
     def _admit(self, sequence: Sequence, event: Arrived, sampled: Sampled) -> None:
         begun = time.monotonic()
         assert sequence.lease is not None
-        have = len(sequence.lease.pages)
-        self.scheduler.admit(event.unit)
-        sequence.num_cached = sampled.num_cached
-        sequence.append(sampled.first_token, sampled.logprobs)
+        num_cached_pages = len(sequence.lease.pages)
+        self.scheduler.start_pulled(event.unit)
+        sequence.append_first(sampled.first_token, sampled.logprobs, sampled.num_cached)
         drafter = self.engine.drafter
         draft = None if drafter is None else get_draft(self._row_buffer, drafter, sequence.token_ids)
         self._take_slot(sequence, draft)
-        self._num_moved_pages += event.num_pages
-        self._num_moved_bytes += event.num_bytes
-        self._transfer_seconds += event.transfer_s
+        self._counts.pages_moved += event.num_pages
+        self._counts.bytes_moved += event.num_bytes
+        self._counts.transfer_seconds += event.transfer_s
         logger.info("admitted, %d pages pulled", event.num_pages, extra={"rid": event.unit.rid})
         self.membership.send(
             Admitted(
@@ -273,15 +287,15 @@ class DecodeNode:
                 transfer_s=event.transfer_s,
                 num_pages=event.num_pages,
                 num_bytes=event.num_bytes,
-                have_pages=have,
+                have_pages=num_cached_pages,
                 times=msgspec.structs.replace(event.times, admit_s=time.monotonic() - begun),
             )
         )
 
     # --- rounds ---
 
-    def _plan(self) -> Plan:
-        """The next step, while a round may be under way."""
+    def _plan(self) -> StepPlan:
+        """Plan the next step. If it needs the results of the round under way, settle that round first."""
         plan = self.scheduler.plan()
         if self._under_way is None:
             return plan
@@ -290,92 +304,70 @@ class DecodeNode:
             return self.scheduler.plan(plan.shape)
         return plan
 
-    def _compute(self, plan: Plan) -> None:
-        """One step of everybody in the plan: it is submitted, then the round before is read, or this one where rounds
-        do not overlap."""
-        self._num_steps += 1
+    def _compute(self, plan: StepPlan) -> None:
+        """Submit the planned step, then settle the round before. If rounds do not overlap, settle the new one too."""
+        self._counts.steps += 1
         if plan.rows:
             computed = self.engine.compute(plan.rows)
             self.rounds.recompute(plan.sequences, plan.rows, computed.extend)
             for sequence, row in zip(plan.sequences, plan.rows, strict=True):
-                sequence.num_computed += len(row.input_ids)
-                self._num_recomputed += len(row.input_ids)
-        begun: _UnderWay | None = None
-        if plan.decoding:
-            since, slots = self._clock.submit(), _slots(plan.decoding)
-            begun = _UnderWay(plan.decoding, slots, self.rounds.submit(plan.decoding, plan.shape, plan.limits), since)
+                sequence.compute(len(row.input_ids))
+                self._counts.computed_tokens += len(row.input_ids)
+        begun = self._submit_round(plan) if plan.decoding else None
         self.settle()
         if begun is not None:
-            for sequence, limit in zip(plan.decoding, begun.submitted.limits, strict=True):
-                sequence.num_coming = 1 + limit
+            for sequence, limit in zip(begun.sequences, begun.submitted.limits, strict=True):
+                sequence.join_round(limit)
         self._under_way = begun
         if not self._overlaps:
             self.settle()
 
+    def _submit_round(self, plan: StepPlan) -> SubmittedRound:
+        since, slots = self._clock.submit(), _slots(plan.decoding)
+        submitted = self.rounds.submit(plan.decoding, plan.shape, plan.limits)
+        return SubmittedRound(plan.decoding, slots, submitted, since)
+
     def settle(self) -> None:
-        """Wait for the round under way, if there is one, and take what it brought."""
+        """Wait for the round under way, if there is one, and process its results."""
         done, self._under_way = self._under_way, None
         if done is None:
             return
         results = self.rounds.collect(done.submitted)
         seconds = self._clock.settle(done.since)
         for sequence in done.sequences:
-            sequence.num_coming = 0
+            sequence.leave_round()
         rows = zip(done.sequences, done.slots, results, strict=True)
-        lived = [(sequence, slot, each) for sequence, slot, each in rows if each is not None]
-        for sequence, _, accepted in lived:
+        live = [(sequence, slot, accepted) for sequence, slot, accepted in rows if accepted is not None]
+        for sequence, _, accepted in live:
             self._accept(sequence, accepted)
         self._send(done.sequences)
-        time_of = self._clock.judge(seconds)
-        if self.chooser is not None and lived and not self.chooser.passes_over(done.submitted.shape.num_steps):
+        round_time = self._clock.judge(seconds)
+        if self.chooser is not None and live and not self.chooser.passes_over(done.submitted.shape.num_steps):
             self.chooser.observe(
-                [slot for _, slot, _ in lived],
+                [slot for _, slot, _ in live],
                 done.submitted.shape.num_steps,
-                [each.num_drafted for _, _, each in lived],
-                [each.num_accepted for _, _, each in lived],
-                *time_of,
+                [accepted.num_drafted for _, _, accepted in live],
+                [accepted.num_accepted for _, _, accepted in live],
+                *round_time,
                 done.submitted.num_caught_up,
             )
 
     def _choose(self, sequences: list[Sequence], usable: list[int]) -> DraftShape:
+        """Return how much the next round drafts. `usable`: the number of drafts that each sequence could accept."""
         assert self.chooser is not None
         num_missed = self.rounds.num_missed(sequences)
         return self.rounds.shape.with_steps(self.chooser.choose(_slots(sequences), usable, num_missed))
 
     def _accept(self, sequence: Sequence, accepted: Accepted) -> None:
-        """Append what a round brought, up to the token that ends the sequence."""
-        sequence.clock.step(sequence.num_generated)
-        sequence.num_rounds += accepted.num_drafted > 0
-        sequence.num_drafted += accepted.num_drafted
-        sequence.num_accepted += accepted.num_accepted
-        for token, entry in zip(accepted.token_ids, accepted.logprobs, strict=True):
-            sequence.num_computed += 1
-            self._num_generated += 1
-            self._append(sequence, token, entry)
-            if sequence.ended is not None:
-                return
-        if len(accepted.token_ids) <= accepted.num_accepted:
-            self._fail_numbers(sequence)
-
-    def _fail_numbers(self, sequence: Sequence) -> None:
-        self.scheduler.finish(sequence)
-        message = NO_NUMBERS.format(position=len(sequence.token_ids))
-        self._fail(sequence.unit, "model_error", message, is_retryable=False)
-
-    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        sequence.append(token, logprobs)
-        end = ended(sequence.sampling, token, self.engine.context_len, sequence.num_cached)
-        if end is not None:
-            sequence.ended = msgspec.structs.replace(
-                end,
-                num_rounds=sequence.num_rounds,
-                num_drafted=sequence.num_drafted,
-                num_accepted=sequence.num_accepted,
-                num_steps=sequence.clock.num_steps,
-                preemptions=tuple(sequence.clock.told),
-            )
-            logger.info("ended: %s", end.reason, extra={"rid": sequence.unit.rid})
+        """Append the tokens of a round, and end the sequence if one of them ends it or the logits were NaN."""
+        self._counts.generated_tokens += sequence.accept(accepted, self.engine.context_len)
+        if sequence.ended is not None:
+            logger.info("ended: %s", sequence.ended.reason, extra={"rid": sequence.unit.rid})
             self.scheduler.finish(sequence)
+        elif len(accepted.token_ids) <= accepted.num_accepted:
+            self.scheduler.finish(sequence)
+            message = NO_NUMBERS.format(position=len(sequence.token_ids))
+            self._fail(sequence.unit, "model_error", message, is_retryable=False)
 
     def _send(self, sequences: list[Sequence]) -> None:
         for tokens in self.outbox.unsent(sequences):
@@ -383,5 +375,5 @@ class DecodeNode:
 
 
 def _slots(sequences: list[Sequence]) -> list[int]:
-    """All of them were admitted."""
+    """Return the slots of running sequences."""
     return [sequence.slot for sequence in sequences if sequence.slot is not None]

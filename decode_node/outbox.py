@@ -1,4 +1,4 @@
-"""Generated tokens on their way to the router: one message a step, and again on request."""
+"""Generated tokens on their way to the router: one message per step, and again if the router asks."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ class Outbox:
         self._ended: OrderedDict[Unit, Sequence] = OrderedDict()
 
     def unsent(self, sequences: Seq[Sequence]) -> list[Tokens]:
-        """All tokens of `sequences` not sent yet, as columns, and counts them as sent."""
+        """Return all tokens of `sequences` that were not sent yet, and mark them as sent."""
         messages: list[Tokens] = []
         for start in range(0, len(sequences), MAX_BATCH):
-            batch = [sequence for sequence in sequences[start : start + MAX_BATCH] if _has_news(sequence)]
+            batch = [each for each in sequences[start : start + MAX_BATCH] if each.num_sent < each.num_generated]
             if batch:
                 messages.append(_tokens(batch, [sequence.num_sent for sequence in batch]))
             for sequence in batch:
-                sequence.num_sent = sequence.num_generated
+                sequence.mark_sent()
                 if sequence.ended is not None:
                     self._keep(sequence)
         return messages
 
     def again(self, sequence: Sequence, first: int) -> Tokens:
-        """The sequence's tokens from index `first` on."""
+        """Return the sequence's generated tokens from index `first` on."""
         return _tokens([sequence], [min(first, sequence.num_generated)])
 
     def find_ended(self, unit: Unit) -> Sequence | None:
-        """A sequence that ended lately."""
+        """Return the unit's sequence if it ended lately."""
         return self._ended.get(unit)
 
     def _keep(self, sequence: Sequence) -> None:
@@ -45,11 +45,8 @@ class Outbox:
             self._ended.popitem(last=False)
 
 
-def _has_news(sequence: Sequence) -> bool:
-    return sequence.num_sent < sequence.num_generated
-
-
 def _tokens(sequences: Seq[Sequence], firsts: Seq[int]) -> Tokens:
+    """Return the tokens of each sequence from its index in `firsts` on."""
     ids: list[int] = []
     counts: list[int] = []
     logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}

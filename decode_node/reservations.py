@@ -1,4 +1,4 @@
-"""Reservations of a decode node: granted or refused. After a refusal the router hears when pages come free."""
+"""Reservations on a decode node: granted or refused. After a refusal the router is told when pages become free."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .sequence import Sequence, new_sequence
 
 
 class Fail(Protocol):
-    """Tells the router that a unit has failed."""
+    """A function that tells the router that a unit has failed."""
 
     def __call__(self, unit: Unit, code: str, message: str, *, is_retryable: bool) -> None: ...
 
 
 class Reservations:
-    """Answers Reserve and Compute with Reserved, and says Room."""
+    """Answers Reserve and Compute messages with Reserved, and sends CapacityFreed."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class Reservations:
         self._outbox = outbox
         self._load, self._send, self._fail = load, send, fail
         self._orders = itertools.count()
-        self._refused_at: int | None = None  # the scheduler's count of releases when a reservation was refused
+        self._refused_at: int | None = None  # scheduler.num_releases when a reservation was last refused
 
     def grant(self, message: Reserve | Compute) -> list[Sequence]:
-        """Grants choices in order while they fit. Returns their sequences, which the scheduler has reserved."""
+        """Reserve choices in order while they fit, and answer. Return the sequences that are reserved now."""
         units = [Unit(message.rid, choice, message.attempt) for choice in message.choices]
         held = {sequence.unit for sequence in self._scheduler}
         known = [unit for unit in units if unit in held or self._outbox.find_ended(unit) is not None]
-        if known:  # it came twice, or the answer was lost
+        if known:  # the message came twice, or the answer was lost
             self._answer(message, known)
             return []
         granted: list[Sequence] = []
@@ -63,8 +63,8 @@ class Reservations:
         self._answer(message, [sequence.unit for sequence in granted])
         return granted
 
-    def offer_room(self) -> None:
-        """After a refusal, tells the router when something has come free."""
+    def announce_capacity(self) -> None:
+        """Tell the router that pages have become free, if a reservation was refused before that."""
         has_released = self._refused_at is not None and self._scheduler.num_releases > self._refused_at
         if has_released and not self._scheduler.preempted:
             self._refused_at = None

@@ -1,45 +1,55 @@
-"""One unit of work on a decode node, from its reservation to its last token."""
+"""A sequence on the decode node: one output of a request, from its reservation to its last token."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+
+import msgspec
 
 from ..engine.engine import Engine
 from ..engine.prefix_cache import Lease
+from ..engine.rounds import Accepted
 from ..engine.sampling_state import SamplingState
 from ..engine.slots import MAX_MISSED
+from ..engine.stopping import ended
 from ..metadata.wire.messages import Dispatch
 from ..metadata.wire.request import Ended, GenerationRequest, TokenLogprobs, Unit
-from .run_clock import RunClock
+from .sequence_clock import SequenceClock
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens, pages and sampling state of one unit. Pages beyond `lease` are its own (owner: request)."""
+    """Tokens, pages and sampling state of one unit. The pages beyond those of `lease` are its own.
+
+    Others change it by its methods only: the scheduler gives and takes pages, the node adds tokens, the outbox sends
+    them. The engine's rounds write `slot` and `num_missed`.
+    """
 
     unit: Unit
-    order: int  # age: the smaller, the older; the youngest is preempted first
+    order: int  # its age: the oldest has the smallest; the youngest is preempted first
     request: GenerationRequest
     prompt_len: int
-    token_ids: list[int]  # prompt, received and generated ones
+    token_ids: list[int]  # prompt, received and generated tokens
     sampling: SamplingState
-    pages: list[int]  # the block table
-    lease: Lease | None
+    pages: list[int] = field(default_factory=list)  # the block table
+    lease: Lease | None = None
     num_computed: int = 0  # tokens with KV in `pages`
-    num_cached: int = 0  # as prefill counted them
-    num_sent: int = 0  # generated tokens already sent to the router
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index among the generated tokens
-    slot: int | None = None  # of the rounds' state, from its admission on
+    num_cached: int = 0  # prompt tokens whose KV was found in a prefix cache, as reported to the client
+    num_sent: int = 0  # generated tokens that the router has been sent
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index into the generated tokens
+    slot: int | None = None  # in the engine's rounds, while it runs
     num_missed: int = 0  # rows that the drafter has not seen
-    num_coming: int = 0  # the most tokens that the round under way may bring; 0: it is in none
+    num_coming: int = 0  # the most tokens that the round under way may bring; 0: no such round has this sequence
     num_rounds: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     ended: Ended | None = None
-    clock: RunClock = field(default_factory=RunClock)
+    clock: SequenceClock = field(default_factory=SequenceClock)
 
     @property
     def salt(self) -> str:
+        """The request's cache salt, by the name that the engine's rounds use."""
         return self.request.salt
 
     @property
@@ -48,33 +58,117 @@ class Sequence:
 
     @property
     def is_left_behind(self) -> bool:
-        """The drafter lacks too many rows: it is not speculated any more."""
+        """Whether the drafter has missed too many rows. Such a sequence never drafts again."""
         return self.num_missed > MAX_MISSED
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens without KV: one while decoding, more after a preemption."""
+        """Tokens without KV: one while decoding, more after a preemption or before a local prompt is computed."""
         return len(self.token_ids) - self.num_computed
 
-    def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Record a generated token."""
+    # --- pages ---
+
+    def take_pages(self, lease: Lease, own: Seq[int]) -> None:
+        """Hold the pages of `lease`, whose KV is computed, and after them `own`."""
+        self.lease, self.pages = lease, [*lease.pages, *own]
+
+    def add_pages(self, own: Seq[int]) -> None:
+        self.pages += own
+
+    def give_up_pages(self) -> None:
+        """Forget all pages, which the caller frees."""
+        self.lease, self.pages = None, []
+
+    # --- running ---
+
+    def start_pulled(self) -> None:
+        """All tokens have KV, which was pulled from a prefill node."""
+        self.num_computed = len(self.token_ids)
+
+    def start_local(self, page_size: int) -> None:
+        """The prompt is computed here, except for the pages found in the prefix cache."""
+        self.num_cached = self._skip_cached_pages(page_size)
+
+    def preempt(self) -> None:
+        """The pages are gone, and all KV with them."""
+        self.num_computed = 0
+        self.clock.preempt(self.num_generated)
+
+    def resume(self, page_size: int) -> None:
+        """The sequence has pages again, and computes its tokens again."""
+        self._skip_cached_pages(page_size)
+        self.clock.resume()
+
+    def leave_behind(self) -> None:
+        """Never draft: the drafter has no KV of the prompt."""
+        self.num_missed = MAX_MISSED + 1
+
+    def compute(self, num_tokens: int) -> None:
+        """Record that the KV of the next `num_tokens` tokens is computed."""
+        self.num_computed += num_tokens
+
+    def join_round(self, limit: int) -> None:
+        """A round is under way that accepts at most `limit` drafts."""
+        self.num_coming = 1 + limit
+
+    def leave_round(self) -> None:
+        """The round's results have come."""
+        self.num_coming = 0
+
+    # --- tokens ---
+
+    def append_first(self, token_id: int, logprobs: TokenLogprobs | None, num_cached: int) -> None:
+        """Append the token that the prefill node sampled. `num_cached`: prompt tokens in the prefill node's cache."""
+        self.num_cached = num_cached
+        self._append(token_id, logprobs)
+
+    def accept(self, accepted: Accepted, context_len: int) -> int:
+        """Append the tokens of a round, up to the one that ends the sequence. Return how many were appended."""
+        self.clock.step(self.num_generated)
+        self.num_rounds += accepted.num_drafted > 0
+        self.num_drafted += accepted.num_drafted
+        self.num_accepted += accepted.num_accepted
+        for count, (token_id, entry) in enumerate(zip(accepted.token_ids, accepted.logprobs, strict=True), 1):
+            self.num_computed += 1
+            self._append(token_id, entry)
+            end = ended(self.sampling, token_id, context_len, self.num_cached)
+            if end is not None:
+                self.ended = self._with_totals(end)
+                return count
+        return len(accepted.token_ids)
+
+    def mark_sent(self) -> None:
+        """All generated tokens have been sent to the router."""
+        self.num_sent = self.num_generated
+
+    def _append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         if logprobs is not None:
             self.logprobs[self.num_generated] = logprobs
         self.token_ids.append(token_id)
         self.sampling.append(token_id)
 
+    def _with_totals(self, end: Ended) -> Ended:
+        return msgspec.structs.replace(
+            end,
+            num_rounds=self.num_rounds,
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted,
+            num_steps=self.clock.num_steps,
+            preemptions=tuple(self.clock.preemptions),
+        )
+
+    def _skip_cached_pages(self, page_size: int) -> int:
+        assert self.lease is not None, self.unit
+        self.num_computed = len(self.lease.pages) * page_size
+        return self.num_computed
+
 
 def new_sequence(message: Dispatch, choice: int, order: int, engine: Engine) -> Sequence:
-    """A choice that was asked for, without pages yet. Raises RequestError for ids that the model does not have."""
-    request = message.request
-    prompt_ids, received_ids = request.token_ids(engine.model_config.vocab_size, engine.context_len)
+    """Return a choice that the router asks for, without pages yet. Raises RequestError if the model cannot run it."""
+    request, vocab_size = message.request, engine.model_config.vocab_size
+    prompt_ids, received_ids = request.token_ids(vocab_size, engine.context_len)
     sampling = SamplingState(
-        request.params,
-        prompt_ids,
-        received_ids,
-        vocab_size=engine.model_config.vocab_size,
-        choice=choice,
-        device=engine.device,
+        request.params, prompt_ids, received_ids, vocab_size=vocab_size, choice=choice, device=engine.device
     )
     return Sequence(
         unit=Unit(message.rid, choice, message.attempt),
@@ -83,7 +177,5 @@ def new_sequence(message: Dispatch, choice: int, order: int, engine: Engine) -> 
         prompt_len=len(prompt_ids),
         token_ids=prompt_ids + received_ids,
         sampling=sampling,
-        pages=[],
-        lease=None,
         num_sent=len(received_ids),
     )

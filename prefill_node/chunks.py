@@ -1,7 +1,8 @@
-"""What a step asks of the device: the target's forward over a chunk of prompts, the drafter's, and the prompts' ends.
+"""A chunk: the prompt tokens of one step, which the device computes together.
 
-A step is submitted and settled (node.py). On a CUDA device the two are apart: the next chunk is submitted before the
-results of the one before are read, so that the device has work while the host sends, packs and offers.
+A step asks the device for the target's forward over the chunk, the drafter's forward, and the ends of the prompts whose
+last token is in the chunk (prompt_ends.py). `submit` returns before the device is done, so the node can submit the next
+chunk before it reads the results of this one.
 """
 
 from __future__ import annotations
@@ -13,128 +14,129 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..engine.batch import BatchRow, Computed
+from ..engine.batch import Computed
 from ..engine.copies import recorded_event, to_device
 from ..engine.drafters.base import PromptChunk
 from ..engine.engine import Engine
 from ..engine.logprobs import Logprobs, compute_logprobs
 from ..metadata.wire.request import TokenLogprobs
-from .job import PrefillJob
 from .prompt_ends import PromptEnd, PromptEnds
+from .request import Request
+from .scheduler import StepPlan
 
-Plan = list[tuple[PrefillJob, BatchRow]]
-
-_MOST_CHOICES = 256  # that are sampled at once: a row of logits each, and more where they are processed
+_MAX_CHOICES = 256  # sampled in one pass, which holds a row of logits per choice
 
 
 class PromptScores(NamedTuple):
-    """Log-probabilities of some of a prompt's own tokens, on the host once the chunk is computed."""
+    """Log-probabilities of some of a prompt's own tokens, readable once the chunk is computed."""
 
-    job: PrefillJob
+    request: Request
     logprobs: Logprobs
 
     def read(self) -> list[TokenLogprobs]:
-        num_logprobs = self.job.request.params.num_logprobs or 0
+        num_logprobs = self.request.generation.params.num_logprobs or 0
         rows = self.logprobs.to_rows([num_logprobs] * len(self.logprobs.chosen))
         return [entry for entry in rows if entry is not None]
 
 
 class SubmittedChunk(NamedTuple):
-    """Under way, or done."""
+    """A chunk that the device computes or has computed."""
 
-    plan: Plan
+    plan: StepPlan
     begun: float  # monotonic seconds
     submitted: float
-    event: torch.cuda.Event | None  # the target's and the drafter's KV of the chunk lie in the pages; None: they do
+    event: torch.cuda.Event | None  # recorded after the chunk's KV; None: the KV was computed before `submit` returned
     scores: list[PromptScores]
     ends: list[PromptEnds]
 
     @property
     def is_done(self) -> bool:
-        """Whether a device says that it has done all of it."""
+        """Whether a device reports that it has computed everything. Always False on a CPU."""
         events = [self.event, *(ends.event for ends in self.ends)]
         return all(event is not None and event.query() for event in events)
 
     def wait(self) -> float:
-        """Returns when the chunk is computed: monotonic seconds of that moment, as far as the host can know."""
+        """Wait until the chunk's KV is computed. Return when that was, in monotonic seconds, as the host sees it."""
         if self.event is None:
             return self.submitted
         self.event.synchronize()
         return time.monotonic()
 
     def draft(self) -> None:
-        """Ask for the drafts after first tokens too, now."""
+        """Submit the drafter's work after the first tokens, too."""
         for ends in self.ends:
             ends.draft()
 
 
-def submit(engine: Engine, plan: Plan) -> SubmittedChunk:
-    """Begin the chunk. Jobs know then what is submitted of them, not that it is computed."""
+def submit(engine: Engine, plan: StepPlan) -> SubmittedChunk:
+    """Submit the planned tokens to the device, and record in their requests that they are submitted."""
     begun = time.monotonic()
     scores: list[PromptScores] = []
     with torch.inference_mode():
         computed = engine.compute([row for _, row in plan])
         if engine.drafter is not None:
             chunks = [
-                PromptChunk(job.token_ids, row.position, row.position + len(row.input_ids), job.pages)
-                for job, row in plan
+                PromptChunk(request.token_ids, row.position, row.position + len(row.input_ids), request.pages)
+                for request, row in plan
             ]
             engine.drafter.observe_prompt(chunks, computed.extend)
         _keep_rows(engine, plan, computed.extend)
         logits = computed.logits.split([row.num_logits for _, row in plan])
-        for (job, row), own in zip(plan, logits, strict=True):
-            job.num_submitted += len(row.input_ids)
-            if job.request.prompt_logprobs:
-                scores += _score(job, row.position, own)
+        for (request, row), own in zip(plan, logits, strict=True):
+            request.submit_chunk(len(row.input_ids))
+            if request.generation.prompt_logprobs:
+                scores += _score(request, row.position, own)
         submitted, event = time.monotonic(), recorded_event(engine.device)
         ends = [PromptEnds(engine, *each) for each in _ends(plan, computed)]
     return SubmittedChunk(plan, begun, submitted, event, scores, ends)
 
 
-def _keep_rows(engine: Engine, plan: Plan, extend: Tensor | None) -> None:
-    """A drafter may take the target's states of positions before the last one with it."""
+def _keep_rows(engine: Engine, plan: StepPlan, extend: Tensor | None) -> None:
+    """Keep the target's states of the last positions, which some drafters read after the next chunk."""
     num_rows = 0 if engine.drafter is None else engine.drafter.hidden.num_target_rows
     if num_rows == 0 or extend is None:
         return
-    for (job, _), own in zip(plan, extend.split([len(row.input_ids) for _, row in plan]), strict=True):
-        job.keep_rows(own, 1 + num_rows)
+    for (request, _), own in zip(plan, extend.split([len(row.input_ids) for _, row in plan]), strict=True):
+        request.keep_rows(own, 1 + num_rows)
 
 
-def _score(job: PrefillJob, position: int, logits: Tensor) -> Iterator[PromptScores]:
-    """Of the prompt's tokens position + 1 .. under the logits of position .. ."""
-    targets = job.token_ids[position + 1 : min(position + 1 + logits.shape[0], job.prompt_len)]
+def _score(request: Request, position: int, logits: Tensor) -> Iterator[PromptScores]:
+    """Score the prompt's tokens from position + 1 on, by the logits from `position` on."""
+    targets = request.token_ids[position + 1 : min(position + 1 + logits.shape[0], request.prompt_len)]
     if targets:
         ids = to_device(torch.tensor(targets), logits.device)
-        scored = compute_logprobs(logits[: len(targets)], ids, job.request.params.num_logprobs or 0)
-        yield PromptScores(job, scored.to_host())
+        scored = compute_logprobs(logits[: len(targets)], ids, request.generation.params.num_logprobs or 0)
+        yield PromptScores(request, scored.to_host())
 
 
-def _ends(plan: Plan, computed: Computed) -> Iterator[tuple[list[PromptEnd], Tensor, Tensor | None]]:
-    """The prompts that the chunk completes, in pieces of not too many choices, with logits and extend states of their
-    last positions."""
-    piece: list[PromptEnd] = []
-    tokens: list[int] = []  # of the chunk
+def _ends(plan: StepPlan, computed: Computed) -> Iterator[tuple[list[PromptEnd], Tensor, Tensor | None]]:
+    """Yield the prompts that the chunk completes, in batches of at most _MAX_CHOICES choices (a prompt is not split).
+
+    Each batch comes with the logits and the extend states of its prompts' last positions.
+    """
+    batch: list[PromptEnd] = []
+    last_tokens: list[int] = []  # indices into the chunk's tokens
     logit_rows: list[int] = []
     num_tokens = num_logits = num_choices = 0
-    for job, row in plan:
+    for request, row in plan:
         num_tokens += len(row.input_ids)
         num_logits += row.num_logits
-        if not job.is_submitted:
+        if not request.is_submitted:
             continue
-        if piece and num_choices + len(job.choices) > _MOST_CHOICES:
-            yield _gathered(piece, tokens, logit_rows, computed)
-            piece, tokens, logit_rows, num_choices = [], [], [], 0
-        piece.append(PromptEnd.of(job))
-        tokens.append(num_tokens - 1)
+        if batch and num_choices + len(request.choices) > _MAX_CHOICES:
+            yield _gather(batch, last_tokens, logit_rows, computed)
+            batch, last_tokens, logit_rows, num_choices = [], [], [], 0
+        batch.append(PromptEnd.of(request))
+        last_tokens.append(num_tokens - 1)
         logit_rows.append(num_logits - 1)
-        num_choices += len(job.choices)
-    if piece:
-        yield _gathered(piece, tokens, logit_rows, computed)
+        num_choices += len(request.choices)
+    if batch:
+        yield _gather(batch, last_tokens, logit_rows, computed)
 
 
-def _gathered(
-    ends: list[PromptEnd], tokens: Sequence[int], logit_rows: Sequence[int], computed: Computed
+def _gather(
+    ends: list[PromptEnd], last_tokens: Sequence[int], logit_rows: Sequence[int], computed: Computed
 ) -> tuple[list[PromptEnd], Tensor, Tensor | None]:
-    index = to_device(torch.tensor([tokens, logit_rows]), computed.logits.device)
+    index = to_device(torch.tensor([last_tokens, logit_rows]), computed.logits.device)
     hidden = None if computed.extend is None else computed.extend.index_select(0, index[0])
     return ends, computed.logits.index_select(0, index[1]), hidden

@@ -1,4 +1,4 @@
-"""`baton prefill`: load the model, serve its pages, meet the router, compute prompts."""
+"""`baton prefill`: load the model, join the router, compute prompts and serve their pages."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _WILDCARDS = ("0.0.0.0", "::", "*")
 
 
 def run(config: PrefillConfig) -> int:
-    """Runs until SIGTERM or SIGINT; returns the exit status. Raises ConfigError and ModelError before it serves."""
+    """Run until SIGTERM or SIGINT and return the exit status. Raises ConfigError and ModelError before it serves."""
     name = node_id(config, "prefill")
     if config.bind_host in _WILDCARDS:
         raise ConfigError(
-            f"bind_host {config.bind_host} names no host: give the address at which decode nodes reach this one"
+            f"bind_host {config.bind_host} is a wildcard: give the address at which decode nodes reach this node"
         )
     keys = load_keys(config, any_port_of(config.bind_host))
     epoch = new_epoch()

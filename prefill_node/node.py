@@ -1,58 +1,55 @@
-"""The prefill node: computes prompts, samples first tokens, hands over pages.
+"""The prefill node computes prompts, samples their first tokens, and hands their pages over to decode nodes.
 
-The life of a prompt here, and who moves it on:
+The life of a request here:
 
-    Prefill message --submit--> waiting --start--> computing --last chunk--> handing --last ticket ended--> PrefillDone
-                       |                              |                         |
-                 tickets open,                 a full page is           first tokens go to the router, the last page
-                 decode may claim            offered as soon as it          and the row to decode; a first token
-                                                is computed               that ends the choice revokes its ticket
+    Prefill message --submit--> waiting --start--> computing --last chunk--> handing_over --last ticket--> PrefillDone
+                       |                              |                          |               ended
+                 tickets open,                 a full page is            first tokens go to the router;
+                 a decode node                 offered as soon           the last page and the metadata row
+                 may claim them                as it is computed         go to the decode node; a first token
+                                                                         that ends its choice revokes its ticket
 
-Messages fill `waiting`; the scheduler starts jobs when the pool holds all of one; the handoff server ends tickets.
+Messages fill `waiting`. The scheduler starts requests when the pool can hold all their pages. The tickets' ends empty
+`handing_over`.
 
-A chunk is submitted and settled. Where the device is not the host, the next one is submitted in between: the device
-computes while the host sends first tokens, packs rows and offers pages. One stream orders what is submitted: pages of a
-job that was dropped are free at once, since whoever gets them writes them after the chunk under way has read them, and
-pages in the prefix cache may be those of the chunk under way, since whoever reads them is submitted later. Other
-processes know no such order: pages are offered when their chunk is settled, and so computed.
+A chunk is submitted, and settled when its results are read. On a GPU the next chunk is submitted in between, so the
+device computes while the host sends first tokens, packs rows and offers pages. The device works in the order of
+submission. Therefore the pages of a dropped request can be reused at once: their next owner writes them after the chunk
+under way. Likewise a new request may read pages of the prefix cache that the chunk under way still computes. Other
+processes do not share this order, so pages are offered only when their chunk is settled.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..engine.draft_row import set_draft
-from ..engine.drafters.base import DraftState
 from ..engine.engine import NO_NUMBERS, Engine
 from ..engine.progress import ProgressBar
-from ..engine.sampling_state import SamplingState
 from ..engine.stopping import ended
 from ..metadata.bus.membership import Membership, RouterGone
 from ..metadata.bus.session import Work
 from ..metadata.errors import RequestError
-from ..metadata.handoff.buffers import MetadataBuffers, Sampled
+from ..metadata.handoff.buffers import Sampled
 from ..metadata.handoff.server import HandoffServer
-from ..metadata.handoff.tickets import TicketEnded
 from ..metadata.wire.messages import Cancel, Cancelled, Failed, Prefill, PrefillDone, Resend
 from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import TokenLogprobs, Unit
-from .chunks import Plan, SubmittedChunk, submit
-from .job import PrefillJob
-from .outbox import FirstToken, FirstTokens
+from .chunks import SubmittedChunk, submit
+from .outbox import FirstToken, Outbox
 from .prompt_ends import FirstSample, PromptEnd, PromptEnds
-from .scheduler import PrefillScheduler
+from .request import Request, new_request
+from .scheduler import PrefillScheduler, StepPlan
+from .tickets import Tickets
 
 logger = logging.getLogger(__name__)
 
-STEP_LIMIT_S = 60.0  # of one chunk; a longer one means that the node is stuck
+STEP_LIMIT_S = 60.0  # the node counts as stuck if one chunk takes longer
 
 
 @dataclass(slots=True)
 class _Counts:
-    """Since the start."""
+    """Totals since the start."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -62,7 +59,7 @@ class _Counts:
 
 
 class PrefillNode:
-    """One thread runs `step` for ever; everything here belongs to it."""
+    """Runs the loop: one thread calls `step` for ever, and nothing here is shared with another thread."""
 
     def __init__(
         self,
@@ -74,29 +71,28 @@ class PrefillNode:
         *,
         overlaps: bool | None = None,
     ):
-        """`overlaps`: submit a chunk before the one before is read; None: where the device is not the host."""
+        """`overlaps`: submit a chunk before the results of the last one are read; None: if the device is a GPU."""
         self.engine = engine
         self.cache = engine.cache
         self.membership = membership
         self.handoff = handoff
         self.scheduler = PrefillScheduler(engine.cache, max_running, chunk)
-        self.first_tokens = FirstTokens()
-        self._row_buffer = MetadataBuffers(engine.schema)
+        self.outbox = Outbox()
         with ProgressBar("capturing prompt graphs") as progress:
             engine.capture_prompts(progress)
-        self._jobs: dict[Unit, PrefillJob] = {}  # of every open ticket
+        self._tickets = Tickets(engine, handoff)
         self._counts = _Counts()
         self._overlaps = engine.device.type != "cpu" if overlaps is None else overlaps
         self._under_way: SubmittedChunk | None = None
-        self._computed_at = 0.0  # monotonic seconds, the chunk settled last
+        self._computed_at = 0.0  # monotonic seconds: when the last settled chunk was computed
 
     def step(self) -> bool:
-        """Receive, schedule, compute, hand over. Returns whether there is more to compute at once."""
+        """Receive, schedule, compute, hand over. Return whether there is more to compute at once."""
         for message in self.membership.receive():
             self._handle(message)
         self._end_tickets()
-        for job in self.scheduler.start():
-            self._begin(job)
+        for request in self.scheduler.start():
+            self._begin(request)
         plan = self.scheduler.plan()
         if plan or self._under_way is not None:
             self.membership.enter("prefill", STEP_LIMIT_S)
@@ -105,15 +101,15 @@ class PrefillNode:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is held for anybody."""
+        """Whether the node holds no request."""
         return self._under_way is None and not any(True for _ in self.scheduler)
 
     def load(self) -> Load:
         return Load(
             free_pages=self.cache.available,
-            running=len(self.scheduler.computing) + len(self.scheduler.handing),
+            running=len(self.scheduler.computing) + len(self.scheduler.handing_over),
             waiting=len(self.scheduler.waiting),
-            tickets=len(self._jobs),
+            tickets=len(self._tickets.units()),
             queued_tokens=self.scheduler.num_queued_tokens,
         )
 
@@ -129,11 +125,12 @@ class PrefillNode:
         )
 
     def units(self) -> tuple[Unit, ...]:
-        """Units of all requests held here."""
-        return tuple(unit for job in self.scheduler for unit in job.choices)
+        """Return the units of all choices that are still wanted."""
+        return tuple(unit for request in self.scheduler for unit in request.choices)
 
     def tickets(self) -> tuple[Unit, ...]:
-        return tuple(self._jobs)
+        """Return the units of all open tickets."""
+        return self._tickets.units()
 
     # --- messages ---
 
@@ -147,101 +144,83 @@ class PrefillNode:
             case Resend(unit=unit, first=first):
                 self._resend(unit, first)
             case RouterGone():
-                for job in list(self.scheduler):
-                    self._drop(job, set(job.choices), message.reason)
+                for request in list(self.scheduler):
+                    self._drop(request, set(request.choices), message.reason)
             case _:
-                logger.warning("dropped a %s: no business of a prefill node", type(message).__name__)
+                logger.warning("dropped a %s message: prefill nodes do not take it", type(message).__name__)
 
     def _submit(self, message: Prefill) -> None:
-        request, params = message.request, message.request.params
-        if any((job.rid, job.attempt) == (message.rid, message.attempt) for job in self.scheduler):
-            logger.warning("dropped a Prefill that came twice", extra={"rid": message.rid})
+        if any((request.rid, request.attempt) == (message.rid, message.attempt) for request in self.scheduler):
+            logger.warning("dropped a Prefill message that came twice", extra={"rid": message.rid})
             return
         try:
-            prompt_ids, received_ids = request.token_ids(self.engine.model_config.vocab_size, self.engine.context_len)
+            request = new_request(message, self.engine)
         except RequestError as error:
             for choice in message.choices:
-                unit = Unit(message.rid, choice, message.attempt)
-                self.membership.send(Failed(unit=unit, code=error.code, message=str(error), retryable=False))
+                self._fail(Unit(message.rid, choice, message.attempt), error.code, str(error))
             return
-        choices = {
-            Unit(message.rid, choice, message.attempt): SamplingState(
-                params,
-                prompt_ids,
-                received_ids,
-                vocab_size=self.engine.model_config.vocab_size,
-                choice=choice,
-                device=self.engine.device,
-            )
-            for choice in message.choices
-        }
-        token_ids = prompt_ids + received_ids
-        job = PrefillJob(
-            message.rid,
-            message.attempt,
-            choices,
-            request,
-            message.decode,
-            len(prompt_ids),
-            token_ids,
-            time.monotonic(),
-        )
-        logger.info("prompt of %d tokens, %d choices", len(token_ids), len(choices), extra={"rid": job.rid})
-        num_pages = -(-len(token_ids) // self.engine.pool.page_size)
-        if self.scheduler.num_pages(job) > self.engine.pool.num_usable:
-            self._refuse(job, f"a prompt of {len(token_ids)} tokens cannot be computed here")
+        num_tokens = len(request.token_ids)
+        logger.info("prompt of %d tokens, %d choices", num_tokens, len(request.choices), extra={"rid": request.rid})
+        if self.scheduler.num_pages(request) > self.engine.pool.num_usable:
+            self._refuse(request, f"a prompt of {num_tokens} tokens cannot be computed here")
             return
-        if job.decode is not None:
-            for unit in choices:
-                self.handoff.open(unit, num_pages, job.decode.epoch)
-                self._jobs[unit] = job
-                job.tickets.add(unit)
-        self.scheduler.submit(job)
+        self._tickets.open(request)
+        self.scheduler.submit(request)
 
     def _resend(self, unit: Unit, first: int) -> None:
-        """The router lacks the unit's token number `first`, or, if it is a later one, the end of the prompt."""
-        tokens = self.first_tokens.again(unit, first)
+        """Send the unit's first token again if the router lacks it. Report a unit that the node does not know."""
+        tokens = self.outbox.again(unit, first)
         if tokens is not None:
             self.membership.send(tokens)
-        elif not any(unit in job.choices for job in self.scheduler):
-            message = "the node does not know this request any more"
-            self.membership.send(Failed(unit=unit, code="unavailable", message=message, retryable=True))
-
-    def _refuse(self, job: PrefillJob, reason: str, code: str = "invalid_request_error") -> None:
-        for unit in job.choices:
-            self.membership.send(Failed(unit=unit, code=code, message=reason, retryable=False))
+        elif not any(unit in request.choices for request in self.scheduler):
+            self._fail(unit, "unavailable", "the node does not know this request any more", is_retryable=True)
 
     def _cancel(self, rid: str, attempt: int, choices: tuple[int, ...] | None) -> None:
-        for job in list(self.scheduler):
-            if job.rid == rid and job.attempt <= attempt:
-                self._drop(
-                    job, {unit for unit in job.choices if choices is None or unit.choice in choices}, "cancelled"
-                )
+        for request in self.scheduler.find(rid, attempt):
+            units = {unit for unit in request.choices if choices is None or unit.choice in choices}
+            self._drop(request, units, "cancelled")
 
-    def _drop(self, job: PrefillJob, units: set[Unit], reason: str) -> None:
-        """Forget some of a job's choices; its pages are free when the last ticket has ended."""
+    def _drop(self, request: Request, units: set[Unit], reason: str) -> None:
+        """Forget some choices of a request. Its pages become free when its last ticket has ended."""
         for unit in units:
-            job.choices.pop(unit, None)
-            if unit in job.tickets:
-                self.handoff.revoke(unit, False, reason)
-        if not job.choices and not job.tickets:
-            self._finish(job)
-        elif not job.choices:
-            self.scheduler.stop(job)
+            request.drop_choice(unit)
+            self._tickets.revoke(request, unit, is_finished=False, reason=reason)
+        if not request.choices and not request.tickets:
+            self._finish(request)
+        elif not request.choices:
+            self.scheduler.stop(request)
+
+    def _refuse(self, request: Request, reason: str, code: str = "invalid_request_error") -> None:
+        for unit in request.choices:
+            self._fail(unit, code, reason)
+
+    def _fail(self, unit: Unit, code: str, message: str, *, is_retryable: bool = False) -> None:
+        self.membership.send(Failed(unit=unit, code=code, message=message, retryable=is_retryable))
+
+    def _end_tickets(self) -> None:
+        for request, unit in self._tickets.poll():
+            if not request.is_computed:  # the decode node gave the choice up and does not need its first token
+                request.drop_choice(unit)
+            if not request.tickets and (request.is_computed or not request.choices):
+                self._finish(request)
+            elif not request.choices:
+                self.scheduler.stop(request)
 
     # --- computing ---
 
-    def _begin(self, job: PrefillJob) -> None:
-        job.started = time.monotonic()
-        self._counts.prompt_tokens += len(job.token_ids)
-        self._counts.cached_tokens += job.num_cached
-        if self._under_way is None:  # else with its first chunk: cached pages may be those that are computed now
-            self._offer_pages(job)
+    def _begin(self, request: Request) -> None:
+        self._counts.prompt_tokens += len(request.token_ids)
+        self._counts.cached_tokens += request.num_cached
+        if self._under_way is None:  # otherwise the chunk under way may still compute these cached pages
+            self._tickets.offer_computed(request)
 
-    def _compute(self, plan: Plan) -> None:
-        """Submit a chunk, then settle the one before; this one too where chunks do not overlap, or no other one could
-        be submitted before it is: a first token never waits for nothing."""
-        if self._under_way is not None and self._under_way.is_done:  # faster than the host: there is nothing to hide
+    def _compute(self, plan: StepPlan) -> None:
+        """Submit a chunk, then settle the one before.
+
+        The new chunk is settled too if chunks do not overlap, or if no further chunk is left to submit before that:
+        then waiting would only delay first tokens.
+        """
+        if self._under_way is not None and self._under_way.is_done:  # the device is faster than the host
             self._settle()
         chunk = self._submit_chunk(plan) if plan else None
         self._settle()
@@ -251,144 +230,96 @@ class PrefillNode:
         else:
             self._settle()
 
-    def _submit_chunk(self, plan: Plan) -> SubmittedChunk:
+    def _submit_chunk(self, plan: StepPlan) -> SubmittedChunk:
         chunk = submit(self.engine, plan)
         self._counts.steps += 1
-        for job, row in plan:
+        for request, row in plan:
             self._counts.computed_tokens += len(row.input_ids)
-            if job.is_submitted:
-                self.scheduler.hand_over(job)
+            if request.is_submitted:
+                self.scheduler.hand_over(request)
         return chunk
 
     def _settle(self) -> None:
-        """Wait for the chunk under way, if there is one, and take what it brought: first tokens, log-probabilities of
-        prompts, pages to offer. For a job that was dropped meanwhile nobody waits any more."""
+        """Wait for the chunk under way, if there is one, and process its results: first tokens, log-probabilities of
+        prompts, and pages to offer. A request that was dropped meanwhile has no choices and no tickets left."""
         chunk, self._under_way = self._under_way, None
         if chunk is None:
             return
-        begun, computed = max(chunk.begun, self._computed_at), chunk.wait()  # the device did the one before till then
+        begun, computed = max(chunk.begun, self._computed_at), chunk.wait()  # the device did the last chunk until then
         self._computed_at = computed
-        for job, row in chunk.plan:
-            job.note_chunk(len(row.input_ids), begun, computed)
-            job.num_computed += len(row.input_ids)
+        for request, row in chunk.plan:
+            request.finish_chunk(len(row.input_ids), begun, computed)
         for scores in chunk.scores:
-            scores.job.prompt_logprobs += scores.read()
+            scores.request.add_prompt_logprobs(scores.read())
         for ends in chunk.ends:
-            firsts = [
-                self._send_first(end, sample, computed) for end, sample in zip(ends.ends, ends.tokens(), strict=True)
-            ]
-            ends.draft()
-            ends.wait()
-            self._digest(ends)
-            for end, choices in zip(ends.ends, firsts, strict=True):
-                self._hand_over(end, choices, ends)
-        for job, _ in chunk.plan:
-            if not job.is_computed:
-                self._offer_pages(job)
+            self._settle_ends(ends, computed)
+        for request, _ in chunk.plan:
+            if not request.is_computed:
+                self._tickets.offer_computed(request)
+
+    def _settle_ends(self, ends: PromptEnds, computed: float) -> None:
+        """Send first tokens as soon as they are known, then hand the last pages over when the drafts are done."""
+        samples = zip(ends.ends, ends.tokens(), strict=True)
+        first_tokens = [self._send_first(end, sample, computed) for end, sample in samples]
+        ends.draft()
+        ends.wait()
+        self._tickets.digest_last(ends.ends)
+        for end, choices in zip(ends.ends, first_tokens, strict=True):
+            self._hand_over(end, choices, ends)
 
     def _send_first(self, end: PromptEnd, sample: FirstSample, computed: float) -> list[FirstToken]:
-        """The prompt was computed at this time: tell the router the first tokens of the choices that are still wanted,
-        or that there are none; returns them."""
-        job = end.job
-        job.computed = computed
-        if not job.choices:
+        """Send the first tokens of the choices that are still wanted, or a failure. Return the tokens sent."""
+        request = end.request
+        request.finish_prompt(computed)
+        if not request.choices:
             return []
-        if None in sample.token_ids:  # the same logits for every choice
-            message = NO_NUMBERS.format(position=len(job.token_ids))
-            self._refuse(job, message, code="model_error")
-            self._drop(job, set(job.choices), message)
+        if None in sample.token_ids:  # all choices have the same logits
+            message = NO_NUMBERS.format(position=len(request.token_ids))
+            self._refuse(request, message, code="model_error")
+            self._drop(request, set(request.choices), message)
             return []
         choices = [
-            self._begin_choice(job, unit, token, entry)
+            self._begin_choice(request, unit, token, entry)
             for unit, token, entry in zip(end.units, *sample, strict=True)
-            if unit in job.choices and token is not None
+            if unit in request.choices and token is not None
         ]
         if choices:
             self._counts.generated_tokens += len(choices)
-            self.membership.send(self.first_tokens.make(job, choices))
-            job.sample_s = time.monotonic() - computed
+            self.membership.send(self.outbox.first_tokens(request, choices))
+            request.finish_sampling()
         return choices
 
-    def _begin_choice(self, job: PrefillJob, unit: Unit, token: int, logprobs: TokenLogprobs | None) -> FirstToken:
-        state = job.choices[unit]
+    def _begin_choice(self, request: Request, unit: Unit, token: int, logprobs: TokenLogprobs | None) -> FirstToken:
+        state = request.choices[unit]
         state.append(token)
-        end = ended(state, token, self.engine.context_len, job.num_cached)
-        return FirstToken(unit, Sampled(token, job.num_cached, logprobs), end)
+        end = ended(state, token, self.engine.context_len, request.num_cached)
+        return FirstToken(unit, Sampled(token, request.num_cached, logprobs), end)
 
     def _hand_over(self, end: PromptEnd, choices: list[FirstToken], ends: PromptEnds) -> None:
-        """The last pages and the rows of choices that go on; the tickets of the others are revoked."""
-        job = end.job
+        """Offer the last pages and the rows of the choices that go on, and revoke the tickets of the others."""
+        request = end.request
         rows: dict[Unit, bytes] = {}
         for unit, sampled, over in choices:
-            if unit in job.tickets and over is None:
-                rows[unit] = self._row(sampled, ends.drafted(unit))
-            elif unit in job.tickets and over is not None:
-                self.handoff.revoke(unit, True, over.reason)
-        self._offer(job, len(job.pages), dict(zip(end.units, end.block_tables, strict=True)), rows)
-        if job.choices and not job.tickets:
-            self._finish(job)
+            if over is not None:
+                self._tickets.revoke(request, unit, is_finished=True, reason=over.reason)
+            elif unit in request.tickets:
+                rows[unit] = self._tickets.pack_row(sampled, ends.drafted(unit))
+        self._tickets.offer_last(end, rows)
+        if request.choices and not request.tickets:
+            self._finish(request)
 
-    def _row(self, sampled: Sampled, draft: DraftState | None) -> bytes:
-        self._row_buffer.set_sampled(sampled)
-        if draft is not None:
-            set_draft(self._row_buffer, draft)
-        return self._row_buffer.pack()
-
-    # --- handing over ---
-
-    def _digest(self, ends: PromptEnds) -> None:
-        """The prompts' last pages are complete: a GPU computes the checksums of all at once."""
-        tables = [table[end.job.num_offered :] for end in ends.ends if end.job.tickets for table in end.block_tables]
-        pages = [page for table in tables for page in table]
-        self.handoff.digest(pages, [self.engine.pool.generation(page) for page in pages])
-
-    def _offer_pages(self, job: PrefillJob) -> None:
-        """Offer every page of a prompt under way that will not be written again. A shifted drafter writes slots of the
-        last prompt positions after the first token is sampled, so their pages wait for that."""
-        num_ready = min(job.num_computed // self.engine.pool.page_size, job.num_shared)
-        self._offer(job, num_ready, dict.fromkeys(job.choices, job.pages), {})
-
-    def _offer(
-        self, job: PrefillJob, num_ready: int, block_tables: Mapping[Unit, Sequence[int]], rows: Mapping[Unit, bytes]
-    ) -> None:
-        """The first `num_ready` pages of each choice, less those offered before; rows with the last ones."""
-        if num_ready == job.num_offered or not job.tickets:
-            return
-        indices = list(range(job.num_offered, num_ready))
-        for unit in job.choices:
-            if unit in job.tickets:
-                pages = block_tables[unit][job.num_offered : num_ready]
-                generations = [self.engine.pool.generation(page) for page in pages]
-                self.handoff.offer(unit, indices, pages, generations, rows.get(unit))
-        job.num_offered = num_ready
-        job.num_offers += 1
-        job.early_pages = job.early_pages if job.is_computed else num_ready
-
-    def _end_tickets(self) -> None:
-        for event in self.handoff.poll():
-            if not isinstance(event, TicketEnded):
-                continue
-            job = self._jobs.pop(event.unit)
-            job.tickets.discard(event.unit)
-            if not job.is_computed:  # decode gave the choice up: nobody waits for its first token
-                job.choices.pop(event.unit, None)
-            if not job.tickets and (job.is_computed or not job.choices):
-                self._finish(job)
-            elif not job.choices:
-                self.scheduler.stop(job)
-
-    def _finish(self, job: PrefillJob) -> None:
-        self.scheduler.remove(job)
-        logger.info("prompt done", extra={"rid": job.rid})
+    def _finish(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        logger.info("prompt done", extra={"rid": request.rid})
         self.membership.send(
             PrefillDone(
-                rid=job.rid,
-                attempt=job.attempt,
-                queue_s=max(0.0, job.started - job.arrived),
-                compute_s=max(0.0, job.computed - job.started),
-                num_cached=job.num_cached,
+                rid=request.rid,
+                attempt=request.attempt,
+                queue_s=max(0.0, request.started - request.arrived),
+                compute_s=max(0.0, request.computed - request.started),
+                num_cached=request.num_cached,
                 load=self.load(),
-                times=job.times,
-                prompt_logprobs=tuple(job.prompt_logprobs),
+                times=request.times,
+                prompt_logprobs=tuple(request.prompt_logprobs),
             )
         )

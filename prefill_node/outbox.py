@@ -1,4 +1,4 @@
-"""First tokens on their way to the router, kept for a while in case the router asks again."""
+"""First tokens on their way to the router: one message per prompt, kept for a while in case the router asks again."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import NamedTuple
 from ..metadata.handoff.buffers import Sampled
 from ..metadata.wire.messages import Tokens
 from ..metadata.wire.request import Ended, Unit, pack_ids, unpack_ids
-from .job import PrefillJob
+from .request import Request
 
 _KEPT = 1024  # units
 
 
 class FirstToken(NamedTuple):
-    """What a choice begins with, and how it ends if it does so at once."""
+    """The first token of a choice. `ended` is not None if it is also the last one."""
 
     unit: Unit
     sampled: Sampled
     ended: Ended | None
 
 
-class FirstTokens:
-    """Makes the message and remembers the last ones."""
+class Outbox:
+    """Builds `Tokens` messages and remembers the latest ones."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Unit, Tokens] = OrderedDict()
 
-    def make(self, job: PrefillJob, choices: Sequence[FirstToken]) -> Tokens:
-        """One token for each choice, at the index after those received."""
+    def first_tokens(self, request: Request, choices: Sequence[FirstToken]) -> Tokens:
+        """Return one token per choice, at the index after the received tokens."""
         tokens = Tokens(
             units=tuple(choice.unit for choice in choices),
-            firsts=pack_ids([job.num_received] * len(choices)),
+            firsts=pack_ids([request.num_received] * len(choices)),
             counts=pack_ids([1] * len(choices)),
             ids=pack_ids(choice.sampled.first_token for choice in choices),
             logprobs={i: (entry,) for i, (_, (_, _, entry), _) in enumerate(choices) if entry is not None},
             ended={i: choice.ended for i, choice in enumerate(choices) if choice.ended is not None},
-            num_cached=job.num_cached,
+            num_cached=request.num_cached,
         )
         for unit in tokens.units:
             self._kept[unit] = tokens
@@ -46,6 +46,8 @@ class FirstTokens:
         return tokens
 
     def again(self, unit: Unit, first: int) -> Tokens | None:
-        """The message that held the unit's token number `first`; the router drops what it has already."""
+        """Return the message with the unit's token number `first`, if it is still kept.
+
+        It may also hold tokens that the router has already, which the router drops."""
         tokens = self._kept.get(unit)
         return None if tokens is None or unpack_ids(tokens.firsts)[0] < first else tokens

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from baton.engine.engine import Engine
-from baton.engine.sampling_state import SamplingState
+from baton.metadata.wire.messages import Prefill
 from baton.metadata.wire.node_info import Peer
-from baton.metadata.wire.request import GenerationRequest, SamplingParams, Unit, pack_ids
+from baton.metadata.wire.request import GenerationRequest, SamplingParams, pack_ids
 from baton.prefill_node.chunks import submit
-from baton.prefill_node.job import PrefillJob
+from baton.prefill_node.request import Request, new_request
 from baton.prefill_node.scheduler import PrefillScheduler
 
 LENGTHS = (16, 64, 256, 1024)
@@ -71,8 +71,8 @@ def busy(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def _prefill(engine: Engine, scheduler: PrefillScheduler, num_tokens: int) -> _Call:
-    job = _job(engine, num_tokens)
-    scheduler.submit(job)
+    request = _request(engine, num_tokens)
+    scheduler.submit(request)
     scheduler.start()
     plan = scheduler.plan()
     assert len(plan) == 1, "the pool has no room for the prompt"
@@ -92,21 +92,21 @@ def _prefill(engine: Engine, scheduler: PrefillScheduler, num_tokens: int) -> _C
     done = time.perf_counter()
     if marks:
         marks[1].synchronize()
-    job.tickets.clear()
-    scheduler.remove(job)
+    for unit in request.choices:
+        request.end_ticket(unit)
+    scheduler.remove(request)
     return _Call(done - begun, submitted - begun, marks[0].elapsed_time(marks[1]) / 1e3 if marks else 0.0)
 
 
-def _job(engine: Engine, num_tokens: int) -> PrefillJob:
+def _request(engine: Engine, num_tokens: int) -> Request:
     ids = [at % min(1000, engine.model_config.vocab_size) for at in range(num_tokens)]
     params = SamplingParams(max_tokens=2, temperature=0.0)
-    unit = Unit("bench", 0, 0)
-    state = SamplingState(params, ids, vocab_size=engine.model_config.vocab_size, device=engine.device)
-    request = GenerationRequest(prompt_ids=pack_ids(ids), params=params)
+    generation = GenerationRequest(prompt_ids=pack_ids(ids), params=params)
     peer = Peer(node_id="nobody", epoch="0" * 16)
-    job = PrefillJob("bench", 0, {unit: state}, request, peer, num_tokens, ids, time.monotonic())
-    job.tickets.add(unit)
-    return job
+    request = new_request(Prefill("router", "bench", 0, (0,), generation, peer), engine)
+    for unit in request.choices:
+        request.open_ticket(unit)
+    return request
 
 
 def _traced(call: Callable[[], object], times: int) -> list[tuple[float, float]]:

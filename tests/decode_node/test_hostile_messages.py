@@ -1,4 +1,4 @@
-"""A router's messages that come twice, or ask for what cannot be: the nodes live, and their books balance."""
+"""Messages from a router that come twice or ask for the impossible: the nodes go on, and their books balance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pair(checkpoint: Callable[..., Path]) -> Iterator[NodePair]:
     with closing(pair):
         yield pair
         pair.submit("last", [1, 2, 3], params(2))
-        assert pair.run()["last", 0].ended is not None, "the nodes do not serve any more"
+        assert pair.run()["last", 0].ended is not None, "the nodes have stopped serving"
         pair.check_books()
 
 
@@ -38,7 +38,7 @@ def test_dispatches_that_come_twice_run_once(pair: NodePair) -> None:
     pair.send = send_twice
     pair.submit("twice", [1, 2, 3, 4, 5], params(6), n=2)
     assert [pair.run()["twice", choice].ids for choice in (0, 1)] == expected
-    pair.submit("alone", [1, 2, 3, 4, 5], params(6), n=2, is_alone=True)
+    pair.submit("alone", [1, 2, 3, 4, 5], params(6), n=2, is_local=True)
     assert [pair.run()["alone", choice].ids for choice in (0, 1)] == expected
 
 
@@ -54,7 +54,7 @@ HOSTILE = {  # prompt ids, received ids
 
 
 @pytest.mark.parametrize("kind", [Prefill, Reserve, Compute])
-def test_prompts_that_no_model_can_run_fail_alone(
+def test_prompts_that_no_model_can_run_fail_without_harm(
     pair: NodePair, kind: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = "prefill" if kind is Prefill else "decode"

@@ -1,17 +1,16 @@
-"""Output is that of speculation off, token for token, over the whole matrix of how it can be computed:
+"""The output with speculation equals the output without it, token for token, however it is computed:
 
-    {algorithm} x {chain, tree} x {bucket, direct} x {whole prompts, page-size chunks}     one pair of nodes each,
-                                                          half of which submit a round before the last one is read
+    {algorithm} x {chain, tree} x {bucket, direct} x {whole prompts, page-size chunks}     one pair of nodes each;
+                                                          in half of them rounds overlap
     x {cold, prefix hit} x {alone, mixed batch with joins and finishes} x {preempted, not}  phases of that pair
 
-A phase runs all requests of tests/support/matrix.py, greedy and seeded ones, and shows that it was what it says.
+A phase runs all requests of tests/support/matrix.py, greedy and seeded ones, and proves that it was of its kind.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import drafters
 import pytest
 from heads import ALGORITHM, HYPER, write_head
 from matrix import CELLS, PAGE_SIZE, Ask, Plain, Watch, coach, run_cell
-from node_pair import NodePair, params, replace
+from node_pair import NodePair, node_pairs, params, replace
 
 from baton.decode_node import node
 
@@ -43,14 +42,8 @@ NUM_PAGES = 160
 
 
 @pytest.fixture(scope="module")
-def plain(checkpoint: Callable[..., Path]) -> Callable[[Path], Plain]:
-    """The reference of a model, computed once."""
-    return functools.cache(Plain.of)
-
-
-@pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """`settings(name, topk, model)`: of both nodes, with a drafter written once."""
+    """`settings(name, topk, model)`: the settings of both nodes. Each drafter is written once."""
     directory = tmp_path_factory.mktemp("drafters")
 
     @functools.cache
@@ -72,23 +65,15 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str
 
 @pytest.fixture
 def make_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NodePair]]:
-    """A pair of nodes of these settings, whose rounds use `buckets`."""
-    pairs: list[NodePair] = []
+    """`make_pair(model, buckets, **settings)`: a pair of nodes whose rounds use these buckets."""
+    with node_pairs() as start:
 
-    def make(
-        model: Path, buckets: tuple[int, ...] = (), *, is_adaptive: bool = False, overlaps: bool = False, **both: Any
-    ) -> NodePair:
-        monkeypatch.setattr(node, "graph_sizes", lambda *_: list(buckets))
-        both = {"page_size": PAGE_SIZE, "num_pages": NUM_PAGES, "max_running": 8, **both}
-        pairs.append(NodePair(model, prefill=both, decode=both, is_adaptive=is_adaptive, overlaps=overlaps))
-        return pairs[-1]
+        def make(model: Path, buckets: tuple[int, ...] = (), *, overlaps: bool = False, **both: Any) -> NodePair:
+            monkeypatch.setattr(node, "graph_sizes", lambda *_: list(buckets))
+            both = {"page_size": PAGE_SIZE, "num_pages": NUM_PAGES, "max_running": 8, **both}
+            return start(model, prefill=both, decode=both, overlaps=overlaps)
 
-    yield make
-    with ExitStack() as stack:
-        for pair in pairs:
-            stack.callback(pair.close)
-        for pair in pairs:
-            pair.check_books()
+        yield make
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -99,19 +84,17 @@ def test_output_is_that_of_speculation_off(
     topk: int,
     buckets: str,
     chunk: str,
-    checkpoint: Callable[..., Path],
-    plain: Callable[[Path], Plain],
+    plain: Callable[[str], tuple[Path, Plain]],
     settings: Callable[..., dict[str, Any]],
     make_pair: Callable[..., NodePair],
 ) -> None:
-    model = drafters.target_of(name, checkpoint)
-    reference = plain(model)
+    model, reference = plain(name)
     overlaps = (buckets == "buckets") == (chunk == "pages")
     pair = make_pair(
         model, BUCKETS[buckets], overlaps=overlaps, chunk_tokens=CHUNKS[chunk], **settings(name, topk, model)
     )
     truths = reference.truths
-    if name == "standalone":  # it is often right by itself; of what it is told its own KV would be of other tokens
+    if name == "standalone":  # it is often right by itself; what it is told is not what its own KV is of
         truths = {case.params.seed: truths[case.params.seed] for case in reference.cases if case.ask.name == "stopped"}
     coach(pair.decode.engine.drafter, truths)
     watch = Watch.of(pair)
@@ -150,7 +133,7 @@ def plain_ends() -> Callable[[Path], Plain]:
 
 
 @pytest.mark.parametrize(("name", "topk"), DRAFTS, ids=[f"{name}-{'tree' if k > 1 else 'chain'}" for name, k in DRAFTS])
-def test_what_ends_a_request_ends_it_inside_an_accepted_run(
+def test_a_request_can_end_inside_an_accepted_run(
     name: str,
     topk: int,
     checkpoint: Callable[..., Path],
@@ -158,7 +141,7 @@ def test_what_ends_a_request_ends_it_inside_an_accepted_run(
     settings: Callable[..., dict[str, Any]],
     make_pair: Callable[..., NodePair],
 ) -> None:
-    """Every draft is right, also behind the end. Requests of all kinds share the rounds."""
+    """Every draft is right, also after the end of the request. Requests of all kinds share the rounds."""
     model, is_even = drafters.target_of(name, checkpoint), DRAFTS.index((name, topk)) % 2 == 0
     reference = plain_ends(model)
     buckets = BUCKETS["buckets" if is_even else "direct"]
@@ -172,14 +155,14 @@ def test_what_ends_a_request_ends_it_inside_an_accepted_run(
     for case in reference.cases:
         case.check([results[case.ask.name, 0]])
     crossed = {name.rsplit(" ", 2)[0] + name[-1] for name in watch.crossings}
-    assert len(crossed) >= (2 * len(FIELDS) if topk == 1 else 7), crossed  # trees are shallow where little is likely
+    assert len(crossed) >= (2 * len(FIELDS) if topk == 1 else 7), crossed  # a tree is shallow if no token is likely
     assert {name[-1] for name in crossed} == {"0", "1"}
     for asks in (LENGTHS, CONTEXT_ENDS):
         assert max(watch.last_runs[ask.name] for ask in asks) > 2, watch.last_runs
 
 
 def check_coverage(pair: NodePair, watch: Watch, buckets: tuple[int, ...]) -> None:
-    """Over all phases, everything happened that the matrix is about."""
+    """Check that every case that the matrix is about happened in some phase."""
     stats, shape = pair.decode.rounds.stats, pair.decode.rounds.shape
     assert stats.num_drafted > stats.num_accepted > 0 and stats.accepted_at[-1] > 0, stats
     assert watch.num_joins > 4 and watch.num_leaves > 4, (watch.num_joins, watch.num_leaves)

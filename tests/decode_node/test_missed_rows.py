@@ -1,10 +1,10 @@
-"""Rounds without drafts leave rows out that a drafter must catch up on, or never will: no token changes by that, and
-pages with holes in draft KV are never found by another request."""
+"""Missed rows: in a round without drafts the drafter sees no row, so it must catch up later or stop drafting.
+
+Neither changes a token. A page with missed rows, which has holes in its draft KV, is never found by another request."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ import drafters
 import pytest
 import torch
 from heads import ALGORITHM, HYPER, write_head
-from matrix import ASKS, PAGE_SIZE, Plain, Watch, coach, force_steps
-from node_pair import NodePair, params
+from matrix import ASKS, PAGE_SIZE, Plain, Watch, coach, force_steps, start_together
+from node_pair import NodePair, node_pairs, params
 from solo import gather
 
 from baton.decode_node import node, sequence
@@ -42,45 +42,26 @@ SCHEDULES = {
 
 @pytest.fixture
 def make_pair(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[MakePair]:
-    """`make_pair(name, model)`: an adaptive pair with a drafter of that kind, whose steps the test forces."""
-    pairs: list[NodePair] = []
+    """`make_pair(name, model)`: an adaptive pair with a drafter of that kind. The test chooses its draft lengths."""
     for module in (slots, rounds, sequence):
         monkeypatch.setattr(module, "MAX_MISSED", MAX_MISSED)
     monkeypatch.setattr(node.StepTimes, "measure", lambda *_: StepTimes({(1, 0): 1.0, (1, 1): 1.0}))
 
-    def make(name: str, model: Path, *, overlaps: bool = False, **settings: Any) -> NodePair:
-        settings = {"draft_steps": STEPS[name], "speculative": ALGORITHM.get(name, name)} | settings
-        if name not in ("ngram", "standalone"):
-            unlike = {"hidden_size": 24} if name in ("eagle3", "frozen-kv-mtp") else {}
-            settings["draft_model"] = str(write_head(tmp_path / name, name, model, **unlike))
-        both = {"page_size": PAGE_SIZE, "num_pages": 200, "max_running": 8, "chunk_tokens": 6, **settings}
-        pairs.append(NodePair(model, prefill=both, decode=both, is_adaptive=True, overlaps=overlaps))
-        return pairs[-1]
+    with node_pairs() as start:
 
-    yield make
-    with ExitStack() as stack:
-        for pair in pairs:
-            stack.callback(pair.close)
-        for pair in pairs:
-            pair.check_books()
+        def make(name: str, model: Path, *, overlaps: bool = False, **settings: Any) -> NodePair:
+            settings = {"draft_steps": STEPS[name], "speculative": ALGORITHM.get(name, name)} | settings
+            if name not in ("ngram", "standalone"):
+                unlike = {"hidden_size": 24} if name in ("eagle3", "frozen-kv-mtp") else {}
+                settings["draft_model"] = str(write_head(tmp_path / name, name, model, **unlike))
+            both = {"page_size": PAGE_SIZE, "num_pages": 200, "max_running": 8, "chunk_tokens": 6, **settings}
+            return start(model, prefill=both, decode=both, is_adaptive=True, overlaps=overlaps)
 
-
-@pytest.fixture(scope="module")
-def plain(checkpoint: Callable[..., Path]) -> Callable[[str], tuple[Path, Plain]]:
-    """The model that a drafter is for, and what it must say."""
-    known: dict[Path, Plain] = {}
-
-    def get(name: str) -> tuple[Path, Plain]:
-        model = drafters.target_of(name, checkpoint)
-        if model not in known:
-            known[model] = Plain.of(model)
-        return model, known[model]
-
-    return get
+        yield make
 
 
 def count_caught_up(pair: NodePair) -> list[int]:
-    """Rows that drafters caught up on, from now on."""
+    """Return a list that grows by the number of missed rows of each sequence whenever the drafter catches up."""
     counts: list[int] = []
     catch_up = pair.decode.rounds._catch_up
 
@@ -126,12 +107,14 @@ def run_all(pair: NodePair, phase: str, reference: Plain) -> None:
         for case in reference.cases:
             if case.ask.is_late == is_late:
                 pair.submit(f"{phase} {case.ask.name}", case.prompt, case.params, n=case.ask.n)
+        if not pair.decode.scheduler.preempted:  # else these wait for rounds
+            start_together(pair)
         first = pair.results[f"{phase} {ASKS[0].name}", 0]
         pair.step_until(lambda first=first: len(first.ids) > 2)
         if phase == "preempted":
             pair.decode.settle()
             for running in list(pair.decode.scheduler.running)[::2]:
-                pair.decode.scheduler._preempt(running)
+                pair.decode.scheduler.preempt(running)
     results = pair.run()
     for case in reference.cases:
         case.check([results[f"{phase} {case.ask.name}", choice] for choice in range(case.ask.n)])
@@ -139,7 +122,7 @@ def run_all(pair: NodePair, phase: str, reference: Plain) -> None:
 
 
 def note_left_behind(pair: NodePair) -> set[str]:
-    """Who speculates and is left behind, from now on, while others are not."""
+    """Return a set that grows by the rids of sequences that want drafts and are left behind."""
     rids: set[str] = set()
     collect = pair.decode.rounds.collect
 
@@ -158,7 +141,7 @@ def note_left_behind(pair: NodePair) -> set[str]:
 def test_a_try_after_rounds_without_drafts_is_run(
     overlaps: bool, plain: Callable[[str], tuple[Path, Plain]], make_pair: MakePair
 ) -> None:
-    """Also while the round before is under way, whose row it must catch up on."""
+    """The drafter catches up also on the row of a round that is still under way."""
     model, reference = plain("eagle")
     pair = make_pair("eagle", model, overlaps=overlaps)
     force_steps(pair, lambda index: 5 if index % 4 == 3 else 0)
@@ -171,14 +154,15 @@ def test_a_try_after_rounds_without_drafts_is_run(
 def test_a_draft_that_is_the_target_is_always_accepted_after_catching_up(
     plain: Callable[[str], tuple[Path, Plain]], make_pair: MakePair
 ) -> None:
-    """P2 over rounds without drafts: what was left out is made up for, row by row."""
+    """Promise P2 holds over rounds without drafts, because the drafter catches up on every row."""
     model, reference = plain("standalone")
     pair = make_pair("standalone", model, draft_model=str(model))
     caught_up = count_caught_up(pair)
     force_steps(pair, lambda index: SCHEDULES["catches up"][index % 12])
-    for turn in ("first", "second"):  # how often they must catch up depends on who runs beside whom
+    for turn in ("first", "second"):
         for case in reference.cases:
             pair.submit(f"{case.ask.name} {turn}", case.prompt, case.params, n=case.ask.n)
+        start_together(pair)
         pair.run()
     stats = pair.decode.rounds.stats
     assert stats.num_drafted > 30 and len(caught_up) > 10 and {1, 2, 3} <= set(caught_up), (stats, caught_up)
@@ -191,7 +175,7 @@ PROMPT = [17, 4, 250, 33, 99, 8, 301, 12, 76]
 
 
 def draft_kv_of(pair: NodePair, rid: str, prompt: list[int], num_rows: int) -> tuple[int, torch.Tensor]:
-    """Pages that the decode node had of a prompt, and the draft KV of its first rows once it runs."""
+    """Return how many pages of a prompt the decode node had cached, and the draft KV of its first rows."""
     pair.admitted.clear()
     pair.submit(rid, prompt, params(3))
     pair.step_until(lambda: pair.decode.scheduler.running)
@@ -202,19 +186,20 @@ def draft_kv_of(pair: NodePair, rid: str, prompt: list[int], num_rows: int) -> t
 
 
 def find_holes(pair: NodePair, num_drafting: int) -> tuple[int, float]:
-    """A request drafts for `num_drafting` rounds and then no more; another goes on from its text. Returns how many
-    pages of it were found, and by how much their draft KV is not what a pair that has cached nothing computes."""
+    """A request drafts for `num_drafting` rounds and then no more; another one continues its text.
+
+    Return how many cached pages it found, and how far their draft KV is from that of a pair without cached pages."""
     flush(pair)
     force_steps(pair, lambda index: pair.decode.rounds.shape.num_steps if index < num_drafting else 0)
     pair.submit(f"first {num_drafting}", PROMPT, params(MAX_MISSED + num_drafting + 8))
     text = PROMPT + pair.run()[f"first {num_drafting}", 0].ids
-    pair.prefill.cache.flush()  # it would offer nothing but right pages
-    num_rows = len(text) - 4  # those behind depend on what is sampled
-    have, found = draft_kv_of(pair, f"second {num_drafting}", text, num_rows)
+    pair.prefill.cache.flush()  # it would offer pages without holes
+    num_rows = len(text) - 4  # later rows depend on what is sampled
+    num_cached_pages, found = draft_kv_of(pair, f"second {num_drafting}", text, num_rows)
     flush(pair)
-    have_nothing, anew = draft_kv_of(pair, f"anew {num_drafting}", text, num_rows)
-    assert have_nothing == 0
-    return have, float((found - anew).abs().max() / anew.abs().max())
+    num_anew, anew = draft_kv_of(pair, f"anew {num_drafting}", text, num_rows)
+    assert num_anew == 0
+    return num_cached_pages, float((found - anew).abs().max() / anew.abs().max())
 
 
 def flush(pair: NodePair) -> None:
@@ -229,11 +214,11 @@ WITH_KV = ("standalone", "eagle", "eagle3", "mtp-deepseek", "mtp3-deepseek", "mt
 def test_pages_with_holes_are_never_found(
     name: str, plain: Callable[[str], tuple[Path, Plain]], make_pair: MakePair, tmp_path: Path
 ) -> None:
-    """Wherever in a page the drafts end."""
+    """The drafts end at each position of a page."""
     pair = pair_with_holes(name, plain, make_pair, tmp_path)
     found = [find_holes(pair, num_drafting) for num_drafting in range(1, 10)]
     assert all(difference < 1e-4 for _, difference in found), found
-    assert len({have for have, _ in found}) > 2, found
+    assert len({num_cached_pages for num_cached_pages, _ in found}) > 2, found
 
 
 @pytest.mark.parametrize("name", WITH_KV)
@@ -244,7 +229,7 @@ def test_caching_pages_with_holes_is_caught(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The defect: whole pages go to the cache as soon as the target's KV is there."""
+    """The defect: full pages go to the cache as soon as the target's KV is computed."""
     cache_pages = DecodeScheduler._cache_pages
 
     def forgetful(self: DecodeScheduler, sequence: Any) -> None:
@@ -253,8 +238,8 @@ def test_caching_pages_with_holes_is_caught(
         sequence.num_missed = num_missed
 
     monkeypatch.setattr(DecodeScheduler, "_cache_pages", forgetful)
-    have, difference = find_holes(pair_with_holes(name, plain, make_pair, tmp_path), 2)
-    assert have > 4 and difference > 0.01, (have, difference)
+    num_cached_pages, difference = find_holes(pair_with_holes(name, plain, make_pair, tmp_path), 2)
+    assert num_cached_pages > 4 and difference > 0.01, (num_cached_pages, difference)
 
 
 def pair_with_holes(name: str, plain: Any, make_pair: MakePair, tmp_path: Path) -> NodePair:
@@ -264,5 +249,5 @@ def pair_with_holes(name: str, plain: Any, make_pair: MakePair, tmp_path: Path) 
         more["draft_model"] = str(drafters.perturbed(model, tmp_path / name, 10.0))
     pair = make_pair(name, model, **more)
     for kv in pair.decode.engine._kvs[1:]:
-        kv.fill_(3.0)  # what was never computed is far from right
+        kv.fill_(3.0)  # a slot that was never computed is far from right
     return pair

@@ -1,7 +1,7 @@
 """S4 and S6 for several MTP layers: every layer's KV and input, and the proposals, equal a recompute from scratch.
 
-The recompute is plain torch without pages or batches. Checked before every round of a decode node: after the handoff,
-after rounds that accept 0 to K drafts, after preemptions. Each defect in question is put back once, and caught."""
+The recompute is plain torch without pages or batches. The test compares before every round of a decode node: after
+the handoff, after rounds that accept 0 to K drafts, and after preemptions. Each known defect is put back and caught."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from heads import LAYERED, write_head
-from node_pair import NodePair, params
+from node_pair import NodePair, node_pairs, params
 from safetensors.torch import load_file
 
 from baton.decode_node.config import DecodeConfig
@@ -28,7 +28,7 @@ from baton.engine.models.llama import LlamaModel
 from baton.engine.trees import Drafts, DraftShape
 from baton.metadata.errors import ConfigError
 from baton.prefill_node import scheduler as prefill_scheduler
-from baton.prefill_node.job import PrefillJob
+from baton.prefill_node.request import Request
 
 from .test_speculation import SETTINGS, prompts
 
@@ -37,7 +37,7 @@ CASES = prompts((1, 2, 3, 4, 5, 8, 9, 13, 14, 15, 24), seed=3)
 
 
 class Scratch(NamedTuple):
-    """What the layers have when computed from nothing but tokens and the target's states."""
+    """The layers' KV and proposals, computed only from tokens and the target's states."""
 
     keys: list[torch.Tensor]  # by layer: [num_rows, num_kv_heads, head_dim]
     values: list[torch.Tensor]
@@ -45,7 +45,7 @@ class Scratch(NamedTuple):
 
 
 class ScratchLayers:
-    """The layers of a head's directory, by the formulas of docs/drafter_checkpoints.md."""
+    """The layers of a head's directory, computed by the formulas of docs/drafter_checkpoints.md."""
 
     def __init__(self, directory: Path, target: LlamaModel) -> None:
         self.config = json.loads((directory / "config.json").read_text())
@@ -57,7 +57,7 @@ class ScratchLayers:
         self.prefixes = [f"{stem}.{first + m}" for m in range(NUM_LAYERS)]
 
     def run(self, token_ids: list[int], states: torch.Tensor) -> Scratch:
-        """`token_ids` 0 .. L, `states` [L, hidden_size] of the target: greedy proposals after L."""
+        """Compute all layers for `token_ids` 0 .. L and the target's `states` [L, hidden_size], greedily."""
         tokens, scratch, inputs = list(token_ids), Scratch([], [], []), states
         for m, prefix in enumerate(self.prefixes):
             embedded = self.target.weights.embedding[torch.tensor(tokens[1 + m : 1 + m + len(states)])]
@@ -105,8 +105,8 @@ class ScratchLayers:
 
 
 class Checked:
-    """A pair whose decode node's drafter is checked before every round, and then made to be right for a while:
-    the proposals of round after round are right for 0, 2, 3, 1, ... tokens."""
+    """A pair whose drafter is checked before every round of the decode node. Its proposals are then replaced, so that
+    rounds accept 0, 2, 3, 1, ... tokens."""
 
     def __init__(self, pair: NodePair, head: Path, plain: dict[str, list[int]]) -> None:
         self.pair, self.plain, self.num_checked = pair, plain, 0
@@ -170,24 +170,21 @@ MakeChecked = Callable[..., Checked]
 @pytest.fixture
 def make_checked(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[MakeChecked]:
     model = checkpoint("llama")
-    pairs: list[NodePair] = []
+    with node_pairs(checks_books=False) as start:
 
-    def pair_of(decode: dict[str, Any], **both: Any) -> NodePair:
-        settings = {**SETTINGS, "num_pages": 200, **both}
-        pairs.append(NodePair(model, prefill=settings, decode={**settings, **decode}))
-        return pairs[-1]
+        def pair_of(decode: dict[str, Any], **both: Any) -> NodePair:
+            settings = {**SETTINGS, "num_pages": 200, **both}
+            return start(model, prefill=settings, decode={**settings, **decode})
 
-    def make(kind: str, decode: dict[str, Any] | None = None, **both: Any) -> Checked:
-        plain = pair_of({})
-        for i, prompt in enumerate(CASES):
-            plain.submit(str(i), prompt, params(24))
-        texts = {rid: result.ids[:19] for (rid, _), result in plain.run().items()}
-        head = write_head(tmp_path / kind, kind, model)
-        return Checked(pair_of(decode or {}, speculative="mtp", draft_model=str(head), **both), head, texts)
+        def make(kind: str, decode: dict[str, Any] | None = None, **both: Any) -> Checked:
+            plain = pair_of({})
+            for i, prompt in enumerate(CASES):
+                plain.submit(str(i), prompt, params(24))
+            texts = {rid: result.ids[:19] for (rid, _), result in plain.run().items()}
+            head = write_head(tmp_path / kind, kind, model)
+            return Checked(pair_of(decode or {}, speculative="mtp", draft_model=str(head), **both), head, texts)
 
-    yield make
-    for pair in pairs:
-        pair.close()
+        yield make
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 4, 5, 64])
@@ -214,7 +211,7 @@ def test_layers_equal_a_recompute_after_preemption(kind: str, page_size: int, ma
 
 
 def _rows_of_the_whole_round(checked: Checked) -> None:
-    """The rows kept are the verify's last ones, not those before the accepted token."""
+    """The defect: the rows kept are the last ones of the verify, not those before the accepted token."""
     observe = checked.drafter.observe
 
     def mutated(rows: RoundRows, hidden: torch.Tensor, *more: Any) -> DraftState:
@@ -225,7 +222,7 @@ def _rows_of_the_whole_round(checked: Checked) -> None:
 
 
 def _no_second_computation(checked: Checked) -> None:
-    """The rows that were computed from proposals stay as they are."""
+    """The defect: rows that were computed from proposals are not computed again."""
     drafter = checked.drafter
     observe = drafter.observe
 
@@ -242,23 +239,23 @@ def _no_second_computation(checked: Checked) -> None:
 
 
 def _other_chaining(checked: Checked) -> None:
-    """Each layer takes the other input than its family's."""
+    """The defect: each layer takes the input of the other family."""
     drafter = checked.drafter
     drafter.hidden = replace(drafter.hidden, is_chained=not drafter.hidden.is_chained)
 
 
 def _rows_of_the_last_chunk_alone(checked: Checked) -> None:
-    """Prefill forgets the states of earlier chunks."""
+    """The defect: the prefill node forgets the states of earlier chunks."""
 
-    def mutated(job: PrefillJob, extend: torch.Tensor, num_rows: int) -> None:
+    def mutated(request: Request, extend: torch.Tensor, num_rows: int) -> None:
         missing = extend.new_zeros(num_rows, extend.shape[1])
-        job.extend_rows = torch.cat([missing, extend])[-num_rows:]
+        request.extend_rows = torch.cat([missing, extend])[-num_rows:]
 
-    PrefillJob.keep_rows = mutated  # type: ignore[method-assign]
+    Request.keep_rows = mutated  # type: ignore[method-assign]
 
 
 def _shared_tail_pages(checked: Checked) -> None:
-    """Prefill takes the last page alone for one that depends on the first tokens."""
+    """The defect: the prefill node copies only the last page per choice, though more depend on the first token."""
     prefill_scheduler.shared_pages = lambda num_tokens, page_size, _lookahead: (num_tokens - 1) // page_size
 
 
@@ -276,7 +273,7 @@ DEFECTS = (
 def test_the_recompute_catches(
     kind: str, defect: Callable[[Checked], None], make_checked: MakeChecked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PrefillJob, "keep_rows", PrefillJob.keep_rows)  # put back afterwards
+    monkeypatch.setattr(Request, "keep_rows", Request.keep_rows)  # put back afterwards
     monkeypatch.setattr(prefill_scheduler, "shared_pages", prefill_scheduler.shared_pages)
     checked = make_checked(kind, chunk_tokens=1)
     defect(checked)

@@ -1,4 +1,4 @@
-"""What belongs to a sequence ends with it: the next one in its slot begins as if nobody had been there."""
+"""A slot of the decode node keeps nothing of an ended sequence for the next one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTINGS = {"page_size": 4, "max_running": 3, "speculative": "ngram", "draft_ste
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[..., Path]) -> Iterator[NodePair]:
-    """An adaptive pair that looks n-grams up, and drafts in every round."""
+    """An adaptive pair with the n-gram drafter, which drafts in every round."""
     monkeypatch.setattr(node.StepTimes, "measure", lambda *_: StepTimes({(1, 0): 1.0, (1, 1): 1.0}))
     with closing(NodePair(checkpoint("llama"), prefill=SETTINGS, decode=SETTINGS, is_adaptive=True)) as pair:
         force_steps(pair, lambda _: 3)
@@ -43,7 +43,7 @@ def test_a_sequence_does_not_inherit_the_acceptance_of_the_slot_it_gets(pair: No
     wrong, right, unused = map(chooser.acceptance, range(3))
     assert wrong + 0.05 < unused < right - 0.05, (wrong, unused, right)
     chooser._num_halvings, chooser._until_look = 2, 5
-    with rounds_paused(pair):  # nothing that they bring is known yet
+    with rounds_paused(pair):  # no round has run with them yet
         pair.submit("next", PROMPT, wants)
         pair.step_until(lambda: len(pair.decode.scheduler.running) == 2)
         assert [each.slot for each in pair.decode.scheduler.running] == [0, 1]
@@ -53,7 +53,7 @@ def test_a_sequence_does_not_inherit_the_acceptance_of_the_slot_it_gets(pair: No
 
 
 def proposals_of(pair: NodePair, rid: str, prompt: Sequence[int], salt: str) -> list[list[int]]:
-    """What was looked up for a request, round by round."""
+    """Return the proposals for a request, round by round."""
     drafter, found = pair.decode.engine.drafter, list[list[int]]()
     lookup = drafter.lookup
 
@@ -68,11 +68,11 @@ def proposals_of(pair: NodePair, rid: str, prompt: Sequence[int], salt: str) -> 
     return found
 
 
-def test_texts_of_other_tenants_and_of_the_slots_last_sequence_propose_nothing(pair: NodePair) -> None:
-    """A finished text is found by requests of its own salt, and by no others."""
+def test_no_proposal_comes_from_another_salt_or_from_the_last_sequence_in_the_slot(pair: NodePair) -> None:
+    """A finished text is found only by requests with the same cache salt."""
     alone = proposals_of(pair, "first", PROMPT, "one")
     proposals_of(pair, "between", [5, *PROMPT[::-1], 6], "another")
     for salt in ("", "a third", "a fourth"):
         assert proposals_of(pair, f"of {salt}", PROMPT, salt) == alone
     assert proposals_of(pair, "again", PROMPT, "one") != alone
-    assert not pair.decode.engine.drafter._own, "texts of sequences that are over"
+    assert not pair.decode.engine.drafter._own, "texts of ended sequences"

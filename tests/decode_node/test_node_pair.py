@@ -1,4 +1,4 @@
-"""Split equals whole: a prefill and a decode node together give transformers' tokens, and their books balance."""
+"""Split equals whole: a prefill and a decode node together generate transformers' tokens, and their books balance."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_pair import ROUTER_EPOCH, NodePair, Result, params
+from node_pair import ROUTER_EPOCH, NodePair, Result, node_pairs, params
 from ties import Reference
 
 from baton.metadata.wire.messages import PROTOCOL_MAX, Cancel, Resend, Welcome
@@ -20,17 +20,8 @@ MakePair = Callable[..., NodePair]
 
 @pytest.fixture
 def make_pair() -> Iterator[MakePair]:
-    """A pair whose books are checked and sockets closed at the end of the test."""
-    pairs: list[NodePair] = []
-
-    def make(model: Path, **options: Any) -> NodePair:
-        pairs.append(NodePair(model, **options))
-        return pairs[-1]
-
-    yield make
-    for pair in pairs:
-        pair.check_books()
-        pair.close()
+    with node_pairs() as start:
+        yield start
 
 
 def prompts(vocab_size: int, lens: tuple[int, ...], seed: int = 0) -> list[list[int]]:
@@ -63,7 +54,7 @@ def test_greedy_output_equals_transformers(
         reference.assert_greedy(prompt, results[f"r{i}", 0].ids, reference.generate(prompt, 12))
     assert reference.num_ties <= 1, reference.num_ties
 
-    for i, prompt in enumerate(cases):  # again, now that both caches know the prompts
+    for i, prompt in enumerate(cases):  # again: both caches have the prompts now
         pair.submit(f"again{i}", prompt, params(12))
     results = pair.run()
     for i in range(len(cases)):
@@ -229,35 +220,41 @@ def test_resend_gives_the_tokens_again(checkpoint: Callable[..., Path], make_pai
 def test_a_lost_offer_comes_again_when_the_router_asks(
     has_row: bool, times: int, checkpoint: Callable[..., Path], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a prompt in two chunks the first offer is lost, or the last one, which has the row: once, or whenever it is
-    asked for, which ends the attempt."""
+    """A prompt has two chunks. The first offer is lost, or the last one, which has the row. If the offers are lost
+    again whenever they are asked for, the attempt fails."""
     pair = make_pair(checkpoint("llama"), prefill={"page_size": 4, "chunk_tokens": 8}, decode={"page_size": 4})
     take_offer, lost = pair.decode.handoff._take_offer, []
+    resend, heard = pair.decode._resend, []
 
     def lose(link: Any, offer: Any) -> None:
         is_lost = len(lost) < times and (len(lost) > 0 or (offer.row is not None) is has_row)
         lost.append(offer) if is_lost else take_offer(link, offer)
 
-    def plan() -> list[Any]:  # nothing before the claim has come: else all goes in one offer
+    def hear(unit: Unit, first: int) -> None:
+        resend(unit, first)
+        heard.append(first)
+
+    def ask(first: int) -> None:
+        """Send a Resend, and step until the decode node has processed it."""
+        num_heard = len(heard)
+        pair.send("decode", Resend(router_epoch=ROUTER_EPOCH, unit=Unit("r", 0, 0), first=first))
+        pair.step_until(lambda: len(heard) > num_heard)
+
+    def plan() -> list[Any]:  # nothing before the claim has come: otherwise one offer has all pages
         ticket = pair.prefill.handoff._book.get(Unit("r", 0, 0))
         return plan_chunks() if ticket is None or ticket.holder is not None else []
 
     plan_chunks = pair.prefill.scheduler.plan
     monkeypatch.setattr(pair.prefill.scheduler, "plan", plan)
     monkeypatch.setattr(pair.decode.handoff, "_take_offer", lose)
+    monkeypatch.setattr(pair.decode, "_resend", hear)
     pair.submit("r", prompts(50, (14,))[0], params(8))
     result = pair.results["r", 0]
     pair.step_until(lambda: result.ids and lost)
-    for _ in range(20):
-        pair.step()
-    pair.send("decode", Resend(router_epoch=ROUTER_EPOCH, unit=Unit("r", 0, 0), first=0))  # the prompt might still wait
-    for _ in range(20):
-        pair.step()
+    ask(0)  # does nothing: for all that the router knows, the prompt may still wait
     assert pair.decode.units() and result.failed is None
     for _ in range(times):
-        pair.send("decode", Resend(router_epoch=ROUTER_EPOCH, unit=Unit("r", 0, 0), first=1))
-        for _ in range(20):
-            pair.step()
+        ask(1)
     failed = pair.run()["r", 0].failed
     if times > 1:
         assert failed is not None and failed.retryable and "offer" in failed.message
@@ -293,7 +290,7 @@ def test_the_ledger_is_reported(checkpoint: Callable[..., Path], make_pair: Make
 
 @pytest.mark.parametrize("node", ["prefill", "decode"])
 @pytest.mark.parametrize("speculative", ["none", "ngram"])
-def test_logits_that_are_no_numbers_fail_their_request_alone(
+def test_logits_that_are_nan_fail_only_their_request(
     node: str, speculative: str, checkpoint: Callable[..., Path], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"page_size": 4, "speculative": speculative}

@@ -1,4 +1,4 @@
-"""Speculation through the handoff changes no token: greedy and seeded, with preemption, prefix hits and stops."""
+"""Speculation through the handoff changes no token, greedy or seeded, with preemption, prefix hits and stops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from heads import ALGORITHM, HYPER, KINDS, LAYERED, write_head
 from matrix import rounds_paused
-from node_pair import NodePair, params
+from node_pair import NodePair, node_pairs, params
 
 MakePair = Callable[..., NodePair]
 SETTINGS = {"page_size": 4, "chunk_tokens": 6}
@@ -18,16 +18,12 @@ SETTINGS = {"page_size": 4, "chunk_tokens": 6}
 
 @pytest.fixture
 def make_pair() -> Iterator[MakePair]:
-    pairs: list[NodePair] = []
+    with node_pairs() as start:
 
-    def make(model: Path, *, decode: dict[str, Any] | None = None, **both: Any) -> NodePair:
-        pairs.append(NodePair(model, prefill={**SETTINGS, **both}, decode={**SETTINGS, **both, **(decode or {})}))
-        return pairs[-1]
+        def make(model: Path, *, decode: dict[str, Any] | None = None, **both: Any) -> NodePair:
+            return start(model, prefill={**SETTINGS, **both}, decode={**SETTINGS, **both, **(decode or {})})
 
-    yield make
-    for pair in pairs:
-        pair.check_books()
-        pair.close()
+        yield make
 
 
 def prompts(lens: tuple[int, ...], seed: int = 0) -> list[list[int]]:
@@ -42,7 +38,7 @@ SAMPLED = {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1, "freque
 def generate(
     pair: NodePair, name: str = "r", max_tokens: int = 17, *, waits_until_full: bool = False
 ) -> dict[tuple[str, int], list[int]]:
-    """`waits_until_full`: rounds begin when the decode node has no room for more, and all that it has room for runs."""
+    """Return ids by request. `waits_until_full`: rounds begin when the decode node has no room for more requests."""
     for i, prompt in enumerate(CASES):
         pair.submit(f"{name}{i}", prompt, params(max_tokens))
         pair.submit(f"{name}seeded{i}", prompt, params(max_tokens, seed=i, **SAMPLED), n=1 + i % 3)
@@ -60,12 +56,12 @@ NAMES = ("ngram", "standalone", *KINDS, *LAYERED, HYPER)
 
 
 def target(name: str, checkpoint: Callable[..., Path]) -> Path:
-    """The model that the drafter `name` is for."""
+    """Return the model that the drafter `name` is for."""
     return checkpoint("hyper_llama" if name == HYPER else "llama")
 
 
 def drafter(name: str, model: Path, checkpoint: Callable[..., Path], tmp_path: Path) -> dict[str, Any]:
-    """Settings of both nodes. The heads are random: right nearly never, which changes no token."""
+    """Return the settings of both nodes. The heads are random, so almost every draft is rejected."""
     if name == "ngram":
         return {"speculative": "ngram", "draft_steps": 3}
     if name == "standalone":

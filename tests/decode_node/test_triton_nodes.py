@@ -1,5 +1,6 @@
-"""Both nodes on the Triton kernels, as on a CUDA device, in Triton's interpreter: prompts in chunks, a prefix hit, a
-batch that changes, a preemption. Graphs are left out; the functions that they capture run directly."""
+"""Both nodes run the Triton kernels in Triton's interpreter, with chunks, a prefix hit, joins and a preemption.
+
+CUDA graphs are left out: the functions that they capture run directly."""
 
 from __future__ import annotations
 
@@ -34,14 +35,14 @@ def outputs(model: Path, **settings: Any) -> list[list[int]]:
         pair.step_until(lambda: len(pair.decode.scheduler.running) > 1)
         pair.decode.settle()
         if pair.decode.scheduler.running:
-            pair.decode.scheduler._preempt(pair.decode.scheduler.running[-1])
+            pair.decode.scheduler.preempt(pair.decode.scheduler.running[-1])
         results = pair.run(500)
         pair.check_books()
         assert pair.decode.stats().preemptions > 0
         return [results[f"{index}", 0].ids for index in range(len(PROMPTS))]
 
 
-@pytest.mark.timeout(600)  # the interpreter is slow where others work
+@pytest.mark.timeout(600)  # the interpreter is slow on a busy machine
 @pytest.mark.parametrize("name", ["none", "eagle3"])
 def test_output_is_that_of_the_cpu_kernels(
     name: str, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -42,7 +42,7 @@ def test_output_is_the_planted_text(speculative: str, planted: tuple[PlantedMode
             if turn == "preempted":
                 pair.step_until(lambda: len(pair.decode.scheduler.running) > 2)
                 pair.decode.settle()
-                pair.decode.scheduler._preempt(pair.decode.scheduler.running[-1])
+                pair.decode.scheduler.preempt(pair.decode.scheduler.running[-1])
                 pair.decode.cache.flush()
             results = pair.run()
             for index, prompt in enumerate(prompts):

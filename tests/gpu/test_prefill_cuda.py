@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,13 @@ from gpu_nodes import SPECULATIONS
 from waits import no_waiting
 
 from baton.engine.engine import Engine
-from baton.engine.sampling_state import SamplingState
+from baton.metadata.wire.messages import Prefill
 from baton.metadata.wire.node_info import Peer
-from baton.metadata.wire.request import GenerationRequest, SamplingParams, Unit, pack_ids
-from baton.prefill_node.chunks import Plan, SubmittedChunk, submit
+from baton.metadata.wire.request import GenerationRequest, SamplingParams, pack_ids
+from baton.prefill_node.chunks import SubmittedChunk, submit
 from baton.prefill_node.config import PrefillConfig
-from baton.prefill_node.job import PrefillJob
-from baton.prefill_node.scheduler import PrefillScheduler
+from baton.prefill_node.request import new_request
+from baton.prefill_node.scheduler import PrefillScheduler, StepPlan
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo"
 DEVICE = "cuda"
@@ -30,24 +29,18 @@ ASKS = (  # prompt's length, choices, parameters
 )
 
 
-def make_plan(engine: Engine) -> tuple[PrefillScheduler, Plan]:
-    """Of 256 tokens, the jobs handed over to some decode node."""
+def make_plan(engine: Engine) -> tuple[PrefillScheduler, StepPlan]:
+    """Plan 256 tokens of requests that a decode node takes over."""
     scheduler = PrefillScheduler(engine.cache, 64, 256)
     for index, (length, n, settings) in enumerate(ASKS):
         ids = [(7 * index + 3 * at) % 90 + 1 for at in range(length)]
         params = SamplingParams(max_tokens=4, **settings)
-        vocab_size = engine.model_config.vocab_size
-        choices = {
-            Unit(str(index), choice, 0): SamplingState(
-                params, ids, vocab_size=vocab_size, choice=choice, device=engine.device
-            )
-            for choice in range(n)
-        }
-        request = GenerationRequest(prompt_ids=pack_ids(ids), params=params, prompt_logprobs=index == 0)
+        generation = GenerationRequest(prompt_ids=pack_ids(ids), params=params, prompt_logprobs=index == 0)
         decode = Peer(node_id="d", epoch="e" * 16)
-        job = PrefillJob(str(index), 0, choices, request, decode, length, ids, time.monotonic())
-        job.tickets |= set(choices)
-        scheduler.submit(job)
+        request = new_request(Prefill("router", str(index), 0, tuple(range(n)), generation, decode), engine)
+        for unit in request.choices:
+            request.open_ticket(unit)
+        scheduler.submit(request)
     scheduler.start()
     return scheduler, scheduler.plan()
 
@@ -78,6 +71,7 @@ def test_a_chunk_and_the_ends_of_its_prompts_are_submitted_without_waiting(name:
         found = read(chunk)
         expected = expected or found
         assert found == expected and len(found) == 1 + 3 + 4
-        for job in list(scheduler):
-            job.tickets.clear()
-            scheduler.remove(job)
+        for request in list(scheduler):
+            for unit in request.choices:
+                request.end_ticket(unit)
+            scheduler.remove(request)

@@ -1,14 +1,18 @@
-"""Fixtures of the multi-process tests; what they start is in tests/support/cluster.py."""
+"""Fixtures of the integration tests: clusters of processes (tests/support/cluster.py), and real nodes in the test's own
+process (tests/support/served.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
 from cluster import Cluster
+from drafters import settings, target_of
+from served import Served
 
 _CLUSTERS = pytest.StashKey[list[Cluster]]()
 _FAILED = pytest.StashKey[bool]()
@@ -22,7 +26,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def new_cluster(request: pytest.FixtureRequest, tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., Cluster]]:
-    """Makes clusters (of the tiny model, or of `model`) in which nothing runs yet. The test's end checks each."""
+    """`new_cluster(model)`: a cluster without processes, of the tiny model unless told otherwise. It is checked and
+    stopped when the test ends."""
     clusters: list[Cluster] = request.node.stash.setdefault(_CLUSTERS, [])
 
     def make(model: Path | None = model_dir) -> Cluster:
@@ -32,7 +37,7 @@ def new_cluster(request: pytest.FixtureRequest, tmp_path: Path, model_dir: Path)
         return clusters[-1]
 
     yield make
-    with ExitStack() as stack:  # every cluster is closed, whatever the check of another one raises
+    with ExitStack() as stack:  # it closes every cluster, even if the check of another one fails
         for cluster in clusters:
             stack.callback(cluster.kill_all if request.node.stash.get(_FAILED, False) else cluster.close)
 
@@ -43,11 +48,24 @@ def cluster(new_cluster: Callable[..., Cluster]) -> Cluster:
     return new_cluster().start()
 
 
+@pytest.fixture
+def start(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    """`start("eagle", **more)`: a router without nodes, whose nodes will use that drafter. `more` is for `Served`."""
+    with ExitStack() as stack:
+
+        def make(algorithm: str = "none", **more: Any) -> Served:
+            model = target_of(algorithm, checkpoint)
+            drafts = {} if algorithm == "none" else settings(algorithm, model, tmp_path, steps=3)
+            return stack.enter_context(Served(model, **drafts, **more))
+
+        yield make
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Adds the ends of the logs to the report of a test that failed."""
+    """Add the last lines of the logs to the report of a test that failed."""
     report = yield
     if report.failed:
         item.stash[_FAILED] = True

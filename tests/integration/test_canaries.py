@@ -1,18 +1,16 @@
-"""Real nodes that compute wrongly: their pairs are named with both answers, and the good ones serve.
+"""Nodes that compute wrong results: the router reports their pairs with both answers, and the good pairs serve.
 
-The nodes are real, in one process, stepped by the test (tests/support/served.py). A faulty one is a node whose KV is
-spoilt behind its back, after it was computed and before anybody takes a checksum of it.
+The nodes are real, in one process, stepped by the test (tests/support/served.py). A faulty node's KV is overwritten
+after it was computed and before its checksum is computed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from drafters import settings, target_of
 from served import Node, Served
 
 from baton.engine.batch import BatchRow
@@ -21,23 +19,8 @@ Start = Callable[..., Served]
 BODY = {"prompt": "def main(args): return", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 
 
-@pytest.fixture
-def start(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[Start]:
-    clusters: list[Served] = []
-
-    def make(algorithm: str = "none", **more: Any) -> Served:
-        model = target_of(algorithm, checkpoint)
-        drafts = {} if algorithm == "none" else settings(algorithm, model, tmp_path, steps=3)
-        clusters.append(Served(model, **drafts, **more))
-        return clusters[-1]
-
-    yield make
-    for cluster in clusters:
-        cluster.__exit__()
-
-
 def spoil(node: Node) -> Callable[[], None]:
-    """The keys of every page that it computes are wrong in one layer. Returns what mends the node."""
+    """Overwrite the keys of every page that the node computes, in one layer. Return a function that mends the node."""
     compute = node.engine.compute
 
     def spoilt(rows: Sequence[BatchRow]) -> Any:
@@ -52,7 +35,7 @@ def spoil(node: Node) -> Callable[[], None]:
 
 
 def states(served: Served) -> dict[str, str]:
-    """By pair."""
+    """Return each pair's state, by the names of its nodes."""
 
     def get() -> dict[str, str]:
         health = served.dispatcher.health
@@ -63,12 +46,12 @@ def states(served: Served) -> dict[str, str]:
 
 
 def words(served: Served) -> dict[str, str]:
-    """The states, in a word each."""
+    """Return each pair's state as one word."""
     return {pair: re.sub(r"^pair .*? is (\w+): .*", r"\1", state) for pair, state in states(served).items()}
 
 
 def expect(served: Served, **expected: str) -> None:
-    """Steps until the pairs are so, by name (p0_d1)."""
+    """Step the nodes until the pairs have these states, by name (p0_d1)."""
     full = {f"prefill-{pair[1]} decode-{pair[4]}": word for pair, word in expected.items()}
     try:
         served.run(lambda: words(served) == full, 30)
@@ -83,7 +66,7 @@ def text(served: Served, **more: Any) -> str:
     return stream.texts[0]
 
 
-def test_a_faulty_first_pair_serves_nobody_and_condemns_nobody(start: Start) -> None:
+def test_a_faulty_first_pair_serves_no_request_and_makes_no_good_pair_faulty(start: Start) -> None:
     served = start()
     spoil(served.start("prefill"))
     served.start("decode")
@@ -94,8 +77,8 @@ def test_a_faulty_first_pair_serves_nobody_and_condemns_nobody(start: Start) -> 
     named = re.compile(r"its canary gave [\d ]+(, but .* alone computes|; .* gave) [\d ]+")
     assert all(named.search(state) for state in states(served).values() if state != "ready"), states(served)
     right = text(served)
-    for place in range(4):
-        served.finish(served.ask(**{**BODY, "prompt": f"{place} {BODY['prompt']}"}))
+    for index in range(4):
+        served.finish(served.ask(**{**BODY, "prompt": f"{index} {BODY['prompt']}"}))
     nodes = served.call(lambda: [recorder.trace.nodes for recorder in served.dispatcher.finished])
     assert len(nodes) == 5 and all("prefill-0" not in each for each in nodes)
     served.kill("prefill-0")
@@ -103,7 +86,7 @@ def test_a_faulty_first_pair_serves_nobody_and_condemns_nobody(start: Start) -> 
     served.check_books()
 
 
-def test_a_single_faulty_pair_is_never_ready_until_it_is_mended(start: Start) -> None:
+def test_a_single_faulty_pair_becomes_ready_when_it_is_mended(start: Start) -> None:
     served = start(router={"node_wait_s": 0.2})
     mend = spoil(served.start("prefill"))
     served.start("decode")
@@ -123,7 +106,7 @@ def test_a_single_faulty_pair_is_never_ready_until_it_is_mended(start: Start) ->
 
 @pytest.mark.parametrize("bad", ["prefill-0", "prefill-1", "decode-0", "decode-1"])
 def test_one_faulty_node_of_four(bad: str, start: Start) -> None:
-    """A faulty decode node spoils what it computes alone; its canaries are right."""
+    """A faulty decode node computes local prompts wrongly; the canaries through it are right."""
     served = start()
     for name in ("prefill-0", "decode-0", "prefill-1", "decode-1"):
         node = served.start(name[:-2], name)
@@ -138,7 +121,7 @@ def test_one_faulty_node_of_four(bad: str, start: Start) -> None:
 
 
 def spoil_rounds(node: Any) -> None:
-    """A decode node whose pulled and computed keys are wrong by the time a round reads them."""
+    """Overwrite the keys of a decode node's pages before each round, whether pulled or computed."""
     submit = node.rounds.submit
 
     def spoilt(sequences: Any, *rest: Any) -> Any:
@@ -155,6 +138,6 @@ def test_pairs_that_speculate_are_ready_and_nothing_is_left(algorithm: str, star
     served = start(algorithm).up(1, 1)
     served.run(lambda: not served.call(lambda: served.dispatcher.requests))
     decode = served.nodes["decode-0"]
-    assert decode.stats().computed_tokens > 0, "it computed the canary's prompt alone"
+    assert decode.stats().computed_tokens > 0, "the decode node computed the canary's prompt"
     assert text(served)
     served.check_books()

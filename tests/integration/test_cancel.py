@@ -1,7 +1,7 @@
-"""A request that is cancelled, in any phase: no step after the one that hears of it computes for it, all is free, and
-no message of it is taken for a malformed one.
+"""A request is cancelled in each phase of its life.
 
-The nodes are real, in one process, stepped by the test. Leases are long: nothing here comes free by their end.
+No later step computes for it, everything it held becomes free, and none of its messages is dropped as malformed. The
+nodes are real, in one process, stepped by the test. Leases are long, so nothing becomes free by the end of a lease.
 """
 
 from __future__ import annotations
@@ -11,56 +11,47 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from checkpoints import make_checkpoint
+from cluster import wait_until
 from served import Served, Stream
+from served_nodes import decode_of, num_generated, prefill_of
 
 from baton.decode_node.node import DecodeNode
 from baton.metadata.handoff.client import Arrived
 from baton.metadata.wire.messages import Cancel
 from baton.prefill_node.node import PrefillNode
 
-PAGES = 30  # of 4 tokens, on every decode node
-LONG = list(range(5, 45))  # a prompt of 40 tokens: 7 chunks
-BODY: dict[str, Any] = {"prompt": LONG, "max_tokens": 60, "ignore_eos": True, "temperature": 0, "n": 2}
+PAGES = 30  # of 4 tokens, on each node
+PROMPT = list(range(5, 45))  # seven chunks
+BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True, "temperature": 0, "n": 2}
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    from checkpoints import make_checkpoint
-
     with Served(make_checkpoint(tmp_path_factory.mktemp("model") / "tiny"), num_pages=PAGES) as served:
         yield served.up(1, 1)
-
-
-def prefill_of(served: Served) -> PrefillNode:
-    (node,) = (node for node in served.nodes.values() if isinstance(node, PrefillNode))
-    return node
-
-
-def decode_of(served: Served) -> DecodeNode:
-    (node,) = (node for node in served.nodes.values() if isinstance(node, DecodeNode))
-    return node
 
 
 def queued(served: Served) -> Stream:
     served.held.update(served.nodes)
     stream = served.ask(**BODY)
-    wait(lambda: served.dispatcher.queues.num_waiting)
+    wait_until(lambda: served.dispatcher.queues.num_waiting, "the request waits")
     return stream
 
 
 def prefilling(served: Served) -> Stream:
     stream = served.ask(**BODY)
-    served.run(lambda: any(job.num_computed for job in prefill_of(served).scheduler.computing))
+    served.run(lambda: any(each.num_computed for each in prefill_of(served).scheduler.computing))
     return stream
 
 
 def offered(served: Served) -> Stream:
-    """Decode claims and then pulls nothing."""
+    """The decode node claims the pages and then pulls none."""
     stream = served.ask(**BODY)
     decode = decode_of(served)
     served.run(lambda: decode.scheduler.reserved)
     served.held.update(name for name in served.nodes if name.startswith("decode"))
-    served.run(lambda: prefill_of(served).scheduler.handing)
+    served.run(lambda: prefill_of(served).scheduler.handing_over)
     return stream
 
 
@@ -72,7 +63,7 @@ def pulling(served: Served) -> Stream:
 
 
 def pulled(served: Served) -> Stream:
-    """The pages are here, checked and acknowledged; the node has not come to admit the unit."""
+    """The decode node has pulled, checked and acknowledged the pages, and has not admitted the sequence."""
     handoff = decode_of(served).handoff
     poll, late = handoff.poll, []
 
@@ -90,21 +81,21 @@ def pulled(served: Served) -> Stream:
 
 def decoding(served: Served) -> Stream:
     stream = served.ask(**BODY)
-    served.run(lambda: stream.num_tokens >= 6)
+    served.run(lambda: num_generated(served) >= 6)
     return stream
 
 
 def preempted(served: Served) -> Stream:
-    """Two sequences of 40 and up to 60 tokens do not fit: the younger one has to go."""
+    """Two sequences do not fit into the pool to their ends, so the younger one is preempted."""
     stream = served.ask(**BODY)
     served.run(lambda: decode_of(served).scheduler.preempted)
     return stream
 
 
 def moving(served: Served) -> Stream:
-    """Its node is dead, and the next one has not answered yet."""
+    """The decode node has died, and the next one has not answered the reservation."""
     stream = served.ask(**BODY)
-    served.run(lambda: stream.num_tokens >= 6)
+    served.run(lambda: num_generated(served) >= 6)
     (name,) = (name for name in served.nodes if name.startswith("decode"))
     served.kill(name)
     fresh = served.start("decode", f"decode-{len(name)}")
@@ -125,9 +116,9 @@ def moving(served: Served) -> Stream:
 PHASES = (queued, prefilling, offered, pulling, pulled, decoding, preempted, moving)
 
 
-@pytest.mark.parametrize("how", ["the client leaves", "somebody cancels it", "its time is over"])
+@pytest.mark.parametrize("how", ["the client leaves", "an operator cancels it", "its deadline passes"])
 @pytest.mark.parametrize("phase", PHASES)
-def test_nothing_is_computed_and_all_is_free(
+def test_nothing_is_computed_and_everything_becomes_free(
     served: Served,
     phase: Callable[[Served], Stream],
     how: str,
@@ -142,24 +133,24 @@ def test_nothing_is_computed_and_all_is_free(
     heard = [watch(node, rid, monkeypatch) for node in served.nodes.values()]
     if how == "the client leaves":
         stream.leave()
-    elif how == "somebody cancels it":
+    elif how == "an operator cancels it":
         served.call(lambda: served.dispatcher.abort(request, "by the test"))
     else:
         request.deadline = time.monotonic()
-    wait(lambda: request.is_over)
+    wait_until(lambda: request.is_over, "the router has ended the request")
     served.held.clear()
     served.run(lambda: not served.call(lambda: served.dispatcher.cancels.num_unacked))
     served.check_books()
     assert "dropped a frame" not in caplog.text
     assert not any(node.stats().dropped_frames for node in served.nodes.values())
-    assert any(heard) or phase is queued, "no node was told"
+    assert any(heard) or phase is queued, "no node received a Cancel"
     stream.join()
-    expected = {"somebody cancels it": ["cancelled"], "its time is over": ["timeout"]}.get(how, [])
+    expected = {"an operator cancels it": ["cancelled"], "its deadline passes": ["timeout"]}.get(how, [])
     assert [error["code"] for error in stream.errors] == expected
 
 
 def watch(node: PrefillNode | DecodeNode, rid: str, monkeypatch: pytest.MonkeyPatch) -> list[Cancel]:
-    """Each Cancel that the node hears: when it has heard one, its next step can compute nothing of the request."""
+    """Record the Cancel messages that the node receives, and check that no later step computes for the request."""
     heard: list[Cancel] = []
     handle = node._handle
 
@@ -173,15 +164,8 @@ def watch(node: PrefillNode | DecodeNode, rid: str, monkeypatch: pytest.MonkeyPa
     return heard
 
 
-def wait(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def attempts_to_compute(node: PrefillNode | DecodeNode) -> list[tuple[str, int]]:
-    """Of jobs and sequences that a next step may compute for."""
+    """Return the requests and sequences for which the next step may compute, as (rid, attempt)."""
     if isinstance(node, PrefillNode):
-        return [(job.rid, job.attempt) for job in (*node.scheduler.waiting, *node.scheduler.computing)]
+        return [(each.rid, each.attempt) for each in (*node.scheduler.waiting, *node.scheduler.computing)]
     return [(sequence.unit.rid, sequence.unit.attempt) for sequence in node.scheduler]

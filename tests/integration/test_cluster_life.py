@@ -1,4 +1,4 @@
-"""Processes started by hand, in any order, late, wrongly, and stopped in the middle of work."""
+"""Processes are started by hand, in any order, late or with wrong settings, and are stopped while they work."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def test_processes_start_in_any_order_and_nodes_join_late(new_cluster: NewCluste
     cluster = new_cluster()
     cluster.start_node("decode", "decode-0")
     cluster.start_router()
-    wait_until(lambda: _status(cluster, "/health") == 200, "the router listens", 20)
+    wait_until(lambda: _status(cluster, "/health") == 200, "the router listens")
     assert _status(cluster, "/ready") == 503
     cluster.start_node("prefill", "prefill-0")
     cluster.wait_ready(num_nodes=2)
     first = cluster.complete("hello", max_tokens=5, temperature=0)["choices"][0]["text"]
     cluster.start_node("decode", "decode-1")
-    wait_until(lambda: len(cluster.nodes()) == 3, "the late node has joined", 30)
+    wait_until(lambda: len(cluster.nodes()) == 3, "the late node has joined")
     assert cluster.complete("hello", max_tokens=5, temperature=0)["choices"][0]["text"] == first
 
 
@@ -50,15 +50,15 @@ def test_sigterm_drains_a_node_and_another_goes_on(new_cluster: NewCluster) -> N
         thread.start()
     wait_until(lambda: _running(cluster, "decode-0") > 0, "the node has work")
     cluster.processes["decode-0"].send_signal(signal.SIGTERM)
-    assert cluster.processes["decode-0"].wait(20) == 0
+    assert cluster.processes["decode-0"].wait() == 0
     for thread in threads:
         thread.join()
     assert len(answers) == 6 and all(answer["usage"]["completion_tokens"] == 200 for answer in answers)
     cluster.complete("after", max_tokens=3)
 
 
-def test_sigterm_with_work_left_over_hands_it_on(new_cluster: NewCluster) -> None:
-    """A decode node that has no time to finish: its streams go on at the other, token for token."""
+def test_sigterm_moves_work_that_is_left_over(new_cluster: NewCluster) -> None:
+    """A decode node has no time to finish. Its streams go on at the other node with the same tokens."""
     cluster = new_cluster()
     cluster.start_router()
     for role, name in (("prefill", "prefill-0"), ("decode", "decode-0"), ("decode", "decode-1")):
@@ -70,23 +70,25 @@ def test_sigterm_with_work_left_over_hands_it_on(new_cluster: NewCluster) -> Non
         streams = [pool.submit(_stream, cluster, body) for body in bodies]
         wait_until(lambda: _running(cluster, "decode-0") > 0, "the node has work")
         cluster.processes["decode-0"].send_signal(signal.SIGTERM)
-        assert cluster.processes["decode-0"].wait(10) == 0
+        assert cluster.processes["decode-0"].wait() == 0
         assert [stream.result(30) for stream in streams] == expected
     router, left = cluster.processes["router"].log, cluster.processes["decode-0"].log
     assert "moves: decode node decode-0: it left" in router and "taking nothing new, finishing" in left, router
 
 
-def test_a_client_that_disconnects_frees_both_legs(cluster: Cluster) -> None:
+def test_a_client_that_disconnects_frees_both_nodes(cluster: Cluster) -> None:
     for is_streaming in (True, False):
         connection = http.client.HTTPConnection("127.0.0.1", cluster.http_port)
-        body = {"model": cluster.model_name, "prompt": "x", "max_tokens": 200, "ignore_eos": True, "n": 3}
+        body = {"model": cluster.model_name, "prompt": "x", "max_tokens": 450, "ignore_eos": True, "n": 3}
+        before = cluster.num_generated()
         connection.request("POST", "/v1/completions", json.dumps(body | {"stream": is_streaming}))
         if is_streaming:
             assert connection.getresponse().readline().startswith(b"data: ")
         wait_until(lambda: _running(cluster, "decode-0") > 0, "decode has work")
         connection.sock.close() if connection.sock else connection.close()
         connection.close()
-        wait_until(lambda: _running(cluster, "decode-0") == 0, "everything is free", 2.0)
+        wait_until(lambda: _running(cluster, "decode-0") == 0, "everything is free")
+        assert cluster.num_generated() - before < 3 * 450, "the request was computed to its end"
     cluster.check_books()
 
 
@@ -97,7 +99,7 @@ def test_a_client_that_disconnects_frees_both_legs(cluster: Cluster) -> None:
         (["--dtype", "bfloat16"], ("dtype", "float32", "bfloat16")),
     ],
 )
-def test_nodes_that_cannot_be_paired_are_told_why(
+def test_nodes_that_cannot_be_paired_log_why(
     flags: list[str], values: tuple[str, ...], new_cluster: NewCluster
 ) -> None:
     cluster = new_cluster().start()
@@ -146,7 +148,7 @@ def test_model_directories_that_cannot_be_served(
     assert words in node.log and "Traceback" not in node.log, node.log
 
 
-def test_nodes_have_keys_of_their_own_and_can_be_shut_out(
+def test_each_node_has_its_own_key_and_can_be_shut_out(
     new_cluster: NewCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster, allow_list = new_cluster(), tmp_path / "allow-list"
@@ -170,7 +172,7 @@ def test_nodes_have_keys_of_their_own_and_can_be_shut_out(
     cluster.wait_ready(2)
     before = cluster.complete("hello", max_tokens=5, temperature=0)
     for stranger, words in zip(strangers, ("with the same --keys?", f"say `stranger {public}`?"), strict=True):
-        wait_until(partial(_says, stranger, words), lambda: cluster.tails(), 20)  # each side says what is wrong
+        wait_until(partial(_says, stranger, words), lambda: cluster.tails())  # each side says what is wrong
     router = cluster.processes["router"]
     assert "it does not know the router's key" in router.log
     assert f"its public key {public} is not in allow-list {allow_list}" in router.log
@@ -178,9 +180,9 @@ def test_nodes_have_keys_of_their_own_and_can_be_shut_out(
 
     listed = allow_list.read_text()
     allow_list.write_text("".join(line for line in listed.splitlines(True) if not line.startswith("decode-0 ")))
-    wait_until(lambda: len(cluster.nodes()) == 1, "decode-0 is shut out", 5)
+    wait_until(lambda: len(cluster.nodes()) == 1, "decode-0 is shut out")
     allow_list.write_text(listed)
-    wait_until(lambda: len(cluster.nodes()) == 2, "decode-0 is back", 10)
+    wait_until(lambda: len(cluster.nodes()) == 2, "decode-0 is back")
     cluster.wait_ready(2)
     assert cluster.complete("hello", max_tokens=5, temperature=0)["choices"] == before["choices"]
     assert "is taken out" not in router.log and "canary failed" not in router.log, router.log  # nothing failed first
@@ -195,7 +197,7 @@ def test_nodes_have_keys_of_their_own_and_can_be_shut_out(
     assert cluster.complete("hello", max_tokens=5, temperature=0)["choices"] == before["choices"]
     for stranger in strangers:
         stranger.send_signal(signal.SIGTERM)
-        assert stranger.wait(10) == 0
+        assert stranger.wait() == 0
         assert "lost" not in stranger.log and "Traceback" not in stranger.log, stranger.log
 
 
@@ -207,7 +209,7 @@ def _status(cluster: Cluster, path: str) -> int:
 
 
 def _stream(cluster: Cluster, body: dict[str, Any]) -> tuple[list[int], list[str]]:
-    """The token ids of one stream, which ends as it should, and its finish reasons."""
+    """Return the token ids and the finish reasons of one stream, which must end with [DONE]."""
     more = {"model": cluster.model_name, "ignore_eos": True, "stream": True, "return_token_ids": True}
     status, text = cluster.post("/v1/completions", body | more)
     events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]

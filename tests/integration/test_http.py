@@ -1,4 +1,4 @@
-"""The HTTP interface on the demo model, through real processes: one cluster, which every test here leaves clean."""
+"""The HTTP interface, tested on the demo model in real processes. All tests share a cluster and leave it idle."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OK = {"model": "demo", "prompt": CODE, "max_tokens": 5}
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Logs are JSON here, and every line of them is looked at in the end."""
+    """A cluster with JSON logs, whose lines are all checked in the end."""
     directory = tmp_path_factory.mktemp("http")
     with Cluster(directory, DEMO) as cluster:
         flags = ["--log-json"]
@@ -45,7 +45,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture
 def demo(shared: Cluster) -> Iterator[Cluster]:
     yield shared
-    wait_until(lambda: not held(shared.ledger()), lambda: f"idle books: {held(shared.ledger())}", 2.0)
+    wait_until(lambda: not held(shared.ledger()), lambda: f"idle books: {held(shared.ledger())}")
     for name, process in shared.processes.items():
         assert process.popen.poll() is None, f"{name} died\n{process.log}"
 
@@ -56,7 +56,7 @@ def client(demo: Cluster) -> openai.OpenAI:
 
 
 def whole(client: openai.OpenAI, **fields: Any) -> tuple[dict[int, Any], Any]:
-    """What a completion says of each choice, and the usage."""
+    """Return what a completion has for each choice, and the usage."""
     answer = client.completions.create(
         model="demo", extra_body={"return_token_ids": True, **fields.pop("extra", {})}, **fields
     )
@@ -73,7 +73,7 @@ def whole(client: openai.OpenAI, **fields: Any) -> tuple[dict[int, Any], Any]:
 
 
 def streamed(client: openai.OpenAI, **fields: Any) -> tuple[dict[int, Any], Any]:
-    """The same, put together from a stream's pieces."""
+    """Return the same, joined from the events of a stream."""
     texts: dict[int, str] = {}
     ends: dict[int, str | None] = {}
     ids: dict[int, list[int]] = {}
@@ -98,7 +98,7 @@ def streamed(client: openai.OpenAI, **fields: Any) -> tuple[dict[int, Any], Any]
 
 
 def byte_tokens(tokenizer: Tokenizer) -> dict[str, float]:
-    """A bias for the bytes of emoji and Chinese, whole characters and fragments, valid and not."""
+    """Return a bias for the bytes of emoji and Chinese characters, which makes valid and invalid UTF-8 likely."""
     return {str(tokenizer.token_to_id(character)): 30 for character in "ðŁĺĢä½ł"}
 
 
@@ -130,7 +130,7 @@ def test_streamed_equals_whole_with_the_official_client(client: openai.OpenAI) -
 
 
 def assert_equal(ours: Any, theirs: Any) -> None:
-    """Log-probabilities up to rounding, which depends on who shares a batch; all else as it is."""
+    """Return the choice with rounded log-probabilities, whose last digits depend on the batch."""
     if isinstance(ours, float) and isinstance(theirs, float):
         assert ours == pytest.approx(theirs, abs=1e-4)
     elif isinstance(ours, dict):
@@ -194,7 +194,7 @@ def test_stop_strings_across_tokens_and_after_min_tokens(client: openai.OpenAI) 
 
 
 def _done(ends: list[int], length: int) -> int:
-    """How many tokens there are when the text is that long."""
+    """Return the number of tokens of which the text has this length."""
     return next(place + 1 for place, end in enumerate(ends) if end >= length)
 
 
@@ -328,13 +328,15 @@ def test_clients_that_leave_in_every_phase(demo: Cluster) -> None:
             for delay_s in (0.0, 0.005, 0.03, 0.1, 0.3):
                 fields = {**OK, "prompt": prompt, "max_tokens": 900, "ignore_eos": True, "n": num_choices}
                 body = json.dumps({**fields, "stream": is_streaming}).encode()
+                before = demo.num_generated()
                 with socket.create_connection(("127.0.0.1", demo.http_port)) as connection:
                     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                     connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
                     time.sleep(delay_s)
                     if delay_s > 0.02:  # a reset instead of an orderly end
                         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                wait_until(lambda: not held(demo.ledger()), f"all is free after {delay_s} s of {fields['n']}", 2.0)
+                wait_until(lambda: not held(demo.ledger()), f"all is free after {delay_s} s of {fields['n']}")
+                assert demo.num_generated() - before < 900 * num_choices, "the request was computed to its end"
 
 
 def test_metrics_are_documented_and_sane(demo: Cluster) -> None:
@@ -387,7 +389,7 @@ def test_head_and_unknown_routes(demo: Cluster) -> None:
 
 
 def test_a_request_is_explained_by_spans_that_sum_up(demo: Cluster) -> None:
-    """What real nodes tell of chunks, pulls and rounds, in the router's frame."""
+    """The trace of a request has the chunks, pulls and rounds that real nodes report."""
     prompt = Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode("explain " + CODE * 150).ids
     rid = demo.complete(prompt, n=2, max_tokens=20, temperature=0, ignore_eos=True)["id"]
 
@@ -413,7 +415,7 @@ def test_a_request_is_explained_by_spans_that_sum_up(demo: Cluster) -> None:
 
 
 def test_sampled_tokens_follow_the_softmax(demo: Cluster) -> None:
-    """Prefill's first token, and decode's after the likeliest first one, against transformers' probabilities."""
+    """Sampled first tokens (prefill) and second tokens (decode) have the distribution that transformers computes."""
     import torch
 
     reference = Reference(DEMO)
@@ -431,7 +433,7 @@ def test_sampled_tokens_follow_the_softmax(demo: Cluster) -> None:
 
 
 def _assert_distribution(drawn: list[int], probabilities: Any) -> None:
-    """Chi-square over the tokens that are expected five times or more, the others in one bin."""
+    """Return chi-square over the tokens that are expected five times or more, with all others in one bin."""
     expected = probabilities * len(drawn)
     bins = (expected >= 5).nonzero().flatten().tolist()
     assert len(bins) >= 3, "a prompt with a richer distribution is needed"

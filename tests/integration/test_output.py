@@ -1,16 +1,15 @@
-"""Promise P1 over HTTP: real processes give transformers' tokens, whatever the chunks, batches and transports."""
+"""Promise P1 over HTTP: real processes generate transformers' tokens, with any chunks, batches and transports."""
 
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Cluster
+from cluster import Cluster, held, wait_until
 from ties import Reference
 from tokenizers import Tokenizer
 
@@ -26,7 +25,7 @@ def random_prompts(vocab_size: int, lens: list[int]) -> list[list[int]]:
 
 
 def generate_all(cluster: Cluster, prompts: list[Any], fields: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All at once; the choices of each answer, with `token_ids`."""
+    """Send all requests at once. Return the answers, whose choices have `token_ids`."""
     with ThreadPoolExecutor(len(prompts)) as threads:
         answers = threads.map(
             lambda pair: cluster.complete(pair[0], return_token_ids=True, **pair[1]),
@@ -105,18 +104,20 @@ def test_pools_too_small_for_the_load_never_deadlock(new_cluster: Callable[..., 
     assert all(len(choice["token_ids"]) == 12 for answer in answers for choice in answer["choices"])
 
 
-def _at_rest(cluster: Cluster) -> Any:
-    """The nodes' books when no canary is under way any more: after the start each node computes one by itself."""
-    books = cluster.ledger()["nodes"]
-    while True:
-        time.sleep(0.5)
-        before, books = books, cluster.ledger()["nodes"]
-        if all(books[name]["stats"]["computed_tokens"] == before[name]["stats"]["computed_tokens"] for name in before):
-            return books
+def _books_after_canaries(cluster: Cluster) -> Any:
+    """Return the nodes' books when every node has computed the canary's prompt and nothing is under way."""
+
+    def is_at_rest() -> bool:
+        ledger = cluster.ledger()
+        computed = [books["stats"]["computed_tokens"] for books in ledger["nodes"].values()]
+        return all(computed) and not held(ledger)
+
+    wait_until(is_at_rest, "no canary is under way")
+    return cluster.ledger()["nodes"]
 
 
 def test_choices_cost_one_prefill_and_one_token_no_decode_node(cluster: Cluster) -> None:
-    before = _at_rest(cluster)
+    before = _books_after_canaries(cluster)
     prompt = random_prompts(50, [70])[0]
     answer = cluster.complete(
         prompt, n=4, max_tokens=6, temperature=1.3, seed=5, return_token_ids=True, ignore_eos=True

@@ -1,4 +1,4 @@
-"""Two models behind one router, off the usual loopback address, and processes that go while they have work."""
+"""Two models behind one router, another loopback address, and processes that stop while they have work."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _num_ready(cluster: Cluster) -> int:
 
 
 def _load(cluster: Cluster, threads: ThreadPoolExecutor) -> list[Future[tuple[int, Any]]]:
-    """Requests under way, half of them streams; returns when decode works on some."""
+    """Start requests, half of them streams. Return when the decode node works on all."""
     fields = {"model": cluster.model_name, "max_tokens": 400, "ignore_eos": True, "n": 2}
     bodies = [{**fields, "prompt": f"{i} times " * 5, "seed": i, "stream": i % 2 == 0} for i in range(8)]
     running = [threads.submit(cluster.post, "/v1/completions", body) for body in bodies]
@@ -91,11 +91,11 @@ def _load(cluster: Cluster, threads: ThreadPoolExecutor) -> list[Future[tuple[in
 
 
 def _all_well(running: list[Future[tuple[int, Any]]]) -> None:
-    """Every request came to its end: whole answers, and streams with all tokens and one [DONE]."""
-    for place, future in enumerate(running):
+    """Check that every request is complete: answers with all tokens, and streams with one [DONE]."""
+    for index, future in enumerate(running):
         status, answer = future.result(60)
         assert status == 200, answer
-        if place % 2:
+        if index % 2:
             assert answer["usage"]["completion_tokens"] == 800
         else:
             events = [line.removeprefix("data: ") for line in answer.split("\n\n") if line]

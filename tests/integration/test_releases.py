@@ -1,4 +1,4 @@
-"""Processes of the previous release beside those of this tree, as in the middle of a rolling upgrade."""
+"""Processes of the previous release run beside those of this tree, as during a rolling upgrade."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NewCluster = Callable[..., Cluster]
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The previous release. Its kernels are compiled when its first node starts, and kept for the other tests."""
+    """The previous release, unpacked once. Its compiled kernels are kept for the other tests."""
     return unpack(OLD, tmp_path_factory.mktemp("releases"))
 
 
@@ -39,7 +39,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_processes_of_two_releases_share_the_work(
     old: tuple[str, ...], transport: str, new_cluster: NewCluster, release: Path
 ) -> None:
-    """Two nodes of each role are four pairs, and each pair's canary gave the right tokens before it is ready."""
+    """Two nodes of each role make four pairs. A pair is ready only after its canary gave the right tokens."""
     cluster = new_cluster()
     cluster.releases = dict.fromkeys(old, release)
     cluster.ready_s = 150.0
@@ -62,7 +62,7 @@ def test_processes_of_two_releases_share_the_work(
 
 
 def test_nodes_stay_while_their_router_becomes_another_release_and_back(new_cluster: NewCluster, release: Path) -> None:
-    """What a node has agreed on with one router says nothing of the next, which may be older."""
+    """A node agrees on the protocol anew with each router, because the next router may be older."""
     cluster, releases = new_cluster(), {"router": release}
     cluster.start()
     texts = _texts(cluster, PROMPTS[:2])
@@ -78,7 +78,7 @@ def test_nodes_stay_while_their_router_becomes_another_release_and_back(new_clus
 
 
 def _texts(cluster: Cluster, prompts: list[str]) -> list[str]:
-    """Greedy answers to all prompts at once."""
+    """Return greedy answers to all prompts, sent at once."""
 
     def ask(prompt: str) -> str:
         return cluster.complete(prompt, max_tokens=30, temperature=0)["choices"][0]["text"]

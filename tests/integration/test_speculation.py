@@ -1,4 +1,4 @@
-"""Speculation over HTTP: real processes give the tokens of speculation off; nodes that cannot be paired are refused."""
+"""Speculation over HTTP changes no token in real processes, and nodes that cannot be paired are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TEXTS = [
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Greedy and seeded requests, with a stop string, penalties and choices among them."""
+    """Return greedy and seeded requests, some with a stop string, penalties or several choices."""
     common = {"max_tokens": 48, "return_token_ids": True}
     greedy = [{**common, "prompt": text, "temperature": 0} for text in TEXTS]
     seeded = [{**common, "prompt": text, "temperature": 0.8, "top_p": 0.95, "seed": i} for i, text in enumerate(TEXTS)]
@@ -45,7 +45,7 @@ def bodies() -> list[dict[str, Any]]:
 
 
 def outputs(cluster: Cluster, name: str) -> tuple[list[Any], list[dict[str, Any]]]:
-    """What a client sees of all requests, sent at once: (tokens, text and reason of each choice; usages)."""
+    """Send all requests at once. Return tokens, text and reason of each choice, and the usages."""
     with ThreadPoolExecutor(len(bodies())) as threads:
         answers = list(threads.map(lambda body: cluster.post("/v1/completions", {"model": name, **body}), bodies()))
     assert [status for status, _ in answers] == [200] * len(answers), answers
@@ -58,7 +58,7 @@ def outputs(cluster: Cluster, name: str) -> tuple[list[Any], list[dict[str, Any]
 
 @pytest.mark.timeout(400)
 def test_output_is_that_of_speculation_off(new_cluster: Callable[..., Cluster]) -> None:
-    """Groups of the demo model behind one router, one after the other. No score among these texts is a tie."""
+    """Groups of the demo model run behind one router, one after the other. No score in these texts is a tie."""
     cluster = new_cluster(DEMO)
     cluster.start_router()
     names = list(GROUPS)
@@ -77,7 +77,7 @@ def test_output_is_that_of_speculation_off(new_cluster: Callable[..., Cluster]) 
 
 
 def start_group(cluster: Cluster, name: str) -> None:
-    """A prefill and a decode node that serve the model under this name, ready."""
+    """Start a prefill and a decode node that serve the model under this name, and wait until they are ready."""
     for role in ("prefill", "decode"):
         flags = ["--model-name", name, "--num-pages", "400", "--chunk-tokens", "20", *GROUPS[name]]
         cluster.start_node(role, f"{role}-{name}", *flags)
@@ -110,7 +110,7 @@ def ready_models(cluster: Cluster) -> list[str]:
 
 
 def test_a_pair_of_unlike_settings_is_refused_naming_both(new_cluster: Callable[..., Cluster]) -> None:
-    """P5: a prefill node that does not speculate, a decode node that does."""
+    """Promise P5: a prefill node without speculation and a decode node with it are refused."""
     cluster = new_cluster()
     cluster.start_router()
     cluster.start_node("prefill", "prefill-0")

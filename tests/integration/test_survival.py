@@ -1,17 +1,16 @@
-"""Nodes die, leave and come back under streams: the client gets what it gets of a clean run, token for token.
+"""Nodes die, leave and come back while streams run: each client receives the tokens of a run without faults.
 
 The nodes are real, in one process, stepped by the test (tests/support/served.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from drafters import settings, target_of
 from served import Served, Stream
+from served_nodes import num_generated
 
 Start = Callable[..., Served]
 LENGTH = 24
@@ -24,33 +23,18 @@ BODIES: dict[str, dict[str, Any]] = {
 ALGORITHMS = ("none", "ngram", "standalone", "eagle", "mtp3-deepseek")
 
 
-@pytest.fixture
-def start(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[Start]:
-    clusters: list[Served] = []
-
-    def make(algorithm: str = "none", **more: Any) -> Served:
-        model = target_of(algorithm, checkpoint)
-        drafts = {} if algorithm == "none" else settings(algorithm, model, tmp_path, steps=3)
-        clusters.append(Served(model, **drafts, **more))
-        return clusters[-1]
-
-    yield make
-    for cluster in clusters:
-        cluster.__exit__()
-
-
 def bodies(stop: str | None = None) -> list[dict[str, Any]]:
-    """All at once, long enough to meet faults at any point. `stop` is found behind min_tokens."""
+    """Return requests that run together, long enough to meet a fault. `stop` is found after min_tokens."""
     common = {"prompt": "def main(args): return", "max_tokens": LENGTH, "ignore_eos": True}
     chosen = [common | each for each in BODIES.values()]
     return chosen if stop is None else [*chosen, common | BODIES["greedy"] | {"stop": [stop]}]
 
 
 def clean_run(served: Served) -> tuple[str, list[Stream]]:
-    """A stop string that lies across tokens of the greedy text, and every request's stream without any fault."""
+    """Return a stop string that crosses tokens of the greedy text, and every request's stream without any fault."""
     (greedy,) = run_all(served, bodies()[:1])
     text = greedy.texts[0]
-    windows = [text[place : place + 3] for place in range(len(text) // 2, len(text) - 3)]
+    windows = [text[start : start + 3] for start in range(len(text) // 2, len(text) - 3)]
     stop = next(window for window in windows if window.isascii() and window.isprintable())
     return stop, run_all(served, bodies(stop))
 
@@ -76,7 +60,7 @@ def _but_cached(stream: Stream) -> dict[str, Any]:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_streams_outlive_the_nodes_under_them(start: Start, algorithm: str) -> None:
-    """Seeds, penalties, biases, min_tokens, stop strings, log-probabilities and choices are right across every move."""
+    """All kinds of requests go on with the same tokens, text and log-probabilities after every move."""
     served = start(algorithm, router={"max_attempts": 2}).up(2, 2)
     stop, clean = clean_run(served)
     assert clean[-1].finish[0] == ("stop", stop)
@@ -111,7 +95,7 @@ def test_streams_outlive_the_nodes_under_them(start: Start, algorithm: str) -> N
 
 
 def test_usage_is_the_first_attempts(start: Start) -> None:
-    """Prompt tokens that the first prefill found in its cache; the second one finds others. Drafts are told of too."""
+    """The client is told the cached tokens of the first prefill, though the second prefill finds others."""
     served = start("ngram").up(1, 2)
     body = {"prompt": "the quick brown fox jumps over " * 4, "max_tokens": 16, "ignore_eos": True}
     body |= {"temperature": 0, "cache_salt": "a"}
@@ -119,8 +103,8 @@ def test_usage_is_the_first_attempts(start: Start) -> None:
     (warm,) = run_all(served, [body])
     assert warm.outcome["usage"][2] > cold.outcome["usage"][2] == 0
     moved = served.ask(**body | {"cache_salt": "b"})
-    served.run(lambda: moved.num_tokens >= 6)
-    name = served.holder("decode", moved)
+    served.run(lambda: num_generated(served) >= 6)
+    name = served.holder("decode")
     assert name is not None
     served.kill(name)
     served.finish(moved)
@@ -128,13 +112,13 @@ def test_usage_is_the_first_attempts(start: Start) -> None:
 
 
 def test_a_node_that_comes_back_is_another_one(start: Start) -> None:
-    """The same name, another epoch: nothing of the old life is believed, and the streams go on with the new one."""
+    """The same name has another epoch. The router forgets the old node, and the streams go on with the new one."""
     served = start().up(1, 1)
     _, clean = clean_run(served)
     served.check_books()
     body = bodies()[0]
     stream = served.ask(**body)
-    served.run(lambda: stream.num_tokens >= 5)
+    served.run(lambda: num_generated(served) >= 5)
     for name in ("decode-0", "prefill-0"):
         old = served.nodes[name].membership
         epoch = old._session._hello.epoch
@@ -146,13 +130,13 @@ def test_a_node_that_comes_back_is_another_one(start: Start) -> None:
     served.check_books()
 
 
-def test_a_drained_node_hands_on_what_it_has_not_finished(start: Start) -> None:
-    """SIGTERM with no time left, on either role: nothing fails, nothing repeats."""
+def test_the_requests_of_a_drained_node_move_to_others(start: Start) -> None:
+    """A decode node gets SIGTERM and no time to finish: no stream fails or repeats a token."""
     served = start(router={"max_attempts": 2}).up(2, 2)
     stop, clean = clean_run(served)
 
-    def leave(streams: list[Stream]) -> None:
-        served.run(lambda: sum(each.num_tokens for each in streams) >= 8)
+    def leave(_: list[Stream]) -> None:
+        served.run(lambda: num_generated(served) >= 8)
         name = served.holder("decode")
         assert name is not None
         membership = served.nodes[name].membership
@@ -174,7 +158,7 @@ def test_nodes_free_everything_when_the_router_is_gone_and_find_the_next_one(
     served = start().up(1, 1)
     body = bodies()[0] | {"max_tokens": 300}
     stream = served.ask(**body)
-    served.run(lambda: stream.num_tokens >= 5)
+    served.run(lambda: num_generated(served) >= 5)
     served.held.update(served.nodes)
     served.stop_router()
     stream.join()

@@ -1,4 +1,4 @@
-"""`baton up` as a user runs it: answers, clear errors, nothing left behind."""
+"""`baton up` as a user runs it: it answers, reports errors clearly, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_node_that_dies_is_restarted_and_serves_again(tmp_path: Path, model_di
 
 
 def test_one_node_in_a_crash_loop_stops_nobody(tmp_path: Path, model_dir: Path) -> None:
-    """decode-1 dies and finds no key when it is started again: decode-0 goes on answering. With the key it is back."""
+    """decode-1 dies and cannot restart, because its key is gone; decode-0 answers until it has its key."""
     with up(tmp_path, model_dir, "--decode", "2") as running:
         name = running.request("GET", "/v1/models")[1]["data"][0]["id"]
         body = {"model": name, "prompt": "def main(", "max_tokens": 4, "temperature": 0, "ignore_eos": True}

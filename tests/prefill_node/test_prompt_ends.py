@@ -1,42 +1,37 @@
-"""Prompts that end in one step are sampled and drafted together, and each is as if it were alone."""
+"""Prompts that end in one step are sampled and drafted together, with the same results as each alone."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from heads import ALGORITHM, write_head
-from node_pair import NodePair, Result, params
+from node_pair import NodePair, Result, node_pairs, params
 
 SAMPLED = {"temperature": 1.0, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "num_logprobs": 2}
 
 
 @pytest.fixture
 def make_pair(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[Callable[..., NodePair]]:
-    pairs: list[NodePair] = []
+    with node_pairs() as start:
 
-    def make(speculative: str = "none", **prefill: Any) -> NodePair:
-        model, settings = checkpoint("llama"), {"page_size": 4}
-        if speculative != "none":
-            head = write_head(tmp_path / speculative, speculative, model)
-            settings |= {"speculative": ALGORITHM[speculative], "draft_model": str(head), "draft_steps": 3}
-        pairs.append(NodePair(model, prefill=settings | prefill, decode=settings))
-        return pairs[-1]
+        def make(speculative: str = "none", **prefill: Any) -> NodePair:
+            model, settings = checkpoint("llama"), {"page_size": 4}
+            if speculative != "none":
+                head = write_head(tmp_path / speculative, speculative, model)
+                settings |= {"speculative": ALGORITHM[speculative], "draft_model": str(head), "draft_steps": 3}
+            return start(model, prefill=settings | prefill, decode=settings)
 
-    yield make
-    for pair in pairs:
-        with closing(pair):
-            pair.check_books()
+        yield make
 
 
 def submit(pair: NodePair, names: str, again: str = "") -> None:
-    """Unlike requests: with one choice and more, greedy and seeded, handed over and ended by the first token. `again`
-    tells those of one name apart."""
+    """Submit unlike requests: with one or more choices, greedy or seeded, some ended by the first token. `again` is
+    appended to their names."""
     for name in names:
         index = ord(name) - ord("a")
         rng = random.Random(index)
@@ -46,7 +41,7 @@ def submit(pair: NodePair, names: str, again: str = "") -> None:
 
 
 def together(pair: NodePair, num_prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is computed before so many prompts can be, in one step."""
+    """Delay computing until one step can compute so many prompts."""
     scheduler, plan = pair.prefill.scheduler, pair.prefill.scheduler.plan
     monkeypatch.setattr(scheduler, "plan", lambda: plan() if len(scheduler.computing) >= num_prompts else [])
 
@@ -78,10 +73,10 @@ def test_prompts_that_end_in_one_step(
 
 
 @pytest.mark.parametrize("speculative", ["none", "mtp3-deepseek"])
-def test_logits_that_are_no_numbers_fail_their_prompt_alone(
+def test_logits_that_are_nan_fail_only_their_prompt(
     speculative: str, make_pair: Callable[..., NodePair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of six prompts in one step the second, which has two choices."""
+    """Of six prompts in one step, the second one fails, with both its choices."""
     names = "abcdef"
     pair = make_pair(speculative, prefix_cache=False)
     submit(pair, names)

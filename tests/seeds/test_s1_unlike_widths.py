@@ -1,6 +1,9 @@
-"""S1: target and draft of unlike widths and dtypes. Each state is as wide as its own side says, also with zero rows.
+"""S1: with unlike hidden sizes and dtypes of target and draft, each state has the width and dtype of its own side.
 
-With equal sizes a layout that asks the wrong side is right by accident: the cases 64/32 and 32/64 are what catches it.
+HiddenLayout and every state in use are checked with target and draft sizes 64/32 and 32/64, because with equal sizes a
+layout that asks the wrong side is right by accident. The same holds for zero rows: idle then live inputs and back, a
+batch that becomes empty, and a round in which all sequences finish while others join. Each defect is put back once and
+caught.
 """
 
 from __future__ import annotations
@@ -12,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from heads import ALGORITHM, HYPER, KINDS, LAYERED, write_head
-from node_pair import NodePair, params
+from node_pair import NodePair, node_pairs, params
 
 from baton.decode_node.config import DecodeConfig
-from baton.decode_node.scheduler import Plan
+from baton.decode_node.scheduler import StepPlan
 from baton.engine.drafters.base import Drafter, DraftState, PromptChunk
 from baton.engine.engine import Engine
 from baton.engine.rounds import Rounds
@@ -37,15 +40,8 @@ MakePair = Callable[..., NodePair]
 
 @pytest.fixture
 def make_pair() -> Iterator[MakePair]:
-    pairs: list[NodePair] = []
-
-    def make(model: Path, **settings: Any) -> NodePair:
-        pairs.append(NodePair(model, prefill=NODE | settings, decode=NODE | settings))
-        return pairs[-1]
-
-    yield make
-    for pair in pairs:
-        pair.close()
+    with node_pairs(checks_books=False) as start:
+        yield lambda model, **settings: start(model, prefill=NODE | settings, decode=NODE | settings)
 
 
 def settings(kind: str, model: Path, directory: Path, **changes: Any) -> dict[str, Any]:
@@ -53,7 +49,7 @@ def settings(kind: str, model: Path, directory: Path, **changes: Any) -> dict[st
     return {"speculative": ALGORITHM[kind], "draft_model": str(head), "draft_steps": 3}
 
 
-# --- the widths of two sides --------------------------------------------------------------------------------------
+# --- the widths of two sides ---
 
 
 def extend_of_the_draft(layout: HiddenLayout) -> HiddenSpec | None:
@@ -73,7 +69,7 @@ WRONG_SIDES = {"_extend": extend_of_the_draft, "_recurrent": recurrent_of_the_wr
 
 
 def check_served(make_pair: MakePair, model: Path, drafting: dict[str, Any]) -> None:
-    """Nodes with this drafter speculate, and the text is that of nodes without one."""
+    """Check that nodes with this drafter speculate, and generate the text of nodes without one."""
     load_engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting))
     texts: list[dict[Any, list[int]]] = []
     for more in ({}, drafting):
@@ -126,7 +122,7 @@ def test_a_layout_that_asks_the_wrong_side_is_caught(
 
 
 def check_rows_keep_the_drafts_dtype() -> None:
-    """A row of a target in bfloat16 with a draft in float32 brings the draft's state back bit for bit."""
+    """The metadata row of a bfloat16 target keeps the state of a float32 draft bit for bit."""
     layout = HiddenLayout(
         algorithm="eagle", target_hidden_size=64, target_dtype="bfloat16", draft_hidden_size=32, draft_dtype="float32"
     )
@@ -151,11 +147,11 @@ def test_the_dtype_of_the_wrong_side_is_caught(monkeypatch: pytest.MonkeyPatch) 
         check_rows_keep_the_drafts_dtype()
 
 
-# --- zero rows ----------------------------------------------------------------------------------------------------
+# --- zero rows ---
 
 
 def check_idle(rounds: Rounds) -> None:
-    """Idle inputs, then live ones, then idle ones: zero rows bring nothing, and leave nothing behind."""
+    """Idle inputs come before and after live ones: zero rows give no result and change nothing."""
     engine, drafter = rounds.engine, rounds.drafter
     assert drafter is not None
     layout = engine.speculation.hidden
@@ -171,7 +167,7 @@ def check_idle(rounds: Rounds) -> None:
 
 
 def check_empty(drafter: Drafter, state: DraftState) -> None:
-    """Zero rows of the very fields, widths and dtypes that live rows have."""
+    """Check that zero rows have the fields, widths and dtypes of live rows."""
     live = dict(drafter.allocate(2).present())
     assert {name: (0, *value.shape[1:]) for name, value in live.items()} == {
         name: tuple(value.shape) for name, value in state.present()
@@ -196,7 +192,7 @@ def test_idle_inputs(idle: Rounds) -> None:
 
 
 def test_idle_inputs_of_the_wrong_width_are_caught(idle: Rounds, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The defect: an idle input made of the model's hidden size, whatever the live ones have."""
+    """The defect: an idle input has the model's hidden size, though live inputs have another width."""
 
     def allocate(layout: HiddenLayout, phase: Any, num_rows: int, device: Any = "cpu") -> torch.Tensor | None:
         return None if layout.spec(phase) is None else torch.zeros(num_rows, 16)
@@ -209,11 +205,11 @@ def test_idle_inputs_of_the_wrong_width_are_caught(idle: Rounds, monkeypatch: py
             check_idle(idle)
 
 
-# --- batches that empty and fill ----------------------------------------------------------------------------------
+# --- batches that empty and fill ---
 
 
 class Gate:
-    """Holds what a handoff client reports until it is opened."""
+    """Holds back the events of a handoff client until it is opened."""
 
     def __init__(self, pair: NodePair) -> None:
         self.held: list[Any] = []
@@ -233,7 +229,7 @@ class Gate:
 
 
 def check_filter_and_join(pair: NodePair) -> None:
-    """Three sequences finish in the very round that two others join; these draft as they do alone, and so does one
+    """Three sequences finish in the round in which two others join. These draft as if each were alone, and so does one
     that comes after the node was idle."""
     rounds = record_rounds(pair)
     joins = PROMPTS[1:]
@@ -252,7 +248,7 @@ def check_filter_and_join(pair: NodePair) -> None:
     for i, prompt in enumerate(joins, 1):
         pair.submit(f"join{i}", prompt, params(8))
     plan = pair.decode.scheduler.plan
-    pair.decode.scheduler.plan = Plan  # nobody goes on until their pages are there, however long that takes
+    pair.decode.scheduler.plan = StepPlan  # no round runs until their pages have arrived
     pair.step_until(lambda: gate.num_arrived == len(joins))
     pair.decode.scheduler.plan = plan
     pair.step_until(lambda: all(each.num_generated == 23 for each in running))
@@ -271,7 +267,7 @@ def check_filter_and_join(pair: NodePair) -> None:
 
 
 def record_rounds(pair: NodePair) -> list[dict[str, list[int]]]:
-    """What each round proposes, by request."""
+    """Return a list that grows by the proposals of each round, by rid."""
     rounds: list[dict[str, list[int]]] = []
     drafter, of_node = pair.decode.engine.drafter, pair.decode.rounds
     propose, submit = drafter.propose, of_node.submit
@@ -303,14 +299,14 @@ def test_all_finish_in_the_round_in_which_others_join(joining_pair: NodePair) ->
 
 
 def test_states_of_the_batch_before_are_caught(joining_pair: NodePair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The defect: after sequences have left, the others' states are taken at their old places."""
+    """The defect: after sequences have left, the states of the others are read at their old rows."""
     drafter = joining_pair.decode.engine.drafter
     observe = type(drafter).observe
 
-    def at_old_places(self: Any, *rest: Any) -> DraftState:
+    def at_old_rows(self: Any, *rest: Any) -> DraftState:
         state = observe(self, *rest)
         return state.select(torch.arange(len(state)).roll(1))
 
-    monkeypatch.setattr(type(drafter), "observe", at_old_places)
+    monkeypatch.setattr(type(drafter), "observe", at_old_rows)
     with pytest.raises(AssertionError, match="join"):
         check_filter_and_join(joining_pair)

@@ -1,7 +1,8 @@
-"""S2: with hc_mult residual streams every hidden state is `spec_hidden_size` wide, in every place that holds one.
+"""S2: with hc_mult residual streams, every hidden state is `spec_hidden_size` = hidden_size * hc_mult wide, everywhere.
 
-A place that forgets the streams still hands a whole row over, of the first stream, and speculation still gives the
-right text: only drafts get worse. So a canary travels in the last column of the last metadata row.
+Code that forgets the streams still hands over a full row of the first stream. Speculation still gives the right text;
+only the drafts get worse. So a canary value is written into the last column of the last metadata row and read back on
+the other side, for hc_mult absent, None, 0, 1, 2 and 4, and nodes with unlike values must refuse each other.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pytest
 import torch
 from handoff_nodes import make_client, make_server, named, peer_of, spin, unit
 from heads import HYPER, write_head
-from node_pair import NodePair, params
+from node_pair import NodePair, node_pairs, params
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.batch import BatchRow, ForwardBatch
@@ -41,30 +42,23 @@ MakePair = Callable[..., NodePair]
 
 @pytest.fixture
 def make_pair() -> Iterator[MakePair]:
-    pairs: list[NodePair] = []
-
-    def make(model: Path, drafting: dict[str, Any]) -> NodePair:
-        pairs.append(NodePair(model, prefill=NODE | drafting, decode=NODE | drafting))
-        return pairs[-1]
-
-    yield make
-    for pair in pairs:
-        pair.close()
+    with node_pairs(checks_books=False) as start:
+        yield lambda model, drafting: start(model, prefill=NODE | drafting, decode=NODE | drafting)
 
 
 def target_and_head(checkpoint: Checkpoint, hc_mult: Any, directory: Path) -> tuple[Path, dict[str, Any]]:
-    """A target, and settings with a head for it: the ordinary EAGLE head where there is one stream."""
+    """Return a target, and settings with a head for it: the ordinary EAGLE head if there is one stream."""
     model = checkpoint("llama") if hc_mult == "absent" else checkpoint("hyper_llama", hc_mult=hc_mult)
     kind = HYPER if hc_mult in (2, 4) else "eagle"
     head = write_head(directory / f"head-{hc_mult}", kind, model)
     return model, {"speculative": "eagle", "draft_model": str(head), "draft_steps": 3}
 
 
-# --- every place --------------------------------------------------------------------------------------------------
+# --- every state ---
 
 
 @pytest.mark.parametrize(("hc_mult", "num_streams"), MULTS)
-def test_every_place_is_as_wide_as_all_streams(
+def test_every_state_is_as_wide_as_all_streams(
     hc_mult: Any, num_streams: int, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     model, drafting = target_and_head(checkpoint, hc_mult, tmp_path)
@@ -84,13 +78,13 @@ def test_every_place_is_as_wide_as_all_streams(
     assert extend is not None and extend.shape == (3, width) and final.shape == (3, SIZE)
 
 
-# --- through the handoff ------------------------------------------------------------------------------------------
+# --- through the handoff ---
 
 
 def check_canaries(
     monkeypatch: pytest.MonkeyPatch, pair: NodePair, width: int, write: Any = set_draft, read_back: Any = get_draft
 ) -> None:
-    """Prefill writes one canary a row into the last column; decode reads back all rows, whole, canaries included."""
+    """Prefill writes a canary into the last column of each row, and decode reads all rows back unchanged."""
     sent: dict[float, torch.Tensor] = {}
     got: dict[float, torch.Tensor] = {}
 
@@ -107,7 +101,7 @@ def check_canaries(
         got[float(draft.hidden[0, -1])] = draft.hidden[0]
         return draft
 
-    monkeypatch.setattr("baton.prefill_node.node.set_draft", mark)
+    monkeypatch.setattr("baton.prefill_node.tickets.set_draft", mark)
     monkeypatch.setattr("baton.decode_node.node.get_draft", read)
     pair.submit("r", [7, 3, 11, 5, 9], params(6, temperature=1.0, seed=3), n=3)
     pair.submit("q", [4] * 9, params(6))
@@ -139,8 +133,7 @@ def one_stream(layout: HiddenLayout) -> HiddenSpec | None:
 def test_a_row_without_the_streams_is_caught(
     checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The defect: rows sized by hidden_size. The first producer that makes a whole state refuses it, when the decode
-    node warms up."""
+    """The defect: rows are sized by hidden_size. The decode node's warm-up fails, at the first state of full width."""
     monkeypatch.setattr(HiddenLayout, "_recurrent", one_stream)
     with pytest.raises(ValueError, match=r"recurrent state of eagle is \[num_rows, 64\] float32, not \(\d, 256\)"):
         make_pair(*target_and_head(checkpoint, 4, tmp_path))
@@ -149,7 +142,7 @@ def test_a_row_without_the_streams_is_caught(
 def test_a_row_that_is_cut_in_silence_is_caught_by_the_canary(
     checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The defect as it is in the field: the same, where copies take what fits. The text is right all the same."""
+    """The defect as seen in the field: copies also take only what fits. The text is right nevertheless."""
 
     def cut(row: MetadataBuffers, draft: DraftState) -> None:
         assert draft.hidden is not None
@@ -174,12 +167,12 @@ def test_a_row_that_is_cut_in_silence_is_caught_by_the_canary(
         check_canaries(monkeypatch, pair, SIZE * 4, cut, fill)
 
 
-@pytest.mark.parametrize("place", ["extend", "everywhere"])
+@pytest.mark.parametrize("where", ["extend", "everywhere"])
 def test_a_layout_without_the_streams_does_not_start(
-    place: str, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, drafting = target_and_head(checkpoint, 4, tmp_path)
-    if place == "extend":
+    if where == "extend":
         monkeypatch.setattr(HiddenLayout, "_extend", one_stream)
     else:
         monkeypatch.setattr(hidden_layout, "spec_hidden_size", lambda hidden_size, hc_mult: hidden_size)
@@ -187,11 +180,11 @@ def test_a_layout_without_the_streams_does_not_start(
         load_engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting))
 
 
-# --- two nodes with different values ------------------------------------------------------------------------------
+# --- two nodes with different values ---
 
 
 def schema_of(checkpoint: Checkpoint, hc_mult: Any, directory: Path) -> HandoffSchema:
-    """What a node with this target and its head says when it meets another."""
+    """Return the schema that a node with this target and its head says hello with."""
     model, drafting = target_and_head(checkpoint, hc_mult, directory)
     target = ModelConfig.from_dir(model)
     pool = PoolLayout(num_layers=target.num_layers, num_kv_heads=2, head_dim=16, dtype="float32")
@@ -199,7 +192,7 @@ def schema_of(checkpoint: Checkpoint, hc_mult: Any, directory: Path) -> HandoffS
 
 
 def check_refused(here: HandoffSchema, there: HandoffSchema, words: str) -> None:
-    """A decode node that claims from a prefill node of another width is refused in words, with both values."""
+    """A decode node that claims from a prefill node of another width is refused with both values."""
     server, source = make_server(here)
     client, target = make_client(there)
     try:
@@ -235,7 +228,7 @@ def test_absent_none_zero_and_one_are_the_same_value(checkpoint: Checkpoint, tmp
 def test_a_schema_without_the_streams_is_caught(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The defect: the schema is made of hidden_size, so that two nodes meet that cannot hand over."""
+    """The defect: the schema has hidden_size, so two nodes are paired that cannot hand over."""
     monkeypatch.setattr(hidden_layout, "spec_hidden_size", lambda hidden_size, hc_mult: hidden_size)
     schemas = [schema_of(checkpoint, hc_mult, tmp_path) for hc_mult in (4, 2)]
     with pytest.raises(AssertionError, match="nothing more within 1"):

@@ -1,20 +1,20 @@
-"""S3: a standalone draft has no hidden state: none in rounds, none in the row, none in memory, none that matters.
+"""S3: a standalone draft has no hidden state: not in a round, in the metadata row, in memory or on the wire.
 
-Covers chains run by direct calls and the real handoff, with prefix hits and preemption.
+The schema of a standalone draft has the row of no speculation, and no slot holds a state. Filling every hidden state
+with NaN changes nothing, in direct rounds and through the real handoff with prefix hits and preemption.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from drafters import perturbed, settings
-from node_pair import NodePair, params
+from node_pair import NodePair, node_pairs, params
 from solo import Solo, caught
 
 from baton.engine import trees
@@ -36,14 +36,11 @@ MakePair = Callable[..., NodePair]
 
 @pytest.fixture
 def make_pair() -> Iterator[MakePair]:
-    with ExitStack() as stack:
+    with node_pairs() as start:
 
         def make(model: Path, decode: dict[str, Any] | None = None, **both: Any) -> NodePair:
             both = {"page_size": 4, "chunk_tokens": 6, **both}
-            pair = NodePair(model, prefill=both, decode={**both, **(decode or {})})
-            stack.callback(pair.close)
-            stack.callback(pair.check_books)
-            return pair
+            return start(model, prefill=both, decode={**both, **(decode or {})})
 
         yield make
 
@@ -53,7 +50,7 @@ def model(checkpoint: Callable[..., Path]) -> Path:
     return checkpoint("llama")
 
 
-# --- no bytes of it ---
+# --- no bytes for a hidden state ---
 
 
 def schema_of(algorithm: str) -> HandoffSchema:
@@ -62,7 +59,7 @@ def schema_of(algorithm: str) -> HandoffSchema:
 
 
 def check_no_bytes(standalone: HandoffSchema, none: HandoffSchema) -> None:
-    """The row is that of no speculation, field by field; pages grow by the draft's KV alone."""
+    """Check that the row has the fields of no speculation, and that pages grow only by the draft's KV."""
     assert not {field.name for field in standalone.row} & OF_STATE
     assert standalone.row == none.row and row_bytes(standalone) == row_bytes(none)
     assert MetadataBuffers(standalone).num_bytes == MetadataBuffers(none).num_bytes
@@ -80,7 +77,7 @@ def test_no_bytes_on_the_wire_nor_in_buffers(model: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_layout_that_gives_it_a_state_is_caught(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The defect: every drafter is taken for one that carries the target's hidden state."""
+    """The defect: a standalone draft is treated as a drafter that carries the target's hidden state."""
     spec = HiddenLayout.spec
     wide = HiddenSpec(64, "float32")
     monkeypatch.setattr(HiddenLayout, "spec", lambda self, asked: wide if asked == phase else spec(self, asked))
@@ -117,7 +114,7 @@ def test_no_state_in_layout_rounds_or_row(model: Path, tmp_path: Path, make_pair
 
 
 def check_no_tensors(slots: Slots) -> None:
-    """No row of any slot holds a state, also none of rounds that left the draft out."""
+    """No row of any slot holds a state, not even after rounds without drafts."""
     assert slots._draft.present() == []
     assert [(kept.shape[1], kept.dtype) for kept in slots._missed] == [(1, torch.int64)]  # tokens
     zero = torch.zeros(1, dtype=torch.int64)
@@ -128,7 +125,7 @@ def check_no_tensors(slots: Slots) -> None:
 
 
 class Poisoned:
-    """Spoils hidden states as soon as their logits are computed, in the target and in the draft."""
+    """Fill hidden states with NaN as soon as their logits are computed, in the target and in the draft."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -143,7 +140,7 @@ class Poisoned:
 
 
 def rounds(solo: Solo) -> list[tuple[list[int], list[int]]]:
-    """Tokens and accepted counts of a few sequences in one batch, greedy and sampled."""
+    """Return tokens and accepted counts of a few sequences in one batch, greedy and sampled."""
     asked = [params(40, temperature=0.5 * i, seed=i) for i in range(3)]
     sequences = solo.start_many([PROMPT[i:] + PROMPT[:i] for i in range(3)], asked, chunk=4)
     for num_steps in (3, 1, 4, 0, 2, 4):
@@ -171,7 +168,7 @@ def test_spoilt_hidden_states_change_nothing(model: Path, tmp_path: Path) -> Non
 
 
 def test_a_draft_that_reads_them_is_caught(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The defect: the target's state is kept for the draft and mixed into what it sees next."""
+    """The defect: the target's state is kept for the draft and mixed into its next input."""
     kept: list[torch.Tensor] = []
     states, sample_ahead = Engine.states, trees.sample_ahead
 
@@ -194,7 +191,7 @@ def test_a_draft_that_reads_them_is_caught(model: Path, tmp_path: Path, monkeypa
 
 
 def test_through_the_handoff_with_caches_under_pressure(model: Path, tmp_path: Path, make_pair: MakePair) -> None:
-    """Pools so small that prefixes are evicted and requests preempted: the tokens are those of speculation off."""
+    """The pools are so small that prefixes are evicted and requests preempted; no token changes."""
     rng = random.Random(9)
     stems = [[rng.randrange(512) for _ in range(9)] for _ in range(3)]
     prompts = [stems[i % 3] + [rng.randrange(512) for _ in range(i)] for i in range(9)]

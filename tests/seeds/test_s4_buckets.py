@@ -1,7 +1,8 @@
-"""S4 for static inputs: what a bucket's rounds bring is what the direct path brings, and padding reaches nobody.
+"""S4 for static inputs: rounds in a bucket give the results of the direct path, and padding rows affect nobody.
 
-Largest bucket 2, batches of 1, 2, 3, 2, 3, 1 with K alternating 0, 1, 5 and limits of their own a row, partial
-acceptance; everything that a round could read by mistake is spoilt before it.
+The largest bucket is 2. Batches have 1, 2, 3, 2, 3 and 1 sequences, the draft length alternates between 0, 1 and 5,
+each row has its own limit, and drafts are partly accepted. Before each round, everything that it could read by mistake
+is overwritten with plausible but wrong values.
 """
 
 from __future__ import annotations
@@ -63,12 +64,12 @@ def prompts() -> list[list[int]]:
 
 
 def limits_of(members: Sequence[int], num_steps: int, turn: int) -> list[int]:
-    """In every batch one row takes all drafts, one half of them, one none; who, changes from round to round."""
+    """Return limits: all drafts, half of them or none, for another sequence in each round."""
     return [(num_steps, num_steps // 2, 0)[(index + turn) % 3] for index in members]
 
 
 def start(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Running], dict[int, list[int]]]:
-    """The sequences, and what they will be; drafters are told most of it."""
+    """Return the sequences, and their texts by seed. The drafters are told most of the text."""
     truths: dict[int, list[int]] = {}
     for index, prompt in enumerate(prompts()):
         plain = solo.start(prompt, asked(index))
@@ -79,7 +80,7 @@ def start(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Running], d
 
 
 class Outsiders:
-    """Bytes of everything that belongs to sequences outside a batch, and of the padding sequence."""
+    """The bytes of all state of sequences outside a batch, and of the padding sequence."""
 
     def __init__(self, solo: Solo, sequences: Sequence[Running]) -> None:
         self._solo, self._sequences = solo, sequences
@@ -101,7 +102,7 @@ class Outsiders:
 
 
 def check(bucketed: Solo, direct: Solo, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Round by round. Returns how many drafts each accepted."""
+    """Compare both round by round. Return how many drafts each round accepted."""
     theirs, _ = start(direct, monkeypatch)
     ours, truths = start(bucketed, monkeypatch)
     for turn, (members, most) in enumerate(ROUNDS):
@@ -133,7 +134,7 @@ def test_buckets_bring_what_the_direct_path_brings(
 
 
 def test_several_buckets_are_each_used(make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The smallest that holds the batch; in one of three, two rows of padding."""
+    """A round uses the smallest bucket that holds its batch; a bucket of three may have two rows of padding."""
     bucketed = make_solo("eagle3", 1, 3)
     check(bucketed, make_solo("eagle3"), monkeypatch)
     assert set(bucketed.rounds._buckets) == {1, 3}
@@ -143,12 +144,12 @@ def test_several_buckets_are_each_used(make_solo: MakeSolo, monkeypatch: pytest.
 
 
 def slot_of_a_sequence(inputs: RoundInputs, num_seqs: int) -> None:
-    """Padding rows are of a real sequence's slot."""
+    """The defect: padding rows have the slot of a real sequence."""
     inputs.slots[num_seqs:] = inputs.slots[0]
 
 
 def pages_of_a_sequence(inputs: RoundInputs, num_seqs: int) -> None:
-    """Padding rows write into a real sequence's pages."""
+    """The defect: padding rows write into the pages of a real sequence."""
     inputs.block_table[num_seqs:] = inputs.block_table[0]
 
 
@@ -202,8 +203,8 @@ def test_a_padding_row_that_is_not_reset_is_caught(make_solo: MakeSolo, monkeypa
 def test_the_drafter_catches_up(
     name: str, num_missed: int, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After rounds without drafts, of one sequence more than of the other, the next one that drafts goes on from what a
-    recompute gives: what it proposes, and what it leaves."""
+    """Two sequences have missed unlike numbers of rounds. What the next round that drafts proposes and leaves equals a
+    recompute."""
     solo = make_solo(name, 2)
     asked = ({"temperature": 0.9}, {"temperature": 1.2, "logit_bias": {7: 9.0}})
     sequences = [
@@ -235,7 +236,7 @@ def test_the_drafter_catches_up(
 
 @pytest.mark.parametrize("name", ["eagle", "standalone", "mtp3-deepseek", "frozen-kv-mtp"])
 def test_a_sequence_beyond_the_ring_is_left_behind(name: str, make_solo: MakeSolo) -> None:
-    """It goes on without drafts, beside one that drafts; what has no KV of its own has nothing to catch up on."""
+    """It continues without drafts beside one that drafts. A drafter without its own KV has nothing to catch up on."""
     solo = make_solo(name, 2)
     asked = params(100, seed=2, temperature=1.0)
     plain, late, other = (solo.start(prompts()[0], asked) for _ in range(3))

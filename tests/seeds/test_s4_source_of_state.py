@@ -1,6 +1,7 @@
-"""S4: what a round hands on is its own result, whichever sequences shared its batch and however many it drafted.
+"""S4: the state that a round hands on comes from its own result, whatever its batch and its draft length.
 
-Covers chains run by direct calls, with batches that grow, shrink and change places.
+Chains run by direct calls, with batches that grow, shrink and change their order. After every round tokens and state
+are compared with those of a recompute from scratch.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def prompts() -> list[list[int]]:
 
 
 def is_told(seed: int, position: int) -> bool:
-    """Sometimes none of a round's drafts is right, sometimes all are."""
+    """Return whether the drafter is told this token, so that rounds accept none, some or all of their drafts."""
     return (position + 3 * seed) % 7 not in (2, 3)
 
 
@@ -105,7 +106,7 @@ STATEFUL = (*SHIFTED, *LAYERED, "frozen-kv-mtp")
 
 
 def kind_of(solo: Solo) -> Any:
-    """The drafter's class, whose methods are put back wrong."""
+    """Return the drafter's class, whose methods a test replaces by defective ones."""
     return type(solo.drafter)
 
 
@@ -113,7 +114,7 @@ def kind_of(solo: Solo) -> Any:
 def test_state_left_by_row_of_the_batch_is_caught(
     name: str, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The defect: states stay where the round made them, row by row, and another batch's round overwrites them."""
+    """The defect: states stay in the rows of the round, and the round of another batch overwrites them."""
     solo = make_solo(name)
     advance = Slots.advance
 
@@ -132,7 +133,7 @@ def test_state_left_by_row_of_the_batch_is_caught(
 
 @pytest.mark.parametrize("name", ["eagle3", "frozen-kv-mtp"])
 def test_state_of_the_last_row_is_caught(name: str, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The defect: the state selected is the round's last row, right only where all drafts were accepted."""
+    """The defect: the state is taken from the round's last row, which is right only if all drafts were accepted."""
     solo = make_solo(name)
     observe = kind_of(solo).observe
 
@@ -146,7 +147,7 @@ def test_state_of_the_last_row_is_caught(name: str, make_solo: MakeSolo, monkeyp
 
 @pytest.mark.parametrize("name", ["eagle3", "mtp3-mimo"])
 def test_state_of_an_earlier_round_is_caught(name: str, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The defect: rounds without drafts are forgotten, and the next one that drafts goes on from the state before."""
+    """The defect: the next round that drafts uses the state from before the rounds without drafts."""
     solo = make_solo(name)
 
     def forget(self: Rounds, sequences: Any, needs: Any) -> list[Any]:

@@ -1,7 +1,7 @@
-"""S5 for what a round may write: all input buffers but the declared outputs are bytewise what they were.
+"""S5 for what a round writes: every input buffer except the declared outputs keeps its bytes.
 
-Declared outputs are the lengths, last tokens, output counts and draft states of its own sequences, rows that it leaves
-out, and KV from the first row on that it computes.
+The declared outputs are the lengths, last tokens, output counts and draft states of the round's own sequences, missed
+rows, and KV from the first row that the round computes. All other bytes are compared before and after each round.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def make_solo(checkpoint: Callable[..., Path], tmp_path: Path) -> MakeSolo:
 
 
 class Buffers:
-    """Copies of what a round reads and must leave alone."""
+    """Copies of everything that a round reads and must not change."""
 
     def __init__(self, solo: Solo, inputs: RoundInputs, sequences: Sequence[Running]) -> None:
         self._solo, self._inputs, self._sequences = solo, inputs, sequences
@@ -78,7 +78,7 @@ class Buffers:
 
 
 def check(solo: Solo, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
-    """Rounds of two sequences in a bucket of three, looked at from inside."""
+    """Run rounds of two sequences in a bucket of three, and compare the buffers around each step of a round."""
     sequences = [solo.start(PROMPT[i:] + PROMPT[:i], params(24, seed=i, **fields)) for i in range(2)]
     run_round, num_checked = rounds.run_round, []
 
@@ -118,7 +118,7 @@ def test_a_round_of_a_tree_writes_its_outputs_only(
 
 @pytest.mark.parametrize("name", ["eagle", "standalone", "frozen-kv-mtp"])
 def test_lengths_advanced_in_place_are_caught(name: str, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The defect: drafting counts positions up in the caller's own tensors (here, the slots of the table)."""
+    """The defect: drafting advances positions in the caller's tensors, which are the slots' own."""
     solo = make_solo(name)
     propose = type(solo.drafter).propose
 
@@ -133,7 +133,7 @@ def test_lengths_advanced_in_place_are_caught(name: str, make_solo: MakeSolo, mo
 
 
 def test_a_slot_of_somebody_else_is_caught(make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The defect: draft states are stored one slot further."""
+    """The defect: draft states are stored in the next slot."""
     solo = make_solo("eagle")
     store = DraftState.store
 
@@ -149,7 +149,7 @@ def test_a_slot_of_somebody_else_is_caught(make_solo: MakeSolo, monkeypatch: pyt
 def test_rows_computed_again_are_no_more_than_declared(
     name: str, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The defect: an extend that begins one row early writes over KV that was right."""
+    """The defect: an extend begins one row too early and overwrites KV."""
     solo = make_solo(name)
     read = Slots.read
 

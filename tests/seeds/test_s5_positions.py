@@ -1,6 +1,7 @@
-"""S5: every forward stands where DESIGN.md section 4 says, and rounds leave the draft KV that a recompute gives.
+"""S5: every forward has the positions of DESIGN.md section 4, and the draft KV after a round equals a recompute.
 
-Covers chains run by direct calls.
+Chains run by direct calls. The test records the positions of all forwards of each drafter, and compares draft KV and
+state with those computed from scratch.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Before(NamedTuple):
 
 
 def forwards(solo: Solo, num_steps: int, num_rounds: int = 2) -> tuple[list[list[Row]], list[Before]]:
-    """Every forward of the drafter, for the prompt and for each round; the sequence as it was before each round."""
+    """All forwards of the drafter, for the prompt and for each round, and the sequence before each round."""
     groups: list[list[Row]] = []
     before: list[Before] = []
     with spied(solo.drafter) as log:
@@ -65,7 +66,7 @@ def forwards(solo: Solo, num_steps: int, num_rounds: int = 2) -> tuple[list[list
 
 
 def expected(name: str, num_steps: int, L: int, tokens: list[int]) -> list[list[int]]:  # noqa: N803
-    """Positions of a round's forwards; `tokens` end with the bonus token, which belongs at L."""
+    """Return the positions of a round's forwards. `tokens` end with the bonus token, whose position is L."""
     assert len(tokens) == L + 1
     if name == "standalone":  # the last one only fills a slot
         return [[L + j] for j in range(num_steps + 1)]
@@ -127,8 +128,8 @@ def test_frozen_forwards_see_only_the_targets_rows(make_solo: MakeSolo) -> None:
 
 
 def check_kv(name: str, solo: Solo, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Draft KV and state after rounds with all kinds of acceptance equal a recompute from scratch, though every slot
-    beyond a sequence's tokens is spoilt before each round. Returns how many each round accepted."""
+    """Check that draft KV and state equal a recompute after each round, whatever the round accepts. Every slot beyond
+    the sequence's tokens is overwritten before the round. Return how many drafts each round accepted."""
     asked = params(40, temperature=1.0, seed=3)
     plain = solo.start(PROMPT, asked)
     truth = PROMPT + solo.run(plain, 36, 0)
@@ -150,8 +151,8 @@ def test_rounds_leave_what_a_recompute_gives(name: str, make_solo: MakeSolo, mon
 
 @pytest.mark.parametrize("name", SHIFTED)
 def test_rows_kept_from_drafting_are_caught(name: str, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The defect: extend computes the accepted row alone, and rows before it stay as drafting left them, made from the
-    head's own states instead of the target's."""
+    """The defect: extend computes only the accepted row. Rows before it keep the KV of drafting, which was made from
+    the head's own states instead of the target's."""
     solo = make_solo(name)
 
     def observe(self: Any, rows: RoundRows, hidden: Any, targets: Any, num_accepted: torch.Tensor) -> DraftState:
@@ -170,7 +171,7 @@ def test_rows_kept_from_drafting_are_caught(name: str, make_solo: MakeSolo, monk
 def test_a_slot_left_empty_after_full_acceptance_is_caught(
     make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The defect: a standalone draft never runs its last proposal, whose slot stays empty when all are accepted."""
+    """The defect: a standalone draft does not run its last proposal, so its slot is empty if all are accepted."""
     solo = make_solo("standalone")
     propose = standalone.StandaloneDrafter.propose
 

@@ -1,7 +1,7 @@
-"""S5 for draft trees: nodes stand where DESIGN.md section 4 says, and rounds leave the KV that a recompute gives.
+"""S5 for draft trees: nodes have the positions of DESIGN.md section 4, and the KV after a round equals a recompute.
 
-A drafter that is told the text puts it at a place of its choice among the children of every node, so the accepted path
-leads through any nodes of the tree.
+The drafter is told the text and puts the right token into a chosen column among the children of each node. So the
+accepted path leads through any nodes of the tree.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def coach_trees(
     is_told: Callable[[int, int], bool],
     column: Callable[[int, int], int],
 ) -> None:
-    """Of the children of every node that belong at a position, the one in `column(seed, position)` is the right token
-    where `is_told`, and likelier than the others; elsewhere none is right."""
+    """Make the child in `column(seed, position)` of every node the right token, and the likeliest, if
+    `is_told(seed, position)`. Otherwise no child is right."""
     coach(monkeypatch, truths, lambda *_: False)  # so that greedy rows know their positions too
     original = trees.top_of
 
@@ -98,8 +98,9 @@ def check(
     monkeypatch: pytest.MonkeyPatch,
     column: Callable[[int, int], int] = lambda seed, position: (5 * position + seed) % 7,
 ) -> list[tuple[int, ...]]:
-    """After every round tokens are those of no speculation, KV and state those of a recompute from scratch. Returns
-    the accepted paths, as nodes."""
+    """Check after every round that tokens are those of no speculation, and KV and state those of a recompute.
+
+    Return the accepted paths, as nodes."""
     truths: dict[int, list[int]] = {}
     for index, prompt in enumerate(prompts()):
         plain = solo.start(prompt, asked(index))
@@ -121,7 +122,7 @@ def check(
 
 @contextmanager
 def accepted_paths() -> Iterator[list[tuple[int, ...]]]:
-    """Nodes after the root that rounds accept, of every sequence."""
+    """Return the nodes after the root that each round accepts, for every sequence."""
     accept, paths = rounds.accept_tree, []
 
     def noting(*args: Any) -> trees.Path:
@@ -159,7 +160,7 @@ def test_overlapping_paths(name: str, make_solo: MakeSolo, monkeypatch: pytest.M
 
 
 def check_positions(name: str, solo: Solo) -> None:
-    """Of the drafter's forwards and of the target's, in the rounds of one sequence."""
+    """Record the drafter's and the target's forwards in the rounds of one sequence."""
     topk, steps = solo.rounds.shape.topk, solo.rounds.shape.num_steps
     sequence = solo.start(prompts()[0], params(40))
     for _ in range(3):
@@ -184,7 +185,7 @@ def check_positions(name: str, solo: Solo) -> None:
 
 @contextmanager
 def verified(engine: Engine) -> Iterator[list[tuple[list[int], list[int]]]]:
-    """Positions and lengths of the target's forwards."""
+    """Yield a list that grows by the positions and lengths of the target's forwards."""
     states, seen = engine.states, []
 
     def noting(batch: Any) -> Any:
@@ -200,7 +201,7 @@ def verified(engine: Engine) -> Iterator[list[tuple[list[int], list[int]]]]:
 
 @contextmanager
 def proposed(solo: Solo) -> Iterator[list[list[int]]]:
-    """Parents of the nodes that the drafter proposes for its one sequence."""
+    """Yield a list that grows by the parents of the nodes that the drafter proposes for its only sequence."""
     propose, seen = solo.drafter.propose, []
 
     def noting(*args: Any) -> trees.Drafts:
@@ -225,35 +226,35 @@ def test_nodes_stand_where_they_belong(name: str, make_solo: MakeSolo) -> None:
 
 
 def no_move(self: Engine, *_: torch.Tensor) -> None:
-    """Accepted nodes stay in their slots."""
+    """The defect: accepted nodes stay in their slots."""
 
 
 def from_the_last_on(self: Engine, table: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """One slot is stored before the next is loaded. (From the first on that is right: nodes only ever move down.)"""
+    """The defect: slots are moved one by one in descending order. In ascending order the result would be right."""
     for step in range(sources.shape[1] - 1, -1, -1):
         MOVE(self, table, sources[:, step : step + 1], targets[:, step : step + 1])
 
 
 def at_their_slots(parents: torch.Tensor, num_steps: int) -> Ancestry:
-    """A node stands at the position of its slot."""
+    """The defect: a node has the position of its slot."""
     tree = ANCESTRY(parents, num_steps)
     return tree._replace(depths=torch.arange(tree.depths.shape[1]).expand_as(tree.depths))
 
 
 def seeing_all_before(parents: torch.Tensor, num_steps: int) -> Ancestry:
-    """A node sees its siblings."""
+    """The defect: a node attends to its siblings."""
     tree = ANCESTRY(parents, num_steps)
     return tree._replace(visible=torch.ones_like(tree.visible).tril())
 
 
 def of_the_first_nodes(path: trees.Path, targets: Any, is_valid: Any, hidden: Any, logits: Any) -> Any:
-    """Draft extend runs over the first nodes' states, not those of the path."""
+    """The defect: draft extend reads the states of the first nodes instead of those of the accepted path."""
     new_targets, new_valid, new_hidden, new_logits = ALONG(path, targets, is_valid, hidden, logits)
     return new_targets, new_valid, hidden[:, : new_hidden.shape[1]], new_logits
 
 
 def with_everybodys_history(rows: Any, drafts: trees.Drafts, tree: Ancestry) -> SamplingBatch:
-    """Penalties count all drafts."""
+    """The defect: penalties count all drafts instead of the node's own path."""
     return rows.sampling.ahead(tree.depths, drafts.tokens)
 
 
@@ -281,7 +282,7 @@ def test_defects_of_trees_are_caught(
 
 @pytest.mark.parametrize("name", ["eagle", "frozen-kv-mtp"])
 def test_a_node_at_another_position_is_caught(name: str, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The defects: the target's nodes stand at their slots; the drafter's a step ahead, as the tokens they propose."""
+    """The defects: the target's nodes have the positions of their slots; the drafter's nodes are one position ahead."""
     solo = make_solo(name)
     monkeypatch.setattr(rounds, "ancestry", at_their_slots)
     with caught():

@@ -1,13 +1,13 @@
-"""S6: draft KV, proposals and acceptance do not depend on how a prompt was cut into chunks, nor on prefix hits.
+"""S6: draft KV, proposals and acceptance do not depend on the chunks of a prompt, nor on prefix hits.
 
-Covers chains, through the real handoff: what decode holds when its first round begins.
+Chains run through the real handoff. What the decode node holds when its first round begins, and what its rounds accept,
+is compared for chunks of 1, page - 1, page and page + 1 tokens with the whole prompt.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 import torch
 from drafters import ALL, settings, target_of
 from heads import SIX_LAYERS
-from node_pair import NodePair, params
+from node_pair import NodePair, node_pairs, params
 from solo import Solo, caught, coach, gather
 
 from baton.engine.drafters import shifted, standalone
@@ -30,7 +30,7 @@ BOUND = 1e-4
 
 
 def prompts() -> list[list[int]]:
-    """The last three begin alike: for a whole page, to its end, and but for the token after it."""
+    """Return prompts of many lengths. The last three share two full pages; the first of them goes on for one token."""
     rng = random.Random(6)
     cases = [[rng.randrange(512) for _ in range(num)] for num in (1, 3, 4, 5, 8, 9, 13)]
     stem = [rng.randrange(512) for _ in range(9)]
@@ -39,7 +39,7 @@ def prompts() -> list[list[int]]:
 
 @dataclass
 class Seen:
-    """What one request's rounds showed."""
+    """The observations of one request's rounds."""
 
     kv: torch.Tensor | None = None  # [num_layers, 2, num_kv_heads, L, head_dim], draft's, when the first began
     proposals: list[list[int]] = field(default_factory=list)
@@ -51,14 +51,11 @@ MakePair = Callable[..., NodePair]
 
 @pytest.fixture
 def make_pair() -> Iterator[MakePair]:
-    with ExitStack() as stack:
+    with node_pairs() as start:
 
         def make(model: Path, **both: Any) -> NodePair:
             both = {"page_size": PAGE, "num_pages": 128, **both}
-            pair = NodePair(model, prefill=both, decode=both)
-            stack.callback(pair.close)
-            stack.callback(pair.check_books)
-            return pair
+            return start(model, prefill=both, decode=both)
 
         yield make
 
@@ -68,7 +65,7 @@ def asked(index: int) -> Any:
 
 
 def run(pair: NodePair, name: str) -> list[Seen]:
-    """All prompts, one after the other: matrix products depend on the batch in their last bits."""
+    """Run all prompts one after the other, because the last bits of matrix products depend on the batch."""
     engine, rounds = pair.decode.engine, pair.decode.rounds
     assert engine.drafter is not None
     seen = [Seen() for _ in prompts()]
@@ -115,7 +112,7 @@ def check(ours: list[Seen], theirs: list[Seen]) -> None:
 
 
 def truths(model: Path, monkeypatch: pytest.MonkeyPatch, num_told: int = 4) -> None:
-    """Drafters are told `num_told` tokens of five, so that rounds accept some of them."""
+    """Tell the drafters `num_told` tokens of five, so that rounds accept some of their drafts."""
     solo = Solo(model, speculative="ngram")
     known = {}
     for index, prompt in enumerate(prompts()):
@@ -144,7 +141,7 @@ def test_chunks_and_prefix_hits_make_no_difference(
 def test_acceptance_through_the_handoff_is_that_of_one_process(
     name: str, checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """P3, exactly: round by round, chunked and not. With six layers most prompts are shorter than what travels."""
+    """Promise P3 holds exactly, round by round. With six layers most prompts are shorter than the rows handed over."""
     most = 6 if name == SIX_LAYERS else 3
     model = target_of(name, checkpoint)
     drafter = settings(name, model, tmp_path, steps=most)
@@ -194,7 +191,7 @@ def test_a_chunk_tail_without_its_next_token_is_caught(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The defect: tokens are shifted within a chunk, so that its last row is missing or has the wrong next token."""
+    """The defect: tokens are shifted within a chunk, so its last row is missing or has the wrong next token."""
     observe_prompt = shifted.ShiftedDrafter.observe_prompt
 
     def within(self: Any, chunks: Any, hidden: torch.Tensor) -> None:
@@ -249,7 +246,7 @@ def test_an_unshifted_chunk_without_draft_kv_is_caught(
 def test_a_tail_offered_before_the_first_token_is_caught(
     checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path
 ) -> None:
-    """The defect: the last page goes out before the row of the sampled token is written into it."""
+    """The defect: the last page is offered before the draft row after the sampled token is written into it."""
 
     def mutate(pair: NodePair) -> None:
         node = pair.prefill

@@ -1,11 +1,12 @@
-"""A cluster of real processes, started by the command line as a user would, for the multi-process tests.
+"""A cluster of real processes for integration tests, started by the command line as a user would.
 
     with Cluster(directory, model) as cluster:        # or the fixture start_cluster, see tests/integration/conftest.py
         cluster.start(prefill=1, decode=2, node_flags=["--num-pages", "64"])
         cluster.post("/v1/completions", {...})
 
-Leaving the block checks the books (no request, no ticket, no referenced cache page; after a flush every page is
-free), stops all processes with SIGTERM, and checks that they exit with 0 in time and leave nothing behind.
+At the end of the block the cluster checks the books (no request, no ticket, no referenced cache page; after a flush
+every page is free). It then stops all processes with SIGTERM, and checks that they exit with 0 in time and leave
+nothing behind.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ EXIT_S = 20.0
 TAIL_LINES = 40
 
 
-PORTS = range(10_000, 32_000)  # below those that the kernel gives to whoever asks for any, a client's end for one
+PORTS = range(10_000, 32_000)  # below the ephemeral ports, which the kernel gives to clients
 _given: set[int] = set()
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 on which nothing listens, and that nobody is given by chance before it is used."""
+    """Return a port of 127.0.0.1 on which nothing listens and that this process has not returned before."""
     while True:
         port = random.SystemRandom().choice(PORTS)
         with socket.socket() as probe, suppress(OSError):
@@ -70,12 +71,12 @@ class Process:
         self.popen.send_signal(number)
 
     def wait(self, timeout_s: float = EXIT_S) -> int:
-        """The exit status; the cluster will not expect the process to run any more."""
+        """Wait for the exit and return its status. The cluster no longer expects the process to run."""
         self.is_expected_to_run = False
         return self.popen.wait(timeout_s)
 
     def kill(self) -> None:
-        """SIGKILL, as a fault."""
+        """Send SIGKILL, as a fault."""
         self.popen.kill()
         self.wait()
 
@@ -84,18 +85,18 @@ class Cluster:
     """A router and nodes of one model on loopback."""
 
     ready_s = READY_S
-    complaints = ("Traceback", "dropped a frame")  # what no log may say: nobody sends nonsense here
-    exit_s = EXIT_S  # what a process may take to go
+    complaints = ("Traceback", "dropped a frame")  # no log may contain these: all messages are well-formed
+    exit_s = EXIT_S  # the longest that a process may take to exit
 
     def __init__(self, directory: Path, model: Path | None, *, is_forked: bool = False) -> None:
-        """`is_forked`: its processes start as tests/support/forked.py says, in a tenth of the time."""
+        """`is_forked`: processes are forked from a warm one (tests/support/forked.py), which is much faster."""
         self.is_forked = is_forked
         self.directory = directory
         self.model = model
         self.processes: dict[str, Process] = {}
         self.http_port, self.node_port = free_port(), free_port()
         self.api_key: str | None = None
-        self.releases: dict[str, Path] = {}  # by name, of processes of another release: what has their `baton` in it
+        self.releases: dict[str, Path] = {}  # by process name: the directory of another release's `baton`
 
     @property
     def base_url(self) -> str:
@@ -120,7 +121,7 @@ class Cluster:
         node_flags: list[str] | None = None,
         wait: bool = True,
     ) -> Cluster:
-        """Starts a router and nodes, and waits until all have joined and a request went through."""
+        """Start a router and nodes. Wait until all have joined and a request has succeeded."""
         self.start_router(*(router_flags or []))
         for role, count in (("prefill", prefill), ("decode", decode)):
             for index in range(count):
@@ -134,14 +135,14 @@ class Cluster:
         return self.start_process("router", "router", *address, *flags)
 
     def start_node(self, role: str, name: str, *flags: str, model: Path | None = None) -> Process:
-        """`role` is prefill or decode. One CPU thread unless `flags` say otherwise."""
+        """Start a node. `role` is prefill or decode. It has one CPU thread unless `flags` say otherwise."""
         model = model or self.model
         chosen = ["--model", str(model)] if model else []
         meeting = ["--router", self.node_address, "--node-id", name, "--threads", "1"]
         return self.start_process(name, role, *meeting, *chosen, *flags)
 
     def start_process(self, name: str, *argv: str) -> Process:
-        """`baton *argv` in a process group of its own, its output in a log of its own."""
+        """Start `baton *argv` in its own process group, with its own log file."""
         log_path = self.directory / f"{name}-{len(list(self.directory.glob(f'{name}-*.log')))}.log"
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self.environ(name)}
         if name in self.releases:
@@ -155,11 +156,11 @@ class Cluster:
         return self.processes[name]
 
     def environ(self, name: str) -> dict[str, str]:
-        """What is added to a process's environment."""
+        """Return what is added to a process's environment."""
         return {}
 
     def wait_ready(self, num_nodes: int = 0, timeout_s: float | None = None) -> None:
-        """Until /ready says yes and `num_nodes` have joined. Fails at once when a process has died."""
+        """Wait until /ready answers 200 and `num_nodes` have joined. Fail at once if a process has died."""
 
         def is_ready() -> bool:
             for process in self.processes.values():
@@ -182,7 +183,7 @@ class Cluster:
             self.kill_all()
 
     def close(self) -> None:
-        """Checks the books, stops everything, checks how it stopped."""
+        """Check the books, stop all processes, and check their exits and logs."""
         try:
             self.check_books()
             self.stop()
@@ -191,14 +192,14 @@ class Cluster:
             self.kill_all()
 
     def check_logs(self) -> None:
-        """No process met anything unforeseen: no traceback in any log, nor a message that was taken for malformed."""
+        """Check that no log has a traceback or a message that was dropped as malformed."""
         for path in self.directory.glob("*.log"):
             log = path.read_text(encoding="utf-8", errors="replace")
             for words in self.complaints:
                 assert words not in log, f"{path.name}\n{log[max(0, log.index(words) - 500) :][:4000]}"
 
     def stop(self) -> None:
-        """SIGTERM to nodes and router; every process exits with 0 in time and none of their children is left."""
+        """Send SIGTERM to nodes, then to the router. Check that all exit with 0 in time and leave no child process."""
         running = [process for process in self.processes.values() if process.popen.poll() is None]
         family = [child for process in running for child in psutil.Process(process.pid).children(recursive=True)]
         for process in self.processes.values():
@@ -214,13 +215,13 @@ class Cluster:
         assert not left, f"left behind: {left}"
 
     def kill_all(self) -> None:
-        """Ends what still runs, at once and unchecked."""
+        """Kill all running processes, without checks."""
         for process in self.processes.values():
             if process.popen.poll() is None:
                 process.kill()
 
     def tails(self) -> str:
-        """The ends of all logs."""
+        """Return the last lines of all logs."""
         parts = []
         for path in sorted(self.directory.glob("*.log")):
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
@@ -238,7 +239,7 @@ class Cluster:
         timeout_s: float = 60.0,
         headers: dict[str, str] | None = None,
     ) -> tuple[int, Any]:
-        """(status, body): JSON decoded when it is JSON, else text. `body` is sent as it is when it is bytes."""
+        """Return (status, body). JSON is decoded; anything else is text. A `body` of bytes is sent unchanged."""
         connection = http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=timeout_s)
         key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
@@ -260,7 +261,7 @@ class Cluster:
         return self.request("POST", path, body, **more)
 
     def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
-        """The answer of /v1/completions, which must be 200."""
+        """Return the answer of /v1/completions, whose status must be 200."""
         status, answer = self.post("/v1/completions", {"model": self.model_name, "prompt": prompt, **fields})
         assert status == 200, answer
         return answer
@@ -270,21 +271,25 @@ class Cluster:
         return self.get("/v1/models")[1]["data"][0]["id"]
 
     def nodes(self) -> list[dict[str, Any]]:
-        """What /debug/nodes lists."""
+        """Return the nodes that /debug/nodes lists."""
         status, answer = self.get("/debug/nodes")
         assert status == 200, answer
         return answer["nodes"]
 
     # --- the books ---
 
+    def num_generated(self) -> int:
+        """Return how many tokens all nodes have generated since they started."""
+        return sum(books["stats"]["generated_tokens"] for books in self.ledger()["nodes"].values() if books)
+
     def ledger(self, *, flush: bool = False) -> dict[str, Any]:
-        """Every node's books, after emptying the prefix caches if `flush`."""
+        """Return every node's books. `flush` empties the prefix caches first."""
         status, answer = self.post("/admin/flush") if flush else self.get("/debug/ledger")
         assert status == 200, answer
         return answer
 
     def check_books(self, timeout_s: float = IDLE_S) -> None:
-        """No request, no ticket, no referenced cache page anywhere; after a flush every page is free (or padding)."""
+        """Check that nothing is held anywhere, and that after a flush every page is free (or padding)."""
         router = self.processes.get("router")
         if router is None or router.popen.poll() is not None:
             return
@@ -312,7 +317,7 @@ def _start(argv: Sequence[str], log_path: Path, environ: dict[str, str]) -> subp
 
 
 def held(ledger: dict[str, Any]) -> list[str]:
-    """In words, who holds what an idle cluster holds not."""
+    """Return, in words, everything that is held although the cluster should be idle."""
     held = [f"router: {what} {value}" for what, value in ledger["router"].items() if value]
     for name, books in ledger["nodes"].items():
         if books is None:
@@ -325,7 +330,7 @@ def held(ledger: dict[str, Any]) -> list[str]:
 
 
 def _not_free(ledger: dict[str, Any]) -> list[str]:
-    """In words, which pools hold pages of anybody."""
+    """Return, in words, the pools with pages that are not free."""
     owners = ("request", "ticket", "cache")
     return [
         f"{name}: {books and books['pool']}"
@@ -335,7 +340,7 @@ def _not_free(ledger: dict[str, Any]) -> list[str]:
 
 
 def wait_until(condition: Callable[[], object], what: str | Callable[[], str], timeout_s: float = 30.0) -> None:
-    """Polls `condition()` until it is true; fails with `what` (text, or a function that makes it) after `timeout_s`."""
+    """Poll `condition()` until it is true. After `timeout_s` fail with `what`, a text or a function that returns it."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Pools on a GPU, and a prefill node over one in a process of its own, which does what it is told through a pipe."""
+"""Pools on a GPU, and a prefill node over such a pool in its own process, which obeys orders from a pipe."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class GpuPool(NamedTuple):
 
 
 def make_pool(schema: HandoffSchema, num_pages: int, seed: int | None = None, device: str = "cuda:0") -> GpuPool:
-    """Filled with bytes that the seed alone decides, else with zeros."""
+    """Return a pool filled with random bytes of this seed, or with zeros."""
     memory = make_memory(schema, num_pages)
     kvs = [shareable_zeros(pool.pages.shape, torch.uint8, torch.device(device)) for pool in memory]
     if seed is not None:
@@ -55,9 +55,15 @@ def make_pool(schema: HandoffSchema, num_pages: int, seed: int | None = None, de
 
 
 class Order(NamedTuple):
-    """What the prefill process shall do. `open`: unit, pages; `offer`: unit, indices, pages, generations; `finish`:
-    unit; `hand`: unit, pages, generation: the only offer, with the row; says when it began and how long it took;
-    `reuse`: pages, generation: another request's bytes, on the device, after the count; `end`."""
+    """An order to the prefill process, and its arguments.
+
+    open     unit, num_pages
+    offer    unit, indices, pages, generations
+    finish   unit
+    hand     unit, pages, generation: the only offer, with the row; answers when it began and how long it took
+    reuse    pages, generation: set the generation, then write another request's bytes on the device
+    end      stop the process
+    """
 
     what: str
     args: tuple[Any, ...] = ()
@@ -66,7 +72,7 @@ class Order(NamedTuple):
 def run_gpu_prefill(
     pipe: Connection, schema: HandoffSchema, num_pages: int, seed: int, epoch: str, device: str, node_id: str
 ) -> None:
-    """The body of the process. Sends the node's address, then every event; answers every order with its name."""
+    """Run in the process: send the node's address, then every event, and answer every order with its name."""
     threading.current_thread().name = "prefill"
     pool, memory, kvs = make_pool(schema, num_pages, seed, device)
     server = HandoffServer(
@@ -119,23 +125,23 @@ class GpuPrefill:
         self.events: list[tuple[str, Any]] = []
 
     def tell(self, what: str, *args: Any) -> Any:
-        """Waits for the answer."""
+        """Send an order and return the answer."""
         self.pipe.send(Order(what, args))
         while (answer := self.pipe.recv())[0] != what:
             self.events.append(answer)
         return answer[1]
 
     def post(self, what: str, *args: Any) -> None:
-        """Does not wait."""
+        """Send an order without waiting for the answer."""
         self.pipe.send(Order(what, args))
 
     def wait_for(self, name: str, client: HandoffClient | None = None, timeout_s: float = 20.0) -> Any:
-        """The next event, or answer, of that name. `client` is polled meanwhile, and must have no event."""
+        """Return the next event or answer of this name. `client` is polled meanwhile and must have no event."""
         deadline = time.monotonic() + timeout_s
         while True:
-            for place, event in enumerate(self.events):
+            for index, event in enumerate(self.events):
                 if event[0] == name:
-                    return self.events.pop(place)[1]
+                    return self.events.pop(index)[1]
             events = [] if client is None else client.poll()
             assert not events, events
             if self.pipe.poll(0.001):
@@ -170,7 +176,7 @@ def gpu_client(schema: HandoffSchema, ours: GpuPool, *transports: str) -> Handof
 
 
 def poll_until(client: HandoffClient, kinds: Any, timeout_s: float = 20.0) -> Any:
-    """Polls as a node's loop does, until an event of the kinds has come; returns it."""
+    """Poll as a node's loop does until an event of one of the kinds comes, and return it."""
     deadline = time.monotonic() + timeout_s
     while True:
         for event in client.poll():

@@ -1,5 +1,4 @@
-"""What the handoff tests build their two nodes from: a schema, pools of random bytes, and a prefill node that can run
-in a process of its own."""
+"""Parts of the two nodes in handoff tests: a schema, pools of random bytes, and a prefill node in its own process."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def unit(rid: str = "r", choice: int = 0, attempt: int = 0) -> Unit:
 
 
 def make_memory(schema: HandoffSchema, num_pages: int, seed: int | None = None) -> list[PageMemory]:
-    """One pool a layout of the schema, filled with random bytes where there is a seed, else with zeros."""
+    """Return one pool per layout of the schema, with random bytes if there is a seed, otherwise with zeros."""
     rng = np.random.default_rng(seed)
     memory: list[PageMemory] = []
     for layout in pools(schema):
@@ -56,7 +55,7 @@ def make_server(
     has_gpu: bool = False,
     **more: Any,
 ) -> tuple[HandoffServer, list[Any]]:
-    """The node and its pools; `has_gpu`: they lie on a FakeDevice."""
+    """Return the node and its pools. `has_gpu`: the pools are on a FakeDevice."""
     more = {"bind_host": "127.0.0.1", "fingerprints": FINGERPRINTS, "node_id": "p0", "epoch": epoch} | more
     if has_gpu:
         return _make_with_gpu(HandoffServer, schema, num_pages, seed, more)
@@ -87,7 +86,7 @@ def peer_of(server: HandoffServer) -> Peer:
 
 
 def make_welcome(kind: Callable[..., W], memory: Sequence[PageMemory], transport: str, **more: Any) -> W:
-    """A prefill node's answer on a link, of `kind`, which offers these pools of this process."""
+    """Return a prefill node's welcome of this kind, which offers these pools of this process."""
     fds, sizes = (tuple(getattr(pool, name) for pool in memory) for name in ("fd", "size"))
     fields = {"node_id": "p", "epoch": "e", "transport": transport, "lease_s": 1.0, "num_pages": 16}
     return kind(**{**fields, "pid": os.getpid(), "fds": fds, "sizes": sizes, **more})
@@ -98,7 +97,7 @@ def make_row(schema: HandoffSchema, seed: int = 7) -> bytes:
 
 
 def spin(nodes: Iterable[Any], until: Callable[[list[Any]], Any], timeout_s: float = 20.0) -> list[Any]:
-    """Polls the nodes in turn until `until(events so far)` is true; returns the events, in order."""
+    """Poll the nodes in turn until `until(events so far)` is true. Return the events in order."""
     nodes, events = list(nodes), []
     deadline = time.monotonic() + timeout_s
     while True:
@@ -115,7 +114,7 @@ def named(events: Iterable[Any], kind: type) -> list[Any]:
 
 
 def pages_of(memory: list[PageMemory], numbers: Iterable[int]) -> list[np.ndarray]:
-    """Copies of the pages, [num_layers, len(numbers), page_layer_bytes] a pool."""
+    """Return copies of the pages, [num_layers, len(numbers), page_layer_bytes] per pool."""
     return [pool.pages[:, list(numbers)].copy() for pool in memory]
 
 
@@ -127,9 +126,10 @@ def same_pages(here: list[PageMemory], ours: Iterable[int], there: list[PageMemo
 def run_prefill(
     pipe: Connection, schema: HandoffSchema, seed: int, pages: list[int], pause_s: float, is_endless: bool, epoch: str
 ) -> None:
-    """The body of a prefill process: one ticket a page list, a page offered every `pause_s`, as chunks would be.
+    """Run a prefill process: one ticket, whose pages are offered one by one, every `pause_s`, like chunks.
 
-    `is_endless`: the last page is never offered. Sends its address, then its events; ends with a word from the pipe.
+    `is_endless`: the last page is never offered. The process sends its address and then its events. Any message from
+    the pipe ends it.
     """
     threading.current_thread().name = "prefill"
     server, _ = make_server(schema, 4096 // 4, seed, epoch, node_id=f"p{os.getpid()}")

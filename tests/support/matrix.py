@@ -1,8 +1,7 @@
-"""Requests whose output must not depend on how it is computed, what it must be, and what shows that a run was the one
-that it should be.
+"""Requests whose output must not depend on how it is computed, their expected output, and records of a run.
 
-The reference is a pair of nodes without speculation, one request at a time. Its tokens are checked once more in a
-single pass over each whole sequence, and none of them is a near tie: so every comparison here is exact.
+The reference is a pair of nodes without speculation that runs one request at a time. Its tokens are checked again in a
+single pass over each sequence. None of them is a near tie, so every comparison here is exact.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from node_pair import NodePair, Result, params, replace
 
-from baton.decode_node.scheduler import Plan
+from baton.decode_node.scheduler import StepPlan
 from baton.engine.batch import BatchRow
 from baton.engine.drafters.base import RoundRows
 from baton.engine.pages import Owner
@@ -30,23 +29,23 @@ from baton.metadata.wire.request import SamplingParams, choice_seed
 PAGE_SIZE = 4
 FEW_PAGES = 24  # for the decode node's requests where they are preempted
 LEAST_GAP = 1e-3  # between the two best scores of any token: ten times what promise P1 calls a tie
-BEYOND = 8  # tokens behind the end of a text that drafters know, so that accepted runs would go on
+BEYOND = 8  # tokens after the end of a text that drafters are told, so that accepted runs would go on
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request. Its prompt and seed follow from its place in the list."""
+    """A request. Its prompt and seed follow from its index in the list."""
 
     name: str
     prompt_len: int
     params: SamplingParams
     n: int = 1
-    stop_at: int | None = None  # the output token of that index, which is not there before, ends the request
-    is_late: bool = False  # joins a batch that is under way
+    stop_at: int | None = None  # index of the output token that ends the request; earlier tokens differ from it
+    is_late: bool = False  # it joins a running batch
 
     def is_met(self, free: list[int], ids: list[int]) -> bool:
-        """Whether `ids` end at the stop token, or go on otherwise there if `min_tokens` asks for more; `free` is the
-        text without a stop."""
+        """Return whether `ids` end at the stop token or, if `min_tokens` is larger, have another token there. `free` is
+        the output without a stop token."""
         if self.stop_at is None:
             return ids == free[: self.params.max_tokens]
         if free.index(free[self.stop_at]) < self.stop_at:
@@ -74,7 +73,7 @@ ASKS = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An `Ask` of one model, with what must come out."""
+    """An `Ask` of one model, with its expected output."""
 
     ask: Ask
     prompt: list[int]
@@ -82,12 +81,12 @@ class Case:
     expected: list[Result]  # by choice
 
     def texts(self) -> Iterator[tuple[int, list[int]]]:
-        """By the seed of each choice, the whole sequence."""
+        """Yield each choice's seed and whole sequence."""
         for choice, result in enumerate(self.expected):
             yield choice_seed(self.params.seed, choice), self.prompt + result.ids
 
     def check(self, results: Sequence[Result]) -> None:
-        """`results` are those of the first choices."""
+        """Compare the results of the first choices with the expected ones."""
         for choice, (ours, theirs) in enumerate(zip(results, self.expected, strict=False)):
             where = (self.ask.name, choice)
             assert ours.failed is None and ours.ended is not None and theirs.ended is not None, (where, ours)
@@ -102,10 +101,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """What speculation must not change, for one model."""
+    """The output without speculation, for one model."""
 
     cases: list[Case]
-    truths: dict[int, list[int]]  # by seed, the whole sequence, beyond its end where a stop token ends it
+    truths: dict[int, list[int]]  # by seed: the whole sequence, and more if a stop token ends it
 
     @classmethod
     def of(cls, model: Path, asks: Sequence[Ask] = ASKS) -> Plain:
@@ -118,16 +117,16 @@ class Plain:
         return plain
 
     def _add(self, pair: NodePair, ask: Ask, index: int) -> None:
-        """With the first prompt, of some tried, whose output has no near tie and ends as asked."""
+        """Add a case, with the first of some prompts whose output has no near tie and ends as asked."""
         for attempt in range(20):
             asked = replace(ask.params, seed=100 + index)
             generator = torch.Generator().manual_seed(100 * index + attempt)
             prompt = torch.randint(1, 512, (ask.prompt_len,), generator=generator).tolist()
             longer = replace(asked, max_tokens=asked.max_tokens + BEYOND)
-            free = Case(ask, prompt, longer, run_alone(pair, f"{index}.{attempt} free", prompt, longer, ask.n))
+            free = Case(ask, prompt, longer, run_single(pair, f"{index}.{attempt} free", prompt, longer, ask.n))
             if ask.stop_at is not None:
                 asked = replace(asked, stop_ids=(free.expected[0].ids[ask.stop_at],))
-            case = Case(ask, prompt, asked, run_alone(pair, f"{index}.{attempt}", prompt, asked, ask.n))
+            case = Case(ask, prompt, asked, run_single(pair, f"{index}.{attempt}", prompt, asked, ask.n))
             if ask.is_met(free.expected[0].ids, case.expected[0].ids) and _least_gap(pair, case) > LEAST_GAP:
                 break
         else:
@@ -137,14 +136,14 @@ class Plain:
         self.cases.append(case)
 
 
-def run_alone(pair: NodePair, rid: str, prompt: list[int], asked: SamplingParams, n: int = 1) -> list[Result]:
+def run_single(pair: NodePair, rid: str, prompt: list[int], asked: SamplingParams, n: int = 1) -> list[Result]:
     pair.submit(rid, prompt, asked, n=n)
     results = pair.run()
     return [results[rid, choice] for choice in range(n)]
 
 
 def _least_gap(pair: NodePair, case: Case) -> float:
-    """Between the two best scores of any token; checks that every token follows from one forward over the whole."""
+    """Return the least gap between the two best scores of any token. Check every token by one forward over all."""
     engine, gaps = pair.prefill.engine, []
     vocab_size = engine.model_config.vocab_size
     longest = len(case.prompt) + case.params.max_tokens
@@ -171,8 +170,8 @@ def _mostly(seed: int, position: int) -> bool:
 
 
 def coach(drafter: Any, truths: dict[int, list[int]], is_told: Callable[[int, int], bool] = _mostly) -> None:
-    """Let what the drafter proposes be the target's own token where `is_told(seed, position)`, at about three positions
-    of four. In a tree the right nodes are not the first ones, so their KV has to move."""
+    """Make the drafter propose the target's own token if `is_told(seed, position)`, by default at about three positions
+    of four. In a tree the right nodes are not the first ones, so their KV has to be moved."""
     propose = drafter.propose
 
     def coached(rows: RoundRows, shape: DraftShape) -> Drafts:
@@ -190,8 +189,8 @@ def coach(drafter: Any, truths: dict[int, list[int]], is_told: Callable[[int, in
     drafter.propose = coached
 
 
-def _path(drafts: Drafts, row: int, num_steps: int, salt: int) -> list[int]:
-    """Nodes from the root's child on, one a step; in a tree one of its longest branches, that `salt` chooses."""
+def _path(drafts: Drafts, row: int, num_steps: int, choice: int) -> list[int]:
+    """Return one node per step, below the root. In a tree: one of the longest branches, chosen by `choice`."""
     if drafts.parents is None:
         return list(range(1, num_steps + 1))
     branches = [[0]]
@@ -199,7 +198,7 @@ def _path(drafts: Drafts, row: int, num_steps: int, salt: int) -> list[int]:
         branches.append([*branches[parent], node])
     longest = max(map(len, branches))
     branches = [branch for branch in branches if len(branch) == longest]
-    return branches[-1 - salt % len(branches)][1:]
+    return branches[-1 - choice % len(branches)][1:]
 
 
 # --- what a run was like ---
@@ -207,17 +206,17 @@ def _path(drafts: Drafts, row: int, num_steps: int, salt: int) -> list[int]:
 
 @dataclass(slots=True)
 class Watch:
-    """What the decode node's rounds were like, from when it was built on."""
+    """Records of the decode node's rounds."""
 
-    members: list[set[str]] = field(default_factory=list)  # rids, one set a round
-    num_old: list[int] = field(default_factory=list)  # how many of them had generated three tokens or more
+    members: list[set[str]] = field(default_factory=list)  # rids, one set per round
+    num_old: list[int] = field(default_factory=list)  # members that had generated three tokens or more
     sizes: list[tuple[int, int]] = field(default_factory=list)  # sequences, and rows with padding
     limits: list[set[int]] = field(default_factory=list)
-    num_stops_inside: int = 0  # accepted runs that go on behind a stop token
-    crossings: set[str] = field(default_factory=set)  # rids whose accepted run came to min_tokens and went on
-    last_runs: dict[str, int] = field(default_factory=dict)  # by rid, how many tokens the last accepted run has
-    num_dead: int = 0  # sequences in rounds that were submitted before they were known to be over
-    num_moves: int = 0  # accepted nodes of trees that were not where their KV belongs
+    num_stops_inside: int = 0  # accepted runs that go on after a stop token
+    crossings: set[str] = field(default_factory=set)  # rids whose accepted run went past min_tokens
+    last_runs: dict[str, int] = field(default_factory=dict)  # by rid: the length of the last accepted run
+    num_dead: int = 0  # sequences that had ended when their round was settled
+    num_moves: int = 0  # accepted nodes of trees whose KV had to be moved
 
     @classmethod
     def of(cls, pair: NodePair) -> Watch:
@@ -263,20 +262,20 @@ class Watch:
 
     @property
     def num_joins(self) -> int:
-        """Rounds in which somebody new met somebody who was under way."""
+        """Rounds in which a new sequence joined one that had run before."""
         pairs = zip(self.members, self.members[1:], self.num_old[1:], strict=False)
         return sum(bool(after - before) and num_old > 0 for before, after, num_old in pairs)
 
     @property
     def num_leaves(self) -> int:
-        """Rounds after which somebody left while others went on."""
+        """Rounds after which a sequence left while others went on."""
         pairs = zip(self.members, self.members[1:], strict=False)
         return sum(bool(before - after) and bool(before & after) for before, after in pairs)
 
 
 @contextmanager
 def scarce_pages(pair: NodePair, num_left: int) -> Iterator[None]:
-    """The decode node has only `num_left` pages to give, cached ones among them."""
+    """Leave the decode node only `num_left` pages to give, cached ones included."""
     engine = pair.decode.engine
     held = engine.cache.allocate(engine.cache.available - num_left, Owner.REQUEST)
     try:
@@ -286,7 +285,7 @@ def scarce_pages(pair: NodePair, num_left: int) -> Iterator[None]:
 
 
 def force_steps(pair: NodePair, choose: Callable[[int], int]) -> None:
-    """The adaptive decode node drafts `choose(index of the round)` steps, as far as anybody can use them."""
+    """Make the adaptive decode node draft `choose(index of the round)` steps, as far as a sequence can use them."""
     chooser, count = pair.decode.chooser, iter(range(1 << 30))
     assert chooser is not None
     chooser.choose, pair.decode.scheduler._rests = lambda *_: choose(next(count)), None
@@ -296,7 +295,7 @@ def force_steps(pair: NodePair, choose: Callable[[int], int]) -> None:
 
 
 class Cell(NamedTuple):
-    """A phase of a pair."""
+    """One way to run all requests on a pair."""
 
     is_hit: bool
     is_mixed: bool
@@ -307,7 +306,7 @@ class Cell(NamedTuple):
         return " ".join((*words, "preempted") if self.is_preempted else words)
 
 
-CELLS = [  # in an order in which a hit finds what the phase before it left
+CELLS = [  # in this order a hit finds the pages of the phase before
     Cell(is_hit, is_mixed, is_preempted)
     for is_mixed in (False, True)
     for is_hit, is_preempted in ((False, True), (False, False), (True, False), (True, True))
@@ -315,7 +314,7 @@ CELLS = [  # in an order in which a hit finds what the phase before it left
 
 
 def run_cell(pair: NodePair, cell: Cell, cases: list[Case]) -> None:
-    """All requests once, as the cell says."""
+    """Run all requests once, in the way of the cell, and check the output."""
     if not cell.is_hit:
         pair.prefill.cache.flush()
         pair.decode.cache.flush()
@@ -353,8 +352,8 @@ def run_each_alone(pair: NodePair, cell: Cell, cases: list[Case]) -> None:
 
 
 def run_mixed(pair: NodePair, cell: Cell, cases: list[Case]) -> None:
-    """Some begin together, others join when the first has come some way; when hits have pages for all, all meet in one
-    round, however long their handoffs take."""
+    """Some requests begin together, and others join later. If they are hits with pages for all, all share one round,
+    however long their handoffs take."""
     for is_late in (False, True):
         for case in cases:
             if case.ask.is_late == is_late:
@@ -365,7 +364,7 @@ def run_mixed(pair: NodePair, cell: Cell, cases: list[Case]) -> None:
         with rounds_paused(pair):
             pair.step_until(lambda: len(pair.decode.scheduler.running) == 1 + len(cases))
     if cell.is_preempted:
-        for _ in range(3):  # beside those for want of pages
+        for _ in range(3):  # besides preemptions for lack of pages
             pair.step_until(lambda: len(pair.decode.scheduler.running) > 1 or pair.is_done)
             preempt(pair, cell)
             for _ in range(3):
@@ -375,19 +374,28 @@ def run_mixed(pair: NodePair, cell: Cell, cases: list[Case]) -> None:
 
 @contextmanager
 def rounds_paused(pair: NodePair) -> Iterator[None]:
-    """The decode node admits and computes nothing."""
+    """The decode node receives pages and starts sequences, but runs no round."""
     scheduler = pair.decode.scheduler
-    plan, scheduler.plan = scheduler.plan, Plan
-    yield
-    scheduler.plan = plan
+    plan, scheduler.plan = scheduler.plan, StepPlan
+    try:
+        yield
+    finally:
+        scheduler.plan = plan
+
+
+def start_together(pair: NodePair) -> None:
+    """Pause rounds until every submitted request runs or has ended. What follows does not depend on how long handoffs
+    take."""
+    with rounds_paused(pair):
+        pair.step_until(lambda: pair.is_started)
 
 
 def preempt(pair: NodePair, cell: Cell) -> None:
-    """The youngest, if there is one; a cold one finds nothing of its own when it comes back."""
+    """Preempt the youngest sequence, if there is one. In a cold cell it finds no cached page when it resumes."""
     scheduler = pair.decode.scheduler
     pair.decode.settle()
     if scheduler.running:
-        scheduler._preempt(scheduler.running[-1])
+        scheduler.preempt(scheduler.running[-1])
     if not cell.is_hit:
         pair.decode.cache.flush()
 
@@ -398,5 +406,5 @@ def check_hits(pair: NodePair, cell: Cell, results: list[Result]) -> None:
     if cell.is_hit:
         assert num_hits > len(ASKS) // 2, (cell, num_hits)
         assert num_pages > 0 or cell.is_preempted, cell
-    elif not (cell.is_mixed and cell.is_preempted):  # a choice that waits for pages finds its own prompt
+    elif not (cell.is_mixed and cell.is_preempted):  # a choice that waits for pages finds the pages of its own prompt
         assert num_hits == num_pages == 0, (cell, num_hits, num_pages)

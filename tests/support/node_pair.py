@@ -1,10 +1,10 @@
-"""A prefill and a decode node in one thread with their real sockets, and the least router that can drive them."""
+"""A prefill and a decode node in one thread, with real sockets, driven by a minimal router."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ ROUTER_EPOCH = "test-router"
 
 @dataclass
 class Result:
-    """What the router has heard of one choice."""
+    """What the router has received for one choice."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -63,16 +63,36 @@ class Result:
 
 
 @dataclass
-class _Entry:
+class _Waiting:
+    """A request that waits for a reservation."""
+
     rid: str
     request: GenerationRequest
     choices: list[int]
     attempt: int = 0
-    is_alone: bool = False
+    is_local: bool = False
+
+
+@contextmanager
+def node_pairs(*, checks_books: bool = True) -> Iterator[Callable[..., NodePair]]:
+    """Yield a function that starts pairs, with the arguments of NodePair. When the block ends, the books of all pairs
+    are checked (unless `checks_books` is False) and all pairs are closed."""
+    pairs: list[NodePair] = []
+
+    def start(model: Path, **options: Any) -> NodePair:
+        pairs.append(NodePair(model, **options))
+        return pairs[-1]
+
+    yield start
+    with ExitStack() as stack:
+        for pair in pairs:
+            stack.callback(pair.close)
+        for pair in pairs if checks_books else ():
+            pair.check_books()
 
 
 class NodePair:
-    """`submit` requests, then `run` until all have ended. Reservations go to decode first come, first served."""
+    """`submit` requests, then `run` until all have ended. The decode node is asked for reservations in order."""
 
     def __init__(
         self,
@@ -103,7 +123,10 @@ class NodePair:
             self.decode = start_decode("decode-0", settings, is_adaptive=is_adaptive, overlaps=overlaps)
             self._nodes.append(self.decode)
             stack.pop_all()
-        for node in (self.prefill, self.decode):  # their router is this thread: it is not gone while one computes long
+        for node in (
+            self.prefill,
+            self.decode,
+        ):  # this thread is also their router, which must not count as gone while a node computes
             node.membership._session._clock = lambda: 0.0
         self.results: dict[tuple[str, int], Result] = {}
         self.admitted: list[Admitted] = []
@@ -111,8 +134,8 @@ class NodePair:
         self.ledgers: list[LedgerReport] = []
         self._ids: dict[str, bytes] = {}
         self._hellos: dict[str, Hello] = {}
-        self._waiting: list[_Entry] = []
-        self._reserving: _Entry | None = None
+        self._waiting: list[_Waiting] = []
+        self._reserving: _Waiting | None = None
         self.is_full = False
         self._join()
 
@@ -124,17 +147,16 @@ class NodePair:
         *,
         n: int = 1,
         received: Sequence[int] = (),
-        is_alone: bool = False,
+        is_local: bool = False,
         **more: Any,
     ) -> None:
-        """Queue a request; results come under (rid, choice). `is_alone`: for the decode node without the prefill
-        node."""
+        """Queue a request. Its results are `results[rid, choice]`. `is_local`: the decode node computes the prompt."""
         request = GenerationRequest(
             prompt_ids=pack_ids(prompt_ids), params=params, received_ids=pack_ids(received), **more
         )
         for choice in range(n):
             self.results[rid, choice] = Result()
-        self._waiting.append(_Entry(rid, request, list(range(n)), is_alone=is_alone))
+        self._waiting.append(_Waiting(rid, request, list(range(n)), is_local=is_local))
 
     def run(self, timeout_s: float = 60.0) -> dict[tuple[str, int], Result]:
         """Step both nodes until every choice has ended or failed and both nodes hold nothing."""
@@ -149,12 +171,17 @@ class NodePair:
             assert time.monotonic() < deadline, self.results
 
     @property
+    def is_started(self) -> bool:
+        """Whether no submitted request waits, for a reservation or for its prompt."""
+        return not self._waiting and self._reserving is None and not self.decode.scheduler.reserved
+
+    @property
     def is_done(self) -> bool:
         pending = [r for r in self.results.values() if r.ended is None and r.failed is None]
         return not pending and self.prefill.is_idle and self.decode.is_idle and not self._waiting
 
     def step(self) -> None:
-        """One turn of everybody."""
+        """Step each node once, and process their messages."""
         self.prefill.step()
         self._receive()
         self.decode.step()
@@ -165,7 +192,7 @@ class NodePair:
         self._socket.send_multipart([self._ids[node], encode(message)])
 
     def check_books(self) -> None:
-        """Nothing is held for anybody, and every page can be freed."""
+        """Check that the nodes hold no request and no ticket, and that every page can be freed."""
         for node in (self.prefill, self.decode):
             ledger = node.cache.ledger()
             assert not node.units() and not node.tickets(), (node.units(), node.tickets())
@@ -175,7 +202,7 @@ class NodePair:
             assert ledger.free + ledger.padding == node.engine.pool.num_pages, ledger
 
     def inspect(self, node: str) -> LedgerReport:
-        """The node's books as the router gets them."""
+        """Return the node's books as the router gets them."""
         self.send(node, Inspect(router_epoch=ROUTER_EPOCH, query=len(self.ledgers)))
         count = len(self.ledgers)
         while len(self.ledgers) == count:
@@ -196,7 +223,6 @@ class NodePair:
             assert time.monotonic() < deadline
         for name in self._ids:
             self.send(name, Welcome(router_epoch=ROUTER_EPOCH, protocol=PROTOCOL_MAX, need_tokenizer=False))
-        time.sleep(0.05)
 
     def _receive(self) -> None:
         while True:
@@ -220,7 +246,7 @@ class NodePair:
             case Tokens():
                 self._take(message)
             case Failed(unit=unit):
-                result = self.results.get((unit.rid, unit.choice))  # None: the test has cancelled it
+                result = self.results.get((unit.rid, unit.choice))  # None: the test has cancelled the request
                 if result is not None and result.failed is None:
                     result.failed = message
             case Admitted():
@@ -231,7 +257,7 @@ class NodePair:
                 self.ledgers.append(message)
 
     def _dispatch(self) -> None:
-        """The head of the queue asks decode; one that needs no decode node goes to prefill alone."""
+        """Ask for a reservation for the first waiting request. A request of one token needs none."""
         if self._reserving is not None or self.is_full or not self._waiting:
             return
         entry = self._waiting[0]
@@ -248,7 +274,7 @@ class NodePair:
             "choices": tuple(entry.choices),
             "request": entry.request,
         }
-        if entry.is_alone:
+        if entry.is_local:
             self.send("decode", Compute(**work))
             return
         self.send(
@@ -264,11 +290,11 @@ class NodePair:
     def _granted(self, message: Reserved) -> None:
         entry = self._reserving
         if entry is None or (entry.rid, entry.attempt) != (message.rid, message.attempt):
-            return  # answered twice
+            return  # the answer came twice
         self._reserving = None
-        if entry not in self._waiting:  # the test has cancelled it meanwhile
+        if entry not in self._waiting:  # the test has cancelled the request
             return
-        if message.granted and not entry.is_alone:
+        if message.granted and not entry.is_local:
             hello = self._hellos["decode"]
             self._send_prefill(entry, message.granted, Peer(hello.node_id, hello.epoch, protocol=PROTOCOL_MAX))
         entry.choices = [choice for choice in entry.choices if choice not in message.granted]
@@ -278,7 +304,7 @@ class NodePair:
         else:
             self._waiting.pop(0)
 
-    def _send_prefill(self, entry: _Entry, choices: tuple[int, ...], decode: Peer | None) -> None:
+    def _send_prefill(self, entry: _Waiting, choices: tuple[int, ...], decode: Peer | None) -> None:
         self.send(
             "prefill",
             Prefill(
@@ -293,9 +319,9 @@ class NodePair:
 
     def _take(self, message: Tokens) -> None:
         firsts, counts, ids = unpack_ids(message.firsts), unpack_ids(message.counts), unpack_ids(message.ids)
-        at = 0
+        start = 0
         for i, unit in enumerate(message.units):
-            new, at = ids[at : at + counts[i]], at + counts[i]
+            new, start = ids[start : start + counts[i]], start + counts[i]
             self._merge(unit, firsts[i], new, list(message.logprobs.get(i, ())), message.ended.get(i))
 
     def _merge(
@@ -305,7 +331,9 @@ class NodePair:
         if not result.ids and first:
             result.ids = [-1] * first  # received by an earlier attempt
         assert first <= len(result.ids), (unit, first, result)
-        known = min(len(result.ids) - first, len(ids))  # prefill's message may come after decode's that repeats it
+        known = min(
+            len(result.ids) - first, len(ids)
+        )  # the prefill node's message may come later than the decode node's, which repeats it
         assert result.ids[first : first + known] == ids[:known], (unit, first, ids, result.ids)
         result.ids += ids[known:]
         result.logprobs += logprobs[known:]
@@ -313,7 +341,7 @@ class NodePair:
 
 
 def params(max_tokens: int, **more: Any) -> SamplingParams:
-    """Greedy unless told otherwise."""
+    """Return sampling parameters, greedy unless `more` says otherwise."""
     return SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **more})
 
 

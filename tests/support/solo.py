@@ -1,4 +1,4 @@
-"""One engine with a drafter and no messages: prompts in chunks, then rounds, each as a test asks for it.
+"""One engine with a drafter, without nodes and messages. The test itself runs each chunk and each round.
 
 solo = Solo(model, speculative="eagle", draft_model=str(head))
 sequence = solo.start([1, 2, 3], params(20), chunk=2)
@@ -31,13 +31,13 @@ from baton.engine.sampling_state import SamplingState
 from baton.engine.slots import MAX_MISSED
 from baton.metadata.wire.request import SamplingParams
 
-POISON = 1e4  # where nobody may read: finite, so that a masked score stays masked
-_MODULES = (shifted, standalone, frozen_kv, mtp_layers)  # drafters that draw by `sample_ahead`
+POISON = 1e4  # written where nobody may read; finite, so that a masked score stays masked
+_MODULES = (shifted, standalone, frozen_kv, mtp_layers)  # drafters that sample by `sample_ahead`
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A sequence as the rounds see it."""
+    """A sequence, as the engine's rounds need it."""
 
     prompt_len: int
     token_ids: list[int]
@@ -55,8 +55,8 @@ class Running:
 
 
 def spoil(solo: Solo, victim: Running) -> None:
-    """Plausible nonsense wherever a round must not look: the static inputs name `victim`, padding's rows and page hold
-    large numbers."""
+    """Overwrite everything that a round must not read: static inputs name `victim`, and the rows and the page of
+    padding hold large numbers."""
     for inputs in itertools.chain(*solo.rounds._buckets.values()):
         named = (inputs.slots, inputs.limits, inputs.missed_rows, inputs.proposed, inputs.block_table)
         for each, value in zip(named, (victim.slot, 5, 3, 1, victim.pages[0]), strict=True):
@@ -71,7 +71,7 @@ def spoil(solo: Solo, victim: Running) -> None:
 
 
 class Solo:
-    """Pages of finished sequences are not given back: give it enough of them."""
+    """An engine with its rounds. It never frees the pages of finished sequences, so it needs enough of them."""
 
     def __init__(self, model: Path, *, num_slots: int = 64, buckets: Sequence[int] = (), **settings: Any) -> None:
         common: dict[str, Any] = {"device": "cpu", "threads": 1, "page_size": 4, "num_pages": 1024}
@@ -81,13 +81,13 @@ class Solo:
         self.rounds = Rounds(self.engine, num_slots, buckets)
 
     def start(self, prompt: Sequence[int], params: SamplingParams, *, chunk: int = 64) -> Running:
-        """Computes the prompt, `chunk` tokens at a time, and samples the first token."""
+        """Compute the prompt, `chunk` tokens at a time, and sample the first token."""
         return self.start_many([prompt], [params], chunk=chunk)[0]
 
     def start_many(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, chunk: int = 64
     ) -> list[Running]:
-        """Prompts of one length, in one batch."""
+        """Start prompts of one length in one batch."""
         vocab_size = self.engine.model_config.vocab_size
         states = [
             SamplingState(p, ids, vocab_size=vocab_size, device=self.engine.device)
@@ -111,14 +111,14 @@ class Solo:
     def round(
         self, sequences: Sequence[Running], num_steps: int, limits: Sequence[int] | None = None
     ) -> list[Accepted]:
-        """One round of all `sequences`, which grow by what it brings."""
+        """Run one round of all `sequences`, and append its tokens to them."""
         shape = self.rounds.shape.with_steps(num_steps)
         results = self.rounds.run(sequences, shape, limits or [num_steps] * len(sequences))
         self.take(sequences, results)
         return results
 
     def take(self, sequences: Sequence[Running], results: Sequence[Accepted | None]) -> None:
-        """What a round of them brought."""
+        """Append the results of a round to its sequences."""
         for sequence, result in zip(sequences, results, strict=True):
             assert result is not None
             for token in result.token_ids:
@@ -128,13 +128,13 @@ class Solo:
             sequence.num_accepted.append(result.num_accepted)
 
     def run(self, sequence: Running, num_tokens: int, num_steps: int) -> list[int]:
-        """Rounds of one sequence until it has generated `num_tokens`, which are returned."""
+        """Run rounds of one sequence until it has generated `num_tokens`, and return these."""
         while len(sequence.generated) < num_tokens:
             self.round([sequence], num_steps)
         return sequence.generated[:num_tokens]
 
     def from_scratch(self, sequence: Running) -> Running:
-        """The same sequence in pages of its own, everything computed anew in one pass."""
+        """Return a copy of the sequence with its own pages, computed from scratch in one pass."""
         known = sequence.token_ids[:-1]
         pages = self._allocate(len(known) + 16)
         extend, _ = self._compute([known], [pages], len(known))
@@ -148,12 +148,12 @@ class Solo:
         return scratch
 
     def draft(self, sequence: Running) -> DraftState:
-        """What the drafter keeps of it, one row."""
+        """Return the sequence's draft state, one row."""
         assert sequence.slot is not None
         return self.rounds.slots._draft.select(torch.tensor([sequence.slot], device=self.engine.device))
 
     def draft_kv(self, sequence: Running) -> torch.Tensor | None:
-        """[num_layers, 2, num_kv_heads, L, head_dim]: the drafter's own KV of all tokens with target KV."""
+        """Return the drafter's own KV of all tokens with target KV: [num_layers, 2, num_kv_heads, L, head_dim]."""
         kvs = self.engine._kvs
         return None if len(kvs) < 2 else gather(kvs[1], sequence.pages, sequence.num_computed)
 
@@ -161,7 +161,7 @@ class Solo:
         return gather(self.engine.kv, sequence.pages, sequence.num_computed)
 
     def poison(self, sequence: Running) -> None:
-        """Spoils every slot of the sequence beyond its tokens with KV, in all pools."""
+        """Overwrite every slot of the sequence beyond its tokens with KV, in all pools."""
         page_size = self.engine.pool.page_size
         for kv in self.engine._kvs:
             for slot in range(sequence.num_computed, len(sequence.pages) * page_size):
@@ -173,7 +173,7 @@ class Solo:
     def _compute(
         self, prompts: Sequence[Sequence[int]], pages: Sequence[list[int]], chunk: int
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Extend states of all positions [num_prompts, num_tokens, width], and logits of the last ones."""
+        """Return extend states of all positions [num_prompts, num_tokens, width], and logits of the last ones."""
         num_tokens, extends = len(prompts[0]), []
         for start in range(0, num_tokens, chunk):
             stop = min(start + chunk, num_tokens)
@@ -188,7 +188,7 @@ class Solo:
         return torch.cat(extends, 1) if extends else None, computed.logits
 
     def _finish(self, sequences: Sequence[Running], extend: torch.Tensor | None) -> DraftState:
-        """After everything but their last tokens was computed, all of one length."""
+        """Return the draft states of sequences of one length, whose tokens but the last are computed."""
         num_rows = self.drafter.hidden.num_target_rows
         tails, tokens = [], []
         for i, sequence in enumerate(sequences):
@@ -203,7 +203,7 @@ class Solo:
 
 
 def gather(kv: torch.Tensor, pages: Sequence[int], num_tokens: int) -> torch.Tensor:
-    """[num_layers, 2, num_kv_heads, num_tokens, head_dim], a copy, of a pool [num_layers, num_pages, 2, ...]."""
+    """Copy [num_layers, 2, num_kv_heads, num_tokens, head_dim] from a pool [num_layers, num_pages, 2, ...]."""
     rows = kv[:, list(pages)].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
     return rows[:, :, :, :num_tokens].clone()
 
@@ -214,12 +214,12 @@ class Spied(NamedTuple):
     tokens: list[int]
     positions: list[int]
     seq_lens: tuple[int, ...]
-    is_extend: bool | None  # None: the drafter makes no difference
+    is_extend: bool | None  # None: the drafter has no separate extend
     recurrent: torch.Tensor  # [num_tokens, width] what it returned
 
 
 class SpyLog(list[Spied]):
-    """The forwards of a drafter in order, and beside them the logits that it drew tokens from."""
+    """The forwards of a drafter in order, and the logits from which it sampled tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class SpyLog(list[Spied]):
 
 
 class _Spy:
-    """Stands before a head or a draft model and notes every forward."""
+    """Wraps a head or a draft model and records every forward."""
 
     def __init__(self, inner: Any, log: SpyLog) -> None:
         self._inner, self._log = inner, log
@@ -258,7 +258,7 @@ class _Spy:
 
 @contextmanager
 def spied(drafter: Any) -> Iterator[SpyLog]:
-    """Watches a drafter."""
+    """Record the forwards of a drafter."""
     log = SpyLog()
     name = "_model" if hasattr(drafter, "_model") else "_head"
     inner = getattr(drafter, name)
@@ -270,9 +270,9 @@ def spied(drafter: Any) -> Iterator[SpyLog]:
 
 
 def coach(monkeypatch: Any, truths: dict[int, list[int]], is_told: Callable[[int, int], bool]) -> None:
-    """Random drafters guess nearly never; a coached one proposes the right token wherever `is_told(seed, position)`.
+    """Make drafters propose the right token if `is_told(seed, position)`. Random drafters are almost never right.
 
-    `truths`: by seed, the whole sequence as it will be. The drafter's own choice stands everywhere else."""
+    `truths`: by seed, the whole sequence. If a drafter is not told, its own choice stands."""
     original = trees.sample_ahead
 
     def sample_ahead(logits: torch.Tensor, base: SamplingBatch, drafted: torch.Tensor) -> torch.Tensor:
@@ -289,7 +289,7 @@ def coach(monkeypatch: Any, truths: dict[int, list[int]], is_told: Callable[[int
 
 
 def _know_positions(monkeypatch: Any) -> None:
-    """Where all rows are plainly greedy nobody reads positions, and `ahead` leaves them as they are: advance them."""
+    """Advance positions in `ahead` also if all rows are plainly greedy. It skips that, as nobody reads them then."""
     original, position = SamplingBatch.ahead, INTS.index("position")
 
     def ahead(self: SamplingBatch, num_ahead: torch.Tensor, *rest: Any) -> SamplingBatch:
@@ -303,7 +303,7 @@ def _know_positions(monkeypatch: Any) -> None:
 
 
 def frozen_fields(sequence: Running) -> dict[str, Any]:
-    """A copy of all that a round must leave as it was (all but the draft state)."""
+    """Return a copy of all fields that a round must not change (all except the draft state)."""
     fields = {each.name: getattr(sequence, each.name) for each in dataclasses.fields(sequence)}
     copied = {name: list(value) if isinstance(value, list) else value for name, value in fields.items()}
     del copied["sampling"]
@@ -312,7 +312,7 @@ def frozen_fields(sequence: Running) -> dict[str, Any]:
 
 @contextmanager
 def caught() -> Iterator[None]:
-    """The block's check must fail: an assertion of the test itself, not a fault elsewhere."""
+    """Check that an assertion of the test itself fails in the block, and not something else."""
     with pytest.raises(AssertionError) as raised:
         yield
     assert "/tests/" in str(raised.traceback[-1].path), raised.traceback[-1]

@@ -1,20 +1,21 @@
-"""A chunk is submitted before the one before is read: what may then happen when, and what becomes of a job that is
-dropped while its chunk is under way."""
+"""The prefill node submits a chunk before it reads the results of the last one.
+
+The tests check the order of events, and what happens to a request that is dropped while its chunk is under way."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from node_pair import NodePair, params
+from node_pair import NodePair, node_pairs, params
 
 from baton.metadata.wire.messages import PROTOCOL_MAX, PrefillDone, Tokens, Welcome
 from baton.metadata.wire.request import Unit
 from baton.prefill_node import chunks, node
+from baton.prefill_node.scheduler import StepPlan
 
 CHUNK = 8
 MakePair = Callable[..., NodePair]
@@ -22,17 +23,9 @@ MakePair = Callable[..., NodePair]
 
 @pytest.fixture
 def make_pair(checkpoint: Callable[..., Path]) -> Iterator[MakePair]:
-    pairs: list[NodePair] = []
-
-    def make(*, overlaps: bool = True) -> NodePair:
-        settings = {"page_size": 4, "chunk_tokens": CHUNK}
-        pairs.append(NodePair(checkpoint("llama"), prefill=settings, decode=settings, overlaps=overlaps))
-        return pairs[-1]
-
-    yield make
-    for pair in pairs:
-        with closing(pair):
-            pair.check_books()
+    settings = {"page_size": 4, "chunk_tokens": CHUNK}
+    with node_pairs() as start:
+        yield lambda *, overlaps=True: start(checkpoint("llama"), prefill=settings, decode=settings, overlaps=overlaps)
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -47,8 +40,8 @@ def submit(
     prompts: Mapping[int, list[int]] | None = None,
     already: int = 0,
 ) -> None:
-    """Requests "0", "1", ..., of these lengths, or with these prompts. All wait at the prefill node then, claimed, and
-    those `already` submitted."""
+    """Submit requests "0", "1", ... of these lengths, or with these prompts. Step until all of them, and `already`
+    earlier ones, wait at the prefill node and are claimed."""
     for index, num_tokens in enumerate(lens):
         pair.submit(str(index), (prompts or {}).get(index) or prompt(num_tokens, index), params(max_tokens))
     scheduler, start = pair.prefill.scheduler, pair.prefill.scheduler.start
@@ -59,16 +52,16 @@ def submit(
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
-    """What prefill nodes do, with the rids: submitted chunks, and chunks waited for."""
+    """The chunks that prefill nodes submit and wait for, with their rids."""
     found: list[tuple[str, list[str]]] = []
     begin, wait = chunks.submit, chunks.SubmittedChunk.wait
 
-    def submitted(engine: Any, plan: chunks.Plan) -> chunks.SubmittedChunk:
-        found.append(("submit", [job.rid for job, _ in plan]))
+    def submitted(engine: Any, plan: StepPlan) -> chunks.SubmittedChunk:
+        found.append(("submit", [request.rid for request, _ in plan]))
         return begin(engine, plan)
 
     def waited(self: chunks.SubmittedChunk) -> float:
-        found.append(("wait", [job.rid for job, _ in self.plan]))
+        found.append(("wait", [request.rid for request, _ in self.plan]))
         return wait(self)
 
     monkeypatch.setattr(node, "submit", submitted)
@@ -77,7 +70,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
 
 
 def watch_sent(pair: NodePair, events: list[tuple[str, list[str]]]) -> None:
-    """First tokens too."""
+    """Record first tokens and ends of requests, too."""
     send = pair.prefill.membership.send
 
     def sent(message: Any) -> None:
@@ -98,7 +91,7 @@ def test_the_next_chunk_is_submitted_before_first_tokens_are_read(
     events: list[tuple[str, list[str]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The last one waits for no other, and no first token that lies there waits for a submission."""
+    """The last chunk is settled at once. If a chunk is already done, it is settled before the next is submitted."""
     monkeypatch.setattr(chunks.SubmittedChunk, "is_done", property(lambda _: is_done))
     pair = make_pair(overlaps=overlaps)
     watch_sent(pair, events)
@@ -115,22 +108,22 @@ def test_the_next_chunk_is_submitted_before_first_tokens_are_read(
 def test_a_prompt_alone_is_settled_in_the_step_that_ends_it(make_pair: MakePair) -> None:
     pair = make_pair()
     submit(pair, [2 * CHUNK], max_tokens=1)
-    job = pair.prefill.scheduler.waiting[0]
-    assert pair.prefill.step() and (job.num_submitted, job.num_computed) == (CHUNK, 0)
-    assert not pair.prefill.step() and job.is_computed and pair.prefill.is_idle
+    request = pair.prefill.scheduler.waiting[0]
+    assert pair.prefill.step() and (request.num_submitted, request.num_computed) == (CHUNK, 0)
+    assert not pair.prefill.step() and request.is_computed and pair.prefill.is_idle
     pair.run()
 
 
 def watch_offers(pair: NodePair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Pages that were offered; none may be of a chunk that nobody has waited for."""
+    """Return a list that grows by the offered pages, and check that their chunks have been waited for."""
     offered: list[int] = []
     unsettled: dict[int, set[int]] = {}  # by chunk
     begin, wait, offer = chunks.submit, chunks.SubmittedChunk.wait, pair.prefill.handoff.offer
 
-    def submitted(engine: Any, plan: chunks.Plan) -> chunks.SubmittedChunk:
+    def submitted(engine: Any, plan: StepPlan) -> chunks.SubmittedChunk:
         chunk = begin(engine, plan)
-        spans = [(job, row.position // 4, -(-(row.position + len(row.input_ids)) // 4)) for job, row in plan]
-        unsettled[id(chunk.plan)] = {page for job, first, stop in spans for page in job.pages[first:stop]}
+        spans = [(request, row.position // 4, -(-(row.position + len(row.input_ids)) // 4)) for request, row in plan]
+        unsettled[id(chunk.plan)] = {page for request, first, stop in spans for page in request.pages[first:stop]}
         return chunk
 
     def waited(self: chunks.SubmittedChunk) -> float:
@@ -150,7 +143,7 @@ def watch_offers(pair: NodePair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_pages_are_offered_when_their_chunk_is_settled(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that another prompt finds in the prefix cache while they are computed."""
+    """This holds also for pages that another prompt finds in the prefix cache while they are computed."""
     pair = make_pair()
     offered = watch_offers(pair, monkeypatch)
     monkeypatch.setattr(pair.prefill.scheduler, "max_running", 2)
@@ -163,13 +156,13 @@ def test_pages_are_offered_when_their_chunk_is_settled(make_pair: MakePair, monk
 
 
 def is_claimed(pair: NodePair) -> bool:
-    """Whether the decode node's claims of all tickets have come."""
+    """Return whether the decode node has claimed all tickets."""
     tickets = [pair.prefill.handoff._book.get(unit) for unit in pair.prefill.tickets()]
     return all(ticket is not None and ticket.holder is not None for ticket in tickets)
 
 
 def under_way(make_pair: MakePair) -> NodePair:
-    """Requests "0" and "1" have their ends under way, and a part of "2" is computed with them."""
+    """Return a pair with one chunk under way: the ends of requests "0" and "1", and a part of "2"."""
     pair = make_pair()
     submit(pair, [3, 3, CHUNK])
     pair.prefill.step()
@@ -179,14 +172,16 @@ def under_way(make_pair: MakePair) -> NodePair:
 
 
 def forget(pair: NodePair, rid: str) -> None:
-    """Nobody waits for it at the decode node and here."""
+    """Drop the request at the decode node, and expect no result of it."""
     for sequence in pair.decode.scheduler.find(rid, 9, None):
         pair.decode._drop(sequence, "test")
     pair.results.pop((rid, 0))
 
 
 @pytest.mark.parametrize("rids", ["0", "2", "01", "012"])
-def test_a_job_that_is_cancelled_under_way(rids: str, make_pair: MakePair, events: list[tuple[str, list[str]]]) -> None:
+def test_a_request_that_is_cancelled_under_way(
+    rids: str, make_pair: MakePair, events: list[tuple[str, list[str]]]
+) -> None:
     pair = under_way(make_pair)
     watch_sent(pair, events)
     expected = {"0", "1", "2"} - set(rids)
@@ -218,7 +213,7 @@ def test_a_choice_that_is_cancelled_under_way(make_pair: MakePair) -> None:
 
 
 def test_tickets_that_end_under_way(make_pair: MakePair, events: list[tuple[str, list[str]]]) -> None:
-    """The decode node is gone: nobody waits for first tokens there, and pages are free at once."""
+    """The decode node is gone, so no first token is sent, and the pages are free at once."""
     pair = under_way(make_pair)
     watch_sent(pair, events)
     pair.prefill.handoff.close_peer(pair._hellos["decode"].epoch)

@@ -1,4 +1,4 @@
-"""What a pair of nodes tells of a request's time: chunks, pulls, rounds and preemptions, as durations that fit."""
+"""The times that a pair of nodes reports for a request: chunks, pulls, rounds and preemptions add up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a sequence spent its time on a decode node: rounds, and preemptions between them. For the request's timeline."""
+"""A sequence's clock: how long it ran, and how long it was preempted in between. For the request's timeline."""
 
 from __future__ import annotations
 
@@ -9,46 +9,56 @@ from ..metadata.wire.request import MAX_PREEMPTIONS, Preemption
 from ..metadata.wire.times import add_bounded
 
 
-class RunClock:
-    """One sequence's. A round costs it one addition; the time is read only when something else happens."""
+class SequenceClock:
+    """The times of one sequence. A round only counts up; the time is read when a run begins or ends."""
 
-    __slots__ = ("_clock", "_paused_at", "_ran_s", "_resumed_at", "_since", "_steps", "_tokens", "num_steps", "told")
+    __slots__ = (
+        "_clock",
+        "_paused_at",
+        "_ran_s",
+        "_resumed_at",
+        "_since",
+        "_steps",
+        "_tokens",
+        "num_steps",
+        "preemptions",
+    )
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_steps = 0
-        self.told: list[Preemption] = []  # at most MAX_PREEMPTIONS: neighbours are joined
+        self.preemptions: list[Preemption] = []  # at most MAX_PREEMPTIONS: neighbours are joined
         self._clock = clock
         self._since = self._ran_s = self._paused_at = 0.0
-        self._steps = self._tokens = 0  # of the run before the last preemption: first its start, then its length
-        self._resumed_at: float | None = None  # it has pages again, and no round yet
+        self._steps = self._tokens = 0  # counts at the start of the run; after a preemption, what the run added to them
+        self._resumed_at: float | None = None  # the sequence has pages again, but no round since
 
     def start(self, num_generated: int) -> None:
-        """It runs from now on."""
+        """The first run begins."""
         self._begin_run(self._clock(), num_generated)
 
     def step(self, num_generated: int) -> None:
-        """A round with it is over; so many tokens had been generated before."""
+        """Count a round. `num_generated` tokens had been generated before it."""
         if self._resumed_at is not None:
             self._end_preemption(self._clock(), num_generated)
         self.num_steps += 1
 
-    def preempted(self, num_generated: int) -> None:
-        """Its pages are gone."""
+    def preempt(self, num_generated: int) -> None:
+        """The run ends: the sequence has lost its pages."""
         now = self._clock()
-        if self._resumed_at is not None:  # once more, before a round
+        if self._resumed_at is not None:  # preempted again before a round
             self._end_preemption(now, num_generated)
         self._paused_at, self._ran_s = now, now - self._since
         self._steps, self._tokens = self.num_steps - self._steps, num_generated - self._tokens
 
-    def resumed(self) -> None:
-        """It has pages again, and its KV is recomputed."""
+    def resume(self) -> None:
+        """The sequence has pages again. Its KV is recomputed before its next round, which begins a run."""
         self._resumed_at = self._clock()
 
     def _end_preemption(self, now: float, num_generated: int) -> None:
         assert self._resumed_at is not None
         waited_s, recompute_s = self._resumed_at - self._paused_at, now - self._resumed_at
-        item = Preemption(1, self._steps, self._tokens, self._ran_s, waited_s, recompute_s)
-        add_bounded(self.told, item, MAX_PREEMPTIONS)
+        preemption = Preemption(1, self._steps, self._tokens, self._ran_s, waited_s, recompute_s)
+        add_bounded(self.preemptions, preemption, MAX_PREEMPTIONS)
         self._resumed_at = None
         self._begin_run(now, num_generated)
 

@@ -1,0 +1,64 @@
+"""The round clock: how long rounds take, measured by the host. The node chooses the draft length by these times."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+_OTHER_SHARE = 0.5  # a round's time is not used if other work took more than this share of it ...
+_MAX_PASSED = 8  # ... unless so many rounds in a row were not used: then other work is the normal case
+
+
+class RoundTime(NamedTuple):
+    """The time of a round. None: unknown, because the thread was busy with arrivals or was not in the loop."""
+
+    seconds: float | None
+    overhead_s: float | None  # the rest of the round's step; 0 if it is hidden behind the next round
+
+
+class RoundClock:
+    """The times of one node's rounds.
+
+    Call in each step: `begin_step`, `end_arrivals`, then `submit` for a new round and `settle` for this round or, if
+    rounds overlap, for the one before, then `judge`, and `end_step`.
+    """
+
+    def __init__(self, overlaps: bool) -> None:
+        self._overlaps = overlaps
+        self._begun_at = self._settled_at = self._ended_at = 0.0
+        self._other_s = 0.0  # time for other work since the last round was settled
+        self._num_passed = 0
+
+    def begin_step(self) -> None:
+        """A step begins. The time since the last step went to other work."""
+        self._begun_at = time.monotonic()
+        self._other_s += self._begun_at - self._ended_at
+
+    def end_arrivals(self) -> None:
+        """Messages and arrivals are processed. Their time counts as other work."""
+        self._other_s += time.monotonic() - self._begun_at
+
+    def submit(self) -> float:
+        """A round is about to be submitted. Return the moment from which its time counts, for `settle`."""
+        return self._begun_at if self._overlaps else time.monotonic()
+
+    def settle(self, since: float) -> float:
+        """A round's results have come. Return the seconds that it took, other work included."""
+        now = time.monotonic()
+        seconds = now - max(since, self._settled_at)
+        self._settled_at = now
+        return seconds
+
+    def judge(self, seconds: float) -> RoundTime:
+        """Return how far the time of the last settled round can be used. Call it after its tokens are processed."""
+        overhead_s = 0.0 if self._overlaps else time.monotonic() - self._begun_at - seconds
+        is_passed = self._other_s > _OTHER_SHARE * seconds and self._num_passed < _MAX_PASSED
+        self._num_passed = self._num_passed + 1 if is_passed else 0
+        self._other_s = 0.0
+        if not is_passed:
+            return RoundTime(seconds, overhead_s)
+        return RoundTime(None if self._overlaps else seconds, None)
+
+    def end_step(self) -> None:
+        """The step ends."""
+        self._ended_at = time.monotonic()

@@ -1,0 +1,168 @@
+"""A request on the prefill node: one prompt, from its arrival to the end of its last ticket.
+
+A prompt is computed once for all its choices. Each choice samples its own first token and has its own ticket. Tokens
+that an earlier attempt has already generated are computed like the prompt: `token_ids` is prompt + received.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..engine.engine import Engine
+from ..engine.prefix_cache import Lease
+from ..engine.sampling_state import SamplingState
+from ..metadata.wire.messages import Prefill
+from ..metadata.wire.node_info import Peer
+from ..metadata.wire.request import GenerationRequest, TokenLogprobs, Unit
+from ..metadata.wire.times import MAX_CHUNKS, ChunkTimes, PrefillTimes, add_bounded
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Tokens, pages, choices and tickets of one prompt. Others change it by its methods only.
+
+    The scheduler gives and takes the pages. The node moves the token counts on. Tickets opens and ends the tickets.
+    """
+
+    rid: str
+    attempt: int
+    choices: dict[Unit, SamplingState]  # those that are still wanted
+    generation: GenerationRequest
+    decode: Peer | None  # None: the first token is the last, and no page is handed over
+    prompt_len: int
+    token_ids: list[int]
+    arrived: float  # monotonic seconds, like the two below
+    started: float = 0.0
+    computed: float = 0.0
+    lease: Lease | None = None
+    pages: list[int] = field(default_factory=list)
+    num_shared: int = (
+        0  # pages from the start that no sampled token changes; each choice has its own copy of the others
+    )
+    tail_copies: list[int] = field(default_factory=list)  # copies of the unshared pages, for all choices but the first
+    num_cached: int = 0
+    num_submitted: int = 0  # tokens with KV in `pages` for whatever is submitted to the device from now on
+    num_computed: int = 0  # the part of these that the host knows to be computed
+    num_offered: int = 0  # pages
+    num_offers: int = 0
+    num_early_pages: int = 0  # pages offered before the whole prompt was computed
+    extend_rows: torch.Tensor | None = None  # [<= num_target_rows + 1, extend width] of the last computed positions
+    tickets: set[Unit] = field(default_factory=set)  # open ones
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    sample_s: float = 0.0
+    _chunks: list[ChunkTimes] = field(default_factory=list)  # at most MAX_CHUNKS: neighbours are joined
+    _idle_since: float = 0.0
+
+    @property
+    def cache_salt(self) -> str:
+        return self.generation.salt
+
+    @property
+    def num_received(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def is_submitted(self) -> bool:
+        return self.num_submitted == len(self.token_ids)
+
+    @property
+    def is_computed(self) -> bool:
+        return self.num_computed == len(self.token_ids)
+
+    @property
+    def times(self) -> PrefillTimes:
+        """The times that the router gets for the request's timeline."""
+        return PrefillTimes(self.sample_s, self.num_offers, self.num_early_pages, tuple(self._chunks))
+
+    def block_table(self, index: int) -> list[int]:
+        """Return the pages of the index-th choice."""
+        if index == 0 or not self.tail_copies:
+            return self.pages
+        num_tail = len(self.pages) - self.num_shared
+        return self.pages[: self.num_shared] + self.tail_copies[(index - 1) * num_tail : index * num_tail]
+
+    def start(
+        self, lease: Lease, own: Sequence[int], tail_copies: Sequence[int], num_shared: int, num_cached: int
+    ) -> None:
+        """Take pages: those of `lease`, whose KV is computed already for `num_cached` tokens, then `own`."""
+        assert len(lease.pages) <= num_shared, (self.rid, len(lease.pages), num_shared)
+        self.lease, self.pages, self.tail_copies = lease, [*lease.pages, *own], list(tail_copies)
+        self.num_shared = num_shared
+        self.num_submitted = self.num_computed = self.num_cached = num_cached
+        self.started = self._idle_since = time.monotonic()
+
+    def give_up_pages(self) -> None:
+        """Forget all pages, which the caller frees."""
+        self.lease, self.pages, self.tail_copies = None, [], []
+
+    def submit_chunk(self, num_tokens: int) -> None:
+        """Record that the device was asked to compute the next `num_tokens` tokens."""
+        self.num_submitted += num_tokens
+
+    def keep_rows(self, extend: torch.Tensor, num_rows: int) -> None:
+        """Remember the extend states of the last `num_rows` positions; `extend` [num_new, width] are the newest."""
+        kept = extend[-num_rows:]
+        if self.extend_rows is not None:
+            kept = torch.cat([self.extend_rows, kept])[-num_rows:]
+        self.extend_rows = kept.clone()
+
+    def finish_chunk(self, num_tokens: int, begun: float, done: float) -> None:
+        """Record that the device computed `num_tokens` tokens between these times (monotonic seconds)."""
+        times = ChunkTimes(1, num_tokens, max(0.0, begun - self._idle_since), done - begun)
+        add_bounded(self._chunks, times, MAX_CHUNKS)
+        self._idle_since = done
+        self.num_computed += num_tokens
+
+    def add_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        self.prompt_logprobs += logprobs
+
+    def finish_prompt(self, computed: float) -> None:
+        """Record when the whole prompt was computed (monotonic seconds)."""
+        self.computed = computed
+
+    def finish_sampling(self) -> None:
+        """Record that the first tokens are on their way to the router."""
+        self.sample_s = time.monotonic() - self.computed
+
+    def drop_choice(self, unit: Unit) -> None:
+        """Forget a choice that is not wanted any more, if it is known."""
+        self.choices.pop(unit, None)
+
+    def open_ticket(self, unit: Unit) -> None:
+        self.tickets.add(unit)
+
+    def end_ticket(self, unit: Unit) -> None:
+        self.tickets.discard(unit)
+
+    def offer_pages(self, num_pages: int) -> None:
+        """Record an offer, after which `num_pages` pages are offered in all."""
+        self.num_offered = num_pages
+        self.num_offers += 1
+        if not self.is_computed:
+            self.num_early_pages = num_pages
+
+
+def new_request(message: Prefill, engine: Engine) -> Request:
+    """Return what a Prefill message asks for, without pages yet. Raises RequestError if the model cannot run it."""
+    generation, vocab_size = message.request, engine.model_config.vocab_size
+    prompt_ids, received_ids = generation.token_ids(vocab_size, engine.context_len)
+    choices = {
+        Unit(message.rid, choice, message.attempt): SamplingState(
+            generation.params, prompt_ids, received_ids, vocab_size=vocab_size, choice=choice, device=engine.device
+        )
+        for choice in message.choices
+    }
+    return Request(
+        rid=message.rid,
+        attempt=message.attempt,
+        choices=choices,
+        generation=generation,
+        decode=message.decode,
+        prompt_len=len(prompt_ids),
+        token_ids=prompt_ids + received_ids,
+        arrived=time.monotonic(),
+    )

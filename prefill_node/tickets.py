@@ -1,0 +1,114 @@
+"""The tickets of a prefill node's requests: opened when a prompt arrives, ended by the decode node or by a lease.
+
+A page is offered once, when its KV is computed and will not be written again. A drafter may write the slots of the
+last prompt positions after the first token is sampled. The pages with these slots are offered last, with the metadata
+row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ..engine.draft_row import set_draft
+from ..engine.drafters.base import DraftState
+from ..engine.engine import Engine
+from ..metadata.handoff.buffers import MetadataBuffers, Sampled
+from ..metadata.handoff.server import HandoffServer
+from ..metadata.handoff.tickets import TicketEnded
+from ..metadata.wire.request import Unit
+from .prompt_ends import PromptEnd
+from .request import Request
+
+
+class EndedUnit(NamedTuple):
+    """A ticket that has ended, and its request."""
+
+    request: Request
+    unit: Unit
+
+
+class Tickets:
+    """Opens, fills and ends the tickets of all requests by the handoff server."""
+
+    def __init__(self, engine: Engine, handoff: HandoffServer) -> None:
+        self._engine = engine
+        self._handoff = handoff
+        self._row_buffer = MetadataBuffers(engine.schema)
+        self._requests: dict[Unit, Request] = {}  # by open ticket
+
+    def units(self) -> tuple[Unit, ...]:
+        """Return the units of all open tickets."""
+        return tuple(self._requests)
+
+    def open(self, request: Request) -> None:
+        """Open a ticket for each choice. A request without a decode node has none."""
+        if request.decode is None:
+            return
+        num_pages = -(-len(request.token_ids) // self._engine.pool.page_size)
+        for unit in request.choices:
+            self._handoff.open(unit, num_pages, request.decode.epoch)
+            self._requests[unit] = request
+            request.open_ticket(unit)
+
+    def revoke(self, request: Request, unit: Unit, *, is_finished: bool, reason: str) -> None:
+        """Take a ticket back, if it is open: the first token ended the choice (`is_finished`), or it failed."""
+        if unit in request.tickets:
+            self._handoff.revoke(unit, is_finished, reason)
+
+    def poll(self) -> Iterator[EndedUnit]:
+        """Let the handoff server work, and yield the tickets that have ended."""
+        for event in self._handoff.poll():
+            if isinstance(event, TicketEnded):
+                request = self._requests.pop(event.unit)
+                request.end_ticket(event.unit)
+                yield EndedUnit(request, event.unit)
+
+    def offer_computed(self, request: Request) -> None:
+        """Offer every page of a prompt under way that will not be written again."""
+        num_ready = min(request.num_computed // self._engine.pool.page_size, request.num_shared)
+        self._offer(request, num_ready, dict.fromkeys(request.choices, request.pages), {})
+
+    def digest_last(self, ends: Sequence[PromptEnd]) -> None:
+        """Compute the checksums of the last pages of several prompts in one pass, which saves time on a GPU."""
+        pages = [
+            page
+            for end in ends
+            if end.request.tickets
+            for block_table in end.block_tables
+            for page in block_table[end.request.num_offered :]
+        ]
+        self._handoff.digest(pages, self._generations(pages))
+
+    def offer_last(self, end: PromptEnd, rows: Mapping[Unit, bytes]) -> None:
+        """Offer the last pages of a prompt, with the metadata rows of the choices that go on."""
+        block_tables = dict(zip(end.units, end.block_tables, strict=True))
+        self._offer(end.request, len(end.request.pages), block_tables, rows)
+
+    def pack_row(self, sampled: Sampled, draft: DraftState | None) -> bytes:
+        """Return a choice's metadata row."""
+        self._row_buffer.set_sampled(sampled)
+        if draft is not None:
+            set_draft(self._row_buffer, draft)
+        return self._row_buffer.pack()
+
+    def _offer(
+        self,
+        request: Request,
+        num_ready: int,
+        block_tables: Mapping[Unit, Sequence[int]],
+        rows: Mapping[Unit, bytes],
+    ) -> None:
+        """Offer the first `num_ready` pages of each choice, without those that were offered before."""
+        start = request.num_offered
+        if num_ready == start or not request.tickets:
+            return
+        indices = list(range(start, num_ready))
+        for unit in request.choices:
+            if unit in request.tickets:
+                pages = block_tables[unit][start:num_ready]
+                self._handoff.offer(unit, indices, pages, self._generations(pages), rows.get(unit))
+        request.offer_pages(num_ready)
+
+    def _generations(self, pages: Sequence[int]) -> list[int]:
+        return [self._engine.pool.generation(page) for page in pages]

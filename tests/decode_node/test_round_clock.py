@@ -1,0 +1,88 @@
+"""The round clock, on a clock that only the test moves: times of rounds, and which of them are not used."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.decode_node import round_clock
+from baton.decode_node.round_clock import RoundClock, RoundTime
+
+
+class Clock:
+    """Replaces the module's clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(round_clock.time, "monotonic", lambda: self.now)
+
+    def passes(self, milliseconds: float) -> None:
+        self.now += milliseconds / 1000
+
+
+def in_ms(time: RoundTime) -> tuple[float | None, ...]:
+    return tuple(None if each is None else round(1000 * each, 6) for each in time)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def one_after_the_other(clock: Clock, rounds: RoundClock, arrivals_ms: float, away_ms: float = 0.0) -> RoundTime:
+    """Run a step with a round of 10 ms, and 1 ms each for the plan before it and the tokens after it."""
+    clock.passes(away_ms)
+    rounds.begin_step()
+    clock.passes(arrivals_ms)
+    rounds.end_arrivals()
+    clock.passes(1)
+    since = rounds.submit()
+    clock.passes(10)
+    seconds = rounds.settle(since)
+    clock.passes(1)
+    judged = rounds.judge(seconds)
+    rounds.end_step()
+    return judged
+
+
+def test_rounds_one_after_the_other(clock: Clock) -> None:
+    """Arrivals do not count in the round's time, only in its step's."""
+    rounds = RoundClock(overlaps=False)
+    one_after_the_other(clock, rounds, 0)
+    assert in_ms(one_after_the_other(clock, rounds, 0.5)) == (10, 2.5)
+    assert in_ms(one_after_the_other(clock, rounds, 20)) == (10, None)
+    assert in_ms(one_after_the_other(clock, rounds, 0, away_ms=100)) == (10, None)
+    assert in_ms(one_after_the_other(clock, rounds, 0)) == (10, 2)
+
+
+def overlapping(clock: Clock, rounds: RoundClock, since: float, arrivals_ms: float) -> tuple[RoundTime, float]:
+    """Run a step that submits a round and settles the round before, which takes 10 ms or until the step gets to it."""
+    rounds.begin_step()
+    clock.passes(arrivals_ms)
+    rounds.end_arrivals()
+    next_since = rounds.submit()
+    clock.passes(max(1.0, 9 - arrivals_ms))
+    seconds = rounds.settle(since)
+    clock.passes(1)
+    judged = rounds.judge(seconds)
+    rounds.end_step()
+    return judged, next_since
+
+
+def test_rounds_that_overlap(clock: Clock) -> None:
+    """Short work beside a round is hidden. A burst of arrivals is not."""
+    rounds, since = RoundClock(overlaps=True), 0.0
+    for index, arrivals_ms in enumerate((0, 2, 30, 0)):
+        judged, since = overlapping(clock, rounds, since, arrivals_ms)
+        if index:  # before the first one the node was idle
+            assert in_ms(judged) == {0: (10, 0), 2: (10, 0), 30: (None, None)}[arrivals_ms], arrivals_ms
+        else:
+            assert in_ms(judged) == (None, None)
+
+
+def test_if_there_are_always_arrivals_some_times_are_used(clock: Clock) -> None:
+    rounds, since = RoundClock(overlaps=True), 0.0
+    judged = [RoundTime(None, None)]
+    for _ in range(20):
+        one, since = overlapping(clock, rounds, since, 30)
+        judged.append(one)
+    assert sum(each.seconds is not None for each in judged) == 2

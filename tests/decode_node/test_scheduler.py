@@ -1,0 +1,203 @@
+"""The decode scheduler: reservation, rounds, preemption and pages of sequences, with a real pool and prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from baton.decode_node.scheduler import DecodeScheduler, StepPlan
+from baton.decode_node.sequence import Sequence
+from baton.engine.engine import Engine
+from baton.engine.rounds import Accepted
+from baton.engine.trees import DraftShape
+
+from .conftest import MakeSequence
+
+MakeScheduler = Callable[..., DecodeScheduler]
+USABLE = 19  # pages of the engine's pool, without padding
+
+
+@pytest.fixture
+def make_scheduler(engine: Engine) -> Iterator[MakeScheduler]:
+    made: list[DecodeScheduler] = []
+
+    def make(*, chunk_tokens: int = 8, **more: Any) -> DecodeScheduler:
+        made.append(DecodeScheduler(engine.cache, 4, chunk_tokens, context_len=engine.context_len, **more))
+        return made[-1]
+
+    yield make
+    for scheduler in made:
+        for sequence in list(scheduler):
+            scheduler.finish(sequence)
+    engine.cache.flush()
+    ledger = engine.cache.ledger()
+    assert ledger.free + ledger.padding == engine.pool.num_pages, ledger
+
+
+def start(scheduler: DecodeScheduler, sequence: Sequence, token: int = 5) -> Sequence:
+    """Reserve it, and start it as if its pages had been pulled."""
+    assert scheduler.reserve(sequence)
+    scheduler.start_pulled(sequence.unit)
+    sequence.append_first(token, None, num_cached=0)
+    return sequence
+
+
+def run_round(plan: StepPlan, token: int = 5) -> None:
+    """One token for each sequence of the round."""
+    for sequence in plan.decoding:
+        sequence.accept(Accepted([token], [None], 0, 0), 1 << 30)
+
+
+def compute_chunks(plan: StepPlan) -> list[int]:
+    """Record the chunks as computed. Return their lengths."""
+    for sequence, row in zip(plan.sequences, plan.rows, strict=True):
+        assert row.position == sequence.num_computed
+        assert row.input_ids == sequence.token_ids[row.position : row.position + len(row.input_ids)]
+        sequence.compute(len(row.input_ids))
+    return [len(row.input_ids) for row in plan.rows]
+
+
+def test_a_reservation_takes_pages_for_two_rounds(make_scheduler: MakeScheduler, make_sequence: MakeSequence) -> None:
+    for steps, num_pages in ((0, 3), (3, 5)):  # 10 tokens and 2, or 10 tokens and 8 (1 + 3 and the slots of 4 rows)
+        scheduler, sequence = make_scheduler(shape=DraftShape(steps)), make_sequence("r", 10)
+        assert scheduler.reserve(sequence)
+        assert len(sequence.pages) == num_pages
+        scheduler.finish(sequence)
+        assert not sequence.pages and sequence.lease is None
+
+
+def test_a_sequence_that_does_not_fit_takes_nothing(make_scheduler: MakeScheduler, make_sequence: MakeSequence) -> None:
+    scheduler = make_scheduler()
+    assert scheduler.reserve(make_sequence("a", 40))
+    free = scheduler.cache.available
+    assert not scheduler.reserve(make_sequence("bb", 40))
+    assert scheduler.cache.available == free
+
+
+def test_finished_sequences_leave_full_pages_to_the_next_one(
+    make_scheduler: MakeScheduler, make_sequence: MakeSequence
+) -> None:
+    finished: list[Sequence] = []
+    scheduler = make_scheduler(on_finish=finished.append)
+    first = start(scheduler, make_sequence("r", 10))
+    scheduler.finish(first)
+    assert finished == [first] and scheduler.num_releases == 1
+    second = make_sequence("r", 10)
+    assert scheduler.reserve(second)
+    assert second.lease is not None and len(second.lease.pages) == 2
+
+
+def test_pages_with_missed_rows_are_not_cached(make_scheduler: MakeScheduler, make_sequence: MakeSequence) -> None:
+    scheduler = make_scheduler()
+    first = start(scheduler, make_sequence("r", 7))
+    for _ in range(5):
+        run_round(scheduler.plan())
+    assert first.num_computed == 12
+    first.num_missed = 5
+    scheduler.finish(first)
+    assert scheduler.cache.match(first.token_ids) == 1, "of three full pages"
+
+
+def test_a_local_prompt_is_computed_in_chunks_beside_rounds(
+    make_scheduler: MakeScheduler, make_sequence: MakeSequence
+) -> None:
+    scheduler = make_scheduler(chunk_tokens=8)
+    decoding, local = start(scheduler, make_sequence("a", 5)), make_sequence("bb", 20)
+    assert scheduler.reserve(local)
+    scheduler.start_local(local.unit)
+    lengths: list[int] = []
+    for _ in range(3):
+        plan = scheduler.plan()
+        assert plan.decoding == [decoding]
+        lengths += compute_chunks(plan)
+        run_round(plan)
+    assert lengths == [8, 8, 3], "the last token is left to a round"
+    assert scheduler.plan().decoding == [decoding, local]
+
+
+def test_the_youngest_is_preempted_and_resumed_before_new_reservations(
+    make_scheduler: MakeScheduler, make_sequence: MakeSequence
+) -> None:
+    scheduler = make_scheduler()
+    old, young = (start(scheduler, make_sequence(rid, 34, max_tokens=40)) for rid in ("a", "bb"))
+    plan = scheduler.plan()
+    while young in plan.decoding:
+        run_round(plan)
+        plan = scheduler.plan()
+    assert plan.decoding == [old] and scheduler.preempted == [young]
+    assert not young.pages and young.num_computed == 0 and scheduler.num_preemptions == 1
+    assert not scheduler.reserve(make_sequence("ccc", 2)), "the preempted one comes first"
+    scheduler.finish(old)
+    scheduler.cache.flush()
+    plan = scheduler.plan()
+    assert scheduler.running == [young] and not scheduler.preempted
+    assert plan.sequences == [young] and compute_chunks(plan) == [8], "its tokens are computed again"
+
+
+def test_a_sequence_that_can_never_fit_fails(make_scheduler: MakeScheduler, make_sequence: MakeSequence) -> None:
+    scheduler = make_scheduler()
+    sequence = start(scheduler, make_sequence("r", 70, max_tokens=40))
+    plan = scheduler.plan()
+    while plan.decoding:
+        run_round(plan)
+        plan = scheduler.plan()
+    assert plan.failed == [sequence] and len(sequence.token_ids) == 1 + USABLE * 4
+    assert not list(scheduler)
+
+
+def test_limits_of_drafts(make_scheduler: MakeScheduler, make_sequence: MakeSequence) -> None:
+    """A sequence drafts no more than it asks for and has tokens left; one that is left behind drafts nothing."""
+    scheduler = make_scheduler(shape=DraftShape(4))
+    sequences = [
+        start(scheduler, make_sequence("a", 4, max_tokens=20)),
+        start(scheduler, make_sequence("bb", 4, max_tokens=20, draft_steps=2)),
+        start(scheduler, make_sequence("ccc", 4, max_tokens=3)),
+        start(scheduler, make_sequence("dddd", 4, max_tokens=20)),
+    ]
+    sequences[3].leave_behind()
+    plan = scheduler.plan()
+    assert (plan.decoding, plan.limits, plan.shape.num_steps) == (sequences, [4, 2, 1, 0], 4)
+    scheduler.finish(sequences[0])
+    assert scheduler.plan().shape.num_steps == 2, "no more than the one that can use most"
+
+
+def test_nothing_is_drafted_when_the_node_rests(make_scheduler: MakeScheduler, make_sequence: MakeSequence) -> None:
+    scheduler = make_scheduler(shape=DraftShape(4), rests=lambda: True)
+    start(scheduler, make_sequence("a", 4, max_tokens=20))
+    plan = scheduler.plan()
+    assert (plan.shape.num_steps, plan.limits) == (0, [0])
+
+
+def test_a_round_under_way_leaves_out_what_it_certainly_ends(
+    make_scheduler: MakeScheduler, make_sequence: MakeSequence
+) -> None:
+    scheduler = make_scheduler()
+    ends, goes_on = (start(scheduler, make_sequence(rid, 4, max_tokens=num)) for rid, num in (("a", 2), ("bb", 9)))
+    for sequence in scheduler.plan().decoding:
+        sequence.join_round(0)
+    plan = scheduler.plan()
+    assert plan.decoding == [goes_on] and not plan.is_premature
+    ends.leave_round(), goes_on.leave_round()
+    assert scheduler.plan().decoding == [ends, goes_on]
+
+
+def test_nobody_is_preempted_while_a_round_is_under_way(
+    make_scheduler: MakeScheduler, make_sequence: MakeSequence
+) -> None:
+    scheduler = make_scheduler()
+    sequences = [start(scheduler, make_sequence(rid, 34, max_tokens=40)) for rid in ("a", "bb")]
+    plan = scheduler.plan()
+    for _ in range(40):
+        if plan.is_premature:
+            break
+        for sequence in plan.decoding:
+            sequence.join_round(0)
+        next_plan = scheduler.plan()
+        for sequence in plan.decoding:
+            sequence.leave_round()
+        run_round(plan)
+        plan = next_plan
+    assert plan.is_premature and scheduler.running == sequences
+    assert scheduler.plan().decoding == sequences[:1] and scheduler.preempted == sequences[1:]

@@ -1,0 +1,30 @@
+"""The nodes of a `Served` system, by role, and how far they are with the requests of clients."""
+
+from __future__ import annotations
+
+from served import Served
+
+from baton.decode_node.node import DecodeNode
+from baton.prefill_node.node import PrefillNode
+
+
+def prefill_of(served: Served) -> PrefillNode:
+    """Return the only prefill node."""
+    (node,) = (node for node in served.nodes.values() if isinstance(node, PrefillNode))
+    return node
+
+
+def decode_of(served: Served) -> DecodeNode:
+    """Return the only decode node."""
+    (node,) = (node for node in served.nodes.values() if isinstance(node, DecodeNode))
+    return node
+
+
+def num_generated(served: Served) -> int:
+    """Return how many tokens the decode nodes have generated for clients' requests that still run.
+
+    A test that must meet a request under way waits for this number. The client receives tokens later, maybe after the
+    nodes have finished the request."""
+    nodes = [node for node in served.nodes.values() if isinstance(node, DecodeNode)]
+    sequences = [sequence for node in nodes for sequence in node.scheduler]
+    return sum(sequence.num_generated for sequence in sequences if not sequence.unit.rid.startswith("canary"))
