@@ -40,11 +40,11 @@ def _lines(text: str) -> Iterator[tuple[int, str, bool]]:
         yield number, line, is_code or is_fence or line.startswith("    ")
 
 
-def _block(name: str, page: Path = ARCHITECTURE) -> list[str]:
-    """The lines of all fenced blocks of this name."""
-    return [
-        line for block in re.findall(rf"```{name}\n(.*?)```", page.read_text(), re.S) for line in block.splitlines()
-    ]
+def _house() -> list[str]:
+    """The lines of the drawing."""
+    drawing = re.search(r"```house\n(.*?)```", ARCHITECTURE.read_text(encoding="utf-8"), re.S)
+    assert drawing is not None
+    return drawing[1].splitlines()
 
 
 # Tables
