@@ -12,6 +12,7 @@ The run fails without a repetition if pytest could not collect all tests, was in
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -50,5 +51,6 @@ def _stops_early(arguments: list[str]) -> bool:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C ends pytest, which stops the processes of its tests
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # pytest's own lines keep their place
     sys.exit(main(sys.argv[1:]))
