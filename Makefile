@@ -1,13 +1,17 @@
-# make setup | up | test | clean        PYTHON=python3.12 make setup picks the interpreter
+# `make` or `make help` lists the targets. PYTHON=python3.12 make setup picks the interpreter.
 
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.ready
 RUN := $(VENV)/bin
 
-.PHONY: setup up test lint types clean
+.DEFAULT_GOAL := help
+.PHONY: help setup up format lint types quick test clean
 
-setup: $(STAMP)
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv with the pinned dependencies
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -16,22 +20,29 @@ $(STAMP): pyproject.toml constraints.txt
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[node,test]'
 	@touch $@
 
-# exec: Ctrl-C and SIGTERM reach Baton itself. ARGS="--decode 2" passes flags on.
-up: setup
+# exec: Ctrl-C and SIGTERM reach Baton itself.
+up: setup ## start a router, a prefill and a decode node; ARGS="--decode 2" passes flags on
 	@exec $(RUN)/baton up $(ARGS)
 
-lint: setup
+format: setup ## mend what ruff can mend, and format
+	$(RUN)/ruff check --fix .
+	$(RUN)/ruff format .
+
+lint: setup ## check lint and format
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 
-types: setup
+types: setup ## check types
 	$(RUN)/basedpyright
 
-# Tests that start processes of their own run alone; 5: none of ARGS' tests was of that kind.
-test: lint types
-	OMP_NUM_THREADS=1 $(RUN)/pytest -n logical --maxprocesses 8 -m "not integration" $(ARGS) || [ $$? -eq 5 ]
-	$(RUN)/pytest -m integration $(ARGS) || [ $$? -eq 5 ]
+quick: lint types ## lint, types, and the tests that matter most (tests/quick.txt), in under a minute
+	OMP_NUM_THREADS=1 $(RUN)/pytest -q -n 2 $$(sed 's/#.*//' tests/quick.txt) $(ARGS)
 
-clean:
+# Tests that start processes of their own run alone. A test that fails gets another chance (tests/again.py).
+test: lint types ## everything that must pass before a change goes in; ARGS="-k name" picks tests
+	OMP_NUM_THREADS=1 $(RUN)/python tests/again.py -n logical --maxprocesses 8 -m "not integration" $(ARGS)
+	$(RUN)/python tests/again.py -m integration $(ARGS)
+
+clean: ## remove .venv, builds and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

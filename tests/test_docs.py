@@ -1,24 +1,60 @@
-"""The pages in docs/ and beside the code: their tables are whole."""
+"""The pages are true: their tables are whole, what they name exists, and the drawing shows the tree."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
+from functools import cache
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
+from baton.deploy.cli import main
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")])
+TODAY = [page for page in PAGES if page.name != "CHANGELOG.md"]  # the change log also names what is gone
+WRAPPED = [page for page in PAGES if not page.is_relative_to(ROOT / "deploy")]
+ARCHITECTURE = ROOT / "docs/architecture.md"
+MAX_COLUMNS = 100
+PRODUCT = ("decode_node", "deploy", "engine", "kernels", "metadata", "prefill_node", "router")
+SCRIPTS = [path for folder in ("deploy", "tests") for path in (ROOT / folder).rglob("*.py")]
+COMMANDS = ("up", "router", "prefill", "decode", "chat", "explain", "keys")
+OTHERS_FLAGS = {"--help", "--target"}  # of every command, of pip
+
+_PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join((*PRODUCT, 'docs', 'tests'))})/[\w./-]*")
+_FLAG = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z0-9]+)*(?![\w-])")
+_LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+
+by_page = pytest.mark.parametrize("page", TODAY, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def _lines(text: str) -> Iterator[tuple[int, str, bool]]:
+    """Each line with its number, and whether it is code."""
+    is_code = False
+    for number, line in enumerate(text.splitlines(), 1):
+        is_fence = line.lstrip().startswith("```")
+        is_code ^= is_fence
+        yield number, line, is_code or is_fence or line.startswith("    ")
+
+
+def _house() -> list[str]:
+    """The lines of the drawing."""
+    drawing = re.search(r"```house\n(.*?)```", ARCHITECTURE.read_text(encoding="utf-8"), re.S)
+    assert drawing is not None
+    return drawing[1].splitlines()
+
+
+# Tables
 
 
 def _tables(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Each run of lines that begin with a bar, outside of fenced code, with the number of its first line."""
+    """Each run of lines that begin with a bar, outside of code, with the number of its first line."""
     rows: list[str] = []
-    is_code = False
-    for number, line in enumerate([*text.splitlines(), ""], 1):
-        is_code ^= line.lstrip().startswith("```")
-        if line.lstrip().startswith("|") and not is_code:
+    for number, line, is_code in _lines(text + "\n\n"):
+        if line.startswith("|") and not is_code:
             rows.append(line.strip())
         elif rows:
             yield number - len(rows), rows
@@ -36,11 +72,11 @@ def _faults(text: str) -> list[str]:
         if len(rows) < 2 or not re.fullmatch(r"[|:\- ]+", rows[1]):
             faults.append(f"line {first}: these rows have no heading; a blank line before them cuts their table in two")
             continue
-        wide = _num_cells(rows[0])
+        num_cells = _num_cells(rows[0])
         faults += [
-            f"line {first + place}: {_num_cells(row)} cells; the heading has {wide}"
-            for place, row in enumerate(rows)
-            if _num_cells(row) != wide
+            f"line {number}: {_num_cells(row)} cells; the heading has {num_cells}"
+            for number, row in enumerate(rows, first)
+            if _num_cells(row) != num_cells
         ]
     return faults
 
@@ -56,3 +92,119 @@ def test_a_cut_table_is_found() -> None:
     assert _faults(f"```\n{table}\n| 3 | 4 |\n```\n") == []
     assert "line 5" in _faults(f"{table}\n| 3 | 4 |\n| 5 | 6 |\n")[0]
     assert "line 4" in _faults(f"{table}| 3 |\n")[0]
+
+
+# Prose
+
+
+@pytest.mark.parametrize("page", WRAPPED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_prose_is_wrapped(page: Path) -> None:
+    """Tables, code, headings and pictures may be longer."""
+    wide = [
+        f"{page.name}:{number}"
+        for number, line, is_code in _lines(page.read_text(encoding="utf-8"))
+        if len(line) > MAX_COLUMNS and not is_code and not line.startswith(("|", "#", "!["))
+    ]
+    assert not wide
+
+
+# What pages name
+
+
+@by_page
+def test_paths_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = {match.rstrip(".-") for match in _PATH.findall(text)}  # a path's last dot may end a sentence
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+@by_page
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = [link for link in _LINK.findall(page.read_text(encoding="utf-8")) if "://" not in link]
+    assert [link for link in targets if not (page.parent / link).exists()] == []
+
+
+def test_the_entry_page_leads_to_every_page() -> None:
+    index = ROOT / "docs/index.md"
+    links = {(index.parent / link).resolve() for link in _LINK.findall(index.read_text(encoding="utf-8"))}
+    assert set(PAGES) - links == {index, ROOT / "README.md"} - links
+
+
+@pytest.fixture(scope="session")
+def command_flags() -> dict[str, set[str]]:
+    """The flags of each `baton` command, as its help lists them."""
+    flags = {}
+    for command in COMMANDS:
+        with redirect_stdout(StringIO()) as shown, suppress(SystemExit):
+            main([command, "--help"])
+        flags[command] = set(_FLAG.findall(shown.getvalue()))
+    return flags
+
+
+@cache
+def _flags_in(path: Path) -> set[str]:
+    return set(_FLAG.findall(path.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("page", sorted({*TODAY} & {*WRAPPED}), ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_exist(page: Path, command_flags: dict[str, set[str]]) -> None:
+    known = OTHERS_FLAGS.union(*command_flags.values(), *(_flags_in(path) for path in SCRIPTS))
+    assert set(_FLAG.findall(page.read_text(encoding="utf-8"))) <= known
+
+
+@by_page
+def test_commands_exist(page: Path, command_flags: dict[str, set[str]]) -> None:
+    """Each command line in code: its make target, `baton` command, script or module is there, with these flags."""
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    wrong = []
+    for number, line, is_code in _lines(page.read_text(encoding="utf-8")):
+        code = [line] if is_code else re.findall(r"`([^`]+)`", line)
+        for part in (part.split("#")[0] for text in code for part in re.split(r"[;&]|\$ ", text)):
+            flags = set(_FLAG.findall(part)) - OTHERS_FLAGS
+            if (made := re.match(r"\s*make ([a-z]+)\b", part)) and made[1] not in targets:
+                wrong.append(f"{number}: make {made[1]}")
+            if ran := re.match(r"\s*(?:\S*/)?baton ([a-z]+)\b", part):
+                unknown = flags - command_flags.get(ran[1], set())
+                wrong += [f"{number}: baton {ran[1]} {sorted(unknown)}"] if unknown or ran[1] not in COMMANDS else []
+            if script := re.search(r"\bpython3? (?:-P )?((?:tests|deploy)/\S+\.py|-m baton\.[\w.]+)", part):
+                path = ROOT / (script[1].removeprefix("-m baton.").replace(".", "/").removesuffix("/py") + ".py")
+                if not path.is_file() or not flags <= _flags_of(path):
+                    wrong.append(f"{number}: {script[1]} {sorted(flags - _flags_of(path)) if path.is_file() else ''}")
+    assert not wrong
+
+
+def _flags_of(path: Path) -> set[str]:
+    """The flags that a script, or a module of its folder that it imports, declares."""
+    return set[str]().union(*(_flags_in(other) for other in path.parent.glob("*.py")))
+
+
+# The drawing
+
+
+def test_the_drawing_shows_every_folder() -> None:
+    shown = set(re.findall(r"(?<![\w/])((?:\w+/)+)(?!\w)", "\n".join(_house())))
+    code = {path.parent for name in PRODUCT for path in (ROOT / name).rglob("*.py")} - {ROOT}
+    folders = {f"{folder.relative_to(ROOT)}/" for folder in code}
+    assert shown - {"tests/"} == folders
+
+
+def test_the_drawn_path_is_there_in_order() -> None:
+    steps = [re.match(r" *(\d+)  (\S+\.py)  +\w", line) for line in _house() if re.match(r" *\d+  \S+/", line)]
+    assert steps and all(steps)
+    assert [int(step[1]) for step in steps if step] == list(range(1, len(steps) + 1))
+    assert [step[2] for step in steps if step and not (ROOT / step[2]).is_file()] == []
+
+
+def test_the_boxes_hold_the_steps_of_their_folders() -> None:
+    """Every step's number stands in a box."""
+    boxes = [line for line in _house() if not re.match(r" *\d+  \S+/", line)]
+    numbers: set[int] = set()
+    for first, last in re.findall(r"(?<![\w-])(\d+)(?:-(\d+))?(?![\w-])", "\n".join(boxes)):
+        numbers |= set(range(int(first), int(last or first) + 1))
+    steps = {int(match[1]) for line in _house() if (match := re.match(r" *(\d+)  \S+/", line))}
+    assert numbers == steps
+
+
+def test_the_quick_tests_are_there() -> None:
+    lines = [line.split("#")[0].strip() for line in (ROOT / "tests/quick.txt").read_text().splitlines()]
+    assert [line for line in lines if line and not (ROOT / line.split("::")[0]).exists()] == []

@@ -1,0 +1,71 @@
+"""The repetition of failed tests: it forgives a delay and nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+AGAIN = Path(__file__).with_name("again.py")
+PASSES = "def test_passes():\n    pass\n"
+FAILS = "def test_fails():\n    assert 0\n"
+FAILS_ONCE = """
+from pathlib import Path
+def test_fails_once(mark=Path(__file__).with_suffix(".mark")):
+    was_there = mark.exists()
+    mark.touch()
+    assert was_there
+"""
+FAILS_TWICE = """
+from pathlib import Path
+def test_fails_twice(mark=Path(__file__).with_suffix(".mark")):
+    with mark.open("a") as file:
+        file.write("x")
+    assert mark.stat().st_size not in (1, 4)  # the run and the last repetition
+"""
+
+
+def _run(folder: Path, text: str, *arguments: str) -> tuple[int, str]:
+    """Return the exit status and the last line of a run over one test file."""
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    (folder / "test_it.py").write_text(text)
+    command = [sys.executable, str(AGAIN), "-q", *arguments]
+    # pytest starts faster without its other plugins
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p xdist.plugin"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    return done.returncode, done.stdout.rstrip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("processes", ["0", "2"])
+def test_a_test_that_passes_alone_is_forgiven_and_named(tmp_path: Path, processes: str) -> None:
+    status, last = _run(tmp_path, PASSES + FAILS_ONCE, "-n", processes)
+    assert (status, last) == (0, "Failed at first, then passed alone 3 times: test_it.py::test_fails_once")
+
+
+@pytest.mark.parametrize("text", [FAILS, FAILS_TWICE])
+def test_a_test_that_fails_alone_fails_the_run(tmp_path: Path, text: str) -> None:
+    status, last = _run(tmp_path, PASSES + text)
+    assert status == 1
+    assert last.startswith("Failed, and at least one failed alone as well")
+
+
+@pytest.mark.parametrize("processes", ["0", "2"])
+def test_an_error_of_collection_fails_the_run(tmp_path: Path, processes: str) -> None:
+    assert _run(tmp_path, PASSES + "import nothing_of_that_name\n", "-n", processes)[0] not in (0, 5)
+
+
+def test_old_failures_and_runs_that_stop_early_are_not_repeated(tmp_path: Path) -> None:
+    cache = tmp_path / ".pytest_cache/v/cache"
+    cache.mkdir(parents=True)
+    (cache / "lastfailed").write_text('{"test_it.py::test_gone": true}')
+    assert _run(tmp_path, PASSES)[0] == 0
+    assert _run(tmp_path, FAILS_ONCE, "-x")[0] == 1
+
+
+def test_a_run_without_tests_passes(tmp_path: Path) -> None:
+    assert _run(tmp_path, PASSES, "-k", "nothing")[0] == 0
