@@ -78,8 +78,10 @@ def test_nodes_that_leave_are_gone_or_keep_coming_back_are_degraded() -> None:
     assert found() == [("d0", "flapping")]
     registry.leaving(clocked.join(name="d1"), LEAVING, clocked.now)
     assert found() == [("d1", "leaving"), ("d0", "flapping")]
+    registry.connection_lost(b"d1:e", clocked.now)
+    assert found() == [("d0", "flapping")], "d1 announced that it leaves"
     clocked.now += 600.0
-    assert found() == [("d1", "leaving")], "the losses are too long ago"
+    assert found() == [], "the losses are too long ago"
 
 
 # Through a router and fake nodes

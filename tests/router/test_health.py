@@ -289,6 +289,9 @@ def test_another_failure_of_a_request_brings_a_canary_while_the_pair_serves(worl
     world.health.doubt(world.nodes["p0"], world.nodes["d0"], None)
     world.look()
     assert len(world.starts("p0", "d0")) == before + 1 and world.is_usable("p0", "d0")
+    world.answer_all()
+    world.look(3 * RETRY_S)
+    assert len(world.starts("p0", "d0")) == before + 1, "one is enough"
 
 
 def test_a_failed_canary_is_tried_again_and_its_pair_gets_no_requests(world: World) -> None:
@@ -331,6 +334,16 @@ def test_nodes_without_room_are_not_at_fault_and_are_asked_again(world: World) -
     world.full.clear()
     world.take(world.health.capacity_freed(world.now))  # before its time
     assert world.states() == {"p0 d0": "ready"}
+    assert world.health.capacity_freed(world.now) == []
+
+
+def test_a_faulty_pair_gets_no_more_canaries_because_it_was_full_before(world: World) -> None:
+    world.corrupt = faulty("p0", alone=False)
+    world.full = {"d0"}
+    world.join("p0", "d0")
+    world.full.clear()
+    world.look(FULL_RETRY_S)
+    assert world.states() == {"p0 d0": "faulty"}
     assert world.health.capacity_freed(world.now) == []
 
 
@@ -381,7 +394,9 @@ def test_own_answers_have_other_salts_and_the_same_prompt(world: World) -> None:
     assert all(each.is_canary and each.params.temperature == 0 for each in everything)
 
 
-def test_a_node_with_less_room_joins_and_the_vote_begins_again_with_a_shorter_prompt(world: World) -> None:
+def test_a_node_with_less_room_joins_and_the_vote_begins_again_with_a_shorter_prompt(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     """An answer to the longer prompt has no consequences."""
     world.mute = {"d0"}
     world.join("p0", "d0")
@@ -391,10 +406,22 @@ def test_a_node_with_less_room_joins_and_the_vote_begins_again_with_a_shorter_pr
     world.mute = set()
     world.join("d1", capacity=Capacity(num_pages=2, page_size=16, max_running=4))
     assert [each.request for each in world.given_up] == [alone.request]
-    world.look(RETRY_S)
-    assert world.states() == {"p0 d0": "ready", "p0 d1": "ready"}
+    assert world.states() == {"p0 d0": "ready", "p0 d1": "ready"}, "at once"
+    assert "could not compute" not in caplog.text
     assert len(world.started[0].request.prompt_ids) == 49 and len(world.started[-1].request.prompt_ids) == 24
     assert world.health.answered(alone.request, world.now) == []
+
+
+def test_an_answer_to_the_longer_prompt_does_not_count_in_the_new_vote(world: World) -> None:
+    world.mute = {"p0"}
+    world.join("p0", "d0")
+    old = world.only_unanswered()
+    world.join("p1", "d1", capacity=Capacity(num_pages=2, page_size=16, max_running=4))
+    before = world.states()
+    assert before["p1 d1"] == "ready"
+    world.corrupt = faulty("p0", alone=False)
+    world.answer(old)
+    assert world.states() == before
 
 
 def test_a_pair_that_only_served_requests_is_untried_again_when_its_nodes_are_not_proven(
@@ -428,6 +455,30 @@ def test_a_faulty_prefill_node_may_not_answer_alone(world: World) -> None:
     assert [world.health.may_answer_alone(world.nodes[name]) for name in ("p0", "p1")] == [False, True]
 
 
+def test_a_node_alone_that_does_not_answer_is_given_up_and_asked_again(world: World) -> None:
+    world.mute = {"d0"}
+    world.join("p0", "d0")
+    world.answer(world.only_unanswered())
+    alone = world.unanswered[0].request
+    world.look(TIMEOUT_S + 0.25)
+    assert world.given_up == [(alone, "no answer within 30 s")]
+    world.answer_all()
+    assert world.states() == {"p0 d0": "unconfirmed"}
+    world.look(ballot.RETRY_S)
+    assert world.states() == {"p0 d0": "ready"}
+
+
+def test_answers_of_nodes_that_are_gone_do_not_count(world: World) -> None:
+    """Three decode nodes with the same fault would outvote the two good nodes."""
+    world.corrupt = faulty("d0", "d1", "d2")
+    world.join("p0", "d0", "d1", "d2")
+    for name in ("d0", "d1", "d2"):
+        world.leave(name)
+    world.join("d3")
+    world.look(2 * RETRY_S)
+    assert world.states() == {"p0 d3": "ready"}, world.health.reason
+
+
 def test_canaries_of_a_node_that_is_gone_change_nothing(world: World) -> None:
     world.join("p0", "d0")
     world.mute = {"d1"}
@@ -443,6 +494,7 @@ def test_nodes_that_leave_get_no_canaries(world: World) -> None:
     world.join("p0", "d0", "d1")
     world.registry.leaving(world.nodes["d1"], m.Leaving(done=False, reason="SIGTERM"), world.now)
     before = len(world.started)
+    world.corrupt = faulty("d0")  # so that the ballot wants to hear all nodes
     world.look(3 * INTERVAL_S)
     assert len(world.started) > before
     assert not any(world.nodes["d1"] in start.nodes for start in world.started[before:])
@@ -458,6 +510,10 @@ def test_a_group_that_was_forgotten_begins_a_new_vote(world: World) -> None:
     (canary,) = world.unanswered
     world.health.forget_group(group)
     assert world.health.answered(canary.request, world.now) == []
+    assert len(world.starts("d0")) == 1
+    world.mute.clear()
+    world.look(RETRY_S)
+    assert len(world.starts("d0")) == 2
 
 
 @settings(max_examples=60, deadline=None)

@@ -88,6 +88,7 @@ def test_a_waiting_node_whose_connection_closes_is_forgotten(clocked: ClockedReg
 def test_the_number_of_waiting_nodes_is_bounded(clocked: ClockedRegistry) -> None:
     clocked.hello("old")
     peers = [clocked.hello(f"e{number}") for number in range(MAX_WAITING + 1)]
+    clocked.hello("e0")  # has a place already
     assert clocked.answers(peers[-1]) == [m.Refusal] and not any(map(clocked.answers, peers[:-1]))
 
 
