@@ -145,11 +145,15 @@ class SequenceTrace(Struct, omit_defaults=True):
         self._bound()
 
     def until(self, end_s: float) -> SequenceTrace:
-        """Return a copy that ends at `end_s`. Times are rounded, not durations, so that sums stay exact."""
+        """Return a copy that ends at `end_s`. Times are rounded, not durations, so that sums stay exact.
+
+        A span that took no time and tells nothing is left out, unless it is one that every sequence has.
+        """
         starts = [round(min(span.start_s, end_s), 6) for span in self.spans]
         spans: list[Span] = []
         for span, (start_s, next_s) in zip(self.spans, pairwise([*starts, round(end_s, 6)]), strict=True):
-            if next_s > start_s or span != span.neighbour(span.name, span.start_s):
+            is_bare = span == span.neighbour(span.name, span.start_s)
+            if next_s > start_s or not is_bare or span.name in ("queue", "finish"):
                 spans.append(structs.replace(span, start_s=start_s, seconds=round(next_s - start_s, 6)))
         return structs.replace(self, spans=spans)
 
