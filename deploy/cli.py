@@ -13,7 +13,7 @@ from typing import Any
 from ..metadata.errors import BatonError
 from .child import die_with_parent
 from .config_file import print_tables, read_tables
-from .flags import Parser, Setting, add_flag, by_name, resolve
+from .flags import Parser, Setting, add_flag, by_name, nearest, resolve
 
 TITLE = """\
 Baton serves large language models with prefill and decode in separate processes. A router takes
@@ -113,6 +113,9 @@ def _run(argv: list[str]) -> int:
         )
         if name in argv:  # the flags of other commands are not needed, and importing their classes takes time
             _add_command_flags(name, command)
+    word = next((word for word in argv if not word.startswith("-")), None)
+    if word is not None and word not in SUMMARIES:
+        parser.error(f"there is no command {word!r}{nearest(word, SUMMARIES)}")
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         parsers[args.command].refuse(unknown[0])
