@@ -19,9 +19,10 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 
 import zmq
 
+from ..wire.frames import encode
 from ..wire.messages import Heartbeat
 from ..wire.node_info import Load, NodeStats
-from ..wire.protocol import PROTOCOL_MIN, encode
+from ..wire.protocol import PROTOCOL_MIN
 from .curve import KeyPair
 from .link import connect_dealer, router_key
 from .sockets import BEAT_SUFFIX, routing_id, send_frames

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
+from msgspec import Struct
 from xxhash import xxh3_64_digest
 
 from ..errors import ProtocolError
+from . import protocol as protocols
+from .protocol import Message, fields_since, sinces
 
 _CHECKSUM_BYTES = 8
 _MalformedFrame = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _T = TypeVar("_T")
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode(message: Message, protocol: int | None = None) -> bytes:
+    """A message as a frame for a peer that is addressed in `protocol` (None: the newest); bus.decode_frame is the
+    inverse. Fields that the peer does not know are left out."""
+    if protocol is None or protocol >= protocols.PROTOCOL_MAX:
+        return seal(_encode(message))
+    assert message.since <= protocol, (type(message).__name__, message.since, protocol)
+    return seal(_encode(_older(message, protocol)))
 
 
 def seal(body: bytes) -> bytes:
@@ -35,3 +49,25 @@ def decode_frame(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
         return decoder.decode(body)
     except _MalformedFrame as error:
         raise ProtocolError(f"{type(error).__name__}: {str(error)[:200]}") from None
+
+
+def _older(value: Any, protocol: int) -> Any:
+    """The value without what came after the protocol, in plain containers where that differs."""
+    if isinstance(value, Struct):
+        kind = type(value)
+        if not any(since > protocol for since in sinces(kind)):
+            return value
+        own = fields_since(kind)
+        names = zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True)
+        fields = {
+            on_wire: _older(getattr(value, name), protocol) for name, on_wire in names if own.get(name, 0) <= protocol
+        }
+        config = kind.__struct_config__
+        if config.array_like:
+            return list(fields.values())
+        return fields if config.tag is None else {config.tag_field: config.tag, **fields}
+    if isinstance(value, tuple):
+        return [_older(item, protocol) for item in cast("tuple[Any, ...]", value)]
+    if isinstance(value, dict):
+        return {key: _older(item, protocol) for key, item in cast("dict[Any, Any]", value).items()}
+    return value

@@ -90,7 +90,7 @@ def _lenient(kind: type[Struct]) -> type[Struct]:
     hints = get_type_hints(kind, include_extras=True)
     fields: list[Any] = []
     for field in msgspec.structs.fields(kind):
-        fields.append((field.name, _twin(hints[field.name]), *_default(field)))
+        fields.append((field.encode_name, _twin(hints[field.name]), *_default(field)))
     config = kind.__struct_config__
     return msgspec.defstruct(f"Lenient{kind.__name__}", fields, tag=config.tag, array_like=config.array_like)
 

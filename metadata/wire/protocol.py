@@ -15,17 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, cast, get_args, get_type_hints
+from typing import Any, ClassVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Struct
 
-from .frames import seal
-
 PROTOCOL_MIN = 4
 PROTOCOL_MAX = 6
-
-_encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +35,6 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True):
     """Base of all messages. `since` is the protocol that brought the message."""
 
     since: ClassVar[int] = PROTOCOL_MIN
-
-
-def encode(message: Message, protocol: int | None = None) -> bytes:
-    """A message as a frame for a peer that is addressed in `protocol` (None: the newest); bus.decode_frame is the
-    inverse. Fields that the peer does not know are left out."""
-    if protocol is None or protocol >= PROTOCOL_MAX:
-        return seal(_encode(message))
-    assert message.since <= protocol, (type(message).__name__, message.since, protocol)
-    return seal(_encode(_older(message, protocol)))
 
 
 def agreed(*ranges: tuple[int, int]) -> int | None:
@@ -78,26 +65,6 @@ def sinces(kind: type[Struct]) -> frozenset[int]:
 def fields_since(kind: type[Struct]) -> dict[str, int]:
     """The protocols that brought a struct's own later fields, by the field's name."""
     return _declared(kind)[0]
-
-
-def _older(value: Any, protocol: int) -> Any:
-    """The value without what came after the protocol, in plain containers where that differs."""
-    if isinstance(value, Struct):
-        kind = type(value)
-        if not any(since > protocol for since in sinces(kind)):
-            return value
-        own = fields_since(kind)
-        names = [name for name in kind.__struct_fields__ if own.get(name, 0) <= protocol]
-        fields = {name: _older(getattr(value, name), protocol) for name in names}
-        config = kind.__struct_config__
-        if config.array_like:
-            return list(fields.values())
-        return fields if config.tag is None else {config.tag_field: config.tag, **fields}
-    if isinstance(value, tuple):
-        return [_older(item, protocol) for item in cast("tuple[Any, ...]", value)]
-    if isinstance(value, dict):
-        return {key: _older(item, protocol) for key, item in cast("dict[Any, Any]", value).items()}
-    return value
 
 
 @cache
