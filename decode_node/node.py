@@ -33,7 +33,7 @@ from ..engine.step_times import StepTimes
 from ..engine.stopping import ended
 from ..engine.trees import DraftShape
 from ..metadata.bus.membership import Membership, RouterGone
-from ..metadata.bus.session import Work
+from ..metadata.bus.session import RouterWork
 from ..metadata.errors import ProtocolError
 from ..metadata.handoff.buffers import MetadataBuffers, Sampled
 from ..metadata.handoff.client import Arrived, HandoffClient, Revoked, TransferFailed
@@ -164,7 +164,7 @@ class DecodeNode:
 
     # --- messages ---
 
-    def _handle(self, message: Work | RouterGone) -> None:
+    def _handle(self, message: RouterWork | RouterGone) -> None:
         match message:
             case Reserve() | Compute():
                 self._reserve(message)

@@ -1,4 +1,7 @@
-"""From a message to a frame: MessagePack, and a checksum at its end."""
+"""Frames: one message as bytes on the wire. A frame is the message in MessagePack, followed by a checksum.
+
+`encode` writes a frame for a peer of any protocol version, and `decode_frame` reads one. protocol.py has the versions.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def encode(message: Message, protocol: int | None = None) -> bytes:
-    """A message as a frame for a peer that is addressed in `protocol` (None: the newest); bus.decode_frame is the
-    inverse. Fields that the peer does not know are left out."""
+    """Return the message as a frame for a peer that is addressed in `protocol` (None: the newest). Fields that the peer
+    does not know are left out."""
     if protocol is None or protocol >= protocols.PROTOCOL_MAX:
         return seal(_encode(message))
     assert message.since <= protocol, (type(message).__name__, message.since, protocol)
@@ -29,22 +32,24 @@ def encode(message: Message, protocol: int | None = None) -> bytes:
 
 
 def seal(body: bytes) -> bytes:
-    """The bytes, and then the xxh3_64 of them. TCP's 16 bits of checksum let a damaged segment through now and then,
-    and a flipped bit in a column of token ids leaves a message that is as good as any."""
+    """Return the bytes followed by their xxh3_64. TCP has a checksum of 16 bits only, so a damaged segment sometimes
+    passes; and a flipped bit in a column of token ids would leave a valid message."""
     return body + xxh3_64_digest(body)
 
 
 def unseal(frame: bytes) -> bytes | None:
-    """The inverse of `seal`; None where bytes and checksum do not fit."""
+    """Return the bytes without their checksum; None if the checksum is wrong."""
     body, checksum = frame[:-_CHECKSUM_BYTES], frame[-_CHECKSUM_BYTES:]
     return body if xxh3_64_digest(body) == checksum else None
 
 
 def decode_frame(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
-    """The message in one frame (messages.encode). Raises ProtocolError, and nothing else, whatever the bytes are."""
+    """Return the message in one frame. Raises ProtocolError, and nothing else, for any bytes."""
     body = unseal(frame)
     if body is None:
-        raise ProtocolError(f"{len(frame)} bytes do not fit their checksum: damaged, or of another protocol")
+        raise ProtocolError(
+            f"{len(frame)} bytes do not fit their checksum: they are damaged, or not from a Baton process"
+        )
     try:
         return decoder.decode(body)
     except _MalformedFrame as error:
@@ -52,7 +57,7 @@ def decode_frame(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
 
 
 def _older(value: Any, protocol: int) -> Any:
-    """The value without what came after the protocol, in plain containers where that differs."""
+    """Return the value without fields that came after the protocol, in plain containers if any is left out."""
     if isinstance(value, Struct):
         kind = type(value)
         if not any(since > protocol for since in sinces(kind)):

@@ -29,7 +29,7 @@ LOAD = Load(free_pages=1, running=0, waiting=0)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.metadata.bus.hub.ROUTER_BEAT_S", 0.02)
+    monkeypatch.setattr("baton.metadata.bus.hub.ROUTER_HEARTBEAT_S", 0.02)
     monkeypatch.setattr("baton.metadata.bus.allow_list.CHECK_S", 0.02)
 
 

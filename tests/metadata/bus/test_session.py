@@ -385,7 +385,7 @@ def test_the_log_says_for_how_long_a_router_was_silent(joined: Node, caplog: pyt
     joined.now += 7.25
     joined.take()
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("WARNING", "no word from the router for 7.2 s")
+        ("WARNING", "no message from the router for 7.2 s")
     ]
 
 

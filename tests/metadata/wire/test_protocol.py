@@ -98,7 +98,9 @@ class Unsorted(msgspec.Struct, array_like=True):
     other: int = 0
 
 
-@pytest.mark.parametrize(("kind", "words"), [(Required, "default"), (Hidden, "whole field"), (Unsorted, "stands last")])
+@pytest.mark.parametrize(
+    ("kind", "words"), [(Required, "default"), (Hidden, "whole field"), (Unsorted, "must come last")]
+)
 def test_wrong_declarations_are_refused(kind: type[msgspec.Struct], words: str) -> None:
     with pytest.raises(AssertionError, match=words):
         sinces(kind)
