@@ -216,7 +216,11 @@ class ServerTarget(Target):
         for _ in range(12):
             dealer = rng.choice(self.hostile)
             kind = rng.choice([m.Ack, m.Drop, m.RevokeAck, m.Claim, m.Pull])
-            fields = {m.Drop: {"reason": ""}, m.Claim: {"have": 0}, m.Pull: {"indices": pack_ids([0, 1])}}.get(kind, {})
+            fields = {
+                m.Drop: {"reason": ""},
+                m.Claim: {"num_cached_pages": 0},
+                m.Pull: {"indices": pack_ids([0, 1])},
+            }.get(kind, {})
             dealer.send(m.encode(kind(unit=unit, **fields)))
             dealer.inbox.clear()
             self._poll()
