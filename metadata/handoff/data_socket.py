@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zmq
 
-from ..bus.addresses import any_port_of, require_keys
+from ..bus.addresses import any_port_of, parse_address, require_keys
 from ..bus.curve import KeyPair, secure_client, secure_server
 from ..bus.sockets import configure_socket, connect_socket
 from ..errors import ConfigError
@@ -25,6 +25,7 @@ def bind_data_socket(
     """
     address = any_port_of(bind_host)
     require_keys(address, keys)
+    parse_address(address)  # before there is a socket to close
     socket = (zmq.Context[zmq.Socket[bytes]].instance() if context is None else context).socket(zmq.ROUTER)
     _configure(socket, address, _CONTROL_FRAME_BYTES)
     socket.router_mandatory = True
