@@ -12,7 +12,7 @@ read.
 
 Who owns a page, and when (the page pool is engine/pages.py, the prefix cache is engine/prefix_cache.py):
 
-    prefill node   request --HandoffServer.open--> ticket --TicketEnded--> whoever opened the ticket: frees it, or cache
+    prefill node   request --HandoffServer.open--> ticket --TicketEnded--> the opener: it frees the page, or caches it
     decode node    request --HandoffClient.claim--> transfer --Arrived, Revoked, TransferFailed, or drop--> request
 
 A ticket owns the pages of its unit from `open` until `TicketBook.take_events` hands out its `TicketEnded`, exactly once
@@ -113,9 +113,8 @@ class TicketBook:
         self._lease_s = lease_s
         self._tickets: dict[Unit, Ticket] = {}
         self._parked: dict[Unit, dict[Holder, ParkedClaim]] = {}
-        self._ended: dict[
-            Unit, tuple[EndedTicket, str | None, float]
-        ] = {}  # the answer, for whom (None: anyone), until when
+        # the answer, for which claimant (None: any), until when
+        self._ended: dict[Unit, tuple[EndedTicket, str | None, float]] = {}
         self._events: list[Claimed | TicketEnded] = []
         self._expired_at = clock()
 
