@@ -6,8 +6,8 @@ edge-triggered: it tells only that something changed. A send may consume such a 
 every send.
 
 A closed connection causes a monitor event within milliseconds, but the event names no routing id. The hub then sends a
-RouterBeat to every known node. With ROUTER_MANDATORY the send fails for exactly the node that is gone. The hub also
-sends RouterBeats regularly.
+RouterHeartbeat to every known node. With ROUTER_MANDATORY the send fails for exactly the node that is gone. The hub
+also sends RouterHeartbeats regularly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 from ..errors import ConfigError, ProtocolError
 from ..wire.frames import encode
 from ..wire.hello import HelloRefused, decode_to_router
-from ..wire.messages import HUB_FRAME_BYTES, Heartbeat, Hello, Refusal, RouterBeat, ToNode, ToRouter
+from ..wire.messages import HUB_FRAME_BYTES, Heartbeat, Hello, Refusal, RouterHeartbeat, ToNode, ToRouter
 from ..wire.protocol import PROTOCOL_MIN
 from .addresses import parse_address, require_keys
 from .curve import KeyPair, secure_server
@@ -72,7 +72,7 @@ class Hub:
         self.sent = 0
         self._on_message = on_message
         self._on_lost = on_lost
-        self._heartbeat_frame = encode(RouterBeat(router_epoch=epoch), PROTOCOL_MIN)
+        self._heartbeat_frame = encode(RouterHeartbeat(router_epoch=epoch), PROTOCOL_MIN)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         try:

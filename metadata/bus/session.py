@@ -35,7 +35,7 @@ from ..wire.messages import (
     Refusal,
     Resend,
     Reserve,
-    RouterBeat,
+    RouterHeartbeat,
     TokenizerFile,
     ToNode,
     ToRouter,
@@ -157,7 +157,7 @@ class RouterSession:
             todo.append(RouterRefused(message.reason))
         elif isinstance(message, HelloAgain):
             self._rejoin(message, todo)
-        elif isinstance(message, RouterBeat):
+        elif isinstance(message, RouterHeartbeat):
             pass  # it only proves that the router lives
         elif self._is_joined:
             todo.append(message)

@@ -231,7 +231,7 @@ class HelloAgain(RouterMessage, frozen=True, tag="hello_again"):
     protocol: Annotated[Index, Since(6)] = 0  # 0: the oldest that the node knows
 
 
-class RouterBeat(RouterMessage, frozen=True, tag="router_beat"):
+class RouterHeartbeat(RouterMessage, frozen=True, tag="router_beat"):
     """The router's sign of life. A node that hears no router message for 5 s frees all of this router's requests."""
 
 
@@ -288,7 +288,7 @@ class Drain(RouterMessage, frozen=True, tag="drain"):
     """Take no new work, finish the rest, and exit, as after SIGTERM."""
 
 
-OfRouter = Welcome | Refusal | HelloAgain | RouterBeat | Inspect | Flush | Drain
+OfRouter = Welcome | Refusal | HelloAgain | RouterHeartbeat | Inspect | Flush | Drain
 ToNode = OfRouter | Reserve | Compute | Prefill | Cancel | Resend
 
 # --- decode -> prefill, on the data link ---------------------------------------------------------------------------
