@@ -262,7 +262,7 @@ class DecodeScheduler:
             bisect.insort(self.running, sequence, key=_order)
 
     def _take_pages(self, sequence: Sequence, num_tokens: int, limit_pages: int, headroom: int = 0) -> bool:
-        lease = self.cache.acquire(sequence.token_ids, sequence.request.salt, limit_pages)
+        lease = self.cache.acquire(sequence.token_ids, sequence.request.cache_salt, limit_pages)
         num_pages = -(-num_tokens // self.page_size) - len(lease.pages)
         try:
             if num_pages + -(-headroom // self.page_size) > self.cache.available:
@@ -279,7 +279,7 @@ class DecodeScheduler:
         assert sequence.lease is not None, sequence.unit
         known = sequence.token_ids[: max(0, sequence.num_computed - sequence.num_missed)]  # no holes in draft KV
         pages = sequence.pages[: len(known) // self.page_size]
-        self.cache.insert(known, pages, sequence.request.salt, sequence.lease)
+        self.cache.insert(known, pages, sequence.request.cache_salt, sequence.lease)
 
     def _release(self, sequence: Sequence) -> None:
         if sequence.lease is None:  # preempted: it holds nothing

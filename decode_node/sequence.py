@@ -40,7 +40,7 @@ class Sequence:
 
     @property
     def salt(self) -> str:
-        return self.request.salt
+        return self.request.cache_salt
 
     @property
     def num_generated(self) -> int:

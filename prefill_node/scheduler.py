@@ -64,7 +64,7 @@ class PrefillScheduler:
         self.computing.remove(job)
         self.handing.append(job)
         num_whole = len(job.token_ids) // self.page_size
-        self.cache.insert(job.token_ids, job.pages[:num_whole], job.request.salt, job.lease)
+        self.cache.insert(job.token_ids, job.pages[:num_whole], job.request.cache_salt, job.lease)
 
     def stop(self, job: PrefillJob) -> None:
         """Nobody wants the prompt any more: no more of it is computed; its tickets have to end yet."""
@@ -101,7 +101,7 @@ class PrefillScheduler:
         num_tokens = len(job.token_ids)
         # a prompt whose own log-probabilities are wanted computes every position
         limit = 0 if job.request.prompt_logprobs else (num_tokens - 1) // self.page_size
-        lease = self.cache.acquire(job.token_ids, job.request.salt, limit)
+        lease = self.cache.acquire(job.token_ids, job.request.cache_salt, limit)
         owner = Owner.REQUEST if job.decode is None else Owner.TICKET
         num_own = pages_of(num_tokens, self.page_size) - len(lease.pages)
         try:

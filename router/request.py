@@ -385,7 +385,7 @@ class Request:
             prompt_ids=pack_ids(self.prompt_ids),
             params=self.params,
             received_ids=pack_ids(self.sequences[choice].received),
-            salt=self.salt,
+            cache_salt=self.salt,
             prompt_logprobs=self.wants_prompt_logprobs and self.prompt_logprobs is None,
         )
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import xxhash
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from ..errors import RequestError
 from .protocol import Message
@@ -97,7 +97,7 @@ class GenerationRequest(Message, frozen=True):
     prompt_ids: Ids
     params: SamplingParams
     received_ids: Ids = b""
-    salt: Digest = ""  # prefix caches match only prompts of equal salt
+    cache_salt: Digest = field(name="salt", default="")  # prefix caches match only prompts of equal salt
     prompt_logprobs: bool = False  # log-probabilities of the prompt's own tokens (echo with logprobs)
 
     def __post_init__(self) -> None:

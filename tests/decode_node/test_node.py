@@ -62,7 +62,7 @@ def proposals_of(pair: NodePair, rid: str, prompt: Sequence[int], salt: str) -> 
         return found[-1]
 
     drafter.lookup = looking
-    pair.submit(rid, prompt, params(12, temperature=1.0, seed=7), salt=salt)
+    pair.submit(rid, prompt, params(12, temperature=1.0, seed=7), cache_salt=salt)
     pair.run()
     drafter.lookup = lookup
     return found

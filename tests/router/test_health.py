@@ -169,8 +169,8 @@ def test_own_answers_come_from_no_page_of_another(make_system: Make) -> None:
     pairs = [message for message in decode.got(m.Reserve) if is_canary(message)]
     alone = [*decode.got(m.Compute), *(each for each in prefill.got(m.Prefill) if each.decode is None)]
     assert {type(each) for each in alone} == {m.Compute, m.Prefill}
-    salts = {each.request.salt for each in pairs}
-    assert len(salts) == len(pairs) and "" not in salts and not salts & {each.request.salt for each in alone}
+    salts = {each.request.cache_salt for each in pairs}
+    assert len(salts) == len(pairs) and "" not in salts and not salts & {each.request.cache_salt for each in alone}
     assert len({each.request.prompt_ids for each in [*pairs, *alone]}) == 1
     assert all(each.request.params.temperature == 0 for each in alone)
     system.router.wait_idle()

@@ -182,7 +182,7 @@ def test_canaries_have_fresh_salts_and_several_pages(make_system: Callable[..., 
 
     canaries = wait_until(lambda: len(of_pairs()) > 1 and of_pairs(), timeout=8)
     assert all(canary.rid.startswith("canary") for canary in canaries)
-    assert len({canary.request.salt for canary in canaries}) == len(canaries)
+    assert len({canary.request.cache_salt for canary in canaries}) == len(canaries)
     assert len({canary.request.prompt_ids for canary in canaries}) == 1
     assert len(canaries[0].request.prompt_ids) // 4 > 3 * system.cluster.page_size
 

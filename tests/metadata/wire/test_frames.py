@@ -8,7 +8,7 @@ import pytest
 from baton.metadata.errors import ProtocolError
 from baton.metadata.wire.frames import decode_frame, encode, seal, unseal
 from baton.metadata.wire.messages import Cancelled, Claim, to_prefill_decoder, to_router_decoder
-from baton.metadata.wire.request import Unit
+from baton.metadata.wire.request import GenerationRequest, SamplingParams, Unit
 
 MESSAGE = Cancelled(rid="r", attempt=1)
 
@@ -38,3 +38,8 @@ def test_a_renamed_field_keeps_its_name_on_the_wire(protocol: int | None) -> Non
     frame = encode(message, protocol)
     assert msgspec.msgpack.decode(unseal(frame) or b"")["have"] == 3
     assert decode_frame(to_prefill_decoder, frame) == message
+
+
+def test_a_salt_is_called_so_on_the_wire() -> None:
+    request = GenerationRequest(prompt_ids=b"", params=SamplingParams(max_tokens=1), cache_salt="tenant")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request))["salt"] == "tenant"
