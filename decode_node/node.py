@@ -273,7 +273,7 @@ class DecodeNode:
                 transfer_s=event.transfer_s,
                 num_pages=event.num_pages,
                 num_bytes=event.num_bytes,
-                have_pages=have,
+                num_cached_pages=have,
                 times=msgspec.structs.replace(event.times, admit_s=time.monotonic() - begun),
             )
         )

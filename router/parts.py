@@ -181,7 +181,7 @@ def _handoff(span: tuple[float, float], leg: Leg, admitted: Admitted) -> Iterato
             attempt=attempt,
             num_pages=admitted.num_pages,
             num_bytes=admitted.num_bytes,
-            had_pages=admitted.have_pages,
+            had_pages=admitted.num_cached_pages,
             moving_s=_seconds(moving_s),
             gb_per_s=round(admitted.num_bytes / moving_s / 1e9, 3) if moving_s > 0 else 0.0,
             transport=times.transport,

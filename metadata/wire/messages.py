@@ -126,7 +126,7 @@ class Admitted(Message, frozen=True, tag="admitted"):
     transfer_s: Seconds
     num_pages: Count
     num_bytes: Count
-    have_pages: Count
+    num_cached_pages: Count = field(name="have_pages")
     times: PullTimes = PullTimes()
 
 
