@@ -36,7 +36,7 @@ from ..engine.rounds import Accepted, Rounds, Submitted
 from ..engine.step_times import StepTimes
 from ..engine.trees import DraftShape
 from ..metadata.bus.membership import Membership, RouterGone
-from ..metadata.bus.session import Work
+from ..metadata.bus.session import RouterWork
 from ..metadata.errors import ProtocolError
 from ..metadata.handoff.buffers import MetadataBuffers, Sampled
 from ..metadata.handoff.client import Arrived, HandoffClient, Revoked, TransferFailed
@@ -179,7 +179,7 @@ class DecodeNode:
 
     # --- messages ---
 
-    def _handle(self, message: Work | RouterGone) -> None:
+    def _handle(self, message: RouterWork | RouterGone) -> None:
         match message:
             case Reserve() | Compute():
                 self._reserve(message)
@@ -287,7 +287,7 @@ class DecodeNode:
                 transfer_s=event.transfer_s,
                 num_pages=event.num_pages,
                 num_bytes=event.num_bytes,
-                have_pages=num_cached_pages,
+                num_cached_pages=num_cached_pages,
                 times=msgspec.structs.replace(event.times, admit_s=time.monotonic() - begun),
             )
         )

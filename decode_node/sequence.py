@@ -50,7 +50,7 @@ class Sequence:
     @property
     def salt(self) -> str:
         """The request's cache salt, by the name that the engine's rounds use."""
-        return self.request.salt
+        return self.request.cache_salt
 
     @property
     def num_generated(self) -> int:

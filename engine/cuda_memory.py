@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..metadata.errors import TransferError
-from ..metadata.handoff.device_pool import Shared
+from ..metadata.handoff.pages import Shared
 
 logger = logging.getLogger(__name__)
 

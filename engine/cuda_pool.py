@@ -17,8 +17,8 @@ import torch
 
 from ..kernels.pages import has_kernels, page_checksums
 from ..metadata.errors import TransferError
-from ..metadata.handoff.device_pool import MappedPools, Shared
 from ..metadata.handoff.memory import PageMemory
+from ..metadata.handoff.pages import MappedPools, Shared
 from .cuda_memory import Mapping, map_shared, share
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class _Slip:
 
 
 class CudaGather:
-    """A launch on the stream of the handoff (metadata/handoff/device_pool.py: Gather)."""
+    """A launch on the stream of the handoff (metadata/handoff/pages.py: Gather)."""
 
     def __init__(self, slip: _Slip, give_back: Callable[[_Slip], None]) -> None:
         self._slip, self._give_back = slip, give_back
@@ -68,7 +68,7 @@ class CudaGather:
 
 
 class CudaMapping(NamedTuple):
-    """A peer's pools, mapped (metadata/handoff/device_pool.py: MappedPools)."""
+    """A peer's pools, mapped (metadata/handoff/pages.py: MappedPools)."""
 
     pools: list[PoolAddress]
     mappings: list[Mapping]
@@ -84,7 +84,7 @@ class CudaMapping(NamedTuple):
 
 class CudaPool:
     """`kvs` are the pools, [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim] each, contiguous, on one
-    device; `memory` their host mirrors. See metadata/handoff/device_pool.py for what it does."""
+    device; `memory` their host mirrors. See metadata/handoff/pages.py for what it does."""
 
     def __init__(self, kvs: Sequence[torch.Tensor], memory: Sequence[PageMemory], *, has_checksums: bool) -> None:
         self._device = kvs[0].device

@@ -13,6 +13,7 @@ from ..metadata.bus.allow_list import ROUTER
 from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.membership import Member, Membership
 from ..metadata.errors import ConfigError, Refused
+from ..metadata.handoff.transports.registry import TRANSPORTS
 from ..metadata.wire.messages import PROTOCOL_MAX, PROTOCOL_MIN, Hello
 from ..metadata.wire.node_info import Capacity, Role
 from .config import EngineConfig
@@ -147,4 +148,5 @@ def transports(config: EngineConfig, engine: Engine) -> tuple[str, ...]:
         raise ConfigError(f"transport cuda needs device cuda, this node is on {engine.device.type}; use auto")
     if config.transport != "auto":
         return (config.transport,)
-    return ("local", "zmq") if engine.device_pool is None else ("cuda", "local", "zmq")
+    has_device = engine.device_pool is not None
+    return tuple(name for name, transport in TRANSPORTS.items() if has_device or not transport.needs_device)

@@ -1,4 +1,4 @@
-"""Configuration that every process shares. Flags and TOML keys are made from these fields (deploy/flags.py)."""
+"""Configuration that every process shares. The flags and TOML keys are made from these fields (deploy/flags.py)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .errors import ConfigError
 
 
 def setting(default: Any, text: str, **more: Any) -> Any:
-    """A configuration field with its help text. `more` may hold `metavar`."""
+    """Return a configuration field with its help text. `more` may hold `metavar`."""
     metadata: Mapping[str, Any] = {"help": text, **more}
     return field(default=default, metadata=metadata)
 
 
 def at_least(config: object, name: str, least: float) -> None:
-    """Raises ConfigError when the field is set and smaller."""
+    """Raise ConfigError if the field is set and smaller than `least`."""
     value = getattr(config, name)
     if value is not None and value < least:
         raise ConfigError(f"{name} is {value}; it must be {least} or more")
@@ -24,7 +24,7 @@ def at_least(config: object, name: str, least: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessConfig:
-    """Logs and keys: what a router and a node both have."""
+    """Settings of every process: logs and keys."""
 
     keys: str | None = setting(
         None,
@@ -34,17 +34,17 @@ class ProcessConfig:
     )
     allow_list: str | None = setting(
         None,
-        "file with the names and public keys of all processes that may connect, where each has its own --keys; without "
-        "it, all have the same",
+        "file with the names and public keys of all processes that may connect, if each has its own --keys; without "
+        "it, all have the same key",
         metavar="FILE",
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least severe level logged")
-    log_json: bool = setting(False, "log one JSON object a line instead of text")
+    log_json: bool = setting(False, "log one JSON object per line instead of text")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig(ProcessConfig):
-    """How a node meets the others."""
+    """Settings of every node: how it meets the router and other nodes."""
 
     router: str = setting("tcp://127.0.0.1:5700", "the router's address for nodes", metavar="tcp://HOST:PORT")
     node_id: str | None = setting(None, "name of this node, unique in the cluster (default: role-host-pid)")
@@ -60,4 +60,4 @@ class NodeConfig(ProcessConfig):
     def __post_init__(self) -> None:
         at_least(self, "drain_timeout_s", 0)
         if self.node_id == "":
-            raise ConfigError("node_id is empty; leave it out for one that is made up")
+            raise ConfigError("node_id is empty; give a name, or leave it out for a generated one")

@@ -1,4 +1,4 @@
-"""Every error Baton raises for the world's faults; `assert` is for our own.
+"""Errors that Baton raises for faults of the world outside. `assert` is for our own defects.
 
 The router maps these to HTTP in one place (`router/http/errors.py`); a node maps them to one `Failed` message.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 
 class BatonError(Exception):
-    """Base of all errors. `rid` and `node` say whose life the error belongs to, where known. A process that ends with
-    the error has `exit_status`."""
+    """Base of all errors. `rid` and `node` name the request and the node, if known. A process that ends with the error
+    exits with `exit_status`."""
 
     code = "internal_error"
     exit_status = 1
@@ -20,7 +20,7 @@ class BatonError(Exception):
 
 
 class ConfigError(BatonError):
-    """A flag or a configuration field has a value that cannot work. Names the value and the fix."""
+    """A flag or a configuration field has a value that cannot work. The message names the value and the fix."""
 
     code = "config_error"
     exit_status = 2
@@ -33,7 +33,7 @@ class ModelError(BatonError):
 
 
 class RequestError(BatonError):
-    """The client's request cannot be served as it is; `param` names the field at fault."""
+    """The client's request cannot be served as it is. `param` names the wrong field."""
 
     code = "invalid_request_error"
 
@@ -43,7 +43,7 @@ class RequestError(BatonError):
 
 
 class Overloaded(BatonError):
-    """A bounded queue is full. `retry_after_s` is an honest guess of when it will not be."""
+    """A bounded queue is full. `retry_after_s` estimates when it will have room."""
 
     code = "overloaded"
 
@@ -59,29 +59,29 @@ class Unavailable(BatonError):
 
 
 class OutOfPages(BatonError):
-    """A pool cannot give the pages asked for, now (retry when others finish) or ever."""
+    """A pool cannot give the pages asked for, either now (retry when others finish) or ever."""
 
     code = "out_of_pages"
 
 
 class ProtocolError(BatonError):
-    """A frame is not a message of this protocol, or arrives where it has no business."""
+    """A frame is not a message of this protocol, or arrived where such messages are not allowed."""
 
     code = "protocol_error"
 
 
 class StaleMessage(ProtocolError):
-    """A message is about something that has ended here: an ordinary cancel leaves such messages behind."""
+    """A message about something that has ended here. Ordinary cancels cause such messages."""
 
 
 class Refused(BatonError):
-    """Two processes cannot work together; the message names both sides' values."""
+    """Two processes cannot work together. The message names both sides' values."""
 
     code = "refused"
     exit_status = 3
 
 
 class TransferError(BatonError):
-    """KV pages did not arrive whole: wrong checksum or generation, a revoked ticket, or a peer gone."""
+    """KV pages did not arrive whole: wrong checksum or generation, a revoked ticket, or a peer that is gone."""
 
     code = "transfer_error"

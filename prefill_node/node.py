@@ -28,7 +28,7 @@ from ..engine.engine import NO_NUMBERS, Engine
 from ..engine.progress import ProgressBar
 from ..engine.stopping import ended
 from ..metadata.bus.membership import Membership, RouterGone
-from ..metadata.bus.session import Work
+from ..metadata.bus.session import RouterWork
 from ..metadata.errors import RequestError
 from ..metadata.handoff.buffers import Sampled
 from ..metadata.handoff.server import HandoffServer
@@ -134,7 +134,7 @@ class PrefillNode:
 
     # --- messages ---
 
-    def _handle(self, message: Work | RouterGone) -> None:
+    def _handle(self, message: RouterWork | RouterGone) -> None:
         match message:
             case Prefill():
                 self._submit(message)

@@ -59,7 +59,7 @@ class Request:
 
     @property
     def cache_salt(self) -> str:
-        return self.generation.salt
+        return self.generation.cache_salt
 
     @property
     def num_received(self) -> int:

@@ -63,7 +63,7 @@ class Canary:
                 num_logprobs=2,
             ),
             self,
-            salt=self._cache_salt,
+            cache_salt=self._cache_salt,
             now=now,
             is_canary=True,
         )

@@ -65,7 +65,7 @@ class Entry:
         self.turn: Turn = (0.0, 0)  # the queue sets it
         self.unfit: set[bytes] = set()  # routing ids of decode nodes that refused it although they were empty
         self.need = Need.of(request, choices[0], needs_decode=self.needs_decode)
-        self.hashes = page_hashes(request.prompt_ids, request.group.page_size, request.salt)
+        self.hashes = page_hashes(request.prompt_ids, request.group.page_size, request.cache_salt)
 
     @property
     def needs_decode(self) -> bool:

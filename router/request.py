@@ -272,6 +272,7 @@ class Request:
     __slots__ = (
         "_next_attempt",
         "attempts",
+        "cache_salt",
         "created_at",
         "deadline",
         "dispatched_at",
@@ -291,7 +292,6 @@ class Request:
         "prompt_ids",
         "prompt_logprobs",
         "rid",
-        "salt",
         "sequences",
         "timeline",
         "wants_prompt_logprobs",
@@ -307,7 +307,7 @@ class Request:
         *,
         num_choices: int = 1,
         options: TextOptions = TextOptions(),  # noqa: B008 - immutable
-        salt: str = "",
+        cache_salt: str = "",
         wants_prompt_logprobs: bool = False,
         now: float,
         timeout_s: float | None = None,
@@ -321,7 +321,7 @@ class Request:
         self.prompt_ids = prompt_ids
         self.params = params
         self.listener = listener
-        self.salt = salt
+        self.cache_salt = cache_salt
         self.wants_prompt_logprobs = wants_prompt_logprobs
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self.num_cached: int | None = None  # the first attempt's
@@ -399,7 +399,7 @@ class Request:
             prompt_ids=pack_ids(self.prompt_ids),
             params=self.params,
             received_ids=pack_ids(self.sequences[choice].received),
-            salt=self.salt,
+            cache_salt=self.cache_salt,
             prompt_logprobs=self.needs_prompt_logprobs,
         )
 

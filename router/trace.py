@@ -122,7 +122,7 @@ class SequenceTrace(Struct, omit_defaults=True):
         prefill, handoff = self.spans[-3:-1]
         offer, pull, admission = prefill.neighbour("offer"), handoff.neighbour("pull"), handoff.neighbour("admission")
         offer.num_tokens, times, moving_s = handoff.num_tokens, message.times, message.transfer_s
-        pull.num_pages, pull.num_bytes, pull.had_pages = message.num_pages, message.num_bytes, message.have_pages
+        pull.num_pages, pull.num_bytes, pull.had_pages = message.num_pages, message.num_bytes, message.num_cached_pages
         pull.moving_s, pull.pull_times = round(moving_s, 6), times
         pull.gb_per_s = round(message.num_bytes / moving_s / 1e9, 3) if moving_s > 0 else 0.0
         self.divide(len(self.spans) - 2, offer, (pull, times.last_s), (admission, times.admit_s))

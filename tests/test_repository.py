@@ -385,3 +385,46 @@ def test_every_pin_is_exact_and_portable() -> None:
         assert name, pin
         assert version, pin
         assert "+" not in version, f"{pin}: a local version (such as +cpu) is not on the package index"
+
+
+CODE_OF_METADATA = [path for path in CODE if path.relative_to(ROOT).parts[0] == "metadata"]
+METADATA_ROOMS = {  # what each folder of metadata/ may import from the others
+    "wire": {"wire"},
+    "bus": {"bus", "wire"},
+    "handoff": {"handoff", "bus", "wire"},
+}
+
+
+def _modules_of_metadata() -> dict[str, Path]:
+    return {"baton." + ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in CODE_OF_METADATA}
+
+
+@pytest.mark.parametrize("room", METADATA_ROOMS)
+def test_the_rooms_of_metadata_import_downwards(room: str) -> None:
+    upwards = [
+        f"{_name(path)}:{line} imports {module}"
+        for path in CODE_OF_METADATA
+        if path.relative_to(ROOT).parts[1] == room
+        for line, module in _imports(path)
+        if (parts := module.split("."))[:2] == ["baton", "metadata"]
+        and parts[2] in METADATA_ROOMS
+        and parts[2] not in METADATA_ROOMS[room]
+    ]
+    assert not upwards, "\n".join(upwards)
+
+
+def test_no_import_of_metadata_closes_a_circle() -> None:
+    """Imports for types alone count as well."""
+    modules = _modules_of_metadata()
+    imported = {
+        name: {
+            target
+            for _, module in _imports(path)
+            for target in (module, module.rpartition(".")[0])
+            if target in modules and target != name
+        }
+        for name, path in modules.items()
+    }
+    while free := {name for name, targets in imported.items() if not targets}:
+        imported = {name: targets - free for name, targets in imported.items() if name not in free}
+    assert not imported, f"in circles, or above one: {sorted(imported)}"

@@ -1,4 +1,5 @@
-"""Addresses of sockets: `tcp://HOST:PORT` and `ipc://PATH`, which leave this machine, and which host this is."""
+"""Addresses of sockets: `tcp://HOST:PORT` and `ipc://PATH`, whether other machines can reach them, and the identity of
+this host."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _MAX_IPC_PATH = 100  # sockaddr_un holds 107 bytes
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """One parsed address. `host` has no brackets; `port` None means any free port; both are unset for ipc."""
+    """One parsed address. `host` has no brackets. `port` None means any free port. Both are unset for ipc."""
 
     scheme: Literal["tcp", "ipc"]
     host: str = ""
@@ -31,7 +32,7 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        """True where nobody on another machine can connect: 127.0.0.0/8, ::1, localhost, ipc."""
+        """True if no other machine can connect: 127.0.0.0/8, ::1, localhost, ipc."""
         if self.scheme == "ipc" or self.host.lower() in {"localhost", "localhost."}:
             return True
         literal = _ip_literal(self.host)
@@ -53,7 +54,7 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """Parses `tcp://HOST:PORT` (port 0 or `*`: any free one) or `ipc://PATH`. Raises ConfigError naming the address."""
+    """Parse `tcp://HOST:PORT` (port 0 or `*`: any free one) or `ipc://PATH`. Raises ConfigError naming the address."""
     if text.startswith("ipc://"):
         path = text.removeprefix("ipc://")
         if not path or "\0" in path or len(os.fsencode(path)) > _MAX_IPC_PATH:
@@ -72,7 +73,7 @@ def parse_address(text: str) -> Address:
 
 
 def require_keys(address: str, keys: KeyPair | None) -> None:
-    """Raises ConfigError when `address` can be reached from other machines and there are no keys."""
+    """Raise ConfigError if other machines can reach `address` and there are no keys."""
     if keys is None and not parse_address(address).is_loopback:
         raise ConfigError(
             f"address {address} is not on loopback, so connections need CURVE keys: make them with `baton keys FILE`, "
@@ -82,15 +83,15 @@ def require_keys(address: str, keys: KeyPair | None) -> None:
 
 
 def any_port_of(host: str) -> str:
-    """The address by which a socket binds to any free port of a host; one that is an address already stays."""
+    """Return the address with which a socket binds to any free port of a host. A full address is returned unchanged."""
     bracketed = f"[{host}]" if ":" in host else host
     return host if "://" in host else f"tcp://{bracketed}:*"
 
 
 def host_identity() -> str:
-    """A digest (32 hex digits) that is equal for two processes exactly where one may open the other's /proc/PID/fd/N:
-    same boot of the same kernel, same user and group, same pid, mount and user namespaces. Where the kernel does not
-    tell, the digest is random, so it equals nobody's."""
+    """Return a digest (32 hex digits) that is equal for two processes exactly if one may open the other's
+    /proc/PID/fd/N: same boot of the same kernel, same user and group, same pid, mount and user namespaces. If the
+    kernel does not tell these, the digest is random and equals no other."""
     try:
         parts = [
             Path("/proc/sys/kernel/random/boot_id").read_text().strip(),

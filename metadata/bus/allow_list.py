@@ -1,12 +1,13 @@
-"""Which public keys may connect, and whose each is: a file of lines `NAME KEY`, the same for all processes.
+"""Allow-list: which public keys may connect, and to which process each belongs. A file of lines `NAME KEY`, the same
+for all processes.
 
     router     rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7
     prefill-0  Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID   # host1, rack 7
 
-The name is the process's node id, `router` for the router. So the list says more than who may come: whose key a node
-must find at the other end when it connects, and under which name alone a key's holder may speak. A line that is gone
-shuts its process out: the file is looked at again at every handshake, for every message of a stranger, and about once
-a second.
+The name is the process's node id; the router's name is `router`. The list says three things: who may connect, which key
+a node must find at the other end when it connects, and under which name the holder of a key may speak. A process whose
+line is removed is shut out. The file is read again, if it has changed, at every handshake, for every message from an
+unknown key, and about once per second.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ logger = logging.getLogger(__name__)
 
 ROUTER = "router"
 KEY_LEN = 40  # a 32-byte key in Z85
-CHECK_S = 0.9  # less than the second between two looks of who asks once a second
+CHECK_S = 0.9  # a little less than a second, for callers that ask once per second
 MAX_BYTES = 1 << 20
 MAX_NAME = 128
 
-_HEADER = "# Baton allow-list, a line a process: NAME PUBLIC-KEY. No secrets. Who is taken out is shut out.\n"
-_Seen = tuple[int, int, int]  # what tells that a file is another now: mtime in ns, inode, bytes
+_HEADER = "# Baton allow-list, one line per process: NAME PUBLIC-KEY. No secrets. A removed process is shut out.\n"
+_Seen = tuple[int, int, int]  # identity of a file's contents: mtime in ns, inode, size in bytes
 
 
 def is_key(text: str) -> bool:
-    """Whether it is a CURVE key: 32 bytes in Z85."""
+    """Return whether the text is a CURVE key: 32 bytes in Z85."""
     try:
         return len(text) == KEY_LEN and len(z85.decode(text)) == 32
     except (ValueError, KeyError, struct.error):
@@ -46,10 +47,10 @@ def is_key(text: str) -> bool:
 
 
 class AllowList:
-    """The list in a file, as it was when last looked at. Threads may share it.
+    """The list in a file, as last read. Threads may share it.
 
-    Raises ConfigError, naming file, line and fix, when the file cannot be used. Where that comes about later, what was
-    read before stays in force, and the log says why.
+    Raises ConfigError, naming file, line and fix, if the file cannot be used at first. If it becomes unusable later,
+    the list read before stays in force, and the log says why.
     """
 
     def __init__(self, path: str | Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -61,15 +62,15 @@ class AllowList:
         self._names = {key: name for name, key in self._keys.items()}
 
     def key_of(self, name: str) -> bytes | None:
-        """The public key (40 bytes of Z85) that goes by this name; None where there is none."""
+        """Return the public key (40 bytes of Z85) with this name; None if there is none."""
         return self._keys.get(name)
 
     def name_of(self, key: bytes) -> str | None:
-        """Whose a public key is; None for a stranger's."""
+        """Return the name of a public key; None if the key is not listed."""
         return self._names.get(key)
 
     def newest_name_of(self, key: bytes) -> str | None:
-        """As `name_of`, and looks at the file again before it calls a key a stranger's."""
+        """Return the name of a public key, as `name_of`, but read the file again before answering None."""
         name = self.name_of(key)
         if name is None:
             self.look()
@@ -77,29 +78,29 @@ class AllowList:
         return name
 
     def server_key(self, name: str) -> bytes:
-        """The key that who connects to `name` must find there. Raises ConfigError where the list has none."""
+        """Return the key that a client must find at the server `name`. Raises ConfigError if the list has none."""
         key = self.key_of(name)
         if key is None:
             raise ConfigError(f"allow-list {self.path} names no key of {name!r}: add its line, `{name} KEY`")
         return key
 
     def require(self, name: str | None, node_id: str) -> None:
-        """Raises ProtocolError unless who speaks as `node_id` holds the key of that name. `name` is that of the key
-        proved at the handshake, None where it is not in the list (any more)."""
+        """Raise ProtocolError unless the sender who calls itself `node_id` holds the key of that name. `name` is the
+        name of the key that it proved at the handshake; None if that key is not listed (any more)."""
         if name is None:
             raise ProtocolError(f"the key of {node_id} is not in allow-list {self.path} any more")
         if name != node_id:
             raise ProtocolError(f"{node_id} has the key that allow-list {self.path} calls {name!r}")
 
     def is_due(self) -> bool:
-        """About once a second: looks at the file and returns True, since connections may have to be closed."""
+        """About once per second, read the file again and return True: the caller may have to close connections."""
         if not self._due.is_due():
             return False
         self.look()
         return True
 
     def look(self) -> None:
-        """Takes over what the file says, if it has changed and can be used."""
+        """Read the file again, if it has changed. An unusable file changes nothing and is logged."""
         with self._lock:
             try:
                 if _seen(self.path.stat()) == self._seen:
@@ -112,7 +113,7 @@ class AllowList:
             self._take(keys)
 
     def _take(self, keys: dict[str, bytes]) -> None:
-        """Each table is replaced whole: other threads never see half of a change."""
+        """Replace each table as a whole, so that other threads never see half of a change."""
         old, self._keys = self._keys, keys
         self._names = {key: name for name, key in keys.items()}
         gone = sorted(name for name, key in old.items() if keys.get(name) != key)
@@ -126,8 +127,8 @@ class AllowList:
 
 
 class ServerKey:
-    """The key that a client must find at the server called `name`, which may be replaced while the client runs. Used by
-    one thread. Raises ConfigError where the list has none."""
+    """The key that a client must find at the server `name`. It may be replaced while the client runs. Used by one
+    thread. Raises ConfigError if the list has none."""
 
     def __init__(self, allow_list: AllowList, name: str) -> None:
         self._allow_list, self._name = allow_list, name
@@ -135,7 +136,7 @@ class ServerKey:
         self._due = Throttle(CHECK_S)
 
     def is_replaced(self) -> bool:
-        """Whether the list names another key than when last asked; looks at the file about once a second."""
+        """Return whether the list names another key than at the last call. Reads the file about once per second."""
         if self._due.is_due():
             self._allow_list.look()
         key, self._key = self._key, self._allow_list.server_key(self._name)
@@ -143,8 +144,8 @@ class ServerKey:
 
 
 def with_line(path: str | Path, line: str) -> str:
-    """What the list in `path`, or a new one where it is missing, says with a line more. Raises ConfigError as AllowList
-    does, and when the line's name or key is there already."""
+    """Return the text of the list in `path`, or of a new one if the file is missing, with one more line. Raises
+    ConfigError as AllowList does, and if the name or the key is listed already."""
     path = Path(path)
     text = _text(path)[1] if path.exists() else _HEADER
     text = (text if not text or text.endswith("\n") else text + "\n") + line
@@ -153,7 +154,8 @@ def with_line(path: str | Path, line: str) -> str:
 
 
 def add_line(path: str | Path, line: str) -> None:
-    """Adds a line (`line_of`) to the list in `path`. Raises ConfigError as `with_line` does."""
+    """Add a line (`line_of`) to the list in `path`. Raises ConfigError as `with_line` does, and if the file cannot be
+    written."""
     text = with_line(path, line)
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -162,7 +164,7 @@ def add_line(path: str | Path, line: str) -> None:
 
 
 def line_of(name: str, public: bytes) -> str:
-    """What a list says of a key."""
+    """Return the line of a key in a list."""
     return f"{name} {public.decode()}\n"
 
 
@@ -183,7 +185,7 @@ def _text(path: Path) -> tuple[_Seen, str]:
     except OSError as error:
         raise ConfigError(f"allow-list {path} cannot be read: {error.strerror}; `baton keys` makes one") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"allow-list {path} is no text: {error.reason} at byte {error.start}") from error
+        raise ConfigError(f"allow-list {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     if len(data) > MAX_BYTES:
         raise ConfigError(f"allow-list {path} is longer than {MAX_BYTES} bytes")
     if status.st_mode & stat.S_IWOTH:
@@ -192,9 +194,9 @@ def _text(path: Path) -> tuple[_Seen, str]:
 
 
 def _parse(path: Path, text: str) -> dict[str, bytes]:
-    """Keys by name."""
+    """Return the keys by name."""
     keys: dict[str, bytes] = {}
-    lines: dict[str | bytes, int] = {}  # where a name or a key stands
+    lines: dict[str | bytes, int] = {}  # line numbers by name and by key
     for number, line in enumerate(text.splitlines(), 1):
         name, *rest = line.split() or ("#",)
         if name.startswith("#"):
@@ -202,7 +204,9 @@ def _parse(path: Path, text: str) -> dict[str, bytes]:
         where = f"allow-list {path}, line {number}: "
         key = rest[0] if rest else ""
         if not is_key(key) or (len(rest) > 1 and not rest[1].startswith("#")):  # a key itself may hold #
-            raise ConfigError(f"{where}{line.strip()!r} is not `NAME KEY # remark`, KEY being {KEY_LEN} of Z85")
+            raise ConfigError(
+                f"{where}{line.strip()!r} is not `NAME KEY # remark` with a KEY of {KEY_LEN} Z85 characters"
+            )
         if len(name) > MAX_NAME:
             raise ConfigError(f"{where}the name {name[:32]!r}... is longer than {MAX_NAME} characters")
         for word in (name, key.encode()):

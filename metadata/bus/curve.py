@@ -1,10 +1,11 @@
-"""CURVE between processes: a key pair for each, and an allow-list of those that may connect; or one pair for all.
+"""CURVE encryption between processes: either one key pair per process and an allow-list, or one pair for the whole
+cluster.
 
 Without an allow-list a server accepts exactly the clients that prove to hold its own pair. libzmq asks a handler in the
-socket's context (ZAP, RFC 27) about every handshake. The ZAP domain of a server socket says whom it accepts: it *is*
-the one public key, or names an allow-list of this process. Sockets set ZAP_ENFORCE_DOMAIN, so that without a handler
-nobody gets in. What a client says later carries its key (`sender_key`), so that a key can be shut out while its
-connection stands: libzmq closes none for us.
+socket's context about every handshake (ZAP, RFC 27). The ZAP domain of a server socket says whom it accepts: it is the
+one public key, or it names an allow-list of this process. Sockets set ZAP_ENFORCE_DOMAIN, so nobody gets in without a
+handler. Every later message carries its sender's key (`sender_key`), so a key can be shut out while its connection is
+still open; libzmq does not close such connections.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
-_TRY_AGAIN = b"300"  # libzmq says nothing and the client comes back a second later; after "400" it never would
+_TRY_AGAIN = b"300"  # libzmq closes the connection silently, and the client retries; after "400" it never would
 _REFUSAL_LOG_S = 5.0
 _refusals = Throttle(_REFUSAL_LOG_S)
 _lists: WeakValueDictionary[bytes, AllowList] = WeakValueDictionary()  # by ZAP domain
@@ -40,7 +41,7 @@ _lists: WeakValueDictionary[bytes, AllowList] = WeakValueDictionary()  # by ZAP 
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """A process's CURVE key pair, each key 40 bytes of Z85 text; without an allow-list the whole cluster's."""
+    """A process's CURVE key pair, each key 40 bytes of Z85 text. Without an allow-list it is the whole cluster's."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -48,20 +49,20 @@ class KeyPair:
 
     @classmethod
     def generate(cls) -> KeyPair:
-        """A new pair, in memory only."""
+        """Return a new pair, in memory only."""
         public, secret = zmq.curve_keypair()
         return cls(public, secret)
 
     @classmethod
     def create(cls, path: str | Path) -> KeyPair:
-        """Writes a new pair to `path`, readable by its owner only. Raises ConfigError when the file exists already
-        or cannot be written."""
+        """Write a new pair to `path`, readable only by its owner, and return it. Raises ConfigError as `write` does."""
         keys = cls.generate()
         keys.write(path)
         return keys
 
     def write(self, path: str | Path) -> None:
-        """As `create`, of this pair."""
+        """Write this pair to `path`, readable only by its owner. Raises ConfigError if the file exists or cannot be
+        written."""
         text = (
             "# Key pair of a Baton process, or of a whole cluster: whoever holds this file can join as it.\n"
             f'public = "{self.public.decode()}"\nsecret = "{self.secret.decode()}"\n'
@@ -77,8 +78,8 @@ class KeyPair:
 
     @classmethod
     def load(cls, path: str | Path, allow_list: str | Path | None = None) -> KeyPair:
-        """Reads a pair written by `create`, and the allow-list, which must name it. Raises ConfigError when a file is
-        missing, unreadable or malformed, when others may read the pair, or when the keys are none."""
+        """Read a pair written by `write`, and the allow-list, which must name it. Raises ConfigError if a file is
+        missing, unreadable or malformed, if others may read the pair, or if the two keys do not belong together."""
         try:
             with Path(path).open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -98,13 +99,14 @@ class KeyPair:
 
     @classmethod
     def configured(cls, config: ProcessConfig) -> KeyPair | None:
-        """The pair that a process is configured with, None where it has none. Raises ConfigError as `load` does."""
+        """Return the pair that a process is configured with; None if it has none. Raises ConfigError as `load` does."""
         if config.keys is None and config.allow_list is not None:
-            raise ConfigError(f"--allow-list {config.allow_list} is for processes with a key of their own: --keys FILE")
+            raise ConfigError(f"--allow-list {config.allow_list} needs a key of this process: give --keys FILE")
         return None if config.keys is None else cls.load(config.keys, config.allow_list)
 
     def listed(self, allow_list: AllowList, path: str | Path = "") -> KeyPair:
-        """The pair of one process of those in the list. Raises ConfigError when the list does not name it."""
+        """Return the pair with an allow-list. Raises ConfigError if the list does not name it. `path` is for the
+        message."""
         if allow_list.name_of(self.public) is None:
             line = f"NAME {self.public.decode()}"
             raise ConfigError(f"the key of {path} is not in allow-list {allow_list.path}: add its line, `{line}`")
@@ -112,18 +114,18 @@ class KeyPair:
 
     @property
     def name(self) -> str | None:
-        """What the allow-list calls this process; None where there is no list."""
+        """This process's name in the allow-list; None if there is no list."""
         return None if self.allow_list is None else self.allow_list.name_of(self.public)
 
     def server_key(self, name: str) -> bytes:
-        """The public key of the server called `name`. Raises ConfigError where the allow-list has none."""
+        """Return the public key of the server `name`. Raises ConfigError if the allow-list has none."""
         return self.public if self.allow_list is None else self.allow_list.server_key(name)
 
 
 def secure_server(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
-    """Makes a socket, before it binds, accept only clients that hold `keys`, or a key in their allow-list, and starts
-    the handler of its context (one thread, which ends when the context is terminated). Nobody gets in any more
-    once the caller has let go of the allow-list."""
+    """Make a socket, before it binds, accept only clients that hold `keys`, or a key in their allow-list. Start the
+    handler of its context: one thread, which ends when the context is terminated. The caller must keep the allow-list
+    alive; without it nobody gets in."""
     _start_handler(cast("zmq.Context[zmq.Socket[bytes]]", socket.context))
     domain = keys.public
     if keys.allow_list is not None:
@@ -137,21 +139,22 @@ def secure_server(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
 
 
 def secure_client(socket: zmq.Socket[bytes], keys: KeyPair, server: str) -> None:
-    """Makes a socket, before it connects, speak only to the server called `server`. Raises ConfigError where the
-    allow-list does not know it."""
+    """Make a socket, before it connects, speak only to the server `server`. Raises ConfigError if the allow-list does
+    not name it."""
     socket.curve_serverkey = keys.server_key(server)
     socket.curve_publickey = keys.public
     socket.curve_secretkey = keys.secret
 
 
 def sender_key(frame: zmq.Frame) -> bytes:
-    """The public key that the sender of a message proved; of any of its frames, at a socket that `secure_server` made.
-    Costs 4 us, receiving the frame uncopied included."""
+    """Return the public key that the sender of a message proved. `frame` is any of its frames, received uncopied at a
+    socket that `secure_server` made."""
     return cast(str, frame.get("User-Id")).encode()
 
 
 def _require_private(path: str | Path, status: os.stat_result) -> None:
-    """Only the owner may read a secret, or also the group where the owner is root: so Kubernetes hands out secrets."""
+    """Raise ConfigError unless only the owner may read a secret. If the owner is root, the group may read it too,
+    because Kubernetes mounts secrets so."""
     others = stat.S_IRWXG | stat.S_IRWXO
     if status.st_uid == 0 and os.geteuid() != 0:
         others &= ~stat.S_IRGRP
@@ -168,7 +171,7 @@ def _key(path: str | Path, data: dict[str, Any], name: str) -> bytes:
 
 
 def _start_handler(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    # A shadow context, because Context.destroy() would close this socket under its thread's feet.
+    # A shadow context, because Context.destroy() would close this socket while its thread uses it.
     shadow: zmq.Context[zmq.Socket[bytes]] = zmq.Context(context)
     socket = shadow.socket(zmq.REP)
     socket.linger = 0
@@ -176,7 +179,7 @@ def _start_handler(context: zmq.Context[zmq.Socket[bytes]]) -> None:
         socket.bind(_ZAP_ENDPOINT)
     except zmq.ZMQError as error:
         socket.close()
-        if error.errno == zmq.EADDRINUSE:  # this context has its handler already
+        if error.errno == zmq.EADDRINUSE:  # this context has a handler already
             return
         raise
     threading.Thread(target=_serve_handler, args=(socket,), name="baton-zap", daemon=True).start()

@@ -1,12 +1,13 @@
 """The router's end of the bus: one ROUTER socket, served inside the router's event loop.
 
-Nodes connect (link.py) with the routing id `node_id:epoch`, and each node's heartbeat thread (liveness.py) with
-`node_id:epoch:beat`; the hub reports both as `node_id:epoch`. libzmq's file descriptor is edge-triggered: it tells
-only that something *changed*, so every send, which may swallow the change, is followed by a look at EVENTS.
+Nodes connect (link.py) with the routing id `node_id:epoch`. The heartbeat thread of each node (liveness.py) connects
+with `node_id:epoch:beat`. The hub reports messages of both under `node_id:epoch`. libzmq's file descriptor is
+edge-triggered: it tells only that something changed. A send may consume such a change, so the hub checks EVENTS after
+every send.
 
-A closed connection shows within milliseconds as a monitor event, which names no routing id. The hub then sends a
-RouterBeat to every known node: with ROUTER_MANDATORY that fails for exactly the node that is gone. Ordinary
-RouterBeats, once a second, are the hub's own work too.
+A closed connection causes a monitor event within milliseconds, but the event names no routing id. The hub then sends a
+RouterHeartbeat to every known node. With ROUTER_MANDATORY the send fails for exactly the node that is gone. The hub
+also sends RouterHeartbeats regularly.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import ConfigError, ProtocolError
+from ..wire.frames import encode
 from ..wire.hello import HelloRefused, decode_to_router
-from ..wire.messages import HUB_FRAME_BYTES, Heartbeat, Hello, Refusal, RouterBeat, ToNode, ToRouter
-from ..wire.protocol import PROTOCOL_MIN, encode
+from ..wire.messages import HUB_FRAME_BYTES, Heartbeat, Hello, Refusal, RouterHeartbeat, ToNode, ToRouter
+from ..wire.protocol import PROTOCOL_MIN
 from .addresses import parse_address, require_keys
 from .curve import KeyPair, secure_server
 from .sockets import (
-    BEAT_SUFFIX,
     DRAIN_LIMIT,
+    HEARTBEAT_SUFFIX,
     DroppedFrames,
     Received,
     bound_address,
@@ -41,18 +43,18 @@ from .throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
-ROUTER_BEAT_S = 1.0
+ROUTER_HEARTBEAT_S = 1.0
 _HANDSHAKE_LOG_S = 5.0  # a node with wrong keys tries again every second
-_PROBE_DELAYS_S = (0.002, 0.02, 0.05)  # the pipe of a closed connection ends a moment after the monitor's event
+_PROBE_DELAYS_S = (0.002, 0.02, 0.05)  # libzmq ends the pipe of a closed connection a moment after the monitor's event
 _HANDSHAKE_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # _AUTH: see curve.py
 
 
 class Hub:
-    """Sends to and receives from all nodes. All methods belong to the event loop's thread.
+    """Sends to and receives from all nodes. All methods run on the event loop's thread.
 
-    `on_message(routing_id, message)` gets every well-formed message, `on_lost(routing_id)` every node whose connection
-    closed (it may come back under the same id); neither may block. Raises ConfigError for an address that is
-    malformed, taken, or not on loopback without keys.
+    `on_message(routing_id, message)` is called for every valid message. `on_lost(routing_id)` is called for every node
+    whose connection closed; the node may come back under the same id. Neither may block. Raises ConfigError if the
+    address is malformed or taken, or if other machines can reach it and there are no keys.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Hub:
         self.sent = 0
         self._on_message = on_message
         self._on_lost = on_lost
-        self._beat_frame = encode(RouterBeat(router_epoch=epoch), PROTOCOL_MIN)
+        self._heartbeat_frame = encode(RouterHeartbeat(router_epoch=epoch), PROTOCOL_MIN)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         try:
@@ -86,15 +88,15 @@ class Hub:
         self._is_drain_scheduled = False
         self._probe_delays: list[float] = []
         self._probe_timer: asyncio.TimerHandle | None = None
-        self._beat_timer: asyncio.TimerHandle | None = None
+        self._heartbeat_timer: asyncio.TimerHandle | None = None
 
     @property
     def dropped_frames(self) -> int:
-        """Malformed frames so far."""
+        """How many malformed frames were dropped so far."""
         return self._dropped.count
 
     def start(self) -> None:
-        """Serves from now on, in the running event loop."""
+        """Start serving, in the running event loop."""
         self._loop = asyncio.get_running_loop()
         events = zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILURES
         self._monitor = self._socket.get_monitor_socket(events)
@@ -103,19 +105,19 @@ class Hub:
         self._loop.add_reader(file_descriptor(self._monitor), self._drain_monitor)
         self._schedule_drain()
         self._drain_monitor()
-        self._beat()
+        self._send_heartbeats()
 
     def send(self, peer: bytes, message: ToNode, protocol: int | None = None) -> bool:
-        """Queues a message for the node with this routing id, addressed in `protocol` (None: the newest). False, never
-        an error, when it is gone or its queue is full."""
+        """Queue a message for the node with this routing id, in `protocol` (None: the newest). Return False, and never
+        raise, if the node is gone or its queue is full."""
         return self._send_frame(peer, encode(message, protocol))
 
     def close(self) -> None:
-        """Stops serving and frees the address. Queued messages are lost. May be called twice."""
+        """Stop serving and free the address. Queued messages are lost. May be called twice."""
         if self._socket.closed:
             return
-        if self._beat_timer is not None:
-            self._beat_timer.cancel()
+        if self._heartbeat_timer is not None:
+            self._heartbeat_timer.cancel()
             self._loop.remove_reader(file_descriptor(self._socket))
             self._loop.remove_reader(file_descriptor(self._monitor))
             self._socket.disable_monitor()
@@ -150,14 +152,14 @@ class Hub:
         self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
-        self._is_drain_scheduled = True  # sends made by the callbacks need not look at EVENTS
+        self._is_drain_scheduled = True  # sends from the callbacks need not check EVENTS
         for _ in range(DRAIN_LIMIT):
             if self._socket.closed:
                 return
             try:
                 received = receive_from(self._socket, self._allow_list)
             except zmq.Again:
-                self._is_drain_scheduled = False  # this recv looked at everything that the sends may have swallowed
+                self._is_drain_scheduled = False  # this recv checked for every change that sends may have consumed
                 return
             self._take(received)
         if not self._socket.closed:
@@ -167,10 +169,10 @@ class Hub:
         sender = received.sender
         try:
             if self._allow_list is not None:
-                if received.name is None:  # the list has told once whom it shuts out; heartbeats may go on for days
+                if received.name is None:  # the list has logged this once; the node's heartbeats may go on for days
                     self._dropped.count += 1
                     return
-                self._allow_list.require(received.name, _node_id(sender.removesuffix(BEAT_SUFFIX)))
+                self._allow_list.require(received.name, _node_id(sender.removesuffix(HEARTBEAT_SUFFIX)))
             message = self._decode(sender, received.bodies)
         except HelloRefused as refusal:
             self._dropped.add(sender, refusal)
@@ -181,14 +183,14 @@ class Hub:
             self._dropped.add(sender, error)
             return
         self.received += 1
-        peer = sender.removesuffix(BEAT_SUFFIX)
+        peer = sender.removesuffix(HEARTBEAT_SUFFIX)
         if peer == sender:
             self._peers.add(peer)
         try:
             self._on_message(peer, message)
         except ProtocolError as error:
             self._dropped.add(sender, error)
-        except Exception as error:  # one message's failure; the others must still be served
+        except Exception as error:  # the other messages must still be served
             if self._failures.is_due():
                 self._report(error, f"while handling {type(message).__name__} of {peer!r}")
 
@@ -197,8 +199,8 @@ class Hub:
         if len(bodies) != 1:
             raise ProtocolError("a message must be one frame")
         message = decode_to_router(bodies[0])
-        if sender.endswith(BEAT_SUFFIX) and not isinstance(message, Heartbeat):
-            raise ProtocolError(f"{type(message).__name__} from a heartbeat socket")
+        if sender.endswith(HEARTBEAT_SUFFIX) and not isinstance(message, Heartbeat):
+            raise ProtocolError(f"{type(message).__name__} from a heartbeat socket, which may send Heartbeat only")
         if isinstance(message, Hello) and f"{message.node_id}:{message.epoch}".encode() != sender:
             raise ProtocolError(f"Hello of {message.node_id}:{message.epoch} under another routing id")
         return message
@@ -215,14 +217,15 @@ class Hub:
         if not self._socket.closed:
             self._on_lost(peer)
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         self._shut_out()
         for peer in tuple(self._peers):
-            self._send_frame(peer, self._beat_frame)
-        self._beat_timer = self._loop.call_later(ROUTER_BEAT_S, self._beat)
+            self._send_frame(peer, self._heartbeat_frame)
+        self._heartbeat_timer = self._loop.call_later(ROUTER_HEARTBEAT_S, self._send_heartbeats)
 
     def _shut_out(self) -> None:
-        """Gives up nodes that are not in the allow-list any more. Their connections stand, their words are dropped."""
+        """Report nodes as lost that are not in the allow-list any more. Their connections stay open, but their messages
+        are dropped."""
         if self._allow_list is None:
             return
         self._allow_list.look()
@@ -251,7 +254,7 @@ class Hub:
     def _probe(self) -> None:
         self._probe_timer = None
         for peer in tuple(self._peers):
-            self._send_frame(peer, self._beat_frame)
+            self._send_frame(peer, self._heartbeat_frame)
         if self._probe_delays:
             self._arm_probe()
 
@@ -263,9 +266,9 @@ def _node_id(peer: bytes) -> str:
 def _bind(socket: zmq.Socket[bytes], address: str, keys: KeyPair | None) -> None:
     configure_socket(socket, address, max_frame=HUB_FRAME_BYTES)
     socket.router_mandatory = 1
-    # A node that reconnects before its old connection is known to be dead must not be shut out. Nobody can steal an
-    # identity by this: routing ids hold a random epoch, off loopback CURVE lets only the cluster in, and with an
-    # allow-list nobody is heard under a name that is not its key's.
+    # A node may reconnect before its old connection is known to be dead. Nobody can steal an identity by this: routing
+    # ids hold a random epoch, CURVE admits only the cluster off loopback, and with an allow-list a sender is heard only
+    # under the name of its key.
     socket.router_handover = 1
     if keys is not None:
         secure_server(socket, keys)

@@ -1,4 +1,4 @@
-"""A node's end of the bus: one DEALER socket, polled by the node's own loop together with its other sockets."""
+"""A node's end of the bus: one DEALER socket, which the node's own loop polls together with its other sockets."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import logging
 import zmq
 
 from ..errors import ConfigError, ProtocolError
-from ..wire.frames import decode_frame
+from ..wire.frames import decode_frame, encode
 from ..wire.messages import HUB_FRAME_BYTES, ToNode, ToRouter, to_node_decoder
-from ..wire.protocol import encode
 from .addresses import parse_address, require_keys
 from .allow_list import ROUTER, ServerKey
 from .curve import KeyPair, secure_client
@@ -38,10 +37,12 @@ def connect_dealer(
     max_frame: int,
     is_immediate: bool = False,
 ) -> zmq.Socket[bytes]:
-    """A DEALER socket that connects to `address`, and again whenever the connection breaks. With `is_immediate` it
-    queues nothing while there is no connection. Raises ConfigError for an address that is malformed, that nobody can
-    connect to, or that is off loopback without keys, and where the allow-list has no key of the router. The caller
-    closes the socket."""
+    """Return a DEALER socket that connects to `address`, and again whenever the connection breaks. The caller closes
+    it.
+
+    With `is_immediate` it queues nothing while there is no connection. Raises ConfigError if the address is invalid, if
+    other machines can reach it and there are no keys, or if the allow-list has no key of the router.
+    """
     require_keys(address, keys)
     socket = context.socket(zmq.DEALER)
     try:
@@ -63,16 +64,16 @@ def connect_dealer(
 
 
 def router_key(keys: KeyPair | None) -> ServerKey | None:
-    """The router's key, which may be replaced in the allow-list; None where there is no list."""
+    """Return the router's key, which may be replaced in the allow-list; None if there is no list."""
     return None if keys is None or keys.allow_list is None else ServerKey(keys.allow_list, ROUTER)
 
 
 class Link:
-    """Sends to and receives from the router; used by one thread. `socket` may be polled together with others; it is
-    another one once the router's key has been replaced.
+    """The connection to the router; used by one thread. `socket` may be polled together with others. It is replaced
+    when the router's key is replaced.
 
-    It connects by itself, whether the router is there yet or not, and again after every break: what that means for
-    the node is session.py's part. Raises ConfigError for an address that is malformed or off loopback without keys.
+    The link connects by itself, whether the router runs already or not, and again after every break. session.py decides
+    what that means for the node. Raises ConfigError as `connect_dealer` does.
     """
 
     def __init__(self, router_address: str, node_id: str, epoch: str, keys: KeyPair | None) -> None:
@@ -86,16 +87,17 @@ class Link:
             raise
         self.sent = 0
         self.received = 0
-        self.unsent = 0  # messages that found the queue full
+        self.unsent = 0  # messages lost because the queue was full
         self._dropped = DroppedFrames(logger, "link")
 
     @property
     def dropped_frames(self) -> int:
-        """Malformed frames so far."""
+        """How many malformed frames were dropped so far."""
         return self._dropped.count
 
     def receive(self, limit: int = DRAIN_LIMIT) -> list[ToNode]:
-        """The messages that have arrived, at most `limit`; never waits. Malformed ones are counted and left out."""
+        """Return the messages that have arrived, at most `limit`; never wait. Malformed ones are counted and left
+        out."""
         if self._router_key is not None and self._router_key.is_replaced():
             logger.warning("the router has another key now: connecting anew")
             self.socket.close()
@@ -116,8 +118,8 @@ class Link:
         return messages
 
     def send(self, message: ToRouter, protocol: int | None = None) -> bool:
-        """Queues a message for the router, which is addressed in `protocol` (None: the newest); never waits. False, and
-        counted in `unsent`, when the queue is full."""
+        """Queue a message for the router in `protocol` (None: the newest); never wait. Return False, and count it in
+        `unsent`, if the queue is full."""
         try:
             send_frames(self.socket, encode(message, protocol))
         except zmq.Again:
@@ -127,7 +129,7 @@ class Link:
         return True
 
     def close(self) -> None:
-        """Closes the connection; queued messages are lost. May be called twice."""
+        """Close the connection; queued messages are lost. May be called twice."""
         self.socket.close()
         self._context.term()
 

@@ -2,10 +2,10 @@
 
 `HeartbeatThread` is a thread of the node with a socket of its own, because a ZeroMQ socket belongs to one thread. It
 connects to the router under the node's routing id plus `:beat`, and the hub reports its messages as the node's. The
-thread needs the interpreter lock for microseconds, five times per second. So it beats on while the main loop hangs in
-Python, in a lock, or in C code that released the interpreter lock (torch, sockets), and says in which phase the
-loop is and for how long. C code that keeps the interpreter lock silences the thread: such a node is found dead
-instead of stuck.
+thread needs the interpreter lock only for microseconds. So it keeps sending heartbeats while the main loop hangs in
+Python, in a lock, or in C code that released the interpreter lock (torch, sockets), and its heartbeats tell in which
+phase the loop is and for how long. C code that keeps the interpreter lock silences the thread; the router then finds
+the node dead instead of stuck.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 
 import zmq
 
+from ..wire.frames import encode
 from ..wire.messages import Heartbeat
 from ..wire.node_info import Load, NodeStats
-from ..wire.protocol import PROTOCOL_MIN, encode
+from ..wire.protocol import PROTOCOL_MIN
 from .curve import KeyPair
 from .link import connect_dealer, router_key
-from .sockets import BEAT_SUFFIX, routing_id, send_frames
+from .sockets import HEARTBEAT_SUFFIX, routing_id, send_frames
 
-BEAT_INTERVAL_S = 0.2
+HEARTBEAT_INTERVAL_S = 0.2
 PEER_SILENCE_S = 1.5
 
-_BEAT_REPLY_BYTES = 1024  # nobody writes to a heartbeat socket
+_MAX_FRAME_BYTES = 1024  # nobody writes to a heartbeat socket
 _MAX_CHECK_GAP_S = 0.5
 
 
@@ -41,7 +42,7 @@ class _Phase(NamedTuple):
 
 
 class HeartbeatThread:
-    """Beats for one node from `start` to `close`. Raises ConfigError as Link does."""
+    """Sends one node's heartbeats from `start` to `close`. Raises ConfigError as Link does."""
 
     def __init__(
         self,
@@ -51,10 +52,10 @@ class HeartbeatThread:
         keys: KeyPair | None,
         *,
         load: Load,
-        interval_s: float = BEAT_INTERVAL_S,
+        interval_s: float = HEARTBEAT_INTERVAL_S,
     ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._address, self._identity, self._keys = router_address, routing_id(node_id, epoch) + BEAT_SUFFIX, keys
+        self._address, self._identity, self._keys = router_address, routing_id(node_id, epoch) + HEARTBEAT_SUFFIX, keys
         self._router_key = router_key(keys)
         try:
             self._socket = self._connect()
@@ -62,32 +63,33 @@ class HeartbeatThread:
             self._context.term()
             raise
         self._interval_s = interval_s
-        # each is one reference, replaced whole: the thread never sees half of a change
+        # each is one reference, replaced as a whole, so the thread never sees half of a change
         self._phase = _Phase(0, "starting", time.monotonic(), 60.0)
         self._figures = (load, NodeStats())
         self._protocol = PROTOCOL_MIN
         self._is_stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="baton-pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="baton-heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Start the thread."""
         self._thread.start()
 
     def enter(self, phase: str, limit_s: float) -> None:
-        """The main loop begins something that should take `limit_s` at most; counts as a step. Costs a microsecond."""
+        """Record that the main loop begins a phase that should take `limit_s` at most. Counts as a step. Costs a
+        microsecond."""
         assert 0 < len(phase) <= 128 and limit_s >= 0, (phase, limit_s)
         self._phase = _Phase(self._phase.step + 1, phase, time.monotonic(), limit_s)
 
     def report(self, load: Load, stats: NodeStats) -> None:
-        """The figures that the next beats carry."""
+        """Set the figures that the next heartbeats carry."""
         self._figures = (load, stats)
 
     def speak(self, protocol: int) -> None:
-        """The protocol in which the router is addressed from now on."""
+        """Set the protocol in which the router is addressed from now on."""
         self._protocol = protocol
 
     def close(self) -> None:
-        """Stops the thread and closes its socket. May be called twice."""
+        """Stop the thread and close its socket. May be called twice."""
         self._is_stopped.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -96,7 +98,7 @@ class HeartbeatThread:
 
     def _connect(self) -> zmq.Socket[bytes]:
         return connect_dealer(
-            self._context, self._address, self._identity, self._keys, max_frame=_BEAT_REPLY_BYTES, is_immediate=True
+            self._context, self._address, self._identity, self._keys, max_frame=_MAX_FRAME_BYTES, is_immediate=True
         )
 
     def _run(self) -> None:
@@ -106,9 +108,9 @@ class HeartbeatThread:
                 self._socket = self._connect()
             phase, (load, stats) = self._phase, self._figures
             age_s = time.monotonic() - phase.since
-            beat = Heartbeat(phase.step, phase.name, max(age_s, 0.0), phase.limit_s, load, stats)
-            with contextlib.suppress(zmq.Again):  # no router at present; the socket keeps connecting
-                send_frames(self._socket, encode(beat, self._protocol))
+            heartbeat = Heartbeat(phase.step, phase.name, max(age_s, 0.0), phase.limit_s, load, stats)
+            with contextlib.suppress(zmq.Again):  # no router at present; the socket keeps trying to connect
+                send_frames(self._socket, encode(heartbeat, self._protocol))
             if self._is_stopped.wait(self._interval_s):
                 return
 
@@ -119,7 +121,7 @@ _K = TypeVar("_K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Change(Generic[_K]):
-    """A peer's state is another now; `reason` says why, in words for the log."""
+    """A change of a peer's state; `reason` says why, in words for the log."""
 
     peer: _K
     state: PeerState
@@ -130,14 +132,13 @@ class Change(Generic[_K]):
 class _Peer:
     heard_at: float
     state: PeerState
-    beat: Heartbeat | None
 
 
 class PeerLiveness(Generic[_K]):
     """The router's view of its nodes: alive, stuck (a phase took longer than its own limit) or dead (silent).
 
-    Call `check` a few times a second. When the router itself was held up, its nodes get that time on top: their
-    beats lie unread in its own socket.
+    The router calls `check` a few times per second. If the router itself was held up, its nodes get that time on top,
+    because their heartbeats lie unread in its socket.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, silence_s: float = PEER_SILENCE_S) -> None:
@@ -147,27 +148,29 @@ class PeerLiveness(Generic[_K]):
         self._checked_at = clock()
 
     def add(self, peer: _K) -> None:
-        """A peer to watch, alive from now on."""
-        self._peers[peer] = _Peer(self._clock(), "alive", None)
+        """Watch a peer, which is alive now."""
+        self._peers[peer] = _Peer(self._clock(), "alive")
 
     def remove(self, peer: _K) -> None:
-        """Watches the peer no more; unknown ones are no error."""
+        """Stop watching the peer. An unknown peer is ignored."""
         self._peers.pop(peer, None)
 
-    def hear(self, peer: _K, beat: Heartbeat) -> Change[_K] | None:
-        """A beat came. The change it makes, if any; beats of peers that are not watched are ignored."""
+    def hear(self, peer: _K, heartbeat: Heartbeat) -> Change[_K] | None:
+        """Record a heartbeat. Return the change of state that it causes, if any. Heartbeats of unknown peers are
+        ignored."""
         entry = self._peers.get(peer)
         if entry is None:
             return None
         entry.heard_at = self._clock()
-        entry.beat = beat
-        if beat.phase_age_s <= beat.phase_limit_s:
-            return self._change(peer, entry, "alive", f"in {beat.phase!r}, step {beat.step}")
-        reason = f"in {beat.phase!r} for {beat.phase_age_s:.1f} s, over its limit of {beat.phase_limit_s:g} s"
+        if heartbeat.phase_age_s <= heartbeat.phase_limit_s:
+            return self._change(peer, entry, "alive", f"in {heartbeat.phase!r}, step {heartbeat.step}")
+        reason = (
+            f"in {heartbeat.phase!r} for {heartbeat.phase_age_s:.1f} s, over its limit of {heartbeat.phase_limit_s:g} s"
+        )
         return self._change(peer, entry, "stuck", reason)
 
     def check(self) -> list[Change[_K]]:
-        """The peers that have been silent for too long since the last check."""
+        """Return the peers that have become dead by silence since the last check."""
         now = self._clock()
         gap_s, self._checked_at = now - self._checked_at, now
         changes: list[Change[_K]] = []
@@ -181,14 +184,9 @@ class PeerLiveness(Generic[_K]):
         return changes
 
     def state(self, peer: _K) -> PeerState | None:
-        """The peer's state, or None when it is not watched."""
+        """Return the peer's state; None if it is not watched."""
         entry = self._peers.get(peer)
         return entry.state if entry else None
-
-    def beat(self, peer: _K) -> Heartbeat | None:
-        """The last beat of a watched peer."""
-        entry = self._peers.get(peer)
-        return entry.beat if entry else None
 
     def _change(self, peer: _K, entry: _Peer, state: PeerState, reason: str) -> Change[_K] | None:
         if entry.state == state:

@@ -1,4 +1,4 @@
-"""A node's place in the cluster: its link to the router, its heartbeat, its leaving. Both kinds of node have one.
+"""A node's membership in the cluster: its link to the router, its heartbeat, its leaving. Both roles use it.
 
 while not membership.is_over:
     is_busy = node.step()             # drains membership.receive()
@@ -26,31 +26,31 @@ from ..wire.request import Unit
 from .curve import KeyPair
 from .link import Link
 from .liveness import HeartbeatThread
-from .session import Joined, RouterChanged, RouterLost, RouterRefused, RouterSession, Work
+from .session import Joined, RouterChanged, RouterLost, RouterRefused, RouterSession, RouterWork
 
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.5
 IDLE_LIMIT_S = 10.0
-APART_S = 5.0  # a node without a router says so that often
+UNWELCOME_LOG_S = 5.0  # how often a node without a router logs that
 REPORT_INTERVAL_S = 0.1
-_LINGER_MS = 500  # what the last words of a leaving node may take
+_LINGER_MS = 500  # how long the last message of a leaving node may take
 
 
 @dataclass(frozen=True, slots=True)
 class RouterGone:
-    """The router that asked for the node's work is gone, or is another one: everything of it must be freed."""
+    """The router that gave this node its work is gone, or is another one. The node must free everything of it."""
 
     reason: str
 
 
-class Books(Protocol):
-    """Who owns the pages."""
+class PageLedger(Protocol):
+    """The node's page ledger and prefix cache."""
 
     def ledger(self) -> PoolLedger: ...
 
     def flush(self) -> object:
-        """Empty the prefix cache of what nobody uses."""
+        """Remove unreferenced pages from the prefix cache."""
         ...
 
 
@@ -58,11 +58,11 @@ class DataLink(Protocol):
     """The node's end of the data links."""
 
     def wait_s(self) -> float | None:
-        """How long the node may sleep at most, seconds; None: for ever."""
+        """Return how many seconds the node may sleep at most; None: no limit."""
         ...
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """What wakes the node besides the router's messages."""
+        """Return the sockets that wake the node besides the router's."""
         ...
 
     def close(self) -> None: ...
@@ -73,11 +73,11 @@ class Member(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is held for anybody."""
+        """Whether the node holds nothing for any request."""
         ...
 
     @property
-    def cache(self) -> Books: ...
+    def cache(self) -> PageLedger: ...
 
     @property
     def handoff(self) -> DataLink: ...
@@ -92,7 +92,7 @@ class Member(Protocol):
 
 
 class Membership:
-    """Belongs to the node's thread. `member` is given once the node exists."""
+    """The membership of one node. Used by the node's main thread. `member` is set once the node exists."""
 
     member: Member
 
@@ -106,11 +106,11 @@ class Membership:
     ) -> None:
         self._link = Link(router_address, hello.node_id, hello.epoch, keys)
         load = Load(free_pages=hello.capacity.num_pages, running=0, waiting=0)
-        self._pulse = HeartbeatThread(router_address, hello.node_id, hello.epoch, keys, load=load)
+        self._heartbeat = HeartbeatThread(router_address, hello.node_id, hello.epoch, keys, load=load)
         self._session = RouterSession(hello, self._link.send, tokenizer)
         self._router_address = router_address
         self._node_id, self._keys = hello.node_id, keys
-        self._apart_at = time.monotonic()
+        self._unwelcome_at = time.monotonic()
         self._drain_timeout_s = drain_timeout_s
         self._leaving_until: float | None = None
         self._reported_at = 0.0
@@ -120,23 +120,23 @@ class Membership:
         self._wake_writer.setblocking(False)
 
     def start(self) -> None:
-        """Says Hello and begins to beat."""
+        """Say Hello and start the heartbeat."""
         logger.info("looking for the router at %s", self._router_address)
         self._session.start()
-        self._pulse.start()
+        self._heartbeat.start()
 
     def install_signals(self) -> None:
-        """SIGTERM and SIGINT drain the node; the second one ends it at once. Main thread only."""
+        """Make SIGTERM and SIGINT drain the node; a second one ends it at once. Main thread only."""
         signal.set_wakeup_fd(self._wake_writer.fileno())
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
-    def receive(self) -> list[Work | RouterGone]:
-        """The router's work since the last call, in order. Raises Refused when the router wants no such node."""
+    def receive(self) -> list[RouterWork | RouterGone]:
+        """Return the router's work since the last call, in order. Raises Refused if the router refuses this node."""
         self._complain_without_router()
-        work: list[Work | RouterGone] = []
+        work: list[RouterWork | RouterGone] = []
         todo = self._session.take(self._link.receive())
-        self._pulse.speak(self._session.protocol)
+        self._heartbeat.speak(self._session.protocol)
         for item in todo:
             match item:
                 case Joined() if self._leaving_until is not None:
@@ -146,7 +146,7 @@ class Membership:
                 case RouterChanged(router_epoch=epoch):
                     work.append(RouterGone(f"the router is another one now ({epoch})"))
                 case RouterLost(silence_s=silence_s):
-                    work.append(RouterGone(f"no word from the router for {silence_s:.1f} s"))
+                    work.append(RouterGone(f"no message from the router for {silence_s:.1f} s"))
                 case RouterRefused(reason=reason):
                     raise Refused(reason)
                 case Inspect(query=query):
@@ -161,8 +161,8 @@ class Membership:
         return work
 
     def send(self, message: ToRouter) -> None:
-        """Never waits. A message that finds the queue full is lost; the router asks again (Resend). So is one for a
-        router that is gone, where the next one may not know such messages."""
+        """Send a message to the router; never wait. If the queue is full the message is lost, and the router asks again
+        (Resend). A message that the next router may not know is not sent while no router has welcomed the node."""
         session = self._session
         if message.since > session.protocol and not session.is_joined:
             return
@@ -170,18 +170,18 @@ class Membership:
             logger.warning("the queue to the router is full: lost a %s", type(message).__name__)
 
     def enter(self, phase: str, limit_s: float) -> None:
-        """The node begins something that should take `limit_s` at most."""
-        self._pulse.enter(phase, limit_s)
+        """Record that the node begins a phase that should take `limit_s` at most."""
+        self._heartbeat.enter(phase, limit_s)
 
     def report(self) -> None:
-        """The figures that the next beats carry; called every step, it collects them often enough for every beat."""
+        """Update the figures of the next heartbeats, at most once per REPORT_INTERVAL_S. Called every step."""
         now = time.monotonic()
         if now - self._reported_at >= REPORT_INTERVAL_S:
             self._reported_at = now
-            self._pulse.report(self.member.load(), self.member.stats())
+            self._heartbeat.report(self.member.load(), self.member.stats())
 
     def wait(self) -> None:
-        """Sleep until a message, a signal or the member's deadline."""
+        """Sleep until a message, a signal or the node's deadline."""
         self.enter("idle", IDLE_LIMIT_S)
         poller = zmq.Poller()
         poller.register(self._wake_reader.fileno(), zmq.POLLIN)
@@ -194,7 +194,7 @@ class Membership:
 
     @property
     def is_over(self) -> bool:
-        """Whether the node may go: it was asked to, and holds nothing any more or has run out of time."""
+        """Whether the node may exit: it was asked to leave, and holds nothing any more or has run out of time."""
         if self._is_asked_to_leave and self._leaving_until is None:
             logger.info("leaving: taking nothing new, %s", "nothing held" if self.member.is_idle else "finishing")
             self._leaving_until = time.monotonic() + self._drain_timeout_s
@@ -208,9 +208,9 @@ class Membership:
         return self._link.dropped_frames
 
     def close(self) -> None:
-        """Last words, then closes everything."""
+        """Tell the router that the node leaves now, and close everything."""
         self.send(Leaving(done=True))
-        self._pulse.close()
+        self._heartbeat.close()
         self._link.socket.linger = _LINGER_MS
         self._link.close()
         signal.set_wakeup_fd(-1)
@@ -227,9 +227,9 @@ class Membership:
     def _complain_without_router(self) -> None:
         now = time.monotonic()
         if self._session.is_joined:
-            self._apart_at = now
-        elif now - self._apart_at >= APART_S:
-            self._apart_at = now
+            self._unwelcome_at = now
+        elif now - self._unwelcome_at >= UNWELCOME_LOG_S:
+            self._unwelcome_at = now
             doubt = "with the same --keys"
             if self._keys is not None and self._keys.allow_list is not None:
                 line = f"{self._node_id} {self._keys.public.decode()}"

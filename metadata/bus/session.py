@@ -1,16 +1,16 @@
-"""What a node knows of the router: DESIGN's "Meeting" as an automaton without sockets.
+"""A node's session with the router: the automaton of DESIGN's "Meeting", without sockets.
 
     apart  --any router message / Welcome-->  Hello said  --Welcome-->  joined
       ^                                           ^  |                    |
       |   no router message for 5 s               |  '--Refusal: exit     |  another router epoch, or HelloAgain:
       '--------------- RouterLost ----------------|-----------------------'  RouterChanged, Hello said again
 
-Each Welcome starts from nothing: on a Hello the router gives up what it had on this node, and the node frees what it
-holds on RouterChanged and RouterLost. Work from a router that has not welcomed this node is dropped. When a Hello gets
-lost, the router finds beats of an unknown node (liveness.py) and answers HelloAgain.
+Each Welcome starts with nothing. On a Hello the router gives up what it had on this node. On RouterChanged and
+RouterLost the node frees what it holds. Work from a router that has not welcomed this node is dropped. If a Hello is
+lost, the router gets heartbeats of an unknown node (liveness.py) and answers HelloAgain.
 
-Hello is first said in the oldest protocol that this node knows, which every router understands that could welcome it.
-A router that knows a newer one asks with HelloAgain for the Hello in that, before it welcomes the node.
+The first Hello uses the oldest protocol that this node knows, which every router understands that could welcome it. A
+router that knows a newer one asks for the Hello in that with HelloAgain, before it welcomes the node.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..wire.messages import (
     Refusal,
     Resend,
     Reserve,
-    RouterBeat,
+    RouterHeartbeat,
     TokenizerFile,
     ToNode,
     ToRouter,
@@ -45,13 +45,13 @@ from ..wire.messages import (
 logger = logging.getLogger(__name__)
 
 ROUTER_SILENCE_S = 5.0
-HELLO_INTERVAL_S = 0.5  # several HelloAgain may be under way when a Hello crosses them
-WELCOME_TIMEOUT_S = 2.0  # a router in view that has not answered Hello for so long hears it again
+HELLO_INTERVAL_S = 0.5  # when a Hello crosses several HelloAgain, it is not repeated for each
+WELCOME_TIMEOUT_S = 2.0  # Hello is repeated to a router that has not answered for this long
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The router welcomed this node. `protocol` is the version both speak."""
+    """The router welcomed this node. Both speak `protocol`."""
 
     router_epoch: str
     protocol: int
@@ -59,34 +59,36 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class RouterChanged:
-    """The router is another one, or has started this node afresh: free everything it asked for. Hello is said."""
+    """The router is another one, or has forgotten this node: free everything of the old one. Hello has been said
+    again."""
 
     router_epoch: str
 
 
 @dataclass(frozen=True, slots=True)
 class RouterLost:
-    """No router message for `silence_s`: free everything it asked for. The session keeps trying."""
+    """No router message came for `silence_s`: free everything of it. The session keeps trying."""
 
     silence_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class RouterRefused:
-    """This node can be paired with nobody: log the reason and exit with status 1."""
+    """This node can be paired with no other: log the reason and exit with status 1."""
 
     reason: str
 
 
-Work = Reserve | Compute | Prefill | Cancel | Resend | Inspect | Flush | Drain
+RouterWork = Reserve | Compute | Prefill | Cancel | Resend | Inspect | Flush | Drain
 SessionEvent = Joined | RouterChanged | RouterLost | RouterRefused
 
 
 class RouterSession:
-    """Feed it every message that `Link.receive` returns, and do what `take` answers, in order.
+    """A node's session. The node passes every message of `Link.receive` to `take`, and acts on what `take` returns, in
+    order.
 
-    `send(message, protocol)` is `Link.send`; `tokenizer` makes the file that a router may ask for once it has welcomed
-    the node. With an empty `take([])` now and then (every second at least) it keeps its deadlines.
+    `send(message, protocol)` is `Link.send`. `tokenizer` makes the file that a router may ask for in its Welcome. The
+    node calls `take([])` at least every second, so that the session keeps its deadlines.
     """
 
     def __init__(
@@ -105,13 +107,13 @@ class RouterSession:
         self._heard_at = clock()
         self._hello_at = -math.inf
         self._is_hello_due = False
-        self._hello_protocol = hello.protocol_min  # in which Hello was said last
-        self.protocol = hello.protocol_min  # in which the router is addressed
-        self.ignored = 0  # work from a router that had not welcomed this node
+        self._hello_protocol = hello.protocol_min  # of the last Hello
+        self.protocol = hello.protocol_min  # the router is addressed in it
+        self.ignored = 0  # how much work came from a router that had not welcomed this node
 
     @property
     def router_epoch(self) -> str | None:
-        """The epoch of the router in view, or None."""
+        """The epoch of the router in view; None if there is none."""
         return self._router_epoch
 
     @property
@@ -120,18 +122,19 @@ class RouterSession:
         return self._is_joined
 
     def start(self) -> None:
-        """Says Hello; it waits in the link until a router is there."""
+        """Say Hello. The message waits in the link until a router is there."""
         self._say_hello(self._hello.protocol_min)
 
-    def take(self, messages: Iterable[ToNode]) -> list[Work | SessionEvent]:
-        """What the node has to do after these messages, in order: events of the session, and the router's work."""
-        todo: list[Work | SessionEvent] = []
+    def take(self, messages: Iterable[ToNode]) -> list[RouterWork | SessionEvent]:
+        """Return what the node has to do after these messages, in order: events of the session, and the router's
+        work."""
+        todo: list[RouterWork | SessionEvent] = []
         for message in messages:
             self._take(message, todo)
         now = self._clock()
         silence_s = now - self._heard_at
         if self._router_epoch is not None and silence_s > ROUTER_SILENCE_S:
-            logger.warning("no word from the router for %.1f s", silence_s)
+            logger.warning("no message from the router for %.1f s", silence_s)
             self._router_epoch = None
             self._part()
             todo.append(RouterLost(silence_s))
@@ -143,7 +146,7 @@ class RouterSession:
     def _is_unanswered(self) -> bool:
         return self._router_epoch is not None and not self._is_joined
 
-    def _take(self, message: ToNode, todo: list[Work | SessionEvent]) -> None:
+    def _take(self, message: ToNode, todo: list[RouterWork | SessionEvent]) -> None:
         self._heard_at = self._clock()
         if message.router_epoch != self._router_epoch:
             self._meet(message, todo)
@@ -154,22 +157,22 @@ class RouterSession:
             todo.append(RouterRefused(message.reason))
         elif isinstance(message, HelloAgain):
             self._rejoin(message, todo)
-        elif isinstance(message, RouterBeat):
-            pass  # heard_at is all it is for
+        elif isinstance(message, RouterHeartbeat):
+            pass  # it only proves that the router lives
         elif self._is_joined:
             todo.append(message)
         else:
             self.ignored += 1
 
-    def _meet(self, message: ToNode, todo: list[Work | SessionEvent]) -> None:
-        """A router of another epoch than known, or the first."""
+    def _meet(self, message: ToNode, todo: list[RouterWork | SessionEvent]) -> None:
+        """Handle the first message of a router of another epoch, or of the first router."""
         self._router_epoch = message.router_epoch
         if self._is_joined:
             self._abandon(todo, "the router is another one now")
-        if not isinstance(message, Welcome | Refusal | HelloAgain):  # those answer a Hello, or ask for one
+        if not isinstance(message, Welcome | Refusal | HelloAgain):  # these answer a Hello, or ask for one
             self._say_hello_again(self._hello.protocol_min)
 
-    def _join(self, message: Welcome, todo: list[Work | SessionEvent]) -> None:
+    def _join(self, message: Welcome, todo: list[RouterWork | SessionEvent]) -> None:
         if self._is_joined:
             self._abandon(todo, "the router welcomed this node afresh")
         self.protocol = self._known(message.protocol)
@@ -181,23 +184,23 @@ class RouterSession:
         if message.need_tokenizer:
             self._send(self._tokenizer(), self.protocol)
 
-    def _rejoin(self, message: HelloAgain, todo: list[Work | SessionEvent]) -> None:
+    def _rejoin(self, message: HelloAgain, todo: list[RouterWork | SessionEvent]) -> None:
         if self._is_joined:
             self._abandon(todo, "the router has forgotten this node")
         protocol = self._known(message.protocol)
-        if protocol > self._hello_protocol:  # the router has the Hello, and wants more of it
+        if protocol > self._hello_protocol:  # the router has the Hello, and wants its newer fields
             self._say_hello(protocol)
         else:
             self._say_hello_again(protocol)
 
-    def _abandon(self, todo: list[Work | SessionEvent], why: str) -> None:
+    def _abandon(self, todo: list[RouterWork | SessionEvent], why: str) -> None:
         logger.warning("%s: freeing all its requests", why)
         self._part()
         self._hello_at = -math.inf
         todo.append(RouterChanged(self._router_epoch or ""))
 
     def _part(self) -> None:
-        """The next router may be an older one."""
+        """End the membership. The next router may be an older version, so it is addressed in the oldest protocol."""
         self._is_joined = False
         self.protocol = self._hello.protocol_min
 

@@ -1,4 +1,4 @@
-"""What both ends of a bus socket share: names, limits, and how a frame becomes a message or is dropped."""
+"""Names, limits and functions that all sockets of Baton share."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from .throttle import Throttle
 if TYPE_CHECKING:
     from .allow_list import AllowList
 
-DRAIN_LIMIT = 256  # messages taken from a socket before others get their turn
-QUEUE_LEN = 8192  # messages queued for one peer, each way
+DRAIN_LIMIT = 256  # messages read from a socket before other work gets its turn
+QUEUE_LEN = 8192  # messages queued per peer and direction
 HANDSHAKE_MS = 1000
-ZMTP_BEAT_MS = 1000  # closes connections whose other end vanished without a word; says nothing of the process
+ZMTP_HEARTBEAT_MS = 1000  # closes connections whose other end vanished; says nothing about the process
 ZMTP_SILENCE_MS = 4000
-BEAT_SUFFIX = b":beat"  # ends the routing id of a node's heartbeat socket
+HEARTBEAT_SUFFIX = b":beat"  # the end of the routing id of a node's heartbeat socket
 
-_MAX_ROUTING_ID = 255 - len(BEAT_SUFFIX)
+_MAX_ROUTING_ID = 255 - len(HEARTBEAT_SUFFIX)
 _T = TypeVar("_T")
 
 
 def new_epoch() -> str:
-    """A fresh epoch: 16 hex digits, never twice the same."""
+    """Return a new epoch: 16 random hex digits."""
     return secrets.token_hex(8)
 
 
 def routing_id(node_id: str, epoch: str) -> bytes:
-    """The routing id of a node's life, `node_id:epoch`. Raises ConfigError when it is longer than ZeroMQ allows."""
+    """Return the routing id of one epoch of a node, `node_id:epoch`. Raises ConfigError if it is longer than ZeroMQ
+    allows."""
     name = f"{node_id}:{epoch}".encode()
     if len(name) > _MAX_ROUTING_ID:
         raise ConfigError(f"node id {node_id!r} is too long: with its epoch over {_MAX_ROUTING_ID} bytes")
@@ -42,15 +43,15 @@ def routing_id(node_id: str, epoch: str) -> bytes:
 
 
 class Wire:
-    """The way between the product and its sockets: of every connection that it begins, and of every message that it
-    sends or receives. A wire that is faulty on purpose may take its place (transports/faulty.py)."""
+    """All access of the product to its sockets: every connection that it opens, and every message that it sends or
+    receives. Fault tests put a faulty one in its place (tests/chaos/faulty.py)."""
 
     def connect(self, socket: zmq.Socket[bytes], address: str) -> None:
-        """As `connect_socket`."""
+        """Do the work of `connect_socket`."""
         socket.connect(address)
 
     def send(self, socket: zmq.Socket[bytes], frames: Sequence[Any], *, track: bool) -> zmq.MessageTracker | None:
-        """As `send_frames`."""
+        """Do the work of `send_frames`."""
         for frame in frames[:-1]:
             socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE)
         if track:
@@ -59,7 +60,7 @@ class Wire:
         return None
 
     def receive(self, socket: zmq.Socket[bytes], most: int, *, copy: bool) -> list[Any]:
-        """As `receive_frames`."""
+        """Do the work of `receive_frames`."""
         frames: list[Any] = [socket.recv(zmq.NOBLOCK, copy=copy)]
         while socket.get(zmq.RCVMORE):
             frame: Any = socket.recv(zmq.NOBLOCK, copy=copy)
@@ -72,25 +73,26 @@ wire = Wire()
 
 
 def connect_socket(socket: zmq.Socket[bytes], address: str) -> None:
-    """Connects, now and after every break. Raises zmq.ZMQError for an address that nobody can connect to."""
+    """Connect a socket, and again after every break. Raises zmq.ZMQError for an invalid address."""
     wire.connect(socket, address)
 
 
 def send_frames(socket: zmq.Socket[bytes], *frames: Any, track: bool = False) -> zmq.MessageTracker | None:
-    """Queues a message; never waits. With `track` the last frame is not copied: it must not change before the tracker
-    that is returned says so. Raises zmq.ZMQError when the peer is gone, zmq.Again when its queue is full."""
+    """Queue a message; never wait. With `track` the last frame is not copied, so it must not change before the returned
+    tracker says that it was sent. Raises zmq.ZMQError if the peer is gone, and zmq.Again if its queue is full."""
     return wire.send(socket, frames, track=track)
 
 
 def receive_frames(socket: zmq.Socket[bytes], most: int, *, copy: bool = True) -> list[Any]:
-    """The frames of the next message: bytes, or `zmq.Frame` where `copy` is False. Of one with more than `most` frames
-    the first `most + 1` are kept, which the caller refuses. Raises zmq.Again when nothing waits."""
+    """Return the frames of the next message: bytes, or `zmq.Frame` objects if `copy` is False. If it has more than
+    `most` frames, only the first `most + 1` are returned, and the caller refuses the message. Raises zmq.Again if no
+    message waits."""
     return wire.receive(socket, most, copy=copy)
 
 
 class Received(NamedTuple):
-    """A message at a ROUTER socket. `name` is what the allow-list calls the sender's key; None where there is no list,
-    or the key is not in it (any more)."""
+    """A message at a ROUTER socket. `name` is the allow-list's name of the sender's key; None if there is no list, or
+    if the key is not listed (any more)."""
 
     sender: bytes
     bodies: list[bytes]
@@ -98,7 +100,7 @@ class Received(NamedTuple):
 
 
 def receive_from(socket: zmq.Socket[bytes], allow_list: AllowList | None) -> Received:
-    """The next message, of which one body is right. Raises zmq.Again when nothing waits."""
+    """Return the next message. A valid one has exactly one body. Raises zmq.Again if no message waits."""
     if allow_list is None:
         sender, *bodies = receive_frames(socket, 2)
         return Received(sender, bodies, None)
@@ -109,35 +111,37 @@ def receive_from(socket: zmq.Socket[bytes], allow_list: AllowList | None) -> Rec
 
 
 def configure_socket(socket: zmq.Socket[bytes], address: str, *, max_frame: int) -> None:
-    """Sets, before bind or connect, what every Baton socket needs: no linger, finite queues, bounded frames."""
+    """Set the options that every Baton socket needs before it binds or connects: no linger, finite queues, bounded
+    frames."""
     socket.linger = 0
     socket.sndhwm = QUEUE_LEN
     socket.rcvhwm = QUEUE_LEN
     socket.maxmsgsize = max_frame
     socket.handshake_ivl = HANDSHAKE_MS
-    socket.set(zmq.HEARTBEAT_IVL, ZMTP_BEAT_MS)
+    socket.set(zmq.HEARTBEAT_IVL, ZMTP_HEARTBEAT_MS)
     socket.set(zmq.HEARTBEAT_TIMEOUT, ZMTP_SILENCE_MS)
     socket.ipv6 = parse_address(address).needs_ipv6
 
 
 def bound_address(socket: zmq.Socket[bytes]) -> str:
-    """Where a socket listens, with the port that was chosen."""
+    """Return the address at which a socket listens, with the port that was chosen."""
     return cast(bytes, socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
 
 def file_descriptor(socket: zmq.Socket[bytes]) -> int:
-    """What an event loop watches. It is edge-triggered: readable means only that `has_input` may have changed."""
+    """Return the file descriptor that an event loop watches. It is edge-triggered: readable means only that `has_input`
+    may have changed."""
     return cast(int, socket.get(zmq.FD))
 
 
 def has_input(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message waits. Processes libzmq's pending signals, so it re-arms the file descriptor."""
+    """Return whether a message waits. Processes libzmq's pending signals, so it re-arms the file descriptor."""
     return bool(cast(int, socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
 class DroppedFrames:
-    """Counts the frames that one socket refused, and logs them at most once a second. Messages about what has ended are
-    counted apart: ordinary cancels leave them behind, and nothing is wrong with them."""
+    """Counts the frames that one socket refused, and logs them at most once per second. Messages about work that has
+    ended are counted apart, because ordinary cancels cause them."""
 
     def __init__(self, logger: logging.Logger, where: str) -> None:
         self.count = 0
@@ -148,11 +152,11 @@ class DroppedFrames:
         self._stale_throttle = Throttle()
 
     def add(self, sender: bytes, error: ProtocolError) -> None:
-        """Counts one frame; `error` says what is wrong with it."""
+        """Count one frame; `error` says what is wrong with it."""
         if isinstance(error, StaleMessage):
             self.num_stale += 1
             if self._logger.isEnabledFor(logging.DEBUG) and self._stale_throttle.is_due():
-                words = "%s: late words of %.80r (%d so far): %s"
+                words = "%s: late message of %.80r (%d so far): %s"
                 self._logger.debug(words, self._where, sender, self.num_stale, error)
             return
         self.count += 1

@@ -1,7 +1,34 @@
-"""Metadata rows: what prefill tells decode beside the pages, packed and unpacked as the schema declares.
+"""Metadata rows: what the prefill node tells the decode node of a prompt besides its pages.
 
-Allocation, offsets, set, get, pack, unpack and clear are loops over `HandoffSchema.row`; a field that is not declared
-takes no bytes and is a KeyError. Prefill packs a row into the final Offer; decode unpacks it where its state lives.
+A row is one prompt's (one choice's) values of the fields that the schema declares. The prefill node fills a row of its
+MetadataBuffers, packs it, and sends it in the final Offer. The decode node unpacks it into the row of the sequence's
+slot, which its rounds read.
+
+    field             writer       reader       width (elements)
+    first_token       set_sampled  get_sampled  1
+    num_cached        set_sampled  get_sampled  1
+    num_logprobs      set_sampled  get_sampled  1
+    logprobs          set_sampled  get_sampled  1 + MAX_TOP_LOGPROBS
+    top_ids           set_sampled  get_sampled  MAX_TOP_LOGPROBS
+    topk_index        set_draft    get_draft    draft_topk * draft_rows
+    topk_score        set_draft    get_draft    draft_topk * draft_rows
+    recurrent_hidden  set_draft    get_draft    hidden.spec("recurrent").width
+    target_rows       set_draft    get_draft    hidden.num_target_rows * hidden.spec("extend").width
+
+`set_sampled` and `get_sampled` are methods here: the prefill node calls the one, the decode node the other. `set_draft`
+and `get_draft` (engine/draft_row.py) copy a drafter's state into the row of the prefill node, and out of the row of the
+decode node. `hidden` is the HiddenLayout of target and draft. schema.py says what each field means (ROW_KINDS).
+
+Every schema has the first five fields. A drafter adds the others that it needs (schema.py: `_draft_fields`).
+
+`spec_hidden_size` (hidden_layout.py) is hidden_size * hc_mult for a model with hyper-connection streams, else
+hidden_size. It sizes the two fields of hidden states. With EAGLE, EAGLE-3 and chained MTP, recurrent_hidden
+has the draft's spec_hidden_size; with FROZEN_KV_MTP it has the target's hidden_size. With MTP of several layers,
+target_rows has the target's spec_hidden_size per row instead. STANDALONE, NGRAM and plain decoding hand over no hidden
+state, so their rows have no such field and no such bytes.
+
+Allocation, offsets, set, get, pack, unpack and clear are loops over `HandoffSchema.row`. A field that the schema does
+not declare takes no bytes; asking for it raises KeyError.
 """
 
 from __future__ import annotations
@@ -19,7 +46,7 @@ from .schema import row_bytes
 
 
 class Sampled(NamedTuple):
-    """The fields that every schema has."""
+    """The values of the fields that every schema has."""
 
     first_token: int
     num_cached: int  # prompt tokens found in prefill's prefix cache
@@ -27,7 +54,7 @@ class Sampled(NamedTuple):
 
 
 class MetadataBuffers:
-    """A pool of rows on one device, one tensor [num_rows, width] a declared field."""
+    """Rows on one device, one tensor [num_rows, width] per declared field."""
 
     def __init__(self, schema: HandoffSchema, num_rows: int = 1, device: torch.device | str = "cpu") -> None:
         self.num_rows = num_rows
@@ -43,21 +70,22 @@ class MetadataBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes the rows take on the device."""
+        """Size of all rows on the device, bytes."""
         return self.num_rows * self.row_bytes
 
     def tensor(self, name: str) -> torch.Tensor:
-        """All rows of a field, [num_rows, width]. KeyError when the schema has no such field."""
+        """Return all rows of a field, [num_rows, width]. Raises KeyError if the schema has no such field."""
         return self._tensors[name]
 
     def get(self, name: str, row: int = 0) -> torch.Tensor:
-        """A field of one row, a view [width]. KeyError when the schema has no such field."""
+        """Return a field of one row, a view [width]. Raises KeyError if the schema has no such field."""
         return self._tensors[name][row]
 
     def set(self, name: str, values: torch.Tensor | Sequence[float], row: int = 0) -> None:
-        """Writes a field of one row: a tensor [width] of the declared dtype, or `width` numbers.
+        """Write a field of one row: a tensor [width] of the declared dtype, or `width` numbers.
 
-        KeyError when the schema has no such field; ValueError for another width or dtype: nothing is cut or cast.
+        Raises KeyError if the schema has no such field, and ValueError if width or dtype differ: nothing is cut or
+        cast.
         """
         dst = self.get(name, row)
         src = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dst.dtype)
@@ -67,20 +95,20 @@ class MetadataBuffers:
             raise ValueError(f"{name}: {error}") from None
 
     def clear(self, row: int = 0) -> None:
-        """Zeroes one row."""
+        """Set one row to zeros."""
         for tensor in self._tensors.values():
             tensor[row].zero_()
 
     def pack(self, row: int = 0) -> bytes:
-        """One row's fields without gaps, in declared order, in the bytes of their dtypes."""
+        """Return one row's fields without gaps, in declared order, in the bytes of their dtypes."""
         return b"".join(
             tensor[row].cpu().contiguous().view(torch.uint8).numpy().tobytes() for tensor in self._tensors.values()
         )
 
     def unpack(self, data: bytes, row: int = 0) -> None:
-        """The inverse of `pack`. Raises ProtocolError when the length is not the schema's."""
+        """Write the bytes of `pack` into a row. Raises ProtocolError if the length is not that of the schema."""
         if len(data) != self.row_bytes:
-            raise ProtocolError(f"a metadata row of {len(data)} bytes, the schema's has {self.row_bytes}")
+            raise ProtocolError(f"a metadata row of {len(data)} bytes, but the schema's row has {self.row_bytes}")
         at = 0
         for tensor in self._tensors.values():
             size = tensor.shape[1] * tensor.element_size()
@@ -89,7 +117,7 @@ class MetadataBuffers:
             at += size
 
     def set_sampled(self, sampled: Sampled, row: int = 0) -> None:
-        """Writes the fields that every schema has. At most MAX_TOP_LOGPROBS top tokens."""
+        """Write the fields that every schema has. At most MAX_TOP_LOGPROBS top tokens."""
         logprobs, top_ids, num_logprobs = [0.0] * (1 + MAX_TOP_LOGPROBS), [0] * MAX_TOP_LOGPROBS, 0
         if sampled.logprobs is not None:
             num_top = len(sampled.logprobs.top_ids)
@@ -103,8 +131,8 @@ class MetadataBuffers:
         self.set("top_ids", top_ids, row)
 
     def get_sampled(self, vocab_size: int, row: int = 0) -> Sampled:
-        """Reads what `set_sampled` wrote. Raises ProtocolError where a peer's row cannot be, and where it names a token
-        or a drafter's proposal outside the vocabulary, with which no embedding could begin."""
+        """Return what `set_sampled` wrote. Raises ProtocolError if a peer's row holds impossible counts, or a token or
+        a proposal of the drafter outside the vocabulary."""
         num_logprobs = int(self.get("num_logprobs", row))
         first_token, num_cached = int(self.get("first_token", row)), int(self.get("num_cached", row))
         self._check_ids(vocab_size, row)
@@ -124,4 +152,6 @@ class MetadataBuffers:
                 ids = self.get(name, row)
                 low, high = int(ids.min()), int(ids.max())
                 if low < 0 or high >= vocab_size:
-                    raise ProtocolError(f"a metadata row whose {name} has {low} to {high} of {vocab_size} tokens")
+                    raise ProtocolError(
+                        f"a metadata row whose {name} has ids {low} to {high}, of a vocabulary of {vocab_size}"
+                    )

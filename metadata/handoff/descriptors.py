@@ -1,10 +1,11 @@
-"""File descriptors between processes of one user on one host.
+"""File descriptors sent between processes of one user on one host.
 
-A ZeroMQ message cannot carry a descriptor; a Unix socket can (SCM_RIGHTS, unix(7)). The receiver owns an inbox. The
-sender puts descriptors into it under a token of its choice, and tells the token by a message over their own link:
+A ZeroMQ message cannot carry a descriptor, but a Unix socket can (SCM_RIGHTS, unix(7)). The receiver owns an inbox. The
+sender puts descriptors into the inbox under a token of its choice, and then tells the token by a message over the data
+link:
 
     prefill: send_descriptors(inbox, token, fds)  -- Unix socket -->  the inbox keeps them
-    prefill: CudaWelcome(token)                 -- data link ----->  decode: inbox.take(token)
+    prefill: CudaWelcome(token)                   -- data link ----->  decode: inbox.take(token)
 
 Neither side waits for the other: connecting and sending succeed before the receiver looks. Both ends check that the
 other process belongs to the same user. The token proves that the descriptors come from the peer of the link.
@@ -22,8 +23,8 @@ from collections import deque
 from ..errors import TransferError
 
 TOKEN_LEN = 16
-MAX_DESCRIPTORS = 2  # one for each pool
-MAX_KEPT = 64  # deliveries that nobody has asked for; then the oldest go
+MAX_DESCRIPTORS = 2  # one per pool
+MAX_KEPT = 64  # deliveries that were not taken; beyond this the oldest are closed
 _BACKLOG = 64
 _INT = struct.Struct("i")
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
@@ -35,8 +36,8 @@ def new_token() -> bytes:
 
 
 class DescriptorInbox:
-    """Takes descriptors for this process at `address`, a name that vanishes with the process. Raises OSError where the
-    system has no such sockets. The owner closes it."""
+    """Receives descriptors for this process at `address`, an abstract socket name that vanishes with the process.
+    Raises OSError if the system has no such sockets. The owner calls `close`."""
 
     def __init__(self) -> None:
         self.address = f"baton-{secrets.token_hex(16)}"
@@ -48,28 +49,28 @@ class DescriptorInbox:
         except OSError:
             self._socket.close()
             raise
-        self._silent: deque[socket.socket] = deque()  # connected, and nothing has come yet
+        self._silent: deque[socket.socket] = deque()  # connected, but nothing has arrived yet
         self._kept: dict[bytes, list[int]] = {}
 
     def take(self, token: bytes) -> list[int]:
-        """Return the descriptors that came with the token, which the caller closes.
+        """Return the descriptors that came with the token. The caller closes them.
 
-        Raises TransferError when none came. Does not wait: the sender has sent them before it tells the token.
+        Raises TransferError if none came. Does not wait, because the sender sends them before it tells the token.
         """
         self._look()
         descriptors = self._kept.pop(token, None)
         if descriptors is None:
-            raise TransferError("the peer's descriptors did not come")
+            raise TransferError("the peer's file descriptors did not arrive in this node's inbox")
         return descriptors
 
     def discard(self) -> None:
-        """Close what has come and nobody has taken. To be called when nobody waits for anything: a descriptor keeps the
-        memory of its owner allocated, even after the owner's end."""
+        """Close descriptors that arrived and were not taken. The caller makes sure that no link waits for any: a
+        descriptor keeps its owner's memory allocated, even after the owner has ended."""
         self._look()
         self._discard_kept()
 
     def close(self) -> None:
-        """Close the socket and all descriptors that nobody took. May be called twice."""
+        """Close the socket and all descriptors that were not taken. May be called twice."""
         self._socket.close()
         for connection in self._silent:
             connection.close()
@@ -81,8 +82,8 @@ class DescriptorInbox:
             self._discard(next(iter(self._kept)))
 
     def _look(self) -> None:
-        """Take in what has come, bounded in what it keeps."""
-        with contextlib.suppress(OSError):  # nobody is there any more, or this process can open nothing more
+        """Receive deliveries that have arrived. The number of kept deliveries and silent connections is bounded."""
+        with contextlib.suppress(OSError):  # the sender is gone, or this process has no descriptor left
             for _ in range(2 * _BACKLOG):
                 connection, _ = self._socket.accept()
                 if _uid(connection) == os.getuid():
@@ -99,7 +100,7 @@ class DescriptorInbox:
             self._discard(next(iter(self._kept)))
 
     def _receive(self, connection: socket.socket) -> bool:
-        """Read one delivery and close the connection. False if nothing has come yet."""
+        """Read one delivery and close the connection. Return False if nothing has arrived yet."""
         try:
             token, parts, flags, _ = connection.recvmsg(  # socket.recv_fds forgets the flags
                 TOKEN_LEN + 1,
@@ -126,7 +127,7 @@ class DescriptorInbox:
 def send_descriptors(inbox: str, token: bytes, descriptors: list[int]) -> None:
     """Put descriptors into the inbox of another process. They stay open here. Does not wait.
 
-    Raises TransferError when there is no such inbox, when it is full, or when it is another user's.
+    Raises TransferError if there is no such inbox, if it is full, or if it belongs to another user.
     """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:

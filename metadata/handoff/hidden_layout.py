@@ -1,9 +1,9 @@
-"""The one place that knows how wide a hidden state is (DESIGN 1.3, section 4's table).
+"""Width and dtype of hidden states, per phase. No other module decides them.
 
 Every producer asks `HiddenLayout`: live tensors, idle (zero-row) inputs, static graph buffers, metadata rows, relays.
 
-    extend      what the target hands to draft extend
-    recurrent   what the draft hands from step to step, and prefill hands to decode
+    extend      rows that the target hands to the draft's extend pass
+    recurrent   rows that the draft hands from step to step, and the prefill node hands to the decode node
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ TORCH_DTYPES = {
 
 
 class HiddenSpec(NamedTuple):
-    """Width (elements a row) and dtype of one phase's hidden state."""
+    """Width (elements per row) and dtype of one phase's hidden state."""
 
     width: int
     dtype: HiddenDtype
 
 
 def spec_hidden_size(hidden_size: int, hc_mult: int | None) -> int:
-    """Width with hyper-connection streams: widened only by `hc_mult` above 1 (None, 0 and 1 widen nothing)."""
+    """Return the width of a hidden state with hyper-connection streams: hidden_size * hc_mult if `hc_mult` is above 1,
+    else hidden_size."""
     return hidden_size * hc_mult if hc_mult is not None and hc_mult > 1 else hidden_size
 
 
@@ -44,7 +45,8 @@ class HiddenLayout:
     """Hidden states of one (target, draft, algorithm), from plain numbers.
 
     `hands_over_collapsed`: the target family has streams but hands over the collapsed state. `num_mtp_layers` and
-    `is_chained` (the draft passes its own hidden state on) matter to MTP alone.
+    `is_chained` (the draft passes its own hidden state on) matter to MTP alone. Raises ConfigError if the algorithm
+    lacks a size that it needs.
     """
 
     algorithm: str
@@ -61,28 +63,30 @@ class HiddenLayout:
 
     def __post_init__(self) -> None:
         if self.algorithm == "eagle3" and self.num_aux < 1:
-            raise ConfigError(f"eagle3 needs auxiliary target rows, num_aux is {self.num_aux}")
+            raise ConfigError(f"eagle3 needs auxiliary target rows, num_aux is {self.num_aux}; it must be 1 or more")
         if self.algorithm in ("eagle", "eagle3") and self.draft_hidden_size < 1:
-            raise ConfigError(f"{self.algorithm} needs the draft's hidden size, it is {self.draft_hidden_size}")
+            raise ConfigError(
+                f"{self.algorithm} needs the draft's hidden size, it is {self.draft_hidden_size}; it must be 1 or more"
+            )
 
     @property
     def num_target_rows(self) -> int:
-        """Last target rows that travel with the metadata row: n - 1 for n-layer MTP, else 0."""
+        """How many of the last target rows travel with the metadata row: n - 1 for n-layer MTP, else 0."""
         return self.num_mtp_layers - 1 if self.algorithm == "mtp" else 0
 
     def spec(self, phase: Phase) -> HiddenSpec | None:
-        """Width and dtype of the phase's rows; None where the algorithm has no such state."""
+        """Return width and dtype of the phase's rows; None if the algorithm has no such state."""
         return self._extend() if phase == "extend" else self._recurrent()
 
     def allocate(self, phase: Phase, num_rows: int, device: torch.device | str = "cpu") -> torch.Tensor | None:
-        """Zeroed [num_rows, width]; `num_rows` 0 is an idle input. None where the phase has no state."""
+        """Return zeros, [num_rows, width]; None if the phase has no state. An idle input has `num_rows` 0."""
         spec = self.spec(phase)
         if spec is None:
             return None
         return torch.zeros(num_rows, spec.width, dtype=TORCH_DTYPES[spec.dtype], device=device)
 
     def check(self, phase: Phase, rows: torch.Tensor) -> None:
-        """Raises ValueError unless `rows` [num_rows, width] are the phase's, also where there are none."""
+        """Raise ValueError unless `rows` is [num_rows, width] in the phase's width and dtype, zero rows included."""
         spec = self.spec(phase)
         if spec is None or rows.ndim != 2 or (rows.shape[1], rows.dtype) != (spec.width, TORCH_DTYPES[spec.dtype]):
             wanted = "none" if spec is None else f"[num_rows, {spec.width}] {spec.dtype}"
@@ -117,7 +121,7 @@ class HiddenLayout:
 
 
 def assign(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """Copies `src` into `dst`. Raises ValueError between unlike shapes or dtypes: nothing is broadcast or cast."""
+    """Copy `src` into `dst`. Raises ValueError if shape or dtype differ: nothing is broadcast or cast."""
     if dst.shape != src.shape or dst.dtype != src.dtype:
         raise ValueError(
             f"hidden state of {tuple(src.shape)} {src.dtype} does not fit a buffer of {tuple(dst.shape)} {dst.dtype}"

@@ -1,11 +1,13 @@
-"""A KV pool's host memory, and a peer's read-only view of it.
+"""Host memory of a KV pool, and a peer's read-only view of it.
 
-The owner puts the pool in a memfd, maps it writable and only then seals it: F_SEAL_FUTURE_WRITE lets nobody else write
-it, SHRINK and GROW keep its size, so that a mapping can never fault. A peer of the same user opens
-/proc/PID/fd/FD and maps it read-only. Behind the pages lies one int64 a page: its generation, how often it had been
-allocated, which a reader compares after its copy.
+The owner puts the pool into a memfd, maps it writable, and then seals it. The seal F_SEAL_FUTURE_WRITE keeps every
+other process from writing. The seals SHRINK and GROW fix the size, so a mapping can never fault. A peer of the same
+user opens /proc/PID/fd/FD and maps it read-only.
 
     | layer 0: page 0, page 1, ... | layer 1: ... | generations |
+
+A page's generation is one int64 behind the pages. It counts how often the page has been allocated. A reader compares it
+after its copy with the offered one, and so learns whether the page was reused meanwhile.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import logging
 import mmap
 import os
 import stat
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -29,18 +32,20 @@ _ALIGNMENT = 64
 
 
 def memory_size(num_layers: int, num_pages: int, page_layer_bytes: int) -> int:
-    """Bytes of a pool's memory with its generations."""
+    """Return the size of a pool's memory with its generations, bytes."""
     return _generations_offset(num_layers, num_pages, page_layer_bytes) + 8 * num_pages
 
 
 class PageMemory:
     """The pages of one pool in this process.
 
-    `pages` is uint8 [num_layers, num_pages, page_layer_bytes]; the engine's tensor is a view of it:
+    `pages` is uint8 [num_layers, num_pages, page_layer_bytes]. The engine's tensor is a view of it:
     `torch.from_numpy(memory.pages).view(dtype).view(num_layers, num_pages, 2, num_kv_heads, page_size, head_dim)`.
-    `generations` is int64 [num_pages]; whoever allocates pages may count in it, `HandoffServer.offer` writes it too.
-    For a pool on a GPU this is a host mirror with the same page numbers: pages lie in it while they travel by way of
-    the host. Where none do, only the generations take memory.
+    `generations` is int64 [num_pages]. The allocator of the pages may count in it; `HandoffServer.offer` writes it too.
+    For a pool on a GPU this is a host mirror (pages.py). If no page travels through the host, only the generations
+    take physical memory.
+
+    Raises ConfigError if the machine does not have that much memory. The owner calls `close`.
     """
 
     def __init__(
@@ -58,16 +63,16 @@ class PageMemory:
 
     @property
     def is_shared(self) -> bool:
-        """Whether a peer on this host can map it. False where memfd or seals are missing: pages then travel by zmq."""
+        """Whether a peer on this host can map the pool. False if the system has no memfd or no seals."""
         return self.fd is not None
 
     def close(self) -> None:
-        """Gives the memory back as soon as no view of it is left."""
+        """Free the memory as soon as no view of it is left."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
         del self.pages, self.generations
-        with contextlib.suppress(BufferError):  # the engine's tensors still look at it: it goes with them
+        with contextlib.suppress(BufferError):  # the engine's tensors still view it; it is freed with them
             self._map.close()
 
     def _map_memory(self, shared: bool) -> mmap.mmap:
@@ -96,7 +101,8 @@ class PageMemory:
 
 
 class PeerMemory:
-    """A peer's pool, mapped read-only. `pages` and `generations` as in PageMemory, not writable."""
+    """A peer's pool, mapped read-only. `pages` and `generations` have the shapes of PageMemory's. The owner calls
+    `close`. Raises TransferError if the size does not fit the layout, or as `map_readonly` does."""
 
     def __init__(self, pid: int, fd: int, size: int, *, num_layers: int, num_pages: int, page_layer_bytes: int) -> None:
         expected = memory_size(num_layers, num_pages, page_layer_bytes)
@@ -107,13 +113,13 @@ class PeerMemory:
         self.pages, self.generations = _views(self._map, num_layers, num_pages, page_layer_bytes)
 
     def close(self) -> None:
-        """Unmaps at once; any later use of the views is our bug and raises."""
+        """Unmap at once. Any later use of the views is a defect of ours and raises."""
         del self.pages, self.generations
         self._map.close()
 
 
 def map_readonly(pid: int, fd: int, size: int) -> mmap.mmap:
-    """Maps `size` bytes of the memfd that process `pid` holds as `fd`.
+    """Map `size` bytes of the memfd that process `pid` holds as descriptor `fd`, for reading.
 
     Raises TransferError unless it is a memfd of this user, of that size, sealed against writing and resizing.
     """
@@ -126,13 +132,36 @@ def map_readonly(pid: int, fd: int, size: int) -> mmap.mmap:
             return handle
 
         try:
-            named = opened(path, os.O_PATH)  # opens nothing yet: to open a device may be to set it going
+            named = opened(path, os.O_PATH)  # only names the file: to open a device could start it
             _check_file(named, path, size)
             readable = opened(f"/proc/self/fd/{named}", os.O_RDONLY)
             _check_seals(readable, path)
             return mmap.mmap(readable, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         except OSError as error:
             raise TransferError(f"cannot open the peer's pool {path}: {error.strerror}") from error
+
+
+def pack_pages(memory: Sequence[PageMemory], pages: Sequence[int]) -> np.ndarray:
+    """Return the pages as one frame, uint8. Each page holds each pool's [num_layers, page_layer_bytes], target then
+    draft."""
+    page_bytes = sum(pool.num_layers * pool.page_layer_bytes for pool in memory)
+    frame = np.empty(len(pages) * page_bytes, np.uint8)
+    at = 0
+    for page in pages:
+        for pool in memory:
+            size = pool.num_layers * pool.page_layer_bytes
+            frame[at : at + size].reshape(pool.num_layers, pool.page_layer_bytes)[:] = pool.pages[:, page]
+            at += size
+    return frame
+
+
+def unpack_page(memory: Sequence[PageMemory], page: int, data: np.ndarray) -> None:
+    """Write one page of a `pack_pages` frame into page number `page`. `data` has exactly the page's bytes."""
+    at = 0
+    for pool in memory:
+        size = pool.num_layers * pool.page_layer_bytes
+        pool.pages[:, page] = data[at : at + size].reshape(pool.num_layers, pool.page_layer_bytes)
+        at += size
 
 
 def _check_file(fd: int, path: str, size: int) -> None:
@@ -162,7 +191,7 @@ def _generations_offset(num_layers: int, num_pages: int, page_layer_bytes: int) 
 
 def _views(mapped: mmap.mmap, num_layers: int, num_pages: int, page_layer_bytes: int) -> tuple[np.ndarray, np.ndarray]:
     offset = _generations_offset(num_layers, num_pages, page_layer_bytes)
-    # frombuffer, unlike ndarray(buffer=), keeps the mapping from being closed under an array's feet (a segfault)
+    # an array of frombuffer, unlike one of ndarray(buffer=), keeps the mapping open; otherwise close() could segfault
     pages = np.frombuffer(mapped, np.uint8, num_layers * num_pages * page_layer_bytes)
     generations = np.frombuffer(mapped, np.int64, num_pages, offset)
     return pages.reshape(num_layers, num_pages, page_layer_bytes), generations

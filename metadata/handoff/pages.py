@@ -1,36 +1,115 @@
-"""Pages as the two ends of a handoff see them, whether the pools lie in host memory or on a GPU.
+"""Access to the pages of this node's KV pools, in host memory or on a GPU. Imports no torch.
 
-In host memory a pool and its `PageMemory` are one. On a GPU checksums are computed on the device, and a page comes to
-the host (`DevicePool.store`, `load`) only for a link whose transport moves it by way of the host.
+In host memory a pool and its `PageMemory` are the same bytes. On a GPU the pool lies in device memory, and the
+`PageMemory` is a host mirror with the same page numbers. A page lies in the mirror only while it travels through the
+host. `DevicePool` is the interface of the GPU pools; engine/cuda_pool.py implements it for CUDA. A page number names
+one page in every pool: target, then draft.
+
+    OfferedPages   used by the prefill node's HandoffServer: checksums and bytes of pages that it offers
+    ReceivedPages  used by the decode node's HandoffClient: checks of pages that have been copied
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from ..wire.node_info import HandoffSchema
 from .checksums import first_difference, page_checksums
-from .device_pool import DevicePool
-from .memory import PageMemory
+from .memory import PageMemory, pack_pages
 from .schema import GPU_CHECKSUM, blocks_per_page
-from .transports.base import Landed
-from .transports.zmq import pack_pages
+
+
+class Shared(NamedTuple):
+    """GPU memory of one pool: a file descriptor, which its owner keeps open, and the size in bytes."""
+
+    descriptor: int
+    size: int
+
+
+class Gather(Protocol):
+    """A copy of pages into our pools that the device is working on."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all pages have been copied, and their checksums computed in our pools. Does not wait."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until the copy is done."""
+        ...
+
+    def checksums(self) -> list[bytes]:
+        """Return the checksums of each page, in the format of an Offer; empty ones if the schema has no checksums.
+        Must not be called before the copy is done."""
+        ...
+
+
+class MappedPools(Protocol):
+    """The pools of a peer, readable from our device."""
+
+    def close(self) -> None:
+        """Unmap the pools, after all gathers from them are done."""
+        ...
+
+
+class DevicePool(Protocol):
+    """The pools of this node on its GPU. Only the node's main thread uses them."""
+
+    @property
+    def device(self) -> str:
+        """The UUID of the GPU."""
+        ...
+
+    @property
+    def shared(self) -> tuple[Shared, ...]:
+        """What other processes of this host need to map the pools, one item per pool; empty if they cannot."""
+        ...
+
+    def map(self, descriptors: Sequence[int], sizes: Sequence[int], num_pages: int) -> MappedPools:
+        """Map a peer's pools of `num_pages` pages for reading. The caller closes the descriptors. Raises TransferError,
+        with nothing left mapped, if a pool cannot be mapped."""
+        ...
+
+    def expect(self, pages: Sequence[int]) -> None:
+        """Announce that `gather` or `load` will write these pages of ours. The writes wait for all work that has been
+        submitted so far, because that work may still read the pages."""
+        ...
+
+    def gather(self, peer: MappedPools, sources: Sequence[int], targets: Sequence[int]) -> Gather:
+        """Begin to copy pages `sources` of the peer to pages `targets` of ours."""
+        ...
+
+    def digest(self, pages: Sequence[int]) -> list[bytes]:
+        """Return the checksums of complete pages of ours, as `Gather.checksums`. Waits only for this computation."""
+        ...
+
+    def store(self, pages: Sequence[int]) -> None:
+        """Copy complete pages into the host mirror. Waits only for this copy."""
+        ...
+
+    def load(self, pages: Sequence[int]) -> list[bytes]:
+        """Copy pages from the host mirror into the pools. Return their checksums there."""
+        ...
 
 
 class OfferedPages:
-    """Prefill's end: what is known of pages that were offered. It is kept until the page is allocated again."""
+    """Pages that a prefill node offers: their checksums, and their bytes if they travel through the host.
+
+    A page's checksums are kept until the page is allocated again.
+    """
 
     def __init__(self, schema: HandoffSchema, memory: Sequence[PageMemory], device: DevicePool | None) -> None:
         _check_digest(schema, device)
         self._has_checksums = blocks_per_page(schema) > 0
-        self._memory, self._device = tuple(memory), device
+        self.memory, self.device = tuple(memory), device
         self._known: dict[int, tuple[int, bytes]] = {}  # by page: its generation, its checksums
         self._on_host: dict[int, int] = {}  # by page: the generation that lies in the mirror
 
     def checksums(self, pages: Sequence[int], generations: Sequence[int]) -> list[bytes]:
-        """Checksums of each of these computed pages. On a GPU those not known yet are computed together."""
+        """Return the checksums of each of these complete pages. A GPU computes all unknown ones in one launch."""
         ages = dict(zip(pages, generations, strict=True))
         new = [page for page, age in ages.items() if self._known.get(page, (None,))[0] != age]
         if new:
@@ -39,31 +118,32 @@ class OfferedPages:
         return [self._known[page][1] for page in pages]
 
     def bring(self, pages: Sequence[int]) -> None:
-        """Pages that `checksums` was asked for lie in `memory` from now on."""
-        if self._device is None:
+        """Copy pages into `memory`, if they are on a GPU and not there yet. Their checksums must be known."""
+        if self.device is None:
             return
-        generations = self._memory[0].generations
+        generations = self.memory[0].generations
         new = [page for page in dict.fromkeys(pages) if self._on_host.get(page) != int(generations[page])]
         if new:
-            self._device.store(new)
+            self.device.store(new)
             self._on_host |= {page: int(generations[page]) for page in new}
 
     def pack(self, pages: Sequence[int]) -> tuple[np.ndarray, bytes]:
-        """The pages as one frame for `Pages`, and their generations after they were copied, int64 [num_pages]. From a
-        GPU they are copied anew each time: what is asked for again may have been damaged on the way."""
-        if self._device is not None:
-            self._device.store(pages)
-        frame = pack_pages(self._memory, pages)
-        return frame, self._memory[0].generations[list(pages)].astype("<i8").tobytes()
+        """Return the pages as one frame for a `Pages` message, and their generations, read after the copy, int64
+        [num_pages]. Pages on a GPU are copied anew at each call, because a repeated pull means that a copy was damaged.
+        """
+        if self.device is not None:
+            self.device.store(pages)
+        frame = pack_pages(self.memory, pages)
+        return frame, self.memory[0].generations[list(pages)].astype("<i8").tobytes()
 
     def _digest(self, pages: Sequence[int]) -> list[bytes]:
-        if self._device is not None:
-            return self._device.digest(pages)
-        return [page_checksums(self._memory, page) if self._has_checksums else b"" for page in pages]
+        if self.device is not None:
+            return self.device.digest(pages)
+        return [page_checksums(self.memory, page) if self._has_checksums else b"" for page in pages]
 
 
 class ReceivedPages:
-    """Decode's end: pages are checked in the pools that rounds read."""
+    """Pages that a decode node receives. They are checked in the pools that its rounds read."""
 
     def __init__(self, schema: HandoffSchema, memory: Sequence[PageMemory], device: DevicePool | None) -> None:
         _check_digest(schema, device)
@@ -71,14 +151,17 @@ class ReceivedPages:
         self._memory, self._device = tuple(memory), device
 
     def expect(self, pages: Sequence[int]) -> None:
-        """These pages of ours are a transfer's from now on."""
+        """Announce that a transfer will write these pages of ours."""
         if self._device is not None:
             self._device.expect(pages)
 
-    def first_difference(self, landed: Landed, offered: bytes) -> int | None:
-        """The page lies in our pool when this returns. Index of its first block whose checksum is not the offered one;
-        None when all agree, or there are none."""
-        page, ours = landed.move.target, landed.checksums
+    def first_difference(self, page: int, ours: bytes | None, offered: bytes) -> int | None:
+        """Return the index of the first block of our page whose checksum is not the offered one; None if all agree, or
+        if the schema has no checksums.
+
+        `ours` is the page's checksums if a transport has computed them already. If it is None, the page lies unchecked
+        in `memory`, and this method first loads it into the pool on the GPU, if there is one.
+        """
         if ours is None and self._device is not None:
             [ours] = self._device.load([page])
         elif ours is None and self._has_checksums:

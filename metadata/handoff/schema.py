@@ -1,7 +1,8 @@
-"""The handoff's wire layout, made from the joint configuration of target, draft and algorithm (DESIGN 1.2, 4).
+"""The layout of a handoff: pages, checksums and metadata rows, made from the joint configuration of target, draft and
+algorithm.
 
-Both nodes build a `HandoffSchema`, compare it when they meet (`differences`) and size every buffer of the handoff
-from it: pages, checksums and metadata rows. Imports no torch: the router uses it to group nodes.
+Both nodes build a `HandoffSchema`, compare it when they meet (`differences`), and size every buffer of the handoff from
+it. Imports no torch, because the router groups nodes by it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ WITH_DRAFT_POOL = ("standalone", "eagle", "eagle3", "mtp")
 
 
 class RowKind(NamedTuple):
-    """A field that metadata rows can have, and what it is for. Its width is the configuration's, and so is the dtype
-    of hidden states."""
+    """A field that metadata rows can have, what it means, and which role writes and reads it. Its width comes from the
+    configuration, and so does the dtype of hidden states."""
 
     name: str
     meaning: str
@@ -36,11 +37,11 @@ class RowKind(NamedTuple):
     reader: Role = "decode"
 
     def field(self, dtype: Literal["int32", "float32", "bfloat16", "float16"], width: int) -> RowField:
-        """The field in a row of one configuration."""
+        """Return the field as one configuration has it."""
         return RowField(name=self.name, dtype=dtype, width=width)
 
 
-FIRST_TOKEN = RowKind("first_token", "The token sampled after the prompt, which decode's first round begins with.")
+FIRST_TOKEN = RowKind("first_token", "The token sampled after the prompt, with which decode's first round begins.")
 NUM_CACHED = RowKind("num_cached", "How many tokens of the prompt prefill found in its prefix cache.")
 NUM_LOGPROBS = RowKind(
     "num_logprobs", "How many columns of logprobs hold values: 0 none, 1 the first token's, 1 + k with the k likeliest."
@@ -76,8 +77,8 @@ ROW_KINDS = {
 
 
 class HandoffBytes(NamedTuple):
-    """What one choice of a request hands over, in bytes: whole pages and one metadata row. What decode's prefix cache
-    holds already is not moved; checksums and the frames of messages are not counted."""
+    """Size of what one choice of a request hands over, in bytes: whole pages and one metadata row. Pages in the decode
+    node's prefix cache are not moved and not counted, nor are checksums and the frames of messages."""
 
     target_kv: int
     draft_kv: int
@@ -102,12 +103,12 @@ def make_schema(
     frozen_layers: tuple[int, ...] = (),
     checksums: bool = True,
 ) -> HandoffSchema:
-    """The schema of one pairing.
+    """Return the schema of one pairing of target and draft.
 
     `draft_topk` proposals are handed over for each of `draft_rows` rows (n-layer MTP has n), 0 for none; their scores
-    only where `ranks_trees`. Several MTP layers hand their state on within a row, if at all, so none travels.
-    `frozen_layers` names, for each layer of a FROZEN_KV_MTP head, the target layer whose KV it attends to. Raises
-    ConfigError when the parts do not belong together.
+    only if `ranks_trees`. Several MTP layers pass their hidden state on within a row, if at all, so none is handed
+    over. `frozen_layers` names, for each layer of a FROZEN_KV_MTP head, the target layer whose KV it attends to. Raises
+    ConfigError if the parts do not belong together.
     """
     if algorithm not in ALGORITHMS:
         raise ConfigError(f"algorithm {algorithm!r} is unknown; known are {', '.join(ALGORITHMS)}")
@@ -133,54 +134,57 @@ def make_schema(
 
 
 def on_gpu(schema: HandoffSchema) -> HandoffSchema:
-    """The schema of a node whose pools lie on a GPU, which computes checksums there (kernels/triton_pages.py)."""
+    """Return the schema of a node whose pools lie on a GPU, which computes other checksums
+    (kernels/triton_pages.py)."""
     return schema if schema.checksum == "none" else msgspec.structs.replace(schema, checksum=GPU_CHECKSUM)
 
 
 def pools(schema: HandoffSchema) -> tuple[PoolLayout, ...]:
-    """The KV pools in wire order: target, then draft where there is one."""
+    """Return the KV pools in wire order: target, then draft if there is one."""
     return (schema.target,) if schema.draft is None else (schema.target, schema.draft)
 
 
 def block_bytes(layout: PoolLayout, page_size: int) -> int:
-    """Bytes of one checksummed block: one kv head's K or V of one layer of a page, [page_size, head_dim]."""
+    """Return the bytes of one checksummed block: K or V of one KV head in one layer of a page, [page_size,
+    head_dim]."""
     return page_size * layout.head_dim * DTYPE_BYTES[layout.dtype]
 
 
 def page_layer_bytes(layout: PoolLayout, page_size: int) -> int:
-    """Bytes of one layer of one page, [2, num_kv_heads, page_size, head_dim], contiguous."""
+    """Return the bytes of one layer of one page, [2, num_kv_heads, page_size, head_dim], contiguous."""
     return 2 * layout.num_kv_heads * block_bytes(layout, page_size)
 
 
 def page_bytes(schema: HandoffSchema) -> int:
-    """Bytes of one page number over all layers of all pools: what crosses the link for it."""
+    """Return the bytes of one page number over all layers of all pools: what crosses the link for it."""
     return sum(pool_page_bytes(pool, schema.page_size) for pool in pools(schema))
 
 
 def pool_page_bytes(layout: PoolLayout, page_size: int) -> int:
-    """Bytes of one page of one pool, all layers."""
+    """Return the bytes of one page of one pool, all layers."""
     return layout.num_layers * page_layer_bytes(layout, page_size)
 
 
 def blocks_per_page(schema: HandoffSchema) -> int:
-    """Checksums of one page: one a (layer, K|V, kv head), target then draft; 0 when the schema has no checksums."""
+    """Return the number of checksums of one page: one per (layer, K|V, KV head), target then draft; 0 if the schema has
+    no checksums."""
     if schema.checksum == "none":
         return 0
     return sum(pool.num_layers * 2 * pool.num_kv_heads for pool in pools(schema))
 
 
 def row_bytes(schema: HandoffSchema) -> int:
-    """Bytes of one metadata row, its fields packed without gaps in declared order."""
+    """Return the bytes of one metadata row, its fields packed without gaps in declared order."""
     return sum(field_bytes(field) for field in schema.row)
 
 
 def field_bytes(field: RowField) -> int:
-    """Bytes of one field of a metadata row."""
+    """Return the bytes of one field of a metadata row."""
     return field.width * DTYPE_BYTES[field.dtype]
 
 
 def handoff_bytes(schema: HandoffSchema, prompt_len: int) -> HandoffBytes:
-    """What the handoff of a prompt of `prompt_len` tokens moves where decode has nothing of it yet."""
+    """Return what the handoff of a prompt of `prompt_len` tokens moves if the decode node has none of it cached."""
     num_pages = -(-prompt_len // schema.page_size)
     is_hidden = {name for name, kind in ROW_KINDS.items() if kind.is_hidden_state}
     hidden_state = sum(field_bytes(field) for field in schema.row if field.name in is_hidden)
@@ -193,7 +197,8 @@ def handoff_bytes(schema: HandoffSchema, prompt_len: int) -> HandoffBytes:
 
 
 def differences(here: HandoffSchema, there: HandoffSchema) -> list[str]:
-    """What differs, one phrase a field naming both values ("page_size: 16 here, 32 there"); empty when equal."""
+    """Return what differs, one phrase per field that names both values ("page_size: 16 here, 32 there"); empty if
+    equal."""
     ours, theirs = _flat(here), _flat(there)
     names = [*ours, *(name for name in theirs if name not in ours)]
     return [
@@ -204,28 +209,28 @@ def differences(here: HandoffSchema, there: HandoffSchema) -> list[str]:
 
 
 def describe(schema: HandoffSchema) -> str:
-    """The schema in one line of words, for logs."""
+    """Return the schema in one line of words, for logs."""
     words = [f"algorithm {schema.algorithm}", f"page_size {schema.page_size}", f"target {pool_words(schema.target)}"]
     if schema.draft is not None:
         words.append(f"draft {pool_words(schema.draft)}")
     if schema.frozen_layers:
         words.append(f"draft on KV of target layers {layer_words(schema.frozen_layers)}")
-    words.append(f"{page_bytes(schema)} bytes a page, {row_bytes(schema)} a row, checksum {schema.checksum}")
+    words.append(f"{page_bytes(schema)} bytes per page, {row_bytes(schema)} per row, checksum {schema.checksum}")
     return ", ".join(words)
 
 
 def pool_words(pool: PoolLayout) -> str:
-    """A pool's layout in words."""
+    """Return a pool's layout in words."""
     return f"{pool.num_layers} layers x {pool.num_kv_heads} kv heads x {pool.head_dim} {pool.dtype}"
 
 
 def layer_words(layers: Sequence[int]) -> str:
-    """Numbers of layers in words."""
+    """Return numbers of layers in words."""
     return ", ".join(str(layer) for layer in layers)
 
 
 def digest(schema: HandoffSchema) -> str:
-    """A short name of the layout: equal exactly for equal schemas."""
+    """Return a short name of the layout. Two names are equal exactly if the schemas are equal."""
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(schema))
 
 
@@ -237,7 +242,7 @@ def _check_frozen_layers(algorithm: str, target: PoolLayout, layers: tuple[int, 
         )
     if len(layers) > MAX_FROZEN_LAYERS or not all(0 <= layer < target.num_layers for layer in layers):
         raise ConfigError(
-            f"frozen_layers {layers}: at most {MAX_FROZEN_LAYERS}, of target layers 0 to {target.num_layers - 1}"
+            f"frozen_layers {layers}: name at most {MAX_FROZEN_LAYERS} of the layers 0 to {target.num_layers - 1}"
         )
 
 
@@ -267,14 +272,15 @@ def _draft_fields(hidden: HiddenLayout | None, num_proposals: int, ranks_trees: 
 
 
 def _key_lookahead(algorithm: str, hidden: HiddenLayout | None) -> int:
-    """Shifted drafters' KV at i depends on the next token, n-layer MTP's on the next n."""
+    """Return on how many next tokens the KV at a position depends: 1 for shifted drafters, n for n-layer MTP, else
+    0."""
     if algorithm == "mtp":
         return 1 if hidden is None else hidden.num_target_rows + 1
     return 1 if algorithm in ("eagle", "eagle3") else 0
 
 
 def _flat(schema: HandoffSchema) -> dict[str, Any]:
-    """Dotted field names and their values."""
+    """Return the values by dotted field names."""
     flat: dict[str, Any] = {
         "algorithm": schema.algorithm,
         "page_size": schema.page_size,

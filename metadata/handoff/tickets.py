@@ -1,17 +1,24 @@
-"""The life of a ticket on the prefill side. Pure logic: no socket, no memory, an injected clock.
+"""The life of a ticket on the prefill side: an automaton without sockets or memory, with an injected clock.
 
     open --claim--> claimed --ack | drop--> ended
      |                 |----- revoke ------> revoked --revoke-ack--> ended
      |                 '----- lease end, closed epoch -----------> ended
-     '-- revoke, lease end (nobody reads yet) --> ended, remembered for one lease
+     '-- revoke, lease end (no reader yet) --> ended; the book remembers the answer for one lease
 
-A ticket may name its claimant, the epoch of the one decode node that may hold it. Leases are judged on a monotonic
-clock, and gently: one that is found over right after the node was away (a long step, a stopped process, a clock that
-jumped), or while messages are unread, gets a quarter of a lease more, once, in which a renewal that waits can be read.
+A ticket may name its claimant: the epoch of the one decode node that may hold it. Leases are measured on a monotonic
+clock. A lease may be found over right after this node was away (a long step, a stopped process, a clock that jumped),
+or while messages are unread. It is then prolonged once by a quarter of a lease, so that a waiting renewal can still be
+read.
 
-An open ticket owns its pages. They stay its own until `TicketEnded` is handed out, once per ticket, by
-`TicketBook.take_events`: whoever opened the ticket frees its pages (or leaves them to the prefix cache) on that event
-and at no other moment.
+Who owns a page, and when (the page pool is engine/pages.py, the prefix cache is engine/prefix_cache.py):
+
+    prefill node   request --HandoffServer.open--> ticket --TicketEnded--> the opener: it frees the page, or caches it
+    decode node    request --HandoffClient.claim--> transfer --Arrived, Revoked, TransferFailed, or drop--> request
+
+A ticket owns the pages of its unit from `open` until `TicketBook.take_events` hands out its `TicketEnded`, exactly once
+per ticket. The opener frees the pages, or leaves them to the prefix cache, on that event and at no other moment. Until
+then nobody writes an offered page. A transfer (transfer.py) owns our copies on the decode node in the same way. The
+bytes lie in memory.py's pools; no module there owns a page.
 """
 
 from __future__ import annotations
@@ -27,58 +34,60 @@ How = Literal["acked", "dropped", "revoked", "lease", "closed"]
 Holder = bytes  # the claiming link
 
 MAX_PARKED = 4096
-MAX_PARKED_OF_ONE = 1024  # of one link
+MAX_PARKED_OF_ONE = 1024  # per link
 
 
 class Claimed(NamedTuple):
-    """A decode node holds the ticket now; it needs no page below `have`."""
+    """A decode node has claimed the ticket. It needs none of the first `num_cached_pages` pages."""
 
     unit: Unit
-    have: int
+    num_cached_pages: int
 
 
 class TicketEnded(NamedTuple):
-    """The ticket's pages are its opener's again. `reason` has words where the end is no success."""
+    """The ticket is over and its pages belong to its opener again. `reason` is empty if the handoff succeeded."""
 
     unit: Unit
     how: How
     reason: str = ""
 
 
-class Refund(NamedTuple):
-    """The answer to a claim of a revoked ticket."""
+class EndedTicket(NamedTuple):
+    """The answer to a claim of a ticket that is over: `finished` if the first token ended the request, else an
+    error."""
 
     finished: bool
     reason: str
 
 
-class Parked(NamedTuple):
-    """A claim that waits for its unit to become known."""
+class UnitClaim(NamedTuple):
+    """A unit, and the link that claims it."""
 
     unit: Unit
     holder: Holder
 
 
-class _Wish(NamedTuple):
-    """What a parked claim said, and when it is given up."""
+class ParkedClaim(NamedTuple):
+    """A claim of a unit that is not known yet. It is given up at `until`."""
 
-    have: int
+    num_cached_pages: int
     claimant: str
     until: float
 
 
 @dataclass(slots=True)
 class Ticket:
-    """One unit's pages on their way. `pages`, `generations`, `checksums` are by index in the ticket."""
+    """The pages of one unit that are being handed over. `pages`, `generations` and `checksums` are by index in the
+    ticket."""
 
     unit: Unit
     num_pages: int
     lease_end: float
     claimant: str | None = None
     holder: Holder | None = None
-    have: int = 0
-    revoked: Refund | None = None  # what the holder is told; its lease cannot be renewed
-    is_overdue: bool = False  # its lease was found over once, and prolonged
+    num_cached_pages: int = 0  # pages below this index are at the decode node already
+    revoked: EndedTicket | None = None  # the answer for its holder; the lease cannot be renewed
+    is_overdue: bool = False  # its lease was found over and has been prolonged
     row: bytes | None = None
     pages: dict[int, int] = field(default_factory=dict[int, int])
     generations: dict[int, int] = field(default_factory=dict[int, int])
@@ -89,7 +98,7 @@ class Ticket:
         return self.revoked is not None
 
     def offer(self, indices: Sequence[int], pages: Sequence[int], generations: Sequence[int]) -> None:
-        """Records offered pages; each index is offered once."""
+        """Record offered pages. Each index is offered once."""
         assert len(indices) == len(pages) == len(generations), (self.unit, indices, pages, generations)
         for index, page, generation in zip(indices, pages, generations, strict=True):
             assert 0 <= index < self.num_pages and index not in self.pages, (self.unit, index, self.num_pages)
@@ -97,60 +106,67 @@ class Ticket:
 
 
 class TicketBook:
-    """All tickets of a prefill node. Leases are `lease_s` on `clock` (monotonic seconds)."""
+    """All tickets of a prefill node. A lease lasts `lease_s` seconds on `clock` (monotonic)."""
 
     def __init__(self, clock: Callable[[], float], lease_s: float = 1.0) -> None:
         self._clock = clock
         self._lease_s = lease_s
         self._tickets: dict[Unit, Ticket] = {}
-        self._parked: dict[Unit, dict[Holder, _Wish]] = {}
-        self._refunds: dict[Unit, tuple[Refund, str | None, float]] = {}  # what to tell, whom, until when
+        self._parked: dict[Unit, dict[Holder, ParkedClaim]] = {}
+        # the answer, for which claimant (None: any), until when
+        self._ended: dict[Unit, tuple[EndedTicket, str | None, float]] = {}
         self._events: list[Claimed | TicketEnded] = []
         self._expired_at = clock()
 
     @property
     def units(self) -> list[Unit]:
-        """Units of all tickets that have not ended."""
+        """The units of all tickets that have not ended."""
         return list(self._tickets)
 
     def get(self, unit: Unit) -> Ticket | None:
-        """The unit's ticket; None when it is unknown or has ended."""
+        """Return the unit's ticket; None if it is unknown or has ended."""
         return self._tickets.get(unit)
 
     def open(self, unit: Unit, num_pages: int, claimant: str | None = None) -> Ticket:
-        """A new ticket, claimed at once where a claim that fits was parked (holders of those that do not learn of it
-        when they renew). `claimant`: the epoch of the decode node that may claim it; None: any."""
+        """Open a ticket for `num_pages` pages. `claimant` is the epoch of the decode node that may claim it; None: any.
+
+        If a claim that fits is parked, the ticket is claimed at once. Holders of parked claims that do not fit learn of
+        it when they renew.
+        """
         assert unit not in self._tickets and num_pages > 0, (unit, num_pages)
-        self._refunds.pop(unit, None)
+        self._ended.pop(unit, None)
         ticket = self._tickets[unit] = Ticket(unit, num_pages, self._clock() + self._lease_s, claimant)
-        for holder, wish in self._parked.pop(unit, {}).items():
-            if ticket.holder is None and wish.have < num_pages and claimant in (None, wish.claimant):
-                self._take(ticket, holder, wish.have, wish.claimant)
+        for holder, parked in self._parked.pop(unit, {}).items():
+            if ticket.holder is None and parked.num_cached_pages < num_pages and claimant in (None, parked.claimant):
+                self._take(ticket, holder, parked.num_cached_pages, parked.claimant)
         return ticket
 
-    def claim(self, unit: Unit, holder: Holder, have: int, claimant: str = "") -> Ticket | Refund | None:
-        """The ticket, now `holder`'s, whose node's epoch is `claimant`; its Refund when it was taken back before; None:
-        parked until the unit is known. A holder that claims again misses offers, and renews its lease.
+    def claim(
+        self, unit: Unit, holder: Holder, num_cached_pages: int, claimant: str = ""
+    ) -> Ticket | EndedTicket | None:
+        """Return the ticket, now held by `holder`, whose node has the epoch `claimant`.
 
-        Raises ProtocolError when another link holds it or may, `have` is beyond it, or too many claims are parked.
+        Return an EndedTicket if the ticket is over, and None if the claim was parked because the unit is unknown. A
+        holder that claims again has missed offers; its lease is renewed. Raises ProtocolError if another link holds the
+        ticket or may hold it, if `num_cached_pages` is beyond the ticket, or if too many claims are parked.
         """
         ticket = self._tickets.get(unit)
         if ticket is not None and ticket.revoked is not None and ticket.holder == holder:
-            return ticket.revoked  # its claim crossed the revoke, or that was lost
+            return ticket.revoked  # the claim crossed the revoke, or the revoke was lost
         if ticket is not None:
-            self._take(ticket, holder, have, claimant)
+            self._take(ticket, holder, num_cached_pages, claimant)
             return ticket
-        if unit in self._refunds and self._refunds[unit][1] in (None, claimant):
-            return self._refunds.pop(unit)[0]
-        held = [of for wishes in self._parked.values() for of in wishes]
-        wishes = self._parked.get(unit, {})
-        if len(held) >= MAX_PARKED or held.count(holder) >= MAX_PARKED_OF_ONE or holder in wishes:
+        if unit in self._ended and self._ended[unit][1] in (None, claimant):
+            return self._ended.pop(unit)[0]
+        held = [of for claims in self._parked.values() for of in claims]
+        claims = self._parked.get(unit, {})
+        if len(held) >= MAX_PARKED or held.count(holder) >= MAX_PARKED_OF_ONE or holder in claims:
             raise ProtocolError(f"claim of {unit} cannot be parked", rid=unit.rid)
-        self._parked[unit] = wishes | {holder: _Wish(have, claimant, self._clock() + self._lease_s)}
+        self._parked[unit] = claims | {holder: ParkedClaim(num_cached_pages, claimant, self._clock() + self._lease_s)}
         return None
 
     def renew(self, units: Iterable[Unit], holder: Holder) -> list[Unit]:
-        """Prolongs the leases; returns the units of which `holder` has neither a ticket nor a parked claim."""
+        """Prolong the leases. Return the units of which `holder` has neither a ticket nor a parked claim."""
         lease_end = self._clock() + self._lease_s
         unknown: list[Unit] = []
         for unit in units:
@@ -163,52 +179,55 @@ class TicketBook:
         return unknown
 
     def revoke(self, unit: Unit, finished: bool, reason: str) -> Ticket | None:
-        """Takes the ticket back. Unclaimed: it ends now. Claimed: returned, and ends with the holder's revoke-ack or
-        its lease, which can no longer be renewed."""
+        """Take the ticket back. An unclaimed ticket ends now. A claimed one is returned; it ends with the revoke-ack of
+        its holder, or with its lease, which cannot be renewed any more."""
         ticket = self._tickets.get(unit)
         if ticket is None:
             return None
         if ticket.holder is None:
             self._end(ticket, "revoked", reason)
-            self._refunds[unit] = (Refund(finished, reason), ticket.claimant, self._clock() + self._lease_s)
+            self._ended[unit] = (EndedTicket(finished, reason), ticket.claimant, self._clock() + self._lease_s)
             return None
-        ticket.revoked = Refund(finished, reason)
+        ticket.revoked = EndedTicket(finished, reason)
         return ticket
 
     def end(self, unit: Unit, holder: Holder, how: How, reason: str = "") -> bool:
-        """Ends the holder's ticket or parked claim. False when it has none of that unit."""
+        """End the holder's ticket or parked claim. Return False if the holder has none of that unit."""
         ticket = self._tickets.get(unit)
         if ticket is not None and ticket.holder == holder:
             if ticket.is_revoked:
-                how = "revoked"  # the revoke crossed the ack or drop: the opener asked for this end
+                how = "revoked"  # the revoke crossed the ack or drop; the opener asked for this end
             self._end(ticket, how, reason)
             return True
         return self._unpark(unit, holder)
 
     def close(self, holder: Holder, reason: str) -> None:
-        """The holder's epoch is over: all it claimed ends."""
+        """End all that the holder claimed, because its epoch is over."""
         for ticket in [ticket for ticket in self._tickets.values() if ticket.holder == holder]:
             self._end(ticket, "closed", reason)
-        for unit in [unit for unit, wishes in self._parked.items() if holder in wishes]:
+        for unit in [unit for unit, claims in self._parked.items() if holder in claims]:
             self._unpark(unit, holder)
 
-    def expire(self, *, is_all_read: bool = True) -> tuple[list[Parked], list[Parked]]:
-        """Ends what has outlived its lease. Returns the claims given up as unknown, and the lapsed tickets' holders.
+    def expire(self, *, is_all_read: bool = True) -> tuple[list[UnitClaim], list[UnitClaim]]:
+        """End tickets and parked claims whose lease is over. Return the parked claims that were given up, and the
+        holders of tickets whose lease ended.
 
-        To be called several times in a lease; `is_all_read`: every message that has arrived is taken."""
+        The caller calls this several times per lease. `is_all_read` says that it has taken every message that has
+        arrived.
+        """
         now = self._clock()
         is_sure = is_all_read and now - self._expired_at <= self._lease_s / 2
         self._expired_at = now
         unknown = [
-            Parked(unit, holder)
-            for unit, wishes in self._parked.items()
-            for holder, wish in wishes.items()
-            if wish.until <= now
+            UnitClaim(unit, holder)
+            for unit, claims in self._parked.items()
+            for holder, parked in claims.items()
+            if parked.until <= now
         ]
         for unit, holder in unknown:
             self._unpark(unit, holder)
-        self._refunds = {unit: entry for unit, entry in self._refunds.items() if entry[2] > now}
-        lapsed: list[Parked] = []
+        self._ended = {unit: entry for unit, entry in self._ended.items() if entry[2] > now}
+        lapsed: list[UnitClaim] = []
         for ticket in [ticket for ticket in self._tickets.values() if ticket.lease_end <= now]:
             if not is_sure and not ticket.is_overdue:
                 ticket.lease_end, ticket.is_overdue = now + self._lease_s / 4, True
@@ -216,24 +235,24 @@ class TicketBook:
             reason = f"lease of {self._lease_s:g} s ended"
             if ticket.holder is None:
                 reason = f"nobody claimed it within {self._lease_s:g} s"
-                self._refunds[ticket.unit] = (Refund(False, reason), ticket.claimant, now + self._lease_s)
+                self._ended[ticket.unit] = (EndedTicket(False, reason), ticket.claimant, now + self._lease_s)
             elif not ticket.is_revoked:
-                lapsed.append(Parked(ticket.unit, ticket.holder))
+                lapsed.append(UnitClaim(ticket.unit, ticket.holder))
             self._end(ticket, "lease", reason)
         return unknown, lapsed
 
     def next_deadline(self) -> float | None:
-        """When `expire` next has something to do, on the clock."""
+        """Return when `expire` has something to do next, on the clock; None if there is no deadline."""
         deadlines = [ticket.lease_end for ticket in self._tickets.values()]
-        deadlines += [wish.until for wishes in self._parked.values() for wish in wishes.values()]
+        deadlines += [parked.until for claims in self._parked.values() for parked in claims.values()]
         return min(deadlines, default=None)
 
     def take_events(self) -> list[Claimed | TicketEnded]:
-        """What happened since the last call, each event once."""
+        """Return the events since the last call, each once."""
         events, self._events = self._events, []
         return events
 
-    def _take(self, ticket: Ticket, holder: Holder, have: int, claimant: str) -> None:
+    def _take(self, ticket: Ticket, holder: Holder, num_cached_pages: int, claimant: str) -> None:
         if ticket.holder == holder:
             ticket.lease_end, ticket.is_overdue = self._clock() + self._lease_s, False
             return
@@ -243,17 +262,20 @@ class TicketBook:
             raise ProtocolError(
                 f"{ticket.unit} is for decode epoch {ticket.claimant}, not {claimant}", rid=ticket.unit.rid
             )
-        if have >= ticket.num_pages:
-            raise ProtocolError(f"claim of {ticket.unit} has {have} pages of {ticket.num_pages}", rid=ticket.unit.rid)
-        ticket.holder, ticket.have, ticket.is_overdue = holder, have, False
+        if num_cached_pages >= ticket.num_pages:
+            raise ProtocolError(
+                f"claim of {ticket.unit} has {num_cached_pages} cached pages of {ticket.num_pages}, so none is missing",
+                rid=ticket.unit.rid,
+            )
+        ticket.holder, ticket.num_cached_pages, ticket.is_overdue = holder, num_cached_pages, False
         ticket.lease_end = self._clock() + self._lease_s
-        self._events.append(Claimed(ticket.unit, have))
+        self._events.append(Claimed(ticket.unit, num_cached_pages))
 
     def _unpark(self, unit: Unit, holder: Holder) -> bool:
-        wishes = self._parked.get(unit, {})
-        if wishes.pop(holder, None) is None:
+        claims = self._parked.get(unit, {})
+        if claims.pop(holder, None) is None:
             return False
-        if not wishes:
+        if not claims:
             del self._parked[unit]
         return True
 

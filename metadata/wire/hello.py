@@ -1,7 +1,7 @@
-"""The one message that is read leniently: the Hello of a node that may be of a newer protocol than this router.
+"""Reading a Hello of a newer protocol. Hello is the one message that is read leniently.
 
-Fields that the router does not know are passed over, so that the node is welcomed in a protocol of which both know. A
-node with which there is none, or whose Hello makes no sense even so, is refused in words.
+The router ignores fields of a Hello that it does not know, so it can welcome the node in a protocol that both know. If
+there is none, or if the Hello cannot be read even so, the router refuses the node with a reason in words.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .request import Digest, Index, Name
 
 
 class HelloRefused(ProtocolError):
-    """The node called `peer` (its routing id) has said Hello and must be refused, for a reason in words."""
+    """The node with routing id `peer` has said Hello and must be refused, for `reason`."""
 
     def __init__(self, peer: bytes, reason: str) -> None:
         super().__init__(reason)
@@ -44,7 +44,7 @@ _outline_decoder = msgspec.msgpack.Decoder(_Outline)
 
 
 def decode_to_router(frame: bytes) -> ToRouter:
-    """The message in one frame. Raises ProtocolError, and HelloRefused for a node that must be told why."""
+    """Return the message in one frame. Raises ProtocolError, and HelloRefused if the node must be told why."""
     try:
         return decode_frame(to_router_decoder, frame)
     except ProtocolError as error:
@@ -52,18 +52,18 @@ def decode_to_router(frame: bytes) -> ToRouter:
 
 
 def apart(protocols: tuple[int, int]) -> str:
-    """Why there is no protocol of which a node of this range and this router know."""
+    """Return in words that this router and a node with this range of protocols have none in common."""
     ours, theirs = f"{protocol.PROTOCOL_MIN}..{protocol.PROTOCOL_MAX}", f"{protocols[0]}..{protocols[1]}"
     return f"protocol versions {theirs} of the node, {ours} of the router"
 
 
 def _newer(frame: bytes, error: ProtocolError) -> Hello:
-    """The Hello of a newer node, without what is not known here. Raises `error` where the frame is none."""
+    """Return the Hello of a newer node without its unknown fields. Raises `error` if the frame is not a Hello."""
     try:
         outline = decode_frame(_outline_decoder, frame)
     except ProtocolError:
         raise error from None
-    peer = f"{outline.node_id}:{outline.epoch}".encode()  # too long for a routing id, it is nobody's
+    peer = f"{outline.node_id}:{outline.epoch}".encode()  # if it is too long for a routing id, no peer has it
     protocols = (outline.protocol_min, outline.protocol_max)
     if protocol.agreed(protocols) is None:
         raise HelloRefused(peer, apart(protocols))
@@ -86,11 +86,11 @@ def _lenient_decoder() -> msgspec.msgpack.Decoder[Struct]:
 
 @cache
 def _lenient(kind: type[Struct]) -> type[Struct]:
-    """The struct's twin that passes over unknown fields, bounded like it."""
+    """Return a copy of the struct type that ignores unknown fields and has the same bounds."""
     hints = get_type_hints(kind, include_extras=True)
     fields: list[Any] = []
     for field in msgspec.structs.fields(kind):
-        fields.append((field.name, _twin(hints[field.name]), *_default(field)))
+        fields.append((field.encode_name, _lenient_hint(hints[field.name]), *_default(field)))
     config = kind.__struct_config__
     return msgspec.defstruct(f"Lenient{kind.__name__}", fields, tag=config.tag, array_like=config.array_like)
 
@@ -101,16 +101,16 @@ def _default(field: FieldInfo) -> list[Any]:
     return [] if field.required else [field.default]
 
 
-def _twin(hint: Any) -> Any:
-    """An annotation with the twins of its structs in their places."""
+def _lenient_hint(hint: Any) -> Any:
+    """Return an annotation in which every struct is replaced by its lenient copy."""
     if isinstance(hint, type) and issubclass(hint, Struct):
         return _lenient(hint)
     origin: Any = get_origin(hint)
     args = get_args(hint)
     if origin is Annotated:
-        return Annotated[(_twin(args[0]), *args[1:])]
+        return Annotated[(_lenient_hint(args[0]), *args[1:])]
     if origin in (Union, types.UnionType):
-        return Union[tuple(_twin(arg) for arg in args)]  # noqa: UP007 - made of what is known only now
+        return Union[tuple(_lenient_hint(arg) for arg in args)]  # noqa: UP007 - made of what is known only now
     if origin in (tuple, dict):
-        return types.GenericAlias(origin, tuple(_twin(arg) for arg in args))
+        return types.GenericAlias(origin, tuple(_lenient_hint(arg) for arg in args))
     return cast(Any, hint)

@@ -1,4 +1,4 @@
-"""What a node is on the wire: its model, its handoff schema, its sizes, its figures. Imports no torch."""
+"""Description of a node on the wire: its model, handoff schema, sizes and counters. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Role = Literal["prefill", "decode"]
 
 
 class PoolLayout(Message, frozen=True):
-    """One KV pool's page: [num_layers, 2, num_kv_heads, page_size, head_dim] of dtype."""
+    """Layout of one KV pool. A page is [num_layers, 2, num_kv_heads, page_size, head_dim] of dtype."""
 
     num_layers: Index
     num_kv_heads: Index
@@ -24,7 +24,7 @@ class PoolLayout(Message, frozen=True):
 
 
 class RowField(Message, frozen=True):
-    """One field of a metadata row, `width` elements of dtype. Absent fields are not listed and take no bytes."""
+    """One field of a metadata row: `width` elements of dtype. Absent fields are not listed and take no bytes."""
 
     name: Name
     dtype: Literal["int32", "int64", "float32", "bfloat16", "float16"]
@@ -32,21 +32,23 @@ class RowField(Message, frozen=True):
 
 
 class HandoffSchema(Message, frozen=True):
-    """The canonical wire layout of a handoff, made from the joint configuration (metadata/handoff/schema.py)."""
+    """Layout of a handoff on the wire, made from the joint configuration (metadata/handoff/schema.py)."""
 
     algorithm: Name
     page_size: Annotated[int, Meta(ge=1, le=4096)]
     target: PoolLayout
     draft: PoolLayout | None
     row: Annotated[tuple[RowField, ...], Meta(max_length=64)]
-    key_lookahead: Annotated[int, Meta(ge=0, le=64)]  # a page is keyed by its tokens and the next this many
+    key_lookahead: Annotated[
+        int, Meta(ge=0, le=64)
+    ]  # the prefix cache keys a page by its tokens and this many next ones
     checksum: Name
-    # by layer of a drafter that has no KV of its own: the target layer whose KV it attends to
+    # for each layer of a drafter without KV of its own: the target layer whose KV it attends to
     frozen_layers: Annotated[tuple[Index, ...], Meta(max_length=MAX_FROZEN_LAYERS)] = ()
 
 
 class DevicePools(Message, frozen=True):
-    """A node's pools on its GPU, target, then draft. Their file descriptors went to the peer's inbox with `token`."""
+    """A node's pools on its GPU: target, then draft. Their file descriptors went to the peer's inbox with `token`."""
 
     device: Name  # its UUID
     sizes: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=2)]  # of the allocations, bytes
@@ -54,7 +56,7 @@ class DevicePools(Message, frozen=True):
 
 
 class ModelCard(Message, frozen=True):
-    """What the router must know of a model to serve it without its files."""
+    """What the router needs to know of a model to serve it without its files."""
 
     name: Name
     context_len: Annotated[int, Meta(ge=1, le=MAX_CONTEXT)]
@@ -68,16 +70,16 @@ class ModelCard(Message, frozen=True):
 
 
 class Peer(Message, frozen=True):
-    """A node as others address it. `data_address` is where a prefill node serves pages."""
+    """Address of a node for other nodes. `data_address` is where a prefill node serves pages."""
 
     node_id: Name
     epoch: Digest
     data_address: Annotated[str, Meta(max_length=256)] = ""
-    protocol: Annotated[Index, Since(6)] = 0  # in which both nodes address each other; 0: the router does not say
+    protocol: Annotated[Index, Since(6)] = 0  # both nodes address each other in it; 0: the router does not say
 
 
 class Capacity(Message, frozen=True):
-    """A node's fixed sizes."""
+    """Fixed sizes of a node."""
 
     num_pages: Count  # pages that requests may use (padding excluded)
     page_size: Index
@@ -85,7 +87,7 @@ class Capacity(Message, frozen=True):
 
 
 class Load(Message, frozen=True):
-    """A node's moving figures, for pairing and for /metrics."""
+    """Current load of a node, for placement and for /metrics."""
 
     free_pages: Count  # free or in the cache with no reference
     running: Count
@@ -108,13 +110,13 @@ class NodeStats(Message, frozen=True):
     checksum_failures: Count = 0
     dropped_frames: Count = 0
     transfer_seconds: Seconds = 0.0
-    num_rounds: Count = 0  # of speculation, counted once a sequence
+    num_rounds: Count = 0  # speculative rounds, counted once per sequence
     num_drafted: Count = 0
-    accepted_at: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()  # by draft position: how many were accepted
+    accepted_at: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()  # accepted drafts by draft position
 
 
 class PoolLedger(Message, frozen=True):
-    """Who owns the pages: the five owners sum to the pool."""
+    """How many pages each owner has. The first five sum to the pool."""
 
     free: Count
     padding: Count

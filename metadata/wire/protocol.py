@@ -1,13 +1,14 @@
-"""Protocol versions: since which one a field or a message exists, and how a message is written for an older peer.
+"""Protocol versions: which version brought a field or a message, and which version two processes use.
 
-A field that came later says so where it is declared, in whatever struct of a message, and has a default. The default
-stands for the field in what older peers send; to older peers the field is not sent:
+A field that came later says so where it is declared, in any struct of a message, and has a default:
 
     num_tries: Annotated[Count, Since(6)] = 0
 
-A message that came later says so in its class, `since: ClassVar[int] = 6`, and is sent only to a peer that knows it.
-Either way PROTOCOL_MAX is raised once for a release. Fields are never removed, and never change their meaning. A
-message may go with the only transport that used it.
+The field is not sent to older peers. In messages from older peers the default stands for it.
+
+A message that came later says so in its class, `since: ClassVar[int] = 6`, and is sent only to a peer that knows it. In
+both cases PROTOCOL_MAX is raised once per release. Fields are never removed, and never change their meaning. A message
+may be removed together with the only transport that used it.
 """
 
 from __future__ import annotations
@@ -15,22 +16,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, cast, get_args, get_type_hints
+from typing import Any, ClassVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Struct
 
-from .frames import seal
-
 PROTOCOL_MIN = 4
 PROTOCOL_MAX = 6
-
-_encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
 class Since:
-    """In a field's annotation: the protocol that brought the field."""
+    """An annotation of a field: the protocol that brought it."""
 
     protocol: int
 
@@ -41,91 +38,66 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True):
     since: ClassVar[int] = PROTOCOL_MIN
 
 
-def encode(message: Message, protocol: int | None = None) -> bytes:
-    """A message as a frame for a peer that is addressed in `protocol` (None: the newest); bus.decode_frame is the
-    inverse. Fields that the peer does not know are left out."""
-    if protocol is None or protocol >= PROTOCOL_MAX:
-        return seal(_encode(message))
-    assert message.since <= protocol, (type(message).__name__, message.since, protocol)
-    return seal(_encode(_older(message, protocol)))
-
-
 def agreed(*ranges: tuple[int, int]) -> int | None:
-    """The highest protocol that this process and peers of these ranges (lowest, highest) know; None: there is none."""
+    """Return the highest protocol that this process and peers of these ranges (lowest, highest) know; None if there is
+    none."""
     lowest = max(PROTOCOL_MIN, *(low for low, _ in ranges))
     highest = min(PROTOCOL_MAX, *(high for _, high in ranges))
     return highest if lowest <= highest else None
 
 
 def known(protocol: int) -> int:
-    """The protocol in which a peer is addressed that names `protocol` (0: it names none)."""
+    """Return the protocol in which to address a peer that names `protocol` (0: it names none)."""
     return min(max(PROTOCOL_MIN, protocol), PROTOCOL_MAX)
 
 
 def is_newer(kind: type[Struct], old: int, new: int) -> bool:
-    """Whether a struct of this type has fields, in itself or in its fields' structs, that came after protocol `old`
-    and until `new`."""
+    """Return whether a struct of this type has fields, in itself or in its fields' structs, that came after protocol
+    `old` and not after `new`."""
     return any(old < since <= new for since in sinces(kind))
 
 
 @cache
 def sinces(kind: type[Struct]) -> frozenset[int]:
-    """The protocols that brought fields of a struct, or of its fields' structs."""
+    """Return the protocols that brought fields of a struct, or of its fields' structs."""
     own, parts = _declared(kind)
     return frozenset(own.values()).union(*(sinces(part) for part in parts))
 
 
 def fields_since(kind: type[Struct]) -> dict[str, int]:
-    """The protocols that brought a struct's own later fields, by the field's name."""
+    """Return the protocols that brought a struct's own later fields, by field name."""
     return _declared(kind)[0]
-
-
-def _older(value: Any, protocol: int) -> Any:
-    """The value without what came after the protocol, in plain containers where that differs."""
-    if isinstance(value, Struct):
-        kind = type(value)
-        if not any(since > protocol for since in sinces(kind)):
-            return value
-        own = fields_since(kind)
-        names = [name for name in kind.__struct_fields__ if own.get(name, 0) <= protocol]
-        fields = {name: _older(getattr(value, name), protocol) for name in names}
-        config = kind.__struct_config__
-        if config.array_like:
-            return list(fields.values())
-        return fields if config.tag is None else {config.tag_field: config.tag, **fields}
-    if isinstance(value, tuple):
-        return [_older(item, protocol) for item in cast("tuple[Any, ...]", value)]
-    if isinstance(value, dict):
-        return {key: _older(item, protocol) for key, item in cast("dict[Any, Any]", value).items()}
-    return value
 
 
 @cache
 def _declared(kind: type[Struct]) -> tuple[dict[str, int], list[type[Struct]]]:
-    """The protocols that brought a struct's own later fields, and the structs that its fields hold."""
+    """Return the protocols that brought a struct's own later fields, and the structs that its fields hold."""
     hints = get_type_hints(kind, include_extras=True)
     own: dict[str, int] = {}
     parts: list[type[Struct]] = []
     for field in msgspec.structs.fields(kind):
         hint = hints[field.name]
         where = (kind.__name__, field.name)
-        marks = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Since)]
-        assert list(_marks(hint)) == marks and len(marks) <= 1, (where, "Since is said once, of the whole field")
-        assert not (marks and field.required), (where, "a field that came later has a default")
-        if marks:
-            own[field.name] = marks[0].protocol
+        versions = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Since)]
+        assert list(_versions(hint)) == versions and len(versions) <= 1, (
+            where,
+            "Since must be given once, for the whole field",
+        )
+        assert not (versions and field.required), (where, "a field that came later must have a default")
+        if versions:
+            own[field.name] = versions[0].protocol
         parts += _structs(hint)
     ages = [own.get(name, 0) for name in kind.__struct_fields__]
     config = kind.__struct_config__
-    assert not config.array_like or ages == sorted(ages), (kind, "what came later stands last in a row")
+    assert not config.array_like or ages == sorted(ages), (kind, "later fields must come last in an array")
     assert not config.array_like or config.tag is None, kind
     return own, parts
 
 
-def _marks(hint: Any) -> Iterator[Since]:
-    yield from (mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Since))
+def _versions(hint: Any) -> Iterator[Since]:
+    yield from (each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Since))
     for part in get_args(hint):
-        yield from _marks(part)
+        yield from _versions(part)
 
 
 def _structs(hint: Any) -> Iterator[type[Struct]]:

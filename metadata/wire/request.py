@@ -1,4 +1,4 @@
-"""What a request is on the wire: ids, sampling parameters, the identity of a unit of work. Imports no torch."""
+"""A request on the wire: ids, sampling parameters, and the identity of a unit of work. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import xxhash
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from ..errors import RequestError
 from .protocol import Message
@@ -17,7 +17,7 @@ MAX_CONTEXT = 1 << 20  # tokens
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_DRAFT_STEPS = 15  # tokens drafted in a round
-MAX_PREEMPTIONS = 8  # told one by one; of more, neighbours are added up
+MAX_PREEMPTIONS = 8  # listed one by one; of more, neighbours are added up
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -34,7 +34,8 @@ FinishReason = Literal["stop", "length"]
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
-    """Token ids, indices or counts as little-endian int32 bytes. Raises OverflowError outside int32."""
+    """Return token ids, indices or counts as little-endian int32 bytes. Raises OverflowError for a value outside
+    int32."""
     column = array("i", ids)
     if sys.byteorder == "big":
         column.byteswap()
@@ -42,7 +43,7 @@ def pack_ids(ids: Iterable[int]) -> bytes:
 
 
 def unpack_ids(data: bytes) -> list[int]:
-    """The inverse of `pack_ids`. Raises ValueError when the length is no multiple of 4."""
+    """Return the ids in the bytes of `pack_ids`. Raises ValueError if the length is no multiple of 4."""
     column = array("i")
     column.frombytes(data)
     if sys.byteorder == "big":
@@ -51,14 +52,15 @@ def unpack_ids(data: bytes) -> list[int]:
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """The sampling seed (0..2**63-1) of one choice: choice 0 has the request's own, choice c has hash(seed, c)."""
+    """Return the sampling seed (0..2**63-1) of one choice. Choice 0 has the request's own seed, choice c has hash(seed,
+    c)."""
     if choice == 0:
         return seed
     return xxhash.xxh3_64_intdigest(f"{seed}:{choice}".encode()) >> 1
 
 
 class Unit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The identity of a unit of work: one choice of one request, in one attempt."""
+    """Identity of a unit of work: one choice of one request, in one attempt."""
 
     rid: Name
     choice: ChoiceIndex
@@ -69,7 +71,7 @@ class Unit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class SamplingParams(Message, frozen=True):
-    """How tokens are chosen and when a choice ends. Validated by the router; a node may trust the bounds."""
+    """How tokens are chosen and when a choice ends. The router validates the values; a node may trust their bounds."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT)]
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_CONTEXT)] = 0
@@ -84,37 +86,45 @@ class SamplingParams(Message, frozen=True):
     stop_ids: Annotated[tuple[TokenId, ...], Meta(max_length=256)] = ()  # eos ids included unless ignored
     num_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None  # None: none; 0: the sampled token's
     seed: Count = 0  # the request's; a choice samples with choice_seed(seed, choice)
-    # tokens drafted in a round. None: as the node is configured; 0: this request is not speculated
+    # tokens drafted per round. None: as the node is configured; 0: no speculation for this request
     draft_steps: Annotated[int, Meta(ge=0, le=MAX_DRAFT_STEPS)] | None = None
 
 
 class GenerationRequest(Message, frozen=True):
-    """What nodes need to know of a request. `received_ids` are output tokens an earlier attempt already produced."""
+    """What a node needs to know of a request. `received_ids` are output tokens that an earlier attempt already
+    produced."""
 
     prompt_ids: Ids
     params: SamplingParams
     received_ids: Ids = b""
-    salt: Digest = ""  # prefix caches match only within one salt
+    cache_salt: Digest = field(name="salt", default="")  # prefix caches match only prompts of equal salt
     prompt_logprobs: bool = False  # log-probabilities of the prompt's own tokens (echo with logprobs)
 
     def __post_init__(self) -> None:
         if len(self.prompt_ids) % 4 or len(self.received_ids) % 4:
-            raise ValueError(f"{len(self.prompt_ids)} and {len(self.received_ids)} bytes are no int32 columns")
+            raise ValueError(
+                f"{len(self.prompt_ids)} and {len(self.received_ids)} bytes are not int32 columns: not multiples of 4"
+            )
 
     def token_ids(self, vocab_size: int, context_len: int) -> tuple[list[int], list[int]]:
-        """Prompt and received ids. Raises RequestError when a model of that vocabulary and context cannot run them."""
+        """Return prompt ids and received ids. Raises RequestError if a model with this vocabulary and context length
+        cannot run them."""
         prompt_ids, received_ids = unpack_ids(self.prompt_ids), unpack_ids(self.received_ids)
         num_tokens = len(prompt_ids) + len(received_ids)
         if not prompt_ids or num_tokens > context_len:
-            raise RequestError(f"a prompt of {num_tokens} tokens cannot be computed here: 1 to {context_len} can")
+            raise RequestError(
+                f"a prompt of {num_tokens} tokens is outside what this node computes: 1 to {context_len} tokens"
+            )
         for ids in (prompt_ids, received_ids):
             if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-                raise RequestError(f"a prompt with ids {min(ids)} to {max(ids)}, of a vocabulary of {vocab_size}")
+                raise RequestError(
+                    f"a prompt has token ids {min(ids)} to {max(ids)}, but the vocabulary has {vocab_size} tokens"
+                )
         return prompt_ids, received_ids
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Log-probability of a token under the unprocessed distribution, and the most likely tokens' own."""
+    """Log-probability of a token under the unprocessed distribution, and those of the most likely tokens."""
 
     logprob: float
     top_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOP_LOGPROBS)] = ()
@@ -122,28 +132,28 @@ class TokenLogprobs(Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Preemption(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """One preemption of a unit, or several in a row, with the run that came before it."""
+    """One preemption of a unit, or the sum of several in a row, with the run before it."""
 
     num_preemptions: Count
-    num_steps: Count  # before it, since the admission or the preemption before
+    num_steps: Count  # before it, since the admission or the previous preemption
     num_tokens: Count
     ran_s: Seconds
     waited_s: Seconds  # without pages
-    recompute_s: Seconds  # from its pages to its next round
+    recompute_s: Seconds  # from getting pages to its next round
 
 
 TokenLogprobsColumn = Annotated[tuple[TokenLogprobs, ...], Meta(max_length=MAX_CONTEXT)]
 
 
 class Ended(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Why a choice ended, with its totals."""
+    """Why a choice ended, and its totals."""
 
     reason: FinishReason
     stop_id: TokenId | None
     num_prompt: Count
     num_generated: Count
     num_cached: Count  # prompt tokens that prefill found in its prefix cache
-    num_rounds: Count = 0  # of speculation: how often the target verified drafts of this choice
+    num_rounds: Count = 0  # speculative: how often the target verified drafts of this choice
     num_drafted: Count = 0
     num_accepted: Count = 0
     num_steps: Count = 0  # rounds on the decode node, with and without drafts

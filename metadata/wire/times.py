@@ -1,6 +1,6 @@
-"""What nodes tell of a request's time, as durations in seconds: the clocks of two hosts do not compare.
+"""How long the stages of a request took on a node, in seconds. Durations only: clocks of two hosts cannot be compared.
 
-Lists are bounded: `add_bounded` joins neighbours when one is full, so that sums stay right whatever the length.
+Lists are bounded. When a list is full, `add_bounded` adds up neighbours, so that sums stay right at any length.
 """
 
 from __future__ import annotations
@@ -16,39 +16,40 @@ MAX_CHUNKS = 16
 
 
 class ChunkTimes(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """One chunk of a prompt, or several in a row."""
+    """One chunk of a prompt, or the sum of several in a row."""
 
     num_chunks: Count
     num_tokens: Count
-    waited_s: Seconds  # since the chunk before, or the start: pages were offered, other prompts had their turn
-    compute_s: Seconds  # of the whole step, which other prompts may share
+    waited_s: Seconds  # since the chunk before, or the start, while pages were offered and other prompts computed
+    compute_s: Seconds  # of the whole step, which may hold chunks of other prompts
 
 
 class PrefillTimes(Struct, frozen=True, forbid_unknown_fields=True):
-    """Beside PrefillDone's own figures. `sample_s`: from the computed prompt to the first tokens' message."""
+    """Times that PrefillDone carries besides its own. `sample_s` lasts from the end of the prompt's computation to the
+    message with the first tokens."""
 
     sample_s: Seconds = 0.0
     num_offers: Count = 0
-    early_pages: Count = 0  # offered while later chunks were still to be computed
+    early_pages: Count = 0  # offered before all chunks were computed
     chunks: Annotated[tuple[ChunkTimes, ...], Meta(max_length=MAX_CHUNKS)] = ()
 
 
 class PullTimes(Struct, frozen=True, forbid_unknown_fields=True):
-    """Beside Admitted's own figures."""
+    """Times that Admitted carries besides its own."""
 
     transport: Annotated[str, Meta(max_length=128)] = ""
-    last_s: Seconds = 0.0  # from taking the last offer to the last page checked
-    admit_s: Seconds = 0.0  # from then to running
-    num_repeated: Count = 0  # pages pulled again for a wrong checksum
+    last_s: Seconds = 0.0  # from the arrival of the last offer to the check of the last page
+    admit_s: Seconds = 0.0  # from that check to running
+    num_repeated: Count = 0  # pages pulled again because of a wrong checksum
 
 
 _Summed = TypeVar("_Summed", ChunkTimes, Preemption)
 
 
 def add_bounded(items: list[_Summed], item: _Summed, most: int) -> None:
-    """Appends; a list of `most` items is first halved by adding each two neighbours up."""
+    """Append an item. A list of `most` items is first halved by adding up each two neighbours."""
     if len(items) >= most:
-        items[:] = [_sum(*items[place : place + 2]) for place in range(0, len(items), 2)]
+        items[:] = [_sum(*items[index : index + 2]) for index in range(0, len(items), 2)]
     items.append(item)
 
 

@@ -142,7 +142,7 @@ async def _serve(
     dispatcher, config = api.dispatcher, api.config
     timeout = timeout_s(body, config.request_timeout_s)
     seed, options = request_seed(body), text_options(body)
-    salt = xxhash.xxh3_128_hexdigest(body.cache_salt.encode()) if body.cache_salt else ""
+    cache_salt = xxhash.xxh3_128_hexdigest(body.cache_salt.encode()) if body.cache_salt else ""
     if body.stream:
         answer = StreamedAnswer(
             http_request, answer_format, body.stream_options, config.max_unread_bytes, dispatcher.set_paused
@@ -158,7 +158,7 @@ async def _serve(
             answer,
             num_choices=body.n or 1,
             options=options,
-            salt=salt,
+            cache_salt=cache_salt,
             wants_prompt_logprobs=wants_prompt_logprobs,
             now=http_request[ARRIVED],
             priority=body.priority or 0,

@@ -85,7 +85,7 @@ class Bus:
 
 @pytest.fixture
 async def nodes_bus(process: FaultyProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bus]:
-    monkeypatch.setattr("baton.metadata.bus.hub.ROUTER_BEAT_S", 1000.0)  # only the test sends messages
+    monkeypatch.setattr("baton.metadata.bus.hub.ROUTER_HEARTBEAT_S", 1000.0)  # only the test sends messages
     bus = Bus()
     assert await bus.send("out", SENT["out"][:1]) == SENT["out"][:1]
     yield bus

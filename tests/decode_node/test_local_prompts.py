@@ -74,12 +74,12 @@ def test_another_cache_salt_does_not_find_pages_of_the_prefill_node(
 ) -> None:
     pair = make_pair(checkpoint("llama"))
     prompt = list(range(1, 30))
-    pair.submit("with prefill", prompt, params(5), salt="a")
+    pair.submit("with prefill", prompt, params(5), cache_salt="a")
     pair.run()
-    pair.submit("same", prompt, params(5), salt="a", is_local=True)
+    pair.submit("same", prompt, params(5), cache_salt="a", is_local=True)
     assert pair.run()["same", 0].ended.num_cached == 28
     assert pair.decode.stats().computed_tokens == 0
-    pair.submit("own", prompt, params(5), salt="b", is_local=True)
+    pair.submit("own", prompt, params(5), cache_salt="b", is_local=True)
     assert pair.run()["own", 0].ended.num_cached == 0
     assert pair.decode.stats().computed_tokens == 28
     assert len({tuple(result.ids) for result in pair.results.values()}) == 1

@@ -182,7 +182,7 @@ def draft_kv_of(pair: NodePair, rid: str, prompt: list[int], num_rows: int) -> t
     [running] = pair.decode.scheduler.running
     kv = gather(pair.decode.engine._kvs[1], running.pages, num_rows)
     pair.run()
-    return pair.admitted[0].have_pages, kv
+    return pair.admitted[0].num_cached_pages, kv
 
 
 def find_holes(pair: NodePair, num_drafting: int) -> tuple[int, float]:

@@ -52,7 +52,7 @@ def test_a_sequence_does_not_inherit_the_acceptance_of_the_slot_it_gets(pair: No
     pair.run()
 
 
-def proposals_of(pair: NodePair, rid: str, prompt: Sequence[int], salt: str) -> list[list[int]]:
+def proposals_of(pair: NodePair, rid: str, prompt: Sequence[int], cache_salt: str) -> list[list[int]]:
     """Return the proposals for a request, round by round."""
     drafter, found = pair.decode.engine.drafter, list[list[int]]()
     lookup = drafter.lookup
@@ -62,7 +62,7 @@ def proposals_of(pair: NodePair, rid: str, prompt: Sequence[int], salt: str) -> 
         return found[-1]
 
     drafter.lookup = looking
-    pair.submit(rid, prompt, params(12, temperature=1.0, seed=7), salt=salt)
+    pair.submit(rid, prompt, params(12, temperature=1.0, seed=7), cache_salt=cache_salt)
     pair.run()
     drafter.lookup = lookup
     return found
@@ -72,7 +72,7 @@ def test_no_proposal_comes_from_another_salt_or_from_the_last_sequence_in_the_sl
     """A finished text is found only by requests with the same cache salt."""
     alone = proposals_of(pair, "first", PROMPT, "one")
     proposals_of(pair, "between", [5, *PROMPT[::-1], 6], "another")
-    for salt in ("", "a third", "a fourth"):
-        assert proposals_of(pair, f"of {salt}", PROMPT, salt) == alone
+    for cache_salt in ("", "a third", "a fourth"):
+        assert proposals_of(pair, f"of {cache_salt}", PROMPT, cache_salt) == alone
     assert proposals_of(pair, "again", PROMPT, "one") != alone
     assert not pair.decode.engine.drafter._own, "texts of ended sequences"

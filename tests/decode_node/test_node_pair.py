@@ -60,7 +60,7 @@ def test_greedy_output_equals_transformers(
     for i in range(len(cases)):
         assert results[f"again{i}", 0].ids == results[f"r{i}", 0].ids
     assert results["again8", 0].ended is not None and results["again8", 0].ended.num_cached == 24
-    assert any(admitted.have_pages for admitted in pair.admitted)
+    assert any(admitted.num_cached_pages for admitted in pair.admitted)
 
 
 def test_preemption_changes_no_token(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:

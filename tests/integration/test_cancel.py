@@ -57,7 +57,7 @@ def offered(served: Served) -> Stream:
 
 def pulling(served: Served) -> Stream:
     stream = served.ask(**BODY)
-    inbound = decode_of(served).handoff._inbound
+    inbound = decode_of(served).handoff._transfers
     served.run(lambda: any(each._offered and not each.is_whole for each in inbound.values()))
     return stream
 

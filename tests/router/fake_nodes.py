@@ -226,7 +226,7 @@ class FakeNode(threading.Thread):
                 beat_at = now
                 self.link.send(m.Heartbeat(0, "idle", 0.0, 10.0, self.load(), NodeStats(steps=7)))
             for message in self.link.receive():
-                if not isinstance(message, m.RouterBeat):
+                if not isinstance(message, m.RouterHeartbeat):
                     self.log.append(message)
                 self.take(message)
             for _ in range(self._posted.qsize()):

@@ -81,11 +81,12 @@ def test_a_prefill_node_alone_answers_one_token_per_request(nodes: tuple[Node, N
         assert request.sequences[0].received == [7, 8, 9, 10][:number] and request.sequences[0].num_left == 1
         answer(each, token)
     assert each.is_complete and each.answer.ids == (7, 8, 9, 10)
-    assert len({request.rid for request in requests}) == NUM_TOKENS and len({request.salt for request in requests}) == 1
+    assert len({request.rid for request in requests}) == NUM_TOKENS
+    assert len({request.cache_salt for request in requests}) == 1
 
 
 def test_two_canaries_share_no_cache_salt(nodes: tuple[Node, Node]) -> None:
-    salts = {canary(nodes[0].group, nodes).next_request(0.0).salt for _ in range(10)}
+    salts = {canary(nodes[0].group, nodes).next_request(0.0).cache_salt for _ in range(10)}
     assert len(salts) == 10 and "" not in salts
 
 

@@ -386,9 +386,9 @@ def test_own_answers_have_other_salts_and_the_same_prompt(world: World) -> None:
     pairs = [start.request for start in world.starts("p0", "d0")]
     decode, prefill = [[start.request for start in world.starts(name)] for name in ("d0", "p0")]
     assert len(pairs) > 2 and len(decode) == 1 and [each.params.max_tokens for each in prefill] == [1, 2, 3, 4]
-    salts = [each.salt for each in pairs]
-    assert len({*salts, decode[0].salt, prefill[0].salt}) == len(pairs) + 2 and "" not in salts
-    assert len({each.salt for each in prefill}) == 1, "the tokens of one answer"
+    salts = [each.cache_salt for each in pairs]
+    assert len({*salts, decode[0].cache_salt, prefill[0].cache_salt}) == len(pairs) + 2 and "" not in salts
+    assert len({each.cache_salt for each in prefill}) == 1, "the tokens of one answer"
     everything = [*pairs, *decode, *prefill]
     assert len({tuple(each.prompt_ids) for each in everything}) == 1
     assert all(each.is_canary and each.params.temperature == 0 for each in everything)

@@ -50,7 +50,7 @@ class Door:
             group=GROUP,
             prompt_ids=[1] * num_tokens,
             sequences=[SimpleNamespace(received=[], num_left=5, finish_reason=None)],
-            salt="",
+            cache_salt="",
             created_at=time.monotonic() - age_s,
             priority=priority,
             dispatched_at=None,

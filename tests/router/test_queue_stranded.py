@@ -56,7 +56,7 @@ class Waiting:
             priority=0,
             group=group,
             prompt_ids=[5] * 160,
-            salt="",
+            cache_salt="",
             params=SimpleNamespace(max_tokens=100),
             sequences=[SimpleNamespace(received=[], num_left=100 if needs_decode else 1, finish_reason=None)],
         )

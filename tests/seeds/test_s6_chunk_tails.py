@@ -133,7 +133,7 @@ def test_chunks_and_prefix_hits_make_no_difference(
         pair = make_pair(model, **drafter, chunk_tokens=chunk)
         check(run(pair, "cold"), whole)
         check(run(pair, "again"), whole)
-        assert sum(admitted.have_pages for admitted in pair.admitted) > 4  # decode's own prefix hits
+        assert sum(admitted.num_cached_pages for admitted in pair.admitted) > 4  # decode's own prefix hits
         assert any(result.ended and result.ended.num_cached for result in pair.results.values())
 
 

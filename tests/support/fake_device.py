@@ -18,8 +18,8 @@ import torch
 
 from baton.kernels.pages import page_checksums_ref
 from baton.metadata.errors import TransferError
-from baton.metadata.handoff.device_pool import Shared
 from baton.metadata.handoff.memory import PageMemory
+from baton.metadata.handoff.pages import Shared
 
 _numbers = itertools.count()
 

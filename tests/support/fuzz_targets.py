@@ -24,10 +24,10 @@ from baton.metadata.handoff.buffers import MetadataBuffers
 from baton.metadata.handoff.checksums import page_checksums, row_checksum
 from baton.metadata.handoff.client import Arrived
 from baton.metadata.handoff.descriptors import send_descriptors
+from baton.metadata.handoff.memory import pack_pages
 from baton.metadata.handoff.schema import make_schema, page_bytes, row_bytes
 from baton.metadata.handoff.server import MAX_LINKS
 from baton.metadata.handoff.tickets import MAX_PARKED, TicketEnded
-from baton.metadata.handoff.transports.zmq import pack_pages
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.frames import decode_frame
 from baton.metadata.wire.node_info import DevicePools, Peer, PoolLayout
@@ -167,7 +167,7 @@ class ServerTarget(Target):
         epoch = rng.choice(["x" * 16, "y" * 16])
         makers = (
             lambda: m.LinkHello(**hello | {"node_id": "evil", "epoch": epoch, "transports": ("local", "zmq")}),
-            lambda: m.Claim(unit=unit, have=rng.choice([0, 0, 1, 2])),
+            lambda: m.Claim(unit=unit, num_cached_pages=rng.choice([0, 0, 1, 2])),
             lambda: m.Pull(unit=unit, indices=indices),
             lambda: m.Renew(units=(unit,) * rng.choice([0, 1, 50])),
             lambda: m.Ack(unit=unit),
@@ -216,7 +216,11 @@ class ServerTarget(Target):
         for _ in range(12):
             dealer = rng.choice(self.hostile)
             kind = rng.choice([m.Ack, m.Drop, m.RevokeAck, m.Claim, m.Pull])
-            fields = {m.Drop: {"reason": ""}, m.Claim: {"have": 0}, m.Pull: {"indices": pack_ids([0, 1])}}.get(kind, {})
+            fields = {
+                m.Drop: {"reason": ""},
+                m.Claim: {"num_cached_pages": 0},
+                m.Pull: {"indices": pack_ids([0, 1])},
+            }.get(kind, {})
             dealer.send(m.encode(kind(unit=unit, **fields)))
             dealer.inbox.clear()
             self._poll()
@@ -268,7 +272,7 @@ class ClientTarget(Target):
         self._poll()
         assert self.client.tickets() == []
         self.client.close()
-        assert not self.client._links and not self.client._inbound
+        assert not self.client._links and not self.client._transfers
         for node in (self.server, *self.source, *self.target):
             node.close()
 

@@ -402,7 +402,7 @@ def preempt(pair: NodePair, cell: Cell) -> None:
 
 def check_hits(pair: NodePair, cell: Cell, results: list[Result]) -> None:
     num_hits = sum(bool(result.ended and result.ended.num_cached) for result in results)
-    num_pages = sum(admitted.have_pages for admitted in pair.admitted)
+    num_pages = sum(admitted.num_cached_pages for admitted in pair.admitted)
     if cell.is_hit:
         assert num_hits > len(ASKS) // 2, (cell, num_hits)
         assert num_pages > 0 or cell.is_preempted, cell

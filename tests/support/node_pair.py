@@ -30,7 +30,7 @@ from baton.metadata.wire.messages import (
     PrefillDone,
     Reserve,
     Reserved,
-    RouterBeat,
+    RouterHeartbeat,
     Tokens,
     Welcome,
     encode,
@@ -238,7 +238,7 @@ class NodePair:
                 self._ids[message.role], self._hellos[message.role] = sender, message
             case Heartbeat():
                 for name in self._ids:
-                    self.send(name, RouterBeat(router_epoch=ROUTER_EPOCH))
+                    self.send(name, RouterHeartbeat(router_epoch=ROUTER_EPOCH))
             case Reserved():
                 self._granted(message)
             case CapacityFreed():

@@ -211,7 +211,7 @@ class Served:
         node.membership.send = lambda message: None  # type: ignore[method-assign] - no last words
         node.membership.close()
         if isinstance(node.handoff, HandoffClient):
-            node.handoff._inbound.clear()
+            node.handoff._transfers.clear()
         node.handoff.close()
 
     def step(self) -> None:

@@ -1,26 +1,39 @@
-"""How pages get from a peer's pool into ours. The receiver moves them; nobody writes into another's memory.
+"""How pages get from a prefill node's pools into ours. The receiver moves them; no process writes another's memory.
 
-A transport belongs to one open link of a decode node. `HandoffClient` gives it moves and takes what landed; it knows
-nothing of tickets, checksums or leases. Which one a link has, the two nodes settle in LinkHello and LinkWelcome.
+A transport is one subclass of `Transport` in a file of its own, and one line in registry.py. The class says
+
+    name, needs_*, since           for which pairs of nodes it works (`can_reach`, `can_serve`)
+    welcome, prepare               what the prefill node publishes in its welcome, and does before each offer
+    open, step, receive, forget    how the decode node moves pages
+
+The decode node lists its transports in LinkHello, best first. The prefill node answers with LinkWelcome, or a message
+derived from it, and names the first that works. An instance belongs to one open link of a decode node. `HandoffClient`
+gives it moves and takes what landed. It knows nothing of tickets, checksums or leases.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Self
 
 from msgspec import Struct
 
 from ...errors import ProtocolError
-from ...wire.messages import Pages
+from ...wire.messages import LinkHello, LinkWelcome, Pages, Pull
+from ...wire.protocol import PROTOCOL_MIN, known
 from ...wire.request import Unit
+from ..descriptors import DescriptorInbox
 from ..memory import PageMemory
+from ..pages import DevicePool, OfferedPages
+
+PULL_BYTES = 4 << 20  # most bytes of pages that one Pull may ask for; it may always ask for one page
 
 
 class Move(Struct, frozen=True):
-    """One page to fetch: number `source` in the peer's pool, `target` in ours."""
+    """One page to fetch: number `source` in the peer's pools, `target` in ours."""
 
     unit: Unit
     index: int  # in the ticket
@@ -30,23 +43,75 @@ class Move(Struct, frozen=True):
 
 
 class Landed(NamedTuple):
-    """A page that has been copied, and the generation the source had after that. `checksums`: of our own copy, where
-    the page lies in a pool on a GPU already; None: it lies in `memory`, unchecked."""
+    """A page that has been copied.
+
+    `generation` is that of the source page, read after the copy. `checksums` are those of our own copy if the page lies
+    in a pool on a GPU already; None means that it lies in `memory`, unchecked.
+    """
 
     move: Move
     generation: int
     checksums: bytes | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PullEnd:
+    """What a decode node gives a transport: its pools, and a way to ask the peer for pages."""
+
+    memory: tuple[PageMemory, ...]  # target, then draft
+    send: Callable[[Pull], None]
+    device: DevicePool | None = None  # the pools on a GPU, whose host mirror `memory` is
+    inbox: DescriptorInbox | None = None
+
+
 class Transport(ABC):
-    """Moves pages of one peer into `memory` (target pool, then draft)."""
+    """Moves the pages of one peer into `memory` (target pool, then draft)."""
 
     name: ClassVar[str]
+    needs_same_host: ClassVar[bool] = False  # it reads the peer's memory
+    needs_device: ClassVar[bool] = False  # the pools of both nodes must lie on GPUs
+    needs_inbox: ClassVar[bool] = False  # the decode node must have an inbox for file descriptors
+    since: ClassVar[int] = PROTOCOL_MIN  # the first protocol that has its welcome
 
     def __init__(self, memory: Sequence[PageMemory]) -> None:
         self.memory = tuple(memory)
         self.page_bytes = sum(pool.num_layers * pool.page_layer_bytes for pool in self.memory)
         self._queue: deque[Move] = deque()
+
+    # --- the prefill node's side -----------------------------------------------------------------------------------
+
+    @classmethod
+    def can_serve(cls, pages: OfferedPages) -> bool:
+        """Return whether a prefill node with these pools can serve them by this transport."""
+        return not cls.needs_device or pages.device is not None
+
+    @classmethod
+    def can_reach(cls, hello: LinkHello, host: str) -> bool:
+        """Return whether this transport works between a prefill node on `host` (host_identity) and the decode node that
+        said this hello."""
+        return (
+            (not cls.needs_same_host or hello.host == host)
+            and (not cls.needs_inbox or bool(hello.inbox))
+            and known(hello.protocol) >= cls.since
+        )
+
+    @classmethod
+    def welcome(cls, welcome: LinkWelcome, pages: OfferedPages, hello: LinkHello) -> LinkWelcome:  # noqa: ARG003
+        """Return the welcome with what the decode node needs to reach the pages. Raises TransferError if that fails;
+        the prefill node then tries the next transport."""
+        return welcome
+
+    @classmethod  # noqa: B027 - most have nothing to do
+    def prepare(cls, pages: OfferedPages, numbers: Sequence[int]) -> None:
+        """Make pages of these numbers readable by a decode node. The server calls it before it sends their offer."""
+
+    # --- the decode node's side ------------------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def open(cls, end: PullEnd, welcome: LinkWelcome) -> Self:
+        """Return a transport for the link that this welcome opened. Raises TransferError, with nothing left mapped or
+        open, if it cannot work; the decode node then says hello again without this transport."""
 
     @property
     @abstractmethod
@@ -59,23 +124,23 @@ class Transport(ABC):
         return False
 
     def fetch(self, moves: Iterable[Move]) -> None:
-        """Queues moves; they land by later calls of `step` or `receive`."""
+        """Queue moves. Their pages land in later calls of `step` or `receive`."""
         self._queue.extend(moves)
 
     @abstractmethod
     def step(self, max_bytes: int) -> Iterator[Landed]:
-        """Goes on with queued moves, copying about `max_bytes` at most. Each page is handed over before the next is
-        copied, so that it is checked while it lies in the processor's cache (three times as fast)."""
+        """Continue with the queued moves and copy about `max_bytes` at most. Each page is yielded before the next is
+        copied, so that the caller checks it while it lies in the processor's cache."""
 
     def receive(self, message: Pages, data: memoryview) -> Iterator[Landed]:  # noqa: ARG002
-        """Takes the peer's pages, one after the other; who stops iterating leaves the rest unwritten. Raises
-        ProtocolError when nobody asked for them."""
+        """Take the peer's pages, one after the other. If the caller stops iterating, the rest is not written. Raises
+        ProtocolError if this transport asked for no such pages."""
         raise ProtocolError(f"pages of {message.unit} arrived on a link that uses {self.name}", rid=message.unit.rid)
 
     def forget(self, unit: Unit) -> None:
-        """After this no page of the unit is written any more: its target pages may be used again at once."""
+        """Drop the unit's moves. After this call no page of the unit is written; its target pages may be reused."""
         self._queue = deque(move for move in self._queue if move.unit != unit)
 
     def close(self) -> None:
-        """Stops everything; what is mapped is unmapped."""
+        """Stop all moves and unmap the peer's memory. May be called twice."""
         self._queue.clear()

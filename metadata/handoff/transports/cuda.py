@@ -1,33 +1,43 @@
-"""Same host, both pools on GPUs: the peer's device pools are mapped, and pages gathered by a kernel into ours.
+"""Transport `cuda`, for two nodes of one host whose pools lie on GPUs.
+
+The decode node maps the peer's device pools, and a kernel gathers pages from them into ours.
 
     fetch --> queued --step: one launch--> copying --the launch's event, a later step--> Landed
                                          (on a stream of its own)
 
-A page is Landed when the copy is done, our own copy is digested, and the peer's generation was read after both: it
-lies in the peer's host memory (as for `local`), and counts up before a page is written again. `step` waits for the
-device no longer than it takes the loop to come back: a few pages on a free device land in the step that launched them.
+A page is Landed when three things have happened in this order: the copy is done, the checksums of our own copy are
+computed, and the peer's generation was read. The generations lie in the peer's host memory (as for `local`). The owner
+counts a page's generation up before it writes the page again. `step` waits for the device only for a moment: a few
+pages on a free device land in the step that launched them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
-from ...errors import TransferError
-from ...wire.messages import CudaWelcome
-from ...wire.request import Unit
-from ..descriptors import DescriptorInbox
-from ..device_pool import DevicePool, Gather, MappedPools
-from ..memory import PageMemory, PeerMemory
-from .base import Landed, Move, Transport
+import msgspec
 
-GATHER_BYTES = 512 << 20  # of one launch: forgetting a unit waits for at most what is under way
-MAX_UNDER_WAY = 2  # launches: while one is looked at the device has the next
-SHORT_BYTES = 64 << 20  # of a launch that is soon done, and waited for, once
+from ...errors import TransferError
+from ...wire.messages import CudaWelcome, LinkHello, LinkWelcome
+from ...wire.node_info import DevicePools
+from ...wire.request import Unit
+from ..descriptors import new_token, send_descriptors
+from ..memory import PageMemory, PeerMemory
+from ..pages import DevicePool, Gather, MappedPools, OfferedPages
+from .base import Landed, Move, PullEnd, Transport
+from .local import publish_memory
+
+logger = logging.getLogger(__name__)
+
+GATHER_BYTES = 512 << 20  # most bytes of one launch: `forget` may have to wait for a launch
+MAX_UNDER_WAY = 2  # launches on the device: it has the next one while the host takes in the last
+SHORT_BYTES = 64 << 20  # a launch of no more than this is waited for, once, for SHORT_WAIT_S
 SHORT_WAIT_S = 100e-6
 
 
@@ -37,9 +47,13 @@ class _Launch(NamedTuple):
 
 
 class CudaTransport(Transport):
-    """Reads the peer's pools on a GPU. Raises TransferError when they cannot be mapped."""
+    """Reads the peer's pools on a GPU."""
 
     name: ClassVar[str] = "cuda"
+    needs_same_host: ClassVar[bool] = True
+    needs_device: ClassVar[bool] = True
+    needs_inbox: ClassVar[bool] = True
+    since: ClassVar[int] = CudaWelcome.since
 
     def __init__(
         self, memory: Sequence[PageMemory], device: DevicePool, pools: MappedPools, generations: PeerMemory
@@ -51,13 +65,31 @@ class CudaTransport(Transport):
         self._launches: deque[_Launch] = deque()
 
     @classmethod
-    def map(
-        cls, memory: Sequence[PageMemory], device: DevicePool, inbox: DescriptorInbox, welcome: CudaWelcome
-    ) -> CudaTransport:
+    def can_serve(cls, pages: OfferedPages) -> bool:
+        has_host_memory = all(pool.is_shared for pool in pages.memory)  # the generations lie there
+        return has_host_memory and pages.device is not None and bool(pages.device.shared)
+
+    @classmethod
+    def welcome(cls, welcome: LinkWelcome, pages: OfferedPages, hello: LinkHello) -> LinkWelcome:
+        """Send the descriptors of the GPU pools to the decode node's inbox. Return a CudaWelcome that names them, and
+        the host mirror of the target's pool, for its generations. Raises TransferError if they cannot be sent."""
+        assert pages.device is not None
+        shared, token = pages.device.shared, new_token()
+        pools = DevicePools(device=pages.device.device, sizes=tuple(pool.size for pool in shared), token=token)
+        send_descriptors(hello.inbox, token, [pool.descriptor for pool in shared])
+        return CudaWelcome(**msgspec.structs.asdict(publish_memory(welcome, pages.memory[:1])), pools=pools)
+
+    @classmethod
+    def open(cls, end: PullEnd, welcome: LinkWelcome) -> CudaTransport:
         """Map the pools that the welcome names, by the descriptors that came to the inbox.
 
-        Raises TransferError, with nothing left mapped or open, when that cannot be.
+        Raises TransferError, with nothing left mapped or open, if a pool cannot be mapped.
         """
+        memory, device, inbox = end.memory, end.device, end.inbox
+        if device is None or inbox is None or not isinstance(welcome, CudaWelcome):
+            raise TransferError(f"{type(welcome).__name__} does not say how to use transport {welcome.transport}")
+        where = "this" if welcome.pools.device == device.device else "another"
+        logger.info("prefill node %s is on %s GPU", welcome.node_id, where)
         with contextlib.ExitStack() as sent, contextlib.ExitStack() as undo:
             descriptors = inbox.take(welcome.pools.token)
             for descriptor in descriptors:
@@ -86,7 +118,7 @@ class CudaTransport(Transport):
         return bool(self._queue or self._launches)
 
     def step(self, max_bytes: int) -> Iterator[Landed]:  # noqa: ARG002
-        """Launches what is queued, bounded by GATHER_BYTES, and hands over what has been copied."""
+        """Launch queued moves, at most GATHER_BYTES at a time, and yield the pages of finished launches."""
         done = self._take_done()
         if self._launch() and len(self._launches) == 1:
             self._await_short(self._launches[0])
@@ -96,15 +128,15 @@ class CudaTransport(Transport):
             for move, checksums in zip(moves, gather.checksums(), strict=True):
                 if move is not None:
                     landed.append(Landed(move, int(self._peer.generations[move.source]), checksums))
-        yield from landed  # whoever takes them may close this
+        yield from landed  # the caller may close this transport between two pages
 
     def forget(self, unit: Unit) -> None:
         super().forget(unit)
-        for place, (moves, gather) in enumerate(self._launches):
+        for index, (moves, gather) in enumerate(self._launches):
             if any(move is not None and move.unit == unit for move in moves):
                 gather.wait()
                 kept = [None if move is None or move.unit == unit else move for move in moves]
-                self._launches[place] = _Launch(kept, gather)
+                self._launches[index] = _Launch(kept, gather)
 
     def close(self) -> None:
         super().close()
@@ -123,7 +155,7 @@ class CudaTransport(Transport):
         return done
 
     def _launch(self) -> bool:
-        """Whether something was launched."""
+        """Launch queued moves. Return whether any was launched."""
         most = max(1, GATHER_BYTES // self.page_bytes)
         num_before = len(self._launches)
         while self._queue and len(self._launches) < MAX_UNDER_WAY:

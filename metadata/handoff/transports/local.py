@@ -1,29 +1,52 @@
-"""Same host: the peer's pool is mapped read-only and pages are copied in place, one memcpy a (page, layer)."""
+"""Transport `local`, for nodes of one host: the decode node maps the peer's pools read-only and copies pages from them.
+
+Each (page, layer) is one memcpy. If the pools lie on GPUs, the pages travel through both nodes' host mirrors.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
+import msgspec
+
 from ...errors import TransferError
-from ...wire.messages import LinkWelcome
+from ...wire.messages import LinkHello, LinkWelcome
 from ..memory import PageMemory, PeerMemory
-from .base import Landed, Transport
+from ..pages import OfferedPages
+from .base import Landed, PullEnd, Transport
 
 
 class LocalTransport(Transport):
-    """Reads the peer's memfd pools. Raises TransferError when they cannot be mapped."""
+    """Reads the peer's memfd pools."""
 
     name: ClassVar[str] = "local"
+    needs_same_host: ClassVar[bool] = True
 
     def __init__(self, memory: Sequence[PageMemory], peers: Sequence[PeerMemory]) -> None:
         super().__init__(memory)
         self._peers = list(peers)
 
     @classmethod
-    def map(cls, memory: Sequence[PageMemory], welcome: LinkWelcome) -> LocalTransport:
-        """Maps what the welcome names. Raises TransferError, with nothing left mapped, when that cannot be."""
+    def can_serve(cls, pages: OfferedPages) -> bool:
+        return all(pool.is_shared for pool in pages.memory)
+
+    @classmethod
+    def welcome(cls, welcome: LinkWelcome, pages: OfferedPages, hello: LinkHello) -> LinkWelcome:  # noqa: ARG003
+        """Return the welcome with the file descriptors of all pools."""
+        return publish_memory(welcome, pages.memory)
+
+    @classmethod
+    def prepare(cls, pages: OfferedPages, numbers: Sequence[int]) -> None:
+        """Copy pages of a GPU into the host mirror, which the decode node maps."""
+        pages.bring(numbers)
+
+    @classmethod
+    def open(cls, end: PullEnd, welcome: LinkWelcome) -> LocalTransport:
+        """Map the pools that the welcome names. Raises TransferError, with nothing left mapped, if that fails."""
+        memory = end.memory
         if not len(memory) == len(welcome.fds) == len(welcome.sizes):
             raise TransferError(
                 f"{len(memory)} pools here, {len(welcome.fds)} fds and {len(welcome.sizes)} sizes there"
@@ -49,7 +72,8 @@ class LocalTransport(Transport):
         return bool(self._queue)
 
     def step(self, max_bytes: int) -> Iterator[Landed]:
-        num_moves = min(len(self._queue), -(-max_bytes // self.page_bytes))  # what is queued meanwhile waits its turn
+        # moves that are queued meanwhile wait for the next step
+        num_moves = min(len(self._queue), -(-max_bytes // self.page_bytes))
         while self._queue and num_moves > 0:
             move = self._queue.popleft()
             for pool, peer in zip(self.memory, self._peers, strict=True):
@@ -62,3 +86,13 @@ class LocalTransport(Transport):
         for peer in self._peers:
             peer.close()
         self._peers.clear()
+
+
+def publish_memory(welcome: LinkWelcome, memory: Sequence[PageMemory]) -> LinkWelcome:
+    """Return the welcome with the process id, the file descriptors and the sizes of these pools of this process."""
+    return msgspec.structs.replace(
+        welcome,
+        pid=os.getpid(),
+        fds=tuple(pool.fd for pool in memory if pool.fd is not None),
+        sizes=tuple(pool.size for pool in memory),
+    )

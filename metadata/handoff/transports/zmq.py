@@ -1,4 +1,7 @@
-"""Any host: pages as independent ZeroMQ messages of a few MiB, asked for one by one, a bounded number on the way."""
+"""Transport `zmq`, for any two hosts: the decode node pulls pages as ZeroMQ messages of a few MiB.
+
+Each Pull message asks for some pages, and each Pages message answers one. A bounded number of pulls is in flight.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,17 @@ from typing import ClassVar
 import numpy as np
 
 from ...errors import ProtocolError
-from ...wire.messages import Pages, Pull
+from ...wire.messages import LinkWelcome, Pages, Pull
 from ...wire.request import Unit, pack_ids
-from ..memory import PageMemory
-from .base import Landed, Move, Transport
+from ..memory import PageMemory, unpack_page
+from .base import PULL_BYTES, Landed, Move, PullEnd, Transport
 
-MESSAGE_BYTES = 4 << 20  # a message holds as many pages as fit, one at least
+MESSAGE_BYTES = PULL_BYTES  # a message holds as many pages as fit, and at least one
 MAX_IN_FLIGHT = 4
 
 
 class ZmqTransport(Transport):
-    """Sends Pull by `send`; `receive` copies the answers into place."""
+    """Sends Pull messages by `send`; `receive` copies the answers into our pools."""
 
     name: ClassVar[str] = "zmq"
 
@@ -27,6 +30,11 @@ class ZmqTransport(Transport):
         self._send = send
         self._pages_per_pull = max(1, MESSAGE_BYTES // self.page_bytes)
         self._in_flight: dict[tuple[Unit, bytes], list[Move]] = {}
+
+    @classmethod
+    def open(cls, end: PullEnd, welcome: LinkWelcome) -> ZmqTransport:  # noqa: ARG003
+        """Return a transport that sends its pulls over the link. Cannot fail."""
+        return cls(end.memory, end.send)
 
     @property
     def is_busy(self) -> bool:
@@ -37,7 +45,7 @@ class ZmqTransport(Transport):
         return bool(self._in_flight)
 
     def step(self, max_bytes: int) -> Iterator[Landed]:  # noqa: ARG002
-        """Asks for as many of the queued pages as may be on the way."""
+        """Send pulls for queued pages until MAX_IN_FLIGHT are in flight. Nothing lands here, but in `receive`."""
         while self.is_busy:
             moves = [self._queue.popleft()]
             while self._queue and self._queue[0].unit == moves[0].unit and len(moves) < self._pages_per_pull:
@@ -58,7 +66,7 @@ class ZmqTransport(Transport):
                 f"there came {data.nbytes} and {len(message.generations)}",
                 rid=message.unit.rid,
             )
-        self._ask_again_before(message)
+        self._end_pull(message)
         generations: list[int] = np.frombuffer(message.generations, "<i8").tolist()
         return self._unpack(moves, generations, np.frombuffer(data, np.uint8))
 
@@ -70,8 +78,11 @@ class ZmqTransport(Transport):
         super().close()
         self._in_flight.clear()
 
-    def _ask_again_before(self, message: Pages) -> None:
-        """The message is an answer. Answers come in the order of their questions: those it has overtaken are lost."""
+    def _end_pull(self, message: Pages) -> None:
+        """Remove the pull that this message answers.
+
+        Answers arrive in the order of the pulls, so those to earlier pulls are lost; their pages are queued again.
+        """
         while (key := next(iter(self._in_flight))) != (message.unit, message.indices):
             self._queue.extend(self._in_flight.pop(key))
         del self._in_flight[key]
@@ -80,25 +91,3 @@ class ZmqTransport(Transport):
         for number, move in enumerate(moves):
             unpack_page(self.memory, move.target, frame[number * self.page_bytes : (number + 1) * self.page_bytes])
             yield Landed(move, generations[number])
-
-
-def pack_pages(memory: Sequence[PageMemory], pages: Sequence[int]) -> np.ndarray:
-    """The pages as one frame, uint8: per page each pool's [num_layers, page_layer_bytes], target then draft."""
-    page_bytes = sum(pool.num_layers * pool.page_layer_bytes for pool in memory)
-    frame = np.empty(len(pages) * page_bytes, np.uint8)
-    at = 0
-    for page in pages:
-        for pool in memory:
-            size = pool.num_layers * pool.page_layer_bytes
-            frame[at : at + size].reshape(pool.num_layers, pool.page_layer_bytes)[:] = pool.pages[:, page]
-            at += size
-    return frame
-
-
-def unpack_page(memory: Sequence[PageMemory], page: int, data: np.ndarray) -> None:
-    """The inverse of `pack_pages` for one page, into this page number. `data` has exactly its bytes."""
-    at = 0
-    for pool in memory:
-        size = pool.num_layers * pool.page_layer_bytes
-        pool.pages[:, page] = data[at : at + size].reshape(pool.num_layers, pool.page_layer_bytes)
-        at += size

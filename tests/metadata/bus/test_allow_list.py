@@ -48,7 +48,7 @@ def test_names_keys_and_remarks(tmp_path: Path) -> None:
         (f"{ROUTER}# x\nrouter {KEYS[1]}", "line 3: 'router' or its key stands in line 1"),
         (f"{ROUTER}other {KEYS[0]}", "line 2: 'other' or its key stands in line 1"),
         (f"{ROUTER}{'n' * 129} {KEYS[1]}", "line 2: the name .* longer than 128"),
-        (b"\xff\xfe", "is no text"),
+        (b"\xff\xfe", "is not UTF-8 text"),
         (b"#" * (1 << 20) + b"##", "longer than"),
     ],
 )

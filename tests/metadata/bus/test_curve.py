@@ -133,7 +133,7 @@ def test_a_key_and_its_list_are_read_together(tmp_path: Path) -> None:
     stranger = KeyPair.create(tmp_path / "stranger.key")
     with pytest.raises(ConfigError, match=re.escape(f"add its line, `NAME {stranger.public.decode()}`")):
         KeyPair.load(tmp_path / "stranger.key", listed.path)
-    with pytest.raises(ConfigError, match="--allow-list x is for processes with a key of their own: --keys"):
+    with pytest.raises(ConfigError, match="--allow-list x needs a key of this process: give --keys FILE"):
         KeyPair.configured(ProcessConfig(allow_list="x"))
 
 

@@ -21,7 +21,7 @@ from baton.metadata.bus.link import Link
 from baton.metadata.bus.sockets import DRAIN_LIMIT, QUEUE_LEN, new_epoch, routing_id
 from baton.metadata.errors import ConfigError, ProtocolError
 from baton.metadata.wire.frames import seal
-from baton.metadata.wire.messages import Cancel, Cancelled, Hello, HelloAgain, RouterBeat, ToNode, ToRouter, encode
+from baton.metadata.wire.messages import Cancel, Cancelled, Hello, HelloAgain, RouterHeartbeat, ToNode, ToRouter, encode
 
 PEER = b"node:1"
 DONE = Cancelled(rid="r", attempt=0)
@@ -206,7 +206,7 @@ async def test_a_node_drops_bad_frames_too(router: Router, link: Link) -> None:
 
 
 async def test_send_to_an_unknown_or_closed_peer_is_false(router: Router, link: Link) -> None:
-    beat = RouterBeat(router_epoch="e0")
+    beat = RouterHeartbeat(router_epoch="e0")
     assert router.hub.send(b"nobody:1", beat) is False
     link.send(DONE)
     await until(lambda: router.messages)
@@ -262,7 +262,7 @@ async def test_sends_from_outside_the_drain_lose_no_wakeup(router: Router, link:
     """The case that the file descriptor's edge hides: the send swallows the signal of a message that came."""
     link.send(DONE)
     await until(lambda: router.messages)
-    beat = RouterBeat(router_epoch="e0")
+    beat = RouterHeartbeat(router_epoch="e0")
     for count in range(2, 1500):
         link.send(DONE)
         for _ in range(3):
@@ -353,7 +353,7 @@ async def test_a_node_restarts_with_a_new_epoch(router: Router) -> None:
     old.close()
     await until(lambda: router.lost)
     assert router.lost == [routing_id("node", epochs[0])]
-    assert router.hub.send(routing_id("node", epochs[1]), RouterBeat(router_epoch="e0"))
+    assert router.hub.send(routing_id("node", epochs[1]), RouterHeartbeat(router_epoch="e0"))
     new.close()
 
 
@@ -372,7 +372,7 @@ async def test_a_second_connection_under_the_same_id_takes_over(router: Router, 
 async def test_the_hub_beats(router: Router, link: Link) -> None:
     link.send(DONE)
     await until(lambda: router.messages)
-    assert (await collect(link, 1, RouterBeat))[0].router_epoch == "e0"
+    assert (await collect(link, 1, RouterHeartbeat))[0].router_epoch == "e0"
 
 
 @pytest.mark.parametrize("client", ["right", "wrong", "none"])

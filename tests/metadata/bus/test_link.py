@@ -13,10 +13,10 @@ from baton.metadata.bus.link import Link
 from baton.metadata.bus.sockets import QUEUE_LEN, bound_address
 from baton.metadata.errors import ConfigError
 from baton.metadata.wire.frames import seal
-from baton.metadata.wire.messages import Cancelled, Drain, HelloAgain, RouterBeat, ToNode, encode
+from baton.metadata.wire.messages import Cancelled, Drain, HelloAgain, RouterHeartbeat, ToNode, encode
 
 DONE = Cancelled(rid="r", attempt=0)
-BEAT = RouterBeat(router_epoch="e")
+BEAT = RouterHeartbeat(router_epoch="e")
 
 
 class BareRouter:

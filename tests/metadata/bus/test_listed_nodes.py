@@ -29,7 +29,7 @@ LOAD = Load(free_pages=1, running=0, waiting=0)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.metadata.bus.hub.ROUTER_BEAT_S", 0.02)
+    monkeypatch.setattr("baton.metadata.bus.hub.ROUTER_HEARTBEAT_S", 0.02)
     monkeypatch.setattr("baton.metadata.bus.allow_list.CHECK_S", 0.02)
 
 
@@ -259,7 +259,7 @@ def test_tickets_of_a_decode_node_that_is_taken_out_end(pair: Pair, listed: List
     assert [each.unit for each in ended] == [unit("r")]
     pair.server.open(unit("later"), 1)
     link = pair.client._links[pair.server.epoch]
-    link.send(Claim(unit=unit("later"), have=0))  # its connection stands
+    link.send(Claim(unit=unit("later"), num_cached_pages=0))  # its connection stands
     spin([pair.server], lambda _: pair.server.dropped.count > before)
     assert not pair.server._links and pair.server.tickets() == [unit("later")]
 

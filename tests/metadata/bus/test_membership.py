@@ -50,12 +50,12 @@ async def test_everything_is_said_in_the_protocol_that_was_agreed_on(hello: Hell
             while not membership._session.is_joined:
                 assert membership.receive() == []
                 await asyncio.sleep(0.005)
-        assert membership._session.protocol == membership._pulse._protocol == protocol
+        assert membership._session.protocol == membership._heartbeat._protocol == protocol
         hellos = [message.protocol for message in router.got if isinstance(message, Hello)]
         assert hellos == ([0] if protocol == 5 else [0, protocol])
         membership._session._heard_at -= 60  # the router falls silent: the next may be older
         membership.receive()
-        assert membership._pulse._protocol == PROTOCOL_MIN
+        assert membership._heartbeat._protocol == PROTOCOL_MIN
     finally:
         membership.close()
         router.hub.close()

@@ -21,7 +21,7 @@ from baton.metadata.wire.messages import (
     Hello,
     HelloAgain,
     Refusal,
-    RouterBeat,
+    RouterHeartbeat,
     TokenizerFile,
     ToRouter,
     Welcome,
@@ -80,7 +80,7 @@ def joined(node: Node) -> Node:
     assert node.take(welcome()) == [Joined("a", PROTOCOL_MAX)]
     node.said.clear()
     node.now += 60
-    node.take(RouterBeat(router_epoch="a"))
+    node.take(RouterHeartbeat(router_epoch="a"))
     return node
 
 
@@ -100,7 +100,7 @@ def test_welcome_joins_and_the_tokenizer_is_sent_when_asked(node: Node) -> None:
 
 
 def test_work_passes_in_order(joined: Node) -> None:
-    assert joined.take(work(), RouterBeat(router_epoch="a"), work()) == [work(), work()]
+    assert joined.take(work(), RouterHeartbeat(router_epoch="a"), work()) == [work(), work()]
     assert joined.said == []
 
 
@@ -125,7 +125,7 @@ def test_hello_again_while_joined_frees_everything(joined: Node) -> None:
     assert joined.take(welcome(), work()) == [Joined("a", PROTOCOL_MAX), work()]
 
 
-@pytest.mark.parametrize("first", [HelloAgain(router_epoch="b"), RouterBeat(router_epoch="b"), work("b")])
+@pytest.mark.parametrize("first", [HelloAgain(router_epoch="b"), RouterHeartbeat(router_epoch="b"), work("b")])
 def test_a_new_epoch_frees_everything_and_says_hello(joined: Node, first: Any) -> None:
     assert joined.take(work(), first, first, work("b")) == [work(), RouterChanged("b")]
     assert joined.hellos() == 1
@@ -154,7 +154,7 @@ def test_a_second_welcome_starts_afresh(joined: Node) -> None:
 def test_hello_is_said_in_the_oldest_protocol_and_in_a_newer_one_when_asked(node: Node, hello: Hello) -> None:
     assert (node.said, node.spoken) == ([hello], [PROTOCOL_MIN])
     again = HelloAgain(router_epoch="a", protocol=PROTOCOL_MAX)
-    assert node.take(again, again, RouterBeat(router_epoch="a")) == []  # at once, and once
+    assert node.take(again, again, RouterHeartbeat(router_epoch="a")) == []  # at once, and once
     newest = msgspec.structs.replace(hello, protocol=PROTOCOL_MAX)
     assert (node.said, node.spoken) == ([hello, newest], [PROTOCOL_MIN, PROTOCOL_MAX])
     assert node.take(welcome(need=True)) == [Joined("a", PROTOCOL_MAX)]
@@ -185,7 +185,7 @@ def test_the_router_is_addressed_as_its_welcome_says(node: Node, named: int, agr
     assert (node.session.protocol, node.spoken[1:]) == (agreed, [agreed])
 
 
-@pytest.mark.parametrize("end", [[], [HelloAgain(router_epoch="a")], [RouterBeat(router_epoch="b")]])
+@pytest.mark.parametrize("end", [[], [HelloAgain(router_epoch="a")], [RouterHeartbeat(router_epoch="b")]])
 def test_the_next_router_may_be_an_older_one(joined: Node, end: list[Any]) -> None:
     assert joined.session.protocol == PROTOCOL_MAX
     joined.now += 0.0 if end else 5.1
@@ -205,23 +205,23 @@ def test_silence_is_a_lost_router_once(joined: Node) -> None:
     assert joined.take() == []
     assert not joined.session.is_joined
     assert joined.hellos() == 0
-    assert joined.take(RouterBeat(router_epoch="a"), work()) == []  # nothing is held, so nothing to free
+    assert joined.take(RouterHeartbeat(router_epoch="a"), work()) == []  # nothing is held, so nothing to free
     assert joined.hellos() == 1
     assert joined.take(welcome(), work()) == [Joined("a", PROTOCOL_MAX), work()]
 
 
 def test_a_node_that_was_held_up_itself_reads_before_it_judges(joined: Node) -> None:
     joined.now += 30
-    assert joined.take(RouterBeat(router_epoch="a")) == []
+    assert joined.take(RouterHeartbeat(router_epoch="a")) == []
     assert joined.session.is_joined
 
 
 def test_an_unanswered_hello_is_said_again(node: Node) -> None:
-    node.take(RouterBeat(router_epoch="a"))
+    node.take(RouterHeartbeat(router_epoch="a"))
     node.hellos()
     for _ in range(10):
         node.now += 1.0
-        node.take(RouterBeat(router_epoch="a"))
+        node.take(RouterHeartbeat(router_epoch="a"))
     assert 2 <= node.hellos() <= 5
 
 
@@ -251,7 +251,7 @@ def test_nothing_is_known_before_the_first_word_of_a_router(node: Node) -> None:
     assert node.session.router_epoch is None and node.session.ignored == 0 and node.session.is_joined is False
     node.now += 5.1
     assert node.take() == [], "who was never there is not lost"
-    node.take(RouterBeat(router_epoch="a"))
+    node.take(RouterHeartbeat(router_epoch="a"))
     assert node.session.router_epoch == "a" and not node.session.is_joined
 
 
@@ -283,7 +283,7 @@ def test_a_lost_router_is_out_of_view(joined: Node) -> None:
 
 @pytest.mark.parametrize(("waited_s", "is_again"), [(2.0, False), (2.01, True)])
 def test_a_router_in_view_has_two_seconds_to_answer(node: Node, waited_s: float, is_again: bool) -> None:
-    node.take(RouterBeat(router_epoch="a"))
+    node.take(RouterHeartbeat(router_epoch="a"))
     assert node.hellos() == 1
     node.now += waited_s
     node.take()
@@ -303,12 +303,12 @@ def test_a_router_that_welcomed_is_not_asked_again(node: Node) -> None:
     node.hellos()
     for _ in range(20):
         node.now += 1.0
-        assert node.take(RouterBeat(router_epoch="a")) == []
+        assert node.take(RouterHeartbeat(router_epoch="a")) == []
     assert node.hellos() == 0
 
 
 def test_any_message_of_a_router_says_that_it_is_there(joined: Node) -> None:
-    for message in (work(), RouterBeat(router_epoch="a"), work()):
+    for message in (work(), RouterHeartbeat(router_epoch="a"), work()):
         joined.now += 4.0
         joined.take(message)
     assert joined.session.is_joined
@@ -370,7 +370,7 @@ def test_time_is_the_monotonic_clocks_if_nothing_else_is_said(hello: Hello) -> N
                 "the router has forgotten this node: freeing all its requests",
             ],
         ),
-        ([HelloAgain(router_epoch="a"), work(), RouterBeat(router_epoch="a")], []),
+        ([HelloAgain(router_epoch="a"), work(), RouterHeartbeat(router_epoch="a")], []),
     ],
 )
 def test_the_log_says_what_the_router_is_to_the_node(
@@ -385,7 +385,7 @@ def test_the_log_says_for_how_long_a_router_was_silent(joined: Node, caplog: pyt
     joined.now += 7.25
     joined.take()
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("WARNING", "no word from the router for 7.2 s")
+        ("WARNING", "no message from the router for 7.2 s")
     ]
 
 

@@ -1,27 +1,32 @@
-"""The throttle: how many events it lets through in a period."""
+"""A throttle allows something a number of times per interval, by its own clock."""
 
 from __future__ import annotations
 
 from baton.metadata.bus.throttle import Throttle
 
 
-def test_throttle() -> None:
-    now = 0.0
-    throttle = Throttle(1.0, lambda: now)
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_once_per_interval() -> None:
+    clock = Clock()
+    throttle = Throttle(2.0, clock)
     assert [throttle.is_due(), throttle.is_due()] == [True, False]
-    now = 0.99
+    clock.now += 1.9
     assert not throttle.is_due()
-    now = 1.0
+    clock.now += 0.1
     assert [throttle.is_due(), throttle.is_due()] == [True, False]
 
 
-def test_throttle_of_several() -> None:
-    now = 0.0
-    throttle = Throttle(1.0, lambda: now, most=3)
-    assert [throttle.is_due() for _ in range(5)] == [True, True, True, False, False]
-    now = 0.99
-    assert not throttle.is_due()
-    now = 1.5
-    assert [throttle.is_due() for _ in range(4)] == [True, True, True, False]
-    now = 2.4
-    assert not throttle.is_due()
+def test_several_times_per_interval_from_the_first() -> None:
+    clock = Clock()
+    throttle = Throttle(2.0, clock, most=2)
+    assert throttle.is_due()
+    clock.now += 1.5
+    assert [throttle.is_due(), throttle.is_due()] == [True, False]
+    clock.now += 0.5
+    assert [throttle.is_due(), throttle.is_due(), throttle.is_due()] == [True, True, False]

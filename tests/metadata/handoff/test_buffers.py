@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
+from baton.engine import draft_row
 from baton.metadata.errors import ProtocolError
+from baton.metadata.handoff import buffers
 from baton.metadata.handoff.buffers import MetadataBuffers, Sampled
-from baton.metadata.handoff.hidden_layout import HiddenLayout
-from baton.metadata.handoff.schema import make_schema, row_bytes
+from baton.metadata.handoff.hidden_layout import HiddenLayout, spec_hidden_size
+from baton.metadata.handoff.schema import ROW_KINDS, make_schema, row_bytes
 from baton.metadata.wire.node_info import PoolLayout
 from baton.metadata.wire.request import MAX_TOP_LOGPROBS, TokenLogprobs
 
@@ -115,3 +119,43 @@ def test_clear_zeroes_one_row():
     rows.clear(1)
     assert all(torch.all(rows.get(field.name, 0) == 1) for field in EAGLE.row)
     assert not any(torch.any(rows.get(field.name, 1)) for field in EAGLE.row)
+
+
+def _rows_of_the_page() -> list[list[str]]:
+    """The rows of the table in the module's docstring: field, writer, reader, width."""
+    lines = (buffers.__doc__ or "").splitlines()
+    start = next(number for number, line in enumerate(lines) if line.split()[:2] == ["field", "writer"])
+    return [line.split(maxsplit=3) for line in itertools.takewhile(str.strip, lines[start + 1 :])]
+
+
+def test_the_page_of_the_module_lists_every_field_with_its_writer_and_reader(monkeypatch):
+    rows = _rows_of_the_page()
+    assert [field for field, *_ in rows] == list(ROW_KINDS)
+    written = []
+    row = MetadataBuffers(PLAIN)
+    monkeypatch.setattr(row, "set", lambda name, *_: written.append(name))
+    row.set_sampled(Sampled(1, 2, None))
+    assert written == [field for field, writer, *_ in rows if writer == "set_sampled"]
+    assert [*draft_row._FIELDS.values()] == [field for field, writer, *_ in rows if writer == "set_draft"]
+    assert all(reader == writer.replace("set", "get") for _, writer, reader, _ in rows)
+
+
+@pytest.mark.parametrize("num_mtp_layers", [None, 3])
+def test_the_page_of_the_module_states_every_width(num_mtp_layers):
+    """With hyper-connection streams, so that every hidden state has the width of `spec_hidden_size`."""
+    algorithm = "eagle" if num_mtp_layers is None else "mtp"
+    hidden = HiddenLayout(
+        algorithm=algorithm, target_hidden_size=8, hc_mult=4, draft_hidden_size=6, draft_hc_mult=2,
+        num_mtp_layers=num_mtp_layers or 1,
+    )  # fmt: skip
+    schema = make_schema(POOL, POOL, 4, algorithm, hidden, draft_topk=3, draft_rows=2, ranks_trees=True)
+    names = {"MAX_TOP_LOGPROBS": MAX_TOP_LOGPROBS, "draft_topk": 3, "draft_rows": 2, "hidden": hidden}
+    stated = {field: width for field, _, _, width in _rows_of_the_page()}
+    assert {field.name: eval(stated[field.name], names) for field in schema.row} == {
+        field.name: field.width for field in schema.row
+    }
+    widths = {field.name: field.width for field in schema.row}
+    if num_mtp_layers is None:
+        assert widths["recurrent_hidden"] == spec_hidden_size(6, 2)
+    else:
+        assert widths["target_rows"] == 2 * spec_hidden_size(8, 4)

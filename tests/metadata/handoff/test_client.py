@@ -31,7 +31,7 @@ from handoff_nodes import (
 )
 
 from baton.metadata.bus.curve import KeyPair
-from baton.metadata.handoff import pull_link as handoff_link
+from baton.metadata.handoff import pull_link
 from baton.metadata.handoff.client import MAX_PULLS, Arrived, HandoffClient, Revoked, TransferFailed
 from baton.metadata.handoff.schema import blocks_per_page, make_schema
 from baton.metadata.handoff.server import HandoffServer
@@ -355,7 +355,7 @@ def test_a_lost_hello_fails_the_claims_of_its_link_and_no_others(nodes, monkeypa
             return b"damaged"
         return encode(message, protocol)
 
-    monkeypatch.setattr(handoff_link, "encode", encode_once_wrong)
+    monkeypatch.setattr(pull_link, "encode", encode_once_wrong)
     server, source = make_server()
     client, target = make_client(answer_s=0.3)
     nodes += [*source, *target, server, client]
@@ -382,9 +382,9 @@ def test_a_link_that_takes_no_claims_is_lost_with_them(nodes, monkeypatch):
     def refuse(message: Any, protocol: int) -> bytes:
         raise zmq.Again
 
-    monkeypatch.setattr(handoff_link, "encode", refuse)
+    monkeypatch.setattr(pull_link, "encode", refuse)
     failed = named(spin([server, client], lambda events: len(named(events, TransferFailed)) == 2), TransferFailed)
-    assert all("does not take messages" in event.reason and not event.is_refused for event in failed)
+    assert all("takes no message" in event.reason and not event.is_refused for event in failed)
     assert client.tickets() == client.sockets() == []
 
 

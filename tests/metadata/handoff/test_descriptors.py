@@ -48,7 +48,7 @@ def test_what_was_sent_is_there_whatever_the_order(inbox: DescriptorInbox) -> No
     for number, token in enumerate(tokens):
         send_text(inbox.address, token, b"%d" % number)
     assert [take_text(inbox, token) for token in reversed(tokens)] == [b"2", b"1", b"0"]
-    with pytest.raises(TransferError, match="did not come"):
+    with pytest.raises(TransferError, match="did not arrive"):
         inbox.take(tokens[0])
 
 
@@ -142,5 +142,5 @@ def test_both_ends_refuse_another_user(inbox: DescriptorInbox, monkeypatch: pyte
     monkeypatch.undo()
     send_text(inbox.address, token, b"")
     monkeypatch.setattr(descriptors.os, "getuid", lambda: uid + 1)
-    with pytest.raises(TransferError, match="did not come"):
+    with pytest.raises(TransferError, match="did not arrive"):
         inbox.take(token)

@@ -119,7 +119,7 @@ def test_what_cannot_be_mapped_travels_by_the_next_best(
 
     monkeypatch.setattr(pair.ours, "map", fail)
     if failing == 2:
-        monkeypatch.setattr("baton.metadata.handoff.pull_link.LocalTransport.map", fail)
+        monkeypatch.setattr("baton.metadata.handoff.transports.local.LocalTransport.open", fail)
     pair.offer()
     pair.claim()
     assert pair.spin().times.transport == ("local", "zmq")[failing - 1]
@@ -255,7 +255,7 @@ def test_descriptors_for_a_link_that_is_over_do_not_stay_open(pair: GpuPair) -> 
 
 
 def test_descriptors_that_got_lost_are_done_without(pair: GpuPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.metadata.handoff.server.send_descriptors", lambda *_: None)
+    monkeypatch.setattr("baton.metadata.handoff.transports.cuda.send_descriptors", lambda *_: None)
     pair.offer()
     pair.claim()
     assert pair.spin().times.transport == "local"

@@ -105,10 +105,10 @@ def test_equal_shapes_copy():
     [
         (
             {"algorithm": "eagle3", "draft_hidden_size": 8},
-            "eagle3 needs auxiliary target rows, num_aux is 0",
+            "eagle3 needs auxiliary target rows, num_aux is 0; it must be 1 or more",
         ),
-        ({"algorithm": "eagle"}, "eagle needs the draft's hidden size, it is 0"),
-        ({"algorithm": "eagle3", "num_aux": 1}, "eagle3 needs the draft's hidden size, it is 0"),
+        ({"algorithm": "eagle"}, "eagle needs the draft's hidden size, it is 0; it must be 1 or more"),
+        ({"algorithm": "eagle3", "num_aux": 1}, "eagle3 needs the draft's hidden size, it is 0; it must be 1 or more"),
     ],
     ids=["no aux", "no draft", "no draft of eagle3"],
 )

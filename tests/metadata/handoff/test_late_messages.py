@@ -110,7 +110,7 @@ def claimed(transfer: Transfer) -> None:
 def offered(transfer: Transfer) -> None:
     claimed(transfer)
     transfer.offer()
-    transfer.until(lambda: transfer.decode._inbound[unit()]._offered)
+    transfer.until(lambda: transfer.decode._transfers[unit()]._offered)
 
 
 def pulling(transfer: Transfer) -> None:

@@ -178,7 +178,7 @@ def test_a_schema_in_words():
     assert describe(schema) == (
         "algorithm standalone, page_size 16, target 8 layers x 4 kv heads x 32 float32,"
         " draft 1 layers x 2 kv heads x 16 bfloat16,"
-        f" {page_bytes(schema)} bytes a page, {row_bytes(schema)} a row, checksum xxh3_64"
+        f" {page_bytes(schema)} bytes per page, {row_bytes(schema)} per row, checksum xxh3_64"
     )
     assert describe(frozen(0, 7)).startswith(
         "algorithm frozen_kv_mtp, page_size 16, target 8 layers x 4 kv heads x 32 float32,"
@@ -217,7 +217,7 @@ def test_a_head_has_at_most_as_many_layers_as_the_wire_takes():
     for layers in ((0,) * (MAX_FROZEN_LAYERS + 1), (8,)):
         with pytest.raises(ConfigError) as raised:
             frozen(*layers)
-        assert str(raised.value) == (f"frozen_layers {layers}: at most {MAX_FROZEN_LAYERS}, of target layers 0 to 7")
+        assert str(raised.value) == (f"frozen_layers {layers}: name at most {MAX_FROZEN_LAYERS} of the layers 0 to 7")
 
 
 def test_equal_schemas_have_no_differences_and_one_digest():

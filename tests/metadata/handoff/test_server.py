@@ -123,13 +123,13 @@ def claim(server, decode: Decode, offered: int = 2, num_pages: int = 3, have: in
     """A ticket of source pages 5, 6, ... of which the first `offered` are offered, claimed."""
     server.open(unit(), num_pages)
     server.offer(unit(), list(range(offered)), [5 + i for i in range(offered)], [1] * offered)
-    decode.send(Claim(unit=unit(), have=have))
+    decode.send(Claim(unit=unit(), num_cached_pages=have))
     decode.get(server, Offer)
 
 
 def test_an_offer_lists_pages_generations_and_checksums(server, decode):
     server.open(unit(), 3)
-    decode.send(Claim(unit=unit(), have=1))
+    decode.send(Claim(unit=unit(), num_cached_pages=1))
     spin([server], lambda events: named(events, Claimed))
     server.offer(unit(), [0, 1, 2], [9, 4, 7], [1, 2, 3])
     offer = decode.get(server, Offer)
@@ -150,7 +150,7 @@ def test_checksums_are_computed_once_a_generation_and_kept_with_the_page(server,
     for rid, generation in (("b", 1), ("c", 2)):
         server.open(unit(rid), 1)
         server.offer(unit(rid), [0], [4], [generation])
-        decode.send(Claim(unit=unit(rid), have=0))
+        decode.send(Claim(unit=unit(rid), num_cached_pages=0))
         offer = decode.get(server, Offer)
         assert (offer.checksums == before) == (generation == 1)
 
@@ -232,7 +232,7 @@ def test_somebody_elses_ticket_cannot_be_pulled_renewed_or_ended(nodes, server, 
         Pull(unit=unit(), indices=pack_ids([0])),
         Ack(unit=unit()),
         Drop(unit=unit(), reason="mine"),
-        Claim(unit=unit(), have=0),
+        Claim(unit=unit(), num_cached_pages=0),
         Renew(units=(unit(),)),
     )
     revoke, _ = thief.frames(server, (Pages, Offer, Revoke))  # the answer to the last of them, and the first to come
@@ -270,7 +270,7 @@ def test_junk_is_counted_and_answers_nothing(server, decode, frame):
 
 def test_several_frames_are_no_message(server, decode):
     decode.get(server, LinkWelcome)
-    decode.socket.send_multipart([encode(Claim(unit=unit(), have=0)), b"more"])
+    decode.socket.send_multipart([encode(Claim(unit=unit(), num_cached_pages=0)), b"more"])
     spin([server], lambda _: server.dropped.count == 1)
 
 
@@ -279,7 +279,7 @@ def test_nothing_is_taken_before_hello(nodes, server):
     decode.events = []
     nodes.append(decode)
     server.open(unit(), 1)
-    decode.send(Claim(unit=unit(), have=0))
+    decode.send(Claim(unit=unit(), num_cached_pages=0))
     assert "closed" in decode.get(server, LinkRefused).reason
     assert not named(decode.events, Claimed)
 
@@ -341,7 +341,7 @@ def test_a_closed_epoch_ends_its_tickets_at_once_and_no_others(nodes, server):
         nodes.append(decode)
         held.append(decode)
         server.open(unit(choice=number), 1)
-        decode.send(Claim(unit=unit(choice=number), have=0))
+        decode.send(Claim(unit=unit(choice=number), num_cached_pages=0))
     spin([server], lambda events: len(named(events, Claimed)) == 2)
     server.close_peer("d0")
     assert [(event.unit.choice, event.how) for event in server.poll()] == [(0, "closed")]

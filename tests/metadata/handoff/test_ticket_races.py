@@ -215,7 +215,7 @@ def test_messages_of_an_older_life_end_nothing_in_the_next_one(race: Race) -> No
 def test_nobody_but_the_claimant_moves_a_ticket(race: Race) -> None:
     thief = hand(race)
     for message in (
-        Claim(unit=unit(), have=0),
+        Claim(unit=unit(), num_cached_pages=0),
         Ack(unit=unit()),
         Drop(unit=unit(), reason="mine"),
         RevokeAck(unit=unit()),
@@ -233,7 +233,7 @@ def test_a_ticket_that_was_never_claimed_is_not_for_strangers() -> None:
     race = Race("zmq")
     race.server.open(unit("next"), 1, "d1" * 8)
     thief = hand(race)
-    thief.send(encode(Claim(unit=unit("next"), have=0)))
+    thief.send(encode(Claim(unit=unit("next"), num_cached_pages=0)))
     race.prefill()
     assert race.server.dropped.count == 1
     race.client.claim(unit("next"), peer_of(race.server), 0, [20])

@@ -9,11 +9,11 @@ from baton.metadata.handoff.tickets import (
     MAX_PARKED,
     MAX_PARKED_OF_ONE,
     Claimed,
-    Parked,
-    Refund,
+    EndedTicket,
     Ticket,
     TicketBook,
     TicketEnded,
+    UnitClaim,
 )
 from baton.metadata.wire.request import Unit
 
@@ -39,7 +39,7 @@ def book(clock) -> TicketBook:
     return TicketBook(clock, lease_s=1.0)
 
 
-def watch(book: TicketBook, clock: Clock, seconds: float) -> tuple[list[Parked], list[Parked]]:
+def watch(book: TicketBook, clock: Clock, seconds: float) -> tuple[list[UnitClaim], list[UnitClaim]]:
     """What `expire` returns while that time passes, asked as often as a node asks."""
     unknown, lapsed = [], []
     end = clock.now + seconds
@@ -63,7 +63,7 @@ def test_claim_then_ack(book):
     book.open(U, 4)
     assert book.take_events() == [] and book.units == [U]
     ticket = book.claim(U, LINK, 2)
-    assert isinstance(ticket, Ticket) and (ticket.holder, ticket.have) == (LINK, 2)
+    assert isinstance(ticket, Ticket) and (ticket.holder, ticket.num_cached_pages) == (LINK, 2)
     assert book.end(U, LINK, "acked")
     assert book.take_events() == [Claimed(U, 2), TicketEnded(U, "acked")]
     assert book.take_events() == [] and book.units == [] and book.get(U) is None
@@ -98,7 +98,7 @@ def test_a_holder_that_claims_again_has_its_ticket_still(book, clock):
     clock.now += 0.9
     assert book.expire() == ([], []) and book.units == [U]
     book.revoke(U, False, "late")
-    assert book.claim(U, LINK, 0) == Refund(False, "late")  # told again, and its lease is not renewed
+    assert book.claim(U, LINK, 0) == EndedTicket(False, "late")  # told again, and its lease is not renewed
     with pytest.raises(ProtocolError, match="claimed already"):
         book.claim(U, OTHER, 0)
     assert book.next_deadline() == pytest.approx(clock.now + 0.1)
@@ -111,7 +111,7 @@ def test_a_lease_ends_unless_it_is_renewed(book, clock):
         assert book.renew([U], LINK) == []
         assert book.expire() == ([], [])
     assert book.next_deadline() == pytest.approx(clock.now + 1.0)
-    assert watch(book, clock, 1.0) == ([], [Parked(U, LINK)])
+    assert watch(book, clock, 1.0) == ([], [UnitClaim(U, LINK)])
     (ended,) = book.take_events()
     assert ended.how == "lease" and "1 s" in ended.reason
     assert book.renew([U], LINK) == [U]
@@ -121,8 +121,8 @@ def test_a_ticket_nobody_claims_ends_and_a_late_claim_is_told(book, clock):
     book.open(U, 4)
     assert watch(book, clock, 1.0) == ([], [])  # no holder to tell
     assert [event.how for event in book.take_events()] == ["lease"]
-    refund = book.claim(U, LINK, 0)
-    assert isinstance(refund, Refund) and not refund.finished
+    answer = book.claim(U, LINK, 0)
+    assert isinstance(answer, EndedTicket) and not answer.finished
 
 
 def test_an_early_claim_is_parked_and_met_by_open(book, clock):
@@ -130,7 +130,7 @@ def test_an_early_claim_is_parked_and_met_by_open(book, clock):
     assert book.renew([U], LINK) == []
     clock.now += 0.9
     ticket = book.open(U, 4)
-    assert (ticket.holder, ticket.have) == (LINK, 3)
+    assert (ticket.holder, ticket.num_cached_pages) == (LINK, 3)
     assert book.take_events() == [Claimed(U, 3)]
 
 
@@ -139,7 +139,7 @@ def test_an_unknown_claim_is_given_up_after_a_second(book, clock):
     clock.now += 0.999
     assert book.expire() == ([], [])
     clock.now += 0.001
-    assert book.expire() == ([Parked(U, LINK)], [])
+    assert book.expire() == ([UnitClaim(U, LINK)], [])
     assert book.next_deadline() is None and book.take_events() == []
 
 
@@ -158,7 +158,7 @@ def test_a_parked_claim_that_cannot_fit_is_not_taken(book):
 
 def test_a_claim_of_the_last_page_is_refused(book):
     book.open(U, 4)
-    with pytest.raises(ProtocolError, match="4 pages of 4"):
+    with pytest.raises(ProtocolError, match="4 cached pages of 4"):
         book.claim(U, LINK, 4)
 
 
@@ -177,14 +177,14 @@ def test_a_claim_is_parked_once(book):
     book.claim(U, LINK, 0)
     with pytest.raises(ProtocolError, match="parked"):
         book.claim(U, LINK, 1)
-    assert book.open(U, 4).have == 0
+    assert book.open(U, 4).num_cached_pages == 0
 
 
 def test_revoking_an_unclaimed_ticket_ends_it_and_answers_the_late_claim(book, clock):
     book.open(U, 4)
     assert book.revoke(U, True, "stop") is None
     assert book.take_events() == [TicketEnded(U, "revoked", "stop")]
-    assert book.claim(U, LINK, 0) == Refund(True, "stop")
+    assert book.claim(U, LINK, 0) == EndedTicket(True, "stop")
     assert book.claim(U, LINK, 0) is None  # told once, then unknown like any other
 
 
@@ -226,7 +226,7 @@ def test_a_lease_that_ended_while_the_node_was_away_gets_one_more_look(book, clo
     assert watch(book, clock, 0.9) == ([], [])
     clock.now += away_s
     assert book.expire() == ([], [])
-    assert watch(book, clock, 0.3) == ([], [Parked(U, LINK)])  # nobody renewed it this time
+    assert watch(book, clock, 0.3) == ([], [UnitClaim(U, LINK)])  # nobody renewed it this time
 
 
 def test_a_node_that_is_always_away_ends_leases_all_the_same(book, clock):
@@ -273,7 +273,7 @@ def test_a_strangers_early_claim_is_not_in_the_way(book):
     assert book.claim(U, OTHER, 0, "e2") is None
     assert book.claim(U, LINK, 1, "e1") is None
     ticket = book.open(U, 4, "e1")
-    assert (ticket.holder, ticket.have) == (LINK, 1)
+    assert (ticket.holder, ticket.num_cached_pages) == (LINK, 1)
     assert book.renew([U], OTHER) == [U]
 
 
@@ -281,7 +281,7 @@ def test_the_end_of_an_unclaimed_ticket_is_told_to_its_claimant_alone(book):
     book.open(U, 4, "e1")
     book.revoke(U, True, "stop")
     assert book.claim(U, OTHER, 0, "e2") is None
-    assert book.claim(U, LINK, 0, "e1") == Refund(True, "stop")
+    assert book.claim(U, LINK, 0, "e1") == EndedTicket(True, "stop")
 
 
 def test_a_ticket_is_found_until_it_ends(book):
@@ -339,7 +339,7 @@ def test_each_lease_that_is_found_over_is_prolonged_by_itself(book, clock):
     clock.now += 0.9
     assert book.expire() == ([], [])  # U's, which is over once
     clock.now += 0.3
-    assert book.expire(is_all_read=False) == ([], [Parked(U, LINK)])  # while V's is over for the first time
+    assert book.expire(is_all_read=False) == ([], [UnitClaim(U, LINK)])  # while V's is over for the first time
     assert book.units == [V] and book.next_deadline() == pytest.approx(clock.now + 0.25)
 
 
@@ -353,7 +353,7 @@ def test_all_leases_that_are_over_are_judged_when_one_is_prolonged(book, clock):
     clock.now += 0.6
     assert book.expire() == ([], []) and book.next_deadline() == pytest.approx(clock.now + 0.25)
     clock.now += 0.6
-    assert book.expire() == ([], [Parked(V, OTHER)])
+    assert book.expire() == ([], [UnitClaim(V, OTHER)])
     assert book.units == [U]
 
 
@@ -363,7 +363,7 @@ def test_a_node_is_away_when_it_does_not_ask_for_half_a_lease(book, clock, since
     clock.now += 1.0 - since_s
     book.expire()
     clock.now += since_s
-    assert book.expire() == ([], [] if is_away else [Parked(U, LINK)])
+    assert book.expire() == ([], [] if is_away else [UnitClaim(U, LINK)])
 
 
 @pytest.mark.parametrize("claimant", [None, "e1"])
@@ -374,7 +374,7 @@ def test_a_late_claim_of_an_unclaimed_ticket_is_told_why_for_one_lease(book, clo
         watch(book, clock, 1.0)
         assert book.take_events() == [TicketEnded(U, "lease", reason)]
         watch(book, clock, at)
-        assert book.claim(U, LINK, 0, "e1") == (Refund(False, reason) if is_told else None)
+        assert book.claim(U, LINK, 0, "e1") == (EndedTicket(False, reason) if is_told else None)
         book.end(U, LINK, "dropped")
 
 
@@ -383,7 +383,7 @@ def test_the_reason_of_a_revoked_ticket_is_told_for_one_lease(book, clock):
         book.open(U, 4)
         book.revoke(U, True, "stop")
         watch(book, clock, at)
-        assert book.claim(U, LINK, 0) == (Refund(True, "stop") if is_told else None)
+        assert book.claim(U, LINK, 0) == (EndedTicket(True, "stop") if is_told else None)
         book.end(U, LINK, "dropped")
 
 
@@ -428,7 +428,7 @@ def test_a_parked_claim_that_is_over_leaves_nothing(book, clock, how):
             book.close(link, "gone")
     if how == "given up":
         clock.now += 1.0
-        assert book.expire() == ([Parked(U, LINK), Parked(U, OTHER)], [])
+        assert book.expire() == ([UnitClaim(U, LINK), UnitClaim(U, OTHER)], [])
     elif how == "opened":
         book.open(U, 4)
     assert not book._parked

@@ -7,7 +7,7 @@ from handoff_nodes import SCHEMA, make_row, unit
 
 from baton.metadata.errors import ProtocolError
 from baton.metadata.handoff.schema import blocks_per_page
-from baton.metadata.handoff.transfer import Inbound
+from baton.metadata.handoff.transfer import Transfer
 from baton.metadata.handoff.transports.base import Move
 from baton.metadata.wire.messages import Offer
 from baton.metadata.wire.request import pack_ids
@@ -28,56 +28,56 @@ def offer(indices, row: bytes | None = None) -> Offer:
 
 
 @pytest.fixture
-def inbound() -> Inbound:
-    return Inbound(unit(), "e", have=1, pages=(5, 6, 7, 8))
+def transfer() -> Transfer:
+    return Transfer(unit(), "e", num_cached_pages=1, pages=(5, 6, 7, 8))
 
 
-def test_offers_become_moves_with_checksums(inbound):
-    moves = inbound.take_offer(offer([1, 3]), SCHEMA, 20)
-    assert moves == [Move(unit(), 1, 11, 6, 2), Move(unit(), 3, 13, 8, 4)] == inbound.missing()
-    assert inbound.checksums == {1: b"\1" * STRIDE, 3: b"\3" * STRIDE}
+def test_offers_become_moves_with_checksums(transfer):
+    moves = transfer.take_offer(offer([1, 3]), SCHEMA, 20)
+    assert moves == [Move(unit(), 1, 11, 6, 2), Move(unit(), 3, 13, 8, 4)] == transfer.missing()
+    assert transfer.checksums == {1: b"\1" * STRIDE, 3: b"\3" * STRIDE}
 
 
-def test_it_is_whole_when_every_page_not_had_is_here(inbound):
-    inbound.take_offer(offer([1, 2]), SCHEMA, 20)
-    inbound.land(1, 0.0)
-    inbound.land(2, 0.0)
-    assert not inbound.missing() and not inbound.is_whole  # page 3 was not offered yet
-    inbound.take_offer(offer([3], make_row(SCHEMA)), SCHEMA, 20)
-    assert not inbound.is_whole
-    inbound.land(3, 0.0)
-    assert inbound.is_whole and inbound.row == make_row(SCHEMA)
+def test_it_is_whole_when_every_page_not_had_is_here(transfer):
+    transfer.take_offer(offer([1, 2]), SCHEMA, 20)
+    transfer.land(1, 0.0)
+    transfer.land(2, 0.0)
+    assert not transfer.missing() and not transfer.is_whole  # page 3 was not offered yet
+    transfer.take_offer(offer([3], make_row(SCHEMA)), SCHEMA, 20)
+    assert not transfer.is_whole
+    transfer.land(3, 0.0)
+    assert transfer.is_whole and transfer.row == make_row(SCHEMA)
 
 
-def test_time_counts_while_something_is_on_its_way(inbound):
-    inbound.start_clock(0.0)  # nothing is
-    inbound.take_offer(offer([1, 2]), SCHEMA, 20)
-    inbound.start_clock(10.0)
-    inbound.start_clock(11.0)
-    inbound.land(1, 12.0)
-    inbound.land(2, 13.0)
-    inbound.take_offer(offer([3]), SCHEMA, 20)
-    inbound.start_clock(20.0)
-    inbound.land(3, 20.5)
-    inbound.stop_clock(30.0)
-    assert inbound.moving_s == pytest.approx(3.5)
+def test_time_counts_while_something_is_on_its_way(transfer):
+    transfer.start_clock(0.0)  # nothing is
+    transfer.take_offer(offer([1, 2]), SCHEMA, 20)
+    transfer.start_clock(10.0)
+    transfer.start_clock(11.0)
+    transfer.land(1, 12.0)
+    transfer.land(2, 13.0)
+    transfer.take_offer(offer([3]), SCHEMA, 20)
+    transfer.start_clock(20.0)
+    transfer.land(3, 20.5)
+    transfer.stop_clock(30.0)
+    assert transfer.moving_s == pytest.approx(3.5)
 
 
-def test_what_was_offered_before_is_left_out(inbound):
+def test_what_was_offered_before_is_left_out(transfer):
     """Offers come again where some may have been lost."""
-    inbound.take_offer(offer([1, 2], make_row(SCHEMA)), SCHEMA, 20)
-    inbound.land(1, 0.0)
-    assert inbound.take_offer(offer([1, 2, 3], make_row(SCHEMA, seed=8)), SCHEMA, 20) == [Move(unit(), 3, 13, 8, 4)]
-    assert [move.index for move in inbound.missing()] == [2, 3] and set(inbound.checksums) == {2, 3}
-    assert inbound.row == make_row(SCHEMA)
+    transfer.take_offer(offer([1, 2], make_row(SCHEMA)), SCHEMA, 20)
+    transfer.land(1, 0.0)
+    assert transfer.take_offer(offer([1, 2, 3], make_row(SCHEMA, seed=8)), SCHEMA, 20) == [Move(unit(), 3, 13, 8, 4)]
+    assert [move.index for move in transfer.missing()] == [2, 3] and set(transfer.checksums) == {2, 3}
+    assert transfer.row == make_row(SCHEMA)
     with pytest.raises(ProtocolError, match="twice"):
-        inbound.take_offer(offer([3, 3]), SCHEMA, 20)
+        transfer.take_offer(offer([3, 3]), SCHEMA, 20)
 
 
-def test_pages_that_are_had_cannot_be_offered(inbound):
+def test_pages_that_are_had_cannot_be_offered(transfer):
     with pytest.raises(ProtocolError, match="not within 1 and 4"):
-        inbound.take_offer(offer([0]), SCHEMA, 20)
+        transfer.take_offer(offer([0]), SCHEMA, 20)
 
 
-def test_pulls_are_counted_by_page(inbound):
-    assert [inbound.count_pull(1), inbound.count_pull(2), inbound.count_pull(1)] == [1, 1, 2]
+def test_pulls_are_counted_by_page(transfer):
+    assert [transfer.count_pull(1), transfer.count_pull(2), transfer.count_pull(1)] == [1, 1, 2]

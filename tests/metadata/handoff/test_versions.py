@@ -11,7 +11,7 @@ from handoff_nodes import SCHEMA, make_client, make_row, make_server, named, pee
 
 from baton.metadata.bus.addresses import host_identity
 from baton.metadata.handoff.client import Arrived
-from baton.metadata.handoff.peers import can_use
+from baton.metadata.handoff.server import can_use
 from baton.metadata.wire.frames import unseal
 from baton.metadata.wire.messages import PROTOCOL_MAX, PROTOCOL_MIN, CudaWelcome, LinkHello
 
@@ -22,9 +22,8 @@ class Spy:
     """In place of `encode`: what each end has said, as the peer sees it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from baton.metadata.handoff import peers as handoff_peers
-        from baton.metadata.handoff import pull_link as handoff_link
-        from baton.metadata.wire.protocol import encode
+        from baton.metadata.handoff import pull_link, server
+        from baton.metadata.wire.frames import encode
 
         self.said: list[dict[str, Any]] = []
 
@@ -33,8 +32,8 @@ class Spy:
             self.said.append(msgspec.msgpack.decode(unseal(frame) or b""))
             return frame
 
-        monkeypatch.setattr(handoff_link, "encode", spy)
-        monkeypatch.setattr(handoff_peers, "encode", spy)
+        monkeypatch.setattr(pull_link, "encode", spy)
+        monkeypatch.setattr(server, "encode", spy)
 
     def first(self, kind: str) -> dict[str, Any]:
         return next(each for each in self.said if each["type"] == kind)
@@ -85,6 +84,6 @@ def hello(sample: Any) -> LinkHello:
 def test_an_older_decode_node_maps_no_pool_on_a_gpu(hello: LinkHello) -> None:
     """It has no inbox, and knows nothing of its welcome."""
     newer = msgspec.structs.replace(hello, inbox="baton-" + "0" * 32, protocol=PROTOCOL_MAX)
-    assert [name for name in ALL if can_use(name, ALL, newer)] == list(ALL)
+    assert [name for name in ALL if can_use(name, ALL, newer, host_identity())] == list(ALL)
     older = msgspec.structs.replace(hello, inbox="")
-    assert [name for name in ALL if can_use(name, ALL, older)] == ["local", "zmq"]
+    assert [name for name in ALL if can_use(name, ALL, older, host_identity())] == ["local", "zmq"]

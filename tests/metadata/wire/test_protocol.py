@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from golden import DIRECTIONS
 
-from baton.metadata.wire import protocol
-from baton.metadata.wire.frames import unseal
+from baton.metadata.wire import frames, protocol
+from baton.metadata.wire.frames import encode, unseal
 from baton.metadata.wire.messages import PROTOCOL_MAX, PROTOCOL_MIN, Cancelled, CudaWelcome
-from baton.metadata.wire.protocol import Message, Since, agreed, encode, is_newer, known, sinces
+from baton.metadata.wire.protocol import Message, Since, agreed, is_newer, known, sinces
 
 KINDS = [kind for union in DIRECTIONS.values() for kind in get_args(union)]
 
@@ -98,7 +98,9 @@ class Unsorted(msgspec.Struct, array_like=True):
     other: int = 0
 
 
-@pytest.mark.parametrize(("kind", "words"), [(Required, "default"), (Hidden, "whole field"), (Unsorted, "stands last")])
+@pytest.mark.parametrize(
+    ("kind", "words"), [(Required, "default"), (Hidden, "whole field"), (Unsorted, "must come last")]
+)
 def test_wrong_declarations_are_refused(kind: type[msgspec.Struct], words: str) -> None:
     with pytest.raises(AssertionError, match=words):
         sinces(kind)
@@ -112,7 +114,7 @@ def test_every_declaration_is_right_and_needed(kind: type[Message]) -> None:
 
 
 def test_the_newest_protocol_takes_no_detour(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "_older", None)
+    monkeypatch.setattr(frames, "_older", None)
     assert encode(OUTER, 6) == encode(OUTER)
 
 

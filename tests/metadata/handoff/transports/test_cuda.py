@@ -18,10 +18,14 @@ from baton.metadata.errors import TransferError
 from baton.metadata.handoff.descriptors import DescriptorInbox, new_token, send_descriptors
 from baton.metadata.handoff.schema import page_bytes
 from baton.metadata.handoff.transports import cuda
-from baton.metadata.handoff.transports.base import Move
+from baton.metadata.handoff.transports.base import Move, PullEnd
 from baton.metadata.handoff.transports.cuda import MAX_UNDER_WAY, CudaTransport
 from baton.metadata.wire.messages import CudaWelcome
 from baton.metadata.wire.node_info import DevicePools
+
+
+def ignore(_: object) -> None:
+    """Stands for the link's `send`: these transports send nothing."""
 
 
 class Pools:
@@ -32,7 +36,7 @@ class Pools:
         self.target.is_slow = True
 
     def map(self, welcome: CudaWelcome) -> CudaTransport:
-        return CudaTransport.map(self.target.memory, self.target, self.inbox, welcome)
+        return CudaTransport.open(PullEnd(tuple(self.target.memory), ignore, self.target, self.inbox), welcome)
 
     def welcome(self, sent: list[int] | None = None, **changes: Any) -> CudaWelcome:
         """What a prefill node says, after it has sent `sent`, or what it should send."""

@@ -12,9 +12,13 @@ from handoff_nodes import DRAFT_SCHEMA, make_memory, make_welcome, same_pages, u
 
 from baton.metadata.errors import ProtocolError, TransferError
 from baton.metadata.handoff.schema import page_bytes
-from baton.metadata.handoff.transports.base import Move
+from baton.metadata.handoff.transports.base import Move, PullEnd
 from baton.metadata.handoff.transports.local import LocalTransport
 from baton.metadata.wire.messages import LinkWelcome, Pages
+
+
+def ignore(_: object) -> None:
+    """Stands for the link's `send`: these transports send nothing."""
 
 
 @pytest.fixture
@@ -33,7 +37,7 @@ def test_pages_of_all_pools_land_with_their_generation(pools):
     source, target = pools
     gc.collect()  # pools of other tests
     before = Path("/proc/self/maps").read_text().count("baton-pages")
-    transport = LocalTransport.map(target, welcome(source))
+    transport = LocalTransport.open(PullEnd(tuple(target), ignore), welcome(source))
     source[0].generations[5] = 8
     transport.fetch([Move(unit(), 0, 5, 20, 8), Move(unit(), 1, 6, 21, 0)])
     assert transport.is_busy
@@ -47,7 +51,7 @@ def test_pages_of_all_pools_land_with_their_generation(pools):
 
 def test_a_step_copies_a_bounded_number_of_bytes(pools):
     source, target = pools
-    transport = LocalTransport.map(target, welcome(source))
+    transport = LocalTransport.open(PullEnd(tuple(target), ignore), welcome(source))
     transport.fetch([Move(unit(), i, i + 1, i + 1, 0) for i in range(5)])
     assert [len(list(transport.step(2 * page_bytes(DRAFT_SCHEMA)))) for _ in range(3)] == [2, 2, 1]
     transport.close()
@@ -55,7 +59,7 @@ def test_a_step_copies_a_bounded_number_of_bytes(pools):
 
 def test_pages_that_were_given_up_are_not_copied(pools):
     source, target = pools
-    transport = LocalTransport.map(target, welcome(source))
+    transport = LocalTransport.open(PullEnd(tuple(target), ignore), welcome(source))
     transport.fetch([Move(unit("a"), 0, 1, 1, 0), Move(unit("b"), 0, 2, 2, 0)])
     transport.forget(unit("a"))
     assert [item.move.unit.rid for item in transport.step(1 << 30)] == ["b"]
@@ -75,7 +79,7 @@ def test_pages_that_were_given_up_are_not_copied(pools):
 def test_what_cannot_be_mapped_leaves_nothing_mapped(pools, changes, words):
     source, target = pools
     with pytest.raises(TransferError, match=words):
-        LocalTransport.map(target, msgspec.structs.replace(welcome(source), **changes))
+        LocalTransport.open(PullEnd(tuple(target), ignore), msgspec.structs.replace(welcome(source), **changes))
 
 
 def test_the_second_pool_failing_unmaps_the_first(pools):
@@ -86,13 +90,13 @@ def test_the_second_pool_failing_unmaps_the_first(pools):
     gc.collect()  # pools of other tests
     before = maps.read_text().count("baton-pages")
     with pytest.raises(TransferError, match="cannot open"):
-        LocalTransport.map(target, bad)
+        LocalTransport.open(PullEnd(tuple(target), ignore), bad)
     assert maps.read_text().count("baton-pages") == before > 0
 
 
 def test_nobody_sends_pages_to_it(pools):
     source, target = pools
-    transport = LocalTransport.map(target, welcome(source))
+    transport = LocalTransport.open(PullEnd(tuple(target), ignore), welcome(source))
     with pytest.raises(ProtocolError, match="local"):
         transport.receive(Pages(unit=unit(), indices=b"", generations=b""), memoryview(b""))
     transport.close()

@@ -9,9 +9,10 @@ import pytest
 from handoff_nodes import DRAFT_SCHEMA, make_memory, same_pages, unit
 
 from baton.metadata.errors import ProtocolError
+from baton.metadata.handoff.memory import pack_pages, unpack_page
 from baton.metadata.handoff.schema import page_bytes
 from baton.metadata.handoff.transports.base import Landed, Move
-from baton.metadata.handoff.transports.zmq import MAX_IN_FLIGHT, ZmqTransport, pack_pages, unpack_page
+from baton.metadata.handoff.transports.zmq import MAX_IN_FLIGHT, ZmqTransport
 from baton.metadata.wire.messages import Pages, Pull
 from baton.metadata.wire.request import unpack_ids
 

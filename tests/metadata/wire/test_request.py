@@ -1,0 +1,57 @@
+"""Columns of ids, seeds of choices, and what a model can compute of a request."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.metadata.errors import RequestError
+from baton.metadata.wire.request import GenerationRequest, SamplingParams, Unit, choice_seed, pack_ids, unpack_ids
+
+
+def request(prompt: list[int], received: tuple[int, ...] = ()) -> GenerationRequest:
+    return GenerationRequest(
+        prompt_ids=pack_ids(prompt), params=SamplingParams(max_tokens=1), received_ids=pack_ids(received)
+    )
+
+
+def test_ids_are_little_endian_int32_and_read_back() -> None:
+    assert pack_ids([1, -2]) == b"\x01\0\0\0\xfe\xff\xff\xff"
+    assert unpack_ids(pack_ids([0, 2**31 - 1])) == [0, 2**31 - 1]
+
+
+def test_what_is_no_column_of_ids_raises() -> None:
+    with pytest.raises(OverflowError):
+        pack_ids([2**31])
+    with pytest.raises(ValueError):
+        unpack_ids(b"abc")
+    with pytest.raises(ValueError, match="3 and 0 bytes are not int32 columns"):
+        GenerationRequest(prompt_ids=b"abc", params=SamplingParams(max_tokens=1))
+
+
+def test_choices_have_seeds_of_their_own() -> None:
+    seeds = [choice_seed(7, choice) for choice in range(64)]
+    assert seeds[0] == 7 and len(set(seeds)) == 64 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_ids_are_read_within_context_and_vocabulary() -> None:
+    assert request([3, 4], (5,)).token_ids(6, 3) == ([3, 4], [5])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "received", "words"),
+    [
+        ([], (), "a prompt of 0 tokens is outside what this node computes: 1 to 3 tokens"),
+        ([1, 2], (3, 4), "a prompt of 4 tokens is outside what this node computes: 1 to 3 tokens"),
+        ([1, 6], (), "a prompt has token ids 1 to 6, but the vocabulary has 6 tokens"),
+        ([1], (-1,), "a prompt has token ids -1 to -1, but the vocabulary has 6 tokens"),
+    ],
+)
+def test_what_a_model_cannot_run_is_refused_with_the_value(
+    prompt: list[int], received: tuple[int, ...], words: str
+) -> None:
+    with pytest.raises(RequestError, match=words):
+        request(prompt, received).token_ids(6, 3)
+
+
+def test_a_unit_in_words() -> None:
+    assert str(Unit("cmpl-1", 2, 3)) == "cmpl-1/2.3"
