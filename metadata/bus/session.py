@@ -1,4 +1,4 @@
-"""A node's session with the router: the automaton of DESIGN's "Meeting", without sockets.
+"""A node's session with the router: an automaton without sockets.
 
     apart  --any router message / Welcome-->  Hello said  --Welcome-->  joined
       ^                                           ^  |                    |

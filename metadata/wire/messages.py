@@ -1,4 +1,4 @@
-"""Every message between two processes, typed and bounded (DESIGN.md section 3).
+"""Every message between two processes, typed and bounded.
 
     router -> node     ToNode      over the hub (DEALER -> ROUTER), each with the router's epoch
     node   -> router   ToRouter    over the hub

@@ -91,7 +91,7 @@ def _page_words(schema: HandoffSchema) -> list[str]:
     draft, key = _pool_words(schema.draft, schema.page_size), "its own tokens"
     if schema.frozen_layers:
         draft += f"; the drafter attends to KV of target layers {layer_words(schema.frozen_layers)}"
-    if schema.key_lookahead:  # DESIGN section 4, prefix keys
+    if schema.key_lookahead:
         following = "one" if schema.key_lookahead == 1 else str(schema.key_lookahead)
         key += f" and the next {following}, on which draft KV depends"
     num_blocks = blocks_per_page(schema)

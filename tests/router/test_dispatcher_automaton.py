@@ -198,7 +198,7 @@ def test_the_life_of_a_request() -> None:
     assert (client.ids, client.num_done, client.errors) == ({0: IDS[:4]}, 1, [])
     assert not world.got("d0", m.Cancel) and not world.got("p0", m.Cancel)
     world.check_books()
-    assert [timeline.rid for timeline in world.dispatcher.finished] == ["r1"]
+    assert [recorder.trace.rid for recorder in world.dispatcher.finished] == ["r1"]
 
 
 def test_one_token_needs_no_decode_node() -> None:

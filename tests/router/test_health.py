@@ -619,7 +619,7 @@ def test_requests_wait_for_the_answer_that_confirms_a_pair(make_system: Make) ->
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(system.complete()))
     thread.start()
-    wait_until(lambda: system.router.call(lambda: system.router.router.dispatcher.admission.num_waiting))
+    wait_until(lambda: system.router.call(lambda: system.router.router.dispatcher.queues.num_waiting))
     assert not own(system.cluster.by_name("d0"), m.Reserve)
     system.behaviour.answer_compute = None
     thread.join(10)

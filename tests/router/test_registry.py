@@ -322,8 +322,7 @@ def test_a_router_forgets_all_of_a_forgotten_group(make_system: Make) -> None:
     hello = system.cluster.by_name("p0").hello()
     system.router.call(forget)
     wait_until(lambda: group not in dispatcher.registry.groups.values())
-    held = [dispatcher.admission._queues, dispatcher.admission.intake._paces, dispatcher.admission.stranded._served_at]
-    wait_until(lambda: not any(group in each for each in [*held, dispatcher.health._votes]))
+    wait_until(lambda: not dispatcher.queues.knows(group) and group not in dispatcher.health._votes)
 
 
 def test_a_lost_node_that_lives_says_hello_again(make_system: Make) -> None:
@@ -419,25 +418,6 @@ def test_nodes_of_two_protocol_versions_serve_side_by_side(make_system: Make, mo
     wait_until(lambda: len(system.router.router.dispatcher.registry.nodes) == 2)
     assert pair_states(system) == {}, "nodes without a common version are a pair"
     assert not own(system.cluster.by_name("d-old"), m.Reserve)
-
-
-def test_cancels_of_one_attempt_are_acknowledged_one_by_one(system: System) -> None:
-    """The answer to the first Cancel does not answer the second one, which names more choices and may be lost."""
-    dispatcher, node = system.router.router.dispatcher, system.cluster.by_name("d0")
-    system.behaviour.ack_cancels = False
-    (known,) = (each for each in dispatcher.registry.nodes.values() if each.node_id == "d0")
-    system.router.call(lambda: dispatcher._cancels.send(known, "r", 0, [0], "a stop string"))
-    system.router.call(lambda: dispatcher._cancels.send(known, "r", 0, [2], "another"))
-    assert [cancel.choices for cancel in wait_until(lambda: len(node.got(m.Cancel)) == 2 and node.got(m.Cancel))] == [
-        (0,),
-        (0, 2),
-    ]
-    system.router.call(lambda: dispatcher._cancels.acknowledged(known, m.Cancelled("r", 0)))
-    assert ("r", 0) in known.unacked
-    again = wait_until(lambda: node.got(m.Cancel)[2:])
-    assert again[0].choices == (0, 2)
-    system.router.call(lambda: dispatcher._cancels.acknowledged(known, m.Cancelled("r", 0)))
-    assert not known.unacked
 
 
 def pair_states(system: System) -> dict[tuple[str, str], str]:

@@ -1,4 +1,4 @@
-"""S5: every forward has the positions of DESIGN.md section 4, and the draft KV after a round equals a recompute.
+"""S5: every forward has the right positions, and the draft KV after a round equals a recompute.
 
 Chains run by direct calls. The test records the positions of all forwards of each drafter, and compares draft KV and
 state with those computed from scratch.

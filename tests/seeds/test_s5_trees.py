@@ -1,4 +1,4 @@
-"""S5 for draft trees: nodes have the positions of DESIGN.md section 4, and the KV after a round equals a recompute.
+"""S5 for draft trees: nodes have the right positions, and the KV after a round equals a recompute.
 
 The drafter is told the text and puts the right token into a chosen column among the children of each node. So the
 accepted path leads through any nodes of the tree.

@@ -1,4 +1,4 @@
-"""One width function per phase, checked against the table of DESIGN section 4."""
+"""One width function per phase."""
 
 from __future__ import annotations
 

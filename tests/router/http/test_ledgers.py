@@ -11,21 +11,20 @@ import pytest
 from baton.metadata.wire import messages as m
 from baton.router.http import ledgers
 
+from ..conftest import System
+
 
 class FakeDispatcher:
-    """Two nodes, and what is sent to them."""
+    """Two nodes, and the questions that they are sent."""
 
     def __init__(self) -> None:
-        self.epoch = "00" * 8
         self.on_ledger: Any = None
-        self.sent: list[tuple[str, Any]] = []
-        self.forgotten: list[bytes] = []
+        self.asked: list[tuple[int, bool]] = []
         self.nodes = [SimpleNamespace(node_id=name, routing_id=name.encode()) for name in ("p0", "d0")]
         self.registry = SimpleNamespace(nodes={node.routing_id: node for node in self.nodes})
-        self.admission = SimpleNamespace(affinity=SimpleNamespace(forget=self.forgotten.append))
 
-    def send(self, node: Any, message: Any) -> None:
-        self.sent.append((node.node_id, message))
+    def ask_ledgers(self, query: int, *, flush: bool) -> None:
+        self.asked.append((query, flush))
 
 
 def report(query: int) -> Any:
@@ -38,7 +37,7 @@ async def test_each_asker_gets_the_answers_to_its_own_question() -> None:
     first = asyncio.create_task(asked.ask(flush=False))
     second = asyncio.create_task(asked.ask(flush=False))
     await asyncio.sleep(0)
-    assert [(name, message.query) for name, message in dispatcher.sent] == [("p0", 1), ("d0", 1), ("p0", 2), ("d0", 2)]
+    assert dispatcher.asked == [(1, False), (2, False)]
     answers = {(node.node_id, query): report(query) for query in (2, 1) for node in dispatcher.nodes}
     for (name, _), answer in answers.items():
         dispatcher.on_ledger(SimpleNamespace(node_id=name), answer)
@@ -47,11 +46,15 @@ async def test_each_asker_gets_the_answers_to_its_own_question() -> None:
     dispatcher.on_ledger(SimpleNamespace(node_id="p0"), report(1))  # too late: nobody asks any more
 
 
-async def test_a_silent_node_is_none_and_a_flush_forgets_what_nodes_have_cached(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_silent_node_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledgers, "ANSWER_S", 0.01)
     dispatcher: Any = FakeDispatcher()
     assert await ledgers.Ledgers(dispatcher).ask(flush=True) == {"p0": None, "d0": None}
-    assert [type(message) for _, message in dispatcher.sent] == [m.Flush, m.Flush]
-    assert dispatcher.forgotten == [b"p0", b"d0"]
+    assert dispatcher.asked == [(1, True)]
+
+
+def test_every_node_is_asked_and_a_flush_is_one(system: System) -> None:
+    for method, path, kind in (("GET", "/debug/ledger", m.Inspect), ("POST", "/admin/flush", m.Flush)):
+        status, body, _ = system.router.request(method, path)
+        assert status == 200 and set(body["nodes"]) == {"p0", "d0"} and all(body["nodes"].values())
+        assert [len(node.got(kind)) for node in system.cluster.nodes] == [1, 1]
