@@ -61,7 +61,7 @@ UNTESTED = [
     (_DECLARES, "router/http", "admin_types api openai_types route"),
     (_DECLARES, "metadata", "errors"),
     (_ELSEWHERE, "metadata/handoff", "pull_link"),
-    (_ELSEWHERE, "router", "cancels metrics request reservations runner streams"),
+    (_ELSEWHERE, "router", "cancels metrics request reservations streams"),
     (_ELSEWHERE, "router/http", "explain"),
     (_TRAINS, "deploy/demo/training", "corpus evaluate model muon vocabulary"),
     (_TRAINS, "deploy/demo/training", "drafters_files drafters_layers drafters_models"),

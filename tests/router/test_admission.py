@@ -15,7 +15,7 @@ from baton.metadata.wire.node_info import Capacity
 
 from .conftest import System
 from .fake_nodes import FakeNode
-from .test_dispatcher import own, text_of, wait_until
+from .test_runner import own, text_of, wait_until
 
 
 def test_pools_too_small_for_the_load(make_system: Callable[..., System]) -> None:

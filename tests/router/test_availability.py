@@ -17,7 +17,7 @@ from baton.router.text.tokenizer import TextTokenizer
 from .conftest import System
 from .hellos import ClockedRegistry
 from .http.test_access import bearer
-from .test_dispatcher import wait_until
+from .test_runner import wait_until
 
 Make = Callable[..., System]
 LEAVING = m.Leaving(done=False, reason="SIGTERM")

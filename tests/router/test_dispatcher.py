@@ -1,424 +1,653 @@
-"""Lost, doubled and reordered tokens, failing and dying nodes, clients that leave: the client's text stays whole."""
+"""The dispatcher as an automaton: events with their time in, effects out. No socket, no thread, no sleeping."""
 
 from __future__ import annotations
 
-import http.client
-import json
 import random
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
 
+from baton.metadata.errors import BatonError, Overloaded, ProtocolError, RequestError, Unavailable
 from baton.metadata.wire import messages as m
-from baton.metadata.wire.node_info import Load
-from baton.metadata.wire.request import Unit, unpack_ids
-from baton.router.queue import PATIENCE_S
+from baton.metadata.wire.node_info import Load, NodeStats
+from baton.metadata.wire.request import Ended, SamplingParams, TokenLogprobs, Unit, pack_ids, unpack_ids
+from baton.router.cancels import ACK_S, MAX_ACK_S
+from baton.router.config import RouterConfig
+from baton.router.dispatcher import SLOW_TICK_S, Dispatcher
+from baton.router.effects import Done, Effect, Error, Output, Send
+from baton.router.errors import DeadlineExceeded, RequestCancelled
+from baton.router.metrics import Metrics
+from baton.router.node import FULL_S, Group
+from baton.router.queue import Asked
+from baton.router.request import Delta, Request, Sequence, TextOptions
+from baton.router.reservations import ANSWER_S, ASK_S
+from baton.router.streams import GAP_S, MAX_RESENDS, SILENCE_S
 
-from .conftest import System
-from .fake_nodes import FakeNode
+from .sites import make_hello, text_tokenizer
 
-
-def own(node: FakeNode, kind: type) -> list[Any]:
-    """Messages of this kind that are not a canary's."""
-    return [message for message in node.got(kind) if not message.rid.startswith("canary")]
-
-
-def shuffle(node: FakeNode, steps: list[m.Tokens]) -> list[m.Tokens]:
-    random.Random(3).shuffle(steps)
-    return steps
-
-
-def double(node: FakeNode, steps: list[m.Tokens]) -> list[m.Tokens]:
-    return [step for step in steps for _ in range(2)]
-
-
-def overlap(node: FakeNode, steps: list[m.Tokens]) -> list[m.Tokens]:
-    """Every message begins with the tokens of the two before it."""
-    unit = steps[0].units[0]
-    reserve = node.reserved[(unit.rid, unit.choice, unit.attempt)]
-    output = node.output(reserve.request, unpack_ids(reserve.request.prompt_ids), unit.choice)
-    return [
-        node.tokens(unit, reserve.request, output, max(0, place - 2), min(place, 2) + 1) for place in range(len(output))
-    ]
+METRICS = Metrics()
+STATS = NodeStats()
+IDS = [40, 41, 42, 43, 44, 45]  # ordinary tokens
 
 
-def late_first(node: FakeNode, steps: list[m.Tokens]) -> list[m.Tokens]:
-    """The second token arrives after all others."""
-    return [steps[0], *steps[2:], steps[1]]
+class Client:
+    """Who waits for a request: it ends once."""
+
+    def __init__(self) -> None:
+        self.request: Any = None
+        self.ids: dict[int, list[int]] = {}
+        self.num_done = 0
+        self.errors: list[BatonError] = []
+
+    def on_delta(self, sequence: Sequence, delta: Delta, /) -> None:
+        assert not self.num_ends, "output after the end"
+        self.ids.setdefault(sequence.index, []).extend(delta.token_ids)
+
+    def on_done(self, _request: Request, /) -> None:
+        self.num_done += 1
+
+    def on_error(self, _request: Request, error: BatonError, /) -> None:
+        self.errors.append(error)
+
+    @property
+    def num_ends(self) -> int:
+        return self.num_done + len(self.errors)
 
 
-def drop_some(node: FakeNode, steps: list[m.Tokens]) -> list[m.Tokens]:
-    return steps[:3] + steps[5:]
+class World:
+    """A dispatcher, its clock, and nodes that do what the test says. Canaries are none of its business."""
+
+    def __init__(self, *names: str, **settings: Any) -> None:
+        self.now = time.monotonic()
+        self.dispatcher = Dispatcher(RouterConfig(**settings), "e", METRICS)
+        self.dispatcher.health.look = lambda now: []  # type: ignore[method-assign]
+        self.dispatcher.health.is_usable = lambda *_: True  # type: ignore[method-assign]
+        self.sent: list[tuple[str, m.ToNode]] = []
+        self.order: list[Effect] = []
+        self.unreachable: set[str] = set()  # names of nodes to which nothing can be sent
+        self.num_submitted = 0
+        for name in names or ("p0", "d0"):
+            self.join(name)
+        self.group.tokenizer = text_tokenizer()
+
+    @property
+    def group(self) -> Group:
+        (group,) = self.dispatcher.registry.groups.values()
+        return group
+
+    def node(self, name: str) -> Any:
+        return self.dispatcher.registry.nodes[f"{name}:1".encode()]
+
+    def join(self, name: str, **sizes: Any) -> None:
+        hello = make_hello("prefill" if name[0] == "p" else "decode", name, **sizes)
+        self.do(self.dispatcher.on_message(f"{name}:1".encode(), hello, self.now))
+
+    def lose(self, name: str) -> None:
+        self.do(self.dispatcher.on_connection_lost(f"{name}:1".encode(), self.now))
+
+    def say(self, name: str, message: m.ToRouter) -> None:
+        self.do(self.dispatcher.on_message(f"{name}:1".encode(), message, self.now))
+
+    def beat(self, name: str, free_pages: int = 100) -> None:
+        self.say(name, m.Heartbeat(1, "idle", 0.0, 10.0, load(free_pages), STATS))
+
+    def wait(self, seconds: float) -> None:
+        """Time passes, with ticks as the event loop makes them."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + 0.05)
+            self.do(self.dispatcher.tick(self.now))
+
+    def do(self, effects: list[Effect]) -> None:
+        """What the runner does."""
+        due = list(effects)
+        while due:
+            effect = due.pop(0)
+            self.order.append(effect)
+            if isinstance(effect, Send):
+                if effect.node.node_id in self.unreachable:
+                    due += self.dispatcher.on_send_failed(effect.node, effect.message, self.now)
+                else:
+                    self.sent.append((effect.node.node_id, effect.message))
+            elif isinstance(effect, Output):
+                effect.sequence.request.listener.on_delta(effect.sequence, effect.delta)
+            elif isinstance(effect, Done):
+                effect.request.listener.on_done(effect.request)
+            elif isinstance(effect, Error):
+                effect.request.listener.on_error(effect.request, effect.error)
+
+    def submit(self, *, prompt_len: int = 3, max_tokens: int = 20, n: int = 1, stop: str = "", **more: Any) -> Client:
+        self.num_submitted += 1
+        client = Client()
+        options = TextOptions((stop,) if stop else ())
+        params = SamplingParams(max_tokens=max_tokens)
+        client.request = Request(
+            f"r{self.num_submitted}", self.group, [5] * prompt_len, params, client,
+            num_choices=n, options=options, now=self.now, **more,
+        )  # fmt: skip
+        self.do(self.dispatcher.submit(client.request, self.now))
+        return client
+
+    def got(self, name: str, kind: Any) -> list[Any]:
+        """Messages of a kind that a node got."""
+        return [message for to, message in self.sent if to == name and isinstance(message, kind)]
+
+    def grant(self, name: str = "d0") -> m.Reserve:
+        """A decode node grants the last reservation that it was asked for."""
+        reserve = self.got(name, m.Reserve)[-1]
+        self.say(name, m.Reserved(reserve.rid, reserve.attempt, reserve.choices, load(90)))
+        return reserve
+
+    def tokens(
+        self, name: str, asked: Any, first: int, ids: Seq[int], *, choice: int = 0, reason: str | None = None
+    ) -> None:
+        unit = Unit(asked.rid, choice, asked.attempt)
+        ended = {0: Ended(reason, None, 3, first + len(ids), 0)} if reason else {}  # type: ignore[arg-type]
+        columns = pack_ids([first]), pack_ids([len(ids)]), pack_ids(ids)
+        self.say(name, m.Tokens((unit,), *columns, ended=ended))
+
+    def hand_over(self, asked: Any, prefill: str = "p0", decode: str = "d0") -> None:
+        """Prefill's first token, all pages, and PrefillDone."""
+        request = self.dispatcher.requests[asked.rid]
+        for choice in asked.choices:
+            first = len(request.sequences[choice].received)
+            self.tokens(prefill, asked, first, IDS[first : first + 1], choice=choice)
+            self.say(decode, m.Admitted(Unit(asked.rid, choice, asked.attempt), 0.1, 2, 4096, 0))
+        self.say(prefill, m.PrefillDone(asked.rid, asked.attempt, 0.0, 0.0, 0, load(100)))
+
+    def running(self, client: Client | None = None, **body: Any) -> tuple[Client, m.Reserve]:
+        """A request that decodes, with its first token here."""
+        client = client or self.submit(**body)
+        asked = self.grant()
+        self.hand_over(asked)
+        return client, asked
+
+    def acknowledge_all(self) -> None:
+        for name, message in self.sent:
+            if isinstance(message, m.Cancel) and f"{name}:1".encode() in self.dispatcher.registry.nodes:
+                self.say(name, m.Cancelled(message.rid, message.attempt))
+
+    def check_books(self) -> None:
+        """Nothing is left of any request, once nodes have acknowledged what may have been sent in vain."""
+        self.acknowledge_all()
+        if self.dispatcher.cancels.num_unacked:
+            self.wait(MAX_ACK_S)
+            self.acknowledge_all()
+        assert not self.dispatcher.requests and not self.dispatcher.queues.num_waiting
+        assert not len(self.dispatcher.reservations) and not self.dispatcher.cancels.num_unacked
+        assert all(node.holds_nothing for node in self.dispatcher.registry.nodes.values())
 
 
-@pytest.mark.parametrize("change", [shuffle, double, overlap, late_first])
-@pytest.mark.parametrize("stream", [False, True])
-def test_tokens_in_any_order(system: System, change: Callable[..., list[m.Tokens]], stream: bool) -> None:
-    system.behaviour.change_tokens = change
-    assert text_of(system, stream=stream) == system.text
-    assert not own_resends(system)
+def load(free_pages: int, running: int = 1) -> Load:
+    return Load(free_pages=free_pages, running=running, waiting=0)
 
 
-def test_lost_tokens_are_asked_for(system: System) -> None:
-    system.behaviour.change_tokens = drop_some
-    begun = time.monotonic()
-    status, body, _ = system.complete()
-    assert (status, body["choices"][0]["text"]) == (200, system.text)
-    assert time.monotonic() - begun > 0.2
-    assert [resend.first for resend in own_resends(system)] == [3]
+def test_the_life_of_a_request() -> None:
+    world = World()
+    client = world.submit(max_tokens=4)
+    (reserve,) = world.got("d0", m.Reserve)
+    assert (reserve.choices, reserve.prefill.node_id) == ((0,), "p0") and not world.got("p0", m.Prefill)
+    world.grant()
+    (prefill,) = world.got("p0", m.Prefill)
+    assert (prefill.rid, prefill.attempt, prefill.decode.node_id) == (reserve.rid, 0, "d0")
+    world.hand_over(reserve)
+    world.tokens("d0", reserve, 0, IDS[:2])  # decode repeats the first one
+    world.tokens("d0", reserve, 2, IDS[2:4], reason="length")
+    assert (client.ids, client.num_done, client.errors) == ({0: IDS[:4]}, 1, [])
+    assert not world.got("d0", m.Cancel) and not world.got("p0", m.Cancel)
+    world.check_books()
+    assert [recorder.trace.rid for recorder in world.dispatcher.finished] == ["r1"]
 
 
-def test_lost_tokens_are_asked_of_who_lost_them(system: System) -> None:
-    """Prefill's first token may come after decode has said it again and gone on: it is not prefill who is asked."""
-
-    def late(node: FakeNode, message: m.Prefill) -> bool:
-        send = node.link.send
-        node.link.send = lambda each: node.post(each, 0.1) if isinstance(each, m.Tokens) else send(each)
-        node.prefill(message)
-        node.link.send = send
-        return True
-
-    system.behaviour.change_tokens = drop_some
-    system.behaviour.answer_prefill = late
-    assert text_of(system, stream=False) == system.text
-    assert [resend.first for resend in own_resends(system)] == [3]
-    assert not own(system.cluster.by_name("p0"), m.Resend)
+def test_one_token_needs_no_decode_node() -> None:
+    world = World("p0")
+    client = world.submit(max_tokens=1)
+    (prefill,) = world.got("p0", m.Prefill)
+    assert prefill.decode is None
+    world.tokens("p0", prefill, 0, IDS[:1], reason="length")
+    assert client.num_done == 1
+    world.say("p0", m.PrefillDone(prefill.rid, 0, 0.0, 0.0, 0, load(100)))
+    world.check_books()
 
 
-def test_lost_tokens_that_do_not_come_again_move_the_request(system: System) -> None:
-    def drop_in_the_first_attempt(node: FakeNode, steps: list[m.Tokens]) -> list[m.Tokens]:
-        return drop_some(node, steps) if steps[0].units[0].attempt == 0 else steps
-
-    system.behaviour.change_tokens = drop_in_the_first_attempt
-    system.behaviour.resend = False
-    status, body, _ = system.complete()
-    assert (status, body["choices"][0]["text"]) == (200, system.text)
-    prefills = own(system.cluster.by_name("p0"), m.Prefill)
-    assert [prefill.attempt for prefill in prefills] == [0, 1]
-    assert unpack_ids(prefills[1].request.received_ids) == system.say(system.text)[:3]
-    assert prefills[1].request.params == prefills[0].request.params
-
-
-def test_a_failure_is_tried_again_with_what_was_received(system: System) -> None:
-    def fail_after_five(node: FakeNode, steps: list[m.Tokens]) -> list[m.Tokens]:
-        unit = steps[0].units[0]
-        if unit.attempt > 0:
-            return steps
-        for step in steps[:5]:
-            node.link.send(step)
-        node.reserved.pop((unit.rid, unit.choice, unit.attempt))
-        node.link.send(m.Failed(unit, "transfer_error", "a page was damaged", True))
-        return steps[:1]
-
-    system.behaviour.change_tokens = fail_after_five
-    _, body, _ = system.complete(n=2)
-    assert [choice["text"] for choice in body["choices"]] == [system.text] * 2
-    assert body["usage"]["completion_tokens"] == 2 * len(system.say(system.text))
+def test_a_refused_request_waits_and_blocks_those_behind_it() -> None:
+    world = World()
+    world.submit(prompt_len=300)
+    large = world.got("d0", m.Reserve)[-1]
+    world.say("d0", m.Reserved(large.rid, 0, (), load(10)))
+    world.submit()
+    assert [each.rid for each in world.got("d0", m.Reserve)] == ["r1"]
+    world.say("d0", m.CapacityFreed(load(100)))
+    assert [each.rid for each in world.got("d0", m.Reserve)] == ["r1", "r1"]
+    world.grant()
+    assert [each.rid for each in world.got("d0", m.Reserve)] == ["r1", "r1", "r2"]
 
 
-def test_failures_end_in_one_clear_error(system: System, caplog: pytest.LogCaptureFixture) -> None:
-    system.behaviour.answer_prefill = lambda node, message: not is_canary(message) and fail_transfer(node, message)
-    status, body, _ = system.complete(n=3)
-    assert status == 503
-    assert "4 attempts" in body["error"]["message"]
-    assert "the disk is on fire" not in body["error"]["message"]
-    assert "4 attempts; the last: prefill node p0: the disk is on fire" in caplog.text
-    assert len(own(system.cluster.by_name("p0"), m.Prefill)) >= 4
-    system.behaviour.answer_prefill = None
-    assert system.complete()[0] == 200
+def test_a_node_that_refused_is_asked_again_after_a_while() -> None:
+    world = World()
+    world.submit()
+    asked = world.got("d0", m.Reserve)[-1]
+    world.say("d0", m.Reserved(asked.rid, 0, (), load(99)))
+    world.wait(FULL_S - SLOW_TICK_S)
+    assert len(world.got("d0", m.Reserve)) == 1
+    world.wait(2 * SLOW_TICK_S)
+    assert len(world.got("d0", m.Reserve)) == 2
 
 
-def test_an_error_in_mid_stream_is_the_last_event(system: System, caplog: pytest.LogCaptureFixture) -> None:
-    def fail_after_five(node: FakeNode, steps: list[m.Tokens]) -> list[m.Tokens]:
-        for step in steps[:5]:
-            node.link.send(step)
-        node.link.send(m.Failed(steps[0].units[0], "internal_error", "the model broke", False))
-        return steps[:1]
-
-    system.behaviour.change_tokens = fail_after_five
-    events = stream_events(system)
-    error = json.loads(events[-1])["error"]
-    assert (error["type"], error["code"]) == ("server_error", "node_failed")
-    assert "the model broke" not in error["message"]
-    assert "decode node d0: the model broke" in caplog.text
-    assert sum("error" in event for event in events) == 1
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_dead_node(make_system: Callable[..., System], role: str, stream: bool) -> None:
-    """The text is whole, whichever leg dies, and the rest is computed elsewhere."""
-    system = make_system().up(2, 2)
-    system.behaviour.hold = threading.Event()
-    result: list[str] = []
-    thread = threading.Thread(target=lambda: result.append(text_of(system, stream=stream)))
-    thread.start()
-    kind = m.Prefill if role == "prefill" else m.Reserve
-    victim = wait_until(lambda: next((n for n in system.cluster.nodes if n.role == role and own(n, kind)), None))
-    if role == "prefill":  # before its handoff is over
-        assert system.behaviour.hold is not None
-    victim.stop()
-    time.sleep(0.2)
-    system.behaviour.hold.set()
-    thread.join(10)
-    assert result == [system.text]
-    system.router.wait_idle()
+def test_choices_that_were_not_granted_wait_and_become_another_attempt() -> None:
+    world = World()
+    client = world.submit(n=3, max_tokens=2)
+    asked = world.got("d0", m.Reserve)[-1]
+    world.say("d0", m.Reserved(asked.rid, 0, (0, 1), load(1)))
+    assert world.got("p0", m.Prefill)[0].choices == (0, 1)
+    world.say("d0", m.CapacityFreed(load(100)))
+    again = world.grant()
+    assert (again.attempt, again.choices) == (1, (2,))
+    for reserve, prefill in zip((asked, again), world.got("p0", m.Prefill), strict=True):
+        world.hand_over(prefill)
+        for choice in prefill.choices:
+            world.tokens("d0", reserve, 1, IDS[1:2], choice=choice, reason="length")
+    assert client.num_done == 1 and client.ids == dict.fromkeys(range(3), IDS[:2])
+    world.check_books()
 
 
-def test_a_silent_node_is_given_up(make_system: Callable[..., System]) -> None:
-    system = make_system().up(1, 2)
-    system.behaviour.hold = threading.Event()
-    result: list[str] = []
-    thread = threading.Thread(target=lambda: result.append(text_of(system, stream=True)))
-    thread.start()
-    victim = wait_until(lambda: next((n for n in system.cluster.nodes if own(n, m.Reserve)), None))
-    victim.is_silent = True
-    victim.take = lambda message: None  # type: ignore[method-assign]
-    other = next(node for node in system.cluster.nodes if node.role == "decode" and node is not victim)
-    begun = time.monotonic()
-    other_got = wait_until(lambda: own(other, m.Reserve), timeout=4)
-    assert other_got
-    assert 1.0 < time.monotonic() - begun < 2.5
-    system.behaviour.hold.set()
-    thread.join(10)
-    assert result == [system.text]
+def test_an_empty_node_that_refuses_ends_the_request_unless_there_is_another() -> None:
+    world = World("p0", "d0", "d1")
+    client = world.submit()
+    (first,) = [name for name in ("d0", "d1") if world.got(name, m.Reserve)]
+    other = "d1" if first == "d0" else "d0"
+    for name, attempt in ((first, 0), (other, 1)):
+        assert not client.errors
+        world.say(name, m.Reserved("r1", attempt, (), load(100, running=0)))
+    assert isinstance(client.errors[0], RequestError) and client.num_ends == 1
+    world.check_books()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("moment", ["before the first token", "in mid-stream"])
-def test_a_client_that_leaves_cancels_both_legs(system: System, stream: bool, moment: str) -> None:
-    system.behaviour.hold = threading.Event()
-    prefill, decode = system.cluster.by_name("p0"), system.cluster.by_name("d0")
-    if moment == "before the first token":
-        system.behaviour.answer_prefill = lambda node, message: True  # never answers
-    else:
-        system.behaviour.answer_prefill = first_token_only
-    connection = http.client.HTTPConnection(system.router.url.removeprefix("http://"), timeout=10)
-    body = {"model": "fake", "prompt": "hello", "max_tokens": 100, "stream": stream}
-    connection.request("POST", "/v1/completions", json.dumps(body))
-    wait_until(lambda: own(prefill, m.Prefill))
-    if stream and moment == "in mid-stream":
-        assert connection.getresponse().readline().startswith(b"data: ")
-    connection.close()
-    for node in (prefill, decode):
-        cancel = wait_until(lambda node=node: own(node, m.Cancel))
-        assert [each.rid for each in cancel] == [own(prefill, m.Prefill)[0].rid]
-    system.router.wait_idle()
-    system.behaviour.answer_prefill = None
-    system.behaviour.hold.set()
-    assert system.complete()[0] == 200
+@pytest.mark.parametrize("moment", ["reserving", "prefilling", "decoding"])
+@pytest.mark.parametrize("victim", ["p0", "d0"])
+def test_a_lost_node_has_the_request_go_on_elsewhere(moment: str, victim: str) -> None:
+    world = World()
+    client = world.submit(max_tokens=4)
+    asked: Any = world.got("d0", m.Reserve)[-1]
+    if moment != "reserving":
+        world.grant()
+    if moment == "decoding":
+        world.tokens("p0", asked, 0, IDS[:1])
+        world.tokens("d0", asked, 1, IDS[1:2])
+    world.lose(victim)
+    survivor = "d0" if victim == "p0" else "p0"
+    told = world.got(survivor, m.Cancel)
+    assert [each.attempt for each in told] == ([] if (moment, survivor) == ("reserving", "p0") else [0])
+    fresh = f"{victim[0]}1"
+    world.join(fresh)
+    prefill, decode = (fresh, "d0") if victim == "p0" else ("p0", fresh)
+    again = world.grant(decode)
+    num_before = 2 if moment == "decoding" else 0
+    assert again.attempt == 1 and unpack_ids(again.request.received_ids) == IDS[:num_before]
+    world.tokens(decode, asked, num_before, IDS[5:])  # of the first attempt: dropped
+    world.hand_over(again, prefill, decode)
+    world.tokens(decode, again, num_before, IDS[num_before:4], reason="length")
+    assert (client.ids, client.num_done, client.errors) == ({0: IDS[:4]}, 1, [])
+    world.check_books()
 
 
-def test_cancel_is_repeated_until_acknowledged(system: System) -> None:
-    system.behaviour.ack_cancels = False
-    assert system.complete(stop="quick")[0] == 200
-    cancels = wait_until(lambda: len(own(system.cluster.by_name("d0"), m.Cancel)) >= 2 or None, timeout=4)
-    assert cancels
-    system.behaviour.ack_cancels = True
+def test_a_small_node_that_refuses_though_it_is_empty_is_asked_once_per_request() -> None:
+    """It may draft so much that it needs more room than the router knows. The larger node is busy, and has it later."""
+    world = World("p0", "d0")
+    world.join("d1", num_pages=600, max_running=1)
+    world.submit()
+    world.grant("d1")  # the larger one of two idle nodes
+    world.submit()
+    world.say("d0", m.Reserved("r2", 0, (), load(100, running=0)))
+    world.submit()  # waits behind r2
+    for _ in range(5):
+        world.say("d0", m.CapacityFreed(load(100, running=0)))
+        world.wait(1.0)
+    assert [each.rid for each in world.got("d0", m.Reserve)] == ["r2"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("step_tokens", [1, 3, 50])
-@pytest.mark.parametrize("stop", ["quick", "ck br", ["zzz", "naïve"], "é", "t", "the"])
-def test_stop_strings(system: System, stop: str | list[str], step_tokens: int, stream: bool) -> None:
-    system.behaviour.step_tokens = step_tokens
-    stops = [stop] if isinstance(stop, str) else stop
-    expected = min((system.text.split(each, 1)[0] for each in stops), key=len)
-    assert text_of(system, stream=stream, stop=stop) == expected
+def test_failures_in_a_row_end_in_one_clear_error() -> None:
+    world = World(max_attempts=3)
+    client = world.submit()
+    for attempt in range(3):
+        assert not client.errors
+        asked = world.grant()
+        assert asked.attempt == attempt
+        world.say("d0", m.Failed(Unit(asked.rid, 0, attempt), "internal_error", "no memory", True))
+    assert "after 3 attempts" in str(client.errors[0]) and client.num_ends == 1
+    world.check_books()
 
 
-def test_stop_string_counts_accepted_tokens(system: System) -> None:
-    ids = system.say(system.text)
-    stop_at = next(n for n in range(len(ids)) if "quick" in system.tokenizer.decode(ids[:n]))
-    for step_tokens in (1, 3, 50):
-        system.behaviour.step_tokens = step_tokens
-        _, body, _ = system.complete(stop="quick", return_token_ids=True)
-        choice = body["choices"][0]
-        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "quick")
-        assert body["usage"]["completion_tokens"] == stop_at
-        assert choice["token_ids"] == ids[:stop_at]
-    _, body, _ = system.complete(stop="quick", include_stop_str_in_output=True)
-    assert body["choices"][0]["text"] == "the quick"
+def test_a_cancel_is_repeated_until_it_is_acknowledged() -> None:
+    world = World()
+    client, asked = world.running()
+    world.do(world.dispatcher.cancel(client.request, "the client left", world.now))
+    assert [each.choices for each in world.got("d0", m.Cancel)] == [(0,)] and not world.got("p0", m.Cancel)
+    world.wait(5 * ACK_S)
+    assert len(world.got("d0", m.Cancel)) == 3, "after ACK_S, and after twice that"
+    world.tokens("d0", asked, 1, IDS[1:2])  # crossed the Cancel
+    world.say("d0", m.Cancelled(asked.rid, 0))
+    world.wait(20.0)
+    assert len(world.got("d0", m.Cancel)) == 3 and client.num_ends == 0 and client.ids == {0: IDS[:1]}
+    world.check_books()
 
 
-def test_stop_string_cancels_one_choice_of_two(system: System) -> None:
-    system.cluster.generate_by(lambda prompt, choice: system.say("one STOP two" if choice == 0 else "one two three"))
-    _, body, _ = system.complete(n=2, stop="STOP")
-    assert [choice["text"] for choice in body["choices"]] == ["one ", "one two three"]
-    cancels = wait_until(lambda: own(system.cluster.by_name("d0"), m.Cancel))
-    assert {cancel.choices for cancel in cancels} == {(0,)}
+def test_cancels_of_one_attempt_are_acknowledged_one_by_one() -> None:
+    """The answer to the first says nothing of the second, which names more choices and may be lost."""
+    world = World()
+    client, asked = world.running(n=3, stop="j")
+    for choice in (0, 2):  # "j" is found in two choices, one after the other
+        world.tokens("d0", asked, 1, text_tokenizer().inner.encode("j").ids, choice=choice)
+    assert [each.choices for each in world.got("d0", m.Cancel)] == [(0,), (0, 2)]
+    world.say("d0", m.Cancelled(asked.rid, 0))
+    assert world.dispatcher.cancels.num_unacked == 1
+    world.wait(ACK_S + 2 * SLOW_TICK_S)
+    assert world.got("d0", m.Cancel)[-1].choices == (0, 2)
+    world.say("d0", m.Cancelled(asked.rid, 0))
+    assert not world.dispatcher.cancels.num_unacked and client.num_ends == 0
 
 
-def test_min_tokens_comes_before_stop_strings(system: System) -> None:
-    system.cluster.generate_by(lambda prompt, choice: system.say("a STOP b STOP c"))
-    first = len(system.tokenizer.inner.encode("a STOP b").ids)
-    _, body, _ = system.complete(stop="STOP", min_tokens=first)
-    assert body["choices"][0]["text"] == "a STOP b "
+def test_a_grant_that_comes_after_the_cancel_is_cancelled_too() -> None:
+    world = World()
+    client = world.submit()
+    world.do(world.dispatcher.cancel(client.request, "the client left", world.now))
+    world.acknowledge_all()
+    num_before = len(world.got("d0", m.Cancel))
+    world.grant()
+    assert len(world.got("d0", m.Cancel)) == num_before + 1 and not world.got("p0", m.Prefill)
+    world.check_books()
 
 
-def test_stop_token_is_counted_and_not_shown(system: System) -> None:
-    ids = system.say(system.text)
-    _, body, _ = system.complete(stop_token_ids=[ids[4]], return_token_ids=True)
-    choice = body["choices"][0]
-    first = ids.index(ids[4])
-    assert choice["text"] == system.tokenizer.decode(ids[:first])
-    assert choice["token_ids"] == ids[: first + 1]
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ids[4])
+def test_an_abort_tells_the_client_once() -> None:
+    world = World()
+    client, _ = world.running()
+    for _ in range(2):
+        world.do(world.dispatcher.abort(client.request, "an operator said so", world.now))
+    assert client.num_ends == 1 and isinstance(client.errors[0], RequestCancelled)
+    world.check_books()
 
 
-def test_ignore_eos(system: System) -> None:
-    system.cluster.generate_by(lambda prompt, choice: [*system.say("a b"), *system.say("c d e f g h")])
-    _, body, _ = system.complete(max_tokens=8, ignore_eos=True)
-    assert body["usage"]["completion_tokens"] == 8
-    assert body["choices"][0]["finish_reason"] == "length"
-
-
-def test_first_token_can_end_a_request(system: System) -> None:
-    system.cluster.generate_by(lambda prompt, choice: [1])
-    _, body, _ = system.complete()
-    assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("", "stop")
-    assert body["usage"]["completion_tokens"] == 1
-
-
-def test_request_timeout(make_system: Callable[..., System]) -> None:
-    system = make_system(router={"request_timeout_s": 0.5}).up()
-    system.behaviour.hold = threading.Event()
-    status, body, _ = system.complete()
-    assert (status, body["error"]["code"]) == (504, "timeout")
-    assert "longer than its limit of 0.5 s" in body["error"]["message"]
-    system.router.wait_idle()
-
-
-def test_sigterm_drains(make_system: Callable[..., System]) -> None:
-    """Running requests finish, new ones are turned away."""
-    system = make_system().up()
-    system.behaviour.step_s = 0.02
-    result: list[str] = []
-    thread = threading.Thread(target=lambda: result.append(text_of(system, stream=True)))
-    thread.start()
-    wait_until(lambda: own(system.cluster.by_name("d0"), m.Reserve))
-    router = system.router
-    import asyncio
-
-    drained = asyncio.run_coroutine_threadsafe(router.router.drain(), router._loop)
-    wait_until(lambda: router.router.api.is_draining or None)
-    assert system.complete()[0] == 503
-    assert router.request("GET", "/ready")[0] == 503
-    drained.result(10)
-    thread.join(60)
-    assert result == [system.text]
-
-
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("phase", ["queued", "prefilling", "decoding"])
-def test_a_request_may_have_a_time_limit_of_its_own(
-    make_system: Callable[..., System], monkeypatch: pytest.MonkeyPatch, phase: str, stream: bool
-) -> None:
-    """It ends in one clear error; whatever waits behind it goes on."""
-    system = make_system().up()
-    limit_s = 0.2
-    assert limit_s < PATIENCE_S, "one that waits longer may be given up as late before"
-    dispatcher = system.router.router.dispatcher
-    submit = dispatcher.submit
-
-    def limited(request: Any) -> None:
-        request.deadline = request.created_at + limit_s
-        submit(request)
-
-    monkeypatch.setattr(dispatcher, "submit", limited)
-    system.behaviour.hold = threading.Event()
+def test_a_deadline_ends_a_request_in_any_phase(phase: str) -> None:
+    world = World()
     if phase == "queued":
-        system.behaviour.answer_reserve = refuse
-    elif phase == "prefilling":
-        system.behaviour.answer_prefill = lambda node, message: True
-    status, body, _ = system.complete(stream=stream)
-    message = json.loads(stream_of(body)[-1]) if stream and phase == "decoding" else body
-    assert status == (200 if stream and phase == "decoding" else 504)
-    assert f"longer than its limit of {limit_s} s" in message["error"]["message"]
-    system.router.wait_idle()
+        world.unreachable.add("d0")
+    client = world.submit(timeout_s=0.2)
+    if phase != "queued":
+        asked = world.grant()
+        if phase == "decoding":
+            world.hand_over(asked)
+    world.wait(0.1)
+    assert not client.errors
+    world.wait(0.1 + 2 * SLOW_TICK_S)
+    assert isinstance(client.errors[0], DeadlineExceeded) and "limit of 0.2 s" in str(client.errors[0])
+    assert client.num_ends == 1
+    world.check_books()
 
 
-def test_a_running_request_can_be_aborted(system: System) -> None:
-    system.behaviour.hold = threading.Event()
-    dispatcher = system.router.router.dispatcher
-    results: list[Any] = []
-    prompts = ["a", "b"]
-    thread = threading.Thread(target=lambda: results.append(system.complete(prompt=prompts)))
-    thread.start()
-    reserves = wait_until(lambda: (own(system.cluster.by_name("d0"), m.Reserve)[1:] or None) and own_reserves(system))
-    rids = {reserve.rid for reserve in reserves}
-    system.router.call(lambda: [dispatcher.abort(dispatcher.requests[rid], "an operator said so") for rid in rids])
-    thread.join(60)
-    status, body, _ = results[0]
-    assert (status, body["error"]["code"]) == (499, "cancelled")
-    assert "an operator said so" in body["error"]["message"]
-    system.router.wait_idle()
+def test_a_decode_node_that_cannot_be_reached_costs_no_time() -> None:
+    world = World("p0", "d0", "d1")
+    world.unreachable = {"d0"}
+    client = world.submit(max_tokens=2)
+    assert world.got("d1", m.Reserve) and not world.node("d0").is_reachable
+    assert world.node("d0").holds_nothing
+    asked = world.grant("d1")
+    world.hand_over(asked, decode="d1")
+    world.tokens("d1", asked, 1, IDS[1:2], reason="length")
+    assert client.num_done == 1
+    world.check_books()
 
 
-def own_reserves(system: System) -> list[Any]:
-    return own(system.cluster.by_name("d0"), m.Reserve)
+def test_a_request_waits_for_the_only_node_that_cannot_be_reached() -> None:
+    world = World()
+    world.unreachable = {"d0"}
+    client = world.submit()
+    world.wait(1.0)
+    assert not world.got("d0", m.Reserve) and not client.errors and world.dispatcher.queues.num_waiting == 1
+    world.unreachable.clear()
+    world.beat("d0")
+    assert len(world.got("d0", m.Reserve)) == 1
 
 
-def refuse(node: FakeNode, message: Any) -> bool:
-    if not is_canary(message):
-        node.link.send(m.Reserved(message.rid, message.attempt, (), Load(free_pages=0, running=1, waiting=0)))
-    return not is_canary(message)
+def test_a_prefill_node_that_cannot_be_reached_is_left() -> None:
+    world = World("p0", "p1", "d0")
+    world.unreachable = {"p0"}
+    world.submit()
+    world.grant()
+    assert not world.got("p0", m.Prefill) and world.node("p0").holds_nothing
+    assert [each.attempt for each in world.got("d0", m.Cancel)] == [0]
+    world.grant()
+    assert world.got("p1", m.Prefill)[0].attempt == 1
 
 
-def is_canary(message: Any) -> bool:
-    return message.rid.startswith("canary")
+def test_a_reservation_without_an_answer_is_asked_for_again_and_then_given_up() -> None:
+    world = World()
+    world.submit()
+    world.wait(ASK_S + 2 * SLOW_TICK_S)
+    first, second = world.got("d0", m.Reserve)
+    assert first == second
+    world.unreachable = {"d0"}  # an earlier copy may have arrived: its answer is still awaited
+    world.wait(ASK_S + 2 * SLOW_TICK_S)
+    world.unreachable.clear()
+    world.beat("d0")
+    assert len(world.dispatcher.reservations) == 1
+    world.wait(ANSWER_S)
+    assert world.got("d0", m.Cancel)[0].attempt == 0 and world.got("d0", m.Reserve)[-1].attempt == 1
 
 
-def fail_transfer(node: FakeNode, message: m.Prefill) -> bool:
-    for choice in message.choices:
-        unit = Unit(message.rid, choice, message.attempt)
-        node.link.send(m.Failed(unit, "transfer_error", "the disk is on fire", True))
-    return True
+def test_missing_tokens_are_asked_for_and_then_the_request_moves() -> None:
+    world = World()
+    client, asked = world.running()
+    world.tokens("d0", asked, 3, IDS[3:4])
+    world.wait(GAP_S - 0.05)
+    assert not world.got("d0", m.Resend)
+    world.wait(0.15)
+    assert [each.first for each in world.got("d0", m.Resend)] == [1]
+    world.tokens("d0", asked, 1, IDS[1:3])
+    assert client.ids == {0: IDS[:4]}, "what lay beyond the gap was kept"
+    world.tokens("d0", asked, 5, IDS[5:])
+    world.wait((MAX_RESENDS + 2) * (GAP_S + 0.1))
+    assert len(world.got("d0", m.Resend)) == 1 + MAX_RESENDS
+    assert world.got("d0", m.Cancel) and world.got("d0", m.Reserve)[-1].attempt == 1
+    assert unpack_ids(world.got("d0", m.Reserve)[-1].request.received_ids) == IDS[:4]
 
 
-def first_token_only(node: FakeNode, message: m.Prefill) -> bool:
-    output = node.output(message.request, unpack_ids(message.request.prompt_ids), 0)
-    node.link.send(node.tokens(Unit(message.rid, 0, message.attempt), message.request, output, 0, 1))
-    return True
+def test_silence_is_asked_about() -> None:
+    world = World()
+    world.submit()
+    asked = world.grant()
+    world.wait(SILENCE_S + 2 * SLOW_TICK_S)
+    assert len(world.got("p0", m.Resend)) == 1 and not world.got("d0", m.Resend), "the first token is prefill's"
+    world.hand_over(asked)
+    world.wait(SILENCE_S + 2 * SLOW_TICK_S)
+    assert len(world.got("d0", m.Resend)) == 1
 
 
-def own_resends(system: System) -> list[m.Resend]:
-    nodes = system.cluster.nodes
-    return [each for node in nodes for each in node.got(m.Resend) if not each.unit.rid.startswith("canary")]
+def test_a_stop_string_ends_a_sequence_and_frees_its_nodes() -> None:
+    world = World()
+    client, asked = world.running(stop="j")
+    world.order.clear()
+    world.tokens("d0", asked, 1, text_tokenizer().inner.encode("j").ids)
+    assert client.num_done == 1 and client.request.sequences[0].finish_reason == "stop"
+    assert world.got("d0", m.Cancel)[0].reason == "a stop string was found"
+    told = [type(effect) for effect in world.order if isinstance(effect, Output | Done)]
+    assert told == [Output, Done]
+    world.check_books()
 
 
-def text_of(system: System, *, stream: bool, **body: Any) -> str:
-    if not stream:
-        status, answer, _ = system.complete(**body)
-        assert status == 200, answer
-        return answer["choices"][0]["text"]
-    events = stream_events(system, **body)
-    assert events[-1] == "[DONE]", events[-1]
-    choices = [json.loads(event)["choices"][0] for event in events[:-1]]
-    assert [choice["finish_reason"] is not None for choice in choices] == [False] * (len(choices) - 1) + [True]
-    return "".join(choice["text"] for choice in choices)
+def test_a_pause_holds_nothing_and_the_request_goes_on_where_it_stood() -> None:
+    world = World()
+    client, asked = world.running(max_tokens=4)
+    world.do(world.dispatcher.set_paused(client.request, True, world.now))
+    world.acknowledge_all()
+    assert world.node("d0").holds_nothing and world.node("p0").holds_nothing
+    world.tokens("d0", asked, 1, IDS[1:2])
+    world.do(world.dispatcher.set_paused(client.request, False, world.now))
+    again = world.grant()
+    assert unpack_ids(again.request.received_ids) == IDS[:1]
+    world.hand_over(again)
+    world.tokens("d0", again, 2, IDS[2:4], reason="length")
+    assert (client.ids, client.num_done) == ({0: IDS[:4]}, 1)
+    world.check_books()
 
 
-def stream_events(system: System, **body: Any) -> list[str]:
-    status, raw, _ = system.complete(stream=True, **body)
-    assert status == 200, raw
-    return stream_of(raw)
+def test_a_drain_moves_what_is_left_when_its_time_is_over_and_another_node_is_there() -> None:
+    world = World()
+    world.running()
+    world.do(world.dispatcher.drain("d0", 1.0, world.now))
+    world.wait(3.0)
+    assert not world.got("d0", m.Cancel), "nobody else could take it"
+    world.join("d1")
+    world.wait(2 * SLOW_TICK_S)
+    assert {each.attempt for each in world.got("d0", m.Cancel)} == {0} and world.got("d1", m.Reserve)[0].attempt == 1
+    world.do(world.dispatcher.undrain("d0", world.now))
+    assert world.node("d0").is_live
 
 
-def stream_of(raw: bytes) -> list[str]:
-    return [event.removeprefix("data: ") for event in raw.decode().strip().split("\n\n")]
+def test_nobody_waits_for_a_node_longer_than_stated() -> None:
+    world = World(node_wait_s=2.0)
+    world.wait(SLOW_TICK_S)
+    world.lose("d0")
+    client = world.submit()  # a pair was there lately
+    world.wait(1.9)
+    assert not client.errors
+    world.wait(0.1 + 3 * SLOW_TICK_S)
+    assert isinstance(client.errors[0], Unavailable) and "no decode node is left" in str(client.errors[0])
+    with pytest.raises(Unavailable):
+        world.submit()
+    world.check_books()
 
 
-def wait_until(
-    get: Callable[[], Any], describe: Callable[[], str] = lambda: "it did not happen in time", timeout: float = 30.0
-) -> Any:
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        value = get()
-        if value:
-            return value
-        time.sleep(0.005)
-    raise AssertionError(describe())
+def test_a_full_queue_makes_room_for_a_higher_priority() -> None:
+    world = World("p0", max_waiting=1)
+    world.join("d0", max_running=1)
+    world.submit()
+    world.grant()
+    waiting = world.submit(priority=1)
+    asked = Asked(1, 3, 20, 0, 60.0)
+    with pytest.raises(Overloaded):
+        world.do(world.dispatcher.make_room(world.group, asked._replace(priority=1), world.now))
+    assert not waiting.errors
+    world.do(world.dispatcher.make_room(world.group, asked, world.now))
+    assert isinstance(waiting.errors[0], Overloaded) and waiting.num_ends == 1
+
+
+def test_log_probabilities_of_the_prompt_are_awaited() -> None:
+    world = World()
+    client = world.submit(max_tokens=2, wants_prompt_logprobs=True)
+    asked = world.grant()
+    world.tokens("p0", asked, 0, IDS[:1])
+    world.say("d0", m.Admitted(Unit(asked.rid, 0, 0), 0.1, 2, 4096, 0))
+    world.tokens("d0", asked, 1, IDS[1:2], reason="length")
+    assert not client.num_ends
+    told = (TokenLogprobs(-1.0, (), ()),)
+    world.say("p0", m.PrefillDone(asked.rid, 0, 0.0, 0.0, 0, load(100), prompt_logprobs=told))
+    assert client.num_done == 1 and client.request.prompt_logprobs == told
+    world.check_books()
+
+
+@pytest.mark.parametrize(
+    ("firsts", "counts", "ids"),
+    [([0], [2], [40]), ([-1], [1], [40]), ([0], [-1], [40]), ([0], [1], [-40])],
+)
+def test_tokens_whose_columns_do_not_fit_change_nothing(firsts: list[int], counts: list[int], ids: list[int]) -> None:
+    world = World()
+    client, asked = world.running()
+    message = m.Tokens((Unit(asked.rid, 0, 0),), pack_ids(firsts), pack_ids(counts), pack_ids(ids))
+    with pytest.raises(ProtocolError):
+        world.say("d0", message)
+    assert client.ids == {0: IDS[:1]}
+
+
+def test_an_unknown_node_is_asked_for_its_hello() -> None:
+    world = World()
+    (effect,) = world.dispatcher.on_message(b"d9:1", m.CapacityFreed(load(1)), world.now)
+    assert isinstance(effect.message, m.HelloAgain)  # type: ignore[union-attr]
+
+
+def test_a_shutdown_ends_every_request_with_an_error() -> None:
+    world = World()
+    clients = [world.submit() for _ in range(3)]
+    world.do(world.dispatcher.close(world.now))
+    assert [client.num_ends for client in clients] == [1, 1, 1]
+    world.check_books()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_request_ends_once_and_the_books_balance_whatever_happens(seed: int) -> None:
+    """Nodes that answer, refuse, fail, die, come back and cannot be reached; clients that leave, pause and go on."""
+    rng = random.Random(seed)
+    world = World("p0", "p1", "d0", "d1")
+    clients: list[Client] = []
+    left: set[int] = set()
+    for _ in range(300):
+        clients += step(world, rng, clients, left)
+    world.unreachable.clear()
+    for client in clients:
+        world.do(world.dispatcher.cancel(client.request, "the end", world.now))
+    for index, client in enumerate(clients):
+        assert client.num_ends <= 1, index
+        for ids in client.ids.values():
+            assert ids == (IDS * 4)[: len(ids)], "a token was lost, doubled or of another attempt"
+    world.check_books()
+
+
+def step(world: World, rng: random.Random, clients: list[Client], left: set[int]) -> list[Client]:
+    """One random event. Returns the clients that came."""
+    name = rng.choice(["p0", "p1", "d0", "d1"])
+    is_there = f"{name}:1".encode() in world.dispatcher.registry.nodes
+    match rng.randrange(14):
+        case 0:
+            try:
+                return [world.submit(n=rng.choice([1, 1, 3]), max_tokens=rng.choice([1, 5, 20]))]
+            except BatonError:
+                pass
+        case 1 if clients:
+            world.do(world.dispatcher.cancel(rng.choice(clients).request, "it left", world.now))
+        case 2 if clients:
+            world.do(world.dispatcher.set_paused(rng.choice(clients).request, rng.random() < 0.5, world.now))
+        case 3 if rng.random() < 0.2:
+            world.lose(name) if is_there else world.join(name)
+        case 4:
+            world.unreachable ^= {name} if rng.random() < 0.2 else set()
+            if is_there:
+                world.beat(name)
+        case 5:
+            world.wait(rng.choice([0.05, 0.3, 2.5]))
+        case 6:
+            world.acknowledge_all()
+        case 7 if not is_there:
+            world.join(name)
+        case _ if is_there:
+            answer(world, rng, name)
+        case _:
+            pass
+    return []
+
+
+def answer(world: World, rng: random.Random, name: str) -> None:
+    """What a node that was asked for something could say now."""
+    asked = world.got(name, m.Reserve | m.Prefill)[-6:]
+    if not asked:
+        return
+    message = rng.choice(asked)
+    request = world.dispatcher.requests.get(message.rid)
+    choice = rng.choice(message.choices)
+    if isinstance(message, m.Reserve) and rng.random() < 0.4:
+        granted = message.choices[: rng.randint(0, len(message.choices))] if rng.random() < 0.3 else message.choices
+        world.say(name, m.Reserved(message.rid, message.attempt, granted, load(90)))
+    elif rng.random() < 0.1:
+        world.say(name, m.Failed(Unit(message.rid, choice, message.attempt), "unavailable", "no", True))
+    elif isinstance(message, m.Prefill) and rng.random() < 0.4:
+        world.say(name, m.PrefillDone(message.rid, message.attempt, 0.0, 0.0, 0, load(100)))
+    elif request is not None:
+        received = len(request.sequences[choice].received)
+        first = max(0, received + rng.choice([0, 0, 0, -1, 2]))
+        num_left = max(1, request.params.max_tokens - first)
+        ids = (IDS * 4)[first : first + min(num_left, rng.choice([1, 1, 2]))]
+        if rng.random() < 0.3:
+            world.say(name, m.Admitted(Unit(message.rid, choice, message.attempt), 0.1, 2, 4096, 0))
+        reason = "length" if first + len(ids) >= request.params.max_tokens else None
+        world.tokens(name, message, first, ids, choice=choice, reason=reason)

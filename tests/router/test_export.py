@@ -23,7 +23,7 @@ from baton.router.export import OpenTelemetry, TraceExport, configured_export
 from baton.router.trace import TraceRecorder
 
 from .conftest import System
-from .test_dispatcher import wait_until
+from .test_runner import wait_until
 from .test_trace import Traced, whole_life
 
 TRACE, CLIENT_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -34,7 +34,7 @@ from baton.router.text.tokenizer import TextTokenizer
 from .conftest import System
 from .fake_nodes import FakeNode
 from .hellos import ClockedRegistry
-from .test_dispatcher import own, wait_until
+from .test_runner import own, wait_until
 
 Make = Callable[..., System]
 Corrupt = Callable[[str, str, list[int]], list[int]]

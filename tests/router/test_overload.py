@@ -16,7 +16,7 @@ from baton.metadata.wire import messages as m
 from .conftest import System
 from .fake_nodes import FakeNode
 from .test_admission import waiting
-from .test_dispatcher import is_canary, own, wait_until
+from .test_runner import is_canary, own, wait_until
 
 
 def busy(make_system: Callable[..., System], **router: Any) -> System:

@@ -26,7 +26,7 @@ from baton.router.registry import MAX_EMPTY_GROUPS, MAX_LINES, MAX_WAITING, TOKE
 from .conftest import System
 from .fake_nodes import make_layout
 from .hellos import BEAT, ClockedRegistry
-from .test_dispatcher import own, wait_until
+from .test_runner import own, wait_until
 
 Make = Callable[..., System]
 

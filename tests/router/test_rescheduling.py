@@ -16,7 +16,7 @@ from baton.router.rescheduling import MAX_LOSSES
 
 from .conftest import System
 from .fake_nodes import FakeNode
-from .test_dispatcher import fail_transfer, is_canary, own, stream_events, text_of, wait_until
+from .test_runner import fail_transfer, is_canary, own, stream_events, text_of, wait_until
 
 Make = Callable[..., System]
 

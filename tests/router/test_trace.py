@@ -33,7 +33,7 @@ from baton.router.trace import (
 
 from .conftest import System
 from .fake_nodes import FakeNode
-from .test_dispatcher import own, wait_until
+from .test_runner import own, wait_until
 
 NO_TIMES, NO_PULL = PrefillTimes(), PullTimes()
 CHUNKS = (ChunkTimes(1, 512, 0.0, 0.25), ChunkTimes(1, 100, 0.125, 0.125))

@@ -16,7 +16,7 @@ from baton.router.config import RouterConfig
 from baton.router.http.access import Access
 
 from ..conftest import System
-from ..test_dispatcher import own, wait_until
+from ..test_runner import own, wait_until
 
 ADMIN_ROUTES = [("GET", "/debug/nodes"), ("GET", "/debug/ledger"), ("GET", "/debug/handoff"), ("POST", "/admin/flush")]
 CLIENT_ROUTES = [("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/openapi.json")]

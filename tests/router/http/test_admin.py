@@ -7,7 +7,7 @@ from collections.abc import Callable
 from baton.metadata.wire import messages as m
 
 from ..conftest import System
-from ..test_dispatcher import own
+from ..test_runner import own
 
 
 def test_nodes_and_ledger(system: System) -> None:

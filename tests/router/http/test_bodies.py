@@ -11,7 +11,7 @@ import pytest
 from baton.router.http import bodies
 
 from ..conftest import System
-from ..test_dispatcher import wait_until
+from ..test_runner import wait_until
 
 OK = {"model": "fake", "prompt": "hello", "max_tokens": 100}
 

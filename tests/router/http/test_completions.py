@@ -11,7 +11,7 @@ from baton.metadata.wire import messages
 from baton.metadata.wire.request import unpack_ids
 
 from ..conftest import System
-from ..test_dispatcher import own
+from ..test_runner import own
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from baton.router.http.access import Needs
 from baton.router.http.routes import ROUTES
 
 from ..conftest import RunningRouter, System, check_is_declared
-from ..test_dispatcher import own
+from ..test_runner import own
 
 EVIL = "https://evil.example"
 GOOD = "https://chat.example"

@@ -11,7 +11,7 @@ from baton.router.http import openapi
 from baton.router.http.routes import ROUTES
 
 from ..conftest import System
-from ..test_dispatcher import own
+from ..test_runner import own
 
 BODIES = {
     "/v1/completions": {"prompt": "hello"},

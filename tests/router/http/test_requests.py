@@ -13,7 +13,7 @@ import pytest
 from baton.metadata.wire import messages as m
 
 from ..conftest import System
-from ..test_dispatcher import own, wait_until
+from ..test_runner import own, wait_until
 from .test_access import bearer
 
 

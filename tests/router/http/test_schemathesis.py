@@ -20,7 +20,7 @@ import pytest
 from baton.router.http.routes import ROUTES
 
 from ..conftest import System
-from ..test_dispatcher import wait_until
+from ..test_runner import wait_until
 
 COMMAND = shutil.which("schemathesis", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
 MAX_EXAMPLES = int(os.environ.get("BATON_SCHEMATHESIS_EXAMPLES", "16"))  # per operation and phase

@@ -16,7 +16,7 @@ from baton.router.http import app
 from baton.router.http.sse import limit_unread
 
 from ..conftest import System
-from ..test_dispatcher import own, wait_until
+from ..test_runner import own, wait_until
 
 TOKENS = 4000  # more than a megabyte of events
 
