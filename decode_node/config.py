@@ -12,6 +12,7 @@ from ..engine.config import EngineConfig
 class DecodeConfig(EngineConfig):
     """The settings of a decode node.
 
-    It computes chunks of prompts while other sequences wait for their next token, so its chunks are smaller."""
+    While a decode node computes a chunk of a prompt, its other sequences wait. So its chunks are smaller than a prefill
+    node's."""
 
     CUDA_CHUNK_TOKENS: ClassVar[int] = 1024

@@ -13,8 +13,8 @@ Reserve and Compute messages fill `reserved`. The events of the handoff client e
 The prompt of a Compute message is a local prompt: this node computes it in chunks, like the tokens of a resumed
 sequence.
 
-A round is submitted, and settled when its results are read. On a GPU the next round is submitted in between, so the
-device computes while the host processes tokens.
+The node submits a round to the device. It settles the round later: it waits for the results and processes them. On a
+GPU the node submits the next round in between, so the device computes while the host processes tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Generated tokens on their way to the router: one message per step, and again if the router asks."""
+"""The outbox of a decode node: builds one message per step with new tokens, and repeats tokens if the router asks."""
 
 from __future__ import annotations
 

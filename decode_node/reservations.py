@@ -64,7 +64,7 @@ class Reservations:
         return granted
 
     def announce_capacity(self) -> None:
-        """Tell the router that pages have become free, if a reservation was refused before that."""
+        """Tell the router that pages have become free, if a reservation was refused since the last such message."""
         has_released = self._refused_at is not None and self._scheduler.num_releases > self._refused_at
         if has_released and not self._scheduler.preempted:
             self._refused_at = None

@@ -1,4 +1,4 @@
-"""The round clock: how long rounds take, measured by the host. The node chooses the draft length by these times."""
+"""The round clock measures on the host how long rounds take. An adaptive node chooses its draft length by that."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ class RoundClock:
         return seconds
 
     def judge(self, seconds: float) -> RoundTime:
-        """Return how far the time of the last settled round can be used. Call it after its tokens are processed."""
+        """Return the times of the last settled round, None for those that other work distorted.
+
+        Call it after the tokens of the round are processed.
+        """
         overhead_s = 0.0 if self._overlaps else time.monotonic() - self._begun_at - seconds
         is_passed = self._other_s > _OTHER_SHARE * seconds and self._num_passed < _MAX_PASSED
         self._num_passed = self._num_passed + 1 if is_passed else 0

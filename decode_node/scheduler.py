@@ -12,9 +12,9 @@ page is free for the next token itself, the youngest running sequence is preempt
 everything finishes. While a sequence is preempted, no new reservation is granted.
 
 A round may be planned while the one before is under way. The host then knows each sequence only up to the `num_coming`
-tokens that this round may bring. The plan has pages for all of them, and leaves out a sequence that certainly ends. A
-sequence that has ended after all takes part once more, without effect. Nobody is preempted in this state: the plan says
-`is_premature` instead.
+tokens that this round may bring. The plan has pages for all of them, and leaves out a sequence that certainly ends. If
+the round under way ends another sequence, that sequence is still in the plan, without effect. The scheduler preempts no
+sequence in this state. It sets the plan's `is_premature`: the node settles the round under way and plans again.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class DecodeScheduler:
         rests: Callable[[], bool] | None = None,
         on_finish: Callable[[Sequence], None] | None = None,
     ) -> None:
-        """`shape`: the most that a round drafts. `choose` returns how much the next round drafts, for its sequences and
-        the number of drafts that each could use; None: always `shape`. `rests` is called once per round and returns
-        whether the round drafts nothing, whatever its sequences. `on_finish` is called for every finished sequence."""
+        """`shape`: the largest draft of a round. `choose` gets the sequences of the next round and the number of drafts
+        that each could use, and returns the shape to draft; None: always `shape`. `rests` is called once per round, and
+        returns whether the round drafts nothing for any sequence. `on_finish` is called for every finished sequence."""
         self.cache = cache
         self.shape = shape
         self.context_len = context_len
@@ -111,7 +111,7 @@ class DecodeScheduler:
     def plan(self, shape: DraftShape | None = None) -> StepPlan:
         """Resume what fits, find pages for all running sequences (preempt the youngest if needed), and make the rows.
 
-        `shape`: what a premature plan has already chosen to draft. The choice is not made twice."""
+        `shape`: the draft shape that an earlier plan chose for this round; None: choose it now."""
         if not self._is_under_way:
             self._resume()
         plan = StepPlan(shape=self._round_shape(shape), is_premature=bool(self.preempted) and self._is_under_way)

@@ -1,4 +1,4 @@
-"""A sequence's clock: how long it ran, and how long it was preempted in between. For the request's timeline."""
+"""The clock of a sequence measures its runs and the preemptions between them. The router puts them into the trace."""
 
 from __future__ import annotations
 

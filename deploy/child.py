@@ -1,4 +1,4 @@
-"""Child processes of the launcher: how one is started, logged and ended, and how it dies when the launcher dies."""
+"""Child processes of the launcher. Starts, logs and ends them, and lets the kernel kill them if the launcher dies."""
 
 from __future__ import annotations
 

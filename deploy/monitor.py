@@ -1,4 +1,4 @@
-"""The view of the running system that `baton up` reports on the terminal, read from the router over HTTP.
+"""Monitoring for `baton up`: reads the state of the system from the router over HTTP, and reports it in lines of text.
 
 `look` reads which nodes have joined, which are draining and whether requests are served; `NodeNews` turns changes into
 lines. `SpeculationNews` reports every few seconds how well speculation works.

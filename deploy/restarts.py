@@ -1,4 +1,4 @@
-"""When `baton up` restarts a process that has ended, and when it gives up: a pure automaton.
+"""Restart policy of `baton up`: an automaton that decides when to restart an ended process, and when to give up.
 
              started                  joined
     waiting ---------> starting -----------------> serving

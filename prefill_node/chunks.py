@@ -1,8 +1,8 @@
 """A chunk: the prompt tokens of one step, which the device computes together.
 
-A step asks the device for the target's forward over the chunk, the drafter's forward, and the ends of the prompts whose
-last token is in the chunk (prompt_ends.py). `submit` returns before the device is done, so the node can submit the next
-chunk before it reads the results of this one.
+A step asks the device for the target's forward over the chunk and for the drafter's forward. For prompts whose last
+token is in the chunk, it also asks for first tokens and for the drafts after them (prompt_ends.py). `submit` returns
+before the device is done, so the node can submit the next chunk before it reads the results of this one.
 """
 
 from __future__ import annotations

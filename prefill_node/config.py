@@ -9,4 +9,4 @@ from ..engine.config import EngineConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig(EngineConfig):
-    """The settings of a prefill node: so far those that both kinds of node have."""
+    """The settings of a prefill node. It has only the settings that both roles share."""

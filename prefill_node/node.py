@@ -9,14 +9,15 @@ The life of a request here:
                  may claim them                as it is computed         go to the decode node; a first token
                                                                          that ends its choice revokes its ticket
 
-Messages fill `waiting`. The scheduler starts requests when the pool can hold all their pages. The tickets' ends empty
-`handing_over`.
+Messages fill `waiting`. The scheduler starts requests when the pool can hold all their pages. A request leaves
+`handing_over` when its last ticket has ended.
 
-A chunk is submitted, and settled when its results are read. On a GPU the next chunk is submitted in between, so the
-device computes while the host sends first tokens, packs rows and offers pages. The device works in the order of
-submission. Therefore the pages of a dropped request can be reused at once: their next owner writes them after the chunk
-under way. Likewise a new request may read pages of the prefix cache that the chunk under way still computes. Other
-processes do not share this order, so pages are offered only when their chunk is settled.
+The node submits a chunk to the device. It settles the chunk later: it waits for the results and processes them. On a
+GPU the node submits the next chunk in between, so the device computes while the host sends first tokens, packs rows and
+offers pages. The device works in the order of submission. Therefore the pages of a dropped request can be reused at
+once: their next owner writes them after the chunk under way. Likewise a new request may read pages of the prefix cache
+that the chunk under way still computes. Other processes do not share this order, so the node offers pages only after it
+has settled their chunk.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""First tokens on their way to the router: one message per prompt, kept for a while in case the router asks again."""
+"""The outbox of a prefill node: builds one message with first tokens per prompt, and keeps it a while for repeats."""
 
 from __future__ import annotations
 

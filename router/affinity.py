@@ -1,4 +1,4 @@
-"""Prefix affinity: which prefill node probably has which leading pages of a prompt in its cache."""
+"""Prefix affinity: estimates which leading pages of a prompt each prefill node has in its prefix cache."""
 
 from __future__ import annotations
 

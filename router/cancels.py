@@ -27,7 +27,7 @@ class Unacked(NamedTuple):
 
 
 class Cancels:
-    """Cancels under way, by node, request and attempt. They end with the node's answer or with the node."""
+    """Cancels under way, by node, request and attempt. A Cancel ends when the node answers or is gone."""
 
     def __init__(self, epoch: str, effects: Effects) -> None:
         self._epoch = epoch
@@ -64,7 +64,7 @@ class Cancels:
             self.send(node, message.rid, message.attempt, unwanted, "it is over", now)
 
     def acknowledged(self, node: Node, message: Cancelled) -> None:
-        """The node holds nothing any more of what one message named."""
+        """Record the answer to one message: the node holds nothing any more of the choices that it named."""
         of_node, key = self._unacked.get(node, {}), (message.rid, message.attempt)
         unacked = of_node.get(key)
         if unacked is None:
@@ -75,12 +75,12 @@ class Cancels:
             del of_node[key]
 
     def forget(self, node: Node) -> None:
-        """The node is gone, and all that it held."""
+        """Forget the Cancels of a node that is gone."""
         self._unacked.pop(node, None)
 
     def repeat(self, now: float) -> None:
-        """Send overdue Cancels again. To be called several times per second. There is no last time: a node that lives
-        answers, and the registry gives up a node that does not live."""
+        """Send overdue Cancels again. To be called several times per second. It repeats without limit: a live
+        node answers, and the registry removes a dead one."""
         for node, of_node in self._unacked.items():
             for key, unacked in list(of_node.items()):
                 if now < unacked.due_at:

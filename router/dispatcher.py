@@ -10,10 +10,10 @@ an operator cancels it, or with an error. Nodes that may still hold something of
 Every public method takes the time in monotonic seconds and returns effects (effects.py), which its caller must do in
 order. A node's message, a failed send, a tick: each is one event. The parts below decide; none of them knows this file.
 
-    queue, reservations, placement   who waits, whose decode node was asked, which nodes
-    streams                          tokens to clients, and tokens that are missing
-    rescheduling, cancels, drains    what goes on elsewhere, and what nodes must drop
-    registry, health                 which nodes are there, and which pairs of them work
+    queue, reservations, placement   the waiting requests, the questions to decode nodes, the choice of nodes
+    streams                          tokens for clients, and missing tokens
+    rescheduling, cancels, drains    requests that move to other nodes, and work that nodes must drop
+    registry, health                 the joined nodes, and the pairs of them that work
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Dispatcher:
         return self._take(now)
 
     def abort(self, request: Request, reason: str, now: float) -> list[Effect]:
-        """End a request for somebody else than its client. Its listener gets one clear error."""
+        """End a request that someone other than its waiting client cancels. Its listener gets one clear error."""
         if self._cancel(request, reason, now):
             self._tell_error(request, RequestCancelled(f"the request was cancelled: {reason}"), now)
         return self._take(now)
@@ -167,13 +167,13 @@ class Dispatcher:
         return self._take(now)
 
     def drain(self, node_id: str, timeout_s: float | None, now: float) -> list[Effect]:
-        """Give a node nothing new. What it has not finished after `timeout_s` (None: the configured drain_timeout_s)
-        goes on elsewhere. Raises NotFound."""
+        """Give a node no new work. After `timeout_s` (None: the configured drain_timeout_s) its unfinished work moves
+        to other nodes. Raises NotFound."""
         self._drains.begin(node_id, now + (self._config.drain_timeout_s if timeout_s is None else timeout_s))
         return self._take(now)
 
     def undrain(self, node_id: str, now: float) -> list[Effect]:
-        """Take `drain` back. Raises NotFound, and HttpRefusal if the node leaves by its own word."""
+        """Undo `drain`. Raises NotFound, and Conflict if the node itself said that it leaves."""
         self._take_in(self._drains.undo(node_id), now)
         return self._take(now)
 
@@ -228,7 +228,7 @@ class Dispatcher:
         return self._take(now)
 
     def tick(self, now: float) -> list[Effect]:
-        """Look at all that is a matter of time. To be called many times per second."""
+        """Handle all deadlines and timeouts that are due. Call it many times per second."""
         for sequence in self._streams.check_gaps(now):
             self._tokens_lost(sequence, now)
         if now - self._slow_tick_at >= SLOW_TICK_S:
@@ -237,7 +237,7 @@ class Dispatcher:
         return self._take(now)
 
     def _take(self, now: float) -> list[Effect]:
-        """Let everybody hear of nodes that joined or were lost, and return what is to be done."""
+        """Handle the nodes that joined or were lost, and return the effects collected so far."""
         while self._comings:
             node, reason = self._comings.pop(0)
             if reason is None:
@@ -335,7 +335,7 @@ class Dispatcher:
             self._pump(request.group, now)
 
     def _reserved(self, node: Node, message: Reserved, now: float) -> None:
-        """The decode node's answer. What it did not grant waits on; the rest is dispatched."""
+        """Handle a decode node's answer: dispatch the choices that it granted. The others keep waiting."""
         node.report(message.load)
         answer = self.reservations.answered(node, message)
         if answer is None:
@@ -358,8 +358,8 @@ class Dispatcher:
         self._pump(request.group, now)
 
     def _refused(self, entry: Entry, node: Node, now: float) -> None:
-        """Full is no failure. An empty node without room is not asked again; if there is no other node, the request
-        fails."""
+        """Handle a refusal of all choices. A busy node is no failure. An empty node that refused is not asked again; if
+        no other node could take the request, the request fails."""
         request = entry.request
         if entry.pair is not None:
             self._fail(request, PairFull(f"decode node {node.node_id} is full"), now)
@@ -639,7 +639,7 @@ class Dispatcher:
                 self._streams.check_silence(sequence, now)
 
     def _check_reservations(self, now: float) -> None:
-        """Give up decode nodes that do not answer, and ask again where an answer may have been lost."""
+        """Give up reservations that a decode node does not answer. Ask again if an answer may have been lost."""
         reason = "the decode node did not answer the reservation"
         for request, attempt in self.reservations.overdue(now):
             self._end_all(self._rescheduling.failed(request, attempt, attempt.choices, reason, now), now)

@@ -1,7 +1,7 @@
 """Nodes that an operator takes out of service and puts back. They stay joined, so that a drain can be undone.
 
-A drain belongs to the name of a node. A node that dies, or loses the router, and comes back is still drained. A node
-that leaves by its own word has been stopped by somebody; the next node of its name serves.
+A drain belongs to the name of a node. A node that dies, or loses the router, and comes back is still drained. If a node
+announces that it leaves, somebody has stopped it on purpose. This ends the drain: the next node of that name serves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Drains:
         self._names: set[str] = set()
 
     def begin(self, node_id: str, evict_at: float) -> Node:
-        """Give the node nothing new. What it has not finished at `evict_at` goes on elsewhere. Raises NotFound."""
+        """Give the node no new work. At `evict_at` its unfinished work moves to other nodes. Raises NotFound."""
         node = self._node(node_id)
         self._names.add(node_id)
         node.cordon(evict_at)
@@ -32,7 +32,7 @@ class Drains:
         return node
 
     def undo(self, node_id: str) -> Node:
-        """Let the node take requests again. Raises NotFound, and Conflict if it leaves by its own word."""
+        """Let the node take requests again. Raises NotFound, and Conflict if the node itself said that it leaves."""
         is_known = node_id in self._names
         self._names.discard(node_id)
         try:

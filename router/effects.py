@@ -1,4 +1,4 @@
-"""Effects: what the dispatcher wants done after an event. Its runner does them in order, after the event."""
+"""Effects: actions that the dispatcher returns after an event. The runner (runner.py) carries them out in order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Send(NamedTuple):
 
 
 class SendUnknown(NamedTuple):
-    """Send a message, in this protocol version, to a peer that may not have joined. Nobody minds if that fails."""
+    """Send a message, in this protocol version, to a peer that may not have joined. A failure is ignored."""
 
     peer: bytes
     message: ToNode

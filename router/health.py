@@ -1,4 +1,4 @@
-"""Which pairs of a prefill and a decode node may get requests, as an automaton without a clock or a socket.
+"""Health of pairs: an automaton, without clock or socket, that decides which (prefill, decode) pairs may get requests.
 
 The dispatcher reports events with their time, and carries out the effects that come back, in order: StartCanary,
 GiveUpCanary, PairsReady. Every canary that it starts ends with one event: `answered`, `failed` or `no_room`.

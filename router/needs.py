@@ -1,4 +1,4 @@
-"""Need of a request: the pages and the context that its nodes must have. Arrival, queue and placement all ask it."""
+"""Need of a request: the pages and the context that its nodes must have. The queue and the placement use it."""
 
 from __future__ import annotations
 

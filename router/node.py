@@ -1,4 +1,4 @@
-"""Nodes, with the router's books of what each node holds, and groups of nodes that can be paired.
+"""Nodes, and groups of nodes that can be paired. A Node keeps the router's books of the work that it was given.
 
 Nodes of one group can hand requests over to each other: they have equal handoff schemas, weights, model names and
 tokenizers. Several groups can serve one model; a request never moves between groups. A prefill and a decode node of a
@@ -135,17 +135,17 @@ class Node:
 
     @property
     def is_leaving(self) -> bool:
-        """The node said that it stops, or is gone."""
+        """Whether the node said that it stops, or is gone."""
         return self._is_leaving
 
     @property
     def is_cordoned(self) -> bool:
-        """An operator drains it."""
+        """Whether an operator drains the node."""
         return self._is_cordoned
 
     @property
     def is_draining(self) -> bool:
-        """It takes nothing new."""
+        """Whether the node takes no new work because it leaves or is drained."""
         return self._is_leaving or self._is_cordoned
 
     @property
@@ -155,7 +155,7 @@ class Node:
 
     @property
     def is_live(self) -> bool:
-        """It takes new work."""
+        """Whether the node takes new work."""
         return self._is_reachable and not self._is_leaving and not self._is_cordoned
 
     def heard(self, beat: Heartbeat, now: float) -> None:
@@ -181,7 +181,7 @@ class Node:
         self._is_reachable = False
 
     def leave(self) -> None:
-        """The node stops by its own word, or is gone."""
+        """Record that the node said that it stops, or is gone."""
         self._is_leaving = True
 
     def cordon(self, evict_at: float | None = None) -> None:
@@ -221,12 +221,12 @@ class Node:
 
     @property
     def is_empty(self) -> bool:
-        """Neither the router nor the node itself knows of any work on it."""
+        """Whether neither the router nor the node itself knows of any work on the node."""
         return not self._num_units and not self._load.running and self._load.free_pages >= self.num_pages
 
     @property
     def holds_nothing(self) -> bool:
-        """Its books are empty."""
+        """Whether the books show no work on the node."""
         return not (self._held or self._prompts or self._num_units or self._pledged_pages)
 
     def units_of(self, rid: str, attempt: int) -> frozenset[int]:
@@ -289,11 +289,11 @@ class Node:
         return sum(self._prompts.values())
 
     def begin_prompt(self, rid: str, attempt: int, num_tokens: int) -> None:
-        """The node gets a prompt, of which it has to compute so many tokens."""
+        """Enter a prompt of which the node has to compute `num_tokens` tokens."""
         self._prompts[rid, attempt] = num_tokens
 
     def end_prompt(self, rid: str, attempt: int) -> None:
-        """The node has finished the prompt, or need not."""
+        """Take the prompt out of the books: the node has finished it, or need not finish it."""
         self._prompts.pop((rid, attempt), None)
 
     # Pairing

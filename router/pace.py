@@ -1,13 +1,13 @@
 """Pace of a group, learned from its last requests: how long a new request would wait, and how long it would then take.
 
-A client that is refused is told when to come again. It is promised a grant of its own, after those promised to clients
-that were refused before it, at the present pace:
+A grant gives a request its nodes. The router tells a refused client when to come again, and promises it a grant at that
+time. The promised grants follow each other at the present pace, in the order of the refusals:
 
     a request is refused     a promise is added behind the others
     its time has come        the promise ends, whether or not the client comes
     nodes have room again    half of the promises end, because their clients do not keep the nodes busy
 
-So no client is sent away for longer than the nodes need to serve those sent away before it.
+So no client has to stay away for longer than the nodes need to serve the clients that were refused before it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Placement: which nodes get a request that waits.
+"""Placement: chooses the nodes for a waiting request.
 
 Decode: the least loaded node that has room. Prefill: the node that would finish the prompt first, if pages that it
-probably has in its cache need not be computed. Among nodes, those on which the request has not failed yet are
-preferred.
+probably has in its cache need not be computed. Nodes on which the request has not failed yet come first.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ QUEUED_PER_SLOT = 2  # prompts that a prefill node may hold per slot of its batc
 
 
 class DecodeFigures(NamedTuple):
-    """Figures of a decode node that decide."""
+    """Figures by which `choose_decode` compares decode nodes."""
 
     free_pages: int  # without those of reservations under way
     num_running: int  # with reservations under way
@@ -27,7 +26,7 @@ class DecodeFigures(NamedTuple):
 
 
 class PrefillFigures(NamedTuple):
-    """Figures of a prefill node that decide."""
+    """Figures by which `choose_prefill` compares prefill nodes."""
 
     queued_tokens: int  # prompt tokens still to compute
     num_queued: int

@@ -1,16 +1,15 @@
-"""The waiting queues: who waits, who is next, how long, and who is refused.
+"""The waiting queues decide which requests wait, in which order, for how long, and which are refused.
 
 First come, first served within a priority. Priority is a head start: the turn of an entry is the time of its arrival,
 AGE_S earlier per step of higher priority (a lower number). So waiting makes up for priority, the order of two entries
-never changes, and nobody is starved. A request that was admitted before, and must go on on other nodes, goes before all
-others.
+never changes, and nobody is starved. A request that has had nodes before, and was rescheduled, goes before all others.
 
 A client gets 429 if the queues are full, by requests or by prompt tokens, or if its request would be late at the
 present pace of its group (pace.py). A request that has become late is refused before it costs a node anything. A full
 queue makes room for a request of higher priority: it refuses the requests whose turn comes last.
 
-A request that no node could take, however idle, waits a stated time for one; then it ends with one error. It does not
-hold up those behind it.
+If no node could take a request even when idle, the request waits for such a node for at most `Bounds.node_wait_s`. Then
+it ends with an error. It does not block the requests behind it.
 """
 
 from __future__ import annotations
@@ -152,8 +151,8 @@ class PairFull(Unavailable):
 
 
 class Bounds(NamedTuple):
-    """Limits of what may wait: requests and prompt tokens of all groups, the time in the queue, and the time for a node
-    that is not there."""
+    """Limits of the queues: requests and prompt tokens of all groups, time in the queue, and time to wait for a node
+    that could take the request."""
 
     num_requests: int
     num_tokens: int
@@ -162,7 +161,7 @@ class Bounds(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What an HTTP request asks for. `num_tokens`: of all its prompts; `max_tokens`: of each output."""
+    """The size of an HTTP request. `num_tokens`: of all its prompts; `max_tokens`: of each output."""
 
     num_requests: int
     num_tokens: int
@@ -179,7 +178,7 @@ class Refused(NamedTuple):
 
 
 class Queues:
-    """The waiting queues of all groups. Decides who may wait; whom it refuses, the caller ends."""
+    """The waiting queues of all groups. Decides which requests may wait. The caller ends those that it refuses."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
@@ -221,7 +220,7 @@ class Queues:
         self._queues[entry.request.group].add(entry, first=first)
 
     def strike(self, entry: Entry, choices: Iterable[int]) -> None:
-        """These choices of an entry wait no more."""
+        """Take these choices out of an entry, and the entry out of its queue if none is left."""
         entry.choices = tuple(choice for choice in entry.choices if choice not in choices)
         if not entry.choices:
             self._queues[entry.request.group].remove(entry)
@@ -231,7 +230,7 @@ class Queues:
         self._queues[request.group].withdraw(request)
 
     def forget(self, group: Group) -> None:
-        """The group is no more; nobody waits in it."""
+        """Forget a group that no longer exists. Its queue is empty."""
         queue = self._queues.pop(group, None)
         assert not queue, group.key
         self._paces.pop(group, None)

@@ -1,4 +1,4 @@
-"""Which nodes have joined, and in which groups: the registry welcomes, refuses and loses nodes.
+"""The registry keeps the joined nodes and their groups. It welcomes nodes, refuses them, and records their loss.
 
     Hello --> welcomed (joined) --> lost: it left, its connection closed, it is silent or stuck, or its name was taken
       |  '--> refused, with the values that do not match

@@ -1,10 +1,10 @@
-"""State of a request in the router: enough to go on on other nodes at any time.
+"""State of a request in the router. It is enough to continue the request on other nodes at any time.
 
     Request    one prompt with n sequences, which share its prefill
     Sequence   one output: received ids -> text -> stop strings -> Delta
     Attempt    one run of some sequences on a (prefill, decode) pair
 
-A request goes on elsewhere as (prompt, received ids, parameters). So nothing here depends on the nodes that work on it.
+Other nodes continue a request from its prompt, its received ids and its parameters. So nothing here depends on a node.
 Messages name a sequence by its index, `choice`.
 """
 
@@ -377,7 +377,7 @@ class Request:
         self.failed_pairs.add(attempt.pair)
 
     def forgive(self, node: Node) -> None:
-        """A node is gone. Earlier failures on it are forgotten: its loss caused them, and its peers noticed first."""
+        """A node is gone. Forget failures on it: the loss caused them, and other nodes noticed it before the router."""
         self.failed_pairs = {pair for pair in self.failed_pairs if node.routing_id not in pair}
         for sequence in self.sequences:
             sequence.failures = [pair for pair in sequence.failures if node.routing_id not in pair]

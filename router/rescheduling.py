@@ -1,8 +1,9 @@
-"""Rescheduling: a request goes on on other nodes as (prompt, received ids, parameters), queued before all others.
+"""Rescheduling: moves a request to other nodes. They continue it from its prompt, received ids and parameters.
 
-A sequence whose attempts fail is given up after `max_attempts` of them in a row. A node that dies under a sequence, or
-leaves, is not the sequence's fault: it goes on while there are other nodes, up to MAX_LOSSES, which only a request
-reaches that itself kills nodes. Both counts start anew when an attempt brings more than its first token.
+A rescheduled request waits before all others. A sequence is given up after `max_attempts` failed attempts in a row. If
+a node dies or leaves, that is not the sequence's fault: the sequence moves to other nodes, up to MAX_LOSSES times in a
+row. Only a request that itself kills nodes reaches this limit. Both counts start again from zero when an attempt brings
+more than its first token.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MAX_LOSSES = 16  # nodes in a row that died under a sequence, before the sequenc
 
 
 class Rescheduling:
-    """Ends attempts and queues their choices again. Returns the requests that must end, which the caller ends.
+    """Ends attempts and queues their choices again. Methods return the requests that the caller must end.
 
     `requests` is a view of the requests that are not over.
     """
@@ -73,7 +74,7 @@ class Rescheduling:
         return []
 
     def lost(self, node: Node, reason: str, now: float) -> list[Refused]:
-        """A node is gone. What it held goes on elsewhere, and so does what waited for its pages."""
+        """A node is gone. The sequences that it held, or that waited for its pages, move to other nodes."""
         where = f"{node.role} node {node.node_id}: {reason}"
         refused: list[Refused] = []
         for request in list(self._requests.values()):
@@ -84,8 +85,8 @@ class Rescheduling:
         return refused
 
     def forgotten(self, node: Node, unit: Unit, reason: str, now: float) -> list[Refused]:
-        """A node does not know a unit that has ended here. If the prefill node still owes the prompt's
-        log-probabilities, its PrefillDone was lost: they are computed again."""
+        """A node does not know a unit that has ended in the router. If it is the prefill node, and the prompt's
+        log-probabilities are missing, its PrefillDone was lost. Another attempt computes them again."""
         request = self._requests.get(unit.rid)
         attempt = request.attempts.get(unit.attempt) if request is not None else None
         if request is None or attempt is None or attempt.prefill is not node or not request.lacks_prompt:
@@ -99,8 +100,8 @@ class Rescheduling:
         return self._leave(request, attempt, set(attempt.choices), reason, node, now)
 
     def evict(self, node: Node, reason: str, now: float) -> list[Refused]:
-        """The time of a draining node is over: what it still holds goes on elsewhere. A canary cannot, because its
-        answer would be another node's."""
+        """The time of a draining node is over: its unfinished work moves to other nodes. A canary ends, because its
+        answer would come from another node."""
         where = f"{node.role} node {node.node_id}: {reason}"
         refused: list[Refused] = []
         for request in list(self._requests.values()):

@@ -1,4 +1,4 @@
-"""The dispatcher in the router's event loop: gives it events with their time, and does the effects that it returns."""
+"""The runner connects the dispatcher to the event loop. It passes events with their time and carries out effects."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class RunningDispatcher:
         self._do(self._dispatcher.cancel(request, reason, time.monotonic()))
 
     def abort(self, request: Request, reason: str) -> None:
-        """End a request for somebody else than its client. Its listener gets one clear error."""
+        """End a request that someone other than its waiting client cancels. Its listener gets one clear error."""
         self._do(self._dispatcher.abort(request, reason, time.monotonic()))
 
     def refuse(self, request: Request, reason: str) -> None:
@@ -119,12 +119,12 @@ class RunningDispatcher:
         self._do(self._dispatcher.set_paused(request, is_paused, time.monotonic()))
 
     def drain(self, node_id: str, timeout_s: float | None = None) -> Node:
-        """Give a node nothing new, and have its work go on elsewhere after a time. Raises NotFound."""
+        """Give a node no new work, and move its unfinished work to other nodes after a time. Raises NotFound."""
         self._do(self._dispatcher.drain(node_id, timeout_s, time.monotonic()))
         return self._named(node_id)
 
     def undrain(self, node_id: str) -> Node:
-        """Take `drain` back. Raises NotFound, and HttpRefusal if the node leaves by its own word."""
+        """Undo `drain`. Raises NotFound, and Conflict if the node itself said that it leaves."""
         self._do(self._dispatcher.undrain(node_id, time.monotonic()))
         return self._named(node_id)
 

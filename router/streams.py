@@ -2,9 +2,10 @@
 
 `take` is the only part of the router that runs once per token.
 
-ZeroMQ loses queued messages when a connection breaks. A gap shows when later tokens arrive. After GAP_S the node that
-sent those is asked for the missing ones; after MAX_RESENDS such requests the sequence goes on on other nodes. Other
-losses show only as silence. After SILENCE_S a node is asked for whatever may have been lost:
+ZeroMQ loses queued messages when a connection breaks. A gap shows when later tokens arrive. If the gap lasts for GAP_S,
+the router asks the node that sent the later tokens for the missing ones. After MAX_RESENDS such requests it moves the
+sequence to other nodes. Other losses show only as silence. After SILENCE_S the router asks a node for the part that may
+have been lost:
 
     no token of this attempt yet        the prefill node, for the first token
     tokens, but no end                  the decode node, which also asks prefill again for pages that it lacks
@@ -81,7 +82,7 @@ class TokenStreams:
         return ended
 
     def find(self, unit: Unit, node: Node) -> Sequence | None:
-        """Return the sequence that this unit is the present attempt of, on this node. None if it is over or moved."""
+        """Return the sequence whose present attempt has this unit on this node. None if it is over or has moved."""
         request = self._requests.get(unit.rid)
         if request is None or unit.choice >= len(request.sequences):
             return None
@@ -92,7 +93,7 @@ class TokenStreams:
         return sequence if node is attempt.decode or node is attempt.prefill else None
 
     def close(self, sequence: Sequence) -> None:
-        """No token is missing, or nobody waits for it any more."""
+        """Stop asking for missing tokens: none is missing, or nobody waits for them any more."""
         self._gaps.discard(sequence)
 
     def check_gaps(self, now: float) -> list[Sequence]:

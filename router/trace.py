@@ -382,7 +382,7 @@ class TraceRecorder:
         self.trace.outcome = outcome
 
     def look(self, request: TracedRequest) -> None:
-        """Copies the figures that the request keeps itself. A live trace needs that before it is read."""
+        """Copies figures from the request into the trace. Call it before a live trace is read."""
         first, self.trace.num_cached = request.first_token_at, request.num_cached
         self.trace.ttft_s = self._seconds(first) if first is not None else None
         for sequence, choice in zip(self.trace.sequences, request.sequences, strict=True):

@@ -1,5 +1,5 @@
-"""Allow-list: which public keys may connect, and to which process each belongs. A file of lines `NAME KEY`, the same
-for all processes.
+"""Allow-list: the public keys that may connect, each with the name of its process. It is a file of lines `NAME KEY`,
+the same for all processes.
 
     router     rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7
     prefill-0  Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID   # host1, rack 7

@@ -2,10 +2,10 @@
 cluster.
 
 Without an allow-list a server accepts exactly the clients that prove to hold its own pair. libzmq asks a handler in the
-socket's context about every handshake (ZAP, RFC 27). The ZAP domain of a server socket says whom it accepts: it is the
-one public key, or it names an allow-list of this process. Sockets set ZAP_ENFORCE_DOMAIN, so nobody gets in without a
-handler. Every later message carries its sender's key (`sender_key`), so a key can be shut out while its connection is
-still open; libzmq does not close such connections.
+socket's context about every handshake (ZAP, RFC 27), and passes it the ZAP domain, a string that each server socket
+sets. Here the domain is the one accepted public key, or it names an allow-list of this process. Sockets set
+ZAP_ENFORCE_DOMAIN, so nobody gets in without a handler. Every later message carries its sender's key (`sender_key`), so
+a key can be shut out while its connection is still open; libzmq does not close such connections.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ _LINGER_MS = 500  # how long the last message of a leaving node may take
 
 @dataclass(frozen=True, slots=True)
 class RouterGone:
-    """The router that gave this node its work is gone, or is another one. The node must free everything of it."""
+    """The router that gave this node its work is lost or was replaced. The node must free everything of that work."""
 
     reason: str
 
@@ -69,7 +69,7 @@ class DataLink(Protocol):
 
 
 class Member(Protocol):
-    """What the membership needs of its node."""
+    """The interface of a node that its membership uses."""
 
     @property
     def is_idle(self) -> bool:

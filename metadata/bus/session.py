@@ -5,12 +5,12 @@
       |   no router message for 5 s               |  '--Refusal: exit     |  another router epoch, or HelloAgain:
       '--------------- RouterLost ----------------|-----------------------'  RouterChanged, Hello said again
 
-Each Welcome starts with nothing. On a Hello the router gives up what it had on this node. On RouterChanged and
-RouterLost the node frees what it holds. Work from a router that has not welcomed this node is dropped. If a Hello is
-lost, the router gets heartbeats of an unknown node (liveness.py) and answers HelloAgain.
+After a Welcome both sides start with no work. When the router gets a Hello, it gives up all work that it had on this
+node. On RouterChanged and RouterLost the node frees all that it holds. It drops work from a router that has not
+welcomed it. If a Hello is lost, the router gets heartbeats of an unknown node (liveness.py) and answers HelloAgain.
 
-The first Hello uses the oldest protocol that this node knows, which every router understands that could welcome it. A
-router that knows a newer one asks for the Hello in that with HelloAgain, before it welcomes the node.
+The first Hello uses the oldest protocol that this node knows. Every router that could welcome the node understands it.
+A router that knows a newer protocol asks with HelloAgain for a Hello in that one, and welcomes the node after it.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class RouterChanged:
-    """The router is another one, or has forgotten this node: free everything of the old one. Hello has been said
-    again."""
+    """Another router answers, or the router has forgotten this node. Free all work of the old one. The session has
+    already said Hello again."""
 
     router_epoch: str
 

@@ -1,8 +1,8 @@
-"""Metadata rows: what the prefill node tells the decode node of a prompt besides its pages.
+"""Metadata rows: the values that the prefill node hands over to the decode node besides the pages of a prompt.
 
-A row is one prompt's (one choice's) values of the fields that the schema declares. The prefill node fills a row of its
-MetadataBuffers, packs it, and sends it in the final Offer. The decode node unpacks it into the row of the sequence's
-slot, which its rounds read.
+A row holds, for one choice of a prompt, the fields that the schema declares. The prefill node fills a row of its
+MetadataBuffers, packs it, and sends it in the final Offer. The decode node unpacks it into a row of its own
+MetadataBuffers, and reads the first token and the drafter's state from there.
 
     field             writer       reader       width (elements)
     first_token       set_sampled  get_sampled  1

@@ -1,8 +1,9 @@
 """Checksums of KV blocks: xxh3_64 per (layer, K|V, kv head) of a page, and one of a metadata row.
 
-They catch faults, not attackers. A block is page_size * head_dim * itemsize contiguous bytes. One checksum per block
-rather than per layer costs about half of the speed, but says which head is wrong and still fits after heads are split
-over ranks. The decode node checks each page right after its copy, while it lies in the processor's cache.
+Pages on a GPU have other checksums (multilinear64, kernels/pages.py). Checksums catch faults, not attackers. A block is
+page_size * head_dim * itemsize contiguous bytes. One checksum per block is slower than one per layer, but it says which
+head is wrong, and still fits after heads are split over ranks. The decode node checks each page right after its copy,
+while it lies in the processor's cache.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The decode node's side of the handoff: it claims tickets, pulls offered pages into its own pool, checks and
 acknowledges.
 
-It has no thread. The node's loop polls `sockets()` and calls `poll`, which receives, copies (bounded), checks, renews
-leases, and returns what happened. Each page is pulled as soon as it is offered, while later chunks are computed.
+The client has no thread. The node's loop polls `sockets()` and calls `poll`. `poll` receives messages, copies a bounded
+number of pages, checks them, renews leases, and returns events. A page is pulled as soon as it is offered, while the
+prefill node still computes later chunks.
 
     claim(unit, peer, num_cached_pages, pages) -> Arrived | TransferFailed | Revoked
 

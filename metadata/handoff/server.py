@@ -1,8 +1,8 @@
 """The prefill node's end of the data links: it opens tickets, offers pages, and answers claims and pulls.
 
-It has no thread. The node's loop polls `sockets()` and calls `poll`, which drains the socket, ends leases, and returns
-what happened. If the loop is busy with a step, answers wait and nothing else suffers: messages that arrived meanwhile
-are read before leases end.
+The server has no thread. The node's loop polls `sockets()` and calls `poll`. `poll` drains the socket, ends leases, and
+returns events. While the loop is busy with a step, answers wait. That alone ends no lease, because `poll` reads the
+messages that arrived meanwhile before it ends leases.
 
     open(unit) -> offer(unit, pages) ... -> finish(unit, row) -> TicketEnded(unit, "acked")
 

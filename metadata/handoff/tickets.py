@@ -6,19 +6,18 @@
      '-- revoke, lease end (no reader yet) --> ended; the book remembers the answer for one lease
 
 A ticket may name its claimant: the epoch of the one decode node that may hold it. Leases are measured on a monotonic
-clock. A lease may be found over right after this node was away (a long step, a stopped process, a clock that jumped),
-or while messages are unread. It is then prolonged once by a quarter of a lease, so that a waiting renewal can still be
-read.
+clock. A lease can run out while this node does not read messages: in a long step, in a stopped process, or when its
+clock jumps. Such a lease is prolonged once by a quarter, so that the node can still read a waiting renewal.
 
-Who owns a page, and when (the page pool is engine/pages.py, the prefix cache is engine/prefix_cache.py):
+Owner of a page at each stage (the page pool is engine/pages.py, the prefix cache is engine/prefix_cache.py):
 
     prefill node   request --HandoffServer.open--> ticket --TicketEnded--> the opener: it frees the page, or caches it
     decode node    request --HandoffClient.claim--> transfer --Arrived, Revoked, TransferFailed, or drop--> request
 
 A ticket owns the pages of its unit from `open` until `TicketBook.take_events` hands out its `TicketEnded`, exactly once
 per ticket. The opener frees the pages, or leaves them to the prefix cache, on that event and at no other moment. Until
-then nobody writes an offered page. A transfer (transfer.py) owns our copies on the decode node in the same way. The
-bytes lie in memory.py's pools; no module there owns a page.
+then nobody writes an offered page. On the decode node a transfer (transfer.py) owns the copies in the same way.
+The bytes of the pages lie in the pools of memory.py, which only stores them and owns no page.
 """
 
 from __future__ import annotations

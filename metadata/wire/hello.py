@@ -1,7 +1,7 @@
 """Reading a Hello of a newer protocol. Hello is the one message that is read leniently.
 
-The router ignores fields of a Hello that it does not know, so it can welcome the node in a protocol that both know. If
-there is none, or if the Hello cannot be read even so, the router refuses the node with a reason in words.
+The router ignores unknown fields of a Hello, so it can welcome a newer node in a protocol that both know. If there is
+no such protocol, or if the router still cannot read the Hello, it refuses the node with a reason in words.
 """
 
 from __future__ import annotations

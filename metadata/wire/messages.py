@@ -1,7 +1,7 @@
 """Every message between two processes, typed and bounded.
 
-    router -> node     ToNode      over the hub (DEALER -> ROUTER), each with the router's epoch
-    node   -> router   ToRouter    over the hub
+    router -> node     ToNode      over the hub (ROUTER -> DEALER), each with the router's epoch
+    node   -> router   ToRouter    over the hub (DEALER -> ROUTER)
     decode -> prefill  ToPrefill   over the data link, on which a decode node pulls pages
     prefill -> decode  ToDecode    over the data link; `Pages` is followed by a raw data frame
 
@@ -80,7 +80,7 @@ class TokenizerFile(Message, frozen=True, tag="tokenizer"):
 
 
 class Heartbeat(Message, frozen=True, tag="beat"):
-    """Sign of life from a thread of its own: the main loop's step, and what the loop is doing for how long."""
+    """Sign of life from the node's heartbeat thread: the main loop's step, its phase, and how long that has lasted."""
 
     step: Count
     phase: Name

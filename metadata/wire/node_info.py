@@ -56,7 +56,7 @@ class DevicePools(Message, frozen=True):
 
 
 class ModelCard(Message, frozen=True):
-    """What the router needs to know of a model to serve it without its files."""
+    """Properties of a model that let the router serve it without the model's files."""
 
     name: Name
     context_len: Annotated[int, Meta(ge=1, le=MAX_CONTEXT)]

@@ -91,8 +91,7 @@ class SamplingParams(Message, frozen=True):
 
 
 class GenerationRequest(Message, frozen=True):
-    """What a node needs to know of a request. `received_ids` are output tokens that an earlier attempt already
-    produced."""
+    """A request as nodes get it. `received_ids` are output tokens that earlier attempts have already produced."""
 
     prompt_ids: Ids
     params: SamplingParams

@@ -1,4 +1,4 @@
-"""How long the stages of a request took on a node, in seconds. Durations only: clocks of two hosts cannot be compared.
+"""Durations of a request's stages on a node, in seconds. Clock times are not sent, because the clocks of hosts differ.
 
 Lists are bounded. When a list is full, `add_bounded` adds up neighbours, so that sums stay right at any length.
 """

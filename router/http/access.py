@@ -121,5 +121,5 @@ class Access:
 
 
 def _digest(key: str) -> bytes:
-    """Digest of a key. Keys are looked up by it, so that the time of a look-up does not tell how much was right."""
+    """Return the digest of a key. Keys are looked up by it, so the time of a look-up reveals nothing about a key."""
     return hashlib.sha256(key.encode(errors="replace")).digest()

@@ -9,6 +9,7 @@ from typing import Annotated, get_args
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
 from ...metadata.errors import RequestError
 from ..errors import NotFound
@@ -44,11 +45,14 @@ async def one(api: Api, http_request: web.Request) -> web.StreamResponse:
 
 
 class Filter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The filters of GET /debug/requests. None lets everything pass."""
+    """The filters of GET /debug/requests. A filter that is UNSET lets everything pass.
 
-    outcome: Outcome | None = None
-    model: str | None = None
-    node: str | None = None
+    UNSET rather than None, because a lax conversion takes the text "null" for None.
+    """
+
+    outcome: Outcome | UnsetType = UNSET
+    model: str | UnsetType = UNSET
+    node: str | UnsetType = UNSET
     min_s: float = 0.0
     limit: Annotated[int, msgspec.Meta(ge=0, lt=10**9)] = DEFAULT_LIMIT
 
@@ -62,9 +66,9 @@ class Filter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def matches(self, recorder: TraceRecorder, now: float) -> bool:
         return (
-            self.outcome in (None, recorder.trace.outcome)
-            and self.model in (None, recorder.trace.model)
-            and (self.node is None or self.node in recorder.trace.nodes)
+            self.outcome in (UNSET, recorder.trace.outcome)
+            and self.model in (UNSET, recorder.trace.model)
+            and (self.node is UNSET or self.node in recorder.trace.nodes)
             and recorder.total_s(now) >= self.min_s
         )
 

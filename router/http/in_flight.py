@@ -1,4 +1,4 @@
-"""HTTP requests that are generating now, by the ids that their answers carry, so that a client can cancel by id."""
+"""Table of the HTTP requests that generate now, by the ids in their answers. A client can cancel by such an id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions to all nodes about their page ledgers, and the answers."""
+"""Page ledgers of all nodes: asks each node for its ledger, and collects the answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the fields of a body to the parameters that nodes get.
+"""Conversion of a body's fields into the parameters that nodes get.
 
 A body that is well-formed but cannot be served is refused here. Every refusal names its field.
 """

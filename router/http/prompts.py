@@ -1,4 +1,4 @@
-"""From the texts, token ids and messages of a body to the token ids of its prompts."""
+"""Conversion of the texts, token ids and messages of a body into the token ids of its prompts."""
 
 from __future__ import annotations
 

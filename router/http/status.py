@@ -1,4 +1,4 @@
-"""GET /health, GET /ready and GET /metrics: what probes and monitoring ask."""
+"""GET /health, GET /ready and GET /metrics, for probes and monitoring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /tokenize and POST /detokenize: text to token ids and back, as the models that are served do it."""
+"""POST /tokenize and POST /detokenize: text to token ids and back, with the tokenizer of a served model."""
 
 from __future__ import annotations
 

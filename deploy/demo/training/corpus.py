@@ -89,7 +89,7 @@ def conversations(files: tuple[SourceFile, ...]) -> list[str]:
 
 
 def render_chat(messages: list[tuple[str, str]]) -> str:
-    """What the chat template writes for these (role, content) pairs, without the leading end-of-text token."""
+    """Return the text that the chat template makes of (role, content) pairs, without the leading end-of-text token."""
     return "".join(f"<|{role}|>{content}{END_OF_TURN}" for role, content in messages)
 
 

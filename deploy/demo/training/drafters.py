@@ -38,7 +38,7 @@ HYPER_SHARE = 0.6  # of hyper's time, for the target itself
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every drafter's training shares."""
+    """Inputs that the training of every drafter shares."""
 
     out: Path
     target_folder: Path
@@ -48,7 +48,7 @@ class Job:
     resume: bool  # start from the directories in `out` that exist
 
     def start(self, name: str, fresh: Drafter) -> Drafter:
-        """`fresh`, or the weights that lie in `out` already, to be trained on."""
+        """Return the model to train: `fresh`, or with `resume` the one that `out` already holds."""
         if self.resume and (self.out / name / "model.safetensors").exists():
             fresh = load(self.out / name).train().requires_grad_()
         return fresh.to(self.device)
@@ -101,7 +101,7 @@ def _new_drafter(name: str, sizes: LayerSizes, num_layers: int, token_counts: Te
 
 
 def _train_hyper(job: Job, stream: Tensor, vocab_size: int, context_len: int) -> dict[str, list[float]]:
-    """The hyper-connection target, then its head against the written, rounded target."""
+    """Train the hyper-connection target, then its drafter against the target as written (rounded to bfloat16)."""
     sizes = _small(layer_sizes(json.loads((job.target_folder / "config.json").read_text())))
     losses: dict[str, list[float]] = {}
     head_share = 1.0
@@ -199,7 +199,10 @@ def _present(out: Path, hyper: bool) -> list[str]:
 
 
 def train_all(names: Sequence[str], job: Job, stream: Tensor) -> None:
-    """One after another on CPU; on a GPU all at once, a process each. RuntimeError names the processes that failed."""
+    """Train one drafter after another on CPU, all at once on a GPU, in one process per drafter.
+
+    Raises RuntimeError that names the drafters whose process failed.
+    """
     if job.device.type != "cuda" or len(names) == 1:
         for name in names:
             train_drafter(name, job, stream)

@@ -1,4 +1,4 @@
-"""Reading and writing the directories of docs/drafter_checkpoints.md: config.json and model.safetensors, bfloat16."""
+"""Read and write drafter directories (docs/drafter_checkpoints.md): config.json, and model.safetensors in bfloat16."""
 
 import json
 import shutil
@@ -101,7 +101,7 @@ def load(folder: Path) -> Drafter:
 
 
 def load_target(folder: Path) -> Target:
-    """As `load`, for a directory that must hold a complete model. Raises ValueError otherwise."""
+    """Load the complete model of a directory. Raises ValueError if the directory holds a drafter."""
     model = load(folder)
     if not isinstance(model, Target):
         raise ValueError(f"{folder} holds a drafter of the class {type(model).__name__}, not a complete model")

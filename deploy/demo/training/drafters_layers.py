@@ -1,8 +1,9 @@
 """The layers of the demo drafters in plain torch: attention in three forms, decoder layers, hyper-connections.
 
 Tensor names are those of docs/drafter_checkpoints.md. All sequences are [batch, seq_len, size]; nothing here keeps KV
-in pages. Training unrolls a recurrent drafter: step s of the *anchor* row r stands at position r + s, and sees the rows
-up to r as step 0 computed them and the steps 1..s of its own anchor (EAGLE-3's training-time test).
+in pages. Training unrolls a recurrent drafter: it drafts several steps from every row at once. The row r from which a
+draft starts is its *anchor*, and step s of that draft is at position r + s. The step attends to the rows up to r, as
+step 0 computed them, and to the steps 1..s of its own anchor (EAGLE-3's training-time test).
 """
 
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ class Attention(nn.Module):
 
 
 class QueryAttention(nn.Module):
-    """Attention that brings only queries: row r sees the rows up to r of somebody else's keys and values."""
+    """Attention with queries only: row r attends to the rows up to r of the target's keys and values."""
 
     def __init__(self, sizes: LayerSizes) -> None:
         super().__init__()

@@ -2,12 +2,12 @@
 
 A `state_dict` is the checkpoint. Every drafter that takes target states has
 
-    begin(rows)                              the states of draft rows, from the target's rows
-    forward(hidden, input_ids, positions, ...)  (recurrent state, input of the head) of rows (state, token)
-    logits(features, target)                 [..., vocab_size], ids are the target's
+    begin(rows)                              return the first states of the drafter, from the target's rows
+    forward(hidden, input_ids, positions, ...)  return (recurrent state, input of the head) for rows of (state, token)
+    logits(features, target)                 return scores [..., vocab_size] of the target's token ids
 
-and `unroll` of drafters_training.py runs them for several steps. Input and output embeddings are the target's where the
-layout says so.
+(Mtp has `step` of each layer in place of `forward`.) `unroll` of drafters_training.py runs a drafter for several steps.
+If the layout says so, a drafter uses the target's input and output embeddings.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from .drafters_layers import (
 
 
 class TargetRows(NamedTuple):
-    """What one forward of the target leaves for drafters."""
+    """Outputs of one forward of the target that drafters read."""
 
     handoff: Tensor  # [batch, seq_len, spec_hidden_size]: after the final norm; with streams, the streams
     hidden: Tensor  # [batch, seq_len, hidden_size]: the input of the head
@@ -39,7 +39,7 @@ class TargetRows(NamedTuple):
 
 
 class _Trunk(nn.Module):
-    """What a Hugging Face checkpoint keeps under "model."."""
+    """Modules whose names begin with "model." in a Hugging Face checkpoint."""
 
     def __init__(self, sizes: LayerSizes, vocab_size: int, layers: list[nn.Module]) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Target(nn.Module):
         return TargetRows(x.flatten(2) if self.num_streams > 1 else hidden, hidden, residuals, kv)
 
     def logits(self, hidden: Tensor, target: "Target | None" = None) -> Tensor:
-        """[..., hidden_size], after the final norm, to [..., vocab_size]; `target` is there for drafters' sake."""
+        """Return scores [..., vocab_size] for states [..., hidden_size] after the final norm. `target` is unused."""
         del target
         return F.linear(hidden, self.embedding)
 
@@ -166,7 +166,7 @@ class Eagle3(nn.Module):
     def forward(
         self, hidden: Tensor, input_ids: Tensor, positions: Tensor, target: Target, steps: list[KeyValue] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As Eagle's; the recurrent state is the one before the final norm."""
+        """Return (recurrent state, input of the head), as Eagle does. Only the input of the head is normed."""
         x = self.midlayer(F.embedding(input_ids, target.embedding), hidden, positions, steps)
         return x, self.norm(x)
 
@@ -294,7 +294,7 @@ class HyperEagle(nn.Module):
     def forward(
         self, hidden: Tensor, input_ids: Tensor, positions: Tensor, target: Target, steps: list[KeyValue] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As Eagle's, with wide states."""
+        """Return (recurrent state, input of the head), as Eagle does, but with wide states."""
         embedded = F.embedding(input_ids, target.embedding)
         x = self.fc(torch.cat((embedded, self.hidden_norm(hidden)), dim=-1)).to(embedded.dtype)
         streams = self.layers[0](x.unflatten(-1, (self.num_streams, -1)), positions, steps)

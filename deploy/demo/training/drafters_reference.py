@@ -1,9 +1,10 @@
 """Drafting and verification without KV caches, pages or buffers: the result that the engine's rounds must equal.
 
-`propose` computes a drafter's proposals for one sequence by the tables of docs/drafter_checkpoints.md. It keeps no
-step: every row is computed again. `speculate` runs whole rounds with it. `acceptance` returns the same counts for many
-sequences at once, from one unrolled pass over text that the target itself wrote. Tokens are chosen greedily, or by the
-largest logit plus `noise` of the token's position, [num_positions, vocab_size], which target and drafter share.
+`propose` computes a drafter's proposals for one sequence by the tables of docs/drafter_checkpoints.md. It caches
+nothing: each step computes every row again. `speculate` runs whole rounds with it. `acceptance` returns the same counts
+for many sequences at once, from one unrolled pass over text that the target itself wrote. Tokens are chosen greedily,
+or by the largest logit plus `noise` of the token's position. Target and drafter share the noise, [num_positions,
+vocab_size].
 """
 
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ def choose(logits: Tensor, position: int, noise: Tensor | None) -> int:
 def propose(
     drafter: Drafter, target: Target, tokens: list[int], num_steps: int, noise: Tensor | None = None
 ) -> list[int]:
-    """`num_steps` proposals after `tokens`, the last of which is the bonus: it has no target row yet."""
+    """Draft `num_steps` tokens after `tokens`. The last of `tokens` is the bonus token: it has no target row yet."""
     if isinstance(drafter, Target):
         return _propose_standalone(drafter, tokens, num_steps, noise)
     if isinstance(drafter, Mtp):
@@ -81,9 +82,10 @@ def generate(target: Target, prompts: Tensor, num_tokens: int, noise: Tensor | N
 def acceptance(
     drafter: Drafter, target: Target, input_ids: Tensor, prompt_len: int, num_steps: int, noise: Tensor | None = None
 ) -> tuple[float, list[float]]:
-    """(accept length, share of rounds that accepted proposal k) of rounds over input_ids [batch, seq_len], which the
-    target wrote after `prompt_len` tokens with the same `noise` (see `generate`). A round that would pass the end is
-    left out."""
+    """Return the accept length and, per proposal, the share of rounds that accepted it.
+
+    The rounds run over input_ids [batch, seq_len]. The target generated them after `prompt_len` tokens with the same
+    `noise` (see `generate`). A round that would pass the end is left out."""
     is_right = []
     for s, (features, _) in enumerate(unroll(drafter, target, target(input_ids), input_ids, num_steps)):
         logits = drafter.logits(features, target).float()
@@ -110,7 +112,7 @@ def _target_logits(target: Target, tokens: list[int]) -> Tensor:
 def _propose_recurrent(
     drafter: Recurrent, target: Target, tokens: list[int], num_steps: int, noise: Tensor | None
 ) -> list[int]:
-    """Rows 0..L-1 from target states; then one more row a step, from the drafter's own state."""
+    """Draft from rows 0..L-1 with target states, and add one row per step with the drafter's own state."""
     known = torch.tensor([tokens], device=target.embedding.device)
     hidden, drafted = drafter.begin(target(known[:, :-1])), list(tokens)
     for _ in range(num_steps):
@@ -123,7 +125,7 @@ def _propose_recurrent(
 
 
 def _propose_mtp(drafter: Mtp, target: Target, tokens: list[int], num_steps: int, noise: Tensor | None) -> list[int]:
-    """Layer m over rows 0..L-1, each with the token m + 1 further on; all at the rows' own positions."""
+    """Run layer m over rows 0..L-1. Row r reads token r + m + 1, and keeps its own position."""
     known = torch.tensor([tokens], device=target.embedding.device)
     hidden, drafted = drafter.begin(target(known[:, :-1])), list(tokens)
     positions = torch.arange(hidden.shape[1], device=known.device)
@@ -151,7 +153,7 @@ def _propose_frozen_kv(
 
 
 def _propose_standalone(drafter: Target, tokens: list[int], num_steps: int, noise: Tensor | None) -> list[int]:
-    """An ordinary model, one token a step."""
+    """Draft with an ordinary model, one token per step."""
     drafted = list(tokens)
     for _ in range(num_steps):
         drafted.append(choose(_target_logits(drafter, drafted)[-1], len(drafted), noise))

@@ -26,7 +26,7 @@ ADAM_NAMES = ("embed", "lm_head", ".mix")  # matrices that AdamW updates; Muon u
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How long and how fast; a run ends with its last step or when its time is up, whichever comes first."""
+    """Length and learning rates of a run. It ends after its last step or when its time is up, whichever comes first."""
 
     steps: int = 20000
     max_seconds: float = 480.0
@@ -45,8 +45,8 @@ class Schedule:
 def unroll(
     drafter: Drafter, target: Target, rows: TargetRows, input_ids: Tensor, num_steps: int
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """For each step: (input of the drafter's head, its state), both [batch, num_anchors, size]; the state is None
-    where there is none. Anchors are the rows 0..num_anchors-1; num_anchors = seq_len - num_steps - 1."""
+    """Yield (input of the drafter's head, its state) per step, both [batch, num_anchors, size]. The state is None for
+    a standalone drafter. Anchors are the rows 0..num_anchors-1; num_anchors = seq_len - num_steps - 1."""
     num_anchors = input_ids.shape[1] - num_steps - 1
     anchors = torch.arange(num_anchors, device=input_ids.device)
     if isinstance(drafter, Target):
@@ -90,7 +90,7 @@ def drafter_loss(drafter: Drafter, target: Target, input_ids: Tensor, num_steps:
 
 
 def text_loss(model: Target, input_ids: Tensor) -> Tensor:
-    """Mean cross-entropy of each token after the first: how the hyper-connection target itself learns."""
+    """Return the mean cross-entropy of each token after the first. It trains the hyper-connection target itself."""
     logits = model.logits(model(input_ids[:, :-1]).hidden)
     return F.cross_entropy(logits.flatten(0, 1).float(), input_ids[:, 1:].flatten())
 

@@ -1,8 +1,6 @@
-"""Bits per byte on held-out files, and sample completions.
+"""Evaluate a model directory: print bits per byte on held-out files, and sample completions.
 
-    python -m baton.deploy.demo.training.evaluate --model DIR --device auto
-
-prints both for a model directory.
+python -m baton.deploy.demo.training.evaluate --model DIR --device auto
 """
 
 import argparse

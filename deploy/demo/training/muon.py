@@ -1,4 +1,4 @@
-"""Muon for the weight matrices of the blocks, AdamW for the embedding and the norms.
+"""The optimizer of the demo models: Muon for the matrices of the blocks, AdamW for the embedding and the norms.
 
 Muon (Jordan et al. 2024) replaces the momentum of a matrix by the nearest orthogonal one, found by five Newton-Schulz
 steps. Matrices of one shape are stacked, so that a step costs a few batched products instead of hundreds of small ones.

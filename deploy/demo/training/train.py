@@ -68,7 +68,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What a run leaves: the model with the best weights, and the mean training loss (nats) at each evaluation."""
+    """Result of a run: the model with the best weights, and the mean training loss (nats) at each evaluation."""
 
     model: Llama
     tokenizer: Tokenizer

@@ -1,14 +1,15 @@
-"""How pages get from a prefill node's pools into ours. The receiver moves them; no process writes another's memory.
+"""Transports move pages from a prefill node's pools into those of a decode node. The decode node copies them, so no
+process writes the memory of another.
 
 A transport is one subclass of `Transport` in a file of its own, and one line in registry.py. The class says
 
-    name, needs_*, since           for which pairs of nodes it works (`can_reach`, `can_serve`)
-    welcome, prepare               what the prefill node publishes in its welcome, and does before each offer
-    open, step, receive, forget    how the decode node moves pages
+    name, needs_*, since           the pairs of nodes for which it works (`can_reach`, `can_serve`)
+    welcome, prepare               the prefill node's part: publish its pools, and prepare pages before each offer
+    open, step, receive, forget    the decode node's part: move the pages
 
 The decode node lists its transports in LinkHello, best first. The prefill node answers with LinkWelcome, or a message
 derived from it, and names the first that works. An instance belongs to one open link of a decode node. `HandoffClient`
-gives it moves and takes what landed. It knows nothing of tickets, checksums or leases.
+gives it moves and takes the pages that landed. A transport knows nothing of tickets or leases.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Landed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PullEnd:
-    """What a decode node gives a transport: its pools, and a way to ask the peer for pages."""
+    """The decode node's part of an open transport: its pools, and a function that asks the peer for pages."""
 
     memory: tuple[PageMemory, ...]  # target, then draft
     send: Callable[[Pull], None]
