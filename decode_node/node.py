@@ -213,7 +213,7 @@ class DecodeNode:
         if drafter is not None and drafter.has_kv:
             sequence.leave_behind()
         self._take_slot(sequence, None if drafter is None else drafter.allocate(1))
-        logger.info("computes a prompt of %d tokens", sequence.num_to_compute, extra={"rid": sequence.unit.rid})
+        logger.info("computes %d tokens of a prompt", sequence.num_to_compute, extra={"rid": sequence.unit.rid})
 
     def _take_slot(self, sequence: Sequence, draft: DraftState | None) -> None:
         """Give a running sequence a slot in rounds. At its first round all its tokens but the last will have KV."""

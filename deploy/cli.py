@@ -114,7 +114,7 @@ def _run(argv: list[str]) -> int:
         if name in argv:  # the flags of other commands are not needed, and importing their classes takes time
             _add_command_flags(name, command)
     word = next((word for word in argv if not word.startswith("-")), None)
-    if word is not None and word not in SUMMARIES:
+    if word is not None and word not in SUMMARIES and not {"-h", "--help"} & set(argv):
         parser.error(f"there is no command {word!r}{nearest(word, SUMMARIES)}")
     args, unknown = parser.parse_known_args(argv)
     if unknown:

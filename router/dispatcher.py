@@ -82,7 +82,7 @@ class Dispatcher:
         self.registry = Registry(
             epoch,
             self._send_unknown,
-            lambda node: self._comings.append((node, None)),
+            self._joined,
             lambda node, reason: self._comings.append((node, reason)),
         )
         self.health = PairHealth(self.registry.groups, config.canary_interval_s)
@@ -236,14 +236,23 @@ class Dispatcher:
             self._slow_tick(now)
         return self._take(now)
 
-    def _take(self, now: float) -> list[Effect]:
-        """Handle the nodes that joined or were lost, and return the effects collected so far."""
+    def _joined(self, node: Node) -> None:
+        """A node joined. It is cordoned at once if an operator drains its name; the rest follows in `_settle_nodes`."""
+        self._drains.joined(node)
+        self._comings.append((node, None))
+
+    def _settle_nodes(self, now: float) -> None:
+        """Handle the nodes that joined or were lost."""
         while self._comings:
             node, reason = self._comings.pop(0)
             if reason is None:
                 self._take_in(node, now)
             else:
                 self._lose(node, reason, now)
+
+    def _take(self, now: float) -> list[Effect]:
+        """Handle the nodes that joined or were lost, and return the effects collected so far."""
+        self._settle_nodes(now)
         effects = self._effects.copy()
         self._effects.clear()
         return effects
@@ -288,6 +297,8 @@ class Dispatcher:
         A request that no node had room for blocks all behind it, so that small requests do not starve large ones. As
         long as nobody was refused, up to WINDOW reservations are under way at once.
         """
+        if self.registry.groups.get(group.key) is not group:
+            return  # it was forgotten
         pace = self.queues.pace(group)
         fits = self._placement.fitting(group)
         num_under_way = 0
@@ -619,6 +630,7 @@ class Dispatcher:
 
     def _slow_tick(self, now: float) -> None:
         self.registry.check(now)
+        self._settle_nodes(now)
         for group in self.registry.trim(self._is_used):
             self.queues.forget(group)
             self.health.forget_group(group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -20,6 +21,8 @@ from .queue import Asked, Queues
 from .registry import Registry
 from .request import Request
 from .trace import FinishedTraces, TraceRecorder
+
+logger = logging.getLogger(__name__)
 
 TICK_S = 0.05
 
@@ -84,9 +87,9 @@ class RunningDispatcher:
 
     def close(self) -> None:
         """End every request with an error, and stop."""
-        self._do(self._dispatcher.close(time.monotonic()))
         if self._ticker is not None:
             self._ticker.cancel()
+        self._do(self._dispatcher.close(time.monotonic()))
 
     # Events of clients and operators
 
@@ -154,10 +157,13 @@ class RunningDispatcher:
         try:
             while self._due:
                 effect = self._due.popleft()
-                if type(effect) is Output:  # once per token
-                    effect.sequence.request.listener.on_delta(effect.sequence, effect.delta)
-                else:
-                    self._do_one(effect)
+                try:
+                    if type(effect) is Output:  # once per token
+                        effect.sequence.request.listener.on_delta(effect.sequence, effect.delta)
+                    else:
+                        self._do_one(effect)
+                except Exception:  # of one request: the effects of others go on
+                    logger.exception("%s failed", type(effect).__name__)
         finally:
             self._is_busy = False
 

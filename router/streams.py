@@ -51,15 +51,16 @@ class TokenStreams:
         self._effects = effects
         self._gaps: set[Sequence] = set()  # sequences with a missing token
 
-    def take(self, node: Node, message: Tokens, now: float) -> list[SequenceEnded]:
-        """Hand each sequence the tokens that one step of a node brought. Return the sequences that ended.
+    def take(self, node: Node, message: Tokens, now: float) -> abc.Iterator[SequenceEnded]:
+        """Hand each sequence the tokens that one step of a node brought. Yield each sequence that ended.
+
+        The caller ends it before the next one gets its tokens: a fault in one request keeps no other from its end.
 
         Units that are over, or run elsewhere by now, are passed over. Raises ProtocolError if the message's columns do
         not fit together.
         """
         ids, firsts, counts = unpack_ids(message.ids), unpack_ids(message.firsts), unpack_ids(message.counts)
         _check(node, ids, firsts, counts)
-        ended: list[SequenceEnded] = []
         start = 0
         for row, unit in enumerate(message.units):
             count = counts[row]
@@ -70,16 +71,15 @@ class TokenStreams:
                 logprobs, end = message.logprobs.get(row, ()), message.ended.get(row)
                 delta = self._merge(node, sequence, firsts[row], ids[start : start + count], logprobs, end, now)
                 if delta is not None:
-                    if delta.finish_reason is not None:
-                        ended.append(SequenceEnded(sequence, end is not None))
                     self._deliver(sequence, delta, now)
+                    if delta.finish_reason is not None:
+                        yield SequenceEnded(sequence, end is not None)
             start += count
         if node.role == "prefill":  # it gives first tokens only
             for unit in message.units:
                 sequence = self.find(unit, node)
                 if sequence is not None:
                     sequence.request.timeline.first_token(sequence, now)
-        return ended
 
     def find(self, unit: Unit, node: Node) -> Sequence | None:
         """Return the sequence whose present attempt has this unit on this node. None if it is over or has moved."""

@@ -12,6 +12,9 @@ The run fails without a repetition if pytest could not collect all tests, was in
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -47,7 +50,8 @@ def _pytest(arguments: list[str]) -> int:
 
 
 def _stops_early(arguments: list[str]) -> bool:
-    return any(argument in ("-x", "--exitfirst") or argument.startswith("--maxfail") for argument in arguments)
+    given = [*arguments, *shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))]
+    return any(re.match(r"-[a-zA-Z]*x|--exitfirst|--maxfail", argument) for argument in given)
 
 
 if __name__ == "__main__":

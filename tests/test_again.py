@@ -64,7 +64,7 @@ def test_old_failures_and_runs_that_stop_early_are_not_repeated(tmp_path: Path) 
     cache.mkdir(parents=True)
     (cache / "lastfailed").write_text('{"test_it.py::test_gone": true}')
     assert _run(tmp_path, PASSES)[0] == 0
-    assert _run(tmp_path, FAILS_ONCE, "-x")[0] == 1
+    assert [_run(tmp_path, FAILS, flag)[0] for flag in ("-x", "-vx", "--maxfail=1")] == [1, 1, 1]
 
 
 def test_a_run_without_tests_passes(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def _page_words(schema: HandoffSchema) -> list[str]:
 
 
 def _pool_words(pool: PoolLayout | None, page_size: int) -> str:
-    return "none" if pool is None else f"{pool_words(pool)}, {pool_page_bytes(pool, page_size):,} bytes a page"
+    return "none" if pool is None else f"{pool_words(pool)}, {pool_page_bytes(pool, page_size):,} bytes per page"
 
 
 def _field_words(field: HandoffField) -> str:

@@ -260,14 +260,12 @@ def switch_on(path: str) -> None:
 
 def replacements(faults: Faults) -> Iterator[tuple[Any, str, Any]]:
     """Yield the attributes to replace as (owner, name, value)."""
-    from baton.metadata.handoff.transports.cuda import CudaTransport
-    from baton.metadata.handoff.transports.local import LocalTransport
-    from baton.metadata.handoff.transports.zmq import ZmqTransport
+    from baton.metadata.handoff.transports.registry import TRANSPORTS
 
     wire = FaultyWire(faults)
     yield bus, "wire", wire
     yield zmq.Poller, "poll", _polling(wire)
-    for transport in (CudaTransport, LocalTransport, ZmqTransport):
+    for transport in TRANSPORTS.values():
         for name in ("step", "receive"):
             yield transport, name, _spoiling(getattr(transport, name), faults)
     yield time, "monotonic", faults.monotonic

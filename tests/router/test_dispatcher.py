@@ -148,6 +148,14 @@ class World:
         columns = pack_ids([first]), pack_ids([len(ids)]), pack_ids(ids)
         self.say(name, m.Tokens((unit,), *columns, ended=ended))
 
+    def tokens_of(self, name: str, *asked: tuple[Any, int], first: int, ids: Seq[int]) -> None:
+        """The last tokens of several (reservation, choice), in one message."""
+        units = tuple(Unit(each.rid, choice, each.attempt) for each, choice in asked)
+        num = len(units)
+        columns = pack_ids([first] * num), pack_ids([len(ids)] * num), pack_ids(list(ids) * num)
+        ended = {row: Ended("length", None, 3, first + len(ids), 0) for row in range(num)}
+        self.say(name, m.Tokens(units, *columns, ended=ended))
+
     def hand_over(self, asked: Any, prefill: str = "p0", decode: str = "d0") -> None:
         """Prefill's first token, all pages, and PrefillDone."""
         request = self.dispatcher.requests[asked.rid]
@@ -199,6 +207,42 @@ def test_the_life_of_a_request() -> None:
     assert not world.got("d0", m.Cancel) and not world.got("p0", m.Cancel)
     world.check_books()
     assert [recorder.trace.rid for recorder in world.dispatcher.finished] == ["r1"]
+
+
+def test_choices_that_end_in_one_message_need_no_cancel() -> None:
+    world = World()
+    client, asked = world.running(max_tokens=3, n=3)
+    world.tokens_of("d0", (asked, 0), (asked, 1), (asked, 2), first=1, ids=IDS[1:3])
+    assert (client.num_done, client.ids) == (1, dict.fromkeys(range(3), IDS[:3]))
+    assert not world.got("d0", m.Cancel) and not world.got("p0", m.Cancel)
+    world.check_books()
+
+
+def test_a_fault_in_one_request_keeps_no_other_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    (good, first), (bad, second) = (world.running(max_tokens=3) for _ in range(2))
+
+    def break_down(*_: Any) -> Any:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(Sequence, "merge", lambda *args, real=Sequence.merge: (
+        break_down() if args[0].request is bad.request else real(*args)
+    ))  # fmt: skip
+    with pytest.raises(RuntimeError, match="a defect"):
+        world.tokens_of("d0", (first, 0), (second, 0), first=1, ids=IDS[1:3])
+    world.wait(0.1)
+    assert (good.num_done, good.ids) == (1, {0: IDS[:3]}) and not bad.num_ends
+
+
+def test_a_drained_node_that_comes_back_gets_nothing_at_any_moment() -> None:
+    world = World()
+    world.wait(SLOW_TICK_S)  # the group could serve, so requests may wait for its nodes
+    world.do(world.dispatcher.drain("p0", 5.0, world.now))
+    world.lose("p0")
+    client = world.submit(max_tokens=1)
+    world.sent.clear()
+    world.join("p0")
+    assert world.node("p0").is_cordoned and not world.got("p0", m.Prefill) and not client.num_ends
 
 
 def test_one_token_needs_no_decode_node() -> None:

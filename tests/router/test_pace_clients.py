@@ -1,6 +1,6 @@
 """Pace among clients that obey it, on a clock of its own: how long all take, and how often they are refused.
 
-A server of some slots and a bounded queue, as admission.py and intake.py have them, and clients by the policy of the
+A server of some slots and a bounded queue, as queue.py has it, and clients by the policy of the
 official openai package: its own functions read the headers of the router's own refusals.
 """
 

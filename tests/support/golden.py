@@ -1,6 +1,6 @@
 """The bytes of every message of a protocol, kept as a test (tests/metadata/wire/test_golden.py).
 
-    PYTHONPATH=tests/support python tests/support/golden.py tests/metadata/golden/protocol_N.json
+    PYTHONPATH=tests/support python tests/support/golden.py tests/metadata/wire/golden/protocol_N.json
 
 writes those of the newest protocol, with the code as it is. It is run once for each protocol, when that is complete.
 """

@@ -199,6 +199,7 @@ def test_whatever_is_sent(target: Target) -> None:
         max_examples=250,  # a batch; a long run makes many
         deadline=None,
         database=None,
+        derandomize=not SECONDS,  # a failure must not hide when the test is repeated
         phases=[Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
     )

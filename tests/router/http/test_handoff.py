@@ -57,8 +57,8 @@ def test_eagle_is_told_in_words_and_bytes(make_system: Callable[..., System]) ->
     text = "\n".join(words)
     for phrase in (
         "algorithm eagle, 16 tokens a page; prefill prefill; decode decode",
-        "target KV: 2 layers x 2 kv heads x 8 float32, 4,096 bytes a page",
-        "draft KV: 1 layers x 1 kv heads x 4 bfloat16, 256 bytes a page",
+        "target KV: 2 layers x 2 kv heads x 8 float32, 4,096 bytes per page",
+        "draft KV: 1 layers x 1 kv heads x 4 bfloat16, 256 bytes per page",
         "a page of both: 4,352 bytes, checked by 10 checksums (xxh3_64)",
         "its own tokens and the next one",
         "first_token: 1 x int32, 4 bytes, prefill writes, decode reads. The token sampled after the prompt",
