@@ -53,16 +53,12 @@ SHARED = [ROOT / "tests" / name for name in ("support", "chaos", "benchmarks")] 
 _DECLARES = "declares names and types, which the tests of its users cover"
 _TRAINS = "test_train.py and test_drafters.py run the training programs as a whole"
 _NEXT = "engine/ and kernels/ get a new shape in the next change, and test files by this rule"
-_ELSEWHERE = "the tests of its only user drive it"
 UNTESTED = [
     (_DECLARES, "decode_node", "config main"),
     (_DECLARES, "prefill_node", "config"),
     (_DECLARES, "router", "config effects errors"),
     (_DECLARES, "router/http", "admin_types api openai_types route"),
     (_DECLARES, "metadata", "errors"),
-    (_ELSEWHERE, "metadata/handoff", "pull_link"),
-    (_ELSEWHERE, "router", "cancels metrics request reservations streams"),
-    (_ELSEWHERE, "router/http", "explain"),
     (_TRAINS, "deploy/demo/training", "corpus evaluate model muon vocabulary"),
     (_TRAINS, "deploy/demo/training", "drafters_files drafters_layers drafters_models"),
     (_TRAINS, "deploy/demo/training", "drafters_reference drafters_training"),

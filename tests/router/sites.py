@@ -1,4 +1,4 @@
-"""Groups and nodes as the registry makes them, without sockets or threads."""
+"""Groups, nodes and requests as the registry and the routes make them, without sockets or threads."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 import msgspec
 import xxhash
 
+from baton.metadata.errors import BatonError
 from baton.metadata.wire.messages import PROTOCOL_MAX, PROTOCOL_MIN, Hello
 from baton.metadata.wire.node_info import Capacity, ModelCard
+from baton.metadata.wire.request import SamplingParams
 from baton.router.node import Group, GroupKey, Node
+from baton.router.request import Delta, Request, Sequence, TextOptions
 from baton.router.text.tokenizer import TextTokenizer
 
 from .fake_nodes import make_layout, make_tokenizer
@@ -66,3 +69,37 @@ def add_node(group: Group, role: str, name: str, **sizes: Any) -> Node:
     node = Node(make_hello(role, name, **sizes), group, 0.0)
     group.nodes[node.routing_id] = node
     return node
+
+
+class Heard:
+    """A listener that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.deltas: list[tuple[Sequence, Delta]] = []
+        self.ends: list[BatonError | None] = []
+
+    def on_delta(self, sequence: Sequence, delta: Delta, /) -> None:
+        self.deltas.append((sequence, delta))
+
+    def on_done(self, _request: Request, /) -> None:
+        self.ends.append(None)
+
+    def on_error(self, _request: Request, error: BatonError, /) -> None:
+        self.ends.append(error)
+
+
+def make_request(
+    group: Group,
+    rid: str = "r",
+    *,
+    prompt_len: int = 3,
+    num_choices: int = 1,
+    text: TextOptions | None = None,
+    params: dict[str, Any] | None = None,
+    now: float = 0.0,
+    **more: Any,
+) -> Request:
+    """A request that no dispatcher knows. `params` are sampling parameters, `more` those of Request."""
+    sampling = SamplingParams(**{"max_tokens": 20, **(params or {})})
+    options, ids = text or TextOptions(), [5] * prompt_len
+    return Request(rid, group, ids, sampling, Heard(), num_choices=num_choices, options=options, now=now, **more)

@@ -1,0 +1,199 @@
+"""One data link of a decode node: hello until it is welcomed, and what ends the link. The peer is a bare socket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from handoff_nodes import FINGERPRINTS, SCHEMA, make_memory, make_welcome, unit
+
+from baton.metadata.errors import ProtocolError, StaleMessage, TransferError
+from baton.metadata.handoff.pull_link import HELLO_S, PullLink
+from baton.metadata.handoff.transports.zmq import ZmqTransport
+from baton.metadata.wire.frames import decode_frame
+from baton.metadata.wire.messages import (
+    PROTOCOL_MAX,
+    PROTOCOL_MIN,
+    LinkHello,
+    LinkRefused,
+    LinkWelcome,
+    Renew,
+    encode,
+    to_prefill_decoder,
+)
+from baton.metadata.wire.node_info import Peer
+
+MEMORY = make_memory(SCHEMA, 4)
+HELLO = LinkHello("d0", "d1", SCHEMA, *FINGERPRINTS, ("local", "zmq"), "host", PROTOCOL_MAX)
+RENEW = Renew((unit(),))
+
+
+class Line:
+    """A link, its clock, and the peer's end."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], protocol: int = PROTOCOL_MAX) -> None:
+        self.now = 100.0
+        self.peer = context.socket(zmq.ROUTER)
+        self.peer.rcvtimeo = 5000
+        port = self.peer.bind_to_random_port("tcp://127.0.0.1")
+        address = Peer(node_id="p", epoch="e", data_address=f"tcp://127.0.0.1:{port}", protocol=protocol)
+        self.link = PullLink(address, HELLO, MEMORY, None, None, None, lambda: self.now, context)
+        self.identity = b""
+
+    def heard(self) -> Any:
+        """The next message that the peer gets."""
+        self.identity, frame = self.peer.recv_multipart()
+        return decode_frame(to_prefill_decoder, frame)
+
+    def hears_nothing(self) -> bool:
+        return not self.peer.poll(30)
+
+    def say(self, *frames: bytes) -> Any:
+        """The peer sends a message; the link receives it."""
+        self.peer.send_multipart([self.identity, *frames])
+        assert self.link.socket.poll(5000)
+        return self.link.receive()
+
+    def welcome(self, transport: str = "zmq", **more: Any) -> None:
+        self.link.welcome(make_welcome(LinkWelcome, MEMORY, transport, **more))
+
+    def close(self) -> None:
+        self.link.close()
+        self.peer.close(linger=0)
+
+
+@pytest.fixture
+def line() -> Iterator[Line]:
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        line = Line(context)
+        yield line
+        line.close()
+
+
+def test_hello_is_said_until_the_welcome(line: Line) -> None:
+    assert line.heard() == HELLO and line.link.is_waiting
+    line.link.greet_again(100.0 + HELLO_S - 0.01)
+    assert line.hears_nothing()
+    for now in (100.0 + HELLO_S, 100.0 + 2 * HELLO_S):
+        line.link.greet_again(now)
+        assert line.heard() == HELLO
+        line.link.greet_again(now)
+    line.welcome()
+    line.link.greet_again(200.0)
+    assert line.hears_nothing() and not line.link.is_waiting
+
+
+def test_nothing_but_hello_is_said_before_the_welcome(line: Line) -> None:
+    line.heard()
+    line.link.send(RENEW)
+    assert line.hears_nothing()
+    line.welcome(lease_s=3.0, num_pages=16)
+    assert isinstance(line.link.transport, ZmqTransport) and (line.link.lease_s, line.link.num_pages) == (3.0, 16)
+    line.link.send(RENEW)
+    assert line.heard() == RENEW
+
+
+def test_the_same_welcome_twice_is_stale_and_another_one_ends_the_link(line: Line) -> None:
+    line.welcome()
+    with pytest.raises(StaleMessage):
+        line.welcome()
+    assert line.link.lost is None and line.link.transport is not None
+    line.welcome(lease_s=2.0)
+    assert "out of turn" in (line.link.lost or "") and line.link.transport is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"node_id": "q"}, "it is q of epoch e, not p of e"),
+        ({"epoch": "f"}, "it is p of epoch f, not p of e"),
+        ({"transport": "cuda"}, "not among ours"),
+    ],
+)
+def test_a_welcome_of_another_node_or_transport_ends_the_link(line: Line, change: dict[str, str], words: str) -> None:
+    line.heard()
+    line.welcome(**change)
+    assert words in (line.link.lost or "") and line.link.lost is not None and line.link.transport is None
+    line.link.greet_again(200.0)
+    line.link.send(HELLO)
+    assert line.hears_nothing(), "a lost link says nothing"
+
+
+def test_a_transport_that_cannot_be_opened_is_left_out_of_the_next_hello(line: Line) -> None:
+    line.heard()
+    line.welcome("local", sizes=(1,))
+    assert line.link.lost is None and line.link.transport is None
+    assert line.heard() == msgspec.structs.replace(HELLO, transports=("zmq",))
+    line.welcome("local", lease_s=2.0)
+    assert "not among ours" in (line.link.lost or "")
+
+
+def test_a_link_whose_last_transport_fails_is_lost(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise TransferError("no room")
+
+    monkeypatch.setattr(ZmqTransport, "open", fail)
+    line.heard()
+    line.welcome("zmq")
+    assert line.heard().transports == ("local",)
+    line.welcome("local", sizes=(1,))
+    assert line.link.lost is not None
+
+
+def test_the_first_reason_is_kept(line: Line) -> None:
+    line.welcome()
+    line.link.lose("first")
+    line.link.lose("second")
+    assert line.link.lost == "prefill node p: first" and line.link.transport is None and line.link.is_waiting
+
+
+def test_only_the_awaited_answer_counts_as_a_sign_of_life(line: Line) -> None:
+    line.heard()
+    welcome = make_welcome(LinkWelcome, MEMORY, "zmq")
+    line.now = 101.0
+    assert line.say(encode(LinkRefused("no"), PROTOCOL_MAX)) == (LinkRefused("no"), None)
+    assert line.link.last_heard == 100.0
+    assert line.say(encode(welcome, PROTOCOL_MAX)) == (welcome, None)
+    assert line.link.last_heard == 101.0
+    assert line.link.receive() is None
+    line.link.welcome(welcome)
+    line.now = 102.0
+    line.say(encode(welcome, PROTOCOL_MAX))
+    assert line.link.last_heard == 102.0, "nothing is owed: any message counts"
+
+
+def test_frames_that_are_no_message(line: Line) -> None:
+    line.heard()
+    for frames in ([b"\xff"], [encode(make_welcome(LinkWelcome, MEMORY, "zmq"), PROTOCOL_MAX), b"data"]):
+        with pytest.raises(ProtocolError):
+            line.say(*frames)
+
+
+def test_a_closed_connection_ends_the_link(line: Line) -> None:
+    line.heard()
+    line.link.check_connection()
+    assert line.link.lost is None
+    line.peer.close(linger=0)
+    assert line.link.monitor.poll(5000)
+    line.link.check_connection()
+    assert line.link.lost is not None and line.link.lost.startswith("prefill node p: ")
+
+
+def test_a_peer_is_addressed_in_the_protocol_that_it_knows() -> None:
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        line = Line(context, PROTOCOL_MIN)
+        assert line.link.protocol == PROTOCOL_MIN
+        line.heard()
+        line.welcome()
+        assert line.link.protocol == max(PROTOCOL_MIN, LinkWelcome.since)
+        line.close()
+
+
+def test_an_address_that_cannot_be_used() -> None:
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        peer = Peer(node_id="p", epoch="e", data_address="tcp://nowhere", protocol=PROTOCOL_MAX)
+        with pytest.raises(TransferError, match="cannot open a link to 'tcp://nowhere'"):
+            PullLink(peer, HELLO, MEMORY, None, None, None, lambda: 0.0, context)

@@ -1,0 +1,258 @@
+"""A sequence makes one output of what nodes send, in whatever pieces and order, and counts what fails under it."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.metadata.wire.request import Ended, FinishReason, TokenLogprobs, unpack_ids
+from baton.router.request import MAX_AHEAD, Delta, Sequence, TextOptions
+
+from .sites import add_node, make_group, make_request, text_tokenizer
+
+GROUP = make_group()
+P0, P1 = add_node(GROUP, "prefill", "p0"), add_node(GROUP, "prefill", "p1")
+D0, D1 = add_node(GROUP, "decode", "d0"), add_node(GROUP, "decode", "d1")
+EOS = 1
+TEXT = "the quick brown fox — naïve café"
+IDS: list[int] = text_tokenizer().inner.encode(TEXT).ids
+LOGPROBS = [TokenLogprobs(-float(index)) for index in range(len(IDS))]
+
+
+def sequence(*stops: str, include_stop: bool = False, **params: Any) -> Sequence:
+    text = TextOptions(stops, include_stop)
+    return make_request(GROUP, text=text, params={"max_tokens": 100, **params}).sequences[0]
+
+
+def ended(reason: FinishReason = "length", stop_id: int | None = None) -> Ended:
+    return Ended(reason, stop_id, 3, len(IDS), 0)
+
+
+def send(to: Sequence, first: int, ids: list[int], end: Ended | None = None, now: float = 0.0) -> Delta | None:
+    return to.merge(first, ids, (), end, now)
+
+
+def text_of(ids: list[int]) -> str:
+    return text_tokenizer().inner.decode(ids)
+
+
+def ids_per_character(text: str) -> list[int]:
+    """Tokens of one character each: so a stop string is spread over several tokens."""
+    return [token for char in text for token in text_tokenizer().inner.encode(char).ids]
+
+
+@given(st.sets(st.integers(1, len(IDS) - 1)), st.randoms(use_true_random=False))
+def test_pieces_in_any_order_with_repeats_make_the_whole_output(cuts: set[int], rng: random.Random) -> None:
+    one, pieces = sequence(), list(pairwise([0, *sorted(cuts), len(IDS)]))
+    pieces += [(max(0, first - rng.randrange(3)), end) for first, end in pieces if rng.random() < 0.3]  # overlaps
+    rng.shuffle(pieces)
+    deltas: list[Delta] = []
+    for first, end in pieces:
+        last = ended() if end == len(IDS) else None
+        if one.finish_reason is None:
+            delta = one.merge(first, IDS[first:end], LOGPROBS[first:end], last, 1.0)
+            assert delta is None or delta.token_ids or delta.finish_reason
+            deltas += [delta] if delta is not None else []
+    assert "".join(delta.text for delta in deltas) == TEXT
+    assert [token for delta in deltas for token in delta.token_ids] == one.received == IDS
+    assert [entry for delta in deltas for entry in delta.logprobs] == LOGPROBS
+    assert [delta.finish_reason for delta in deltas][-1] == one.finish_reason == "length"
+
+
+def test_known_tokens_are_dropped() -> None:
+    one = sequence()
+    send(one, 0, IDS[:4])
+    assert send(one, 1, IDS[1:3]) is None and send(one, 3, IDS[3:4]) is None
+    delta = one.merge(2, IDS[2:6], LOGPROBS[2:6], None, 0.0)
+    assert delta is not None and (delta.token_ids, delta.logprobs) == (IDS[4:6], LOGPROBS[4:6])
+
+
+def test_tokens_beyond_a_gap_are_held_until_it_is_filled() -> None:
+    one = sequence()
+    send(one, 0, IDS[:1])
+    assert send(one, 5, IDS[5:7], now=10.0) is None
+    assert send(one, 3, IDS[3:4], now=11.0) is None
+    assert one.received == IDS[:1] and one.gap_since == 10.0
+    one.num_resends, one.ahead_from = 2, D0
+    delta = send(one, 1, IDS[1:3], now=12.0)
+    assert delta is not None and delta.token_ids == IDS[1:4]
+    assert (one.gap_since, one.num_resends) == (10.0, 2), "token 4 is missing still"
+    delta = send(one, 4, IDS[4:5], now=13.0)
+    assert delta is not None and delta.token_ids == IDS[4:7]
+    assert (one.gap_since, one.num_resends, one.ahead_from) == (None, 0, None)
+
+
+def test_so_much_is_held_and_no_more() -> None:
+    ids = (IDS * 10)[: MAX_AHEAD + 10]
+    one = sequence()
+    for first in range(1, len(ids)):
+        assert send(one, first, ids[first : first + 1]) is None
+    delta = send(one, 0, ids[:1])
+    assert delta is not None and delta.token_ids == ids[: 1 + MAX_AHEAD]
+    assert one.gap_since is None, "what was not kept is missing when the next token comes"
+
+
+def test_an_end_beyond_a_gap_waits_for_the_gap() -> None:
+    one = sequence()
+    assert send(one, 2, IDS[2:4], ended("stop", None)) is None and one.finish_reason is None
+    delta = send(one, 0, IDS[:2])
+    assert delta is not None and (delta.token_ids, delta.finish_reason) == (IDS[:4], "stop")
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_token_counts_and_is_not_shown(include: bool) -> None:
+    """A special token has no text. An ordinary one shows whether it is hidden."""
+    one = sequence(include_stop=include)
+    delta = send(one, 0, IDS[:3], ended("stop", IDS[2]))
+    assert delta is not None and (delta.finish_reason, delta.stop_reason) == ("stop", IDS[2])
+    assert delta.token_ids == one.received == IDS[:3]
+    assert delta.text == text_of(IDS[: 3 if include else 2])
+
+
+def test_only_the_last_token_is_the_stop_token() -> None:
+    one, ids = sequence(), [IDS[2], IDS[0], IDS[2]]
+    delta = send(one, 0, ids, ended("stop", IDS[2]))
+    assert delta is not None and delta.text == text_of(ids[:2])
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("step", [1, 2, 100])
+def test_a_stop_string_ends_the_output_wherever_tokens_divide_it(step: int, include: bool) -> None:
+    one, ids = sequence("k bro", include_stop=include), ids_per_character(TEXT)
+    num_shown = TEXT.index("k bro") + len("k bro")
+    assert len(ids) > len(TEXT), "some characters take several tokens"
+    text, shown = "", list[int]()
+    for first in range(0, len(ids), step):
+        delta = send(one, first, ids[first : first + step])
+        text, shown = text + (delta.text if delta else ""), shown + (delta.token_ids if delta else [])
+        if one.finish_reason is not None:
+            break
+        assert "k" not in text, "held back"
+    assert text == TEXT[: num_shown - (0 if include else len("k bro"))]
+    assert one.received == shown == ids[:num_shown], "no token after it counts"
+    assert delta is not None and (delta.finish_reason, delta.stop_reason) == ("stop", "k bro")
+
+
+def test_what_looked_like_a_stop_string_is_shown_at_the_end() -> None:
+    one = sequence("quilt")
+    ids = ids_per_character("the qui")
+    deltas = [send(one, at, [token]) for at, token in enumerate(ids)]
+    assert "".join(delta.text for delta in deltas if delta) == "the "
+    last = send(one, len(ids), [EOS], ended("stop", EOS))
+    assert last is not None and last.text == "qui"
+
+
+@pytest.mark.parametrize("step", [1, 100])
+def test_no_stop_string_ends_before_min_tokens(step: int) -> None:
+    ids = ids_per_character("stop stop stop")
+    for min_tokens, num_tokens in ((4, 4), (5, 9), (9, 9), (10, 14)):
+        one = sequence("stop", min_tokens=min_tokens)
+        for first in range(0, len(ids), step):
+            if one.finish_reason is None:
+                send(one, first, ids[first : first + step])
+        assert (one.finish_reason, len(one.received)) == ("stop", num_tokens)
+
+
+def test_a_stop_string_that_the_last_bytes_complete() -> None:
+    """An incomplete character becomes U+FFFD at the end, and may complete a stop string."""
+    first_byte = text_tokenizer().inner.encode("—").ids[:1]
+    one = sequence("\ufffd")
+    assert send(one, 0, first_byte) == Delta("", first_byte, [], None, None)
+    delta = send(one, 1, [], ended())
+    assert delta is not None and (delta.text, delta.finish_reason, delta.stop_reason) == ("", "stop", "\ufffd")
+
+
+def test_a_restart_forgets_what_was_ahead_and_goes_on_after_what_came() -> None:
+    one = sequence()
+    send(one, 0, IDS[:2])
+    one.attempt = one.request.begin_attempt({0}, P0, D0, 0.0)
+    send(one, 4, IDS[4:6])
+    one.ahead_from, one.num_resends = D0, 2
+    one.restart()
+    assert (one.attempt, one.gap_since, one.ahead_from, one.num_resends, one.num_before) == (None, None, None, 0, 2)
+    delta = send(one, 2, IDS[2:4])
+    assert delta is not None and delta.token_ids == IDS[2:4]
+    wire = one.request.wire_request(0)
+    assert unpack_ids(wire.received_ids) == IDS[:4] and one.num_left == 96
+
+
+@pytest.mark.parametrize(("num_tokens", "is_progress"), [(0, False), (1, False), (2, True)])
+@pytest.mark.parametrize("is_loss", [False, True])
+def test_failures_and_losses_count_anew_after_more_than_one_token(
+    num_tokens: int, is_progress: bool, is_loss: bool
+) -> None:
+    one = sequence()
+    for number in range(3):  # the tokens of earlier attempts do not count as this one's
+        send(one, number, IDS[number : number + 1])
+        one.note_end(attempt := one.request.begin_attempt({0}, P0, D0, 0.0), is_loss=is_loss)
+        one.restart()
+    assert (len(one.failures), one.num_losses) == ((0, 3) if is_loss else (3, 0))
+    send(one, 3, IDS[3 : 3 + num_tokens])
+    one.note_end(attempt, is_loss=is_loss)
+    count = 1 if is_progress else 4
+    assert (one.failures, one.num_losses) == (([], count) if is_loss else ([attempt.pair] * count, 0))
+
+
+def test_progress_clears_both_counts() -> None:
+    one = sequence()
+    attempt = one.request.begin_attempt({0}, P0, D0, 0.0)
+    one.note_end(attempt, is_loss=True)
+    one.note_end(attempt, is_loss=False)
+    send(one, 0, IDS[:2])
+    one.note_end(attempt, is_loss=False)
+    assert (len(one.failures), one.num_losses) == (1, 0)
+
+
+def test_failures_on_a_node_that_is_gone_are_forgiven() -> None:
+    request = make_request(GROUP, num_choices=2)
+    pairs = [(P0, D0), (P1, D0), (P0, D1), (P1, D1)]
+    for prefill, decode in pairs:
+        attempt = request.begin_attempt({0, 1}, prefill, decode, 0.0)
+        request.note_failure(attempt)
+        for each in request.sequences:
+            each.note_end(attempt, is_loss=False)
+    assert all(request.has_failed_on(*pair) for pair in pairs) and not request.has_failed_on(P0, None)
+    request.forgive(D0)
+    assert [request.has_failed_on(*pair) for pair in pairs] == [False, False, True, True]
+    left = [(node.routing_id, D1.routing_id) for node in (P0, P1)]
+    assert [each.failures for each in request.sequences] == [left, left]
+    request.forgive(P1)
+    assert request.failed_pairs == {left[0]} and request.sequences[1].failures == left[:1]
+
+
+def test_the_nodes_of_an_attempt() -> None:
+    request = make_request(GROUP)
+    attempt = request.begin_attempt({0}, P0, D0, 0.0)
+    assert attempt.nodes == [D0], "no prefill node has it yet"
+    attempt.dispatched = True
+    assert attempt.nodes == [P0, D0]
+    attempt.prefill_done = True
+    assert attempt.nodes == [D0]
+    alone = request.begin_attempt({0}, None, D0, 0.0)
+    assert alone.prefill_done and alone.nodes == [D0] and alone.pair == (None, D0.routing_id)
+    first_only = request.begin_attempt({0}, P0, None, 0.0)
+    assert first_only.nodes == []
+    assert [attempt.number, alone.number, first_only.number] == [0, 1, 2]
+
+
+def test_a_request_is_complete_when_all_of_it_is_here() -> None:
+    request = make_request(GROUP, num_choices=2, wants_prompt_logprobs=True)
+    send(request.sequences[0], 0, IDS[:2], ended())
+    assert not request.is_complete and not request.lacks_prompt
+    send(request.sequences[1], 0, IDS[:3], ended())
+    assert not request.is_complete and request.lacks_prompt and request.wire_request(0).prompt_logprobs
+    request.prompt_logprobs = ()
+    assert request.is_complete and not request.lacks_prompt and not request.wire_request(0).prompt_logprobs
+    assert request.num_generated == 5
+
+
+def test_counts_of_ended_sequences_add_up_and_cached_tokens_are_the_first_attempts() -> None:
+    request = make_request(GROUP, num_choices=2)
+    request.count(Ended("stop", EOS, 3, 5, 16, num_rounds=4, num_drafted=12, num_accepted=6))
+    request.count(Ended("length", None, 3, 5, 32, num_rounds=1, num_drafted=3, num_accepted=2))
+    assert (request.num_cached, request.num_rounds, request.num_drafted, request.num_accepted) == (16, 5, 15, 8)

@@ -1,0 +1,130 @@
+"""Reservations are asked for again, given up in time, and leave nothing in the node's books."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.metadata.wire.messages import Compute, Reserve, Reserved
+from baton.metadata.wire.node_info import Load
+from baton.metadata.wire.request import unpack_ids
+from baton.router.node import Node
+from baton.router.queue import Entry
+from baton.router.request import Attempt, Request
+from baton.router.reservations import ANSWER_S, ASK_S, Reservations
+
+from .sites import add_node, make_group, make_request
+
+
+class Site:
+    """A request of 3 choices whose decode node is asked at time 0 for the pages of two of them."""
+
+    def __init__(self, *, has_prefill: bool = True) -> None:
+        group = make_group()
+        self.prefill: Node | None = add_node(group, "prefill", "p0") if has_prefill else None
+        self.decode, self.other = add_node(group, "decode", "d0"), add_node(group, "decode", "d1")
+        self.request: Request = make_request(group, prompt_len=20, num_choices=3)
+        self.entry = Entry(self.request, (0, 1, 2))
+        self.reservations = Reservations("epoch")
+        self.attempt: Attempt = self.request.begin_attempt({1, 2}, self.prefill, self.decode, 0.0)
+        self.asked = self.reservations.begin(self.entry, self.attempt, self.decode, 0.0)
+
+    def reserved(self, *granted: int, attempt: int = 0, rid: str = "r") -> Reserved:
+        return Reserved(rid, attempt, granted, Load(free_pages=90, running=1, waiting=0))
+
+    def check_open(self) -> None:
+        """The reservation waits for its answer."""
+        assert len(self.reservations) == 1 and self.entry.attempt is self.attempt
+        assert self.reservations.get("r", self.attempt.number) is self.entry
+        assert self.decode.units_of("r", self.attempt.number) == {1, 2}
+        assert self.decode.pledged_pages == 2 * (self.entry.need.decode_pages or 0) > 0
+
+    def check_over(self) -> None:
+        """Nobody waits for the answer any more."""
+        assert len(self.reservations) == 0 and self.entry.attempt is None
+        assert self.reservations.get("r", self.attempt.number) is None
+        assert self.decode.pledged_pages == 0
+        assert self.reservations.repeat(1e6) == [] and self.reservations.overdue(1e6) == []
+
+
+def test_the_node_is_asked_and_its_books_have_it() -> None:
+    site = Site()
+    site.check_open()
+    assert isinstance(site.asked, Reserve) and site.prefill is not None
+    assert (site.asked.router_epoch, site.asked.rid, site.asked.attempt) == ("epoch", "r", 0)
+    assert site.asked.choices == (1, 2) and site.asked.prefill == site.prefill.peer_of(site.decode)
+    assert unpack_ids(site.asked.request.prompt_ids) == [5] * 20
+
+
+def test_without_a_prefill_node_the_decode_node_is_asked_to_compute() -> None:
+    site = Site(has_prefill=False)
+    site.check_open()
+    assert isinstance(site.asked, Compute) and site.asked.choices == (1, 2)
+    assert [type(message) for _, message in site.reservations.repeat(ASK_S + 0.1)] == [Compute]
+
+
+@pytest.mark.parametrize("granted", [(1, 2), (2,), (0, 2, 7), ()])
+def test_an_answer_ends_the_reservation_and_keeps_what_was_asked_for(granted: tuple[int, ...]) -> None:
+    site = Site()
+    answer = site.reserved(*granted)
+    kept = tuple(choice for choice in (1, 2) if choice in granted)
+    assert site.reservations.answered(site.decode, answer) == (site.entry, site.attempt, kept)
+    site.check_over()
+    assert site.decode.units_of("r", 0) == set(kept)
+    assert site.reservations.answered(site.decode, answer) is None, "a second answer"
+    assert site.decode.units_of("r", 0) == set(kept)
+
+
+def test_an_answer_that_nobody_awaits_changes_nothing() -> None:
+    site = Site()
+    assert site.reservations.answered(site.other, site.reserved(1, 2)) is None
+    assert site.reservations.answered(site.decode, site.reserved(1, 2, attempt=1)) is None
+    assert site.reservations.answered(site.decode, site.reserved(1, 2, rid="s")) is None
+    site.check_open()
+
+
+def test_the_node_is_asked_again_until_it_answers() -> None:
+    site, asked_at = Site(), list[float]()
+    for tick in range(1, 21):  # 2.5 s
+        for node, message in site.reservations.repeat(tick / 8):
+            assert node is site.decode and message == site.asked
+            asked_at.append(tick / 8)
+    assert asked_at == [ASK_S + 0.125, 2 * (ASK_S + 0.125), 3 * (ASK_S + 0.125), 4 * (ASK_S + 0.125)]
+    assert site.attempt.num_asks == 5
+    site.check_open()
+    site.reservations.answered(site.decode, site.reserved(1))
+    site.check_over()
+
+
+def test_a_repeat_names_the_choices_that_are_left() -> None:
+    site = Site()
+    site.attempt.choices.discard(1)
+    [(_, message)] = site.reservations.repeat(ASK_S + 0.1)
+    assert message.choices == (2,)
+
+
+def test_a_reservation_is_overdue_however_often_it_was_asked_for() -> None:
+    site = Site()
+    for tick in range(1, 8 * round(ANSWER_S) + 1):
+        site.reservations.repeat(tick / 8)
+        assert site.reservations.overdue(tick / 8) == []
+    assert site.reservations.overdue(ANSWER_S + 0.01) == [(site.request, site.attempt)]
+    site.check_open()
+
+
+def test_a_reservation_is_taken_back_once() -> None:
+    site = Site()
+    assert site.reservations.take_back(site.request, site.attempt) is site.entry
+    site.check_over()
+    assert site.decode.holds_nothing
+    again = site.request.begin_attempt({0}, site.prefill, site.decode, 1.0)
+    site.reservations.begin(site.entry, again, site.decode, 1.0)
+    assert site.reservations.take_back(site.request, site.attempt) is None
+    assert len(site.reservations) == 1 and site.entry.attempt is again and site.decode.units_of("r", 1) == {0}
+    assert site.reservations.answered(site.decode, site.reserved(1, 2)) is None, "it comes too late"
+
+
+def test_what_was_granted_cannot_be_taken_back() -> None:
+    site = Site()
+    site.reservations.answered(site.decode, site.reserved(1, 2))
+    assert site.reservations.take_back(site.request, site.attempt) is None
+    assert site.decode.units_of("r", 0) == {1, 2}

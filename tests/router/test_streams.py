@@ -1,0 +1,276 @@
+"""Tokens on their way: which messages count, which are refused, and who is asked for tokens that are missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton.metadata.errors import ProtocolError
+from baton.metadata.wire.messages import Resend, Tokens
+from baton.metadata.wire.request import Ended, TokenLogprobs, Unit, pack_ids
+from baton.router.effects import Effects, Output, Send
+from baton.router.metrics import Metrics
+from baton.router.node import Node
+from baton.router.request import Attempt, Delta, Request, Sequence, TextOptions
+from baton.router.streams import GAP_S, MAX_RESENDS, SILENCE_S, TokenStreams
+
+from .sites import Heard, add_node, make_group, make_request
+
+IDS = [40, 41, 42, 43, 44, 45]
+END = Ended("length", None, 3, 6, 0)
+
+
+class Site:
+    """A request of two choices that runs on p0 and d0 since time 0, and the streams that carry its tokens."""
+
+    def __init__(self, **request: Any) -> None:
+        group = make_group()
+        self.prefill, self.decode = add_node(group, "prefill", "p0"), add_node(group, "decode", "d0")
+        self.other = add_node(group, "decode", "d1")
+        self.request: Request = make_request(group, num_choices=2, **request)
+        self.attempt: Attempt = self.request.begin_attempt({0, 1}, self.prefill, self.decode, 0.0)
+        for each in self.request.sequences:
+            each.attempt = self.attempt
+        self.effects: Effects = []
+        self.streams = TokenStreams("epoch", {"r": self.request}, Metrics(), self.effects)
+
+    @property
+    def one(self) -> Sequence:
+        return self.request.sequences[0]
+
+    def unit(self, choice: int = 0, attempt: int = 0, rid: str = "r") -> Unit:
+        return Unit(rid, choice, attempt)
+
+    def take(self, first: int, ids: list[int], now: float = 0.0, *, node: Node | None = None, **more: Any) -> list[Any]:
+        """A node sends tokens of choice 0."""
+        message = tokens((self.unit(), first, ids), **more)
+        return self.streams.take(node or self.decode, message, now)
+
+    @property
+    def outputs(self) -> list[tuple[int, list[int]]]:
+        """Choice and ids of all output so far."""
+        return [(each.sequence.index, each.delta.token_ids) for each in self.effects if isinstance(each, Output)]
+
+    @property
+    def asked(self) -> list[tuple[str, Unit, int]]:
+        """Take out whom the streams asked, for what."""
+        sends = [each for each in self.effects if isinstance(each, Send)]
+        self.effects[:] = [each for each in self.effects if not isinstance(each, Send)]
+        resends = [(each.node.node_id, each.message) for each in sends if isinstance(each.message, Resend)]
+        assert all(message.router_epoch == "epoch" for _, message in resends) and len(resends) == len(sends)
+        return [(name, message.unit, message.first) for name, message in resends]
+
+
+def tokens(*rows: tuple[Unit, int, list[int]], **more: Any) -> Tokens:
+    """The message of one step."""
+    units, firsts, ids = zip(*rows, strict=True)
+    counts = [len(each) for each in ids]
+    return Tokens(units, pack_ids(firsts), pack_ids(counts), pack_ids(token for each in ids for token in each), **more)
+
+
+def test_each_sequence_gets_its_own_columns() -> None:
+    site = Site()
+    rows = [(site.unit(1), 0, IDS[:2]), (site.unit(0, rid="gone"), 0, IDS[2:3]), (site.unit(0), 0, IDS[3:])]
+    logprobs = tuple(TokenLogprobs(-1.0 * each) for each in range(3))
+    message = tokens(*rows, logprobs={2: logprobs}, ended={0: END}, num_cached=16)
+    ended = site.streams.take(site.decode, message, 5.0)
+    assert site.outputs == [(1, IDS[:2]), (0, IDS[3:])]
+    assert [each.delta.logprobs for each in site.effects if isinstance(each, Output)] == [[], list(logprobs)]
+    assert ended == [(site.request.sequences[1], True)] and site.request.sequences[1].finish_reason == "length"
+    assert (site.one.seen_at, site.request.first_token_at, site.request.num_cached) == (5.0, 5.0, 16)
+    site.take(3, IDS[3:4], 6.0, num_cached=99)
+    assert (site.one.seen_at, site.request.first_token_at, site.request.num_cached) == (6.0, 5.0, 16)
+
+
+@pytest.mark.parametrize(
+    ("firsts", "counts", "ids"),
+    [
+        ([0, 0], [1, 2], IDS[:2]),  # too few ids
+        ([0, -1], [1, 1], IDS[:2]),
+        ([0, 0], [3, -1], IDS[:2]),
+        ([0, 0], [1, 1], [40, -1]),
+    ],
+)
+def test_columns_that_do_not_fit_refuse_the_whole_message(firsts: list[int], counts: list[int], ids: list[int]) -> None:
+    site = Site()
+    units = (site.unit(0), site.unit(1))
+    message = Tokens(units, pack_ids(firsts), pack_ids(counts), pack_ids(ids), ended={0: END}, num_cached=16)
+    with pytest.raises(ProtocolError, match="Tokens") as caught:
+        site.streams.take(site.decode, message, 0.0)
+    assert caught.value.node == "d0"
+    assert not site.effects and not any(each.received or each.finish_reason for each in site.request.sequences)
+    assert site.request.num_cached is None, "not even the rows that are right are taken"
+
+
+def test_only_the_nodes_of_the_present_attempt_are_heard() -> None:
+    site = Site()
+    site.one.attempt = newer = site.request.begin_attempt({0}, site.prefill, site.decode, 1.0)
+    for node, unit in (
+        (site.other, site.unit(0, newer.number)),  # another node
+        (site.decode, site.unit(0, 0)),  # an older attempt
+        (site.decode, site.unit(2, newer.number)),  # no such choice
+        (site.decode, site.unit(0, newer.number, "s")),  # no such request
+    ):
+        assert site.streams.find(unit, node) is None
+        assert site.streams.take(node, tokens((unit, 0, IDS[:1]), ended={0: END}), 2.0) == []
+    assert not site.effects and not site.one.received and site.one.finish_reason is None
+    for node, first in ((site.prefill, 0), (site.decode, 1)):
+        site.streams.take(node, tokens((site.unit(0, newer.number), first, [IDS[first]])), 2.0)
+    assert site.outputs == [(0, IDS[:1]), (0, IDS[1:2])]
+
+
+def test_tokens_after_the_end_or_of_a_paused_sequence_are_passed_over() -> None:
+    site = Site()
+    site.take(0, IDS[:2], ended={0: END})
+    assert site.take(2, IDS[2:3]) == [] and site.one.received == IDS[:2]
+    second = site.request.sequences[1]
+    second.restart()
+    assert site.streams.find(site.unit(1), site.decode) is None
+
+
+def test_a_stop_string_ends_a_sequence_of_which_its_node_does_not_know() -> None:
+    site = Site(text=TextOptions(("b",)))
+    ids = [site.request.group.tokenizer.inner.encode(char).ids[0] for char in "abc"]  # type: ignore[union-attr]
+    assert site.take(0, ids) == [(site.one, False)]
+    assert site.outputs == [(0, ids[:2])]
+
+
+def test_a_canary_has_its_output_at_once() -> None:
+    site = Site(is_canary=True)
+    site.take(0, IDS[:2])
+    listener = site.request.listener
+    assert isinstance(listener, Heard) and not site.effects
+    assert [(each.index, delta.token_ids) for each, delta in listener.deltas] == [(0, IDS[:2])]
+
+
+# --- gaps -----------------------------------------------------------------------------------------------------------
+
+
+def gaps(site: Site, until: float, since: float = 0.0) -> tuple[list[float], float | None]:
+    """Look for gaps 16 times per second. Return when the node was asked, and when the sequence was given up."""
+    asked_at: list[float] = []
+    for tick in range(round(since * 16), round(until * 16) + 1):
+        given_up = site.streams.check_gaps(tick / 16)
+        asked_at += [tick / 16 for _ in site.asked]
+        if given_up:
+            assert given_up == [site.one]
+            return asked_at, tick / 16
+    return asked_at, None
+
+
+def test_a_gap_is_asked_for_so_often_and_then_given_up() -> None:
+    site = Site()
+    site.take(0, IDS[:2])
+    site.take(3, IDS[3:4])
+    wait_s = GAP_S + 1 / 16
+    asked_at, given_up_at = gaps(site, 10.0)
+    assert asked_at == [wait_s * each for each in range(1, MAX_RESENDS + 1)]
+    assert given_up_at == wait_s * (MAX_RESENDS + 1)
+
+
+def test_the_node_beyond_the_gap_is_asked_for_the_first_missing_token() -> None:
+    for sender in ("decode", "prefill"):
+        site = Site()
+        node: Node = getattr(site, sender)
+        site.take(0, IDS[:1], node=site.prefill)
+        site.take(2, IDS[2:3], node=node)
+        site.take(4, IDS[4:5])  # another gap behind it does not change whom to ask
+        site.streams.check_gaps(GAP_S + 0.01)
+        assert site.asked == [(node.node_id, site.unit(), 1)]
+
+
+def test_a_filled_gap_is_no_longer_asked_for_and_the_next_one_counts_anew() -> None:
+    site = Site()
+    site.take(1, IDS[1:2])
+    assert len(gaps(site, 0.75)[0]) == 2
+    site.take(0, IDS[:1], 0.75)
+    assert site.outputs == [(0, IDS[:2])]
+    assert gaps(site, 5.0, 0.75) == ([], None)
+    site.take(3, IDS[3:4], 5.0)
+    assert len(gaps(site, 6.0, 5.0)[0]) == MAX_RESENDS
+
+
+def test_nobody_asks_for_a_sequence_that_is_closed_or_has_no_attempt() -> None:
+    for is_closed in (True, False):
+        site = Site()
+        site.take(1, IDS[1:2])
+        if is_closed:
+            site.streams.close(site.one)
+        else:
+            site.one.attempt = None
+        assert site.streams.check_gaps(1.0) == [] and site.asked == []
+        site.one.attempt = site.attempt
+        assert site.streams.check_gaps(2.0) == [] and site.asked == [], "it is off the list"
+
+
+# --- silence --------------------------------------------------------------------------------------------------------
+
+
+def silence(site: Site, now: float) -> list[tuple[str, Unit, int]]:
+    site.streams.check_silence(site.one, now)
+    return site.asked
+
+
+def test_a_sequence_is_asked_for_after_silence_and_again_after_as_long() -> None:
+    site = Site()
+    site.take(0, IDS[:2], 10.0)
+    asked_at = [tick / 8 for tick in range(80, 80 + 8 * 5) if silence(site, tick / 8)]
+    assert asked_at == [10.0 + SILENCE_S + 0.125, 10.0 + 2 * (SILENCE_S + 0.125)]
+
+
+def test_a_new_attempt_is_given_as_long() -> None:
+    site = Site()
+    site.take(0, IDS[:2], 10.0)
+    site.one.attempt = site.request.begin_attempt({0}, site.prefill, site.decode, 12.0)
+    assert silence(site, 12.0 + SILENCE_S) == []
+    assert silence(site, 12.1 + SILENCE_S) == [("d0", site.unit(0, 1), 2)]
+
+
+def test_who_owes_the_next_token() -> None:
+    site = Site()
+    assert silence(site, 3.0) == [("p0", site.unit(), 0)], "the first token comes from prefill"
+    site.attempt.prefill_done = True
+    assert silence(site, 6.0) == [("d0", site.unit(), 0)], "prefill has finished, so decode has what it sent"
+    site.attempt.prefill_done = False
+    site.take(0, IDS[:1], 6.0, node=site.prefill)
+    assert silence(site, 9.0) == [("d0", site.unit(), 1)]
+    site.one.num_before = 1  # as if an earlier attempt had brought it
+    assert silence(site, 12.0) == [("p0", site.unit(), 1)]
+
+
+def test_a_node_that_works_alone_is_asked() -> None:
+    for prefill, decode in ((True, False), (False, True)):
+        site = Site()
+        nodes = (site.prefill if prefill else None, site.decode if decode else None)
+        site.one.attempt = site.request.begin_attempt({0}, *nodes, 0.0)
+        site.take(0, IDS[:1])
+        assert [name for name, *_ in silence(site, 3.0)] == ["p0" if prefill else "d0"]
+
+
+@pytest.mark.parametrize("wants", [False, True])
+def test_after_the_end_prefill_is_asked_if_the_prompts_logprobs_are_missing(wants: bool) -> None:
+    site = Site(wants_prompt_logprobs=wants)
+    site.take(0, IDS, ended={0: END})
+    assert silence(site, 3.0) == [], "the other choice runs"
+    site.request.sequences[1].finish_reason = "length"
+    assert silence(site, 6.0) == ([("p0", site.unit(), 6)] if wants else [])
+    site.attempt.prefill_done = True
+    assert silence(site, 9.0) == []
+
+
+def test_a_paused_sequence_is_not_asked_for() -> None:
+    site = Site()
+    site.one.attempt = None
+    assert silence(site, 100.0) == []
+
+
+def test_output_is_what_the_sequence_merged() -> None:
+    site = Site()
+    site.take(0, IDS[:2])
+    site.take(1, IDS[1:4])
+    (_, second) = [each for each in site.effects if isinstance(each, Output)]
+    assert isinstance(second.delta, Delta) and second.delta.token_ids == IDS[2:4]
+    effects = len(site.effects)
+    site.take(0, IDS[:4])
+    assert len(site.effects) == effects, "nothing new, no output"
