@@ -39,10 +39,6 @@ class Cancels:
         """Cancels that no node has acknowledged yet."""
         return sum(map(len, self._unacked.values()))
 
-    def is_unacked(self, node: Node, rid: str, attempt: int) -> bool:
-        """Whether the node has yet to acknowledge a Cancel of this attempt."""
-        return (rid, attempt) in self._unacked.get(node, {})
-
     def send(self, node: Node, rid: str, attempt: int, choices: Iterable[int], reason: str, now: float) -> None:
         """Cancel choices of an attempt. They are always named: other attempts of the request may run on the node."""
         of_node = self._unacked.setdefault(node, {})

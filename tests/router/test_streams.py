@@ -45,7 +45,7 @@ class Site:
     def take(self, first: int, ids: list[int], now: float = 0.0, *, node: Node | None = None, **more: Any) -> list[Any]:
         """A node sends tokens of choice 0."""
         message = tokens((self.unit(), first, ids), **more)
-        return self.streams.take(node or self.decode, message, now)
+        return list(self.streams.take(node or self.decode, message, now))
 
     @property
     def outputs(self) -> list[tuple[int, list[int]]]:
@@ -74,7 +74,7 @@ def test_each_sequence_gets_its_own_columns() -> None:
     rows = [(site.unit(1), 0, IDS[:2]), (site.unit(0, rid="gone"), 0, IDS[2:3]), (site.unit(0), 0, IDS[3:])]
     logprobs = tuple(TokenLogprobs(-1.0 * each) for each in range(3))
     message = tokens(*rows, logprobs={2: logprobs}, ended={0: END}, num_cached=16)
-    ended = site.streams.take(site.decode, message, 5.0)
+    ended = list(site.streams.take(site.decode, message, 5.0))
     assert site.outputs == [(1, IDS[:2]), (0, IDS[3:])]
     assert [each.delta.logprobs for each in site.effects if isinstance(each, Output)] == [[], list(logprobs)]
     assert ended == [(site.request.sequences[1], True)] and site.request.sequences[1].finish_reason == "length"
@@ -97,7 +97,7 @@ def test_columns_that_do_not_fit_refuse_the_whole_message(firsts: list[int], cou
     units = (site.unit(0), site.unit(1))
     message = Tokens(units, pack_ids(firsts), pack_ids(counts), pack_ids(ids), ended={0: END}, num_cached=16)
     with pytest.raises(ProtocolError, match="Tokens") as caught:
-        site.streams.take(site.decode, message, 0.0)
+        list(site.streams.take(site.decode, message, 0.0))
     assert caught.value.node == "d0"
     assert not site.effects and not any(each.received or each.finish_reason for each in site.request.sequences)
     assert site.request.num_cached is None, "not even the rows that are right are taken"
@@ -113,10 +113,10 @@ def test_only_the_nodes_of_the_present_attempt_are_heard() -> None:
         (site.decode, site.unit(0, newer.number, "s")),  # no such request
     ):
         assert site.streams.find(unit, node) is None
-        assert site.streams.take(node, tokens((unit, 0, IDS[:1]), ended={0: END}), 2.0) == []
+        assert list(site.streams.take(node, tokens((unit, 0, IDS[:1]), ended={0: END}), 2.0)) == []
     assert not site.effects and not site.one.received and site.one.finish_reason is None
     for node, first in ((site.prefill, 0), (site.decode, 1)):
-        site.streams.take(node, tokens((site.unit(0, newer.number), first, [IDS[first]])), 2.0)
+        list(site.streams.take(node, tokens((site.unit(0, newer.number), first, [IDS[first]])), 2.0))
     assert site.outputs == [(0, IDS[:1]), (0, IDS[1:2])]
 
 
