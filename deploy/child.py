@@ -94,7 +94,7 @@ class Child:
 
 
 def die_with_parent() -> None:
-    """In a child process: have the kernel kill it when the launcher dies, even if the launcher is killed.
+    """Have the kernel kill this child process when the launcher dies, even if the launcher is killed.
 
     Does nothing in a process that no launcher started.
     """

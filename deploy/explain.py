@@ -23,7 +23,7 @@ _NO_KEY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainConfig:
-    """Which router to ask, and how to print."""
+    """Configuration of `baton explain`: the router to ask, and the form of the output."""
 
     url: str = setting("http://127.0.0.1:8000", "where the router listens", metavar="URL")
     admin_key: str | None = setting(None, "the router's admin key, or in BATON_ADMIN_KEY", metavar="KEY")

@@ -181,7 +181,7 @@ class StepChooser:
         return best if speeds[best] > margin * speeds[last] else last
 
     def _allowed(self, steps: int, slots: Sequence[int], usable: Sequence[int], num_missed: int) -> int:
-        """As many of `steps` as the account can bear to lose."""
+        """Return as many of `steps` as the account can bear to lose."""
         while steps and self._loss(steps, slots, usable, num_missed) > self.balance:
             steps = steps - 1 if self.shape.is_chain else 0
         return steps
@@ -195,12 +195,12 @@ class StepChooser:
         return max(0.0, loss)
 
     def _cost(self, num_seqs: int, num_steps: int, num_missed: int) -> float:
-        """Of a step, in steps without drafts."""
+        """Return the cost of a step, in steps without drafts."""
         seconds = self._seconds(num_seqs, num_steps) + self.times.catch_up_seconds(num_missed)
         return seconds / self._seconds(num_seqs, 0)
 
     def _seconds(self, num_seqs: int, num_steps: int) -> float:
-        """Of a step with such a round."""
+        """Return the seconds of a step with such a round."""
         return self.times.seconds(num_seqs, num_steps) + self._overhead_s
 
     def _expected(self, slots: Sequence[int], usable: Sequence[int], doubt: float = 0.0) -> list[float]:

@@ -89,7 +89,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompts:
-    """How a batch that begins prompts is cut for `prompt_attention`."""
+    """Division of a batch that begins prompts, for `prompt_attention`."""
 
     pieces: tuple[Piece, ...]  # all tokens, in order
     rest: Plan | None  # of those that see others in pages, end to end

@@ -127,7 +127,7 @@ class ForwardBatch:
 
 
 class Computed(NamedTuple):
-    """What a forward brings."""
+    """Result of a forward."""
 
     extend: torch.Tensor | None  # [num_tokens, width] for the drafter
     logits: torch.Tensor  # [sum of num_logits, vocab_size], of the model's dtype

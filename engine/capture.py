@@ -1,4 +1,4 @@
-"""How something is captured in a CUDA graph."""
+"""Capture of a function in a CUDA graph."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ class CudaPool:
         slip.done.record(self._stream)
 
     def _pass_fences(self, pages: Sequence[int]) -> None:
-        """What follows on the stream waits for what may still use the pages."""
+        """Make later work on the stream wait for work that may still use the pages."""
         fences = {id(fence): fence for page in pages if (fence := self._fences.pop(page, None)) is not None}
         for fence in fences.values():
             if not fence.query():
@@ -231,7 +231,7 @@ def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 def _as_bytes(sums: Sequence[torch.Tensor], num_pages: int) -> list[bytes]:
-    """Of each page its checksums in all pools, as little-endian uint64; empty where there are none."""
+    """Return each page's checksums in all pools, as little-endian uint64; empty if there are none."""
     columns = [_rows(each) for each in sums]
     if len(columns) == 1:
         return columns[0]

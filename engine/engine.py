@@ -152,12 +152,12 @@ class Engine:
         return self.compute(rows).logits
 
     def compute(self, rows: Sequence[BatchRow]) -> Computed:
-        """As `forward`, with what the drafter wants to know of the rows' tokens."""
+        """Store the rows' KV; return their logits and the states that a drafter needs of their tokens."""
         computed = None if self._prompt_graphs is None else self._prompt_graphs.compute(rows)
         return computed or self.compute_batch(ForwardBatch.build(rows, self.pool.page_size, self.device))
 
     def compute_batch(self, batch: ForwardBatch) -> Computed:
-        """As `compute`. Reads nothing of a tensor on the host where our compiled kernels serve."""
+        """Do the work of `compute` for a batch. If our compiled kernels serve, the host reads nothing of a tensor."""
         extend, final = self.states(batch)
         if batch.logit_rows is not None and batch.logit_rows.shape[0] != final.shape[0]:
             [final] = gather_rows([final], batch.logit_rows)

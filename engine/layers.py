@@ -58,8 +58,8 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
     def parts(self, x: torch.Tensor) -> torch.Tensor:
-        """As a call, or float32 parts of it, [num_parts, num_rows, out_size], where a kernel leaves them to be summed
-        by who reads them (`add_rms_norm_`)."""
+        """Return the result of a call, or float32 parts of it, [num_parts, num_rows, out_size], if a kernel leaves the
+        sum to their reader (`add_rms_norm_`)."""
         if self.weight is None or self.bias is not None or not gpu.compiled(x):
             return self(x)
         from ..kernels.triton_linear import linear_parts

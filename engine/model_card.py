@@ -1,4 +1,4 @@
-"""What a node tells the router of its model: name, limits, tokenizer, chat template, generation defaults."""
+"""The model card that a node sends the router: name, limits, tokenizer, chat template, generation defaults."""
 
 from __future__ import annotations
 

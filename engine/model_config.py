@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says, checked: anything that Baton would compute wrongly is refused here by name."""
+"""Reading of a checkpoint's config.json. Settings that Baton would compute wrongly are refused here by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """Where the families differ; all else they share."""
+    """Differences between the model families."""
 
     qkv_bias: bool | None  # None: config.json's attention_bias decides
     qk_norm: bool

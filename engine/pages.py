@@ -59,7 +59,7 @@ class PagePool:
         return Owner(self._owners[page])
 
     def generation(self, page: int) -> int:
-        """How often `page` was allocated so far: tells a page's present content from an earlier one."""
+        """Return how often `page` was allocated so far. This tells a page's present content from an earlier one."""
         return int(self._generations[page])
 
     def allocate(self, n: int, owner: Owner) -> list[int]:

@@ -1,4 +1,4 @@
-"""How far something is that takes seconds: a bar on a terminal, lines in any other log."""
+"""Progress of work that takes seconds: a bar on a terminal, lines in any other log."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ MAX_SEQS = 8  # of a chunk
 
 
 class PromptInputs(NamedTuple):
-    """Of a bucket or of one chunk: a block of numbers, which one copy takes to the device, and views of it."""
+    """Inputs of a bucket or of one chunk: a block of numbers, which one copy moves to the device, and views of it."""
 
     block: Tensor  # [num_numbers] int64
     input_ids: Tensor  # [num_tokens] int64

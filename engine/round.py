@@ -34,7 +34,7 @@ from .trees import Drafts, DraftShape, Path, accept_chain, accept_tree
 
 
 class RoundResult(NamedTuple):
-    """What a round brought, still on the device."""
+    """Result of a round, still on the device."""
 
     numbers: Tensor  # [num_seqs, K + 3] int64: a, how many tokens come before one without numbers, t_0 .. t_a, waste
     logprobs: Logprobs | None  # of num_seqs * (K + 1) rows; None: nobody asks

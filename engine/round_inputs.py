@@ -1,4 +1,4 @@
-"""What the host writes before a round, one block of numbers, so that one copy takes it to the device."""
+"""Inputs that the host writes before a round: one block of numbers, so that one copy moves it to the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PER_SEQUENCE = 3  # columns of one number
 
 
 class RoundInputs(NamedTuple):
-    """Of a bucket or of one batch. Rows beyond its sequences are padding. Tensors but `block` are views of it."""
+    """Inputs of a bucket or of one batch. Rows beyond its sequences are padding. All tensors are views of `block`."""
 
     block: Tensor  # [num_seqs, 3 + max_steps + num_columns] int64
     num_used: int  # columns of `block` that a round may read; what others hold is of a round before
@@ -45,7 +45,7 @@ class RoundInputs(NamedTuple):
         return self._of(to_device(self.block, device), self.num_used, self.proposed.shape[1])
 
     def copy_(self, source: RoundInputs) -> None:
-        """From pinned memory to the device: the columns in use."""
+        """Copy the columns in use from pinned memory to the device."""
         from ..kernels.triton_copies import copy_columns_
 
         copy_columns_(self.block, source.block, source.num_used)

@@ -36,7 +36,7 @@ _COUNTS = 2  # numbers of a row before its tokens
 
 
 class Accepted(NamedTuple):
-    """What a round brought one sequence."""
+    """Result of a round for one sequence."""
 
     token_ids: list[int]  # t_0 .. t_a, at least one; fewer where the target's logits are no numbers
     logprobs: list[TokenLogprobs | None]
@@ -76,7 +76,7 @@ class Submitted(NamedTuple):
 
 
 class Running(Protocol):
-    """What rounds need of a sequence."""
+    """The part of a sequence that rounds use."""
 
     slot: int | None
     token_ids: list[int]  # the last one is the bonus token
@@ -259,7 +259,7 @@ class Rounds:
         return RoundInputs.allocate(num_seqs, self._num_columns, max_steps, device, pinned=pinned)
 
     def _allocate(self, num_seqs: int) -> RoundInputs:
-        """On the host."""
+        """Allocate inputs on the host."""
         return self._allocate_on("cpu", num_seqs, pinned=self.engine.device.type == "cuda")
 
     def _free(self, inputs: RoundInputs) -> None:

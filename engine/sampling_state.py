@@ -1,4 +1,4 @@
-"""What sampling knows of one choice of a request (of a batch of them: sampling_batch.py).
+"""State of sampling for one choice of a request (for a batch of them: sampling_batch.py).
 
 A `SamplingState` is a pure function of (parameters, choice, prompt ids, output ids): one built anew after a preemption
 or on another node equals one that was advanced token by token.
@@ -29,7 +29,7 @@ class Needs(NamedTuple):
 
     @classmethod
     def any_of(cls, rows: Iterable[Self]) -> Self:
-        """What at least one of `rows` asks for; the most log-probabilities."""
+        """Return the needs of all `rows` together, with the largest number of log-probabilities."""
         columns = list(zip(*rows, strict=True))
         if not columns:
             return cls()
@@ -114,7 +114,7 @@ class SamplingState:
 
     @property
     def needs(self) -> Needs:
-        """For the next token, and those after it."""
+        """Return the needs of the next token and those after it."""
         params, is_random = self.params, not self.is_greedy
         return Needs(
             is_random,
@@ -191,5 +191,5 @@ class SamplingState:
             self.output_counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
 
     def _ids(self, token_ids: Sequence[int]) -> Tensor:
-        """On the device, without waiting for it."""
+        """Return the ids on the device, without waiting for it."""
         return to_device(torch.tensor(token_ids, dtype=torch.int64), self.device)

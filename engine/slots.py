@@ -1,4 +1,4 @@
-"""What rounds know of each running sequence, on the device: a slot is a row of tensors.
+"""Slots: the state of each running sequence on the device. A slot is a row of tensors.
 
 A round reads the rows of its sequences, and writes back what it brought. So nothing of a sequence but its pages is
 copied to the device a second time, and a round could follow another before the host has seen the first's tokens. The
@@ -161,7 +161,7 @@ class Slots:
         return numbers
 
     def missed_row(self, slot: int, num_missed: int) -> int:
-        """Where `keep_missed` puts a row of a sequence that has missed so many; from MAX_MISSED on they are lost."""
+        """Return where `keep_missed` puts a row after `num_missed` others; from MAX_MISSED on they are lost."""
         return slot * (MAX_MISSED + 1) + min(num_missed, MAX_MISSED)
 
     def keep_missed(self, rows: Tensor, tokens: Tensor, extend: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""How a node comes up and lives: load, warm up, meet the router, loop, leave. Shared by both kinds of node."""
+"""Life of a node of either role: load, warm up, meet the router, loop, leave."""
 
 from __future__ import annotations
 

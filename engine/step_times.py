@@ -1,4 +1,4 @@
-"""How long a round takes, by batch size and draft steps: measured at the start, corrected while rounds run."""
+"""Times of rounds by batch size and draft steps: measured at the start, corrected while rounds run."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class StepTimes:
         return cls(_undisturbed(seconds))
 
     def seconds(self, size: int, num_steps: int) -> float:
-        """Of a round of `size` sequences; sizes and steps beyond those measured are extrapolated."""
+        """Return the seconds of a round of `size` sequences; sizes and steps beyond those measured are extrapolated."""
         own = self._own.get((num_steps, size.bit_length()))
         log = self._first_log(size, num_steps) if own is None else own.log
         return math.exp(self._log_common + log) * self._table(size, num_steps)
@@ -98,7 +98,7 @@ class StepTimes:
         return math.log(1 + beside / self._table(size, num_steps)) - self._log_common if beside else last.log
 
     def catch_up_seconds(self, num_rows: int) -> float:
-        """Of running the drafter over that many rows before a round."""
+        """Return the seconds of running the drafter over that many rows before a round."""
         if num_rows == 0:
             return 0.0
         first = self._steps[min(1, len(self._steps) - 1)]

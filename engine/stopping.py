@@ -1,4 +1,4 @@
-"""When a node ends a choice: on ids, max_tokens and context. Strings are the router's: it alone has text."""
+"""The end of a choice on a node: by ids, max_tokens or context. Only the router stops on strings, since it has text."""
 
 from __future__ import annotations
 

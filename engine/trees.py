@@ -24,7 +24,7 @@ from .sampling_batch import SamplingBatch
 
 
 class DraftShape(NamedTuple):
-    """How much a round drafts."""
+    """Shape of a round's drafts."""
 
     num_steps: int  # K, depth
     topk: int = 1
@@ -63,14 +63,14 @@ class DraftShape(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """What a drafter proposes."""
+    """Proposals of a drafter."""
 
     tokens: Tensor  # [num_seqs, N] int64, nodes 1 .. N
     parents: Tensor | None = None  # [num_seqs, N] int64, nodes 0 .. N; None: a chain
 
 
 class Path(NamedTuple):
-    """What the target accepted."""
+    """Nodes that the target accepted."""
 
     nodes: Tensor | None  # [num_seqs, K + 1] int64, the root first; beyond the accepted ones any; None: 0 .. K
     num_accepted: Tensor  # [num_seqs] int64, without the root

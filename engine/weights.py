@@ -19,7 +19,7 @@ from .progress import Progress
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamSite:
-    """How one branch of a layer reads the residual streams and adds to them (models/hyper_llama.py)."""
+    """Weights by which one branch of a layer reads the residual streams and adds to them (models/hyper_llama.py)."""
 
     read: torch.Tensor  # [hc_mult]
     write: torch.Tensor  # [hc_mult]

@@ -66,7 +66,7 @@ class Witness(NamedTuple):
 
 
 class _OwnAnswer(NamedTuple):
-    """What a node computed alone, and when."""
+    """Answer that a node computed alone, and its time."""
 
     answer: Answer
     at: float

@@ -23,7 +23,7 @@ LOSS_WORDS: dict[Loss, str] = {
 
 
 class NodeHistory:
-    """How often the nodes of one name were lost and came back."""
+    """Losses and returns of the nodes of one name."""
 
     __slots__ = ("epoch", "is_here", "last_loss", "losses", "lost_at", "node_id", "num_restarts", "returns", "role")
 

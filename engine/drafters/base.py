@@ -1,4 +1,4 @@
-"""What a drafter is: something that a node has, which proposes the next tokens of sequences.
+"""Drafters: a node has one if it speculates. A drafter proposes the next tokens of sequences.
 
 Positions (DESIGN.md section 4). A sequence has L tokens with target KV, positions 0 .. L - 1, and its bonus token, the
 last one sampled, belongs at position L. A round of K steps:
@@ -42,7 +42,7 @@ from ..trees import Drafts, DraftShape
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftState:
-    """What a drafter keeps of sequences between rounds, besides KV; what prefill hands to decode. One row a sequence;
+    """A drafter's state between rounds, besides KV, which prefill hands to decode. One row per sequence;
     what an algorithm does not have is None."""
 
     tokens: Tensor | None = None  # [num_rows, num_proposals] int64: d_1 .. of the next round, or topk choices for d_1
@@ -109,7 +109,7 @@ class RoundRows:
     proposed: Tensor | None = None  # [num_seqs, max_steps] int64, by a drafter that proposes on the host
 
     def after(self, targets: Tensor, num_accepted: Tensor) -> SamplingBatch:
-        """Of the token after t_a: `targets` [num_seqs, K + 1], `num_accepted` [num_seqs]."""
+        """Return the sampling of the token after t_a, given `targets` [num_seqs, K + 1], `num_accepted` [num_seqs]."""
         is_new = None
         if self.sampling.needs.penalizes:
             is_new = (counted(targets.shape[1], targets.device) <= num_accepted.unsqueeze(1)).unsqueeze(1)

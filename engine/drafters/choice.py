@@ -61,7 +61,7 @@ def find_drafter(config: EngineConfig, model_dir: Path) -> Path | None:
 
 
 def describe(algorithm: str, num_steps: int | None, topk: int, drafter: Path | None, model_dir: Path) -> str:
-    """In words for logs: "eagle, 5 steps, drafter eagle/"."""
+    """Return the choice in words for logs: "eagle, 5 steps, drafter eagle/"."""
     words = [algorithm]
     if algorithm != "none" and num_steps is not None:
         words.append("1 step" if num_steps == 1 else f"{num_steps} steps")

@@ -39,13 +39,13 @@ class NgramDrafter:
         return DraftState()
 
     def propose(self, rows: RoundRows, shape: DraftShape) -> Drafts:
-        """What `lookup` found on the host."""
+        """Return the proposals that `lookup` found on the host."""
         assert rows.proposed is not None
         return Drafts(rows.proposed[:, : shape.num_steps])
 
     def lookup(self, slot: int, token_ids: Sequence[int], salt: str, num_steps: int) -> list[int]:
-        """What may follow `token_ids`, which have grown since the slot's last lookup; padded to `num_steps` by the last
-        token. Finished requests are asked where only a short suffix stood in the own text before."""
+        """Return likely tokens after `token_ids`, which have grown since the slot's last lookup. The last token pads
+        them to `num_steps`. If only a short suffix was found in the own text, finished requests are searched too."""
         own = self._own.setdefault(slot, OwnSuffixes())
         own.extend(token_ids[len(own) :])
         found = own.lookup(num_steps, MIN_MATCH, MAX_NGRAM) or self._shared.lookup(token_ids, salt, num_steps)

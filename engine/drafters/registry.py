@@ -1,4 +1,4 @@
-"""Which drafter a configuration asks for: read first (widths for the handoff's schema), loaded once there is a pool."""
+"""The registry of drafters. It reads a drafter's configuration first, for the handoff's schema, and loads it later."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Speculation:
     aux_layers: tuple[int, ...] = ()  # target layers whose input states the drafter takes; none: the final state
 
     def schema(self, target: PoolLayout, page_size: int, *, checksums: bool) -> HandoffSchema:
-        """What the handoff carries."""
+        """Return the schema of the handoff with this drafter."""
         hands_proposal = self.head is not None  # the others propose from the bonus token
         pool = None if self.draft is None or self.frozen is not None else _pool(self.draft, target)
         return make_schema(
@@ -68,13 +68,13 @@ class Speculation:
         )
 
     def describe(self, target_dir: Path) -> str:
-        """In words for logs: "eagle, 5 steps, drafter eagle/"."""
+        """Return the drafter in words for logs: "eagle, 5 steps, drafter eagle/"."""
         algorithm = self.algorithm.replace("_", "-")
         return describe(algorithm, self.shape.num_steps, self.shape.topk, self.draft_dir, target_dir)
 
     @property
     def fingerprint(self) -> str | None:
-        """Of the draft's weights and a head's own settings (chained, auxiliary layers ...); None without a draft."""
+        """Fingerprint of the draft's weights and the head's own settings (chained, auxiliary layers ...), if there is one."""
         if self.draft_dir is None:
             return None
         weights = fingerprint(self.draft_dir, self.draft)

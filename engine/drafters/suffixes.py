@@ -205,7 +205,7 @@ def _longest(
 
 
 def _vote(found: list[tuple[array[int], int]], num_steps: int) -> list[int]:
-    """What followed most often, each token among the occurrences that agree so far."""
+    """Return the tokens that followed most often, each token among the occurrences that agree so far."""
     following = [ids[place : place + num_steps] for ids, place in found]
     for step in range(num_steps):
         if following.count(following[0]) == len(following):

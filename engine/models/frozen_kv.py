@@ -29,7 +29,7 @@ from .tensors import HeadTensors
 
 
 class FrozenOutput(NamedTuple):
-    """What a forward brings."""
+    """Result of a forward."""
 
     recurrent: torch.Tensor  # [num_tokens, target's hidden_size]
     logits: torch.Tensor  # [num_tokens, vocab_size], of the model's dtype

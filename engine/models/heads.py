@@ -30,11 +30,11 @@ from .tensors import HeadTensors
 
 
 class DraftHead(Protocol):
-    """What the shifted drafters run."""
+    """Model that a shifted drafter runs."""
 
     @property
     def config(self) -> ModelConfig:
-        """Of the head's own layers."""
+        """Configuration of the head's own layers."""
         ...
 
     def forward(self, batch: ForwardBatch, kv: torch.Tensor, hidden: torch.Tensor, *, is_extend: bool) -> torch.Tensor:

@@ -24,11 +24,11 @@ from .llama import LlamaModel, TargetStates
 
 
 class HyperLlamaModel(LlamaModel):
-    """Of two or more streams; with one it is a LlamaModel (models/registry.py)."""
+    """Llama with two or more residual streams; with one stream the model is a LlamaModel (models/registry.py)."""
 
     @torch.inference_mode()
     def forward_with_aux(self, batch: ForwardBatch, kv: torch.Tensor, aux_layers: Sequence[int]) -> TargetStates:
-        """As LlamaModel's; the auxiliary states are collapsed."""
+        """Run LlamaModel's method of this name; the auxiliary states are collapsed."""
         assert kv.dtype == self.dtype, (kv.dtype, self.dtype)
         config, eps = self.config, self.config.rms_norm_eps
         attend = begin_attention(config, self._rotary, batch, kv)
@@ -55,7 +55,7 @@ def stream_layer(streams: torch.Tensor, index: int, layer: LayerWeights, attend:
 
 
 def _read(streams: torch.Tensor, site: StreamSite) -> torch.Tensor:
-    """What the branch sees, [num_tokens, hidden_size]."""
+    """Return the input of the branch, [num_tokens, hidden_size]."""
     return torch.matmul(site.read, streams)
 
 

@@ -23,7 +23,7 @@ from ..weights import Weights
 
 
 class TargetStates(NamedTuple):
-    """What a forward leaves for the head and for drafters."""
+    """States that a forward leaves for the head and for drafters."""
 
     final: torch.Tensor  # [num_tokens, hidden_size], after the last norm: what `logits` takes
     handoff: torch.Tensor  # [num_tokens, handoff_hidden_size], what the family hands to a drafter
@@ -54,8 +54,8 @@ class LlamaModel:
 
     @torch.inference_mode()
     def forward_with_aux(self, batch: ForwardBatch, kv: torch.Tensor, aux_layers: Sequence[int]) -> TargetStates:
-        """As `forward`, with what drafters want: the handoff state, and the residual stream at the inputs of
-        `aux_layers` (num_layers: the last layer's output)."""
+        """Run `forward`, and return also the states for drafters: the handoff state, and the residual stream at the
+        inputs of `aux_layers` (num_layers: the last layer's output)."""
         assert kv.dtype == self.dtype, (kv.dtype, self.dtype)
         attend = begin_attention(self.config, self._rotary, batch, kv)
         stream = Residual(embed(batch.input_ids, self.weights.embedding), self.config.rms_norm_eps)

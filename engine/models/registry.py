@@ -1,4 +1,4 @@
-"""Which class computes which architecture, and the one way to load a model."""
+"""The registry of architectures and their classes, and the one way to load a model."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class DevicePool(Protocol):
 
     @property
     def shared(self) -> tuple[Shared, ...]:
-        """What other processes of this host need to map the pools, one item per pool; empty if they cannot."""
+        """Values that other processes of this host need to map the pools, one per pool; empty if they cannot do so."""
         ...
 
     def map(self, descriptors: Sequence[int], sizes: Sequence[int], num_pages: int) -> MappedPools:

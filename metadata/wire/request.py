@@ -71,7 +71,7 @@ class Unit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class SamplingParams(Message, frozen=True):
-    """How tokens are chosen and when a choice ends. The router validates the values; a node may trust their bounds."""
+    """Parameters that choose tokens and end a choice. The router checks the values; a node may trust their bounds."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_CONTEXT)]
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_CONTEXT)] = 0

@@ -57,7 +57,7 @@ def needs_of(http_request: web.Request) -> Needs:
 
 
 class _Wrapper:
-    """What happens around every handler."""
+    """Steps around every handler."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
