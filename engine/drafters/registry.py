@@ -74,7 +74,7 @@ class Speculation:
 
     @property
     def fingerprint(self) -> str | None:
-        """Fingerprint of the draft's weights and the head's own settings (chained, auxiliary layers ...), if there is one."""
+        """Fingerprint of the draft's weights and the head's own settings (chained, auxiliary layers ...), or None."""
         if self.draft_dir is None:
             return None
         weights = fingerprint(self.draft_dir, self.draft)
