@@ -28,13 +28,13 @@ import msgspec
 
 from ..engine.adaptive import StepChooser
 from ..engine.draft_row import get_draft
+from ..engine.draft_shape import DraftShape
 from ..engine.drafters.base import DraftState
 from ..engine.engine import NO_NUMBERS, Engine
 from ..engine.graphs import graph_sizes
 from ..engine.progress import ProgressBar
 from ..engine.rounds import Accepted, Rounds, Submitted
 from ..engine.step_times import StepTimes
-from ..engine.trees import DraftShape
 from ..metadata.bus.membership import Membership, RouterGone
 from ..metadata.bus.session import RouterWork
 from ..metadata.errors import ProtocolError

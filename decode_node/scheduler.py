@@ -23,10 +23,10 @@ import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ..engine.batch import BatchRow
+from ..engine.draft_shape import DraftShape
 from ..engine.pages import Owner
 from ..engine.prefix_cache import PrefixCache
-from ..engine.trees import DraftShape
+from ..engine.work import BatchRow
 from ..metadata.errors import OutOfPages
 from ..metadata.handoff.needs import decode_len, pages_of
 from ..metadata.wire.request import Unit

@@ -24,8 +24,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from .draft_shape import DraftShape
 from .step_times import StepTimes
-from .trees import DraftShape
 
 FIRST_GUESS = 0.88  # acceptance before anything is known: high, so that drafts are tried
 _BETTER_THAN_DRAFTS, _BETTER_THAN_NOTHING = 1.03, 1.06  # what another choice must be

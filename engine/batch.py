@@ -17,20 +17,7 @@ from numpy.typing import ArrayLike
 
 from ..kernels.attention import AttentionPlan, Tree
 from .copies import to_device
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRow:
-    """One sequence of a forward.
-
-    `position` is the absolute position of the first new token, which is also the number of tokens whose KV the pages
-    hold; `pages` must cover position + len(input_ids) tokens, more is fine. Logits are wanted for the last `num_logits`
-    of the new tokens."""
-
-    input_ids: Sequence[int]
-    position: int
-    pages: Sequence[int]
-    num_logits: int = 1
+from .work import BatchRow
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,7 +20,7 @@ from ..metadata.handoff.memory import PageMemory
 from ..metadata.handoff.schema import block_bytes, on_gpu, page_bytes, page_layer_bytes, pools
 from ..metadata.wire.node_info import HandoffSchema, ModelCard, PoolLayout
 from ..metadata.wire.request import SamplingParams, TokenLogprobs
-from .batch import BatchRow, Computed, ForwardBatch
+from .batch import Computed, ForwardBatch
 from .config import DtypeChoice, EngineConfig
 from .cuda_memory import pool_zeros
 from .cuda_pool import CudaPool
@@ -37,6 +37,7 @@ from .sampling import SubmittedSample
 from .sampling_batch import SamplingBatch
 from .sampling_state import SamplingState
 from .weights import fingerprint
+from .work import BatchRow
 
 logger = logging.getLogger(__name__)
 

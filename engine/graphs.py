@@ -19,10 +19,10 @@ import torch
 from ..kernels import gpu
 from ..metadata.wire.request import MAX_TOP_LOGPROBS
 from .capture import captured
+from .draft_shape import DraftShape
 from .progress import Progress, tracked
 from .round_inputs import RoundInputs
 from .sampling_state import Needs
-from .trees import DraftShape
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .batch import BatchRow, Computed, ForwardBatch, aligned
+from .batch import Computed, ForwardBatch, aligned
 from .capture import captured
 from .progress import Progress, tracked
+from .work import BatchRow
 
 logger = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from ..kernels.tree_types import Ancestry
 from ..kernels.trees import ancestry
 from .batch import ForwardBatch
 from .constants import counted
+from .draft_shape import DraftShape
 from .drafters.base import Drafter, DraftState, MissedRows, RoundRows
 from .engine import Engine
 from .logprobs import Logprobs, compute_logprobs
@@ -30,7 +31,7 @@ from .sampling import sample
 from .sampling_batch import SamplingBatch
 from .sampling_state import Needs
 from .slots import Slots
-from .trees import Drafts, DraftShape, Path, accept_chain, accept_tree
+from .trees import Drafts, Path, accept_chain, accept_tree
 
 
 class RoundResult(NamedTuple):

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..kernels import gpu
 from ..metadata.wire.request import SamplingParams, TokenLogprobs
-from .batch import BatchRow
 from .copies import recorded_event, to_host
+from .draft_shape import DraftShape
 from .drafters.base import Drafter, DraftState, PromptChunk
 from .drafters.ngram import NgramDrafter
 from .engine import Engine
@@ -29,7 +29,7 @@ from .round import RoundResult, catch_up, run_round
 from .round_inputs import RoundInputs
 from .sampling_state import Needs, SamplingState
 from .slots import MAX_MISSED, Slots
-from .trees import DraftShape
+from .work import BatchRow
 
 _MEASURED = SamplingParams(max_tokens=1, temperature=0.0)
 _COUNTS = 2  # numbers of a row before its tokens

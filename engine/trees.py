@@ -9,7 +9,7 @@ the target will draw with, not on average.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,47 +19,9 @@ from ..kernels import gpu
 from ..kernels.tree_types import Candidates, Frontier
 from ..kernels.trees import choose, grow_, walk_chain, walk_tree
 from .constants import counted
+from .draft_shape import DraftShape
 from .sampling import perturbed_scores, sample
 from .sampling_batch import SamplingBatch
-
-
-class DraftShape(NamedTuple):
-    """Shape of a round's drafts."""
-
-    num_steps: int  # K, depth
-    topk: int = 1
-    num_tokens: int = 0  # N of a tree, drafts verified a round; a chain has as many as steps
-
-    @property
-    def is_chain(self) -> bool:
-        return self.topk == 1
-
-    @property
-    def num_drafts(self) -> int:
-        """N."""
-        return self.num_steps if self.is_chain else self.num_tokens
-
-    @property
-    def max_drafts(self) -> int:
-        """Candidates that a tree of this depth and width has."""
-        return self.topk + (self.num_steps - 1) * self.topk**2 if self.num_steps else 0
-
-    @property
-    def num_slots(self) -> int:
-        """Slots beyond the last one with KV that a round writes, in any pool (DESIGN.md section 5)."""
-        return 1 + max(self.num_drafts, self.num_steps, self.topk * self.num_steps)
-
-    @property
-    def choices(self) -> Sequence[int]:
-        """Steps that a round may have: a tree is drafted whole or not at all."""
-        return range(self.num_steps + 1) if self.is_chain else (0, self.num_steps)
-
-    def with_steps(self, num_steps: int) -> DraftShape:
-        """The same with one of `choices`."""
-        assert num_steps in self.choices, (num_steps, self)
-        if self.is_chain or num_steps == self.num_steps:
-            return self._replace(num_steps=num_steps)
-        return DraftShape(0)
 
 
 class Drafts(NamedTuple):

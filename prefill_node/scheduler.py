@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..engine.batch import BatchRow
 from ..engine.pages import Owner
 from ..engine.prefix_cache import PrefixCache
+from ..engine.work import BatchRow
 from ..metadata.errors import OutOfPages
 from ..metadata.handoff.needs import pages_of, prefill_pages, shared_pages
 from .request import Request

@@ -299,10 +299,13 @@ class Dispatcher:
         """
         if self.registry.groups.get(group.key) is not group:
             return  # it was forgotten
-        pace = self.queues.pace(group)
+        pace, waiting = self.queues.pace(group), list(self.queues.waiting_in(group))
+        if not waiting:
+            pace.unblocked()
+            return
         fits = self._placement.fitting(group)
         num_under_way = 0
-        for entry in list(self.queues.waiting_in(group)):
+        for entry in waiting:
             if entry.request.is_over or not entry.choices or self.queues.is_late(entry, now):
                 continue
             if entry.attempt is None and entry.pair is None and not fits(entry):

@@ -36,8 +36,9 @@ from ...kernels.rows import assign_rows_, gather_rows, packed, unpacked
 from ...metadata.handoff.hidden_layout import HiddenLayout, assign
 from ..constants import counted
 from ..copies import to_device, to_host
+from ..draft_shape import DraftShape
 from ..sampling_batch import SamplingBatch
-from ..trees import Drafts, DraftShape
+from ..trees import Drafts
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,9 +15,10 @@ from ...kernels.rows import gather_rows
 from ...metadata.handoff.hidden_layout import HiddenLayout
 from ..batch import ForwardBatch
 from ..constants import counted
+from ..draft_shape import DraftShape
 from ..models.frozen_kv import FrozenKvHead
 from ..sampling_batch import SamplingBatch
-from ..trees import Drafts, DraftShape, grow_tree, sample_ahead, top_of
+from ..trees import Drafts, grow_tree, sample_ahead, top_of
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
 
 

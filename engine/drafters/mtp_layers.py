@@ -25,12 +25,14 @@ from torch import Tensor
 
 from ...kernels.rows import gather_rows
 from ...metadata.handoff.hidden_layout import HiddenLayout
-from ..batch import BatchRow, ForwardBatch
+from ..batch import ForwardBatch
 from ..constants import counted
 from ..copies import to_device
+from ..draft_shape import DraftShape
 from ..models.mtp import MtpHead
 from ..sampling_batch import SamplingBatch
-from ..trees import Drafts, DraftShape, sample_ahead
+from ..trees import Drafts, sample_ahead
+from ..work import BatchRow
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
 
 

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ...metadata.handoff.hidden_layout import HiddenLayout
+from ..draft_shape import DraftShape
 from ..sampling_batch import SamplingBatch
-from ..trees import Drafts, DraftShape
+from ..trees import Drafts
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
 from .suffixes import MIN_MATCH, OwnSuffixes, SharedSuffixes
 

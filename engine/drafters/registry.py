@@ -14,13 +14,13 @@ from ...metadata.handoff.hidden_layout import HiddenDtype, HiddenLayout
 from ...metadata.handoff.schema import make_schema
 from ...metadata.wire.node_info import HandoffSchema, PoolLayout
 from ..config import EngineConfig
+from ..draft_shape import DraftShape
 from ..model_config import ModelConfig
 from ..models.frozen_kv import FrozenKvFile, FrozenKvHead, read_frozen_kv
 from ..models.heads import HeadFile, load_head, read_head
 from ..models.llama import LlamaModel
 from ..models.mtp import load_mtp
 from ..models.registry import load_model
-from ..trees import DraftShape
 from ..weights import Progress, fingerprint
 from .base import Drafter
 from .choice import describe, find_drafter, settle

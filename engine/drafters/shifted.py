@@ -21,11 +21,13 @@ from torch import Tensor
 from ...kernels.attention import Tree
 from ...kernels.rows import gather_rows
 from ...metadata.handoff.hidden_layout import HiddenLayout
-from ..batch import BatchRow, ForwardBatch
+from ..batch import ForwardBatch
 from ..constants import counted
+from ..draft_shape import DraftShape
 from ..models.heads import DraftHead
 from ..sampling_batch import SamplingBatch
-from ..trees import Drafts, DraftShape, grow_tree, sample_ahead, top_of
+from ..trees import Drafts, grow_tree, sample_ahead, top_of
+from ..work import BatchRow
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
 
 

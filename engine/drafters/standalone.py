@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from ...metadata.handoff.hidden_layout import HiddenLayout
-from ..batch import BatchRow, ForwardBatch
+from ..batch import ForwardBatch
 from ..constants import counted
+from ..draft_shape import DraftShape
 from ..models.llama import LlamaModel
 from ..sampling_batch import SamplingBatch
-from ..trees import Drafts, DraftShape, sample_ahead
+from ..trees import Drafts, sample_ahead
+from ..work import BatchRow
 from .base import DraftState, MissedRows, PromptChunk, PromptTail, RoundRows
 
 

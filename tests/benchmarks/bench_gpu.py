@@ -32,15 +32,15 @@ from bench_tables import heading, tables
 from roofline import Limits, best_s, floor_s, measure_limits, weight_bytes
 
 from baton.deploy.logs import setup_logging
-from baton.engine.batch import BatchRow
 from baton.engine.config import EngineConfig
 from baton.engine.copies import to_host
+from baton.engine.draft_shape import DraftShape
 from baton.engine.engine import Engine
 from baton.engine.pages import Owner
 from baton.engine.progress import ProgressBar
 from baton.engine.rounds import Rounds
 from baton.engine.startup import freeze
-from baton.engine.trees import DraftShape
+from baton.engine.work import BatchRow
 from baton.metadata.config import ProcessConfig
 
 BATCHES = (1, 8, 64, 256)

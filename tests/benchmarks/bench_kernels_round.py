@@ -28,7 +28,7 @@ if not IS_TIMED:
 
 from bench_kernels_dense import microseconds
 
-from baton.engine.trees import DraftShape
+from baton.engine.draft_shape import DraftShape
 from baton.kernels import triton_advance, triton_growth, triton_rotary, triton_rows, triton_trees
 from baton.kernels.advance import Columns, advance_ref_
 from baton.kernels.rotary import turns_ref

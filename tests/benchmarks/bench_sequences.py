@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from planted_text import PlantedText
 
-from baton.engine.batch import BatchRow, Computed
+from baton.engine.batch import Computed
+from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import PromptChunk, PromptTail
 from baton.engine.engine import Engine
 from baton.engine.pages import Owner
 from baton.engine.rounds import Rounds, Submitted
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
-from baton.engine.trees import DraftShape
+from baton.engine.work import BatchRow
 from baton.metadata.wire.request import SamplingParams
 
 CONTEXT = 1024

@@ -18,9 +18,10 @@ from planted_models import random_prompt, small
 from planted_text import PlantedText
 from solo import Solo
 
-from baton.engine.batch import BatchRow, ForwardBatch
+from baton.engine.batch import ForwardBatch
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
+from baton.engine.work import BatchRow
 from baton.kernels.attention import Tree
 from baton.metadata.errors import ModelError
 

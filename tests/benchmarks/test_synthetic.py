@@ -12,11 +12,11 @@ import tensor_files
 import torch
 from planted_models import random_prompt, small
 
-from baton.engine.batch import BatchRow
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.model_config import ModelConfig
 from baton.engine.weights import fingerprint, tensor_specs
+from baton.engine.work import BatchRow
 from baton.router.text.tokenizer import TextTokenizer
 
 

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 from node_pair import NodePair, params
 from ties import TIE_BOUND
 
-from baton.engine.batch import BatchRow
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.pages import Owner
 from baton.engine.sampling import tie_gap
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
+from baton.engine.work import BatchRow
 from baton.metadata.handoff.schema import HandoffBytes, handoff_bytes
 from baton.metadata.wire.request import SamplingParams
 

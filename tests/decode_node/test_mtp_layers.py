@@ -20,12 +20,14 @@ from node_pair import NodePair, node_pairs, params
 from safetensors.torch import load_file
 
 from baton.decode_node.config import DecodeConfig
-from baton.engine.batch import BatchRow, ForwardBatch
+from baton.engine.batch import ForwardBatch
+from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import DraftState, RoundRows
 from baton.engine.drafters.registry import read_speculation
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.llama import LlamaModel
-from baton.engine.trees import Drafts, DraftShape
+from baton.engine.trees import Drafts
+from baton.engine.work import BatchRow
 from baton.metadata.errors import ConfigError
 from baton.prefill_node import scheduler as prefill_scheduler
 from baton.prefill_node.request import Request

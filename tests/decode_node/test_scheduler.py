@@ -9,9 +9,9 @@ import pytest
 
 from baton.decode_node.scheduler import DecodeScheduler, StepPlan
 from baton.decode_node.sequence import Sequence
+from baton.engine.draft_shape import DraftShape
 from baton.engine.engine import Engine
 from baton.engine.rounds import Accepted
-from baton.engine.trees import DraftShape
 
 from .conftest import MakeSequence
 

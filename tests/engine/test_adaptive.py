@@ -8,8 +8,8 @@ import random
 import pytest
 
 from baton.engine.adaptive import _LOAN, _SHARE, StepChooser, _Rate
+from baton.engine.draft_shape import DraftShape
 from baton.engine.step_times import StepTimes
-from baton.engine.trees import DraftShape
 
 SIZES, STEPS = (1, 4, 16), (0, 1, 5)
 

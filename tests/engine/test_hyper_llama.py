@@ -15,7 +15,8 @@ from heads import write_head
 from baton.deploy.demo.training.drafters_files import describe, load, load_target, save
 from baton.deploy.demo.training.drafters_layers import LayerSizes
 from baton.deploy.demo.training.drafters_models import HyperEagle, Target, TargetRows
-from baton.engine.batch import BatchRow, ForwardBatch
+from baton.engine.batch import ForwardBatch
+from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import PromptChunk, PromptTail, RoundRows
 from baton.engine.drafters.shifted import ShiftedDrafter
 from baton.engine.model_config import ModelConfig
@@ -26,7 +27,7 @@ from baton.engine.models.llama import LlamaModel
 from baton.engine.models.registry import load_model
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
-from baton.engine.trees import DraftShape
+from baton.engine.work import BatchRow
 from baton.metadata.errors import ConfigError, ModelError
 from baton.metadata.handoff.hidden_layout import HiddenLayout
 from baton.metadata.wire.request import SamplingParams

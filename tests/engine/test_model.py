@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine.batch import BatchRow, ForwardBatch
+from baton.engine.batch import ForwardBatch
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.llama import LlamaModel
 from baton.engine.models.registry import load_model
+from baton.engine.work import BatchRow
 
 PAGE_SIZE = 4
 NUM_PAGES = 120

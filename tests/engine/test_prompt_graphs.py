@@ -14,10 +14,11 @@ import torch
 from drafters import settings, target_of
 from triton_device import DEVICE
 
-from baton.engine.batch import BatchRow, Computed, aligned
+from baton.engine.batch import Computed, aligned
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.prompt_graphs import BUCKETS, MAX_SEQS, PromptInputs, bucket, bucket_sizes, own
+from baton.engine.work import BatchRow
 from baton.kernels import gpu
 
 PAGE_SIZE = 4

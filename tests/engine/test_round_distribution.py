@@ -20,11 +20,11 @@ from solo import Solo
 
 from baton.engine import round as rounds
 from baton.engine import trees
-from baton.engine.batch import BatchRow
 from baton.engine.pages import Owner
 from baton.engine.sampling import sample
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
+from baton.engine.work import BatchRow
 from baton.metadata.wire.request import SamplingParams
 
 VOCAB = 20

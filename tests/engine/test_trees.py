@@ -8,10 +8,11 @@ import random
 import pytest
 import torch
 
+from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import DraftState, RoundRows
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
-from baton.engine.trees import Drafts, DraftShape, _ahead, accept_chain, accept_tree, grow_tree
+from baton.engine.trees import Drafts, _ahead, accept_chain, accept_tree, grow_tree
 from baton.kernels.tree_types import Frontier
 from baton.kernels.trees import ancestry
 from baton.metadata.wire.request import SamplingParams

@@ -10,7 +10,6 @@ import torch
 from ties import Reference
 from waits import no_waiting
 
-from baton.engine.batch import BatchRow
 from baton.engine.config import EngineConfig
 from baton.engine.copies import to_host
 from baton.engine.engine import Engine
@@ -18,6 +17,7 @@ from baton.engine.pages import Owner
 from baton.engine.sampling import sample
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
+from baton.engine.work import BatchRow
 from baton.metadata.wire.request import SamplingParams
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo"

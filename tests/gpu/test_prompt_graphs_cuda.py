@@ -11,10 +11,11 @@ import torch
 from drafters import settings, target_of
 from waits import no_waiting
 
-from baton.engine.batch import BatchRow, Computed, ForwardBatch, upload
+from baton.engine.batch import Computed, ForwardBatch, upload
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.prompt_graphs import BUCKETS, MAX_SEQS
+from baton.engine.work import BatchRow
 from baton.kernels import gpu
 
 PAGE_SIZE = 16

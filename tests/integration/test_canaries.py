@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from served import Node, Served
 
-from baton.engine.batch import BatchRow
+from baton.engine.work import BatchRow
 
 Start = Callable[..., Served]
 BODY = {"prompt": "def main(args): return", "max_tokens": 12, "temperature": 0, "ignore_eos": True}

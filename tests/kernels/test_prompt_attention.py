@@ -10,10 +10,10 @@ import pytest
 import torch
 from triton_device import DEVICE, ULP
 
-from baton.engine.batch import BatchRow
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.pages import Owner
+from baton.engine.work import BatchRow
 from baton.kernels import gpu, prompt_attention
 from baton.kernels.prompt_attention import prompt_attention_ref, shapes, takes, whole_part
 

@@ -11,7 +11,7 @@ from triton_device import DEVICE, random
 
 pytest.importorskip("triton")
 
-from baton.engine.trees import DraftShape
+from baton.engine.draft_shape import DraftShape
 from baton.kernels import triton_growth
 from baton.kernels.tree_types import Candidates, Frontier
 from baton.kernels.trees import ancestry_ref, choose_ref, grow_ref_

@@ -19,12 +19,12 @@ from node_pair import NodePair, node_pairs, params
 
 from baton.decode_node.config import DecodeConfig
 from baton.decode_node.scheduler import StepPlan
+from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import Drafter, DraftState, PromptChunk
 from baton.engine.engine import Engine
 from baton.engine.rounds import Rounds
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.startup import load_engine
-from baton.engine.trees import DraftShape
 from baton.metadata.handoff.buffers import MetadataBuffers
 from baton.metadata.handoff.client import Arrived
 from baton.metadata.handoff.hidden_layout import HiddenLayout, HiddenSpec

@@ -19,13 +19,14 @@ from heads import HYPER, write_head
 from node_pair import NodePair, node_pairs, params
 
 from baton.decode_node.config import DecodeConfig
-from baton.engine.batch import BatchRow, ForwardBatch
+from baton.engine.batch import ForwardBatch
 from baton.engine.draft_row import get_draft, set_draft
 from baton.engine.drafters.base import Drafter, DraftState
 from baton.engine.drafters.registry import read_speculation
 from baton.engine.drafters.shifted import ShiftedDrafter
 from baton.engine.model_config import ModelConfig
 from baton.engine.startup import load_engine
+from baton.engine.work import BatchRow
 from baton.metadata.handoff import hidden_layout
 from baton.metadata.handoff.buffers import MetadataBuffers
 from baton.metadata.handoff.client import TransferFailed

@@ -19,11 +19,11 @@ from node_pair import params
 from solo import Running, Solo, caught, frozen_fields
 
 from baton.engine import rounds
+from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import DraftState
 from baton.engine.round_inputs import RoundInputs
 from baton.engine.sampling_batch import INTS
 from baton.engine.slots import Slots
-from baton.engine.trees import DraftShape
 
 PROMPT = [random.Random(5).randrange(512) for _ in range(7)]
 TREES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "hyper-eagle", "frozen-kv-mtp")

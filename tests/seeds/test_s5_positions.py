@@ -19,9 +19,10 @@ from scratch import check_against_scratch
 from solo import POISON, Solo, caught, coach, spied
 
 from baton.engine.batch import ForwardBatch
+from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters import frozen_kv, shifted, standalone
 from baton.engine.drafters.base import DraftState, RoundRows
-from baton.engine.trees import Drafts, DraftShape
+from baton.engine.trees import Drafts
 
 PROMPT = [random.Random(5).randrange(512) for _ in range(7)]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.ngram import NgramDrafter
-from baton.engine.trees import DraftShape
 from baton.metadata.handoff.hidden_layout import HiddenLayout
 
 

@@ -10,8 +10,8 @@ import pytest
 from heads import write_head
 
 from baton.decode_node.config import DecodeConfig
+from baton.engine.draft_shape import DraftShape
 from baton.engine.engine import Engine
-from baton.engine.trees import DraftShape
 from baton.metadata.errors import ConfigError
 from baton.metadata.handoff.schema import differences
 
