@@ -1,0 +1,148 @@
+"""Collective operations over the ranks of a node.
+
+A rank is a process with a device of its own. All ranks call the same operations in the same order, ranks without rows
+too: their tensors have zero rows and the usual width. `OneRank` is the group of a node with one process; every
+operation returns its input.
+
+Rows of unlike counts are passed with `lens`, the number of rows of every rank. Rank 0 knows these counts when it builds
+the work (work.py), so no rank reads them from another.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_LOOPBACK = "lo"
+TIMEOUT_S = 60.0  # an operation that waits longer for another rank raises RuntimeError
+
+
+class Group(Protocol):
+    """Collective operations. Every method raises RuntimeError if another rank is gone or too late."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' `x`, of one shape, in the order of the ranks: bit for bit the same on each."""
+        ...
+
+    def max(self, x: Tensor) -> Tensor:
+        """Return the largest of all ranks' values of `x`, of one shape, element by element."""
+        ...
+
+    def gather(self, x: Tensor, lens: Sequence[int]) -> Tensor:
+        """Return the rows of all ranks, end to end in the order of the ranks: [lens[rank], ...] -> [sum(lens), ...]."""
+        ...
+
+    def reduce_scatter(self, x: Tensor, lens: Sequence[int]) -> Tensor:
+        """Return this rank's rows of the sum of all ranks' `x`: [sum(lens), ...] -> [lens[rank], ...]."""
+        ...
+
+    def all_to_all(self, x: Tensor, lens: Sequence[Sequence[int]]) -> Tensor:
+        """Exchange rows. `lens[i][j]` rows go from rank i to rank j: [sum(lens[rank]), ...], in the order of their
+        receivers -> [sum of lens[i][rank] over i, ...], in the order of their senders."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group. It must not be used afterwards."""
+        ...
+
+
+class OneRank:
+    """The group of a node with one process."""
+
+    rank = 0
+    size = 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def max(self, x: Tensor) -> Tensor:
+        return x
+
+    def gather(self, x: Tensor, lens: Sequence[int]) -> Tensor:
+        _check_rows(x, lens[0])
+        return x
+
+    def reduce_scatter(self, x: Tensor, lens: Sequence[int]) -> Tensor:
+        _check_rows(x, lens[0])
+        return x
+
+    def all_to_all(self, x: Tensor, lens: Sequence[Sequence[int]]) -> Tensor:
+        _check_rows(x, lens[0][0])
+        return x
+
+    def close(self) -> None:
+        pass
+
+
+class CpuGroup:
+    """The group of several processes of one host without GPUs, by torch.distributed with gloo.
+
+    It shows that ranks compute the right numbers; it is not fast. Sockets of gloo trust whoever connects, so they bind
+    loopback alone.
+    """
+
+    def __init__(self, rank: int, size: int, meeting: Path, *, timeout_s: float = TIMEOUT_S) -> None:
+        """Meet the other ranks at `meeting`, a path that names no file yet and that only this user can reach. Wait for
+        all of them. Raises RuntimeError after `timeout_s`. A process can be in one group at a time."""
+        self.rank = rank
+        self.size = size
+        os.environ["GLOO_SOCKET_IFNAME"] = _LOOPBACK
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{meeting.absolute()}",
+            rank=rank,
+            world_size=size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+
+    def sum(self, x: Tensor) -> Tensor:
+        first, *others = self._all(x)
+        for other in others:
+            first += other
+        return first
+
+    def max(self, x: Tensor) -> Tensor:
+        return torch.stack(self._all(x)).amax(0)
+
+    def gather(self, x: Tensor, lens: Sequence[int]) -> Tensor:
+        _check_rows(x, lens[self.rank])
+        padded = x.new_zeros(max(lens), *x.shape[1:])  # gloo gathers equal shapes only
+        padded[: len(x)] = x
+        return torch.cat([rows[:num_rows] for rows, num_rows in zip(self._all(padded), lens, strict=True)])
+
+    def reduce_scatter(self, x: Tensor, lens: Sequence[int]) -> Tensor:
+        _check_rows(x, sum(lens))
+        return self.sum(x).split(list(lens))[self.rank].clone()
+
+    def all_to_all(self, x: Tensor, lens: Sequence[Sequence[int]]) -> Tensor:
+        _check_rows(x, sum(lens[self.rank]))
+        rows = self.gather(x, [sum(each) for each in lens]).split(list(itertools.chain.from_iterable(lens)))
+        return torch.cat(rows[self.rank :: self.size])
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def _all(self, x: Tensor) -> list[Tensor]:
+        """Return copies of all ranks' `x`."""
+        copies = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        if x.numel():  # all ranks' `x` have one shape, so all of them are empty, or none
+            dist.all_gather(copies, x.contiguous())
+        return copies
+
+
+def _check_rows(x: Tensor, num_rows: int) -> None:
+    assert len(x) == num_rows, (x.shape, num_rows)

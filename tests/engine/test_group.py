@@ -1,0 +1,74 @@
+"""Collective operations of several processes against the same operations in one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from group_ranks import LENS, PAIR_LENS, SIZE, WIDTH, leave_rank, rows_of, run_rank
+from torch import Tensor
+
+from baton.engine.group import OneRank
+
+
+def _start(target: Any, size: int, meeting: Path) -> tuple[list[Any], Any]:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [context.Process(target=target, args=(rank, str(meeting), results)) for rank in range(size)]
+    for rank in ranks:
+        rank.start()
+    return ranks, results
+
+
+def test_ranks_in_processes_of_their_own_compute_what_one_process_computes(tmp_path: Path) -> None:
+    ranks, results = _start(run_rank, SIZE, tmp_path / "meeting")
+    answers = {rank: (pid, values) for rank, pid, values in (results.get(timeout=60) for _ in ranks)}
+    for rank in ranks:
+        rank.join(10)
+    assert len({os.getpid(), *(pid for pid, _ in answers.values())}) == SIZE + 1
+
+    def sum_of(num_rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        first, *others = (rows_of(rank, num_rows, dtype) for rank in range(SIZE))
+        for other in others:
+            first += other
+        return first
+
+    sends = [rows_of(rank, sum(PAIR_LENS[rank])).split(PAIR_LENS[rank]) for rank in range(SIZE)]
+    for rank, (_, values) in answers.items():
+        expected = {
+            "sum": sum_of(4),
+            "sum of nothing": torch.zeros(0, WIDTH),
+            "sum of bfloat16": sum_of(4, torch.bfloat16),
+            "max": torch.tensor([[2, 0], [5, 1 << 40]]),
+            "gather": torch.cat([rows_of(each, LENS[each]) for each in range(SIZE)]),
+            "gather of nothing": torch.zeros(0, WIDTH),
+            "reduce_scatter": sum_of(sum(LENS)).split(LENS)[rank],
+            "all_to_all": torch.cat([sends[sender][rank] for sender in range(SIZE)]),
+        }
+        for name, value in expected.items():
+            assert values[name] == (value.tolist(), value.shape, str(value.dtype)), (rank, name)
+
+
+def test_a_rank_whose_peer_died_gets_an_error(tmp_path: Path) -> None:
+    ranks, results = _start(leave_rank, 2, tmp_path / "meeting")
+    assert results.get(timeout=60) != "no error"
+    for rank in ranks:
+        rank.join(10)
+
+
+def test_one_rank_returns_what_it_is_given() -> None:
+    group, rows = OneRank(), rows_of(0, 3)
+    for value in (
+        group.sum(rows),
+        group.max(rows),
+        group.gather(rows, [3]),
+        group.reduce_scatter(rows, [3]),
+        group.all_to_all(rows, [[3]]),
+    ):
+        assert value is rows
+    with pytest.raises(AssertionError):
+        group.gather(rows, [2])
