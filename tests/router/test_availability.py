@@ -241,3 +241,17 @@ def test_nodes_that_come_and_go_are_counted(make_system: Make) -> None:
 
 def _states(system: System) -> dict[str, str]:
     return {item["node"]: item["state"] for item in ready(system)[1].get("degraded", [])}
+
+
+def test_no_nodes(make_system: Callable[..., System]) -> None:
+    system = make_system()
+    status, body, headers = system.complete()
+    assert (status, body["error"]["type"]) == (503, "server_error")
+    assert "no node has joined" in body["error"]["message"]
+    assert headers["retry-after"] == "1"
+    assert system.router.request("GET", "/ready")[0] == 503
+    system.cluster.add("prefill")
+    wait_until(lambda: system.router.router.dispatcher.registry.nodes)
+    time.sleep(0.1)
+    status, body, _ = system.router.request("GET", "/ready")
+    assert "no decode node" in body["error"]["message"]

@@ -135,3 +135,8 @@ def test_what_a_node_grants_unasked_is_cancelled_and_nothing_else() -> None:
     ):
         cancels.send_unwanted(node, Reserved("a", number, granted, LOAD), known, 0.0)
         assert [message.choices for message in cancels.messages] == [unwanted]
+
+
+def test_a_cancel_that_is_lost_three_times_arrives_within_2_s() -> None:
+    waits_s = [ACK_S * 2**number for number in range(3)]
+    assert sum(waits_s) < 2.0

@@ -1,8 +1,15 @@
-"""Whose turn it is, who may wait and gives up a place, and who has waited too long: the queues, without nodes."""
+"""The queues: the order of requests, the bounds on waiting, and the requests that are refused or end late.
+
+Most tests drive the queues without nodes. Those at the end run a router with fake nodes.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.metadata.errors import Overloaded, RequestError, Unavailable
+from baton.metadata.wire import messages as m
+from baton.metadata.wire.node_info import Capacity
 from baton.router.errors import NodeFault
 from baton.router.queue import (
     AGE_S,
@@ -24,6 +33,9 @@ from baton.router.queue import (
     WaitingQueue,
     turn_of,
 )
+
+from .conftest import System
+from .test_runner import own, wait_until
 
 # --- whose turn it is: first come first served within a priority, and nobody starved ---------------------------------
 
@@ -400,3 +412,241 @@ def test_a_pair_that_takes_nobody_does_not_serve() -> None:
     waiting.after(1.0)
     waiting.group.by_role["decode"].clear()
     assert not waiting.queues.may_wait(waiting.group, waiting.now)
+
+
+def test_first_come_first_served(make_system: Callable[..., System]) -> None:
+    """A large request that was refused is not starved by small ones behind it."""
+    system = make_system(num_pages=16).up()
+    system.behaviour.hold = threading.Event()
+    with ThreadPoolExecutor(20) as pool:
+        running = [pool.submit(system.complete, prompt="a " * 60) for _ in range(2)]
+        decode = system.cluster.by_name("d0")
+        wait_until(lambda: len(own(system.cluster.by_name("p0"), m.Prefill)) == 2)
+        large = pool.submit(system.complete, prompt="b " * 100)
+        wait_until(lambda: waiting(system) == 1)
+        small = [pool.submit(system.complete, prompt="c") for _ in range(10)]
+        wait_until(lambda: waiting(system) == 11)
+        time.sleep(0.2)
+        assert len(own(system.cluster.by_name("p0"), m.Prefill)) == 2, "a small request overtook a refused one"
+        system.behaviour.hold.set()
+        for future in (*running, large, *small):
+            assert future.result()[0] == 200
+    order = [prefill.rid for prefill in own(system.cluster.by_name("p0"), m.Prefill)]
+    assert order.index(large.result()[1]["id"]) == 2
+    assert len(own(decode, m.Reserve)) < 40, "the full node was asked over and over"
+
+
+def test_too_many_wait(make_system: Callable[..., System]) -> None:
+    system = make_system(router={"max_waiting": 3}, max_running=1).up()
+    system.behaviour.hold = threading.Event()
+    with ThreadPoolExecutor(10) as pool:
+        served = [pool.submit(system.complete)]
+        wait_until(lambda: own(system.cluster.by_name("d0"), m.Reserve))
+        served += [pool.submit(system.complete) for _ in range(3)]
+        wait_until(lambda: waiting(system) == 3)
+        status, body, headers = system.complete()
+        assert (status, body["error"]["type"]) == (429, "rate_limit_error")
+        assert 1 <= int(headers["retry-after"]) <= 60
+        status, body, _ = system.complete(prompt=["a", "b", "c"])
+        assert status == 429
+        status, body, _ = system.complete(prompt=["a", "b", "c", "d"])  # more than may ever wait
+        assert (status, body["error"]["param"]) == (400, "prompt")
+        system.behaviour.hold.set()
+        assert [future.result()[0] for future in served] == [200] * 4
+    system.router.wait_idle()
+
+
+# --- a router whose fake nodes are full ------------------------------------------------------------------------------
+
+
+def waiting(system: System) -> Any:
+    return system.router.call(lambda: system.router.router.dispatcher.queues.num_waiting)
+
+
+def test_who_fits_no_node_that_is_there_stands_in_nobodys_way(make_system: Callable[..., System]) -> None:
+    """The node that is large enough dies. Its request waits for another one; those behind it go on."""
+    system = make_system(router={"node_wait_s": 30.0}, num_pages=8)
+    system.cluster.add("prefill", "p0", capacity=Capacity(64, 16, 64))
+    system.up(0, 1)
+    system.cluster.add("decode", "large", capacity=Capacity(64, 16, 64))
+    wait_until(lambda: system.router.call(lambda: len(system.router.router.dispatcher.registry.nodes) == 3))
+    system.behaviour.hold = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        moved = pool.submit(system.complete, prompt=[5] * 200)
+        wait_until(lambda: own(system.cluster.by_name("large"), m.Reserve))
+        system.cluster.by_name("large").stop()
+        system.cluster.nodes.pop()
+        system.behaviour.hold.set()
+        wait_until(lambda: waiting(system) == 1)
+        begun = time.monotonic()
+        assert [system.complete()[0] for _ in range(3)] == [200] * 3
+        assert time.monotonic() - begun < 5
+        assert not moved.done()
+        system.cluster.add("decode", "large", capacity=Capacity(64, 16, 64))
+        assert moved.result(30)[0] == 200
+
+
+def busy(make_system: Callable[..., System], **router: Any) -> System:
+    """One slot, held until `behaviour.hold` is set."""
+    system = make_system(router=router, max_running=1).up()
+    system.behaviour.hold = threading.Event()
+    return system
+
+
+def first_runs(system: System) -> None:
+    """The one slot is taken, and whoever took it waits no more."""
+    wait_until(lambda: own(system.cluster.by_name("p0"), m.Prefill))
+
+
+@contextmanager
+def clients(system: System, count: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads for requests. Whatever the test finds, the slot comes free before they are waited for."""
+    with ThreadPoolExecutor(count) as pool:
+        try:
+            yield pool
+        finally:
+            system.behaviour.hold.set()
+
+
+def order(system: System) -> list[str]:
+    """Ids in the order in which prefill got them."""
+    return list(dict.fromkeys(message.rid for message in own(system.cluster.by_name("p0"), m.Prefill)))
+
+
+def test_lower_numbers_go_first_and_equal_ones_in_order(make_system: Callable[..., System]) -> None:
+    system = busy(make_system)
+    with clients(system, 8) as pool:
+        futures = [pool.submit(system.complete)]
+        first_runs(system)
+        for place, priority in enumerate([0, 5, 0, -3, 5, -3]):
+            futures.append(pool.submit(system.complete, priority=priority))
+            wait_until(lambda place=place: waiting(system) == place + 1)
+        system.behaviour.hold.set()
+        ids = [future.result()[1]["id"] for future in futures]
+    assert order(system) == [ids[place] for place in (0, 4, 6, 1, 3, 2, 5)]
+
+
+def test_a_full_queue_makes_room_for_a_higher_priority(make_system: Callable[..., System]) -> None:
+    system = busy(make_system, max_waiting=2)
+    with clients(system, 8) as pool:
+        served = [pool.submit(system.complete)]
+        first_runs(system)
+        served.append(pool.submit(system.complete))
+        wait_until(lambda: waiting(system) == 1)
+        last = pool.submit(system.complete, stream=True)
+        wait_until(lambda: waiting(system) == 2)
+        assert system.complete()[0] == 429, "an equal one is in nobody's way"
+        assert system.complete(priority=1)[0] == 429
+        served.append(pool.submit(system.complete, priority=-1))
+        status, body, headers = last.result(5)
+        assert (status, body["error"]["type"]) == (429, "rate_limit_error")
+        assert "higher priority" in body["error"]["message"]
+        assert int(headers["retry-after"]) >= 1
+        system.behaviour.hold.set()
+        assert [future.result()[0] for future in served] == [200] * 3
+    page = system.router.request("GET", "/metrics")[1].decode()
+    assert 'baton_requests_total{model="fake",outcome="refused"} 3.0' in page
+    assert 'outcome="failed"' not in page
+
+
+def test_prompt_tokens_that_wait_are_bounded(make_system: Callable[..., System]) -> None:
+    system = busy(make_system, max_waiting_tokens=30)
+    with clients(system, 4) as pool:
+        served = [pool.submit(system.complete)]
+        first_runs(system)
+        served.append(pool.submit(system.complete, prompt=[5] * 20))
+        wait_until(lambda: waiting(system) == 1)
+        status, body, headers = system.complete(prompt=[5] * 11)
+        assert (status, body["error"]["type"]) == (429, "rate_limit_error")
+        assert "20 prompt tokens wait already; at most 30" in body["error"]["message"]
+        assert int(headers["retry-after"]) >= 1
+        status, body, _ = system.complete(prompt=[5] * 31)
+        assert (status, body["error"]["param"]) == (400, "prompt"), "it could never wait"
+        served.append(pool.submit(system.complete, prompt=[5] * 10))
+        wait_until(lambda: waiting(system) == 2)
+        system.behaviour.hold.set()
+        assert [future.result()[0] for future in served] == [200] * 3
+
+
+def test_nobody_waits_longer_than_the_bound(make_system: Callable[..., System]) -> None:
+    system = busy(make_system, max_queue_s=0.4)
+    with clients(system, 4) as pool:
+        running = pool.submit(system.complete)
+        first_runs(system)
+        begun = time.monotonic()
+        status, body, _ = pool.submit(system.complete, prompt=["a", "b"]).result(5)
+        assert (status, body["error"]["type"]) == (429, "rate_limit_error")
+        assert "no room for it in 0.4 s" in body["error"]["message"]
+        assert time.monotonic() - begun >= 0.4
+        system.behaviour.hold.set()
+        assert running.result()[0] == 200
+    system.router.wait_idle()
+
+
+def test_a_request_some_of_which_runs_may_wait_on(make_system: Callable[..., System]) -> None:
+    """Many prompts in one body take their time: once one has nodes, the others are not refused."""
+    system = busy(make_system, max_queue_s=0.3)
+    with clients(system, 1) as pool:
+        answer = pool.submit(system.complete, prompt=["a", "b", "c"])
+        first_runs(system)
+        time.sleep(0.6)
+        system.behaviour.hold.set()
+        assert answer.result(5)[0] == 200
+
+
+def learned(system: System, *, interval_s: float, service_s: float) -> None:
+    """The router has seen the nodes full for a while, at this pace."""
+
+    def learn() -> None:
+        (group,) = system.router.router.dispatcher.registry.groups.values()
+        pace = system.router.router.dispatcher.queues.pace(group)
+        begun = time.monotonic() - 100 * interval_s
+        pace.blocked_since, pace._granted_at = begun, begun
+        for place in range(1, 101):
+            pace.granted(begun + place * interval_s)
+            pace.served(service_s, 10)
+
+    system.router.call(learn)
+
+
+def test_who_would_be_late_is_refused_at_once(make_system: Callable[..., System]) -> None:
+    """The request's own timeout_s counts, queue and service together; so does the router's bound on the queue alone."""
+    system = busy(make_system, max_queue_s=8.0)
+    with clients(system, 8) as pool:
+        served = [pool.submit(system.complete)]
+        first_runs(system)
+        for place in range(3):
+            served.append(pool.submit(system.complete))
+            wait_until(lambda place=place: waiting(system) == place + 1)
+        learned(system, interval_s=1.0, service_s=2.0)  # three wait before it: 4 s, and 2 s of service
+        begun = time.monotonic()
+        status, body, headers = system.complete(timeout_s=5.0)
+        assert time.monotonic() - begun < 1.5, "it was not refused at once"
+        assert (status, body["error"]["type"]) == (429, "rate_limit_error")
+        assert int(headers["retry-after"]) >= 1
+        learned(system, interval_s=3.0, service_s=2.0)
+        assert system.complete()[0] == 429, "the bound of the queue"
+        assert system.complete(timeout_s=20.0, stream=True)[0] == 429
+        learned(system, interval_s=1.0, service_s=2.0)
+        served.append(pool.submit(system.complete, timeout_s=20.0))
+        served.append(pool.submit(system.complete, timeout_s=5.0, priority=-1))  # none waits before it
+        wait_until(lambda: waiting(system) == 5)
+        system.behaviour.hold.set()
+        assert [future.result()[0] for future in served] == [200] * 6
+    system.router.wait_idle()
+
+
+def test_who_has_become_late_costs_no_node_anything(make_system: Callable[..., System]) -> None:
+    system = busy(make_system)
+    with clients(system, 8) as pool:
+        running = pool.submit(system.complete)
+        first_runs(system)
+        late = pool.submit(system.complete, timeout_s=1.5)
+        wait_until(lambda: waiting(system) == 1)
+        learned(system, interval_s=0.01, service_s=1.4)
+        status, body, _ = late.result(5)
+        assert (status, body["error"]["type"]) == (429, "rate_limit_error")
+        assert "within its timeout_s" in body["error"]["message"]
+        system.behaviour.hold.set()
+        assert running.result()[0] == 200
+    assert len(order(system)) == 1

@@ -9,6 +9,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -16,17 +17,19 @@ import pytest
 import xxhash
 import zmq
 
+from baton.metadata.bus.link import Link
 from baton.metadata.errors import ProtocolError
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import NodeStats
 from baton.metadata.wire.request import Ended
+from baton.router import registry
 from baton.router.node import Group
 from baton.router.registry import MAX_EMPTY_GROUPS, MAX_LINES, MAX_WAITING, TOKENIZER_S
 
 from .conftest import System
-from .fake_nodes import make_layout
+from .fake_nodes import FakeNode, make_layout
 from .hellos import BEAT, ClockedRegistry
-from .test_runner import own, wait_until
+from .test_runner import is_canary, own, wait_until
 
 Make = Callable[..., System]
 
@@ -423,3 +426,53 @@ def test_nodes_of_two_protocol_versions_serve_side_by_side(make_system: Make, mo
 def pair_states(system: System) -> dict[tuple[str, str], str]:
     body = system.router.request("GET", "/debug/nodes")[1]
     return {(pair["prefill"], pair["decode"]): pair["state"] for pair in body["pairs"]}
+
+
+def test_a_lost_tokenizer_is_asked_for_again(
+    make_system: Callable[..., System], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "TOKENIZER_S", 0.2)
+    lost: list[str] = []
+    send = Link.send
+
+    def lose(link: Link, message: m.ToRouter) -> bool:
+        if isinstance(message, m.TokenizerFile) and len(lost) < 2:  # of both nodes
+            lost.append(message.digest)
+            return True
+        return send(link, message)
+
+    monkeypatch.setattr(Link, "send", lose)
+    system = make_system().up()
+    assert len(lost) == 2
+    status, answer, _ = system.complete()
+    assert (status, answer["choices"][0]["text"]) == (200, system.text)
+
+
+def test_who_waits_for_a_node_that_was_taken_for_dead_gets_in(
+    make_system: Callable[..., System],
+) -> None:
+    """As on a busy machine: it was lost after it had taken a reservation, and joins anew with nothing of before."""
+    system = make_system(max_running=1).up()
+    dispatcher = system.router.router.dispatcher
+    taken: list[m.Reserve] = []
+
+    def take(node: FakeNode, message: m.Reserve) -> bool:
+        if is_canary(message) or taken:
+            return False
+        taken.append(message)
+        node.reserved[(message.rid, 0, message.attempt)] = message
+        return True  # the answer is lost
+
+    system.behaviour.answer_reserve = take
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(system.complete) for _ in range(3)]
+        wait_until(lambda: taken)
+        system.router.call(
+            lambda: [
+                dispatcher.registry.lose(node, "dead", time.monotonic())
+                for node in list(dispatcher.registry.nodes.values())
+                if node.num_units
+            ]
+        )
+        assert [future.result()[0] for future in futures] == [200] * 3
+    system.router.wait_idle()

@@ -1,18 +1,30 @@
-"""Reservations are asked for again, given up in time, and leave nothing in the node's books."""
+"""Reservations are asked for again, given up in time, and leave nothing in the node's books.
+
+Those at the end run a router with fake nodes.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+
 import pytest
 
+from baton.metadata.handoff.server import HandoffServer
+from baton.metadata.wire import messages as m
 from baton.metadata.wire.messages import Compute, Reserve, Reserved
 from baton.metadata.wire.node_info import Load
 from baton.metadata.wire.request import unpack_ids
+from baton.router import reservations, streams
 from baton.router.node import Node
 from baton.router.queue import Entry
 from baton.router.request import Attempt, Request
 from baton.router.reservations import ANSWER_S, ASK_S, Reservations
 
+from .conftest import System
+from .fake_nodes import FakeNode
 from .sites import add_node, make_group, make_request
+from .test_runner import own, text_of
 
 
 class Site:
@@ -128,3 +140,104 @@ def test_what_was_granted_cannot_be_taken_back() -> None:
     site.reservations.answered(site.decode, site.reserved(1, 2))
     assert site.reservations.take_back(site.request, site.attempt) is None
     assert site.decode.units_of("r", 0) == {1, 2}
+
+
+def test_an_answer_to_a_reservation_twice_cancels_nothing(system: System) -> None:
+    answers: list[m.Reserved] = []
+
+    def grant_twice(node: FakeNode, message: m.Reserve) -> bool:
+        node.reserve(message)
+        answers.append(m.Reserved(message.rid, message.attempt, message.choices, node.load()))
+        node.link.send(answers[-1])
+        return True
+
+    system.behaviour.answer_reserve = grant_twice
+    status, answer, _ = system.complete()
+    assert (status, answer["choices"][0]["text"]) == (200, system.text)
+    cancels = system.cluster.by_name("d0").got(m.Cancel)
+    assert len(answers) == 1 and not cancels, cancels
+
+
+@pytest.mark.parametrize("lost", ["Reserve", "Reserved"])
+def test_a_lost_reservation_is_asked_for_again(system: System, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    """Lost on its way, or its answer: the node answers what it has granted, and the request keeps its attempt."""
+    monkeypatch.setattr(reservations, "ASK_S", 0.1)
+    asked: list[m.Reserve] = []
+
+    def lose(node: FakeNode, message: m.Reserve) -> bool:
+        if message.rid.startswith("canary"):
+            return False
+        asked.append(message)
+        if len(asked) == 1 and lost == "Reserve":
+            return True
+        node.reserved.update({(message.rid, choice, message.attempt): message for choice in message.choices})
+        if len(asked) > 1:
+            node.link.send(m.Reserved(message.rid, message.attempt, message.choices, node.load()))
+        return True
+
+    system.behaviour.answer_reserve = lose
+    status, answer, _ = system.complete()
+    assert (status, answer["choices"][0]["text"]) == (200, system.text)
+    assert len(asked) == 2 and asked[0] == asked[1]
+    assert not system.cluster.by_name("d0").got(m.Cancel)
+
+
+def test_what_may_have_been_lost_is_asked_for_within_2_s() -> None:
+    assert reservations.ASK_S <= streams.SILENCE_S <= 2.0
+
+
+def test_a_reservation_is_asked_for_again_before_its_claims_are_given_up() -> None:
+    assert inspect.signature(HandoffServer).parameters["lease_s"].default > reservations.ASK_S
+
+
+def test_partial_grants_are_dispatched_at_once(make_system: Callable[..., System]) -> None:
+    """Four choices, room for two at a time: choices are dispatched as they are granted, as attempts of their own."""
+    system = make_system(max_running=64, num_pages=4).up()
+    _, body, _ = system.complete(prompt="a " * 12, n=4)
+    assert [choice["text"] for choice in body["choices"]] == [system.text] * 4
+    prefills = own(system.cluster.by_name("p0"), m.Prefill)
+    assert sorted(choice for prefill in prefills for choice in prefill.choices) == [0, 1, 2, 3]
+    assert len({prefill.attempt for prefill in prefills}) == len(prefills) >= 2
+    assert len({(prefill.rid, prefill.request.params.seed) for prefill in prefills}) == 1
+    system.router.wait_idle()
+
+
+def test_n_choices_cost_one_prefill(system: System) -> None:
+    system.complete(n=8)
+    assert [prefill.choices for prefill in own(system.cluster.by_name("p0"), m.Prefill)] == [tuple(range(8))]
+
+
+def test_full_is_found_by_asking_and_lifted_by_room(make_system: Callable[..., System]) -> None:
+    """The node refuses although its figures promise room; the request waits for its Room and is not failed."""
+    system = make_system().up()
+    refused = 0
+
+    def refuse_twice(node: FakeNode, message: m.Reserve) -> bool:
+        nonlocal refused
+        if message.rid.startswith("canary") or refused == 2:
+            return False
+        refused += 1
+        load = node.load()
+        busy = m.Load(free_pages=0, running=1, waiting=0)
+        node.link.send(m.Reserved(message.rid, message.attempt, (), busy))
+        node.post(m.CapacityFreed(load), after_s=0.1)
+        return True
+
+    system.behaviour.answer_reserve = refuse_twice
+    assert text_of(system, stream=False) == system.text
+    assert refused == 2
+
+
+def test_an_empty_node_that_refuses(make_system: Callable[..., System]) -> None:
+    """A prompt that fits by the figures, but has no room on the empty node all the same, must not wait forever."""
+    system = make_system().up()
+
+    def refuse(node: FakeNode, message: m.Reserve) -> bool:
+        node.link.send(m.Reserved(message.rid, message.attempt, (), node.load()))
+        return True
+
+    system.behaviour.answer_reserve = refuse
+    status, body, _ = system.complete()
+    assert (status, body["error"]["param"]) == (400, "prompt")
+    system.behaviour.answer_reserve = None
+    system.router.wait_idle()

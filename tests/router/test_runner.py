@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -422,3 +423,15 @@ def wait_until(
             return value
         time.sleep(0.005)
     raise AssertionError(describe())
+
+
+def test_pools_too_small_for_the_load(make_system: Callable[..., System]) -> None:
+    """Long prompts, many choices, two of each node: everything finishes, no pool is ever overdrawn."""
+    system = make_system(num_pages=16, max_running=3).up(2, 2)
+    prompts = ["a " * (10 + 7 * (place % 9)) for place in range(40)]
+    with ThreadPoolExecutor(40) as pool:
+        answers = list(pool.map(lambda each: system.complete(prompt=each[1], n=1 + each[0] % 4), enumerate(prompts)))
+    for place, (status, body, _) in enumerate(answers):
+        assert status == 200, body
+        assert [choice["text"] for choice in body["choices"]] == [system.text] * (1 + place % 4)
+    system.router.wait_idle()

@@ -1,4 +1,7 @@
-"""Tokens on their way: which messages count, which are refused, and who is asked for tokens that are missing."""
+"""Streams of tokens: which messages count, which are refused, and which node is asked for missing tokens.
+
+The tests at the end run a router whose fake nodes lose messages.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,18 @@ from typing import Any
 import pytest
 
 from baton.metadata.errors import ProtocolError
+from baton.metadata.wire import messages as m
 from baton.metadata.wire.messages import Resend, Tokens
-from baton.metadata.wire.request import Ended, TokenLogprobs, Unit, pack_ids
+from baton.metadata.wire.request import Ended, TokenLogprobs, Unit, pack_ids, unpack_ids
+from baton.router import streams
 from baton.router.effects import Effects, Output, Send
 from baton.router.metrics import Metrics
 from baton.router.node import Node
 from baton.router.request import Attempt, Delta, Request, Sequence, TextOptions
 from baton.router.streams import GAP_S, MAX_RESENDS, SILENCE_S, TokenStreams
 
+from .conftest import System
+from .fake_nodes import FakeNode
 from .sites import Heard, add_node, make_group, make_request
 
 IDS = [40, 41, 42, 43, 44, 45]
@@ -274,3 +281,129 @@ def test_output_is_what_the_sequence_merged() -> None:
     effects = len(site.effects)
     site.take(0, IDS[:4])
     assert len(site.effects) == effects, "nothing new, no output"
+
+
+def test_a_choice_that_its_node_lost_silently_moves(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "SILENCE_S", 0.3)
+    lost: list[Unit] = []
+
+    def forget(node: FakeNode, message: m.Prefill) -> bool:
+        if lost or message.rid.startswith("canary"):
+            return False
+        lost.append(Unit(message.rid, 0, message.attempt))
+        node.link.send(m.PrefillDone(message.rid, message.attempt, 0.0, 0.0, 0, node.load()))
+        return True
+
+    system.behaviour.answer_prefill = forget
+    answered: list[Any] = []
+
+    def answer_resend(message: m.ToNode) -> None:
+        if isinstance(message, m.Resend):
+            answered.append(message)
+            decode.link.send(m.Failed(message.unit, "unavailable", "not known", retryable=True))
+        else:
+            FakeNode.take(decode, message)
+
+    decode = system.cluster.by_name("d0")
+    decode.take = answer_resend  # type: ignore[method-assign]
+    status, answer, _ = system.complete()
+    assert (status, answer["choices"][0]["text"]) == (200, system.text)
+    assert [message.unit for message in answered] == lost
+
+
+def test_a_lost_first_token_is_asked_for_where_decode_has_nothing_to_repeat_it(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first token was lost on its way, and so were the offers: decode waits for them as long as prefill lives."""
+    monkeypatch.setattr(streams, "SILENCE_S", 0.3)
+    asked: list[tuple[str, int]] = []
+    prefill, decode = system.cluster.by_name("p0"), system.cluster.by_name("d0")
+
+    def lose(node: FakeNode, message: m.Prefill) -> bool:
+        return not asked and not message.rid.startswith("canary")
+
+    def answer_prefill_resend(message: m.ToNode) -> None:
+        if isinstance(message, m.Resend):
+            asked.append(("prefill", message.first))
+            first = m.Tokens((message.unit,), pack_ids([0]), pack_ids([1]), pack_ids(system.say(system.text)[:1]))
+            prefill.link.send(first)
+        else:
+            FakeNode.take(prefill, message)
+
+    def answer_decode_resend(message: m.ToNode) -> None:
+        if isinstance(message, m.Resend):
+            asked.append(("decode", message.first))
+            monkeypatch.setattr(streams, "SILENCE_S", 60.0)  # the next attempt may take longer than 0.3 s
+            decode.link.send(m.Failed(message.unit, "transfer_error", "an offer was lost", retryable=True))
+        else:
+            FakeNode.take(decode, message)
+
+    system.behaviour.answer_prefill = lose
+    prefill.take, decode.take = answer_prefill_resend, answer_decode_resend  # type: ignore[method-assign]
+    status, answer, _ = system.complete()
+    assert (status, answer["choices"][0]["text"]) == (200, system.text)
+    assert asked == [("prefill", 0), ("decode", 1)]
+
+
+def test_a_lost_last_offer_is_asked_for_soon_after_the_first_token(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "SILENCE_S", 0.2)
+    decode, asked = system.cluster.by_name("d0"), list[int]()
+    handed_over: list[Any] = []
+
+    def lose(node: FakeNode, message: m.Prefill) -> bool:
+        if message.rid.startswith("canary"):
+            return False
+        unit, first = Unit(message.rid, 0, message.attempt), pack_ids(system.say(system.text)[:1])
+        node.link.send(m.Tokens((unit,), pack_ids([0]), pack_ids([1]), first))
+        node.link.send(m.PrefillDone(message.rid, message.attempt, 0.0, 0.0, 0, node.load()))
+        handed_over.append((message, 0, system.say(system.text)))
+        return True
+
+    def answer_resend(message: m.ToNode) -> None:
+        if isinstance(message, m.Resend):
+            asked.append(message.first)
+            decode.handoffs.put(handed_over[0])  # prefill has offered once more
+        else:
+            FakeNode.take(decode, message)
+
+    system.behaviour.answer_prefill = lose
+    decode.take = answer_resend  # type: ignore[method-assign]
+    status, answer, _ = system.complete()
+    assert (status, answer["choices"][0]["text"]) == (200, system.text)
+    assert asked[0] == 1
+
+
+@pytest.mark.parametrize("max_tokens", [1, 100])
+def test_log_probabilities_of_a_prompt_whose_last_word_was_lost_are_computed_again(
+    system: System, monkeypatch: pytest.MonkeyPatch, max_tokens: int
+) -> None:
+    """All tokens are there; PrefillDone, which carries them, is not."""
+    monkeypatch.setattr(streams, "SILENCE_S", 0.2)
+    asked: list[m.Resend] = []
+    prefill, decode = system.cluster.by_name("p0"), system.cluster.by_name("d0")
+
+    def lose(node: FakeNode, message: m.Prefill) -> bool:
+        if message.attempt > 0 or message.rid.startswith("canary"):
+            return False
+        output = node.output(message.request, unpack_ids(message.request.prompt_ids), 0)
+        node.link.send(node.tokens(Unit(message.rid, 0, 0), message.request, output, 0, 1))
+        if message.decode is not None:
+            decode.handoffs.put((message, 0, output))
+        return True
+
+    def answer_resend(message: m.ToNode) -> None:
+        if isinstance(message, m.Resend):
+            asked.append(message)
+            prefill.link.send(m.Failed(message.unit, "unavailable", "not known", retryable=True))
+        else:
+            FakeNode.take(prefill, message)
+
+    system.behaviour.answer_prefill = lose
+    prefill.take = answer_resend  # type: ignore[method-assign]
+    status, answer, _ = system.complete(echo=True, logprobs=1, max_tokens=max_tokens)
+    assert status == 200 and asked[0].first >= 1, answer
+    logprobs = answer["choices"][0]["logprobs"]
+    assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) > 3
+    system.router.wait_idle()

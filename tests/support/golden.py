@@ -1,4 +1,4 @@
-"""The bytes of every message of a protocol, kept as a test (tests/metadata/wire/test_golden.py).
+"""The bytes of every message of a protocol, kept as a test (tests/metadata/wire/test_messages.py).
 
     PYTHONPATH=tests/support python tests/support/golden.py tests/metadata/wire/golden/protocol_N.json
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -161,3 +163,30 @@ def test_bad_chat(system: System, changes: dict[str, Any], param: str) -> None:
 )
 def test_harmless_chat_fields(system: System, harmless: dict[str, Any]) -> None:
     assert system.router.request("POST", "/v1/chat/completions", {**CHAT, **harmless})[0] == 200
+
+
+def test_timeout_s(make_system: Callable[..., System]) -> None:
+    system = make_system(router={"request_timeout_s": 5.0}).up()
+    system.behaviour.hold = threading.Event()
+    for bad in (0, -1, 5.1, "soon", float("nan")):
+        status, body, _ = system.complete(timeout_s=bad)
+        assert (status, body["error"]["param"]) == (400, "timeout_s"), body
+    assert "limit of 5 s" in system.complete(timeout_s=6)[1]["error"]["message"]
+    status, body, headers = system.complete(timeout_s=0.3)
+    assert (status, body["error"]["type"]) == (504, "timeout_error")
+    assert "0.3 s" in body["error"]["message"]
+    assert headers["x-should-retry"] == "false"
+    system.router.wait_idle()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_bad_priorities(system: System, path: str) -> None:
+    given = {"prompt": "x"} if "chat" not in path else {"messages": [{"role": "user", "content": "x"}]}
+    for bad in (101, -101, 1.5, "high", True):
+        status, body, _ = system.router.request("POST", path, {"model": "fake", **given, "priority": bad})
+        assert (status, body["error"]["param"]) == (400, "priority"), body
+    for good in (100, -100, 0, None):
+        status, _, _ = system.router.request(
+            "POST", path, {"model": "fake", "max_tokens": 1, **given, "priority": good}
+        )
+        assert status == 200

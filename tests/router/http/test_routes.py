@@ -27,7 +27,7 @@ def test_routes_for_operators_lie_under_two_prefixes_and_no_other_route_does() -
 
 
 def test_every_answer_is_of_its_declared_type(system: System) -> None:
-    """Of each route without parameters in its path. The others: test_schemathesis.py."""
+    """Of each route without parameters in its path. The others: test_openapi.py."""
     for route in ROUTES:
         if route.answer is None or "{" in route.path or route.body is not None:
             continue
