@@ -82,7 +82,7 @@ def _faults(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_tables_are_whole(page: Path) -> None:
+def test_every_table_on_a_page_is_whole(page: Path) -> None:
     assert not _faults(page.read_text(encoding="utf-8"))
 
 
@@ -112,7 +112,7 @@ def test_prose_is_wrapped(page: Path) -> None:
 
 
 @by_page
-def test_paths_exist(page: Path) -> None:
+def test_every_path_on_a_page_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     named = {match.rstrip(".-") for match in _PATH.findall(text)}  # a path's last dot may end a sentence
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
@@ -147,13 +147,13 @@ def _flags_in(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", sorted({*TODAY} & {*WRAPPED}), ids=lambda page: str(page.relative_to(ROOT)))
-def test_flags_exist(page: Path, command_flags: dict[str, set[str]]) -> None:
+def test_every_flag_on_a_page_exists(page: Path, command_flags: dict[str, set[str]]) -> None:
     known = OTHERS_FLAGS.union(*command_flags.values(), *(_flags_in(path) for path in SCRIPTS))
     assert set(_FLAG.findall(page.read_text(encoding="utf-8"))) <= known
 
 
 @by_page
-def test_commands_exist(page: Path, command_flags: dict[str, set[str]]) -> None:
+def test_every_command_on_a_page_exists(page: Path, command_flags: dict[str, set[str]]) -> None:
     """Each command line in code: its make target, `baton` command, script or module is there, with these flags."""
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
     wrong = []

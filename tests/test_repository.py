@@ -330,7 +330,7 @@ def _forbidden(call: ast.Call, names: dict[str, str]) -> str | None:
         "from jinja2 import Environment\nEnvironment()",
     ],
 )
-def test_the_scan_finds_what_it_looks_for(source: str) -> None:
+def test_the_scan_finds_each_forbidden_call(source: str) -> None:
     assert list(_forbidden_calls(ast.parse(source)))
 
 
@@ -381,11 +381,11 @@ def test_no_assert_changes_anything() -> None:
         ("self.queues.get(group) is None", False),
     ],
 )
-def test_the_scan_of_asserts_finds_what_it_looks_for(condition: str, is_change: bool) -> None:
+def test_the_scan_finds_each_change_in_an_assert(condition: str, is_change: bool) -> None:
     assert bool(list(_changes_in_asserts(ast.parse(f"assert {condition}")))) == is_change
 
 
-def test_every_module_says_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     assert not [_name(path) for path in CODE if path.name != "__init__.py" and not ast.get_docstring(_tree(path))]
 
 

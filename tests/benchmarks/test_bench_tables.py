@@ -56,7 +56,7 @@ def rows(text: str, corner: str) -> list[list[str]]:
     return [cells[0], *cells[2:]]
 
 
-def test_points_stand_beside_the_best_peers() -> None:
+def test_each_point_stands_beside_the_best_peer() -> None:
     text = tables({"engine-8b": engine()})
     said = "engine-8b: device NVIDIA H200, model 8b, num layers 32, hidden size 4096, load s 4.500, checked tokens 9000"
     assert text.splitlines()[0] == said
@@ -84,7 +84,7 @@ def test_another_model_has_no_peers() -> None:
     assert rows(text, "prefill")[1] == ["1 x 8,192", "39,713"]
 
 
-def test_short_prompts_turns_and_idle_time() -> None:
+def test_the_tables_show_short_prompts_turns_and_idle_time() -> None:
     short = {"tokens": 1024, "wall_ms": 7.4, "submit_ms": 3.0, "device_ms": 4.0, "kernels_ms": 3.75, "launches": 185.0}
     idle = {"batch": 8, "idle_share": 0.026, "idle_share_between_rounds": 0.004, "longest_gap_us": 5.2}
     turn = {"tokens": 64, "prefix": 15360, "ms": 6.543}
@@ -125,5 +125,5 @@ def test_the_whole_system_has_a_row_for_each_number_of_streams() -> None:
     assert one == ["1b", "16", "9,007", "102 / 1,151", "1.16 / 3.7", "1.00"] and len(head) == len(one)
 
 
-def test_a_report_says_when_where_and_of_what_it_is() -> None:
+def test_a_report_names_its_date_device_and_commit() -> None:
     assert list(heading("abc")) == ["date", "device", "torch", "commit"] and heading("abc")["commit"] == "abc"

@@ -135,7 +135,7 @@ def test_random_weights_are_not_zero_and_write_beside_the_text(tmp_path: Path) -
     torch.testing.assert_close(moved[:, model.dims.result].abs(), torch.full((64, 5), 1 / 16), rtol=1e-3, atol=0)
 
 
-def test_what_cannot_hold_a_text_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_cannot_hold_a_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="more kv heads"):
         write_planted(tmp_path, small(num_hidden_layers=2, num_key_value_heads=2))
     with pytest.raises(ModelError, match=r"head_dim 32 at rope_theta 1e\+09 cannot"):

@@ -314,7 +314,7 @@ def test_logits_that_are_nan_fail_only_their_request(
 
 
 @pytest.mark.parametrize("transport", ["local", "zmq"])
-def test_chunks_and_pulls(checkpoint: Callable[..., Path], transport: str) -> None:
+def test_the_times_of_chunks_and_pulls_are_reported(checkpoint: Callable[..., Path], transport: str) -> None:
     settings = {"page_size": 4, "chunk_tokens": 6, "transport": transport}
     pair = NodePair(checkpoint("llama"), prefill=settings, decode=settings, overlaps=transport == "zmq")
     rng = random.Random(0)
@@ -338,7 +338,7 @@ def test_chunks_and_pulls(checkpoint: Callable[..., Path], transport: str) -> No
     assert (ended.num_steps, ended.preemptions) == (9, ())
 
 
-def test_preemptions(checkpoint: Callable[..., Path]) -> None:
+def test_the_times_of_preemptions_are_reported(checkpoint: Callable[..., Path]) -> None:
     settings = {"page_size": 4, "chunk_tokens": 8}
     pair = NodePair(checkpoint("llama"), prefill=settings, decode={**settings, "num_pages": 14})
     rng = random.Random(1)

@@ -170,7 +170,7 @@ def test_nothing_is_drafted_when_the_node_rests(make_scheduler: MakeScheduler, m
     assert (plan.shape.num_steps, plan.limits) == (0, [0])
 
 
-def test_a_round_under_way_leaves_out_what_it_certainly_ends(
+def test_a_sequence_that_ends_in_the_round_under_way_is_left_out_of_the_next(
     make_scheduler: MakeScheduler, make_sequence: MakeSequence
 ) -> None:
     scheduler = make_scheduler()
@@ -183,7 +183,7 @@ def test_a_round_under_way_leaves_out_what_it_certainly_ends(
     assert scheduler.plan().decoding == [ends, goes_on]
 
 
-def test_nobody_is_preempted_while_a_round_is_under_way(
+def test_no_sequence_is_preempted_while_a_round_is_under_way(
     make_scheduler: MakeScheduler, make_sequence: MakeSequence
 ) -> None:
     scheduler = make_scheduler()

@@ -65,7 +65,7 @@ def test_the_longest_answer_can_be_changed(server: Server) -> None:
     assert "cut at 2000 tokens" in result.stderr
 
 
-def test_commands(server: Server) -> None:
+def test_reset_forgets_the_conversation_and_exit_ends_it(server: Server) -> None:
     result = chat(server, "one\n/reset\ntwo\n/nonsense\n/exit\nthree\n")
     assert [len(request["messages"]) for request in server.requests] == [1, 1]
     assert "/nonsense is not a command" in result.stderr
@@ -87,7 +87,7 @@ def test_the_key_comes_from_the_environment(server: Server) -> None:
     assert server.keys == ["Bearer hunter2"]
 
 
-def test_nobody_listens() -> None:
+def test_an_unreachable_router_is_an_error() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     result = subprocess.run([*CHAT, url], input="hello\n", capture_output=True, text=True, timeout=30, check=False)
     assert result.returncode == 1

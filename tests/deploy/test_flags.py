@@ -110,7 +110,7 @@ toys = st.builds(
 
 
 @given(toy=toys)
-def test_what_is_printed_reads_back(toy: Toy) -> None:
+def test_printed_settings_can_be_read_back(toy: Toy) -> None:
     table = tomllib.loads(print_tables({"toy": toy}))["toy"]
     known = by_name(Toy)
     assert Toy(**{key: known[key].check(value) for key, value in table.items()}) == toy

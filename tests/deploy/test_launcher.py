@@ -195,7 +195,7 @@ def test_a_role_that_cannot_start_any_more_ends_all(tmp_path: Path, monkeypatch:
         Running(tmp_path, {"router": READY_SERVER, "decode-0": code}).run()
 
 
-def test_one_node_in_a_crash_loop_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_node_in_a_crash_loop_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The node is restarted after ever longer waits, until the cause of its end is gone."""
     monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.02)
     monkeypatch.setattr(restarts, "MAX_WAIT_S", 0.2)

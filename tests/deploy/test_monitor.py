@@ -116,7 +116,7 @@ def test_looks_are_seconds_apart_and_outlast_a_router_that_is_away() -> None:
 
 
 @pytest.mark.parametrize("now", [0.0, 1e6])
-def test_without_speculation_nobody_asks(now: float) -> None:
+def test_without_speculation_the_metrics_are_not_read(now: float) -> None:
     watch = Watch("none")
     assert watch.news.due_in(now) is None
     assert watch.look(page(9, d0=(9, 45, 8)), after_s=now) is None

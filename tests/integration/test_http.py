@@ -322,7 +322,7 @@ def test_bad_input_is_refused_and_the_system_serves(demo: Cluster) -> None:
         assert demo.complete(**{"prompt": CODE, "max_tokens": 6, **extreme})["choices"], extreme
 
 
-def test_clients_that_leave_in_every_phase(demo: Cluster) -> None:
+def test_clients_that_leave_in_any_phase_leave_nothing_behind(demo: Cluster) -> None:
     for is_streaming in (True, False):
         for num_choices, prompt in ((1, [5] * 3000), (6, [7] * 40)):
             for delay_s in (0.0, 0.005, 0.03, 0.1, 0.3):
@@ -379,7 +379,7 @@ def test_openapi_describes_the_routes_that_are_there(demo: Cluster) -> None:
     assert set(answer) <= set(document["components"]["schemas"]["Completion"]["properties"])
 
 
-def test_head_and_unknown_routes(demo: Cluster) -> None:
+def test_head_requests_and_unknown_routes_are_answered(demo: Cluster) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", demo.http_port, timeout=10)
     connection.request("HEAD", "/health")
     assert connection.getresponse().status == 200

@@ -179,7 +179,7 @@ def forget(pair: NodePair, rid: str) -> None:
 
 
 @pytest.mark.parametrize("rids", ["0", "2", "01", "012"])
-def test_a_request_that_is_cancelled_under_way(
+def test_a_request_cancelled_under_way_gets_no_first_token(
     rids: str, make_pair: MakePair, events: list[tuple[str, list[str]]]
 ) -> None:
     pair = under_way(make_pair)
@@ -194,7 +194,7 @@ def test_a_request_that_is_cancelled_under_way(
     assert sorted(rid for what, told in events if what == "done" for rid in told) == ["0", "1", "2"]
 
 
-def test_a_choice_that_is_cancelled_under_way(make_pair: MakePair) -> None:
+def test_a_choice_cancelled_under_way_does_not_change_the_others(make_pair: MakePair) -> None:
     pair = make_pair()
     sampled = params(6, temperature=1.5, seed=3)
     pair.submit("whole", prompt(6), sampled, n=3)
@@ -212,7 +212,9 @@ def test_a_choice_that_is_cancelled_under_way(make_pair: MakePair) -> None:
     assert [results["some", 0].ids, results["some", 2].ids] == [whole[0], whole[2]]
 
 
-def test_tickets_that_end_under_way(make_pair: MakePair, events: list[tuple[str, list[str]]]) -> None:
+def test_requests_whose_tickets_end_under_way_get_no_first_token(
+    make_pair: MakePair, events: list[tuple[str, list[str]]]
+) -> None:
     """The decode node is gone, so no first token is sent, and the pages are free at once."""
     pair = under_way(make_pair)
     watch_sent(pair, events)

@@ -11,7 +11,7 @@ from .conftest import System
 from .test_runner import own
 
 
-def test_page_hashes() -> None:
+def test_a_page_hash_depends_on_the_salt_and_all_tokens_up_to_its_end() -> None:
     ids = list(range(40))
     assert len(page_hashes(ids, 16, "")) == 2
     assert len(page_hashes(ids[:32], 16, "")) == 1  # the page of the last token is always computed

@@ -23,7 +23,7 @@ Make = Callable[..., System]
 LEAVING = m.Leaving(done=False, reason="SIGTERM")
 
 
-def test_what_is_missing_for_service_until_a_pair_and_its_tokenizer_are_here(tokenizer: TextTokenizer) -> None:
+def test_the_reason_names_the_part_that_is_missing_for_service(tokenizer: TextTokenizer) -> None:
     clocked = ClockedRegistry()
 
     def missing() -> str | None:
@@ -243,7 +243,7 @@ def _states(system: System) -> dict[str, str]:
     return {item["node"]: item["state"] for item in ready(system)[1].get("degraded", [])}
 
 
-def test_no_nodes(make_system: Callable[..., System]) -> None:
+def test_without_nodes_requests_get_503(make_system: Callable[..., System]) -> None:
     system = make_system()
     status, body, headers = system.complete()
     assert (status, body["error"]["type"]) == (503, "server_error")

@@ -35,7 +35,7 @@ class Sent(Cancels):
         return taken
 
 
-def test_a_cancel_names_what_was_cancelled_before_too() -> None:
+def test_a_cancel_names_choices_cancelled_before_too() -> None:
     cancels = Sent()
     cancels.send(D0, "a", 1, [2], "why", 0.0)
     cancels.send(D0, "a", 1, [0, 2], "why else", 0.0)
@@ -120,7 +120,7 @@ def test_cancels_die_with_their_node() -> None:
     assert [each.node for each in cancels.effects if isinstance(each, Send)] == [D1]
 
 
-def test_what_a_node_grants_unasked_is_cancelled_and_nothing_else() -> None:
+def test_only_grants_that_were_not_asked_for_are_cancelled() -> None:
     cancels, request = Sent(), make_request(GROUP, "a", num_choices=3)
     attempt = request.begin_attempt({0, 1}, None, D0, 0.0)
     cancels.send_unwanted(D0, Reserved("a", attempt.number, (0, 1), LOAD), request, 0.0)

@@ -521,7 +521,7 @@ def test_a_stop_string_ends_a_sequence_and_frees_its_nodes() -> None:
     world.check_books()
 
 
-def test_a_pause_holds_nothing_and_the_request_goes_on_where_it_stood() -> None:
+def test_a_paused_request_holds_nothing_and_continues_from_its_last_token() -> None:
     world = World()
     client, asked = world.running(max_tokens=4)
     world.do(world.dispatcher.set_paused(client.request, True, world.now))
@@ -537,7 +537,7 @@ def test_a_pause_holds_nothing_and_the_request_goes_on_where_it_stood() -> None:
     world.check_books()
 
 
-def test_a_drain_moves_what_is_left_when_its_time_is_over_and_another_node_is_there() -> None:
+def test_a_drain_moves_its_requests_when_its_time_is_over_and_another_node_serves() -> None:
     world = World()
     world.running()
     world.do(world.dispatcher.drain("d0", 1.0, world.now))
@@ -550,7 +550,7 @@ def test_a_drain_moves_what_is_left_when_its_time_is_over_and_another_node_is_th
     assert world.node("d0").is_live
 
 
-def test_nobody_waits_for_a_node_longer_than_stated() -> None:
+def test_no_request_waits_for_a_node_longer_than_node_wait_s() -> None:
     world = World(node_wait_s=2.0)
     world.wait(SLOW_TICK_S)
     world.lose("d0")
@@ -596,7 +596,7 @@ def test_log_probabilities_of_the_prompt_are_awaited() -> None:
     ("firsts", "counts", "ids"),
     [([0], [2], [40]), ([-1], [1], [40]), ([0], [-1], [40]), ([0], [1], [-40])],
 )
-def test_tokens_whose_columns_do_not_fit_change_nothing(firsts: list[int], counts: list[int], ids: list[int]) -> None:
+def test_tokens_with_unequal_columns_change_nothing(firsts: list[int], counts: list[int], ids: list[int]) -> None:
     world = World()
     client, asked = world.running()
     message = m.Tokens((Unit(asked.rid, 0, 0),), pack_ids(firsts), pack_ids(counts), pack_ids(ids))
@@ -620,7 +620,7 @@ def test_a_shutdown_ends_every_request_with_an_error() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_request_ends_once_and_the_books_balance_whatever_happens(seed: int) -> None:
+def test_every_request_ends_once_and_the_books_balance_under_random_events(seed: int) -> None:
     """Nodes that answer, refuse, fail, die, come back and cannot be reached; clients that leave, pause and go on."""
     rng = random.Random(seed)
     world = World("p0", "p1", "d0", "d1")

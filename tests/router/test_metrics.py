@@ -145,7 +145,7 @@ def test_the_handoff_of_a_prompt() -> None:
     assert (page.get("baton_transfer_bytes_total"), page.get("baton_transfer_pages_total")) == (6144, 6)
 
 
-def test_what_nodes_report() -> None:
+def test_figures_of_heartbeats_appear_per_node() -> None:
     metrics, nodes = Metrics(), ClockedRegistry()
     metrics.watch_nodes(nodes.registry, lambda: 7)
     node = nodes.join("e", "d0")

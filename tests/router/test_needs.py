@@ -147,7 +147,7 @@ def cases(draw: st.DrawFn) -> tuple[Site, int, int, int]:
 @example((Site(16, 0, [Pool(8, 512, 3, 0)], [Pool(8, 512, 3, 0)]), 127, 2, 1))
 @example((Site(16, 1, [Pool(2, 32, 3, 0)], [Pool(6, 96, 3, 5)]), 17, 5, 3))
 @settings(max_examples=1000, deadline=None)
-def test_whoever_is_accepted_gets_nodes(case: tuple[Site, int, int, int]) -> None:
+def test_every_accepted_request_gets_nodes(case: tuple[Site, int, int, int]) -> None:
     site, prompt_len, max_tokens, num_choices = case
     if prompt_len + max_tokens > site.group.context_len and site.group.context_len < 512:
         return  # refused before it comes so far (parameters.py)
@@ -161,7 +161,7 @@ def test_whoever_is_accepted_gets_nodes(case: tuple[Site, int, int, int]) -> Non
 
 @given(cases(), st.integers(0, 100))
 @settings(max_examples=500, deadline=None)
-def test_whoever_moves_gets_nodes_again_or_is_in_nobodys_way(
+def test_a_moved_request_gets_nodes_again_or_blocks_no_other(
     case: tuple[Site, int, int, int], num_received: int
 ) -> None:
     """A request that has grown is queued in front of one that has just come."""

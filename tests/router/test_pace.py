@@ -43,7 +43,7 @@ def test_the_wait_is_the_queue_times_the_interval() -> None:
     assert pace.wait_s(9) == pytest.approx(5.0)
 
 
-def test_nobody_waits_where_there_is_room_whatever_it_was_like_before() -> None:
+def test_no_wait_is_expected_while_nodes_have_room() -> None:
     pace, now = full(0.5)
     pace.unblocked()
     assert pace.wait_s(100) == 0
@@ -79,7 +79,7 @@ def test_the_pace_follows_a_change() -> None:
     assert pace.wait_s(0) == pytest.approx(1.0, rel=0.1)
 
 
-def test_how_long_requests_take() -> None:
+def test_the_service_time_is_learned_by_request_length() -> None:
     pace = Pace()
     assert pace.service_s(1000) == 0
     for _ in range(100):
@@ -97,7 +97,7 @@ def test_requests_that_take_unlike_times_are_given_more_than_the_mean() -> None:
     assert pace.service_s(5) == pytest.approx((4.0 + NUM_SPREADS * 1.0) / 2, rel=0.1)
 
 
-def test_those_who_are_sent_away_come_back_one_after_the_other() -> None:
+def test_refused_clients_are_told_different_times() -> None:
     pace, now = full(0.5)
     times = [pace.retry_after_s(now, 1) for _ in range(20)]
     assert times == pytest.approx([0.5 * place for place in range(1, 21)])
@@ -153,7 +153,7 @@ def test_a_grant_that_is_overdue_counts() -> None:
     assert pace.retry_after_s(now + 20, 10) > 5
 
 
-def test_without_any_measure_those_who_are_refused_come_again_soon_and_not_all_at_once() -> None:
+def test_before_any_measure_refused_clients_come_again_soon_and_spread_out() -> None:
     pace = Pace()
     pace.blocked(0.0)
     told = [pace.retry_after_s(0.0, 1, 2) for _ in range(300)]
@@ -162,7 +162,7 @@ def test_without_any_measure_those_who_are_refused_come_again_soon_and_not_all_a
     assert pace.retry_after_s(10.0, 20, 2) == MAX_RETRY_S, "none of two has ended in ten seconds: five for each"
 
 
-def test_nobody_is_sent_away_for_ever() -> None:
+def test_no_client_is_sent_away_for_longer_than_the_bound() -> None:
     pace, now = full(30.0)
     assert max(pace.retry_after_s(now, 1000) for _ in range(10)) == MAX_RETRY_S
     assert math.isfinite(Pace().retry_after_s(now, 1))
@@ -287,7 +287,7 @@ def test_a_burst_and_the_next_ones_take_little_longer_than_the_work(
     assert server.longest_told < 1.25 * ideal_s, "nobody is told to wait for longer than all the work takes"
 
 
-def test_work_of_a_moment(official: OpenAI) -> None:
+def test_very_short_work_ends_soon_once_the_pace_is_known(official: OpenAI) -> None:
     """It is over before anybody could come again, as long as nothing is known of the pace; afterwards it is known."""
     server = Server(official, 2, 4, always(0.075))
     assert server.serve([0.0] * 40) < 4.0
@@ -301,7 +301,7 @@ def test_work_of_a_moment(official: OpenAI) -> None:
     assert server.longest_told <= 2.0, "a second and a half, in whole seconds"
 
 
-def test_requests_of_very_unlike_lengths(official: OpenAI) -> None:
+def test_requests_of_very_different_lengths_take_little_longer_than_the_work(official: OpenAI) -> None:
     """On the mean of many bursts; a single one may have a request that takes as long as all others together."""
     stretches: list[float] = []
     for seed in range(10):
@@ -313,7 +313,7 @@ def test_requests_of_very_unlike_lengths(official: OpenAI) -> None:
     assert sum(stretches) / len(stretches) < 1.3 and max(stretches) < 1.8, stretches
 
 
-def test_a_burst_of_longer_requests_and_back(official: OpenAI) -> None:
+def test_a_burst_of_longer_requests_changes_the_pace_and_so_does_its_end(official: OpenAI) -> None:
     """The first ones of a burst are told what was true of the burst before."""
     server = Server(official, 2, 4, always(0.2))
     server.serve([0.0] * 40)
@@ -325,7 +325,9 @@ def test_a_burst_of_longer_requests_and_back(official: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("max_retries", [0, 2, 1000])
-def test_overload_of_ten_times_what_is_served(official: OpenAI, max_retries: int) -> None:
+def test_at_ten_times_the_capacity_nodes_stay_busy_and_clients_are_refused_a_few_times(
+    official: OpenAI, max_retries: int
+) -> None:
     """Nodes are never idle while so many come, whether or not they come again, and nobody asks all the time."""
     rng = random.Random(2)
     server = Server(official, 8, 16, exponential(0.5), max_retries=max_retries)
@@ -340,7 +342,7 @@ def test_overload_of_ten_times_what_is_served(official: OpenAI, max_retries: int
         assert took_s < 1.25 * len(arrivals) / 16
 
 
-def test_clients_that_do_not_come_back_hold_up_nobody(official: OpenAI) -> None:
+def test_clients_that_do_not_come_back_delay_no_other_client(official: OpenAI) -> None:
     """A thousand are sent away for good. Those who come once nodes have room are told the present pace."""
     server = Server(official, 2, 4, always(0.5), max_retries=0)
     server.serve([0.0] * 40)
@@ -351,7 +353,7 @@ def test_clients_that_do_not_come_back_hold_up_nobody(official: OpenAI) -> None:
     assert server.longest_told < 1.5 * 5
 
 
-def test_most_who_come_back_when_told_get_in(make_system: Callable[..., System]) -> None:
+def test_most_clients_that_come_back_when_told_are_served(make_system: Callable[..., System]) -> None:
     """Twenty clients for two slots and a queue of three. Each tries again when it was told to, and not before."""
     system = make_system(router={"max_waiting": 3}, max_running=2).up()
     system.behaviour.step_s = 0.01  # a request takes about 0.2 s

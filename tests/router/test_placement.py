@@ -35,7 +35,7 @@ def test_decode_takes_the_least_loaded_with_room() -> None:
     assert choose_decode([decode(free=50), decode(free=60)], 5) == 1
 
 
-def test_decode_none_when_all_are_full() -> None:
+def test_no_decode_node_is_chosen_if_all_are_full() -> None:
     assert choose_decode([], 1) is None
     assert choose_decode([decode(free=4), decode(is_full=True), decode(running=10)], 5) is None
 
@@ -49,7 +49,7 @@ def test_prefill_trades_affinity_against_load() -> None:
     assert choose_prefill([idle._replace(num_queued=8)], 10) is None
 
 
-def test_a_prompt_that_never_fits(make_system: Callable[..., System]) -> None:
+def test_a_prompt_that_fits_no_node_is_refused(make_system: Callable[..., System]) -> None:
     system = make_system(num_pages=8).up()
     status, body, _ = system.complete(prompt="a " * 120)
     assert (status, body["error"]["param"]) == (400, "prompt")
@@ -70,7 +70,7 @@ def test_load_is_spread(make_system: Callable[..., System]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["draining", "no such capacity"])
-def test_nodes_that_take_nothing(make_system: Callable[..., System], kind: str) -> None:
+def test_draining_and_too_small_nodes_get_no_requests(make_system: Callable[..., System], kind: str) -> None:
     system = make_system().up(1, 2)
     unwilling = system.cluster.by_name("d0")
     if kind == "draining":

@@ -50,7 +50,9 @@ def entry(arrived_at: float, priority: int, num_tokens: int = 1) -> Any:
 
 
 @given(ARRIVALS)
-def test_the_order(arrivals: list[tuple[float, int, bool]]) -> None:
+def test_requests_wait_in_order_of_arrival_within_a_priority_and_age_upwards(
+    arrivals: list[tuple[float, int, bool]],
+) -> None:
     queue = WaitingQueue()
     added = [(entry(at, priority, place), is_first) for place, (at, priority, is_first) in enumerate(arrivals)]
     for each, is_first in added:
@@ -74,7 +76,9 @@ def turn(each: Any) -> float:
 
 
 @given(ARRIVALS, st.data())
-def test_adding_and_removing(arrivals: list[tuple[float, int, bool]], data: st.DataObject) -> None:
+def test_removing_an_entry_leaves_the_order_of_the_others(
+    arrivals: list[tuple[float, int, bool]], data: st.DataObject
+) -> None:
     queue = WaitingQueue()
     entries = [entry(at, priority, 3) for at, priority, _ in arrivals]
     for each, (_, _, is_first) in zip(entries, arrivals, strict=True):
@@ -88,7 +92,7 @@ def test_adding_and_removing(arrivals: list[tuple[float, int, bool]], data: st.D
     assert (len(queue), queue.num_tokens) == (len(left), 3 * len(left))
 
 
-def test_places() -> None:
+def test_the_place_in_the_queue_follows_from_the_turn() -> None:
     queue = WaitingQueue()
     entries = [entry(1.0, 0), entry(2.0, 0), entry(3.0, 1), entry(4.0, -1)]
     for each in entries:
@@ -183,7 +187,7 @@ def test_requests_and_tokens_are_bounded_apart() -> None:
 
 
 @pytest.mark.parametrize(("num_requests", "num_tokens"), [(5, 10), (1, 101)])
-def test_what_could_never_wait_is_the_clients_fault(num_requests: int, num_tokens: int) -> None:
+def test_a_request_larger_than_the_queue_is_a_client_error(num_requests: int, num_tokens: int) -> None:
     with pytest.raises(RequestError):
         Door().check_room(asked(num_requests, num_tokens))
     Door().check_room(asked(4, 100))
@@ -203,7 +207,7 @@ def test_those_behind_give_up_no_more_places_than_are_needed() -> None:
     assert first not in door.refused
 
 
-def test_who_comes_first_or_has_nodes_keeps_its_place() -> None:
+def test_earlier_requests_and_those_with_nodes_keep_their_places() -> None:
     door = Door()
     for _ in range(4):
         door.wait(priority=0)
@@ -217,7 +221,7 @@ def test_who_comes_first_or_has_nodes_keeps_its_place() -> None:
     assert door.refused == []
 
 
-def test_who_would_wait_too_long_or_be_late_is_refused_on_arrival() -> None:
+def test_requests_that_would_wait_too_long_or_be_late_are_refused_on_arrival() -> None:
     door = Door()
     door.full(interval_s=4.0, service_s=3.0)
     door.wait()
@@ -232,7 +236,7 @@ def test_who_would_wait_too_long_or_be_late_is_refused_on_arrival() -> None:
     door.check_room(asked(timeout_s=0.1))  # nodes have room: it may just do
 
 
-def test_who_has_become_late_is_refused_before_it_costs_anything() -> None:
+def test_late_requests_are_refused_before_they_get_nodes() -> None:
     door = Door()
     door.full(service_s=3.0)
     now = time.monotonic()
@@ -333,7 +337,7 @@ class Waiting:
 
 
 @pytest.mark.parametrize("missing", ["prefill", "decode", "both"])
-def test_who_has_no_node_waits_as_long_as_stated_and_is_told_which(missing: str) -> None:
+def test_requests_without_a_node_end_after_node_wait_s_and_name_the_missing_role(missing: str) -> None:
     group = Group(prefill=missing == "decode", decode=missing == "prefill")
     waiting = Waiting(group)
     assert waiting.after(10.0) == []
@@ -353,7 +357,7 @@ def test_a_node_that_comes_in_time_starts_the_count_anew() -> None:
 
 
 @pytest.mark.parametrize("change", [{"attempt": object()}, {"request": SimpleNamespace(is_over=True)}])
-def test_who_is_being_asked_for_or_is_over_is_not_stranded(change: dict[str, Any]) -> None:
+def test_ended_requests_and_open_reservations_are_not_stranded(change: dict[str, Any]) -> None:
     waiting = Waiting(Group(decode=0), **change)
     assert waiting.after(30.0) == []
 
@@ -392,7 +396,7 @@ def test_pairs_that_do_not_work_are_waited_for_and_their_words_kept_inside() -> 
     assert isinstance(error, NodeFault) and "secret words" in str(error) and "secret words" not in error.shown
 
 
-def test_new_requests_may_wait_where_others_were_served_lately() -> None:
+def test_new_requests_may_wait_if_the_group_served_lately() -> None:
     waiting = Waiting(Group())
     group, may_wait = waiting.group, waiting.queues.may_wait
     assert may_wait(group, 0.0)  # it can serve
@@ -407,7 +411,7 @@ def test_new_requests_may_wait_where_others_were_served_lately() -> None:
     assert not may_wait(Group(decode=0), 0.0)  # never served anybody
 
 
-def test_a_pair_that_takes_nobody_does_not_serve() -> None:
+def test_an_unusable_pair_does_not_count_as_serving() -> None:
     waiting = Waiting(Group(), is_usable=False)
     waiting.after(1.0)
     waiting.group.by_role["decode"].clear()
@@ -436,7 +440,7 @@ def test_first_come_first_served(make_system: Callable[..., System]) -> None:
     assert len(own(decode, m.Reserve)) < 40, "the full node was asked over and over"
 
 
-def test_too_many_wait(make_system: Callable[..., System]) -> None:
+def test_a_full_queue_refuses_with_429_and_a_time_to_come_again(make_system: Callable[..., System]) -> None:
     system = make_system(router={"max_waiting": 3}, max_running=1).up()
     system.behaviour.hold = threading.Event()
     with ThreadPoolExecutor(10) as pool:
@@ -463,7 +467,7 @@ def waiting(system: System) -> Any:
     return system.router.call(lambda: system.router.router.dispatcher.queues.num_waiting)
 
 
-def test_who_fits_no_node_that_is_there_stands_in_nobodys_way(make_system: Callable[..., System]) -> None:
+def test_a_request_that_fits_no_present_node_does_not_block_others(make_system: Callable[..., System]) -> None:
     """The node that is large enough dies. Its request waits for another one; those behind it go on."""
     system = make_system(router={"node_wait_s": 30.0}, num_pages=8)
     system.cluster.add("prefill", "p0", capacity=Capacity(64, 16, 64))
@@ -568,7 +572,7 @@ def test_prompt_tokens_that_wait_are_bounded(make_system: Callable[..., System])
         assert [future.result()[0] for future in served] == [200] * 3
 
 
-def test_nobody_waits_longer_than_the_bound(make_system: Callable[..., System]) -> None:
+def test_no_request_waits_longer_than_max_queue_s(make_system: Callable[..., System]) -> None:
     system = busy(make_system, max_queue_s=0.4)
     with clients(system, 4) as pool:
         running = pool.submit(system.complete)
@@ -583,7 +587,9 @@ def test_nobody_waits_longer_than_the_bound(make_system: Callable[..., System]) 
     system.router.wait_idle()
 
 
-def test_a_request_some_of_which_runs_may_wait_on(make_system: Callable[..., System]) -> None:
+def test_the_other_prompts_of_a_running_request_may_wait_longer_than_max_queue_s(
+    make_system: Callable[..., System],
+) -> None:
     """Many prompts in one body take their time: once one has nodes, the others are not refused."""
     system = busy(make_system, max_queue_s=0.3)
     with clients(system, 1) as pool:
@@ -609,7 +615,7 @@ def learned(system: System, *, interval_s: float, service_s: float) -> None:
     system.router.call(learn)
 
 
-def test_who_would_be_late_is_refused_at_once(make_system: Callable[..., System]) -> None:
+def test_requests_that_would_be_late_are_refused_at_once(make_system: Callable[..., System]) -> None:
     """The request's own timeout_s counts, queue and service together; so does the router's bound on the queue alone."""
     system = busy(make_system, max_queue_s=8.0)
     with clients(system, 8) as pool:
@@ -636,7 +642,7 @@ def test_who_would_be_late_is_refused_at_once(make_system: Callable[..., System]
     system.router.wait_idle()
 
 
-def test_who_has_become_late_costs_no_node_anything(make_system: Callable[..., System]) -> None:
+def test_a_late_request_is_refused_and_reaches_no_node(make_system: Callable[..., System]) -> None:
     system = busy(make_system)
     with clients(system, 8) as pool:
         running = pool.submit(system.complete)

@@ -80,7 +80,7 @@ def test_a_node_with_the_name_of_a_living_node_is_refused(clocked: ClockedRegist
     assert list(clocked.registry.nodes) == [old] and clocked.joined_epochs == ["old"]
 
 
-def test_a_waiting_node_whose_connection_closes_is_forgotten(clocked: ClockedRegistry) -> None:
+def test_a_waiting_node_is_forgotten_when_its_connection_closes(clocked: ClockedRegistry) -> None:
     clocked.hello("old")
     new = clocked.hello("new")
     clocked.registry.connection_lost(new, clocked.now)
@@ -95,7 +95,7 @@ def test_the_number_of_waiting_nodes_is_bounded(clocked: ClockedRegistry) -> Non
     assert clocked.answers(peers[-1]) == [m.Refusal] and not any(map(clocked.answers, peers[:-1]))
 
 
-def test_a_dead_node_of_another_configuration_keeps_nobody_out(clocked: ClockedRegistry) -> None:
+def test_dead_nodes_of_another_configuration_keep_no_new_node_out(clocked: ClockedRegistry) -> None:
     """All nodes were stopped and are started again with another configuration. The first Hello meets the dead ones."""
     old = clocked.hello("old", role="prefill", name="p0")
     clocked.after(1.0, old)
@@ -270,7 +270,7 @@ def test_log_lines_on_nodes_that_come_and_go_are_bounded(
 # -------------------------------
 
 
-def test_a_node_that_fits_nobody_is_refused_and_a_fitting_one_serves(make_system: Make) -> None:
+def test_a_node_that_fits_no_other_is_refused_and_a_fitting_one_serves(make_system: Make) -> None:
     system = make_system()
     system.cluster.add("prefill", "p0")
     wait_until(lambda: system.cluster.by_name("p0").got(m.Welcome))
@@ -368,7 +368,7 @@ def test_garbage_on_the_bus_is_dropped(system: System) -> None:
     context.term()
 
 
-def test_tokens_whose_columns_do_not_fit(system: System) -> None:
+def test_tokens_with_unequal_columns_are_dropped(system: System) -> None:
     """The router drops the bad message and serves on."""
     node = system.cluster.by_name("d0")
     node.post(m.Tokens((m.Unit("x", 0, 0),), bytes(4), b"\5\0\0\0", b""))
@@ -378,7 +378,7 @@ def test_tokens_whose_columns_do_not_fit(system: System) -> None:
     assert system.complete()[0] == 200
 
 
-def test_a_node_has_no_say_in_what_others_compute(system: System) -> None:
+def test_a_node_cannot_fail_or_end_sequences_of_another_node(system: System) -> None:
     expected = system.complete()[1]["choices"][0]["text"]
     other = system.cluster.add("decode", "d1")
     wait_until(lambda: other.got(m.Welcome))
@@ -448,7 +448,7 @@ def test_a_lost_tokenizer_is_asked_for_again(
     assert (status, answer["choices"][0]["text"]) == (200, system.text)
 
 
-def test_who_waits_for_a_node_that_was_taken_for_dead_gets_in(
+def test_requests_are_served_after_their_node_was_wrongly_declared_dead(
     make_system: Callable[..., System],
 ) -> None:
     """As on a busy machine: it was lost after it had taken a reservation, and joins anew with nothing of before."""

@@ -139,7 +139,7 @@ def test_failures_are_counted_for_each_choice_and_forgotten_when_it_gets_on(make
 
 
 @pytest.mark.parametrize("stop", ["ck br", "fox", None])
-def test_text_is_whole_wherever_the_node_dies(make_system: Make, stop: str | None) -> None:
+def test_the_text_is_whole_after_whichever_token_the_node_dies(make_system: Make, stop: str | None) -> None:
     """After each number of tokens: stop strings that lie across the cut, bytes of one character on both its sides."""
     system = make_system().up(1, 2)
     expected = system.text if stop is None else system.text.split(stop)[0]
@@ -167,7 +167,7 @@ def pairs_ready(system: System) -> list[Any]:
     return [pair for pair in body["pairs"] if pair["state"] == "ready"]
 
 
-def test_what_failed_on_a_node_that_dies_right_after_is_forgiven(make_system: Make) -> None:
+def test_a_failure_right_before_the_death_of_its_node_uses_up_no_attempt(make_system: Make) -> None:
     """Peers notice a death first, and say that the transfer failed: no attempt is used up by that."""
     system = make_system(router={"max_attempts": 1}).up(2, 1)
     dispatcher = system.router.router.dispatcher
@@ -270,7 +270,7 @@ def test_requests_wait_for_a_new_node_of_a_role(make_system: Make, role: str) ->
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_nobody_waits_longer_than_stated(make_system: Make, role: str) -> None:
+def test_no_request_waits_longer_than_node_wait_s(make_system: Make, role: str) -> None:
     system = make_system(router={"node_wait_s": 0.4}).up()
     system.behaviour.hold = threading.Event()
     system.behaviour.answer_prefill = lambda node, message: not is_canary(message)
@@ -288,7 +288,7 @@ def test_nobody_waits_longer_than_stated(make_system: Make, role: str) -> None:
     assert status == 503
 
 
-def test_nobody_waits_for_ever_for_a_pool_that_is_gone(make_system: Make) -> None:
+def test_no_request_waits_for_ever_for_a_pool_that_is_gone(make_system: Make) -> None:
     """The only pool that could hold the request dies; small requests behind it are served."""
     system = make_system(router={"node_wait_s": 0.4}).up(1, 1)
     system.behaviour.hold = threading.Event()
@@ -308,7 +308,7 @@ def test_nobody_waits_for_ever_for_a_pool_that_is_gone(make_system: Make) -> Non
     system.router.wait_idle()
 
 
-def test_a_pair_whose_transfer_fails_is_taken_out_probed_and_put_back(make_system: Make) -> None:
+def test_a_pair_with_a_failed_transfer_is_taken_out_probed_and_put_back(make_system: Make) -> None:
     """The other pair serves meanwhile; the bad one gets canaries only, and requests again when one has passed."""
     system = make_system().up(1, 1)
     system.cluster.add("prefill", "p1")  # of equal nodes the one that came first is taken
@@ -521,7 +521,7 @@ def test_all_choices_go_on_in_their_order_before_others_and_nothing_is_left(movi
     assert moving.d0.holds_nothing and moving.p0.holds_nothing and moving.request.attempts == {}
 
 
-def test_what_is_over_or_gone_moves_nothing(moving: Moving) -> None:
+def test_failures_of_ended_attempts_move_nothing(moving: Moving) -> None:
     moving.attempt.choices.clear()
     moving.fail({0}, "late")
     del moving.request.attempts[0]
@@ -570,14 +570,14 @@ def test_a_decode_node_that_dies_counts_for_nothing_until_many_did(moving: Movin
     assert f"after {MAX_LOSSES + 1} nodes" in str(moving.errors[0])
 
 
-def test_what_failed_on_a_node_that_dies_is_forgiven(moving: Moving) -> None:
+def test_failures_on_a_node_that_dies_are_forgiven(moving: Moving) -> None:
     moving.fail({0, 1}, "it does not answer")
     assert moving.request.sequences[0].failures
     moving.lose(moving.d0, "silent")
     assert not moving.request.sequences[0].failures and not moving.request.has_failed_on(moving.p0, moving.d0)
 
 
-def test_a_prefill_node_that_dies_takes_what_decode_has_not_got(moving: Moving) -> None:
+def test_if_a_prefill_node_dies_choices_that_are_not_admitted_move(moving: Moving) -> None:
     moving.attempt.admitted.add(0)
     moving.lose(moving.p0, "silent")
     assert moving.queued == [(1,), (77,)] and moving.cancels == [("d0", 0, (1,))]
@@ -592,7 +592,7 @@ def test_a_prefill_node_that_dies_after_its_work_moves_nothing(moving: Moving) -
     assert moving.queued == [(77,)] and moving.cancels == []
 
 
-def test_a_prefill_node_that_dies_before_it_was_asked_moves_those_who_wait_for_its_pages(moving: Moving) -> None:
+def test_if_a_prefill_node_dies_before_dispatch_its_reservation_is_taken_back(moving: Moving) -> None:
     """The reservation has no answer yet: it is taken back, and the choices are in the queue still."""
     moving.fail({0, 1}, "why")
     moving.moves.leave_nodes(moving.request, "it is queued once", 2.0)
@@ -670,7 +670,7 @@ def test_several_choices_resume_in_their_order(moving: Moving) -> None:
     assert moving.queued == [(0,), (1,), (77,)]
 
 
-def test_why_a_request_moved_is_counted() -> None:
+def test_moves_are_counted_by_their_reason() -> None:
     for event, kind in (
         (lambda moving: moving.fail({0}, "no"), "failed"),
         (lambda moving: moving.end(moving.moves.unreachable(moving.request, moving.attempt, moving.d0, 2.0)), "lost"),
@@ -681,7 +681,7 @@ def test_why_a_request_moved_is_counted() -> None:
         assert moving.kinds == [kind]
 
 
-def test_waiting_requests_outlive_a_restart(make_system: Callable[..., System]) -> None:
+def test_a_request_survives_the_restart_of_its_only_decode_node(make_system: Callable[..., System]) -> None:
     system = make_system().up()
     system.behaviour.hold = threading.Event()
     with ThreadPoolExecutor(1) as pool:

@@ -75,7 +75,7 @@ def test_without_a_prefill_node_the_decode_node_is_asked_to_compute() -> None:
 
 
 @pytest.mark.parametrize("granted", [(1, 2), (2,), (0, 2, 7), ()])
-def test_an_answer_ends_the_reservation_and_keeps_what_was_asked_for(granted: tuple[int, ...]) -> None:
+def test_an_answer_ends_the_reservation_and_keeps_the_granted_choices(granted: tuple[int, ...]) -> None:
     site = Site()
     answer = site.reserved(*granted)
     kept = tuple(choice for choice in (1, 2) if choice in granted)
@@ -86,7 +86,7 @@ def test_an_answer_ends_the_reservation_and_keeps_what_was_asked_for(granted: tu
     assert site.decode.units_of("r", 0) == set(kept)
 
 
-def test_an_answer_that_nobody_awaits_changes_nothing() -> None:
+def test_an_unexpected_answer_changes_nothing() -> None:
     site = Site()
     assert site.reservations.answered(site.other, site.reserved(1, 2)) is None
     assert site.reservations.answered(site.decode, site.reserved(1, 2, attempt=1)) is None
@@ -135,7 +135,7 @@ def test_a_reservation_is_taken_back_once() -> None:
     assert site.reservations.answered(site.decode, site.reserved(1, 2)) is None, "it comes too late"
 
 
-def test_what_was_granted_cannot_be_taken_back() -> None:
+def test_a_granted_reservation_cannot_be_taken_back() -> None:
     site = Site()
     site.reservations.answered(site.decode, site.reserved(1, 2))
     assert site.reservations.take_back(site.request, site.attempt) is None
@@ -182,7 +182,7 @@ def test_a_lost_reservation_is_asked_for_again(system: System, monkeypatch: pyte
     assert not system.cluster.by_name("d0").got(m.Cancel)
 
 
-def test_what_may_have_been_lost_is_asked_for_within_2_s() -> None:
+def test_messages_that_may_be_lost_are_asked_for_within_2_s() -> None:
     assert reservations.ASK_S <= streams.SILENCE_S <= 2.0
 
 
@@ -207,7 +207,7 @@ def test_n_choices_cost_one_prefill(system: System) -> None:
     assert [prefill.choices for prefill in own(system.cluster.by_name("p0"), m.Prefill)] == [tuple(range(8))]
 
 
-def test_full_is_found_by_asking_and_lifted_by_room(make_system: Callable[..., System]) -> None:
+def test_a_full_node_is_asked_again_when_it_announces_room(make_system: Callable[..., System]) -> None:
     """The node refuses although its figures promise room; the request waits for its Room and is not failed."""
     system = make_system().up()
     refused = 0
@@ -228,7 +228,7 @@ def test_full_is_found_by_asking_and_lifted_by_room(make_system: Callable[..., S
     assert refused == 2
 
 
-def test_an_empty_node_that_refuses(make_system: Callable[..., System]) -> None:
+def test_a_request_that_an_empty_node_refuses_ends_with_an_error(make_system: Callable[..., System]) -> None:
     """A prompt that fits by the figures, but has no room on the empty node all the same, must not wait forever."""
     system = make_system().up()
 

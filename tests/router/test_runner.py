@@ -57,7 +57,9 @@ def drop_some(node: FakeNode, steps: list[m.Tokens]) -> list[m.Tokens]:
 
 @pytest.mark.parametrize("change", [shuffle, double, overlap, late_first])
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_in_any_order(system: System, change: Callable[..., list[m.Tokens]], stream: bool) -> None:
+def test_tokens_in_any_order_give_the_whole_text(
+    system: System, change: Callable[..., list[m.Tokens]], stream: bool
+) -> None:
     system.behaviour.change_tokens = change
     assert text_of(system, stream=stream) == system.text
     assert not own_resends(system)
@@ -72,7 +74,7 @@ def test_lost_tokens_are_asked_for(system: System) -> None:
     assert [resend.first for resend in own_resends(system)] == [3]
 
 
-def test_lost_tokens_are_asked_of_who_lost_them(system: System) -> None:
+def test_lost_tokens_are_asked_for_at_the_node_that_lost_them(system: System) -> None:
     """Prefill's first token may come after decode has said it again and gone on: it is not prefill who is asked."""
 
     def late(node: FakeNode, message: m.Prefill) -> bool:
@@ -103,7 +105,7 @@ def test_lost_tokens_that_do_not_come_again_move_the_request(system: System) -> 
     assert prefills[1].request.params == prefills[0].request.params
 
 
-def test_a_failure_is_tried_again_with_what_was_received(system: System) -> None:
+def test_a_failed_attempt_is_repeated_after_the_received_tokens(system: System) -> None:
     def fail_after_five(node: FakeNode, steps: list[m.Tokens]) -> list[m.Tokens]:
         unit = steps[0].units[0]
         if unit.attempt > 0:
@@ -150,7 +152,7 @@ def test_an_error_in_mid_stream_is_the_last_event(system: System, caplog: pytest
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_dead_node(make_system: Callable[..., System], role: str, stream: bool) -> None:
+def test_a_dead_node_costs_no_text(make_system: Callable[..., System], role: str, stream: bool) -> None:
     """The text is whole, whichever leg dies, and the rest is computed elsewhere."""
     system = make_system().up(2, 2)
     system.behaviour.hold = threading.Event()
@@ -224,7 +226,9 @@ def test_cancel_is_repeated_until_acknowledged(system: System) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("step_tokens", [1, 3, 50])
 @pytest.mark.parametrize("stop", ["quick", "ck br", ["zzz", "naïve"], "é", "t", "the"])
-def test_stop_strings(system: System, stop: str | list[str], step_tokens: int, stream: bool) -> None:
+def test_a_stop_string_ends_the_text_before_it(
+    system: System, stop: str | list[str], step_tokens: int, stream: bool
+) -> None:
     system.behaviour.step_tokens = step_tokens
     stops = [stop] if isinstance(stop, str) else stop
     expected = min((system.text.split(each, 1)[0] for each in stops), key=len)
@@ -270,7 +274,7 @@ def test_stop_token_is_counted_and_not_shown(system: System) -> None:
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ids[4])
 
 
-def test_ignore_eos(system: System) -> None:
+def test_ignore_eos_continues_after_the_end_token(system: System) -> None:
     system.cluster.generate_by(lambda prompt, choice: [*system.say("a b"), *system.say("c d e f g h")])
     _, body, _ = system.complete(max_tokens=8, ignore_eos=True)
     assert body["usage"]["completion_tokens"] == 8
@@ -284,7 +288,7 @@ def test_first_token_can_end_a_request(system: System) -> None:
     assert body["usage"]["completion_tokens"] == 1
 
 
-def test_request_timeout(make_system: Callable[..., System]) -> None:
+def test_a_request_ends_with_504_after_request_timeout_s(make_system: Callable[..., System]) -> None:
     system = make_system(router={"request_timeout_s": 0.5}).up()
     system.behaviour.hold = threading.Event()
     status, body, _ = system.complete()
@@ -293,7 +297,7 @@ def test_request_timeout(make_system: Callable[..., System]) -> None:
     system.router.wait_idle()
 
 
-def test_sigterm_drains(make_system: Callable[..., System]) -> None:
+def test_sigterm_finishes_running_requests_and_refuses_new_ones(make_system: Callable[..., System]) -> None:
     """Running requests finish, new ones are turned away."""
     system = make_system().up()
     system.behaviour.step_s = 0.02
@@ -425,7 +429,7 @@ def wait_until(
     raise AssertionError(describe())
 
 
-def test_pools_too_small_for_the_load(make_system: Callable[..., System]) -> None:
+def test_pools_too_small_for_the_load_serve_every_request(make_system: Callable[..., System]) -> None:
     """Long prompts, many choices, two of each node: everything finishes, no pool is ever overdrawn."""
     system = make_system(num_pages=16, max_running=3).up(2, 2)
     prompts = ["a " * (10 + 7 * (place % 9)) for place in range(40)]

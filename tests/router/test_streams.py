@@ -136,7 +136,7 @@ def test_tokens_after_the_end_or_of_a_paused_sequence_are_passed_over() -> None:
     assert site.streams.find(site.unit(1), site.decode) is None
 
 
-def test_a_stop_string_ends_a_sequence_of_which_its_node_does_not_know() -> None:
+def test_a_stop_string_ends_a_sequence_though_its_node_has_not_ended_it() -> None:
     site = Site(text=TextOptions(("b",)))
     ids = [site.request.group.tokenizer.inner.encode(char).ids[0] for char in "abc"]  # type: ignore[union-attr]
     assert site.take(0, ids) == [(site.one, False)]
@@ -166,7 +166,7 @@ def gaps(site: Site, until: float, since: float = 0.0) -> tuple[list[float], flo
     return asked_at, None
 
 
-def test_a_gap_is_asked_for_so_often_and_then_given_up() -> None:
+def test_a_gap_is_given_up_after_max_resends() -> None:
     site = Site()
     site.take(0, IDS[:2])
     site.take(3, IDS[3:4])
@@ -198,7 +198,7 @@ def test_a_filled_gap_is_no_longer_asked_for_and_the_next_one_counts_anew() -> N
     assert len(gaps(site, 6.0, 5.0)[0]) == MAX_RESENDS
 
 
-def test_nobody_asks_for_a_sequence_that_is_closed_or_has_no_attempt() -> None:
+def test_closed_sequences_and_those_without_an_attempt_are_not_asked_for() -> None:
     for is_closed in (True, False):
         site = Site()
         site.take(1, IDS[1:2])
@@ -219,14 +219,14 @@ def silence(site: Site, now: float) -> list[tuple[str, Unit, int]]:
     return site.asked
 
 
-def test_a_sequence_is_asked_for_after_silence_and_again_after_as_long() -> None:
+def test_a_silent_sequence_is_asked_for_again_after_each_silence_s() -> None:
     site = Site()
     site.take(0, IDS[:2], 10.0)
     asked_at = [tick / 8 for tick in range(80, 80 + 8 * 5) if silence(site, tick / 8)]
     assert asked_at == [10.0 + SILENCE_S + 0.125, 10.0 + 2 * (SILENCE_S + 0.125)]
 
 
-def test_a_new_attempt_is_given_as_long() -> None:
+def test_a_new_attempt_has_silence_s_before_it_is_asked_for() -> None:
     site = Site()
     site.take(0, IDS[:2], 10.0)
     site.one.attempt = site.request.begin_attempt({0}, site.prefill, site.decode, 12.0)
@@ -234,7 +234,7 @@ def test_a_new_attempt_is_given_as_long() -> None:
     assert silence(site, 12.1 + SILENCE_S) == [("d0", site.unit(0, 1), 2)]
 
 
-def test_who_owes_the_next_token() -> None:
+def test_the_node_that_owes_the_next_token_is_asked() -> None:
     site = Site()
     assert silence(site, 3.0) == [("p0", site.unit(), 0)], "the first token comes from prefill"
     site.attempt.prefill_done = True
@@ -272,7 +272,7 @@ def test_a_paused_sequence_is_not_asked_for() -> None:
     assert silence(site, 100.0) == []
 
 
-def test_output_is_what_the_sequence_merged() -> None:
+def test_output_holds_only_new_tokens() -> None:
     site = Site()
     site.take(0, IDS[:2])
     site.take(1, IDS[1:4])
@@ -311,7 +311,7 @@ def test_a_choice_that_its_node_lost_silently_moves(system: System, monkeypatch:
     assert [message.unit for message in answered] == lost
 
 
-def test_a_lost_first_token_is_asked_for_where_decode_has_nothing_to_repeat_it(
+def test_a_lost_first_token_is_asked_for_at_prefill_if_decode_does_not_have_it(
     system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first token was lost on its way, and so were the offers: decode waits for them as long as prefill lives."""
@@ -376,7 +376,7 @@ def test_a_lost_last_offer_is_asked_for_soon_after_the_first_token(
 
 
 @pytest.mark.parametrize("max_tokens", [1, 100])
-def test_log_probabilities_of_a_prompt_whose_last_word_was_lost_are_computed_again(
+def test_prompt_log_probabilities_lost_with_prefill_done_are_computed_again(
     system: System, monkeypatch: pytest.MonkeyPatch, max_tokens: int
 ) -> None:
     """All tokens are there; PrefillDone, which carries them, is not."""

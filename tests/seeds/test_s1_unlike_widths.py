@@ -134,7 +134,7 @@ def check_rows_keep_the_drafts_dtype() -> None:
     assert torch.equal(there.get("recurrent_hidden"), state)
 
 
-def test_unlike_dtypes() -> None:
+def test_rows_keep_the_dtype_of_the_draft() -> None:
     check_rows_keep_the_drafts_dtype()
 
 
@@ -187,7 +187,7 @@ def idle(request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path: Path)
     return Rounds(Engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting)), 2)
 
 
-def test_idle_inputs(idle: Rounds) -> None:
+def test_idle_inputs_give_no_result_and_change_nothing(idle: Rounds) -> None:
     check_idle(idle)
 
 
@@ -294,7 +294,7 @@ def joining_pair(
     return make_pair(model, **settings(request.param, model, tmp_path, hidden_size=24))
 
 
-def test_all_finish_in_the_round_in_which_others_join(joining_pair: NodePair) -> None:
+def test_a_batch_can_finish_in_the_round_in_which_others_join(joining_pair: NodePair) -> None:
     check_filter_and_join(joining_pair)
 
 

@@ -125,7 +125,7 @@ def check(bucketed: Solo, direct: Solo, monkeypatch: pytest.MonkeyPatch) -> list
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_buckets_bring_what_the_direct_path_brings(
+def test_buckets_and_the_direct_path_give_equal_results(
     name: str, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucketed = make_solo(name, 2)

@@ -173,7 +173,7 @@ def test_a_frozen_state_of_an_earlier_round_is_caught(make_solo: MakeSolo, monke
         check(solo, monkeypatch)
 
 
-def test_an_empty_batch_of_tails_is_nothing(make_solo: MakeSolo) -> None:
+def test_an_empty_batch_of_prompt_tails_gives_an_empty_state(make_solo: MakeSolo) -> None:
     for name in STATEFUL:
         drafter = make_solo(name).drafter
         none, hidden = torch.zeros(0, dtype=torch.int64), drafter.hidden.allocate("extend", 0)

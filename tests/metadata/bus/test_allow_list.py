@@ -74,7 +74,7 @@ def test_a_bad_list_is_told_with_its_line(tmp_path: Path, text: str | bytes, wor
         AllowList(path)
 
 
-def test_a_list_that_is_missing_or_anybodys(tmp_path: Path) -> None:
+def test_a_missing_or_world_writable_list_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "list"
     with pytest.raises(ConfigError, match=r"cannot be read: No such file.*baton keys"):
         AllowList(path)
@@ -140,7 +140,7 @@ def test_a_file_that_breaks_changes_nothing(tmp_path: Path, caplog: pytest.LogCa
     assert read.key_of("d0") is None
 
 
-def test_who_speaks_under_which_name(tmp_path: Path) -> None:
+def test_a_node_must_use_the_name_of_its_key(tmp_path: Path) -> None:
     read = AllowList(Listed(tmp_path / "list", "router").path)
     read.require("d0", "d0")
     with pytest.raises(ProtocolError, match=r"the key of d0 is not in allow-list .*list any more"):
@@ -243,7 +243,7 @@ async def test_a_key_that_was_replaced_is_not_heard(router: Router, links: dict[
     assert len(router.messages) == 1
 
 
-async def test_nobody_speaks_under_anothers_name(router: Router, listed: Listed) -> None:
+async def test_a_node_cannot_use_the_name_of_another_node(router: Router, listed: Listed) -> None:
     posing = Link(router.hub.address, "d1", "1", listed.of("d0"))
     posing.send(DONE)
     await until(lambda: router.hub.dropped_frames)
@@ -343,7 +343,7 @@ def test_listed_nodes_hand_over(pair: Pair) -> None:
     pair.spin(Arrived, TicketEnded)
 
 
-def test_prefill_shuts_out_who_is_not_in_its_list(listed: Listed, pairs: list[Pair]) -> None:
+def test_a_prefill_node_shuts_out_unlisted_decode_nodes(listed: Listed, pairs: list[Pair]) -> None:
     decode = listed.of("d0")
     listed.write("router", "p0", "d1")
     pairs.append(Pair(listed.of("p0"), decode))
@@ -352,7 +352,7 @@ def test_prefill_shuts_out_who_is_not_in_its_list(listed: Listed, pairs: list[Pa
     assert "prefill node p0" in failed.reason and not failed.is_refused
 
 
-def test_decode_knows_no_prefill_node_that_is_not_in_its_list(listed: Listed, pairs: list[Pair]) -> None:
+def test_a_decode_node_refuses_unlisted_prefill_nodes(listed: Listed, pairs: list[Pair]) -> None:
     prefill = listed.of("p0")
     listed.write("router", "d0")
     pairs.append(Pair(prefill, listed.of("d0")))
@@ -361,7 +361,9 @@ def test_decode_knows_no_prefill_node_that_is_not_in_its_list(listed: Listed, pa
     assert "names no key of 'p0'" in failed.reason
 
 
-def test_decode_takes_nothing_from_who_holds_another_key(listed: Listed, pairs: list[Pair], tmp_path: Path) -> None:
+def test_a_decode_node_takes_nothing_from_a_prefill_node_with_another_key(
+    listed: Listed, pairs: list[Pair], tmp_path: Path
+) -> None:
     """The list of its own host says which key prefill must prove."""
     (tmp_path / "own").write_text(listed.path.read_text())
     real = listed.pairs["d0"].listed(AllowList(tmp_path / "own"))

@@ -109,7 +109,7 @@ async def test_the_port_is_resolved(router: Router) -> None:
 
 
 @pytest.mark.parametrize("address", ["tcp://[::1]:0", "tcp://localhost:0", "ipc"])
-async def test_other_addresses(address: str, tmp_path: Any) -> None:
+async def test_the_hub_works_on_ipv6_names_and_ipc(address: str, tmp_path: Any) -> None:
     if address == "tcp://[::1]:0":
         try:
             with socket.socket(socket.AF_INET6) as probe:
@@ -167,7 +167,7 @@ async def test_bad_frames_are_counted_and_dropped(
     assert router.messages == [(b"raw:1", DONE)]
 
 
-async def test_raw_tcp_junk_disturbs_nobody(router: Router, link: Link) -> None:
+async def test_raw_tcp_junk_disturbs_no_node(router: Router, link: Link) -> None:
     port = int(router.hub.address.rsplit(":", 1)[1])
     for junk in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00" * 50, bytes(range(256)) * 64, b"\xff" + b"\0" * 8):
         with socket.create_connection(("127.0.0.1", port)) as client:
@@ -369,14 +369,14 @@ async def test_a_second_connection_under_the_same_id_takes_over(router: Router, 
     again.close()
 
 
-async def test_the_hub_beats(router: Router, link: Link) -> None:
+async def test_the_hub_sends_heartbeats(router: Router, link: Link) -> None:
     link.send(DONE)
     await until(lambda: router.messages)
     assert (await collect(link, 1, RouterHeartbeat))[0].router_epoch == "e0"
 
 
 @pytest.mark.parametrize("client", ["right", "wrong", "none"])
-async def test_curve(client: str) -> None:
+async def test_only_clients_with_the_right_curve_keys_are_served(client: str) -> None:
     keys = KeyPair.generate()
     router = Router(keys=keys)
     given = {"right": keys, "wrong": KeyPair.generate(), "none": None}[client]

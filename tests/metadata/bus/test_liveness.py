@@ -221,7 +221,7 @@ def test_a_stuck_node_that_falls_silent_is_dead(clock: Clock, peers: PeerLivenes
     assert change.state == "dead"
 
 
-def test_a_router_that_was_held_up_blames_nobody(clock: Clock, peers: PeerLiveness[str]) -> None:
+def test_a_router_that_was_held_up_declares_no_node_dead(clock: Clock, peers: PeerLiveness[str]) -> None:
     pass_time(clock, peers, 1.0)
     clock.now += 10.0
     assert peers.check() == []

@@ -196,7 +196,7 @@ def test_the_next_router_may_be_an_older_one(joined: Node, end: list[Any]) -> No
     assert set(joined.spoken[1:]) == {PROTOCOL_MIN}
 
 
-def test_silence_is_a_lost_router_once(joined: Node) -> None:
+def test_a_silent_router_is_reported_lost_once(joined: Node) -> None:
     joined.now += 5.0
     assert joined.take() == []
     joined.now += 0.1
@@ -373,7 +373,7 @@ def test_time_is_the_monotonic_clocks_if_nothing_else_is_said(hello: Hello) -> N
         ([HelloAgain(router_epoch="a"), work(), RouterHeartbeat(router_epoch="a")], []),
     ],
 )
-def test_the_log_says_what_the_router_is_to_the_node(
+def test_changes_of_the_session_are_logged(
     node: Node, caplog: pytest.LogCaptureFixture, messages: list[Any], lines: list[str]
 ) -> None:
     with caplog.at_level("INFO", logger="baton.metadata.bus.session"):

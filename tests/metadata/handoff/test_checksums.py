@@ -25,7 +25,7 @@ def test_every_block_has_its_own_checksum_in_wire_order(schema):
     assert len(expected) == blocks_per_page(schema)
 
 
-def test_any_flipped_bit_is_found_where_it_is():
+def test_any_flipped_bit_is_found_in_its_block():
     memory = make_memory(DRAFT_SCHEMA, 3, seed=3)
     before = page_checksums(memory, 1)
     assert first_difference(page_checksums(memory, 1), before) is None

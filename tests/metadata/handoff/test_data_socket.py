@@ -38,7 +38,7 @@ def test_the_two_ends_meet(context: Context, has_keys: bool) -> None:
     server.close()
 
 
-def test_nobody_listens_for_other_machines_without_keys(context: Context) -> None:
+def test_without_keys_no_socket_is_opened_to_other_machines(context: Context) -> None:
     with pytest.raises(ConfigError, match="CURVE keys"):
         bind_data_socket("10.1.2.3", None, context)
     peer = Peer(node_id="p0", epoch="e", data_address="tcp://10.1.2.3:5")

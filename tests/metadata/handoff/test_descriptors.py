@@ -45,7 +45,7 @@ def take_text(inbox: DescriptorInbox, token: bytes) -> bytes:
         return file.read()
 
 
-def test_what_was_sent_is_there_whatever_the_order(inbox: DescriptorInbox) -> None:
+def test_descriptors_are_taken_in_any_order(inbox: DescriptorInbox) -> None:
     tokens = [new_token() for _ in range(3)]
     for number, token in enumerate(tokens):
         send_text(inbox.address, token, b"%d" % number)
@@ -111,7 +111,7 @@ def test_a_token_that_comes_twice_keeps_the_first(inbox: DescriptorInbox) -> Non
     assert take_text(inbox, token) == b"first"
 
 
-def test_what_nobody_asks_for_does_not_pile_up(inbox: DescriptorInbox) -> None:
+def test_descriptors_that_are_never_taken_do_not_pile_up(inbox: DescriptorInbox) -> None:
     before = num_open()
     for _ in range(5):
         for _ in range(MAX_KEPT):

@@ -72,7 +72,7 @@ def pair() -> Iterator[GpuPair]:
     pair.close()
 
 
-def test_the_best_that_both_can_is_taken_and_no_page_comes_to_the_host(pair: GpuPair) -> None:
+def test_the_best_common_transport_is_used_and_no_page_comes_to_the_host(pair: GpuPair) -> None:
     pair.offer()
     pair.claim()
     assert pair.spin().times.transport == "cuda"
@@ -110,7 +110,7 @@ def test_checksums_for_several_offers_are_computed_at_once(pair: GpuPair) -> Non
 
 
 @pytest.mark.parametrize("failing", [1, 2])
-def test_what_cannot_be_mapped_travels_by_the_next_best(
+def test_if_mapping_fails_the_next_best_transport_is_used(
     pair: GpuPair, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
@@ -254,7 +254,7 @@ def test_descriptors_for_a_link_that_is_over_do_not_stay_open(pair: GpuPair) -> 
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
-def test_descriptors_that_got_lost_are_done_without(pair: GpuPair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_descriptors_another_transport_is_used(pair: GpuPair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.metadata.handoff.transports.cuda.send_descriptors", lambda *_: None)
     pair.offer()
     pair.claim()

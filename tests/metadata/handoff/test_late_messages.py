@@ -174,7 +174,7 @@ def test_a_revoke_after_a_lost_ack_drops_no_frame(
     transfer.close()
 
 
-def test_who_asks_for_the_offers_of_a_revoked_ticket_is_told_again(transfer: Transfer) -> None:
+def test_a_decode_node_that_asks_for_offers_of_a_revoked_ticket_hears_the_revoke_again(transfer: Transfer) -> None:
     """Its question and the cancel cross; or the revoke was lost."""
     offered(transfer)
     transfer.decode.ask_offers(unit())

@@ -115,7 +115,7 @@ def test_pages_that_a_busy_link_has_lost_are_asked_for_again(nodes: Nodes, chang
 
 
 @pytest.mark.parametrize("change", [lose, cut_short])
-def test_who_talks_of_other_things_still_owes_the_pages(nodes: Nodes, change: Change) -> None:
+def test_a_claim_fails_if_its_pages_do_not_come_though_other_messages_do(nodes: Nodes, change: Change) -> None:
     """Other units are claimed and revoked all the time; the pages of this one do not come."""
     nodes.change(Pages, change)
     nodes.start("r", 5)
@@ -143,7 +143,7 @@ def test_a_hello_without_an_answer_is_said_again(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", [LinkHello, LinkWelcome])
-def test_a_hello_or_a_welcome_twice_does_what_it_does_once(kind: type) -> None:
+def test_a_doubled_hello_or_welcome_changes_nothing(kind: type) -> None:
     nodes = Nodes()
     nodes.change(kind, double)
     nodes.start("r", 5)

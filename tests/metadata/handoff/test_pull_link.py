@@ -165,7 +165,7 @@ def test_only_the_awaited_answer_counts_as_a_sign_of_life(line: Line) -> None:
     assert line.link.last_heard == 102.0, "nothing is owed: any message counts"
 
 
-def test_frames_that_are_no_message(line: Line) -> None:
+def test_malformed_frames_are_protocol_errors(line: Line) -> None:
     line.heard()
     for frames in ([b"\xff"], [encode(make_welcome(LinkWelcome, MEMORY, "zmq"), PROTOCOL_MAX), b"data"]):
         with pytest.raises(ProtocolError):
@@ -192,7 +192,7 @@ def test_a_peer_is_addressed_in_the_protocol_that_it_knows() -> None:
         line.close()
 
 
-def test_an_address_that_cannot_be_used() -> None:
+def test_an_address_that_cannot_be_used_is_refused() -> None:
     with zmq.Context[zmq.Socket[bytes]]() as context:
         peer = Peer(node_id="p", epoch="e", data_address="tcp://nowhere", protocol=PROTOCOL_MAX)
         with pytest.raises(TransferError, match="cannot open a link to 'tcp://nowhere'"):

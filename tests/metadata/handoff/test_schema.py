@@ -61,7 +61,7 @@ PLAIN_FIELDS = ["first_token", "num_cached", "num_logprobs", "logprobs", "top_id
         ("frozen_kv_mtp", None, {"frozen_layers": (0, 7)}, ["recurrent_hidden"], 0),
     ],
 )
-def test_fields_by_algorithm(algorithm, draft, more, extra_fields, lookahead):
+def test_each_algorithm_has_its_row_fields(algorithm, draft, more, extra_fields, lookahead):
     schema = make_schema(TARGET, draft, 16, algorithm, hidden(algorithm), **more)
     assert names(schema) == PLAIN_FIELDS + extra_fields
     assert schema.key_lookahead == lookahead
@@ -78,7 +78,7 @@ def test_mtp_hands_over_n_minus_one_target_rows_and_looks_n_tokens_ahead(num_lay
     assert schema.key_lookahead == num_layers
 
 
-def test_sizes():
+def test_the_sizes_of_pages_blocks_and_rows_follow_from_the_schema():
     plain, both = make_schema(TARGET, None, 16), make_schema(TARGET, DRAFT, 16, "standalone")
     assert page_layer_bytes(TARGET, 16) == 2 * 4 * 16 * 32 * 4
     assert page_bytes(plain) == 8 * 16384
@@ -113,7 +113,7 @@ def test_a_schema_is_plain_unless_told_otherwise():
     assert (plain.draft, plain.frozen_layers, plain.key_lookahead) == (None, (), 0)
 
 
-def test_fields_have_the_width_and_type_of_what_they_hold():
+def test_row_fields_have_the_width_and_type_of_their_contents():
     layout = hidden("eagle", draft_dtype="bfloat16")
     schema = make_schema(TARGET, DRAFT, 16, "eagle", layout, draft_topk=4, draft_rows=2, ranks_trees=True)
     assert [(field.name, field.dtype, field.width) for field in schema.row] == [
@@ -206,7 +206,7 @@ def test_a_schema_in_words():
         ),
     ],
 )
-def test_a_refusal_says_what_does_not_belong_together(algorithm, draft, of, words):
+def test_a_refused_schema_names_the_parts_that_do_not_fit(algorithm, draft, of, words):
     with pytest.raises(ConfigError) as raised:
         make_schema(TARGET, draft, 16, algorithm, None if of is None else hidden(of))
     assert str(raised.value) == words
@@ -303,7 +303,7 @@ def test_the_router_gets_the_schema_without_torch():
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
 
-def test_what_a_handoff_moves():
+def test_a_handoff_moves_whole_pages_and_one_row():
     """Whole pages, and a row split into hidden state and the rest; no prompt is free of its row."""
     row = make_schema(TARGET, DRAFT, 16, "eagle", hidden("eagle"), draft_topk=4)
     assert handoff_bytes(row, 17) == (2 * 8 * 16384, 2 * 2048, 32 * 4, row_bytes(row) - 32 * 4)

@@ -212,7 +212,7 @@ def test_messages_of_an_older_life_end_nothing_in_the_next_one(race: Race) -> No
         node.close()
 
 
-def test_nobody_but_the_claimant_moves_a_ticket(race: Race) -> None:
+def test_only_the_claimant_moves_a_ticket(race: Race) -> None:
     thief = hand(race)
     for message in (
         Claim(unit=unit(), num_cached_pages=0),

@@ -70,7 +70,7 @@ def claimed(book: TicketBook, unit: Unit = U, holder: bytes = LINK) -> Ticket:
     return ticket
 
 
-def test_claim_then_ack(book):
+def test_a_claimed_ticket_ends_with_its_ack(book):
     book.open(U, 4)
     assert book.take_events() == [] and book.units == [U]
     ticket = book.claim(U, LINK, 2)
@@ -128,7 +128,7 @@ def test_a_lease_ends_unless_it_is_renewed(book, clock):
     assert book.renew([U], LINK) == [U]
 
 
-def test_a_ticket_nobody_claims_ends_and_a_late_claim_is_told(book, clock):
+def test_an_unclaimed_ticket_ends_and_a_late_claim_is_told(book, clock):
     book.open(U, 4)
     assert watch(book, clock, 1.0) == ([], [])  # no holder to tell
     assert [event.how for event in book.take_events()] == ["lease"]
@@ -408,7 +408,7 @@ def test_a_unit_that_is_opened_again_has_no_end_to_tell(book):
     assert book.claim(U, LINK, 0) is None
 
 
-def test_a_claim_without_an_epoch_is_nobodys(book):
+def test_a_claim_without_an_epoch_has_no_claimant(book):
     book.open(U, 4, "e1")
     with pytest.raises(ProtocolError, match=r"for decode epoch e1, not $"):
         book.claim(U, LINK, 0)

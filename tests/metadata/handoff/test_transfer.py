@@ -63,7 +63,7 @@ def test_time_counts_while_something_is_on_its_way(transfer):
     assert transfer.moving_s == pytest.approx(3.5)
 
 
-def test_what_was_offered_before_is_left_out(transfer):
+def test_pages_offered_before_are_left_out(transfer):
     """Offers come again where some may have been lost."""
     transfer.take_offer(offer([1, 2], make_row(SCHEMA)), SCHEMA, 20)
     transfer.land(1, 0.0)

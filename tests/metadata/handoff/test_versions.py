@@ -59,7 +59,7 @@ def pair() -> Iterator[Any]:
         (0, PROTOCOL_MIN, PROTOCOL_MIN),  # an older router does not tell
     ],
 )
-def test_pages_travel_in_whatever_protocol(
+def test_both_ends_use_the_protocol_they_agreed_on(
     pair: Any, told: int, ours: int, theirs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, client, *_ = pair

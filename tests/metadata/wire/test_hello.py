@@ -48,7 +48,7 @@ def lists_only(hello: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_newer_node_with_which_there_is_a_common_protocol_is_read(sample: Any, seed: int) -> None:
+def test_a_newer_node_with_a_common_protocol_is_read(sample: Any, seed: int) -> None:
     hello = sample(Hello, seed, **NEWER)
     assert decode_to_router(framed(lists_only(plain(hello)))) == hello
 
@@ -78,7 +78,7 @@ def test_bounds_hold_for_newer_nodes_too(sample: Any) -> None:
         decode_to_router(framed(hello))
 
 
-def test_a_node_that_is_not_newer_has_no_excuse(sample: Any) -> None:
+def test_unknown_fields_of_a_node_that_is_not_newer_are_an_error(sample: Any) -> None:
     hello = plain(sample(Hello, protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX))
     with pytest.raises(ProtocolError, match="unknown field") as got:
         decode_to_router(framed(grown(hello)))
@@ -103,7 +103,7 @@ def test_nothing_else_is_read_leniently(frame: bytes) -> None:
     assert not isinstance(got.value, HelloRefused)
 
 
-async def test_it_is_told_over_its_own_connection_alone(sample: Any) -> None:
+async def test_a_refusal_goes_only_to_the_connection_of_its_node(sample: Any) -> None:
     got: list[ToRouter] = []
     hub = Hub("tcp://127.0.0.1:*", "e0", None, lambda _, message: got.append(message), lambda _: None)
     hub.start()
@@ -127,7 +127,7 @@ async def test_it_is_told_over_its_own_connection_alone(sample: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["é" * 128, "🎈" * 128])
-def test_a_name_too_long_for_a_routing_id_stops_nobody(sample: Any, name: str) -> None:
+def test_a_name_too_long_for_a_routing_id_does_not_stop_the_router(sample: Any, name: str) -> None:
     """It was an error of another kind than a malformed frame's, which ended the router's reading for good."""
     hello = lists_only(plain(sample(Hello, **APART))) | {"node_id": name, "epoch": "e" * 64}
     with pytest.raises(HelloRefused) as refused:

@@ -167,7 +167,7 @@ def test_ids_are_little_endian_int32() -> None:
         unpack_ids(b"\0\0\0")
 
 
-def test_choice_seeds() -> None:
+def test_each_choice_has_its_own_fixed_seed() -> None:
     assert choice_seed(7, 0) == 7
     seeds = {choice_seed(seed, choice) for seed in range(8) for choice in range(128)}
     assert len(seeds) == 8 * 128
@@ -175,7 +175,7 @@ def test_choice_seeds() -> None:
     assert choice_seed(7, 3) == choice_seed(7, 3)
 
 
-def test_a_column_costs_what_its_ids_cost() -> None:
+def test_a_column_takes_few_bytes_beyond_its_ids() -> None:
     units = tuple(Unit(f"request-{i}", 0, 0) for i in range(256))
     ones = pack_ids([1] * 256)
     assert len(msgspec.msgpack.encode(m.Tokens(units, ones, ones, ones))) < 256 * (12 + 18) + 100
@@ -216,7 +216,7 @@ def with_newer(value: Any, protocol: int) -> Any:
 
 
 @pytest.mark.parametrize(("protocol", "case"), OLDER_FRAMES)
-def test_the_bytes_of_an_older_protocol(protocol: int, case: dict[str, Any]) -> None:
+def test_bytes_of_an_older_protocol_are_read_and_written_again(protocol: int, case: dict[str, Any]) -> None:
     frame = bytes.fromhex(case["frame"])
     message = decode_frame(golden.DECODERS[case["direction"]], frame)
     assert type(message).__name__ == RENAMED.get(case["kind"], case["kind"])

@@ -19,7 +19,7 @@ def test_ids_are_little_endian_int32_and_read_back() -> None:
     assert unpack_ids(pack_ids([0, 2**31 - 1])) == [0, 2**31 - 1]
 
 
-def test_what_is_no_column_of_ids_raises() -> None:
+def test_malformed_columns_of_ids_are_refused() -> None:
     with pytest.raises(OverflowError):
         pack_ids([2**31])
     with pytest.raises(ValueError):
@@ -46,7 +46,7 @@ def test_ids_are_read_within_context_and_vocabulary() -> None:
         ([1], (-1,), "a prompt has token ids -1 to -1, but the vocabulary has 6 tokens"),
     ],
 )
-def test_what_a_model_cannot_run_is_refused_with_the_value(
+def test_prompts_that_a_model_cannot_run_are_refused_with_the_value(
     prompt: list[int], received: tuple[int, ...], words: str
 ) -> None:
     with pytest.raises(RequestError, match=words):

@@ -33,13 +33,13 @@ OK = {"model": "fake", "prompt": "hello", "max_tokens": 100}
     ],
     ids=lambda raw: repr(raw[:20]),
 )
-def test_bad_json(system: System, raw: bytes) -> None:
+def test_malformed_json_is_refused(system: System, raw: bytes) -> None:
     status, body, _ = system.router.request("POST", "/v1/completions", raw)
     assert status == 400, body
     assert body["error"]["type"] == "invalid_request_error"
 
 
-def test_large_body(system: System) -> None:
+def test_a_body_above_the_limit_is_refused(system: System) -> None:
     status, body, _ = system.router.request("POST", "/v1/completions", json.dumps({**OK, "prompt": "x" * 10_000_000}))
     assert (status, body["error"]["code"]) == (413, "http_error"), body
     assert system.complete()[0] == 200

@@ -165,7 +165,7 @@ def test_names_of_loopback_are_the_routers_own(system: System, host: str | None)
         ({"host": "0.0.0.0"}, "baton.example", 200),
     ],
 )
-def test_when_the_host_is_looked_at(
+def test_unknown_host_names_are_refused_only_on_loopback_without_keys(
     make_router: Callable[..., RunningRouter], settings: dict[str, Any], host: str, status: int
 ) -> None:
     router = make_router(**settings)
@@ -193,7 +193,7 @@ def test_the_routers_own_pages_are_served(system: System, headers: tuple[str, ..
 
 
 @pytest.mark.parametrize("site", ["none", "cross-site", "same-site", "same-origin"])
-def test_who_types_an_address_or_follows_a_link_is_served(system: System, site: str) -> None:
+def test_page_navigations_are_served(system: System, site: str) -> None:
     navigation = (f"Sec-Fetch-Site: {site}", "Sec-Fetch-Mode: navigate", "Sec-Fetch-Dest: document")
     for path in ("/v1/models", "/metrics", "/openapi.json", "/debug/requests"):
         assert send(system.router, "GET", path, *navigation).status == 200
@@ -327,7 +327,7 @@ SERVED = [
 
 
 @pytest.mark.parametrize("kind", NO_JSON)
-def test_what_is_no_json_is_refused_by_every_route(system: System, kind: str) -> None:
+def test_every_route_refuses_bodies_that_are_not_json(system: System, kind: str) -> None:
     for path in POSTS:
         answer = send(system.router, "POST", path, f"Content-Type: {kind}")
         assert answer.status == 415, (path, answer)
@@ -337,7 +337,7 @@ def test_what_is_no_json_is_refused_by_every_route(system: System, kind: str) ->
 
 
 @pytest.mark.parametrize("kind", [None, *SERVED])
-def test_what_other_programs_send_is_served(system: System, kind: str | None) -> None:
+def test_content_types_of_other_programs_are_served(system: System, kind: str | None) -> None:
     headers = () if kind is None else (f"Content-Type: {kind}",)
     assert send(system.router, "POST", "/v1/completions", *headers, body=COMPLETION).status == 200
     assert send(system.router, "POST", "/admin/flush", *headers).status == 200

@@ -42,7 +42,7 @@ def small(make_system: Callable[..., System]) -> System:
 
 @pytest.mark.parametrize("is_chunked", [False, True])
 @pytest.mark.parametrize("encoding", [None, "", "identity", "gzip", "GZIP", "x-gzip"])
-def test_what_is_served(system: System, encoding: str | None, is_chunked: bool) -> None:
+def test_plain_and_gzip_bodies_are_served(system: System, encoding: str | None, is_chunked: bool) -> None:
     body = ZIPPED if "gzip" in (encoding or "").lower() else BODY
     answer = post(system, encoding, body, is_chunked=is_chunked)
     assert answer.status == 200, answer
@@ -52,10 +52,10 @@ def test_what_is_served(system: System, encoding: str | None, is_chunked: bool) 
 def test_libraries_that_are_installed_change_nothing(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HAS_BROTLI", "HAS_ZSTD"):
         monkeypatch.setattr(http_parser, name, not getattr(http_parser, name))
-    test_what_is_not_served_is_refused_alike(system)
+    test_other_encodings_are_all_refused_in_the_same_way(system)
 
 
-def test_what_is_not_served_is_refused_alike(system: System) -> None:
+def test_other_encodings_are_all_refused_in_the_same_way(system: System) -> None:
     for encoding in ("br", "zstd", "deflate", "compress", "gzip, gzip", "gzip, br", "nonsense", "gzip;q=1"):
         for is_chunked in (False, True):
             answer = post(system, encoding, ZIPPED, is_chunked=is_chunked)
@@ -81,13 +81,13 @@ BROKEN = {
 
 @pytest.mark.parametrize("is_chunked", [False, True])
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_broken_is_a_bad_request(system: System, name: str, is_chunked: bool) -> None:
+def test_broken_gzip_is_a_bad_request(system: System, name: str, is_chunked: bool) -> None:
     answer = post(system, "gzip", BROKEN[name], is_chunked=is_chunked)
     assert answer.status == 400, answer
     assert "gzip" in answer.words
 
 
-def test_members_are_one_body() -> None:
+def test_gzip_members_are_joined_to_one_body() -> None:
     halves = gzip.compress(BODY[:20]) + gzip.compress(BODY[20:])
     assert decoded(halves, "gzip", LIMIT) == BODY
     empty = gzip.compress(b"")
@@ -96,7 +96,7 @@ def test_members_are_one_body() -> None:
         decoded(empty * MAX_MEMBERS + ZIPPED, "gzip", LIMIT)
 
 
-def test_the_limit_holds_for_what_comes_out() -> None:
+def test_the_size_limit_counts_decompressed_bytes() -> None:
     for size, fits in ((LIMIT - 1, True), (LIMIT, True), (LIMIT + 1, False)):
         for data in (gzip.compress(b" " * size), gzip.compress(b" " * 10) + gzip.compress(b" " * (size - 10))):
             if fits:

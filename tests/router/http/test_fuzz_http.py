@@ -194,7 +194,7 @@ def target(tokenizer: TextTokenizer, tokenizer_file: bytes) -> Iterator[Target]:
     router.close()
 
 
-def test_whatever_is_sent(target: Target) -> None:
+def test_random_requests_get_declared_answers(target: Target) -> None:
     @settings(
         max_examples=250,  # a batch; a long run makes many
         deadline=None,

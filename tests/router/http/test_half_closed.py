@@ -105,9 +105,7 @@ def test_an_answer_after_the_last_byte(make_system: Callable[..., System], strea
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_sent_meanwhile_means_nothing_to_other_parsers(
-    make_system: Callable[..., System], stream: bool
-) -> None:
+def test_interim_bytes_are_ignored_by_other_http_parsers(make_system: Callable[..., System], stream: bool) -> None:
     system = held(make_system)
     client = http.client.HTTPConnection(system.router.url.removeprefix("http://"), timeout=20)
     body = {"model": "fake", "prompt": "hello", "max_tokens": 100, "stream": stream}
@@ -130,7 +128,9 @@ def test_what_is_sent_meanwhile_means_nothing_to_other_parsers(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_where_the_last_byte_comes_late(make_system: Callable[..., System], stream: bool) -> None:
+def test_a_client_that_half_closes_in_mid_answer_gets_the_rest(
+    make_system: Callable[..., System], stream: bool
+) -> None:
     """The stream has begun by then: what shows whether the client is there is a comment in it."""
     system = held(make_system)
     with connect(system.router) as client:
@@ -180,7 +180,7 @@ def test_pipelined_requests_are_all_answered(make_system: Callable[..., System])
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/debug/ledger"])
-def test_quick_routes(system: System, path: str, version: str) -> None:
+def test_half_closed_clients_get_answers_of_quick_routes(system: System, path: str, version: str) -> None:
     with connect(system.router) as client:
         client.sendall(f"GET {path} HTTP/{version}\r\nHost: localhost\r\n\r\n".encode())
         client.shutdown(socket.SHUT_WR)
@@ -242,7 +242,7 @@ PHASES = [
 
 @pytest.mark.parametrize("leave", [close, reset, shut_both, shut_then_close])
 @pytest.mark.parametrize(("phase", "stream"), PHASES)
-def test_who_leaves_cancels(
+def test_a_client_that_leaves_cancels_its_request(
     make_system: Callable[..., System], phase: str, stream: bool, leave: Callable[[socket.socket], None]
 ) -> None:
     system = held(make_system, max_running=1 if phase == "queued" else 64)
@@ -264,7 +264,9 @@ def test_who_leaves_cancels(
 
 
 @pytest.mark.parametrize(("phase", "stream"), PHASES[2:])
-def test_who_waited_and_then_leaves_cancels(make_system: Callable[..., System], phase: str, stream: bool) -> None:
+def test_a_half_closed_client_that_leaves_later_cancels_its_request(
+    make_system: Callable[..., System], phase: str, stream: bool
+) -> None:
     """It reads what comes, so that its leaving shows by nothing but what is sent next."""
     system = held(make_system)
     client = ask(system, phase, stream=stream)

@@ -11,7 +11,7 @@ from baton.router.errors import NotFound
 from baton.router.http.in_flight import InFlight
 
 
-def test_what_has_ended_is_not_in_flight_any_more() -> None:
+def test_ended_requests_are_not_in_flight() -> None:
     """A choice of prompts of which one has ended: the others are cancelled; once all have, the id is unknown, though
     the answer is still being written."""
     aborted: list[Any] = []

@@ -114,7 +114,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str | None]] = [
 ]
 
 
-def test_bad_fields(system: System) -> None:
+def test_wrong_fields_are_refused_by_name(system: System) -> None:
     for changes, param in BAD_FIELDS:
         status, body, _ = system.router.request("POST", "/v1/completions", {**OK, **changes})
         error = body["error"]
@@ -147,7 +147,7 @@ def test_bad_fields(system: System) -> None:
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ],
 )
-def test_bad_chat(system: System, changes: dict[str, Any], param: str) -> None:
+def test_wrong_fields_of_a_chat_are_refused_by_name(system: System, changes: dict[str, Any], param: str) -> None:
     status, body, _ = system.router.request("POST", "/v1/chat/completions", {**CHAT, **changes})
     assert (status, body["error"]["param"]) == (400, param), body
 
@@ -161,11 +161,11 @@ def test_bad_chat(system: System, changes: dict[str, Any], param: str) -> None:
         {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]},
     ],
 )
-def test_harmless_chat_fields(system: System, harmless: dict[str, Any]) -> None:
+def test_harmless_fields_of_a_chat_are_ignored(system: System, harmless: dict[str, Any]) -> None:
     assert system.router.request("POST", "/v1/chat/completions", {**CHAT, **harmless})[0] == 200
 
 
-def test_timeout_s(make_system: Callable[..., System]) -> None:
+def test_timeout_s_is_checked_and_ends_the_request(make_system: Callable[..., System]) -> None:
     system = make_system(router={"request_timeout_s": 5.0}).up()
     system.behaviour.hold = threading.Event()
     for bad in (0, -1, 5.1, "soon", float("nan")):
@@ -180,7 +180,7 @@ def test_timeout_s(make_system: Callable[..., System]) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_bad_priorities(system: System, path: str) -> None:
+def test_priorities_out_of_range_are_refused(system: System, path: str) -> None:
     given = {"prompt": "x"} if "chat" not in path else {"messages": [{"role": "user", "content": "x"}]}
     for bad in (101, -101, 1.5, "high", True):
         status, body, _ = system.router.request("POST", path, {"model": "fake", **given, "priority": bad})

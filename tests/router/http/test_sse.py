@@ -88,7 +88,7 @@ def test_a_client_that_pauses_gets_the_whole_text(make_system: Callable[..., Sys
     system.router.wait_idle()
 
 
-def test_a_whole_answer_that_nobody_reads_is_let_go(make_system: Callable[..., System]) -> None:
+def test_a_whole_answer_is_dropped_if_its_client_does_not_read_it(make_system: Callable[..., System]) -> None:
     """Its request is over, so it holds nothing on nodes; the answer itself must not be kept for ever."""
     system = long_system(make_system, max_unread_s=1.0)
 

@@ -20,7 +20,7 @@ def deltas(tokenizer: TextTokenizer, ids: list[int], prompt: list[int], *, skip_
     return [*(detokenizer.step(token_id) for token_id in ids), detokenizer.flush()]
 
 
-def test_kinds() -> None:
+def test_byte_level_tokenizers_are_recognized() -> None:
     assert BYTE_LEVEL.is_byte_level
     assert not FALLBACK.is_byte_level
 
@@ -36,7 +36,7 @@ def test_byte_level_any_ids(ids: list[int], skip_special: bool) -> None:
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, FALLBACK], ids=["byte", "fallback"])
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd▁"), max_size=40))
 @settings(max_examples=200, deadline=None)
-def test_any_text(tokenizer: TextTokenizer, text: str) -> None:
+def test_the_deltas_of_any_text_join_to_the_whole(tokenizer: TextTokenizer, text: str) -> None:
     prompt = tokenizer.inner.encode("hello").ids
     whole = tokenizer.inner.encode("hello " + text).ids
     ids = whole[len(prompt) :]
@@ -74,7 +74,7 @@ def test_leading_space_is_kept_after_a_prompt() -> None:
     assert "".join(deltas(FALLBACK, ids, prompt)) == " quick"
 
 
-def test_special_tokens() -> None:
+def test_special_tokens_are_skipped_on_request() -> None:
     end = BYTE_LEVEL.inner.token_to_id("<|im_end|>")
     assert deltas(BYTE_LEVEL, [end], [], skip_special=True) == ["", ""]
     assert deltas(BYTE_LEVEL, [end], [], skip_special=False) == ["<|im_end|>", ""]

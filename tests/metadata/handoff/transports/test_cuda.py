@@ -122,7 +122,7 @@ def test_a_short_launch_lands_in_the_step_that_begins_it(
     assert pools.transport.is_busy is not is_short and pools.target.num_waits == 0
 
 
-def test_what_is_queued_goes_in_one_launch_and_what_comes_meanwhile_in_the_next(pools: Pools) -> None:
+def test_queued_pages_go_in_one_launch_and_later_ones_in_the_next(pools: Pools) -> None:
     for first in (1, 3, 5, 7):
         pools.fetch((first, first), (first + 1, first + 1))
         pools.step()
@@ -159,7 +159,7 @@ def test_after_forget_nothing_of_the_unit_is_written_and_others_land(pools: Pool
     assert pools.step() == [] and (pools.target.pools[0][:, [3, 4]] == 0x77).all()
 
 
-def test_forget_of_what_is_not_under_way_does_not_wait(pools: Pools) -> None:
+def test_forgetting_a_unit_that_is_not_under_way_does_not_wait(pools: Pools) -> None:
     pools.fetch((1, 1), rid="kept")
     pools.step()
     pools.fetch((3, 3), rid="dropped")
@@ -187,7 +187,7 @@ def test_closing_waits_for_the_device_then_unmaps(pools: Pools) -> None:
     assert pools.step() == []
 
 
-def test_who_takes_a_page_may_close_the_link(pools: Pools) -> None:
+def test_the_link_can_be_closed_while_its_pages_are_taken(pools: Pools) -> None:
     pools.fetch((1, 1), (2, 2))
     pools.step()
     pools.target.run()
@@ -199,7 +199,7 @@ def test_who_takes_a_page_may_close_the_link(pools: Pools) -> None:
 
 
 @pytest.mark.parametrize("what", ["token", "descriptor", "pool size", "num_pages", "fds", "pid", "size", "one pool"])
-def test_what_cannot_be_mapped_leaves_nothing_mapped_or_open(pools: Pools, what: str) -> None:
+def test_a_failed_mapping_leaves_nothing_mapped_or_open(pools: Pools, what: str) -> None:
     descriptors, sizes = zip(*pools.source.shared, strict=True)
     changes: dict[str, Any] = {
         "token": {"of_pools": {"token": bytes(16)}},
