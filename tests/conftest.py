@@ -20,14 +20,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """For `-m integration` only files that have such tests are read: importing all others takes 15 s."""
+    """Skip files without integration tests in a run with `-m integration`, because importing all files is slow."""
     if config.option.markexpr != "integration" or collection_path.suffix != ".py":
         return None
     return _INTEGRATION not in collection_path.read_text() or None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Nobody's process tests are left out for how they are spelled."""
+    """Raise UsageError if a file has integration tests but not the text by which `pytest_ignore_collect` finds it."""
     if item.get_closest_marker("integration") and _INTEGRATION not in item.path.read_text():
         raise pytest.UsageError(f"{item.path} has tests of processes and does not say {_INTEGRATION}")
 

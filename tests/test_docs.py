@@ -32,7 +32,7 @@ by_page = pytest.mark.parametrize("page", TODAY, ids=lambda page: str(page.relat
 
 
 def _lines(text: str) -> Iterator[tuple[int, str, bool]]:
-    """Each line with its number, and whether it is code."""
+    """Yield each line with its number, and whether it is code."""
     is_code = False
     for number, line in enumerate(text.splitlines(), 1):
         is_fence = line.lstrip().startswith("```")
@@ -41,7 +41,7 @@ def _lines(text: str) -> Iterator[tuple[int, str, bool]]:
 
 
 def _house() -> list[str]:
-    """The lines of the drawing."""
+    """Return the lines of the drawing."""
     drawing = re.search(r"```house\n(.*?)```", ARCHITECTURE.read_text(encoding="utf-8"), re.S)
     assert drawing is not None
     return drawing[1].splitlines()
@@ -51,7 +51,7 @@ def _house() -> list[str]:
 
 
 def _tables(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Each run of lines that begin with a bar, outside of code, with the number of its first line."""
+    """Yield each run of lines outside of code that begin with a bar, with the number of its first line."""
     rows: list[str] = []
     for number, line, is_code in _lines(text + "\n\n"):
         if line.startswith("|") and not is_code:
@@ -66,7 +66,8 @@ def _num_cells(row: str) -> int:
 
 
 def _faults(text: str) -> list[str]:
-    """Tables that a blank line has cut in two (the second half has no heading), and rows of another width."""
+    """Yield faults of tables: a table cut in two by a blank line (its second half has no heading), and rows of another
+    width."""
     faults = []
     for first, rows in _tables(text):
         if len(rows) < 2 or not re.fullmatch(r"[|:\- ]+", rows[1]):
@@ -132,7 +133,7 @@ def test_the_entry_page_leads_to_every_page() -> None:
 
 @pytest.fixture(scope="session")
 def command_flags() -> dict[str, set[str]]:
-    """The flags of each `baton` command, as its help lists them."""
+    """Return the flags of each `baton` command, as its help lists them."""
     flags = {}
     for command in COMMANDS:
         with redirect_stdout(StringIO()) as shown, suppress(SystemExit):
@@ -154,7 +155,7 @@ def test_every_flag_on_a_page_exists(page: Path, command_flags: dict[str, set[st
 
 @by_page
 def test_every_command_on_a_page_exists(page: Path, command_flags: dict[str, set[str]]) -> None:
-    """Each command line in code: its make target, `baton` command, script or module is there, with these flags."""
+    """The test finds the make target, `baton` command, script or module of each command line, with its flags."""
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
     wrong = []
     for number, line, is_code in _lines(page.read_text(encoding="utf-8")):
@@ -174,7 +175,7 @@ def test_every_command_on_a_page_exists(page: Path, command_flags: dict[str, set
 
 
 def _flags_of(path: Path) -> set[str]:
-    """The flags that a script, or a module of its folder that it imports, declares."""
+    """Return the flags that a script, or a module of its folder that it imports, declares."""
     return set[str]().union(*(_flags_in(other) for other in path.parent.glob("*.py")))
 
 

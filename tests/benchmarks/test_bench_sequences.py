@@ -1,4 +1,4 @@
-"""What a benchmark's engine generates is compared with the planted text."""
+"""The sequences of a benchmark are compared with the planted text."""
 
 from __future__ import annotations
 

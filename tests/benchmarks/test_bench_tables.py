@@ -8,7 +8,7 @@ from bench_tables import heading, tables
 
 
 def engine(**more: Any) -> dict[str, Any]:
-    """As bench_gpu writes it."""
+    """A report in the form of bench_gpu."""
     return {
         "device": "NVIDIA H200",
         "model": "8b",
@@ -26,7 +26,7 @@ def engine(**more: Any) -> dict[str, Any]:
 
 
 def drafted(drafter: str, *, gain: float) -> dict[str, Any]:
-    """As bench_gpu writes it with a head."""
+    """A report in the form of bench_gpu with a head."""
     rounds = {"batch": 8, "k3_ms": 5.0, "k3_over_plain": 1.2, "k3_tokens_a_round": 2.9, "k3_speedup": gain}
     rounds |= {"k5_ms": 6.0, "k5_over_plain": 1.4, "k5_tokens_a_round": 3.5, "k5_speedup": gain + 0.1}
     adaptive = {"batch": 8, "adaptive_first": gain - 0.1, "adaptive": gain, "least": gain - 0.2}
@@ -34,7 +34,7 @@ def drafted(drafter: str, *, gain: float) -> dict[str, Any]:
 
 
 def handoff(devices: list[str], page_size: int) -> dict[str, Any]:
-    """As bench_handoff writes it."""
+    """A report in the form of bench_handoff."""
     timed = {"tokens": 4096, "s": 0.00216, "gb_s": 248.6}
     rows = [{"transport": "cuda", "checksums": on, "least_s": 0.002, "offer_s": 0.001} | timed for on in (1, 0)]
     rows.append({"transport": "device copy", "checksums": False, "tokens": 4096, "s": 0.00027, "gb_s": 1988.0})
@@ -43,7 +43,7 @@ def handoff(devices: list[str], page_size: int) -> dict[str, Any]:
 
 
 def system(model: str) -> dict[str, Any]:
-    """As bench_system writes it."""
+    """A report in the form of bench_system."""
     point = {"streams": 16, "tokens_per_s": 9007.4, "ttft_ms_p50": 102.4, "ttft_ms_max": 1151.0, "itl_ms_p50": 1.161}
     return {"model": model, "system": [point | {"itl_ms_p99": 3.71, "share": 0.998, "wrong_streams": 0}]}
 

@@ -1,5 +1,4 @@
-"""A planted text: the engine continues any prompt as the rule says, with room to spare, and no fault of KV, position,
-mask or compaction goes unseen."""
+"""A planted text: the engine continues any prompt by the rule, and faults of KV, position, mask or compaction show."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Line:
 
 
 class Lines:
-    """All lines of a cluster, served by one thread."""
+    """The lines of a cluster, served by one thread."""
 
     def __init__(self, seed: int) -> None:
         self._lines: dict[tuple[str, str], Line] = {}

@@ -20,7 +20,7 @@ ALL = [("router", "router"), ("prefill-0", "prefill"), ("decode-0", "decode"), (
 
 
 class Fleet:
-    """All processes, and a simulated clock."""
+    """The processes of a cluster, with a simulated clock."""
 
     def __init__(self, *, have_joined: bool = True) -> None:
         self.now = 100.0
@@ -108,7 +108,7 @@ def test_a_node_that_cannot_start_is_tried_again_if_another_of_its_role_has_join
 
 
 def test_a_role_that_has_served_and_cannot_start_any_more_is_given_up_after_some_tries() -> None:
-    """For example because the model directory was deleted."""
+    """The model directory may have been deleted meanwhile, for example."""
     fleet = Fleet()
     verdicts: list[Restart | GiveUp] = []
     for name in ("decode-0", "decode-1"):

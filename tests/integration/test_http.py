@@ -56,7 +56,7 @@ def client(demo: Cluster) -> openai.OpenAI:
 
 
 def whole(client: openai.OpenAI, **fields: Any) -> tuple[dict[int, Any], Any]:
-    """Return what a completion has for each choice, and the usage."""
+    """Return each choice of a completion, and the usage."""
     answer = client.completions.create(
         model="demo", extra_body={"return_token_ids": True, **fields.pop("extra", {})}, **fields
     )

@@ -346,7 +346,7 @@ def test_a_minority_of_faulty_nodes_never_prevails(data: st.DataObject) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_nodes_that_are_wrong_in_the_same_way_lose_to_a_majority_that_has_answered(data: st.DataObject) -> None:
-    """As with a bad build on some hosts."""
+    """Several hosts may have the same bad build, for example."""
     nodes = P[: data.draw(st.integers(1, 4))] + D[: data.draw(st.integers(1, 4))]
     bad = data.draw(st.permutations(nodes))[: data.draw(st.integers(0, (len(nodes) - 1) // 2))]
     world = World(dict.fromkeys(bad, WRONG), set(), nodes)

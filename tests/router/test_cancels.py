@@ -20,7 +20,7 @@ LOAD = Load(free_pages=9, running=1, waiting=0)
 
 
 class Sent(Cancels):
-    """Cancels, and the messages that they sent."""
+    """A Cancels that records the messages that it sends."""
 
     def __init__(self) -> None:
         self.effects: Effects = []
@@ -28,7 +28,7 @@ class Sent(Cancels):
 
     @property
     def messages(self) -> list[Cancel]:
-        """Take all messages out."""
+        """Remove and return all messages."""
         taken = [each.message for each in self.effects if isinstance(each, Send) and isinstance(each.message, Cancel)]
         assert len(taken) == len(self.effects)
         self.effects.clear()
@@ -85,7 +85,7 @@ def test_a_cancel_is_repeated_without_end_after_growing_waits(caplog: pytest.Log
 
 
 def test_one_answer_to_a_repeated_cancel_is_enough() -> None:
-    """A repeat names everything, and the answers to the messages before it may be lost."""
+    """A repeat names all choices, so the answers to the earlier messages may be lost."""
     cancels = Sent()
     cancels.send(D0, "a", 1, [0], "", 0.0)
     cancels.send(D0, "a", 1, [1], "", 0.0)

@@ -1,4 +1,4 @@
-"""Nodes taken out of service: what they hold goes elsewhere in time, once, and only where there is an elsewhere."""
+"""Drained nodes: their requests move once, in time, and only if another node can take them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sites import make_hello
 
 
 class Drained:
-    """Two decode nodes of a group, and who was evicted."""
+    """Two decode nodes of a group, and the nodes that were evicted."""
 
     def __init__(self) -> None:
         self.live: list[Any] = []

@@ -1,4 +1,4 @@
-"""Which pairs get canaries, what their answers mean for requests, and which effects the dispatcher is asked for.
+"""Which pairs get canaries, and how their answers affect requests and the effects of the dispatcher.
 
 Most tests drive PairHealth alone, with a clock that the test turns. Those at the end run a router with fake nodes.
 tests/integration/test_canaries.py has real nodes.

@@ -1,4 +1,4 @@
-"""The process: quick to listen, clean to end, clear about taken ports; and the transport under the streams."""
+"""The router process: it starts and ends cleanly, reports taken ports, and serves streams over its transport."""
 
 from __future__ import annotations
 

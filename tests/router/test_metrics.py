@@ -1,4 +1,4 @@
-"""The page that Prometheus reads: what each event adds to which figure."""
+"""The page for Prometheus: which figures each event changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOSSES: tuple[Loss, ...] = ("closed", "dead")
 
 
 class Page:
-    """The page, read once."""
+    """The metrics page, read once."""
 
     def __init__(self, metrics: Metrics) -> None:
         families = list(text_string_to_metric_families(metrics.page().decode()))
@@ -35,16 +35,16 @@ class Page:
         return found[0] if found else None
 
     def histogram(self, name: str) -> tuple[float | None, float | None]:
-        """Count and sum."""
+        """Return count and sum."""
         return self.get(f"{name}_count"), self.get(f"{name}_sum")
 
     def le(self, name: str) -> dict[float, float]:
-        """Buckets, cumulated."""
+        """Return the cumulative counts of the buckets by their bounds."""
         return {float(each.labels["le"]): each.value for each in self.samples if each.name == f"{name}_bucket"}
 
 
 class Output:
-    """A request whose sequences get tokens, noted as the streams note them."""
+    """A request whose sequences receive tokens, recorded as the streams record them."""
 
     def __init__(self, created_at: float, num_choices: int = 1) -> None:
         self.metrics = Metrics()

@@ -1,4 +1,4 @@
-"""Who is accepted gets nodes: a Dispatcher over nodes that reserve as the real ones do, and are idle."""
+"""Every accepted request gets nodes: a Dispatcher over idle nodes that reserve as the real ones do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ METRICS = Metrics()
 
 
 class Pool(NamedTuple):
-    """A node's sizes. Its context is what its pool holds, or less, as a real node's is."""
+    """The sizes of a node. Its context is at most what its pool holds, as on a real node."""
 
     num_pages: int
     context_len: int
@@ -36,7 +36,7 @@ class Pool(NamedTuple):
 
 
 class Site:
-    """A dispatcher with a group of idle nodes, and what its requests came to."""
+    """A dispatcher with a group of idle nodes, and the outcomes of its requests."""
 
     def __init__(self, page_size: int, lookahead: int, prefills: list[Pool], decodes: list[Pool]) -> None:
         self.page_size, self.lookahead = page_size, lookahead
@@ -71,8 +71,8 @@ class Site:
         return Request(rid, self.group, [5] * prompt_len, params, nobody, num_choices=num_choices, now=0.0)
 
     def offer(self, request: Request) -> bool:
-        """Whether the request is accepted. What is accepted is queued, and nodes answer until they have no more to say.
-        A node gives back at once what it has granted, so all nodes stay idle."""
+        """Return whether the request is accepted. An accepted request is queued, and nodes answer until they have
+        nothing to say. A node gives back at once what it granted, so all nodes stay idle."""
         try:
             self.do(self.dispatcher.submit(request, 0.0))
         except RequestError:
@@ -85,7 +85,7 @@ class Site:
         self.beat()
 
     def beat(self) -> None:
-        """Every node says that it is idle."""
+        """Let every node report that it is idle."""
         for peer in self.pools:
             self.do(self.dispatcher.on_message(peer, Heartbeat(1, "idle", 0.0, 10.0, self._idle(peer), STATS), 0.0))
 
@@ -164,7 +164,7 @@ def test_every_accepted_request_gets_nodes(case: tuple[Site, int, int, int]) -> 
 def test_a_moved_request_gets_nodes_again_or_blocks_no_other(
     case: tuple[Site, int, int, int], num_received: int
 ) -> None:
-    """A request that has grown is queued in front of one that has just come."""
+    """A request that has grown is queued before a new one."""
     site, prompt_len, max_tokens, _ = case
     if prompt_len + max_tokens > site.group.context_len or max_tokens < 2:
         return

@@ -1,4 +1,4 @@
-"""The books of a node balance whatever happens in whatever order."""
+"""The books of a node balance after any events in any order."""
 
 from __future__ import annotations
 

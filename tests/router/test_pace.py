@@ -28,7 +28,7 @@ from .conftest import System
 
 
 def full(interval_s: float, num_grants: int = 100) -> tuple[Pace, float]:
-    """A group whose nodes are full and grant at this interval, and the time."""
+    """Return a pace and the time. The nodes of the group are full and grant at this interval."""
     pace, now = Pace(), 1000.0
     pace.blocked(now)
     for _ in range(num_grants):
@@ -63,7 +63,7 @@ def test_time_without_a_queue_is_no_interval() -> None:
 
 
 def test_the_wait_of_the_first_counts_from_when_it_found_no_room() -> None:
-    """However often it is looked at meanwhile."""
+    """Looking at the pace in between does not change it."""
     pace = Pace()
     for now in (10.0, 10.5, 11.9):
         pace.blocked(now)
@@ -109,7 +109,7 @@ def test_refused_clients_are_told_different_times() -> None:
 
 
 def test_a_faster_pace_brings_new_promises_nearer() -> None:
-    """Those of before were made when a grant took two seconds."""
+    """The earlier promises were made when a grant took two seconds."""
     pace, now = full(2.0)
     assert max(pace.retry_after_s(now, 1) for _ in range(20)) == pytest.approx(40.0)
     for _ in range(100):
@@ -132,7 +132,7 @@ def test_promises_are_void_as_nodes_have_room_again_and_again() -> None:
 
 
 def test_a_pace_is_learned_in_as_many_grants_as_there_are_slots() -> None:
-    """Two slots, whose requests begin together and take a second each."""
+    """There are two slots. Their requests begin together and take a second each."""
     pace = Pace()
     pace.blocked(0.0)
     told: list[float] = []
@@ -180,7 +180,7 @@ def official() -> OpenAI:
 
 @dataclass
 class Server:
-    """Slots, places in the queue, and what became of the clients."""
+    """A simulated server with slots, places in the queue, and counts of its clients."""
 
     client: OpenAI
     num_slots: int
@@ -202,7 +202,7 @@ class Server:
     _num_events: int = 0
 
     def serve(self, arrivals: list[float]) -> float:
-        """Plays until nobody is left; returns how long that took from the first arrival on."""
+        """Run until no client is left. Return the seconds since the first arrival."""
         self.num_served = self.num_refused = self.num_given_up = self.num_early = 0
         begun = self.now
         for at in arrivals:
@@ -275,7 +275,7 @@ def exponential(seconds: float) -> Service:
 def test_a_burst_and_the_next_ones_take_little_longer_than_the_work(
     official: OpenAI, ideal_s: float, service: Callable[[float], Service], knows_ms: bool
 ) -> None:
-    """Forty clients for two slots and four places."""
+    """There are forty clients for two slots and four places."""
     server = Server(official, 2, 4, service(ideal_s * 2 / 40), knows_ms)
     for number in range(5):
         took_s = server.serve([0.0] * 40)
@@ -288,7 +288,8 @@ def test_a_burst_and_the_next_ones_take_little_longer_than_the_work(
 
 
 def test_very_short_work_ends_soon_once_the_pace_is_known(official: OpenAI) -> None:
-    """It is over before anybody could come again, as long as nothing is known of the pace; afterwards it is known."""
+    """The first burst is over before refused clients return, because the pace is not known yet. Later bursts use the
+    pace."""
     server = Server(official, 2, 4, always(0.075))
     assert server.serve([0.0] * 40) < 4.0
     for _ in range(4):
@@ -302,7 +303,7 @@ def test_very_short_work_ends_soon_once_the_pace_is_known(official: OpenAI) -> N
 
 
 def test_requests_of_very_different_lengths_take_little_longer_than_the_work(official: OpenAI) -> None:
-    """On the mean of many bursts; a single one may have a request that takes as long as all others together."""
+    """The bound holds for the mean of many bursts: one burst may have a request as long as all others together."""
     stretches: list[float] = []
     for seed in range(10):
         server = Server(official, 8, 16, exponential(0.5), rng=random.Random(seed))
@@ -314,7 +315,7 @@ def test_requests_of_very_different_lengths_take_little_longer_than_the_work(off
 
 
 def test_a_burst_of_longer_requests_changes_the_pace_and_so_does_its_end(official: OpenAI) -> None:
-    """The first ones of a burst are told what was true of the burst before."""
+    """The first clients of a burst are told times that fit the burst before."""
     server = Server(official, 2, 4, always(0.2))
     server.serve([0.0] * 40)
     for seconds, limit_s in ((1.0, 30.0), (1.0, 25.0), (0.2, 20.0), (0.2, 5.0)):
@@ -328,7 +329,7 @@ def test_a_burst_of_longer_requests_changes_the_pace_and_so_does_its_end(officia
 def test_at_ten_times_the_capacity_nodes_stay_busy_and_clients_are_refused_a_few_times(
     official: OpenAI, max_retries: int
 ) -> None:
-    """Nodes are never idle while so many come, whether or not they come again, and nobody asks all the time."""
+    """This holds whether or not refused clients come again."""
     rng = random.Random(2)
     server = Server(official, 8, 16, exponential(0.5), max_retries=max_retries)
     arrivals = [0.0]
@@ -343,7 +344,7 @@ def test_at_ten_times_the_capacity_nodes_stay_busy_and_clients_are_refused_a_few
 
 
 def test_clients_that_do_not_come_back_delay_no_other_client(official: OpenAI) -> None:
-    """A thousand are sent away for good. Those who come once nodes have room are told the present pace."""
+    """A thousand clients are refused and leave. Clients that come when nodes have room are told the present pace."""
     server = Server(official, 2, 4, always(0.5), max_retries=0)
     server.serve([0.0] * 40)
     server.serve([0.01 * place for place in range(1000)])
@@ -354,7 +355,7 @@ def test_clients_that_do_not_come_back_delay_no_other_client(official: OpenAI) -
 
 
 def test_most_clients_that_come_back_when_told_are_served(make_system: Callable[..., System]) -> None:
-    """Twenty clients for two slots and a queue of three. Each tries again when it was told to, and not before."""
+    """There are twenty clients for two slots and three places. Each comes again when it was told to."""
     system = make_system(router={"max_waiting": 3}, max_running=2).up()
     system.behaviour.step_s = 0.01  # a request takes about 0.2 s
     tries: list[int] = []

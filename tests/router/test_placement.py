@@ -90,8 +90,8 @@ def test_draining_and_too_small_nodes_get_no_requests(make_system: Callable[...,
 def test_a_prompt_about_as_large_as_the_pool_is_served_or_refused_at_once(
     make_system: Callable[..., System], len_left: int
 ) -> None:
-    """8 pages of 16 tokens. A prompt with room for two rounds is served; a longer one is refused on arrival, and holds
-    up nobody."""
+    """The pool has 8 pages of 16 tokens. A prompt with room for two rounds is served. A longer prompt is refused on
+    arrival and delays no other request."""
     system = make_system(num_pages=8).up()
     begun = time.monotonic()
     with ThreadPoolExecutor(2) as pool:

@@ -129,7 +129,7 @@ class Door:
         self.queues.check_room(GROUP, asked, time.monotonic())
 
     def make_room(self, asked: Asked) -> None:
-        """As the dispatcher does."""
+        """Make room for a request as the dispatcher does."""
         now = time.monotonic()
         self.queues.check_room(GROUP, asked, now)
         while (displaced := self.queues.displaced(GROUP, asked, now)) is not None:
@@ -140,7 +140,7 @@ class Door:
             self._fail(*refused)
 
     def wait(self, num_tokens: int = 10, priority: int = 0, age_s: float = 1.0, **more: Any) -> Any:
-        """A request waits already, since `age_s`; returns it."""
+        """Add a request that has been waiting for `age_s`, and return it."""
         request: Any = SimpleNamespace(
             group=GROUP,
             prompt_ids=[1] * num_tokens,
@@ -159,7 +159,7 @@ class Door:
         return request
 
     def full(self, interval_s: float = 1.0, service_s: float = 2.0) -> None:
-        """Nodes are full, grant one each interval, and take so long for each."""
+        """Make the nodes full: they grant one request per interval, and each takes `service_s`."""
         self.pace.blocked(100.0)
         for number in range(100):
             self.pace.granted(100.0 + interval_s * (number + 1))
@@ -280,7 +280,7 @@ def node(num_pages: int = 100) -> Any:
 
 
 class Group:
-    """Nodes of both roles; every prefill makes a pair with every decode node."""
+    """Nodes of both roles. Every prefill node forms a pair with every decode node."""
 
     key = SimpleNamespace(model="fake")
     page_size = 16
@@ -305,7 +305,7 @@ class Group:
 
 
 class Waiting:
-    """One entry that waits 10 s for nodes, looked at four times a second."""
+    """One entry that waits up to 10 s for nodes. The queues look at it four times per second."""
 
     def __init__(self, group: Any, *, is_usable: bool = True, needs_decode: bool = True, **entry: Any) -> None:
         self.group, self.is_usable, self.now = group, is_usable, 100.0
@@ -327,7 +327,7 @@ class Waiting:
             setattr(self.entry, name, value)
 
     def after(self, seconds: float) -> list[Any]:
-        """The errors so far, this much later."""
+        """Let this much time pass and return the errors so far."""
         for _ in range(round(seconds * 4)):
             self.now += 0.25
             pairs = list(self.group.pairs()) if self.is_usable else []
@@ -369,7 +369,7 @@ def test_one_token_needs_no_decode_node() -> None:
 
 @pytest.mark.parametrize(("role", "num_pages"), [("prefill", 10), ("decode", 11)])
 def test_a_pool_that_was_large_enough_is_waited_for(role: str, num_pages: int) -> None:
-    """The prompt takes 10 pages of a prefill node, and with room to generate 11 of a decode node."""
+    """The prompt takes 10 pages of a prefill node and, with room to generate, 11 of a decode node."""
     group = Group(decode=2, prefill=2)
     for each in group.by_role[role]:
         each.hello.capacity.num_pages = num_pages
@@ -380,7 +380,7 @@ def test_a_pool_that_was_large_enough_is_waited_for(role: str, num_pages: int) -
 
 
 def test_large_pools_that_make_no_pair_are_none() -> None:
-    """A large prefill node works with a small decode node alone, and the other way round."""
+    """A large prefill node works only with a small decode node, and the other way round."""
     group: Any = Group(decode=2, prefill=2)
     large_prefill, small_prefill = group.by_role["prefill"]
     large_decode, small_decode = group.by_role["decode"]
@@ -468,7 +468,7 @@ def waiting(system: System) -> Any:
 
 
 def test_a_request_that_fits_no_present_node_does_not_block_others(make_system: Callable[..., System]) -> None:
-    """The node that is large enough dies. Its request waits for another one; those behind it go on."""
+    """The only node that is large enough dies. Its request waits for another one; those behind it are served."""
     system = make_system(router={"node_wait_s": 30.0}, num_pages=8)
     system.cluster.add("prefill", "p0", capacity=Capacity(64, 16, 64))
     system.up(0, 1)
@@ -491,20 +491,20 @@ def test_a_request_that_fits_no_present_node_does_not_block_others(make_system: 
 
 
 def busy(make_system: Callable[..., System], **router: Any) -> System:
-    """One slot, held until `behaviour.hold` is set."""
+    """Return a system with one slot, held until `behaviour.hold` is set."""
     system = make_system(router=router, max_running=1).up()
     system.behaviour.hold = threading.Event()
     return system
 
 
 def first_runs(system: System) -> None:
-    """The one slot is taken, and whoever took it waits no more."""
+    """Wait until a request has taken the only slot."""
     wait_until(lambda: own(system.cluster.by_name("p0"), m.Prefill))
 
 
 @contextmanager
 def clients(system: System, count: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads for requests. Whatever the test finds, the slot comes free before they are waited for."""
+    """Yield threads for requests. The slot is freed at the end, also if the test fails."""
     with ThreadPoolExecutor(count) as pool:
         try:
             yield pool
@@ -513,7 +513,7 @@ def clients(system: System, count: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def order(system: System) -> list[str]:
-    """Ids in the order in which prefill got them."""
+    """Return the request ids in the order in which the prefill node received them."""
     return list(dict.fromkeys(message.rid for message in own(system.cluster.by_name("p0"), m.Prefill)))
 
 
@@ -590,7 +590,7 @@ def test_no_request_waits_longer_than_max_queue_s(make_system: Callable[..., Sys
 def test_the_other_prompts_of_a_running_request_may_wait_longer_than_max_queue_s(
     make_system: Callable[..., System],
 ) -> None:
-    """Many prompts in one body take their time: once one has nodes, the others are not refused."""
+    """A body with many prompts takes its time. When one prompt has nodes, the others are not refused."""
     system = busy(make_system, max_queue_s=0.3)
     with clients(system, 1) as pool:
         answer = pool.submit(system.complete, prompt=["a", "b", "c"])
@@ -601,7 +601,7 @@ def test_the_other_prompts_of_a_running_request_may_wait_longer_than_max_queue_s
 
 
 def learned(system: System, *, interval_s: float, service_s: float) -> None:
-    """The router has seen the nodes full for a while, at this pace."""
+    """Teach the router this pace, as if the nodes had been full for a while."""
 
     def learn() -> None:
         (group,) = system.router.router.dispatcher.registry.groups.values()
@@ -616,7 +616,7 @@ def learned(system: System, *, interval_s: float, service_s: float) -> None:
 
 
 def test_requests_that_would_be_late_are_refused_at_once(make_system: Callable[..., System]) -> None:
-    """The request's own timeout_s counts, queue and service together; so does the router's bound on the queue alone."""
+    """The request's own timeout_s covers queue and service. The router's max_queue_s covers the queue alone."""
     system = busy(make_system, max_queue_s=8.0)
     with clients(system, 8) as pool:
         served = [pool.submit(system.complete)]

@@ -1,4 +1,4 @@
-"""Which nodes are welcomed, wait, are refused or are lost.
+"""The registry welcomes nodes, lets them wait, refuses them, or declares them lost.
 
 Most tests drive a registry without sockets, with a clock that the test turns. Those at the end run a router.
 """
@@ -96,7 +96,8 @@ def test_the_number_of_waiting_nodes_is_bounded(clocked: ClockedRegistry) -> Non
 
 
 def test_dead_nodes_of_another_configuration_keep_no_new_node_out(clocked: ClockedRegistry) -> None:
-    """All nodes were stopped and are started again with another configuration. The first Hello meets the dead ones."""
+    """All nodes stop and start again with another configuration. The first Hello comes while the old nodes count as
+    alive."""
     old = clocked.hello("old", role="prefill", name="p0")
     clocked.after(1.0, old)
     new = clocked.hello("new", layout=make_layout(page_size=32))
@@ -244,7 +245,7 @@ def asks_for_tokenizer(clocked: ClockedRegistry, peer: bytes) -> bool:
 
 
 def test_groups_without_nodes_are_forgotten_but_for_a_few(clocked: ClockedRegistry) -> None:
-    """A node joins under ever new model names; requests wait in one of the groups."""
+    """A node joins under ever new model names. Requests wait in one of the groups."""
     registry = clocked.registry
     for number in range(50):
         clocked.hello(model=f"model-{number}")
@@ -329,7 +330,7 @@ def test_a_router_forgets_all_of_a_forgotten_group(make_system: Make) -> None:
 
 
 def test_a_lost_node_that_lives_says_hello_again(make_system: Make) -> None:
-    """The router loses a node that lives. The node's next heartbeat brings HelloAgain, and it serves again."""
+    """The router declares a living node lost. The node's next heartbeat brings HelloAgain, and it serves again."""
     system = make_system().up()
     dispatcher = system.router.router.dispatcher
     system.router.call(
@@ -400,7 +401,7 @@ def test_a_node_cannot_fail_or_end_sequences_of_another_node(system: System) -> 
 
 
 def test_nodes_of_two_protocol_versions_serve_side_by_side(make_system: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in an upgrade of one node at a time: each pair serves that shares a version with the router."""
+    """This is an upgrade of one node at a time. Each pair serves that shares a protocol with the router."""
     old, both, new = (7, 7), (7, 8), (8, 8)
     monkeypatch.setattr("baton.metadata.wire.protocol.PROTOCOL_MIN", 7)
     monkeypatch.setattr("baton.metadata.wire.protocol.PROTOCOL_MAX", 8)
@@ -451,7 +452,8 @@ def test_a_lost_tokenizer_is_asked_for_again(
 def test_requests_are_served_after_their_node_was_wrongly_declared_dead(
     make_system: Callable[..., System],
 ) -> None:
-    """As on a busy machine: it was lost after it had taken a reservation, and joins anew with nothing of before."""
+    """This happens on a busy machine. The node was declared dead after it took a reservation, and joins again with no
+    state."""
     system = make_system(max_running=1).up()
     dispatcher = system.router.router.dispatcher
     taken: list[m.Reserve] = []

@@ -1,4 +1,4 @@
-"""A sequence makes one output of what nodes send, in whatever pieces and order, and counts what fails under it."""
+"""A sequence merges the pieces that nodes send, in any order, to one output, and counts its failures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def text_of(ids: list[int]) -> str:
 
 
 def ids_per_character(text: str) -> list[int]:
-    """Tokens of one character each: so a stop string is spread over several tokens."""
+    """Return one token per character, so that a stop string spans several tokens."""
     return [token for char in text for token in text_tokenizer().inner.encode(char).ids]
 
 

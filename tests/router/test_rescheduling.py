@@ -65,7 +65,7 @@ class Asking:
 
 
 def holder(system: System) -> FakeNode:
-    """The decode node that has the request now."""
+    """Return the decode node that has the request now."""
     return wait_until(
         lambda: next(
             (node for node in system.cluster.nodes if node.role == "decode" and node.is_alive() and has_own(node)), None
@@ -78,7 +78,7 @@ def has_own(node: FakeNode) -> bool:
 
 
 def test_killed_nodes_do_not_count_as_attempts(make_system: Make) -> None:
-    """More decode nodes die under a stream, at once after its first token, than an attempt may fail."""
+    """More decode nodes die under a stream, each right after its first token, than max_attempts allows failures."""
     system = make_system(router={"max_attempts": 2}).up(1, 2)
     system.behaviour.hold = threading.Event()
     asking = Asking(system, n=2)
@@ -97,7 +97,7 @@ def not_first_attempts(system: System) -> int:
 
 
 def test_a_request_that_kills_every_node_is_given_up(make_system: Make) -> None:
-    """Fakes that drop out and come back when they are given it: no bound but this one would end that."""
+    """The fake nodes leave and return whenever they get the request. Only this bound ends that."""
     system = make_system().up()
     dispatcher = system.router.router.dispatcher
 
@@ -116,7 +116,7 @@ def test_a_request_that_kills_every_node_is_given_up(make_system: Make) -> None:
 
 
 def test_failures_are_counted_for_each_choice_and_forgotten_when_it_gets_on(make_system: Make) -> None:
-    """Each of 8 choices fails 3 times in a row, gets on, and fails 3 times again: never 4 times in a row."""
+    """Each of 8 choices fails 3 times in a row, makes progress, and fails 3 times again: never 4 times in a row."""
     system = make_system(router={"max_attempts": 4}).up()
     system.text = "the quick brown fox jumps over lazy dogs " * 2
     num_failed = [0] * 8
@@ -140,7 +140,7 @@ def test_failures_are_counted_for_each_choice_and_forgotten_when_it_gets_on(make
 
 @pytest.mark.parametrize("stop", ["ck br", "fox", None])
 def test_the_text_is_whole_after_whichever_token_the_node_dies(make_system: Make, stop: str | None) -> None:
-    """After each number of tokens: stop strings that lie across the cut, bytes of one character on both its sides."""
+    """Stop strings and the bytes of one character lie across the cut in some cases."""
     system = make_system().up(1, 2)
     expected = system.text if stop is None else system.text.split(stop)[0]
     for place in range(len(system.say(system.text))):
@@ -152,7 +152,7 @@ def test_the_text_is_whole_after_whichever_token_the_node_dies(make_system: Make
 
 
 def die_after(system: System, node: FakeNode, steps: list[m.Tokens], place: int) -> list[m.Tokens]:
-    """The node of the first attempt sends so many messages and is gone for the router."""
+    """Let the node of the first attempt send so many messages and then die."""
     if steps[0].units[0].attempt > 0:
         return steps
     for step in steps[:place]:
@@ -168,7 +168,7 @@ def pairs_ready(system: System) -> list[Any]:
 
 
 def test_a_failure_right_before_the_death_of_its_node_uses_up_no_attempt(make_system: Make) -> None:
-    """Peers notice a death first, and say that the transfer failed: no attempt is used up by that."""
+    """Peers notice a death first and report a failed transfer."""
     system = make_system(router={"max_attempts": 1}).up(2, 1)
     dispatcher = system.router.router.dispatcher
     system.behaviour.hold = threading.Event()
@@ -208,7 +208,7 @@ def test_a_prefill_node_lost_after_the_pages_have_arrived_moves_nothing(make_sys
 
 
 def hand_over(node: FakeNode, message: m.Prefill) -> bool:
-    """Prefill without its last word, PrefillDone."""
+    """Prefill as usual, but without the last message, PrefillDone."""
     output = node.output(message.request, unpack_ids(message.request.prompt_ids), 0)
     node.link.send(node.tokens(Unit(message.rid, 0, message.attempt), message.request, output, 0, 1))
     decode = next(other for other in node.cluster.nodes if message.decode and other.epoch == message.decode.epoch)
@@ -218,7 +218,7 @@ def hand_over(node: FakeNode, message: m.Prefill) -> bool:
 
 @pytest.mark.parametrize("max_tokens", [1, 100])
 def test_log_probabilities_of_the_prompt_are_computed_again(make_system: Make, max_tokens: int) -> None:
-    """All tokens are there and prefill dies before it could tell of the prompt."""
+    """All tokens have arrived, but prefill dies before it reports the log-probabilities of the prompt."""
     system = make_system().up(2, 1)
     system.behaviour.answer_prefill = lambda node, message: (
         not is_canary(message)
@@ -252,7 +252,7 @@ def first_token(node: FakeNode, message: m.Prefill) -> bool:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_requests_wait_for_a_new_node_of_a_role(make_system: Make, role: str) -> None:
-    """Those under way, and those that come meanwhile."""
+    """Both running and new requests wait."""
     system = make_system().up()
     system.behaviour.hold = threading.Event()
     if role == "prefill":
@@ -289,7 +289,7 @@ def test_no_request_waits_longer_than_node_wait_s(make_system: Make, role: str) 
 
 
 def test_no_request_waits_for_ever_for_a_pool_that_is_gone(make_system: Make) -> None:
-    """The only pool that could hold the request dies; small requests behind it are served."""
+    """The only pool that could hold the request dies. Small requests behind it are served."""
     system = make_system(router={"node_wait_s": 0.4}).up(1, 1)
     system.behaviour.hold = threading.Event()
     asking: list[Any] = []
@@ -309,7 +309,7 @@ def test_no_request_waits_for_ever_for_a_pool_that_is_gone(make_system: Make) ->
 
 
 def test_a_pair_with_a_failed_transfer_is_taken_out_probed_and_put_back(make_system: Make) -> None:
-    """The other pair serves meanwhile; the bad one gets canaries only, and requests again when one has passed."""
+    """The other pair serves meanwhile. The failed pair gets only canaries until one passes."""
     system = make_system().up(1, 1)
     system.cluster.add("prefill", "p1")  # of equal nodes the one that came first is taken
     wait_until(lambda: states(system) == {"p0": "ready", "p1": "ready"})
@@ -335,7 +335,7 @@ def test_a_pair_with_a_failed_transfer_is_taken_out_probed_and_put_back(make_sys
 
 
 def test_requests_wait_for_the_probe_of_the_only_pair(make_system: Make) -> None:
-    """It fails for good: they end in one error that says why."""
+    """The probe fails for good, so the requests end with one error that says why."""
     system = make_system(router={"node_wait_s": 0.5}).up()
     system.behaviour.answer_prefill = fail_transfer
     status, body, _ = system.complete()
@@ -347,7 +347,7 @@ def test_requests_wait_for_the_probe_of_the_only_pair(make_system: Make) -> None
 
 
 def test_clients_that_leave_say_nothing_of_a_pair(make_system: Make) -> None:
-    """Nodes tell of a transfer that failed because its client had left, before they hear of that or after."""
+    """Nodes report a transfer that failed because its client left, before or after they hear of the cancel."""
     system = make_system().up()
     system.behaviour.hold = threading.Event()
     system.behaviour.answer_prefill = lambda node, message: not is_canary(message)
@@ -370,7 +370,7 @@ def test_clients_that_leave_say_nothing_of_a_pair(make_system: Make) -> None:
 
 
 def test_an_operator_drains_a_node_and_puts_it_back(make_system: Make) -> None:
-    """It finishes what it has; what it has not finished in time goes on elsewhere, without a repeat or a gap."""
+    """The node finishes its requests. Those not finished in time continue elsewhere without a repeat or a gap."""
     system = make_system().up(1, 2)
     system.behaviour.hold = threading.Event()
     dispatcher = system.router.router.dispatcher
@@ -395,7 +395,7 @@ def test_an_operator_drains_a_node_and_puts_it_back(make_system: Make) -> None:
 
 
 def test_a_node_that_leaves_with_work_hands_it_on(make_system: Make) -> None:
-    """SIGTERM, and the time to drain is over: what it held moves, and does not count as a failure."""
+    """The node got SIGTERM and its time to drain is over. Its requests move, and this does not count as a failure."""
     system = make_system(router={"max_attempts": 1}).up(1, 2)
     system.behaviour.hold = threading.Event()
     asking = Asking(system)
@@ -422,7 +422,7 @@ def make_node(name: str, group: Group) -> Node:
 
 
 class Moving:
-    """A request of several choices, all on (p0, d0), and the real collaborators of Rescheduling."""
+    """A request of several choices, all on (p0, d0), with the real collaborators of Rescheduling."""
 
     def __init__(self, num_choices: int = 2, *, max_attempts: int = 3, **more: Any) -> None:
         self.group = make_group()
@@ -448,7 +448,7 @@ class Moving:
         return Request(rid, self.group, [5, 6, 7], params, nobody, num_choices=num_choices, now=0.0, **more)
 
     def begin(self, decode: Node, *, dispatched: bool = True) -> Attempt:
-        """All choices get nodes, or (not `dispatched`) are reserved for."""
+        """Give nodes to all choices. If not `dispatched`, only begin their reservation."""
         choices = tuple(range(len(self.request.sequences)))
         attempt = self.request.begin_attempt(set(choices), self.p0, decode, 1.0)
         attempt.dispatched = dispatched
@@ -477,7 +477,7 @@ class Moving:
         self.end(self.moves.evict(node, "its time to drain is over", 2.0))
 
     def end(self, refused: list[Refused]) -> None:
-        """What the dispatcher does with requests that must end."""
+        """End refused requests as the dispatcher does."""
         for request, error in refused:
             if not request.is_over:
                 request.is_over = True
@@ -485,13 +485,13 @@ class Moving:
 
     @property
     def queued(self) -> list[tuple[int, ...]]:
-        """Choices of the queue's entries, the first in front; (77,) stands for somebody else's."""
+        """The choices of the queue's entries, the first in front. (77,) stands for the other request."""
         waiting = self.queues.waiting_in(self.group)
         return [entry.choices if entry.request is self.request else (77,) for entry in waiting]
 
     @property
     def cancels(self) -> list[tuple[str, int, tuple[int, ...]]]:
-        """Cancels sent: node, attempt, choices."""
+        """The cancels that were sent: node, attempt, choices."""
         sent = [effect for effect in self.effects if isinstance(effect, Send) and isinstance(effect.message, Cancel)]
         return [(each.node.node_id, each.message.attempt, each.message.choices) for each in sent]  # type: ignore
 
@@ -593,7 +593,7 @@ def test_a_prefill_node_that_dies_after_its_work_moves_nothing(moving: Moving) -
 
 
 def test_if_a_prefill_node_dies_before_dispatch_its_reservation_is_taken_back(moving: Moving) -> None:
-    """The reservation has no answer yet: it is taken back, and the choices are in the queue still."""
+    """The reservation has no answer yet, and its choices are still queued."""
     moving.fail({0, 1}, "why")
     moving.moves.leave_nodes(moving.request, "it is queued once", 2.0)
     moving.effects.clear()

@@ -1,6 +1,6 @@
 """Reservations are asked for again, given up in time, and leave nothing in the node's books.
 
-Those at the end run a router with fake nodes.
+The tests at the end run a router with fake nodes.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Site:
         return Reserved(rid, attempt, granted, Load(free_pages=90, running=1, waiting=0))
 
     def check_open(self) -> None:
-        """The reservation waits for its answer."""
+        """Check that the reservation waits for its answer."""
         assert len(self.reservations) == 1 and self.entry.attempt is self.attempt
         assert self.reservations.get("r", self.attempt.number) is self.entry
         assert self.decode.units_of("r", self.attempt.number) == {1, 2}
         assert self.decode.pledged_pages == 2 * (self.entry.need.decode_pages or 0) > 0
 
     def check_over(self) -> None:
-        """Nobody waits for the answer any more."""
+        """Check that the reservation is over."""
         assert len(self.reservations) == 0 and self.entry.attempt is None
         assert self.reservations.get("r", self.attempt.number) is None
         assert self.decode.pledged_pages == 0
@@ -160,7 +160,7 @@ def test_an_answer_to_a_reservation_twice_cancels_nothing(system: System) -> Non
 
 @pytest.mark.parametrize("lost", ["Reserve", "Reserved"])
 def test_a_lost_reservation_is_asked_for_again(system: System, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
-    """Lost on its way, or its answer: the node answers what it has granted, and the request keeps its attempt."""
+    """The reservation or its answer is lost. The node repeats what it granted, and the request keeps its attempt."""
     monkeypatch.setattr(reservations, "ASK_S", 0.1)
     asked: list[m.Reserve] = []
 
@@ -191,7 +191,7 @@ def test_a_reservation_is_asked_for_again_before_its_claims_are_given_up() -> No
 
 
 def test_partial_grants_are_dispatched_at_once(make_system: Callable[..., System]) -> None:
-    """Four choices, room for two at a time: choices are dispatched as they are granted, as attempts of their own."""
+    """There is room for two of four choices. Granted choices are dispatched at once, as attempts of their own."""
     system = make_system(max_running=64, num_pages=4).up()
     _, body, _ = system.complete(prompt="a " * 12, n=4)
     assert [choice["text"] for choice in body["choices"]] == [system.text] * 4
@@ -208,7 +208,7 @@ def test_n_choices_cost_one_prefill(system: System) -> None:
 
 
 def test_a_full_node_is_asked_again_when_it_announces_room(make_system: Callable[..., System]) -> None:
-    """The node refuses although its figures promise room; the request waits for its Room and is not failed."""
+    """The node refuses though its figures promise room. The request waits until the node announces capacity."""
     system = make_system().up()
     refused = 0
 
@@ -229,7 +229,7 @@ def test_a_full_node_is_asked_again_when_it_announces_room(make_system: Callable
 
 
 def test_a_request_that_an_empty_node_refuses_ends_with_an_error(make_system: Callable[..., System]) -> None:
-    """A prompt that fits by the figures, but has no room on the empty node all the same, must not wait forever."""
+    """The prompt fits by the figures, but the empty node refuses it. The request must not wait for ever."""
     system = make_system().up()
 
     def refuse(node: FakeNode, message: m.Reserve) -> bool:

@@ -1,4 +1,4 @@
-"""Lost, doubled and reordered tokens, failing and dying nodes, clients that leave: the client's text stays whole."""
+"""The client's text stays whole when tokens are lost, doubled or reordered, nodes fail or die, and clients leave."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .fake_nodes import FakeNode
 
 
 def own(node: FakeNode, kind: type) -> list[Any]:
-    """Messages of this kind that are not a canary's."""
+    """Return the messages of this kind that do not belong to a canary."""
     return [message for message in node.got(kind) if not message.rid.startswith("canary")]
 
 
@@ -37,7 +37,7 @@ def double(node: FakeNode, steps: list[m.Tokens]) -> list[m.Tokens]:
 
 
 def overlap(node: FakeNode, steps: list[m.Tokens]) -> list[m.Tokens]:
-    """Every message begins with the tokens of the two before it."""
+    """Begin every message with the tokens of the two messages before it."""
     unit = steps[0].units[0]
     reserve = node.reserved[(unit.rid, unit.choice, unit.attempt)]
     output = node.output(reserve.request, unpack_ids(reserve.request.prompt_ids), unit.choice)
@@ -47,7 +47,7 @@ def overlap(node: FakeNode, steps: list[m.Tokens]) -> list[m.Tokens]:
 
 
 def late_first(node: FakeNode, steps: list[m.Tokens]) -> list[m.Tokens]:
-    """The second token arrives after all others."""
+    """Send the second token after all others."""
     return [steps[0], *steps[2:], steps[1]]
 
 
@@ -75,7 +75,7 @@ def test_lost_tokens_are_asked_for(system: System) -> None:
 
 
 def test_lost_tokens_are_asked_for_at_the_node_that_lost_them(system: System) -> None:
-    """Prefill's first token may come after decode has said it again and gone on: it is not prefill who is asked."""
+    """Prefill's first token may come after decode has repeated it. Decode lost tokens, so decode is asked."""
 
     def late(node: FakeNode, message: m.Prefill) -> bool:
         send = node.link.send
@@ -153,7 +153,7 @@ def test_an_error_in_mid_stream_is_the_last_event(system: System, caplog: pytest
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_dead_node_costs_no_text(make_system: Callable[..., System], role: str, stream: bool) -> None:
-    """The text is whole, whichever leg dies, and the rest is computed elsewhere."""
+    """The rest of the text is computed on other nodes, whichever node dies."""
     system = make_system().up(2, 2)
     system.behaviour.hold = threading.Event()
     result: list[str] = []
@@ -298,7 +298,6 @@ def test_a_request_ends_with_504_after_request_timeout_s(make_system: Callable[.
 
 
 def test_sigterm_finishes_running_requests_and_refuses_new_ones(make_system: Callable[..., System]) -> None:
-    """Running requests finish, new ones are turned away."""
     system = make_system().up()
     system.behaviour.step_s = 0.02
     result: list[str] = []
@@ -322,7 +321,7 @@ def test_sigterm_finishes_running_requests_and_refuses_new_ones(make_system: Cal
 def test_a_request_may_have_a_time_limit_of_its_own(
     make_system: Callable[..., System], monkeypatch: pytest.MonkeyPatch, phase: str, stream: bool
 ) -> None:
-    """It ends in one clear error; whatever waits behind it goes on."""
+    """The request ends in one clear error, and requests behind it are served."""
     system = make_system().up()
     limit_s = 0.2
     assert limit_s < PATIENCE_S, "one that waits longer may be given up as late before"
@@ -430,7 +429,7 @@ def wait_until(
 
 
 def test_pools_too_small_for_the_load_serve_every_request(make_system: Callable[..., System]) -> None:
-    """Long prompts, many choices, two of each node: everything finishes, no pool is ever overdrawn."""
+    """There are long prompts, many choices, and two nodes of each role. No pool is ever overdrawn."""
     system = make_system(num_pages=16, max_running=3).up(2, 2)
     prompts = ["a " * (10 + 7 * (place % 9)) for place in range(40)]
     with ThreadPoolExecutor(40) as pool:

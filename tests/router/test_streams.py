@@ -29,7 +29,7 @@ END = Ended("length", None, 3, 6, 0)
 
 
 class Site:
-    """A request of two choices that runs on p0 and d0 since time 0, and the streams that carry its tokens."""
+    """A request of two choices that runs on p0 and d0 since time 0, and the streams of its tokens."""
 
     def __init__(self, **request: Any) -> None:
         group = make_group()
@@ -50,18 +50,18 @@ class Site:
         return Unit(rid, choice, attempt)
 
     def take(self, first: int, ids: list[int], now: float = 0.0, *, node: Node | None = None, **more: Any) -> list[Any]:
-        """A node sends tokens of choice 0."""
+        """Let a node send tokens of choice 0."""
         message = tokens((self.unit(), first, ids), **more)
         return list(self.streams.take(node or self.decode, message, now))
 
     @property
     def outputs(self) -> list[tuple[int, list[int]]]:
-        """Choice and ids of all output so far."""
+        """The choice and ids of all output so far."""
         return [(each.sequence.index, each.delta.token_ids) for each in self.effects if isinstance(each, Output)]
 
     @property
     def asked(self) -> list[tuple[str, Unit, int]]:
-        """Take out whom the streams asked, for what."""
+        """Remove and return the questions that the streams sent: node, unit, first token."""
         sends = [each for each in self.effects if isinstance(each, Send)]
         self.effects[:] = [each for each in self.effects if not isinstance(each, Send)]
         resends = [(each.node.node_id, each.message) for each in sends if isinstance(each.message, Resend)]
@@ -70,7 +70,7 @@ class Site:
 
 
 def tokens(*rows: tuple[Unit, int, list[int]], **more: Any) -> Tokens:
-    """The message of one step."""
+    """Return the Tokens message of one step."""
     units, firsts, ids = zip(*rows, strict=True)
     counts = [len(each) for each in ids]
     return Tokens(units, pack_ids(firsts), pack_ids(counts), pack_ids(token for each in ids for token in each), **more)
@@ -314,7 +314,7 @@ def test_a_choice_that_its_node_lost_silently_moves(system: System, monkeypatch:
 def test_a_lost_first_token_is_asked_for_at_prefill_if_decode_does_not_have_it(
     system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first token was lost on its way, and so were the offers: decode waits for them as long as prefill lives."""
+    """The first token and the offers were lost. The decode node waits for offers while the prefill node lives."""
     monkeypatch.setattr(streams, "SILENCE_S", 0.3)
     asked: list[tuple[str, int]] = []
     prefill, decode = system.cluster.by_name("p0"), system.cluster.by_name("d0")
@@ -379,7 +379,7 @@ def test_a_lost_last_offer_is_asked_for_soon_after_the_first_token(
 def test_prompt_log_probabilities_lost_with_prefill_done_are_computed_again(
     system: System, monkeypatch: pytest.MonkeyPatch, max_tokens: int
 ) -> None:
-    """All tokens are there; PrefillDone, which carries them, is not."""
+    """All tokens have arrived, but PrefillDone, which carries the log-probabilities, has not."""
     monkeypatch.setattr(streams, "SILENCE_S", 0.2)
     asked: list[m.Resend] = []
     prefill, decode = system.cluster.by_name("p0"), system.cluster.by_name("d0")

@@ -50,7 +50,7 @@ class Before(NamedTuple):
 
 
 def forwards(solo: Solo, num_steps: int, num_rounds: int = 2) -> tuple[list[list[Row]], list[Before]]:
-    """All forwards of the drafter, for the prompt and for each round, and the sequence before each round."""
+    """Record all forwards of the drafter, for the prompt and each round, and the sequence before each round."""
     groups: list[list[Row]] = []
     before: list[Before] = []
     with spied(solo.drafter) as log:

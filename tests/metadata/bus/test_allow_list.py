@@ -254,7 +254,7 @@ async def test_a_node_cannot_use_the_name_of_another_node(router: Router, listed
 async def test_a_node_that_is_let_in_again_is_heard_at_once(
     router: Router, links: dict[str, Link], listed: Listed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its connection stands, so there is no handshake at which the hub would look at the list."""
+    """Its connection has stayed open, so no handshake makes the hub look at the list."""
     links["d0"].send(DONE)
     await until(lambda: router.messages)
     listed.write("router", "p0", "d1")
@@ -266,7 +266,7 @@ async def test_a_node_that_is_let_in_again_is_heard_at_once(
 
 
 async def test_nodes_find_a_router_that_has_another_key_now(router: Router, listed: Listed) -> None:
-    """First comes the new line, then the router with the key; the nodes run on."""
+    """The line in the list changes first, then the router starts with the new key. The nodes keep running."""
     keys = listed.of("d0")
     link = Link(router.hub.address, "d0", "1", keys)
     pulse = HeartbeatThread(router.hub.address, "d0", "1", keys, load=LOAD, interval_s=0.02)
@@ -313,7 +313,7 @@ class Pair:
         self.held = [*source, *target, *self.nodes]
 
     def begin(self, rid: str) -> None:
-        """A ticket of one page that is offered; its row is not."""
+        """Open a ticket, offer its only page and claim it. The row is not offered."""
         self.server.open(unit(rid), 1)
         self.server.offer(unit(rid), [0], [5], [1])
         self.client.claim(unit(rid), peer_of(self.server), 0, [9])
@@ -364,7 +364,7 @@ def test_a_decode_node_refuses_unlisted_prefill_nodes(listed: Listed, pairs: lis
 def test_a_decode_node_takes_nothing_from_a_prefill_node_with_another_key(
     listed: Listed, pairs: list[Pair], tmp_path: Path
 ) -> None:
-    """The list of its own host says which key prefill must prove."""
+    """The list on the decode node's own host says which key a prefill node must prove."""
     (tmp_path / "own").write_text(listed.path.read_text())
     real = listed.pairs["d0"].listed(AllowList(tmp_path / "own"))
     listed.pairs["p0"] = KeyPair.generate()
@@ -405,7 +405,7 @@ def test_links_to_a_prefill_node_that_is_taken_out_end(pair: Pair, listed: Liste
 
 
 def hand_over(pair: Pair, rid: str) -> None:
-    """All of a page's way; nothing of it fails."""
+    """Hand over one page, from offer to ack. Nothing may fail."""
     pair.begin(rid)
     pair.server.finish(unit(rid), make_row(SCHEMA))
     events = spin(pair.nodes, lambda events: named(events, TransferFailed) or named(events, Arrived))
@@ -414,7 +414,7 @@ def hand_over(pair: Pair, rid: str) -> None:
 
 
 def let_nobody_look(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on neither node is due to look at its list."""
+    """Keep both nodes from looking at their lists by themselves from now on."""
     for node in pair.nodes:
         monkeypatch.setattr(node._allow_list, "is_due", lambda: False)
 
@@ -435,7 +435,7 @@ def test_the_first_handoff_of_a_decode_node_that_is_let_in_again(
 def test_the_first_handoff_of_a_decode_node_that_was_out_for_a_moment(
     pair: Pair, listed: Listed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has noticed nothing and keeps its link; prefill has read the list without it."""
+    """The decode node noticed nothing and keeps its link, but the prefill node has read the list without it."""
     hand_over(pair, "r")
     let_nobody_look(pair, monkeypatch)
     listed.write("router", "p0", "d1")
@@ -459,7 +459,7 @@ def test_the_first_handoff_of_a_prefill_node_that_is_let_in_again(
 def test_the_first_handoff_of_a_prefill_node_with_a_new_key(
     pair: Pair, pairs: list[Pair], listed: Listed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The line is replaced and the node started again; the decode node runs on."""
+    """The line is replaced and the prefill node restarts. The decode node keeps running."""
     pair.begin("r")
     pair.spin(Claimed)
     listed.pairs["p0"] = KeyPair.generate()

@@ -1,4 +1,4 @@
-"""Key files, and who gets in where."""
+"""Key files, and the keys with which a connection is accepted."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_load_names_the_fault_of_a_key_file(tmp_path: Path) -> None:
 def test_a_file_that_others_may_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, user: int, is_right: bool
 ) -> None:
-    """But for root's files that a group may read: so Kubernetes gives a secret to a user."""
+    """Files of root that a group may read are accepted, because Kubernetes gives secrets to a user in this way."""
     path = tmp_path / "cluster.key"
     keys = KeyPair.create(path)
     path.chmod(mode)

@@ -28,7 +28,7 @@ DONE = Cancelled(rid="r", attempt=0)
 
 
 class Router:
-    """A hub that keeps what it gets, and may answer."""
+    """A hub that records its messages, and may answer them."""
 
     def __init__(self, address: str = "tcp://127.0.0.1:*", epoch: str = "e0", keys: KeyPair | None = None) -> None:
         self.messages: list[tuple[bytes, ToRouter]] = []
@@ -44,7 +44,7 @@ class Router:
 
 
 async def until(condition: Callable[[], Any], within_s: float = 5.0) -> float:
-    """Waits for a condition; the seconds that it took."""
+    """Wait for a condition. Return the seconds that it took."""
     start = time.perf_counter()
     while not condition():
         assert time.perf_counter() - start < within_s, "timed out"
@@ -74,7 +74,7 @@ async def link(router: Router) -> AsyncIterator[Link]:
 
 @pytest.fixture
 async def raw(router: Router) -> AsyncIterator[zmq.Socket[bytes]]:
-    """A peer that may send anything."""
+    """A peer that may send any bytes."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peer = context.socket(zmq.DEALER)
     peer.linger = 0
@@ -259,7 +259,7 @@ async def test_bursts_of_echoes_lose_no_wakeup(router: Router) -> None:
 
 
 async def test_sends_from_outside_the_drain_lose_no_wakeup(router: Router, link: Link) -> None:
-    """The case that the file descriptor's edge hides: the send swallows the signal of a message that came."""
+    """A send can consume the edge of the file descriptor that announces a received message."""
     link.send(DONE)
     await until(lambda: router.messages)
     beat = RouterHeartbeat(router_epoch="e0")
@@ -358,7 +358,7 @@ async def test_a_node_restarts_with_a_new_epoch(router: Router) -> None:
 
 
 async def test_a_second_connection_under_the_same_id_takes_over(router: Router, link: Link) -> None:
-    """As after a half-open connection: the node reconnects before the router knows that the old one is dead."""
+    """A node may reconnect before the router knows that the old connection is dead."""
     link.send(DONE)
     await until(lambda: len(router.messages) == 1)
     again = Link(router.hub.address, "node", "1", None)
@@ -396,7 +396,7 @@ async def test_only_clients_with_the_right_curve_keys_are_served(client: str) ->
 
 
 async def test_curve_client_with_the_servers_public_key_only_gets_nothing() -> None:
-    """Encryption alone is not enough: the client must hold the cluster's own secret."""
+    """Encryption alone is not enough: a client must also hold the secret key of the cluster."""
     keys, own = KeyPair.generate(), KeyPair.generate()
     router = Router(keys=keys)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

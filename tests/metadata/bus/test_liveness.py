@@ -1,4 +1,4 @@
-"""Beats over sockets while the main thread is busy, and the router's verdicts with a clock in hand."""
+"""Heartbeats are sent while the main thread is busy, and the router judges nodes by a clock that the test turns."""
 
 from __future__ import annotations
 

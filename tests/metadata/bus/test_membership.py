@@ -1,4 +1,4 @@
-"""A node's place in the cluster: in which protocol all that it says to the router is written."""
+"""A node's membership writes every message in the protocol that it agreed on with the router."""
 
 from __future__ import annotations
 

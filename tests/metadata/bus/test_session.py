@@ -1,4 +1,4 @@
-"""The automaton of a node's meeting with the router: by itself with a clock in hand, and over sockets."""
+"""The automaton by which a node joins the router: alone with a clock that the test turns, and over sockets."""
 
 from __future__ import annotations
 
@@ -390,7 +390,7 @@ def test_the_log_says_for_how_long_a_router_was_silent(joined: Node, caplog: pyt
 
 
 class WelcomingRouter:
-    """The least a router does: Welcome to Hello, HelloAgain to whom it does not know."""
+    """The least that a router does: it answers Hello with Welcome, and unknown nodes with HelloAgain."""
 
     def __init__(self, address: str, epoch: str) -> None:
         self.known: set[bytes] = set()

@@ -1,4 +1,4 @@
-"""What all sockets share: routing ids, bounded receiving, and the count of dropped frames."""
+"""Common parts of all sockets: routing ids, bounded receiving, and the count of dropped frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One checksum a (layer, K|V, kv head), in wire order, and which one is wrong."""
+"""One checksum per layer, K or V, and KV head, in wire order; the comparison names the wrong blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sockets of a data link: who may listen where, and what a connection needs."""
+"""The sockets of a data link: on which addresses they may listen, and when a connection needs keys."""
 
 from __future__ import annotations
 

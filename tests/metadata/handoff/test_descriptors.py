@@ -1,4 +1,4 @@
-"""File descriptors reach the inbox of another process of the same user, and nobody waits for anybody."""
+"""File descriptors reach the inbox of another process of the same user, and neither process waits for the other."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ send_descriptors({inbox.address!r}, {token!r}, [fd])
 
 
 def test_a_sender_that_is_slow_is_heard_later(inbox: DescriptorInbox) -> None:
-    """It has connected; another one's descriptors come first."""
+    """It has connected, and the descriptors of another sender come first."""
     token, other = new_token(), new_token()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as slow:
         slow.connect("\0" + inbox.address)

@@ -1,4 +1,4 @@
-"""Pools in sealed shared memory: zero-copy views, and nothing but read-only for anybody else."""
+"""Pools in sealed shared memory: the owner has views without copies, and every other process can only read."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_only_a_sealed_pool_is_mapped(tmp_path):
 
 
 def test_a_descriptor_that_is_no_file_of_this_user_is_not_opened(monkeypatch):
-    """A peer names any descriptor: of a terminal, a tape, a pipe that somebody waits at."""
+    """A peer may name any descriptor, also a terminal, a tape, or a pipe that another process reads."""
     reader, writer = os.pipe()
     real_open, opened = os.open, []
 

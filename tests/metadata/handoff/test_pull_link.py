@@ -32,7 +32,7 @@ RENEW = Renew((unit(),))
 
 
 class Line:
-    """A link, its clock, and the peer's end."""
+    """A data link, its clock, and the peer's end."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], protocol: int = PROTOCOL_MAX) -> None:
         self.now = 100.0
@@ -44,7 +44,7 @@ class Line:
         self.identity = b""
 
     def heard(self) -> Any:
-        """The next message that the peer gets."""
+        """Return the next message that the peer receives."""
         self.identity, frame = self.peer.recv_multipart()
         return decode_frame(to_prefill_decoder, frame)
 
@@ -52,7 +52,7 @@ class Line:
         return not self.peer.poll(30)
 
     def say(self, *frames: bytes) -> Any:
-        """The peer sends a message; the link receives it."""
+        """Send a message from the peer, and let the link receive it."""
         self.peer.send_multipart([self.identity, *frames])
         assert self.link.socket.poll(5000)
         return self.link.receive()

@@ -1,4 +1,4 @@
-"""The schema of the joint configuration, its sizes, and the words in which two of them differ."""
+"""The schema of two configurations, its sizes, and the words for the differences between two schemas."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_differences_name_both_values(other, words):
 
 
 def test_wider_streams_on_one_side_are_a_difference():
-    """Prefill and decode with different hc_mult refuse each other."""
+    """Prefill and decode nodes with different hc_mult refuse each other."""
     a, b = (make_schema(TARGET, DRAFT, 16, "eagle", hidden("eagle", draft_hc_mult=m), draft_topk=1) for m in (None, 4))
     assert differences(a, b) == ["row.recurrent_hidden: 32 x float32 here, 128 x float32 there"]
 
@@ -261,7 +261,7 @@ def frozen(*layers: int):
 
 
 def test_another_map_of_frozen_layers_is_a_difference():
-    """Also the order counts: it is by layer of the drafter."""
+    """The order counts too: the map is by layer of the drafter."""
     assert differences(frozen(0, 7), frozen(0, 6)) == ["frozen_layers: 0, 7 here, 0, 6 there"]
     assert differences(frozen(0, 7), frozen(7, 0)) == ["frozen_layers: 0, 7 here, 7, 0 there"]
     assert "frozen_layers: 7 here, absent there" in differences(frozen(7), make_schema(TARGET, None, 16))
@@ -304,7 +304,7 @@ def test_the_router_gets_the_schema_without_torch():
 
 
 def test_a_handoff_moves_whole_pages_and_one_row():
-    """Whole pages, and a row split into hidden state and the rest; no prompt is free of its row."""
+    """The bytes of the row are counted as hidden state and rest. A prompt without full pages still has a row."""
     row = make_schema(TARGET, DRAFT, 16, "eagle", hidden("eagle"), draft_topk=4)
     assert handoff_bytes(row, 17) == (2 * 8 * 16384, 2 * 2048, 32 * 4, row_bytes(row) - 32 * 4)
     assert handoff_bytes(row, 16).total == page_bytes(row) + row_bytes(row)

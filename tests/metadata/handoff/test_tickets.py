@@ -1,8 +1,8 @@
-"""The life of a ticket, on a clock of the test's own; at the end, as a state machine.
+"""The life of a ticket, on a clock that only the test moves; at the end, as a state machine.
 
-hypothesis looks for an order of claims, renewals, acks, lies, ends and clock jumps that breaks one of three sentences:
-the owners of the pool sum to the pool; no page of a live ticket is free; every ticket ends once, and for a reason that
-somebody gave.
+hypothesis looks for an order of claims, renewals, acks, lies, ends and clock jumps that breaks one of three invariants:
+the owners of the pool sum to the pool; no page of a live ticket is free; every ticket ends once, for a reason that a
+node gave.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def book(clock) -> TicketBook:
 
 
 def watch(book: TicketBook, clock: Clock, seconds: float) -> tuple[list[UnitClaim], list[UnitClaim]]:
-    """What `expire` returns while that time passes, asked as often as a node asks."""
+    """Call `expire` as often as a node does while that time passes. Return its results."""
     unknown, lapsed = [], []
     end = clock.now + seconds
     while clock.now < end:
@@ -228,7 +228,7 @@ def test_a_revoked_ticket_cannot_be_kept_alive(book, clock):
 
 @pytest.mark.parametrize("away_s", [1.0, 3600.0, 1e9], ids=["a long step", "an hour of suspend", "a clock gone mad"])
 def test_a_lease_that_ended_while_the_node_was_away_gets_one_more_look(book, clock, away_s):
-    """The renewals of that time may still be on their way up: they lie in the socket when the loop comes back."""
+    """Renewals from that time may still lie in the socket when the loop continues."""
     claimed(book)
     clock.now += away_s
     assert book.expire() == ([], []) and book.units == [U]
@@ -241,7 +241,7 @@ def test_a_lease_that_ended_while_the_node_was_away_gets_one_more_look(book, clo
 
 
 def test_a_node_that_is_always_away_ends_leases_all_the_same(book, clock):
-    """Steps that are longer than a lease, one after the other: the second look is the last."""
+    """Every step takes longer than a lease. The second look ends the lease."""
     claimed(book)
     looks = 0
     while book.units:
@@ -252,7 +252,7 @@ def test_a_node_that_is_always_away_ends_leases_all_the_same(book, clock):
 
 
 def test_messages_that_are_never_all_read_do_not_keep_leases_alive(book, clock):
-    """As under a flood of junk: fairly queued renewals come through it, and a dead node's pages come free."""
+    """Under a flood of junk, renewals still come through, and the pages of a dead node become free."""
     claimed(book, U, LINK)
     claimed(book, V, OTHER)
     start = clock.now
@@ -280,7 +280,7 @@ def test_only_the_named_claimant_gets_a_ticket(book, clock):
 
 
 def test_a_strangers_early_claim_is_not_in_the_way(book):
-    """Who claims what is not his, before it is known, neither gets it nor keeps the right one out."""
+    """A claim by another node before the ticket opens does not get the ticket and does not block the right node."""
     assert book.claim(U, OTHER, 0, "e2") is None
     assert book.claim(U, LINK, 1, "e1") is None
     ticket = book.open(U, 4, "e1")
@@ -334,7 +334,7 @@ def test_a_lease_begins_when_it_is_opened_claimed_and_claimed_again(clock, lease
 
 
 def test_a_claim_again_counts_as_a_renewal_of_a_lease_that_was_found_over(book, clock):
-    """It gets its second look anew."""
+    """The lease gets its second look once more."""
     claimed(book)
     clock.now += 2.0
     assert book.expire() == ([], [])
@@ -355,7 +355,7 @@ def test_each_lease_that_is_found_over_is_prolonged_by_itself(book, clock):
 
 
 def test_all_leases_that_are_over_are_judged_when_one_is_prolonged(book, clock):
-    """V's was found over before; U's, which was opened before it and claimed since, is for the first time."""
+    """V's lease was found over before. U's lease, opened earlier and claimed since, is found over only now."""
     book.open(U, 4)
     claimed(book, V, OTHER)
     clock.now += 0.9
@@ -482,7 +482,7 @@ links = st.sampled_from(sorted(NODES))
 
 
 class TicketLife(RuleBasedStateMachine):
-    """A prefill node's pool and book, and what its peers may say."""
+    """A prefill node's pool and ticket book, and the messages that its peers may send."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -553,7 +553,7 @@ class TicketLife(RuleBasedStateMachine):
         self._look()
 
     def _look(self) -> None:
-        """What the node does with the book's events."""
+        """Process the book's events as a node does."""
         for event in self.book.take_events():
             if isinstance(event, Claimed):
                 ticket = self.book.get(event.unit)
@@ -579,7 +579,7 @@ class TicketLife(RuleBasedStateMachine):
         assert set(self.book.units) == set(self.pages)
 
     def teardown(self) -> None:
-        """Silence ends everything within a lease and a quarter of the last look."""
+        """Without messages, every ticket ends within a lease and a quarter."""
         for _ in range(16):
             self.time_passes(0.1, is_all_read=True)
         assert not self.book.units and self.pool.ledger().ticket == 0

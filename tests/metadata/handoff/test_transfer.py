@@ -1,4 +1,4 @@
-"""What one claim knows: which pages are missing, how long they were on their way."""
+"""The state of one claim: which pages are missing, and how long pages were on their way."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_time_counts_while_something_is_on_its_way(transfer):
 
 
 def test_pages_offered_before_are_left_out(transfer):
-    """Offers come again where some may have been lost."""
+    """Offers are repeated if some may have been lost."""
     transfer.take_offer(offer([1, 2], make_row(SCHEMA)), SCHEMA, 20)
     transfer.land(1, 0.0)
     assert transfer.take_offer(offer([1, 2, 3], make_row(SCHEMA, seed=8)), SCHEMA, 20) == [Move(unit(), 3, 13, 8, 4)]

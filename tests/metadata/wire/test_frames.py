@@ -1,4 +1,4 @@
-"""A frame is a message and its checksum; nothing but ProtocolError comes out of a bad one."""
+"""A frame is a message with a checksum, and a bad frame raises only ProtocolError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Hello of a newer node: read as far as it is understood, or refused in words."""
+"""The Hello of a newer node is read as far as it is understood, or refused with an explanation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def framed(value: Any) -> bytes:
 
 
 def grown(value: Any) -> Any:
-    """With fields of the future, on every level."""
+    """Add fields of a future protocol on every level."""
     if isinstance(value, dict):
         return {key: grown(item) for key, item in value.items()} | {"from_the_future": {"a": [1, None]}}
     if isinstance(value, list | tuple):
@@ -40,7 +40,7 @@ def grown(value: Any) -> Any:
 
 
 def lists_only(hello: dict[str, Any]) -> dict[str, Any]:
-    """A Hello whose tables of names (not structs) stay as they are."""
+    """Return the grown Hello, but with the original tables of names."""
     more = grown(hello)
     for name in ("special_tokens", "defaults"):
         more["model"][name] = hello["model"][name]
@@ -128,7 +128,7 @@ async def test_a_refusal_goes_only_to_the_connection_of_its_node(sample: Any) ->
 
 @pytest.mark.parametrize("name", ["é" * 128, "🎈" * 128])
 def test_a_name_too_long_for_a_routing_id_does_not_stop_the_router(sample: Any, name: str) -> None:
-    """It was an error of another kind than a malformed frame's, which ended the router's reading for good."""
+    """The name once raised another error than a malformed frame, which ended the router's reading."""
     hello = lists_only(plain(sample(Hello, **APART))) | {"node_id": name, "epoch": "e" * 64}
     with pytest.raises(HelloRefused) as refused:
         decode_to_router(framed(hello))

@@ -1,4 +1,4 @@
-"""Every message survives the wire; nothing else is taken for one."""
+"""Every message survives the wire; nothing else is accepted; the bytes of older protocols stay readable."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_bounds_are_enforced(sample: Any) -> None:
     ],
 )
 def test_columns_and_choices_that_do_not_go_together_are_refused(kind: type, changes: Any, sample: Any) -> None:
-    """By the decoder: behind it a node would stumble over them."""
+    """The decoder refuses them, because a node would fail on them later."""
     decoder = m.to_router_decoder if kind is m.Tokens else m.to_node_decoder
     plain = msgspec.to_builtins(sample(kind, 1), builtin_types=(bytes,))
     assert decoder.decode(msgspec.msgpack.encode(plain)) == sample(kind, 1)
@@ -200,7 +200,7 @@ OLDER_FRAMES = [
 
 
 def with_newer(value: Any, protocol: int) -> Any:
-    """The value with something in every field that came after the protocol."""
+    """Return the value with something in every field that came after the protocol."""
     if isinstance(value, msgspec.Struct):
         newer, filled = fields_since(type(value)), golden.full(type(value))
         changes = {
@@ -227,7 +227,7 @@ def test_bytes_of_an_older_protocol_are_read_and_written_again(protocol: int, ca
 
 @pytest.mark.parametrize(("protocol", "case"), OLDER_FRAMES)
 def test_the_protocol_before_has_the_same_bytes(protocol: int, case: dict[str, Any]) -> None:
-    """Protocol 5 brought a message and no field; 4 has no file of its own."""
+    """Protocol 5 added a message and no field, so protocol 4 has no file of its own."""
     if protocol != 5 or PROTOCOL_MIN > 4:
         pytest.skip("this protocol has a file of its own, or is not spoken any more")
     frame = bytes.fromhex(case["frame"])

@@ -1,4 +1,4 @@
-"""Fields and messages that say since when they exist: older peers get what they know, and nothing costs the newest."""
+"""Fields and messages name their first protocol: older peers get only those they know, at no cost for others."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_wrong_declarations_are_refused(kind: type[msgspec.Struct], words: str) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_declaration_is_right_and_needed(kind: type[Message]) -> None:
-    """What all supported protocols have says nothing; what is newer than the newest does not exist."""
+    """A declaration older than all supported protocols says nothing. One newer than the newest protocol is wrong."""
     assert PROTOCOL_MIN <= kind.since <= PROTOCOL_MAX
     assert all(PROTOCOL_MIN < since <= PROTOCOL_MAX for since in sinces(kind))
 

@@ -1,4 +1,4 @@
-"""Columns of ids, seeds of choices, and what a model can compute of a request."""
+"""Columns of ids, seeds of choices, and the prompts that a model can compute."""
 
 from __future__ import annotations
 

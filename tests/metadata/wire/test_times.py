@@ -1,4 +1,4 @@
-"""Bounded lists of times: however many are added, the sums stay."""
+"""Bounded lists of times keep their sums, however many times are added."""
 
 from __future__ import annotations
 

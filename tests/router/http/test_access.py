@@ -1,4 +1,4 @@
-"""API keys: who may call which route, and how many sequences each key may have."""
+"""API keys: which routes each key opens, and how many sequences it may run."""
 
 from __future__ import annotations
 

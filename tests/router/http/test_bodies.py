@@ -97,7 +97,7 @@ def test_broken_bodies_are_one_line_in_the_log(system: System, caplog: pytest.Lo
 
 @pytest.mark.parametrize("encoding", ["deflate", "gzip", "br", "nonsense"])
 def test_compressed_bodies_are_refused_at_once(system: System, encoding: str) -> None:
-    """A body that only says it is compressed must not be waited for. Those that are: test_encodings.py."""
+    """The router does not wait for a body that is only declared as compressed. test_encodings.py has real ones."""
     headers = {"Content-Encoding": encoding}
     status, body, _ = system.router.request("POST", "/detokenize", {"tokens": [422, 20, 113, 258, 178, 71]}, headers)
     assert status == (400 if encoding == "gzip" else 415), body

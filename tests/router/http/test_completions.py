@@ -86,7 +86,7 @@ def test_a_chat_answer_has_text_logprobs_and_the_templated_prompt(system: System
 
 
 def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
-    """What the client got can be sent back as it is."""
+    """A client can send back the answer that it received, unchanged."""
     first = client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "hello"}])
     said = first.choices[0].message.model_dump()
     again = client.chat.completions.create(

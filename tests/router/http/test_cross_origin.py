@@ -1,4 +1,4 @@
-"""Which pages and hosts may use the router, over real sockets: what a browser sends, and what other programs send."""
+"""Web pages and host names that may use the router, over real sockets, as browsers and other programs send requests."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def send(
     host: str | None = "own",
     has_length: bool = True,
 ) -> Answer:
-    """One request with exactly these headers, and a POST's body, read to the end of the connection. HTTP/1.1 needs a
-    Host."""
+    """Send one request with exactly these headers and this body, and read the answer to the end of the connection.
+    HTTP/1.1 needs a Host header."""
     address, port = router.url.removeprefix("http://").rsplit(":", 1)
     body = body if method == "POST" else b""
     lines = [f"{method} {path} HTTP/1.{0 if host is None else 1}", *headers, "Connection: close"]
@@ -113,7 +113,7 @@ FOREIGN = [
 
 @pytest.mark.parametrize("headers", FOREIGN, ids=" ".join)
 def test_every_route_is_closed_to_foreign_pages(system: System, headers: tuple[str, ...]) -> None:
-    """The table of routes is walked: a new route is closed as well, whatever it does."""
+    """The test walks the table of routes, so a new route is tested as well."""
     for method, path in GUARDED:
         answer = send(system.router, method, path, *headers, body=COMPLETION)
         assert answer.status == 403, (method, path, answer)
@@ -133,7 +133,7 @@ def test_a_websocket_of_a_foreign_page_is_refused(system: System) -> None:
     "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil", "10.0.0.1"]
 )
 def test_every_route_is_closed_to_foreign_hosts(system: System, host: str) -> None:
-    """A page whose own name resolves to 127.0.0.1 is of the router's own origin, and sends none with a GET."""
+    """If a page's own name resolves to 127.0.0.1, it has the router's origin, and its GET carries no Origin header."""
     for method, path in GUARDED:
         for headers in ((), (f"Origin: http://{host}",), ("Sec-Fetch-Site: same-origin",)):
             answer = send(system.router, method, path, *headers, body=COMPLETION, host=host)
@@ -217,7 +217,7 @@ def preflight(router: RunningRouter, method: str, path: str, origin: str, *heade
 
 @pytest.mark.parametrize("settings", [{}, {"api_key": "sesame"}])
 def test_a_preflight_of_an_allowed_page(make_router: Callable[..., RunningRouter], settings: dict[str, Any]) -> None:
-    """It carries no key; and it is answered on every route."""
+    """A preflight carries no key, and every route answers it."""
     router = make_router(allow_origin=(GOOD,), **settings)
     for route, path in PATHS:
         method = route.method
@@ -345,7 +345,7 @@ def test_content_types_of_other_programs_are_served(system: System, kind: str | 
 
 @pytest.mark.parametrize("header", ["Origin: {own}", "Sec-Fetch-Site: same-origin", "Sec-Fetch-Mode: navigate"])
 def test_forms_are_not_served(system: System, header: str) -> None:
-    """`curl -d` sends JSON under a form's type; a browser sends forms under it."""
+    """Browsers send forms with this content type, and `curl -d` sends JSON with it."""
     given = header.format(own=system.router.url)
     for path in POSTS:
         answer = send(system.router, "POST", path, given, "Content-Type: application/x-www-form-urlencoded")
@@ -400,7 +400,7 @@ def test_no_answer_names_versions(system: System) -> None:
     ],
 )
 def test_a_header_that_is_no_text_gets_the_refusal_that_it_earns(system: System, header: str, status: int) -> None:
-    """The refusal names the value, whose bytes are no UTF-8: that was a 500 and a traceback in the log."""
+    """The refusal names the value, whose bytes are not UTF-8. This once gave a 500 and a traceback in the log."""
     host = None if header.startswith("Host") else "own"
     answer = send(system.router, "POST", "/v1/completions", header, body=COMPLETION, host=host)
     assert answer.status == status and "udcff" in answer.words

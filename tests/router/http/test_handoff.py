@@ -1,4 +1,4 @@
-"""What operators are told of a handoff."""
+"""The page on which operators see what a handoff moves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def layout(algorithm: str, **more: Any) -> HandoffSchema:
 
 
 def told(make_system: Callable[..., System], schema: HandoffSchema) -> tuple[dict[str, Any], list[str]]:
-    """The only group's JSON, and the lines of the text."""
+    """Return the JSON of the only group, and the lines of the text."""
     system = make_system()
     for role in ("prefill", "decode"):
         system.cluster.add(role, role, layout=schema)

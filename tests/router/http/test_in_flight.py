@@ -12,8 +12,8 @@ from baton.router.http.in_flight import InFlight
 
 
 def test_ended_requests_are_not_in_flight() -> None:
-    """A choice of prompts of which one has ended: the others are cancelled; once all have, the id is unknown, though
-    the answer is still being written."""
+    """One of the prompts of a body has ended: a cancel reaches only the others. When all have ended, the id is unknown,
+    though the answer is still being written."""
     aborted: list[Any] = []
     in_flight = InFlight(lambda request, reason: aborted.append(request))
     caller: Any = SimpleNamespace(is_admin=False)

@@ -15,7 +15,7 @@ from ..conftest import System
 
 
 class FakeDispatcher:
-    """Two nodes, and the questions that they are sent."""
+    """Two nodes, and the questions that were sent to them."""
 
     def __init__(self) -> None:
         self.on_ledger: Any = None

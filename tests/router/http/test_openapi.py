@@ -52,7 +52,7 @@ def test_the_document_is_that_of_the_routes_and_types(system: System) -> None:
 
 
 def test_the_statuses_that_the_code_can_raise_are_declared() -> None:
-    """All of them, and no other. conftest.py (check_is_declared) tests which route answers which."""
+    """The document declares exactly these statuses. conftest.py (check_is_declared) tests the routes one by one."""
     declared = {int(status) for _, operation in operations() for status in operation["responses"]}
     raised = {200, *all_statuses()}
     for path in Path(openapi.__file__).parent.rglob("*.py"):
@@ -136,7 +136,7 @@ def test_the_filters_of_requests_are_declared() -> None:
 
 
 def test_a_timeout_is_declared_as_it_is_sent() -> None:
-    """408 is for a body that does not come, 504 for a request that takes too long."""
+    """408 means that the body did not come, 504 that the request took too long."""
     responses = DOCUMENT["paths"]["/v1/completions"]["post"]["responses"]
     assert "body" in responses["408"]["description"]
     assert "timeout_s" in responses["504"]["description"]

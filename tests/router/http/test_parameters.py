@@ -1,4 +1,4 @@
-"""Fields of bodies: what is refused, in which words, and what nodes get."""
+"""Fields of request bodies: which values are refused with which words, and which values reach the nodes."""
 
 from __future__ import annotations
 

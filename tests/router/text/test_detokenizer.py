@@ -1,4 +1,4 @@
-"""Deltas, one after the other, are what decoding everything at once gives."""
+"""The deltas of a text join to the text that decoding all ids at once gives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_byte_level_tokenizers_are_recognized() -> None:
 @given(ids=st.lists(st.integers(0, 419), max_size=60), skip_special=st.booleans())
 @settings(max_examples=400, deadline=None)
 def test_byte_level_any_ids(ids: list[int], skip_special: bool) -> None:
-    """Also where the bytes are no UTF-8, and for ids beyond the vocabulary."""
+    """This also holds for bytes that are not UTF-8, and for ids beyond the vocabulary."""
     parts = deltas(BYTE_LEVEL, ids, [], skip_special=skip_special)
     assert "".join(parts) == BYTE_LEVEL.decode(ids, skip_special_tokens=skip_special)
 
@@ -62,7 +62,7 @@ def test_incomplete_character_at_the_end() -> None:
 
 
 def test_holding_back_is_bounded() -> None:
-    """Bytes that never become a character come out all the same."""
+    """Bytes that never become a character are shown after a while."""
     stray = FALLBACK.inner.token_to_id("<0x9F>")
     detokenizer = make_detokenizer(FALLBACK, [], skip_special=True)
     shown = [detokenizer.step(stray) for _ in range(3 * MAX_HELD)]

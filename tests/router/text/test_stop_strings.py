@@ -15,7 +15,7 @@ stop_lists = st.lists(st.text(LETTERS, min_size=1, max_size=5), min_size=1, max_
 
 
 def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Character by character."""
+    """Look for the stop strings character by character."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:

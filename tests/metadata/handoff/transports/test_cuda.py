@@ -1,4 +1,4 @@
-"""Pages gathered on a device, at the device's own pace: what lands, when, and what never does."""
+"""Pages gathered on a device at the device's own pace: which pages land, and when."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from baton.metadata.wire.node_info import DevicePools
 
 
 def ignore(_: object) -> None:
-    """Stands for the link's `send`: these transports send nothing."""
+    """Stand for the link's `send`, which these transports do not use."""
 
 
 class Pools:
@@ -39,7 +39,7 @@ class Pools:
         return CudaTransport.open(PullEnd(tuple(self.target.memory), ignore, self.target, self.inbox), welcome)
 
     def welcome(self, sent: list[int] | None = None, **changes: Any) -> CudaWelcome:
-        """What a prefill node says, after it has sent `sent`, or what it should send."""
+        """Return a prefill node's welcome. `sent`: the descriptors that reach the inbox, the right ones by default."""
         token, shared = new_token(), self.source.shared
         send_descriptors(self.inbox.address, token, [each.descriptor for each in shared] if sent is None else sent)
         pools = DevicePools(device=self.source.device, sizes=tuple(each.size for each in shared), token=token)
@@ -76,7 +76,7 @@ def pools() -> Iterator[Pools]:
 
 
 def test_a_page_lands_when_the_device_has_it_and_no_step_waits(pools: Pools) -> None:
-    """Checksums are of our copy, the generation is read after it was made."""
+    """The checksums are those of the decode node's copy. The generation is read after the copy."""
     pools.fetch((5, 20), (6, 21))
     assert pools.transport.is_busy
     assert pools.step() == pools.step() == [] and pools.written == []
@@ -91,7 +91,7 @@ def test_a_page_lands_when_the_device_has_it_and_no_step_waits(pools: Pools) -> 
 
 
 class _SoonDone:
-    """A gather that is done when it is asked the third time."""
+    """A gather that is done when it is asked for the third time."""
 
     def __init__(self, pools: Pools, gather: Any) -> None:
         self.pools, self.gather, self.num_asked = pools, gather, 0
@@ -111,7 +111,7 @@ class _SoonDone:
 def test_a_short_launch_lands_in_the_step_that_begins_it(
     pools: Pools, is_short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the device has it soon; for a long one, or while another is before it, the loop is not held up."""
+    """The loop does not wait for a long launch, or for one that is queued behind another."""
     num_bytes = page_bytes(DRAFT_SCHEMA)
     monkeypatch.setattr(cuda, "SHORT_BYTES", num_bytes if is_short else num_bytes - 1)
     monkeypatch.setattr(cuda, "SHORT_WAIT_S", 60.0)
@@ -145,7 +145,7 @@ def test_a_launch_has_a_bounded_number_of_bytes(pools: Pools, monkeypatch: pytes
 
 
 def test_after_forget_nothing_of_the_unit_is_written_and_others_land(pools: Pools) -> None:
-    """One launch has pages of both units; what is queued never starts, what is under way is waited for."""
+    """One launch has pages of both units. Queued pages never start; a launch under way is waited for."""
     pools.fetch((1, 1), (2, 2), rid="kept")
     pools.fetch((3, 3), rid="dropped")
     pools.step()

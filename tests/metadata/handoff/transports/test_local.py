@@ -18,7 +18,7 @@ from baton.metadata.wire.messages import LinkWelcome, Pages
 
 
 def ignore(_: object) -> None:
-    """Stands for the link's `send`: these transports send nothing."""
+    """Stand for the link's `send`, which these transports do not use."""
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ _published: dict[int, tuple[PageMemory, ...]] = {}  # in place of memory that tw
 
 
 class ToyTransport(Transport):
-    """Copies between two nodes of one process."""
+    """A transport between two nodes of one process."""
 
     name: ClassVar[str] = "toy"
     needs_same_host: ClassVar[bool] = True
