@@ -1,4 +1,4 @@
-"""Fixtures that every folder of tests may use."""
+"""Fixtures for every folder of tests."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> CheckpointFactory:
     """`checkpoint("llama", num_hidden_layers=2, ...)` -> directory of a small random checkpoint, written once.
 
-    As `make_checkpoint`, but biases and norm weights, which start as 0 and 1, are random too, so that one left out is
-    noticed; `dtype` ("bfloat16", "float16") rounds all tensors. The directory is shared: copy it to damage it."""
+    It is made as by `make_checkpoint`, but biases and norm weights, which start as 0 and 1, are random too, so that a
+    missing one is noticed. `dtype` ("bfloat16", "float16") rounds all tensors. Tests share the directory: copy it
+    before you damage it.
+    """
     written: dict[str, Path] = {}
 
     def get(family: str = "llama", dtype: str = "float32", **config: object) -> Path:

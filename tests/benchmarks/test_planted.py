@@ -177,7 +177,7 @@ def test_prefill_and_decode_continue_as_the_rule_says(pair: NodePair) -> None:
         assert results[f"r{at}", 0].ids == text.continuation(prompt, 120)
 
 
-# --- what goes wrong is seen ---
+# --- faults change the text ----
 
 
 class Context:

@@ -41,7 +41,7 @@ class Line:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         except OSError:
-            pass  # nobody listens at the target: the connection ends, as it would without the proxy
+            pass  # the target does not listen: the connection ends, as it would without the proxy
         finally:
             for end in (writer, there):
                 if end is not None:

@@ -301,7 +301,7 @@ def test_logits_that_are_nan_fail_only_their_request(
     logits = model.logits
 
     def broken(hidden: Any) -> Any:
-        """NaN for the bad request, which is alone."""
+        """Return NaN logits for the bad request, which runs alone."""
         return logits(hidden) * float("nan")
 
     with monkeypatch.context() as patch:

@@ -117,7 +117,9 @@ def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_ready_says_what_to_do_and_a_signal_stops_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_when_ready_a_request_to_try_is_printed_and_a_signal_stops_all(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     running = Running(tmp_path, {"router": READY_SERVER, "decode-0": SLEEPER})
 
     def script() -> None:
@@ -161,7 +163,7 @@ def test_a_child_that_dies_at_start_is_quoted(tmp_path: Path) -> None:
         assert word in str(error.value)
 
 
-def test_never_ready_is_an_error_after_its_time(tmp_path: Path) -> None:
+def test_a_cluster_that_is_never_ready_ends_with_an_error(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="not ready after"):
         Running(tmp_path, {"router": SLEEPER}, ready_timeout_s=0.5).run()
 
@@ -244,7 +246,7 @@ def test_a_drained_node_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert said.count("decode-0 rests") == said.count("no node is draining any more") == 1
 
 
-def test_a_child_that_will_not_stop_is_killed_and_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_child_that_does_not_stop_is_killed_and_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     running = Running(tmp_path, {"router": READY_SERVER, "decode-0": STUBBORN}, stop_timeout_s=0.2)
 
     def script() -> None:

@@ -73,7 +73,7 @@ def whole(client: openai.OpenAI, **fields: Any) -> tuple[dict[int, Any], Any]:
 
 
 def streamed(client: openai.OpenAI, **fields: Any) -> tuple[dict[int, Any], Any]:
-    """Return the same, joined from the events of a stream."""
+    """Return the same as `whole`, joined from the events of a stream."""
     texts: dict[int, str] = {}
     ends: dict[int, str | None] = {}
     ids: dict[int, list[int]] = {}
@@ -194,7 +194,7 @@ def test_stop_strings_across_tokens_and_after_min_tokens(client: openai.OpenAI) 
 
 
 def _done(ends: list[int], length: int) -> int:
-    """Return the number of tokens of which the text has this length."""
+    """Return the number of tokens whose text has this length."""
     return next(place + 1 for place, end in enumerate(ends) if end >= length)
 
 

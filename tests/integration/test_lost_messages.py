@@ -40,7 +40,7 @@ def right(served: Served) -> Stream:
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, served: Served) -> Iterator[FaultyProcess]:
-    """Faults on the side of the nodes. Their data links are opened again first, so that these have the faults too."""
+    """Faults on the side of the nodes. Their data links are opened again first, so that they have the faults too."""
     for node in served.nodes.values():
         if isinstance(node.handoff, HandoffClient):
             for epoch in list(node.handoff._links):

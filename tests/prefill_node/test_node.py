@@ -215,7 +215,7 @@ def test_a_choice_cancelled_under_way_does_not_change_the_others(make_pair: Make
 def test_requests_whose_tickets_end_under_way_get_no_first_token(
     make_pair: MakePair, events: list[tuple[str, list[str]]]
 ) -> None:
-    """The decode node is gone, so no first token is sent, and the pages are free at once."""
+    """The decode node is gone, so no first token is sent, and the pages are freed at once."""
     pair = under_way(make_pair)
     watch_sent(pair, events)
     pair.prefill.handoff.close_peer(pair._hellos["decode"].epoch)

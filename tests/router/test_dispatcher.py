@@ -311,7 +311,7 @@ def test_an_empty_node_that_refuses_ends_the_request_unless_there_is_another() -
 
 @pytest.mark.parametrize("moment", ["reserving", "prefilling", "decoding"])
 @pytest.mark.parametrize("victim", ["p0", "d0"])
-def test_a_lost_node_has_the_request_go_on_elsewhere(moment: str, victim: str) -> None:
+def test_if_a_node_is_lost_its_request_continues_elsewhere(moment: str, victim: str) -> None:
     world = World()
     client = world.submit(max_tokens=4)
     asked: Any = world.got("d0", m.Reserve)[-1]
@@ -455,7 +455,7 @@ def test_a_request_waits_for_the_only_node_that_cannot_be_reached() -> None:
     assert len(world.got("d0", m.Reserve)) == 1
 
 
-def test_a_prefill_node_that_cannot_be_reached_is_left() -> None:
+def test_a_request_moves_away_from_an_unreachable_prefill_node() -> None:
     world = World("p0", "p1", "d0")
     world.unreachable = {"p0"}
     world.submit()
@@ -498,7 +498,7 @@ def test_missing_tokens_are_asked_for_and_then_the_request_moves() -> None:
     assert unpack_ids(world.got("d0", m.Reserve)[-1].request.received_ids) == IDS[:4]
 
 
-def test_silence_is_asked_about() -> None:
+def test_after_silence_the_node_that_owes_a_token_is_asked() -> None:
     world = World()
     world.submit()
     asked = world.grant()
@@ -542,7 +542,7 @@ def test_a_drain_moves_its_requests_when_its_time_is_over_and_another_node_serve
     world.running()
     world.do(world.dispatcher.drain("d0", 1.0, world.now))
     world.wait(3.0)
-    assert not world.got("d0", m.Cancel), "nobody else could take it"
+    assert not world.got("d0", m.Cancel), "no other node could take it"
     world.join("d1")
     world.wait(2 * SLOW_TICK_S)
     assert {each.attempt for each in world.got("d0", m.Cancel)} == {0} and world.got("d1", m.Reserve)[0].attempt == 1

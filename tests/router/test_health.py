@@ -1,4 +1,5 @@
-"""Which pairs get canaries, and how their answers affect requests and the effects of the dispatcher.
+"""PairHealth sends canaries to pairs of nodes and judges their answers; requests and the dispatcher follow its
+verdicts.
 
 Most tests drive PairHealth alone, with a clock that the test turns. Those at the end run a router with fake nodes.
 tests/integration/test_canaries.py has real nodes.
@@ -145,7 +146,7 @@ class World:
         self.take(self.health.answered(request, self.now))
 
     def answer_all(self) -> None:
-        """Let every canary that waits for its answer have one; nobody is mute any more."""
+        """Answer every canary that waits for its answer. No node stays mute."""
         self.mute.clear()
         waiting, self.unanswered = self.unanswered, []
         for start in waiting:

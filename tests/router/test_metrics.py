@@ -120,7 +120,7 @@ def test_the_end_of_a_request() -> None:
     request.num_cached = 16
     metrics.dispatched(request, 10.5)
     metrics.done(request, 13.0)
-    metrics.done(make_request(GROUP, prompt_len=2, now=12.0), 13.0)  # nobody told how much of it was cached
+    metrics.done(make_request(GROUP, prompt_len=2, now=12.0), 13.0)  # no node told how much of it was cached
     metrics.count_request("fake", "refused")
     for status in (200, 404, 200):
         metrics.count_http(status)

@@ -41,7 +41,7 @@ class Site:
     def __init__(self, page_size: int, lookahead: int, prefills: list[Pool], decodes: list[Pool]) -> None:
         self.page_size, self.lookahead = page_size, lookahead
         self.dispatcher = Dispatcher(RouterConfig(), "e", METRICS)
-        self.dispatcher.health.is_usable = lambda *_: True  # type: ignore[method-assign] - nobody answers canaries here
+        self.dispatcher.health.is_usable = lambda *_: True  # type: ignore[method-assign] - no node answers canaries here
         self.pools: dict[bytes, Pool] = {}
         self.errors: list[BatonError] = []
         self.dispatched: list[tuple[str, int]] = []  # (rid, choice)

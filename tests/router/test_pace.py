@@ -105,7 +105,7 @@ def test_refused_clients_are_told_different_times() -> None:
         now += 0.5
         pace.granted(now)
     later = pace.retry_after_s(now, 1)
-    assert later == pytest.approx(0.5), "promises that have passed bind nobody"
+    assert later == pytest.approx(0.5), "promises that have passed do not count"
 
 
 def test_a_faster_pace_brings_new_promises_nearer() -> None:
@@ -284,7 +284,7 @@ def test_a_burst_and_the_next_ones_take_little_longer_than_the_work(
         assert took_s < limit * ideal_s, f"burst {number}: {took_s:.1f} s for {ideal_s} s of work"
         assert server.num_refused < (3.0 if number == 0 else 1.8) * 40
         server.now += 1.0
-    assert server.longest_told < 1.25 * ideal_s, "nobody is told to wait for longer than all the work takes"
+    assert server.longest_told < 1.25 * ideal_s, "a client was told to wait for longer than all the work takes"
 
 
 def test_very_short_work_ends_soon_once_the_pace_is_known(official: OpenAI) -> None:
@@ -373,5 +373,5 @@ def test_most_clients_that_come_back_when_told_are_served(make_system: Callable[
     with ThreadPoolExecutor(20) as pool:
         tries = list(pool.map(client, range(20)))
     again = [each for each in tries if each > 1]
-    assert again, "nobody was refused"
+    assert again, "no client was refused"
     assert sum(each == 2 for each in again) >= 0.7 * len(again), tries

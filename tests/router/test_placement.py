@@ -99,5 +99,5 @@ def test_a_prompt_about_as_large_as_the_pool_is_served_or_refused_at_once(
         time.sleep(0.1)
         assert system.complete()[0] == 200
         status, body, _ = large.result()
-    assert time.monotonic() - begun < 5, "somebody waited for room that no node has"
+    assert time.monotonic() - begun < 5, "a request waited for room that no node has"
     assert (status, body.get("error", {}).get("param")) == ((200, None) if len_left == 2 else (400, "prompt")), body

@@ -37,7 +37,7 @@ from baton.router.queue import (
 from .conftest import System
 from .test_runner import own, wait_until
 
-# --- whose turn it is: first come first served within a priority, and nobody starved ---------------------------------
+# --- the order: first come first served within a priority, and no request starves ------------------------------------
 
 ARRIVALS = st.lists(
     st.tuples(st.integers(0, 500_000).map(lambda ms: ms / 1000), st.integers(-100, 100), st.booleans()), max_size=30
@@ -104,7 +104,7 @@ def test_the_place_in_the_queue_follows_from_the_turn() -> None:
     assert queue.fresh_after(turn_of(5.0, -1)) == [entries[2], entries[0]]
 
 
-# --- who may wait, who gives up a place, and who is too late ---------------------------------------------------------
+# --- bounds: which requests may wait, give up their place, or come too late ------------------------------------------
 
 
 class _Group:  # hashed by its identity, as groups are
@@ -175,7 +175,7 @@ def asked(num_requests: int = 1, num_tokens: int = 10, priority: int = 0, timeou
     return Asked(num_requests, num_tokens, 100, priority, timeout_s)
 
 
-def test_requests_and_tokens_are_bounded_apart() -> None:
+def test_requests_and_tokens_have_separate_bounds() -> None:
     door = Door()
     for _ in range(3):
         door.wait()
@@ -193,11 +193,11 @@ def test_a_request_larger_than_the_queue_is_a_client_error(num_requests: int, nu
     Door().check_room(asked(4, 100))
 
 
-def test_those_behind_give_up_no_more_places_than_are_needed() -> None:
+def test_later_requests_give_up_only_as_many_places_as_needed() -> None:
     door = Door()
     first, *others = (door.wait(num_tokens=20, priority=1) for _ in range(4))
     door.check_room(asked(num_tokens=20, priority=0))
-    assert door.refused == [], "asking costs nobody a place"
+    assert door.refused == [], "asking must not cost a place"
     door.make_room(asked(num_tokens=20, priority=0))
     assert door.refused == [others[-1]], "the last one, and no other"
     door.make_room(asked(num_tokens=60, priority=0))
@@ -253,7 +253,7 @@ def test_late_requests_are_refused_before_they_get_nodes() -> None:
     }
 
 
-def test_canaries_and_those_that_never_ran_say_nothing_of_the_pace() -> None:
+def test_canaries_and_requests_that_never_ran_do_not_change_the_pace() -> None:
     door = Door()
     now = time.monotonic()
     for request in (door.wait(), door.wait(dispatched_at=now - 100.0, is_canary=True)):
@@ -270,7 +270,7 @@ def test_a_forgotten_group_starts_anew() -> None:
     assert door.queues.pace(GROUP).service_s(100) == 0.0
 
 
-# --- who waits for a node that is not there, for how long, and what the error says -----------------------------------
+# --- missing nodes: how long requests wait for one, and the error at the end -----------------------------------------
 
 
 def node(num_pages: int = 100) -> Any:
@@ -368,7 +368,7 @@ def test_one_token_needs_no_decode_node() -> None:
 
 
 @pytest.mark.parametrize(("role", "num_pages"), [("prefill", 10), ("decode", 11)])
-def test_a_pool_that_was_large_enough_is_waited_for(role: str, num_pages: int) -> None:
+def test_a_request_waits_for_room_only_in_pools_that_are_large_enough(role: str, num_pages: int) -> None:
     """The prompt takes 10 pages of a prefill node and, with room to generate, 11 of a decode node."""
     group = Group(decode=2, prefill=2)
     for each in group.by_role[role]:
@@ -379,7 +379,7 @@ def test_a_pool_that_was_large_enough_is_waited_for(role: str, num_pages: int) -
     assert "none has room for the 11 pages" in str(Waiting(group).after(30.0)[0])
 
 
-def test_large_pools_that_make_no_pair_are_none() -> None:
+def test_large_pools_that_form_no_pair_do_not_count() -> None:
     """A large prefill node works only with a small decode node, and the other way round."""
     group: Any = Group(decode=2, prefill=2)
     large_prefill, small_prefill = group.by_role["prefill"]
@@ -389,7 +389,7 @@ def test_large_pools_that_make_no_pair_are_none() -> None:
     assert Waiting(group).after(30.0)
 
 
-def test_pairs_that_do_not_work_are_waited_for_and_their_words_kept_inside() -> None:
+def test_requests_wait_for_unusable_pairs_and_the_error_hides_the_details() -> None:
     waiting = Waiting(Group(), is_usable=False)
     assert waiting.after(10.0) == []
     error = waiting.after(0.5)[0]
@@ -408,7 +408,7 @@ def test_new_requests_may_wait_if_the_group_served_lately() -> None:
     waiting.queues.withdraw(waiting.entry.request)
     waiting.queues.forget(group)
     assert not may_wait(group, waiting.now)
-    assert not may_wait(Group(decode=0), 0.0)  # never served anybody
+    assert not may_wait(Group(decode=0), 0.0)  # never served a request
 
 
 def test_an_unusable_pair_does_not_count_as_serving() -> None:
@@ -517,7 +517,7 @@ def order(system: System) -> list[str]:
     return list(dict.fromkeys(message.rid for message in own(system.cluster.by_name("p0"), m.Prefill)))
 
 
-def test_lower_numbers_go_first_and_equal_ones_in_order(make_system: Callable[..., System]) -> None:
+def test_lower_priority_numbers_go_first_and_equal_ones_in_order(make_system: Callable[..., System]) -> None:
     system = busy(make_system)
     with clients(system, 8) as pool:
         futures = [pool.submit(system.complete)]
@@ -539,7 +539,7 @@ def test_a_full_queue_makes_room_for_a_higher_priority(make_system: Callable[...
         wait_until(lambda: waiting(system) == 1)
         last = pool.submit(system.complete, stream=True)
         wait_until(lambda: waiting(system) == 2)
-        assert system.complete()[0] == 429, "an equal one is in nobody's way"
+        assert system.complete()[0] == 429, "a request of equal priority must not displace another"
         assert system.complete(priority=1)[0] == 429
         served.append(pool.submit(system.complete, priority=-1))
         status, body, headers = last.result(5)

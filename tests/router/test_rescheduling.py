@@ -346,7 +346,7 @@ def test_requests_wait_for_the_probe_of_the_only_pair(make_system: Make) -> None
     assert text_of(system, stream=False) == system.text
 
 
-def test_clients_that_leave_say_nothing_of_a_pair(make_system: Make) -> None:
+def test_failures_caused_by_clients_that_leave_do_not_count_against_a_pair(make_system: Make) -> None:
     """Nodes report a transfer that failed because its client left, before or after they hear of the cancel."""
     system = make_system().up()
     system.behaviour.hold = threading.Event()
@@ -514,7 +514,7 @@ def test_a_failure_moves_its_choice_and_leaves_the_others(moving: Moving) -> Non
     assert moving.request.has_failed_on(moving.p0, moving.d0)
 
 
-def test_all_choices_go_on_in_their_order_before_others_and_nothing_is_left(moving: Moving) -> None:
+def test_moved_choices_are_queued_in_order_before_other_requests(moving: Moving) -> None:
     moving.fail({0, 1, 5}, "tokens were lost")
     assert moving.queued == [(0,), (1,), (77,)]
     assert sorted(moving.cancels) == [("d0", 0, (0, 1)), ("p0", 0, (0, 1))]
@@ -532,7 +532,7 @@ def test_failures_of_ended_attempts_move_nothing(moving: Moving) -> None:
     assert moving.queued == [(77,)] and moving.cancels == [] and not moving.errors
 
 
-def test_failures_in_a_row_end_it_and_progress_starts_the_count_anew(moving: Moving) -> None:
+def test_failures_in_a_row_end_a_request_and_progress_resets_the_count(moving: Moving) -> None:
     for number in range(8):
         attempt = moving.begin(moving.d0) if number else moving.attempt
         moving.receive(2)  # more than the first token
@@ -556,7 +556,7 @@ def test_a_canary_is_never_moved() -> None:
         assert len(moving.errors) == 1 and moving.queued == []
 
 
-def test_a_decode_node_that_dies_counts_for_nothing_until_many_did(moving: Moving) -> None:
+def test_deaths_of_decode_nodes_end_a_request_only_after_max_losses(moving: Moving) -> None:
     for number in range(MAX_LOSSES):
         node = make_node(f"dead-{number}", moving.group)
         moving.attempt = moving.begin(node)
@@ -644,7 +644,7 @@ def test_a_prefill_node_that_has_done_its_part_hands_on_nothing(moving: Moving) 
     assert moving.queued == [(77,)]
 
 
-def test_a_node_that_cannot_be_reached_is_left(moving: Moving) -> None:
+def test_a_request_leaves_a_node_that_cannot_be_reached(moving: Moving) -> None:
     moving.end(moving.moves.unreachable(moving.request, moving.attempt, moving.d0, 2.0))
     assert moving.queued == [(0,), (1,), (77,)] and moving.cancels == [("p0", 0, (0, 1))]
     assert moving.request.sequences[0].num_losses == 1 and moving.request.sequences[0].failures == []

@@ -182,7 +182,7 @@ def test_the_node_beyond_the_gap_is_asked_for_the_first_missing_token() -> None:
         node: Node = getattr(site, sender)
         site.take(0, IDS[:1], node=site.prefill)
         site.take(2, IDS[2:3], node=node)
-        site.take(4, IDS[4:5])  # another gap behind it does not change whom to ask
+        site.take(4, IDS[4:5])  # another gap behind it does not change which node is asked
         site.streams.check_gaps(GAP_S + 0.01)
         assert site.asked == [(node.node_id, site.unit(), 1)]
 

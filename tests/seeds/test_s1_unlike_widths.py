@@ -151,7 +151,7 @@ def test_the_dtype_of_the_wrong_side_is_caught(monkeypatch: pytest.MonkeyPatch) 
 
 
 def check_idle(rounds: Rounds) -> None:
-    """Idle inputs come before and after live ones: zero rows give no result and change nothing."""
+    """Run idle inputs before and after live ones: zero rows give no result and change nothing."""
     engine, drafter = rounds.engine, rounds.drafter
     assert drafter is not None
     layout = engine.speculation.hidden
@@ -229,8 +229,8 @@ class Gate:
 
 
 def check_filter_and_join(pair: NodePair) -> None:
-    """Three sequences finish in the round in which two others join. These draft as if each were alone, and so does one
-    that comes after the node was idle."""
+    """Let three sequences finish in the round in which two others join. The two draft as if each were alone, and so
+    does one that comes after the node was idle."""
     rounds = record_rounds(pair)
     joins = PROMPTS[1:]
     for i, prompt in enumerate(PROMPTS):

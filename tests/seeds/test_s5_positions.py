@@ -124,7 +124,7 @@ def test_frozen_forwards_see_only_the_targets_rows(make_solo: MakeSolo) -> None:
     assert [each.seq_lens for each in log] == [(7,)] * 4
 
 
-# --- what rounds leave behind ---
+# --- the KV after rounds --------
 
 
 def check_kv(name: str, solo: Solo, monkeypatch: pytest.MonkeyPatch) -> list[int]:

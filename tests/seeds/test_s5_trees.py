@@ -73,8 +73,8 @@ def coach_trees(
     is_told: Callable[[int, int], bool],
     column: Callable[[int, int], int],
 ) -> None:
-    """Make the child in `column(seed, position)` of every node the right token, and the likeliest, if
-    `is_told(seed, position)`. Otherwise no child is right."""
+    """Make the child in `column(seed, position)` of every node the right and likeliest token if `is_told(seed,
+    position)`. Otherwise no child is right."""
     coach(monkeypatch, truths, lambda *_: False)  # so that greedy rows know their positions too
     original = trees.top_of
 

@@ -171,7 +171,7 @@ def listed(quick: None, tmp_path: Path) -> Listed:
 
 
 class Router:
-    """A hub that keeps what it gets."""
+    """A hub that records its messages."""
 
     def __init__(self, keys: KeyPair, address: str = "tcp://127.0.0.1:*") -> None:
         self.messages: list[tuple[bytes, ToRouter]] = []
@@ -220,7 +220,7 @@ async def test_a_node_that_is_taken_out_is_lost_and_not_heard(
     listed.write("router", "p0", "d1")
     await until(lambda: router.lost)
     assert router.lost == [b"d0:1"]
-    links["d0"].send(DONE)  # its connection stands
+    links["d0"].send(DONE)  # its connection is still open
     await until(lambda: router.hub.dropped_frames)
     assert len(router.messages) == 2
     assert "shut out d0" in caplog.text and "dropped a frame" not in caplog.text  # told once, not with every heartbeat
@@ -276,7 +276,7 @@ async def test_nodes_find_a_router_that_has_another_key_now(router: Router, list
         await until(lambda: {type(message) for _, message in router.messages} == {Cancelled, Heartbeat})
         listed.pairs["router"] = KeyPair.generate()
         listed.write("router", "p0", "d0", "d1")
-        await until(lambda: link.receive() == [] and router.lost)  # nobody trusts the old key any more
+        await until(lambda: link.receive() == [] and router.lost)  # neither node trusts the old key any more
         router.hub.close()
         other = await bind_again(router.hub.address, listed.of("router"))
         try:
@@ -464,7 +464,7 @@ def test_the_first_handoff_of_a_prefill_node_with_a_new_key(
     pair.spin(Claimed)
     listed.pairs["p0"] = KeyPair.generate()
     listed.write("router", "p0", "d0", "d1")
-    pair.spin(TransferFailed)  # nobody trusts the old key any more
+    pair.spin(TransferFailed)  # neither node trusts the old key any more
     let_nobody_look(pair, monkeypatch)
     pairs.append(Pair(listed.of("p0"), listed.of("d1"), epoch="another" * 2))
     pairs[1].nodes = [pairs[1].server, pair.client]

@@ -24,7 +24,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 
 class Net:
-    """A context and the sockets that a test opened in it."""
+    """A context and the sockets that the test opened in it."""
 
     def __init__(self) -> None:
         self.context: Context = zmq.Context()

@@ -337,7 +337,7 @@ async def test_a_killed_process_is_reported_within_100_ms(router: Router, link: 
             child.kill()
             child.wait()
     await asyncio.sleep(0.1)
-    assert router.lost == [b"first:1", b"second:1"]  # and nobody else
+    assert router.lost == [b"first:1", b"second:1"]  # and no other node
 
 
 async def test_a_node_restarts_with_a_new_epoch(router: Router) -> None:

@@ -24,7 +24,7 @@ def context() -> Iterator[Context]:
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
-def test_the_two_ends_meet(context: Context, has_keys: bool) -> None:
+def test_both_ends_of_a_link_connect(context: Context, has_keys: bool) -> None:
     keys = KeyPair.generate() if has_keys else None
     server = bind_data_socket("127.0.0.1", keys, context)
     client = context.socket(zmq.DEALER)

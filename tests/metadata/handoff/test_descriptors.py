@@ -24,7 +24,7 @@ def inbox() -> Iterator[DescriptorInbox]:
 
 
 def num_open(path: str = "") -> int:
-    """Return how many descriptors this process has open, of one file if `path` is given."""
+    """Return how many descriptors this process has open; if `path` is given, only those of that file."""
     links = Path("/proc/self/fd").iterdir()
     return sum(not path or os.path.realpath(link) == path for link in links)
 
@@ -94,7 +94,7 @@ def test_nonsense_leaves_nothing_open(inbox: DescriptorInbox, bytes_sent: bytes,
     assert num_open(os.devnull) == before
 
 
-def test_too_many_descriptors_are_none(inbox: DescriptorInbox) -> None:
+def test_a_message_with_too_many_descriptors_is_dropped(inbox: DescriptorInbox) -> None:
     before, token = num_open(), new_token()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer, Path("/dev/null").open("rb") as file:
         peer.connect("\0" + inbox.address)

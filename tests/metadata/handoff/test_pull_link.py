@@ -131,7 +131,7 @@ def test_a_transport_that_cannot_be_opened_is_left_out_of_the_next_hello(line: L
     assert "not among ours" in (line.link.lost or "")
 
 
-def test_a_link_whose_last_transport_fails_is_lost(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_is_lost_when_its_last_transport_fails(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise TransferError("no room")
 

@@ -173,7 +173,7 @@ def test_all_that_differs_is_named():
     ]
 
 
-def test_a_schema_in_words():
+def test_a_schema_is_described_in_words():
     schema = make_schema(TARGET, DRAFT, 16, "standalone")
     assert describe(schema) == (
         "algorithm standalone, page_size 16, target 8 layers x 4 kv heads x 32 float32,"

@@ -99,7 +99,7 @@ def test_a_decode_node_that_was_away_never_uses_pages_of_another_life(race: Race
     assert len(race.ended) == 1 and race.server.tickets() == []
     race.reuse()
     race.both()
-    assert not named(race.events, Arrived), "pages of somebody else were used"
+    assert not named(race.events, Arrived), "pages of another request were used"
     assert len(named(race.events, (TransferFailed, Revoked))) == 1 and race.client.tickets() == []
     assert len(race.ended) == 1
 

@@ -237,7 +237,7 @@ def test_a_lease_that_ended_while_the_node_was_away_gets_one_more_look(book, clo
     assert watch(book, clock, 0.9) == ([], [])
     clock.now += away_s
     assert book.expire() == ([], [])
-    assert watch(book, clock, 0.3) == ([], [UnitClaim(U, LINK)])  # nobody renewed it this time
+    assert watch(book, clock, 0.3) == ([], [UnitClaim(U, LINK)])  # it was not renewed this time
 
 
 def test_a_node_that_is_always_away_ends_leases_all_the_same(book, clock):

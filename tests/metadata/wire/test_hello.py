@@ -65,7 +65,7 @@ def test_a_newer_node_without_a_common_protocol_is_told_both_ranges(sample: Any,
     assert got.value.peer == b"p7:e"
 
 
-def test_values_that_are_not_known_are_named(sample: Any) -> None:
+def test_unknown_values_are_refused_by_name(sample: Any) -> None:
     hello = plain(sample(Hello, **NEWER))
     hello["layout"]["target"]["dtype"] = "float4"
     with pytest.raises(HelloRefused, match=r"cannot be read .*float4.*layout.target.dtype"):
@@ -89,7 +89,7 @@ def test_unknown_fields_of_a_node_that_is_not_newer_are_an_error(sample: Any) ->
     "frame",
     [
         framed({"type": "cancelled", "rid": "r", "attempt": 0, "from_the_future": 1}),
-        framed({"type": "hello"} | APART),  # of nobody
+        framed({"type": "hello"} | APART),  # names no node
         framed({"type": "hello", "node_id": "n", "epoch": "e" * 65} | APART),
         framed({"type": "hello", "node_id": "n", "epoch": "e", "protocol_min": -1, "protocol_max": 99}),
         framed([1]),
@@ -97,7 +97,7 @@ def test_unknown_fields_of_a_node_that_is_not_newer_are_an_error(sample: Any) ->
         b"",
     ],
 )
-def test_nothing_else_is_read_leniently(frame: bytes) -> None:
+def test_only_a_newer_hello_is_read_leniently(frame: bytes) -> None:
     with pytest.raises(ProtocolError) as got:
         decode_to_router(frame)
     assert not isinstance(got.value, HelloRefused)

@@ -53,5 +53,5 @@ def test_prompts_that_a_model_cannot_run_are_refused_with_the_value(
         request(prompt, received).token_ids(6, 3)
 
 
-def test_a_unit_in_words() -> None:
+def test_a_unit_is_printed_with_choice_and_attempt() -> None:
     assert str(Unit("cmpl-1", 2, 3)) == "cmpl-1/2.3"

@@ -1,4 +1,4 @@
-"""The application as a whole: paths and methods, errors, and headers that every answer has."""
+"""The application as a whole: paths and methods, errors, and headers of every answer."""
 
 from __future__ import annotations
 

@@ -216,7 +216,9 @@ def preflight(router: RunningRouter, method: str, path: str, origin: str, *heade
 
 
 @pytest.mark.parametrize("settings", [{}, {"api_key": "sesame"}])
-def test_a_preflight_of_an_allowed_page(make_router: Callable[..., RunningRouter], settings: dict[str, Any]) -> None:
+def test_a_preflight_of_an_allowed_page_is_answered(
+    make_router: Callable[..., RunningRouter], settings: dict[str, Any]
+) -> None:
     """A preflight carries no key, and every route answers it."""
     router = make_router(allow_origin=(GOOD,), **settings)
     for route, path in PATHS:
@@ -286,7 +288,7 @@ def test_all_origins_may_be_allowed(make_router: Callable[..., RunningRouter]) -
     assert send(router, "GET", "/v1/models", *FOREIGN[-1]).status == 200
 
 
-def test_options_of_other_programs(system: System) -> None:
+def test_options_requests_list_the_allowed_methods(system: System) -> None:
     answer = send(system.router, "OPTIONS", "/v1/completions")
     assert (answer.status, answer.headers["allow"], answer.body) == (204, "OPTIONS, POST", b"")
     assert send(system.router, "OPTIONS", "/v1/models").headers["allow"] == "GET, HEAD, OPTIONS"
@@ -352,10 +354,10 @@ def test_forms_are_not_served(system: System, header: str) -> None:
         assert answer.status == 415, path
 
 
-# --- nobody else notices -----------------------------------------------------------------------------------------
+# --- other clients are served as before --------------------------------------------------------------------------
 
 
-def test_official_client_and_probes_beside_closed_doors(make_system: Callable[..., System]) -> None:
+def test_the_official_client_and_probes_are_served(make_system: Callable[..., System]) -> None:
     system = make_system(router={"host": "0.0.0.0", "api_key": "sesame"})
     system.cluster.add("prefill", "p0")
     system.cluster.add("decode", "d0")
@@ -372,7 +374,7 @@ def test_official_client_and_probes_beside_closed_doors(make_system: Callable[..
         assert send(system.router, "GET", "/ready", key, host=host).status == 200
 
 
-def test_no_answer_names_versions(system: System) -> None:
+def test_answers_do_not_name_software_versions(system: System) -> None:
     streamed = COMPLETION[:-1] + b', "stream": true}'
     answers = [
         send(system.router, "GET", "/health"),
@@ -399,7 +401,7 @@ def test_no_answer_names_versions(system: System) -> None:
         ("Host: \udcff", 403),
     ],
 )
-def test_a_header_that_is_no_text_gets_the_refusal_that_it_earns(system: System, header: str, status: int) -> None:
+def test_a_header_that_is_not_text_gets_the_usual_refusal(system: System, header: str, status: int) -> None:
     """The refusal names the value, whose bytes are not UTF-8. This once gave a 500 and a traceback in the log."""
     host = None if header.startswith("Host") else "own"
     answer = send(system.router, "POST", "/v1/completions", header, body=COMPLETION, host=host)

@@ -49,7 +49,7 @@ def test_plain_and_gzip_bodies_are_served(system: System, encoding: str | None, 
     assert json.loads(answer.body)["choices"][0]["text"] == system.text
 
 
-def test_libraries_that_are_installed_change_nothing(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_libraries_do_not_change_the_encodings(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HAS_BROTLI", "HAS_ZSTD"):
         monkeypatch.setattr(http_parser, name, not getattr(http_parser, name))
     test_other_encodings_are_all_refused_in_the_same_way(system)
@@ -133,12 +133,12 @@ def test_a_bomb_is_not_inflated(small: System, is_chunked: bool, monkeypatch: py
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
-def test_a_compressed_body_that_is_too_large_itself(small: System, is_chunked: bool) -> None:
+def test_a_compressed_body_above_the_limit_is_refused(small: System, is_chunked: bool) -> None:
     noise = random.Random(0).randbytes(2 * LIMIT)
     assert post(small, "gzip", gzip.compress(noise), is_chunked=is_chunked).status == 413
 
 
-def test_the_body_of_an_operators_request(system: System) -> None:
+def test_bodies_of_operators_may_be_compressed(system: System) -> None:
     body = gzip.compress(b'{"timeout_s": 0}')
     headers = ("Content-Encoding: gzip", "Content-Type: application/json")
     assert send(system.router, "POST", "/admin/nodes/d0/drain", *headers, body=body).status == 200

@@ -92,7 +92,7 @@ def under_way(system: System) -> int:
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.6])
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_after_the_last_byte(make_system: Callable[..., System], stream: bool, wait_s: float) -> None:
+def test_a_half_closed_client_gets_its_answer(make_system: Callable[..., System], stream: bool, wait_s: float) -> None:
     system = held(make_system)
     with connect(system.router) as client:
         client.sendall(completion(stream=stream))
@@ -149,7 +149,9 @@ def test_a_client_that_half_closes_in_mid_answer_gets_the_rest(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_of_a_request_that_was_queued(make_system: Callable[..., System], stream: bool) -> None:
+def test_a_half_closed_client_of_a_queued_request_gets_its_answer(
+    make_system: Callable[..., System], stream: bool
+) -> None:
     system = held(make_system, max_running=1)
     with connect(system.router) as first, connect(system.router) as client:
         first.sendall(completion(priority=-1))

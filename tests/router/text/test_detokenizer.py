@@ -27,7 +27,7 @@ def test_byte_level_tokenizers_are_recognized() -> None:
 
 @given(ids=st.lists(st.integers(0, 419), max_size=60), skip_special=st.booleans())
 @settings(max_examples=400, deadline=None)
-def test_byte_level_any_ids(ids: list[int], skip_special: bool) -> None:
+def test_the_deltas_of_any_ids_join_to_the_whole(ids: list[int], skip_special: bool) -> None:
     """This also holds for bytes that are not UTF-8, and for ids beyond the vocabulary."""
     parts = deltas(BYTE_LEVEL, ids, [], skip_special=skip_special)
     assert "".join(parts) == BYTE_LEVEL.decode(ids, skip_special_tokens=skip_special)
@@ -54,7 +54,7 @@ def test_no_delta_splits_a_character() -> None:
     assert [part for part in parts if part] == ["😀", "😀", " ", "✓"]
 
 
-def test_incomplete_character_at_the_end() -> None:
+def test_an_incomplete_character_at_the_end_is_shown_as_a_replacement() -> None:
     ids = BYTE_LEVEL.inner.encode("a😀").ids[:-1]
     assert "".join(deltas(BYTE_LEVEL, ids, [])) == "a\ufffd"
     ids = FALLBACK.inner.encode("a😀").ids[:-1]

@@ -64,6 +64,6 @@ def test_an_error_in_a_template_is_an_error_of_the_messages(source: str) -> None
     assert caught.value.param == "messages"
 
 
-def test_a_template_that_does_not_compile() -> None:
+def test_a_template_that_does_not_compile_is_refused() -> None:
     with pytest.raises(ProtocolError, match="compile"):
         ChatTemplate("{% for %}", {})
