@@ -127,7 +127,7 @@ def test_every_part_is_a_program_of_ours(script: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("ends", ["", "sys.exit(1)"])
-def test_the_exit_status_tells_of_failures(
+def test_the_exit_status_is_1_if_a_part_failed(
     ends: str, bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [bench.part("one", REPORT, ends), bench.part("two", REPORT)]

@@ -135,7 +135,7 @@ def test_when_ready_a_request_to_try_is_printed_and_a_signal_stops_all(
 
 
 @pytest.mark.parametrize("algorithm", ["eagle", "none"])
-def test_speculation_is_told_while_it_runs(
+def test_figures_of_speculation_are_printed_while_the_cluster_runs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, algorithm: Any
 ) -> None:
     monkeypatch.setattr(monitor, "SPECULATION_EVERY_S", 0.1)
@@ -230,7 +230,7 @@ def test_one_node_in_a_crash_loop_does_not_stop_the_others(tmp_path: Path, monke
     assert len(lines) == running.children["decode-1"].num_starts - 1, "one line for each death"
 
 
-def test_a_drained_node_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_drained_node_is_reported_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     running = Running(tmp_path, {"router": READY_SERVER, "decode-0": SLEEPER})
 
     def script() -> None:

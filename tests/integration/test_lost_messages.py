@@ -83,7 +83,7 @@ def test_a_lost_message_of_a_cancel_leaves_nothing_behind(
     served.run(lambda: not served.call(lambda: served.dispatcher.cancels.num_unacked))
 
 
-def test_prompt_logprobs_come_though_the_message_with_them_was_lost(process: FaultyProcess, served: Served) -> None:
+def test_prompt_logprobs_arrive_though_their_message_was_lost(process: FaultyProcess, served: Served) -> None:
     spoil(process, "drop", "out", "prefill_done")
     stream = served.ask(**BODY | {"n": 1, "echo": True, "logprobs": 1})
     served.finish(stream, timeout_s=LOST_S)

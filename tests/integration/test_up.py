@@ -211,7 +211,7 @@ def test_one_node_in_a_crash_loop_does_not_stop_the_others(tmp_path: Path, model
         assert running.process.wait(20) == 0, running.said
 
 
-def test_a_drained_node_is_told_of_on_the_terminal(tmp_path: Path, model_dir: Path) -> None:
+def test_a_drained_node_is_reported_on_the_terminal(tmp_path: Path, model_dir: Path) -> None:
     with up(tmp_path, model_dir) as running:
         assert running.request("POST", "/admin/nodes/decode-0/drain")[0] == 200
         way_back = (

@@ -225,7 +225,7 @@ def test_requests_whose_tickets_end_under_way_get_no_first_token(
     assert "tokens" not in {what for what, _ in events}
 
 
-def test_the_router_that_asked_is_gone_under_way(make_pair: MakePair) -> None:
+def test_a_new_router_under_way_ends_the_requests_of_the_old_one(make_pair: MakePair) -> None:
     pair = under_way(make_pair)
     for name in ("prefill", "decode"):
         pair.send(name, Welcome(router_epoch="another", protocol=PROTOCOL_MAX, need_tokenizer=False))

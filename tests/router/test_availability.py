@@ -127,7 +127,7 @@ def test_a_node_that_leaves_cannot_be_put_back(make_system: Make) -> None:
     assert (status, body["error"]["code"]) == (409, "http_error") and "leaving" in body["error"]["message"]
 
 
-def test_clients_that_may_not_operate_are_told_no_names(make_system: Make) -> None:
+def test_clients_without_the_admin_key_see_no_node_names(make_system: Make) -> None:
     system = make_system(router={"node_wait_s": 0.2, "admin_key": "boss"})
     system.cluster.add("prefill", "p0")
     system.cluster.add("decode", "d0")
@@ -148,7 +148,7 @@ def test_a_stream_that_waits_for_a_node_gets_the_same_error(make_system: Make) -
     assert status == 503 and "d0 is draining" in body["error"]["message"]
 
 
-def test_operators_are_told_of_a_drained_node_while_another_one_serves(make_system: Make) -> None:
+def test_operators_see_a_drained_node_while_another_one_serves(make_system: Make) -> None:
     system = make_system().up(1, 2)
     assert ready(system) == (200, {"status": "ready"})
     system.router.request("POST", "/admin/nodes/d0/drain")

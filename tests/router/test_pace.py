@@ -88,7 +88,7 @@ def test_the_service_time_is_learned_by_request_length() -> None:
     assert pace.service_s(10) == pytest.approx(1.0), "a short one takes less"
 
 
-def test_requests_that_take_unlike_times_are_given_more_than_the_mean() -> None:
+def test_requests_of_varying_times_are_expected_to_take_more_than_the_mean() -> None:
     pace = Pace()
     for _ in range(200):
         pace.served(3.0, 10)
@@ -118,7 +118,7 @@ def test_a_faster_pace_brings_new_promises_nearer() -> None:
     assert pace.retry_after_s(now, 1) < 20 * 0.06
 
 
-def test_promises_are_void_as_nodes_have_room_again_and_again() -> None:
+def test_promises_fade_each_time_nodes_have_room_again() -> None:
     pace, now = full(1.0)
     for _ in range(30):
         pace.retry_after_s(now, 1)

@@ -263,7 +263,7 @@ def test_canaries_and_requests_that_never_ran_do_not_change_the_pace() -> None:
     assert door.pace.service_s(100) == pytest.approx(2.0)
 
 
-def test_a_forgotten_group_starts_anew() -> None:
+def test_a_forgotten_group_starts_with_an_empty_pace() -> None:
     door = Door()
     door.full()
     door.queues.forget(GROUP)
@@ -346,7 +346,7 @@ def test_requests_without_a_node_end_after_node_wait_s_and_name_the_missing_role
     assert isinstance(error, Unavailable) and words in str(error) and "10 s" in str(error)
 
 
-def test_a_node_that_comes_in_time_starts_the_count_anew() -> None:
+def test_a_node_that_joins_in_time_resets_the_wait() -> None:
     waiting = Waiting(Group(decode=0))
     assert waiting.after(9.0) == []
     waiting.group.by_role["decode"].append(node())

@@ -185,7 +185,7 @@ def test_a_node_that_reports_itself_stuck_is_lost(clocked: ClockedRegistry) -> N
     assert not clocked.registry.nodes and not node.group.nodes
 
 
-def test_a_node_that_was_told_to_stop_takes_nothing_new_and_then_is_gone(clocked: ClockedRegistry) -> None:
+def test_a_node_that_was_told_to_stop_gets_no_new_work_and_then_leaves(clocked: ClockedRegistry) -> None:
     node = clocked.join()
     clocked.registry.leaving(node, m.Leaving(done=False, reason="SIGTERM"), clocked.now)
     assert node.is_draining and not clocked.lost
@@ -296,7 +296,7 @@ def test_ready_names_a_node_without_a_partner(make_system: Make) -> None:
     assert "'other'" in body["error"]["message"]
 
 
-def test_two_models_are_served_side_by_side(make_system: Make) -> None:
+def test_two_models_are_served_at_the_same_time(make_system: Make) -> None:
     system = make_system().up()
     card = msgspec.structs.replace(system.cluster.card(), name="other")
     system.cluster.add("prefill", "p1", model=card, target_fingerprint="o" * 16)

@@ -67,7 +67,7 @@ def test_names_keys_and_remarks(tmp_path: Path) -> None:
         (b"#" * (1 << 20) + b"##", "longer than"),
     ],
 )
-def test_a_bad_list_is_told_with_its_line(tmp_path: Path, text: str | bytes, words: str) -> None:
+def test_the_error_for_a_bad_list_names_the_line(tmp_path: Path, text: str | bytes, words: str) -> None:
     path = tmp_path / "list"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=words):
@@ -100,7 +100,7 @@ def test_a_line_is_added_once(tmp_path: Path) -> None:
         add_line(tmp_path / "no" / "folder", ROUTER)
 
 
-def test_it_is_read_again_when_it_has_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changed_list_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     listed = Listed(tmp_path / "list", "router", "d0", "d1")
     read = AllowList(listed.path, lambda: now)

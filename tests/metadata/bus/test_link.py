@@ -95,7 +95,7 @@ def test_bad_frames_are_counted_and_left_out(router: BareRouter, link: Link) -> 
     assert link.dropped_frames == 7
 
 
-def test_it_reconnects_by_itself(router: BareRouter, link: Link) -> None:
+def test_a_link_reconnects_by_itself(router: BareRouter, link: Link) -> None:
     address = router.address
     router.close()
     assert link.send(DONE)  # waits for the next router

@@ -87,7 +87,7 @@ def test_heartbeats_go_on_while_the_main_thread_is_busy(router: HeartbeatRouter,
     assert 1.4 < last.phase_age_s < 2.2
 
 
-def test_heartbeats_come_under_the_nodes_own_id_with_its_figures(
+def test_heartbeats_carry_the_id_and_the_figures_of_their_node(
     router: HeartbeatRouter, thread: HeartbeatThread
 ) -> None:
     thread.start()

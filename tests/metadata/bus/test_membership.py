@@ -41,7 +41,7 @@ class Router:
 
 
 @pytest.mark.parametrize("protocol", [5, PROTOCOL_MAX])
-async def test_everything_is_said_in_the_protocol_that_was_agreed_on(hello: Hello, protocol: int) -> None:
+async def test_messages_are_written_in_the_agreed_protocol(hello: Hello, protocol: int) -> None:
     router = Router(protocol)
     membership = Membership(hello, router.hub.address, lambda: None, None, 1.0)  # type: ignore[arg-type,return-value]
     try:

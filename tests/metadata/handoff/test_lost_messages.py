@@ -134,7 +134,7 @@ def test_a_claim_fails_if_its_pages_do_not_come_though_other_messages_do(nodes: 
 
 
 @pytest.mark.parametrize("kind", [LinkHello, LinkWelcome])
-def test_a_hello_without_an_answer_is_said_again(kind: type) -> None:
+def test_a_hello_without_an_answer_is_repeated(kind: type) -> None:
     nodes = Nodes()
     nodes.change(kind, lose)
     nodes.start("r", 5)

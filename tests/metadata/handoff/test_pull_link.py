@@ -73,7 +73,7 @@ def line() -> Iterator[Line]:
         line.close()
 
 
-def test_hello_is_said_until_the_welcome(line: Line) -> None:
+def test_hello_is_repeated_until_the_welcome(line: Line) -> None:
     assert line.heard() == HELLO and line.link.is_waiting
     line.link.greet_again(100.0 + HELLO_S - 0.01)
     assert line.hears_nothing()
@@ -86,7 +86,7 @@ def test_hello_is_said_until_the_welcome(line: Line) -> None:
     assert line.hears_nothing() and not line.link.is_waiting
 
 
-def test_nothing_but_hello_is_said_before_the_welcome(line: Line) -> None:
+def test_only_hello_is_sent_before_the_welcome(line: Line) -> None:
     line.heard()
     line.link.send(RENEW)
     assert line.hears_nothing()

@@ -106,7 +106,7 @@ def test_pools_are_the_target_and_then_the_draft():
     assert pools(make_schema(TARGET, DRAFT, 16, "standalone")) == (TARGET, DRAFT)
 
 
-def test_a_schema_is_plain_unless_told_otherwise():
+def test_a_schema_has_no_speculation_by_default():
     assert make_schema(TARGET) == make_schema(TARGET, None, 16, "none", None, checksums=True)
     plain = make_schema(TARGET)
     assert (plain.algorithm, plain.page_size, plain.checksum) == ("none", 16, CPU_CHECKSUM)

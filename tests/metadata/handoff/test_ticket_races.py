@@ -132,7 +132,7 @@ def test_a_page_used_again_in_the_middle_of_its_copy_is_found(monkeypatch: pytes
     race.close()
 
 
-def test_time_that_decode_did_not_see_costs_nothing_but_a_retry(race: Race) -> None:
+def test_a_jump_of_the_decode_clock_costs_only_a_retry(race: Race) -> None:
     """The decode node's clock jumps by an hour between two polls. The peer does not count as silent for it."""
     race.decode()
     race.decode(3600.0)
@@ -140,7 +140,7 @@ def test_time_that_decode_did_not_see_costs_nothing_but_a_retry(race: Race) -> N
     assert [type(event) for event in race.events] == [Arrived]
 
 
-def test_time_that_prefill_did_not_see_does_not_end_a_ticket_that_is_renewed(race: Race) -> None:
+def test_a_jump_of_the_prefill_clock_does_not_end_a_renewed_ticket(race: Race) -> None:
     """The prefill node's clock jumps by an hour. The renewal is read a moment later."""
     race.prefill(3600.0)
     assert race.server.tickets() == [unit()]
@@ -196,7 +196,7 @@ def test_an_ack_of_an_earlier_attempt_ends_nothing(race: Race) -> None:
     assert race.server.tickets() == [again]
 
 
-def test_messages_of_an_older_life_end_nothing_in_the_next_one(race: Race) -> None:
+def test_messages_of_an_earlier_epoch_end_no_ticket_of_the_next(race: Race) -> None:
     """A prefill node restarts at its address and opens a unit of the same name. Messages for the old link change
     nothing."""
     link = race.client._links[race.server.epoch].socket

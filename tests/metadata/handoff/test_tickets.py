@@ -80,7 +80,7 @@ def test_a_claimed_ticket_ends_with_its_ack(book):
     assert book.take_events() == [] and book.units == [] and book.get(U) is None
 
 
-def test_the_end_is_told_once(book, clock):
+def test_the_end_of_a_ticket_is_reported_once(book, clock):
     claimed(book)
     assert book.end(U, LINK, "dropped", "cancelled")
     assert not book.end(U, LINK, "acked")
@@ -128,7 +128,7 @@ def test_a_lease_ends_unless_it_is_renewed(book, clock):
     assert book.renew([U], LINK) == [U]
 
 
-def test_an_unclaimed_ticket_ends_and_a_late_claim_is_told(book, clock):
+def test_an_unclaimed_ticket_ends_and_a_late_claim_is_answered(book, clock):
     book.open(U, 4)
     assert watch(book, clock, 1.0) == ([], [])  # no holder to tell
     assert [event.how for event in book.take_events()] == ["lease"]
@@ -279,7 +279,7 @@ def test_only_the_named_claimant_gets_a_ticket(book, clock):
     assert isinstance(ticket, Ticket) and ticket.holder == LINK
 
 
-def test_a_strangers_early_claim_is_not_in_the_way(book):
+def test_an_early_claim_of_another_node_does_not_block_the_right_one(book):
     """A claim by another node before the ticket opens does not get the ticket and does not block the right node."""
     assert book.claim(U, OTHER, 0, "e2") is None
     assert book.claim(U, LINK, 1, "e1") is None
@@ -288,7 +288,7 @@ def test_a_strangers_early_claim_is_not_in_the_way(book):
     assert book.renew([U], OTHER) == [U]
 
 
-def test_the_end_of_an_unclaimed_ticket_is_told_to_its_claimant_alone(book):
+def test_only_its_claimant_hears_the_end_of_an_unclaimed_ticket(book):
     book.open(U, 4, "e1")
     book.revoke(U, True, "stop")
     assert book.claim(U, OTHER, 0, "e2") is None
@@ -315,7 +315,7 @@ def test_a_unit_has_one_ticket(book):
     assert book.units == [U]
 
 
-def test_leases_last_a_second_if_nothing_else_is_said(clock):
+def test_leases_last_a_second_by_default(clock):
     book = TicketBook(clock)
     book.open(U, 4)
     assert book.next_deadline() == clock.now + 1.0
@@ -378,7 +378,7 @@ def test_a_node_is_away_when_it_does_not_ask_for_half_a_lease(book, clock, since
 
 
 @pytest.mark.parametrize("claimant", [None, "e1"])
-def test_a_late_claim_of_an_unclaimed_ticket_is_told_why_for_one_lease(book, clock, claimant):
+def test_a_late_claim_hears_the_reason_for_one_lease(book, clock, claimant):
     reason = "nobody claimed it within 1 s"
     for at, is_told in ((0.9, True), (1.0, False)):
         book.open(U, 4, claimant)
@@ -389,7 +389,7 @@ def test_a_late_claim_of_an_unclaimed_ticket_is_told_why_for_one_lease(book, clo
         book.end(U, LINK, "dropped")
 
 
-def test_the_reason_of_a_revoked_ticket_is_told_for_one_lease(book, clock):
+def test_a_claim_of_a_revoked_ticket_hears_the_reason_for_one_lease(book, clock):
     for at, is_told in ((0.9, True), (1.0, False)):
         book.open(U, 4)
         book.revoke(U, True, "stop")

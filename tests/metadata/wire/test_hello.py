@@ -58,7 +58,9 @@ def unreadable(hello: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("change", [lists_only, unreadable])
-def test_a_newer_node_without_a_common_protocol_is_told_both_ranges(sample: Any, change: Callable[..., Any]) -> None:
+def test_a_newer_node_without_a_common_protocol_is_refused_with_both_ranges(
+    sample: Any, change: Callable[..., Any]
+) -> None:
     hello = sample(Hello, node_id="p7", epoch="e", **APART)
     with pytest.raises(HelloRefused, match=RANGES) as got:
         decode_to_router(framed(change(plain(hello))))

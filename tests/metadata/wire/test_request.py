@@ -28,7 +28,7 @@ def test_malformed_columns_of_ids_are_refused() -> None:
         GenerationRequest(prompt_ids=b"abc", params=SamplingParams(max_tokens=1))
 
 
-def test_choices_have_seeds_of_their_own() -> None:
+def test_each_choice_has_its_own_seed() -> None:
     seeds = [choice_seed(7, choice) for choice in range(64)]
     assert seeds[0] == 7 and len(set(seeds)) == 64 and all(0 <= seed < 2**63 for seed in seeds)
 

@@ -40,7 +40,7 @@ def operations() -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{method.upper()} {path}", operation
 
 
-def test_the_document_is_that_of_the_routes_and_types(system: System) -> None:
+def test_the_document_has_all_routes_and_fields(system: System) -> None:
     status, body, _ = system.router.request("GET", "/openapi.json")
     assert status == 200
     expected = openapi.document(ROUTES, has_api_keys=False, has_admin_key=False)
@@ -93,7 +93,7 @@ def test_every_reference_points_to_something() -> None:
         (True, True, ["api_key", "admin_key"], ["admin_key"]),
     ],
 )
-def test_security_is_that_of_the_router(
+def test_the_document_declares_the_keys_that_the_router_needs(
     has_api_keys: bool, has_admin_key: bool, client: list[str], operator: list[str]
 ) -> None:
     paths = openapi.document(ROUTES, has_api_keys=has_api_keys, has_admin_key=has_admin_key)["paths"]
@@ -151,7 +151,9 @@ MAX_EXAMPLES = int(os.environ.get("BATON_SCHEMATHESIS_EXAMPLES", "16"))  # per o
 
 
 @pytest.mark.skipif(COMMAND is None, reason="schemathesis is not installed: pip install 'baton-serve[test]'")
-def test_the_router_answers_as_its_document_says(make_system: Callable[..., System], tmp_path: Path) -> None:
+def test_schemathesis_finds_no_answer_that_the_document_does_not_declare(
+    make_system: Callable[..., System], tmp_path: Path
+) -> None:
     output = [300, 301, 302, 303, 1] * 128  # longer than the context, for requests that ignore the end of sequence
     system = make_system(router={"api_key": "client", "admin_key": "boss"}, script=lambda prompt, choice: output)
     system.behaviour.step_tokens = 64

@@ -38,7 +38,7 @@ def test_drafts_out_of_range_are_refused_with_their_bound(system: System) -> Non
         assert body["error"]["message"] == "draft_steps: Expected `int` <= 15"
 
 
-def test_the_openapi_document_tells_of_drafts() -> None:
+def test_the_openapi_document_declares_the_draft_fields() -> None:
     schemas = openapi.document(ROUTES)["components"]["schemas"]
     for name in ("CompletionRequest", "ChatRequest"):
         field = schemas[name]["properties"]["draft_steps"]

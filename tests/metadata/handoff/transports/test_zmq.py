@@ -75,7 +75,7 @@ def test_a_bounded_number_of_bounded_messages_is_on_the_way(wire):
     assert not wire.transport.is_waiting
 
 
-def test_tickets_are_asked_for_apart(wire):
+def test_each_ticket_has_its_own_pull(wire):
     wire.transport.fetch([*moves([0], "a"), *moves([1], "b")])
     wire.transport.step(1)
     assert [pull.unit.rid for pull in wire.pulls] == ["a", "b"]
