@@ -22,15 +22,19 @@ _HELP = (
 class ChatConfig:
     """The router to ask, and the parameters of each request."""
 
-    url: str = setting("http://127.0.0.1:8000", "URL of the router", metavar="URL")
-    api_key: str | None = setting(None, "API key of the router (default: $BATON_API_KEY)", metavar="KEY")
-    model: str | None = setting(None, "model to talk to (default: the first that the router lists)", metavar="NAME")
-    system: str | None = setting(None, "system message at the start of the conversation")
-    temperature: float | None = setting(None, "0 is greedy (default: the model's own)")
-    top_p: float | None = setting(None, "sample only from the most likely tokens, up to this total probability")
-    max_tokens: int = setting(512, "most tokens of an answer")
-    seed: int | None = setting(None, "seed of sampling: the same seed gives the same answers")
-    log_level: str = setting("warning", "debug: print a traceback with each error")
+    url: str = setting("http://127.0.0.1:8000", "talk to the router at this URL", metavar="URL")
+    api_key: str | None = setting(None, "send this API key (default: $BATON_API_KEY)", metavar="KEY")
+    model: str | None = setting(None, "talk to this model (default: the first that the router lists)", metavar="NAME")
+    system: str | None = setting(None, "start the conversation with this system message")
+    temperature: float | None = setting(
+        None, "sample at this temperature; 0 always takes the most likely token (default: the model's own)"
+    )
+    top_p: float | None = setting(
+        None, "sample only from the most likely tokens, up to this total probability (default: the model's own)"
+    )
+    max_tokens: int = setting(512, "end an answer after this many tokens")
+    seed: int | None = setting(None, "sample with this seed; the same seed gives the same answers")
+    log_level: str = setting("warning", "print a traceback with each error if this is debug")
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ SUMMARIES = {  # command: one line of help
     "decode": "start a node that generates answers",
     "chat": "talk to a running model in the terminal",
     "explain": "show where a request spent its time",
-    "keys": "make a key file, by which processes on several hosts trust each other",
+    "keys": "make a key file, with which processes on several hosts trust each other",
 }
 
 EPILOG = """\
@@ -69,7 +69,7 @@ _CONFIGS = {  # command (also the name of its TOML table): module and name of it
 }
 _PROCESSES = {"router": "router.main", "prefill": "prefill_node.main", "decode": "decode_node.main"}
 
-_RID_HELP = "the x-request-id header of the answer, or `id` in its body (default: list the recent requests)"
+_RID_HELP = "show this request: the x-request-id header of its answer, or `id` in the body (default: list recent ones)"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -153,13 +153,19 @@ def _settings(command: str) -> dict[str, Setting]:
 
 def _add_command_flags(name: str, parser: argparse.ArgumentParser) -> None:
     if name == "keys":
-        parser.add_argument("file", metavar="FILE", help="the file to write; it must not exist")
-        parser.add_argument("--allow-list", metavar="LIST", help="add the public key to this file; make it if missing")
-        parser.add_argument("--name", help="name in the list: the node id, or router (default: from FILE)")
+        parser.add_argument("file", metavar="FILE", help="write the key pair to this file, which must not exist")
+        parser.add_argument(
+            "--allow-list",
+            metavar="LIST",
+            help="add the public key to this allow-list file; make the file if it is missing",
+        )
+        parser.add_argument(
+            "--name", help="list the key under this name: the node id, or router (default: the name of FILE)"
+        )
         return
     if name == "explain":
         parser.add_argument("rid", nargs="?", metavar="RID", help=_RID_HELP)
-    parser.add_argument("--config", metavar="FILE", help=f"TOML file whose table [{name}] sets these options")
+    parser.add_argument("--config", metavar="FILE", help=f"read these options from table [{name}] of this TOML file")
     parser.add_argument("--print-config", action="store_true", help="print the configuration in effect and exit")
     for setting in _settings(name).values():
         add_flag(parser, setting)

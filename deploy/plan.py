@@ -39,13 +39,13 @@ _ALLOW_LIST = "allow-list"
 class UpConfig:
     """Settings of the launcher alone. `baton up` also takes those of the router and the nodes."""
 
-    prefill: int = setting(1, "how many prefill nodes to start")
-    decode: int = setting(1, "how many decode nodes to start")
+    prefill: int = setting(1, "start this many prefill nodes")
+    decode: int = setting(1, "start this many decode nodes")
     run_dir: str | None = setting(
-        None, "directory for the logs (default: a new one under ~/.cache/baton/runs)", metavar="DIR"
+        None, "write the logs to this directory (default: a new one under ~/.cache/baton/runs)", metavar="DIR"
     )
-    ready_timeout_s: float = setting(600.0, "seconds within which a first request must succeed")
-    stop_timeout_s: float = setting(5.0, "seconds that running requests have to finish after Ctrl-C")
+    ready_timeout_s: float = setting(600.0, "stop with an error if no request has succeeded after this many seconds")
+    stop_timeout_s: float = setting(5.0, "after Ctrl-C, give running requests this many seconds to finish")
 
     def __post_init__(self) -> None:
         at_least(self, "ready_timeout_s", 0)

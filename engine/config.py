@@ -18,38 +18,63 @@ class EngineConfig(NodeConfig):
 
     CUDA_CHUNK_TOKENS: ClassVar[int] = 8192
 
-    model: str | None = setting(None, "Hugging Face checkpoint directory (default: the demo model)", metavar="DIR")
-    model_name: str | None = setting(None, "name that requests call the model by (default: the directory's name)")
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "where the model runs; auto: cuda where there is one")
-    dtype: DtypeChoice = setting("auto", "computation type; auto: float32 on CPU, the checkpoint's own on cuda")
-    page_size: int = setting(16, "tokens a KV page")
-    num_pages: int | None = setting(None, "KV pages of the pool (default: from free memory, at least four contexts)")
-    max_running: int = setting(64, "requests computed at the same time")
+    model: str | None = setting(
+        None, "load the Hugging Face checkpoint in this directory (default: the demo model)", metavar="DIR"
+    )
+    model_name: str | None = setting(None, "serve the model under this name (default: the name of its directory)")
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "run the model on this device; auto takes cuda if there is a CUDA device"
+    )
+    dtype: DtypeChoice = setting(
+        "auto", "compute in this type; auto takes float32 on cpu and the type of the checkpoint on cuda"
+    )
+    page_size: int = setting(
+        16, "hold this many tokens in a KV page; smaller pages waste less memory, larger ones need fewer copies"
+    )
+    num_pages: int | None = setting(
+        None,
+        "keep this many KV pages in memory; more pages hold more or longer requests (default: as many as fit in free "
+        "memory, at least four contexts)",
+    )
+    max_running: int = setting(
+        64, "compute at most this many sequences at once; more raise the throughput and slow each answer down"
+    )
     chunk_tokens: int | None = setting(
         None,
-        "prompt tokens computed in one step (default: 512; on CUDA 8192 for a prefill node, 1024 for a decode node)",
+        "compute at most this many prompt tokens per step; shorter steps delay other sequences less (default: "
+        "512; on cuda 8192 for prefill nodes and 1024 for decode nodes)",
     )
-    context_len: int | None = setting(None, "longest prompt plus output (default: the model's own)")
-    prefix_cache: bool = setting(True, "keep finished requests' pages for prompts that begin alike")
-    threads: int | None = setting(None, "CPU threads of this node's computation (default: half the cores)")
+    context_len: int | None = setting(
+        None, "accept at most this many tokens of prompt and output together (default: the model's context length)"
+    )
+    prefix_cache: bool = setting(
+        True, "keep the KV pages of finished requests, so that prompts with the same beginning start sooner"
+    )
+    threads: int | None = setting(None, "compute with this many CPU threads (default: half of the cores)")
     speculative: Literal["auto", Algorithm] = setting(
         "auto",
-        "how decode nodes draft tokens ahead: none, ngram (from the request's own text), standalone (a small model),"
-        " eagle, eagle3, mtp, frozen-kv-mtp (a head on the target's hidden states); auto: as speculation.json in the"
-        " model's directory says, none where there is no such file",
+        "draft tokens on decode nodes with ngram (from the request's own text), standalone (a small model), or "
+        "eagle, eagle3, mtp or frozen-kv-mtp (heads on the target's hidden states); none drafts nothing; auto "
+        "follows speculation.json in the model's directory, and without that file drafts nothing",
     )
     draft_model: str | None = setting(
-        None, "checkpoint directory of the drafter (default: one that lies in the model's directory)", metavar="DIR"
+        None,
+        "load the drafter from this checkpoint directory (default: the one inside the model's directory)",
+        metavar="DIR",
     )
     draft_steps: int | None = setting(
-        None, "tokens drafted in a round, or depth of a tree (default: as speculation.json says, else 5)"
+        None, "draft this many tokens per round, or a tree of this depth (default: what speculation.json says, else 5)"
     )
-    draft_topk: int = setting(1, "branches a node of a draft tree (eagle, eagle3, mtp, frozen-kv-mtp); 1: a chain")
+    draft_topk: int = setting(
+        1, "draft a tree with this many branches per node (eagle, eagle3, mtp, frozen-kv-mtp); 1 drafts a chain"
+    )
     draft_adaptive: bool = setting(
-        True, "draft no more steps in a round than pay, by live acceptance and measured times; off: always draft_steps"
+        True,
+        "draft fewer steps, or none, whenever measured times and acceptance say that this is faster; without it, "
+        "draft --draft-steps in every round",
     )
     draft_tokens: int | None = setting(
-        None, "draft tokens of a tree that are verified in a round (default: twice the branches times the depth)"
+        None, "verify this many tokens of a draft tree per round (default: two times the branches times the depth)"
     )
 
     def __post_init__(self) -> None:

@@ -28,17 +28,17 @@ class ProcessConfig:
 
     keys: str | None = setting(
         None,
-        "file with this process's CURVE key pair, or one for the whole cluster (see `baton keys`); required on other "
-        "than loopback",
+        "encrypt and authenticate connections with the CURVE key pair in this file (see `baton keys`); needed if "
+        "an address is not loopback",
         metavar="FILE",
     )
     allow_list: str | None = setting(
         None,
-        "file with the names and public keys of all processes that may connect, if each has its own --keys; without "
-        "it, all have the same key",
+        "let only the processes in this file connect; it holds the name and public key of each (default: let all "
+        "connect that have the same --keys)",
         metavar="FILE",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least severe level logged")
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "log events of this severity and above")
     log_json: bool = setting(False, "log one JSON object per line instead of text")
 
 
@@ -46,16 +46,20 @@ class ProcessConfig:
 class NodeConfig(ProcessConfig):
     """Settings of every node: how it meets the router and other nodes."""
 
-    router: str = setting("tcp://127.0.0.1:5700", "the router's address for nodes", metavar="tcp://HOST:PORT")
-    node_id: str | None = setting(None, "name of this node, unique in the cluster (default: role-host-pid)")
-    bind_host: str = setting("127.0.0.1", "address on which a prefill node serves pages; others must reach it")
+    router: str = setting(
+        "tcp://127.0.0.1:5700", "join the router at this address, its --node-address", metavar="tcp://HOST:PORT"
+    )
+    node_id: str | None = setting(None, "give this node a name, unique in the cluster (default: role-host-pid)")
+    bind_host: str = setting(
+        "127.0.0.1", "serve KV pages on this address (prefill nodes only); the hosts of the decode nodes must reach it"
+    )
     transport: Literal["auto", "cuda", "local", "zmq"] = setting(
         "auto",
-        "how pages travel: cuda (between GPUs of one host), local (shared memory, one host), zmq (anywhere), "
-        "auto (the first of them that both nodes can use)",
+        "move KV pages by cuda (between GPUs of one host), local (shared memory of one host) or zmq (between any "
+        "hosts); auto takes the first of these that both nodes can use",
     )
-    checksums: bool = setting(True, "check every page after its transfer")
-    drain_timeout_s: float = setting(30.0, "seconds that SIGTERM leaves running requests to finish")
+    checksums: bool = setting(True, "check every KV page after its transfer; without it, damaged pages go unnoticed")
+    drain_timeout_s: float = setting(30.0, "after SIGTERM, give running requests this many seconds to finish")
 
     def __post_init__(self) -> None:
         at_least(self, "drain_timeout_s", 0)

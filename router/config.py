@@ -14,40 +14,65 @@ from .http.origin import allowed_hosts, allowed_origins
 class RouterConfig(ProcessConfig):
     """Addresses, keys and limits of the router."""
 
-    host: str = setting("127.0.0.1", "address of the HTTP server")
-    port: int = setting(8000, "port of the HTTP server; 0: any free one")
-    node_address: str = setting("tcp://127.0.0.1:5700", "address on which nodes join", metavar="tcp://HOST:PORT")
-    api_key: str | None = setting(None, "key that clients must send as a bearer token (default: $BATON_API_KEY)")
-    api_keys: str | None = setting(None, "file with more such keys, one a line", metavar="FILE")
+    host: str = setting(
+        "127.0.0.1", "serve HTTP on this address; other hosts reach the router only if it is not loopback"
+    )
+    port: int = setting(8000, "serve HTTP on this port; 0 takes any free port")
+    node_address: str = setting(
+        "tcp://127.0.0.1:5700",
+        "accept nodes on this address; give one that the hosts of the nodes can reach",
+        metavar="tcp://HOST:PORT",
+    )
+    api_key: str | None = setting(
+        None, "refuse clients that do not send this key as a bearer token (default: $BATON_API_KEY)"
+    )
+    api_keys: str | None = setting(None, "accept the API keys in this file too, one per line", metavar="FILE")
     admin_key: str | None = setting(
-        None, "key for /admin and /debug (default: $BATON_ADMIN_KEY); without one they are open on loopback alone"
+        None,
+        "ask for this key at /admin and /debug (default: $BATON_ADMIN_KEY); without a key, they are open if the "
+        "router listens on loopback only, else closed",
     )
     allow_origin: tuple[str, ...] = setting(
         (),
-        "origin of web pages that may use this server, like https://chat.example; give it once for each. With * any "
-        "page that a user of this server visits can use it as that user can",
+        "let web pages of this origin, like https://chat.example, use the router; repeat the flag for each "
+        "origin. * allows every web page that a user of this router visits",
         metavar="ORIGIN",
     )
     allow_host: tuple[str, ...] = setting(
         (),
-        "name under which clients may address this server while it is on loopback and has no API key, beside "
-        "localhost; give it once for each. With * a page that has its own name resolved to loopback can use it",
+        "serve clients that address the router by this name, while it is on loopback and has no API key; "
+        "localhost is always served; repeat the flag for each name. * also serves web pages whose name resolves "
+        "to loopback",
         metavar="HOST",
     )
-    max_concurrent_per_key: int | None = setting(None, "sequences (prompts times n) under way at once for an API key")
-    max_waiting: int = setting(1024, "requests that may wait for room; above it clients get 429")
-    max_waiting_tokens: int = setting(4 << 20, "prompt tokens that may wait for room; above it clients get 429")
-    max_queue_s: float = setting(60.0, "how long a request may wait for room; who would wait longer gets 429")
-    max_body_bytes: int = setting(8 << 20, "largest request body")
-    max_unread_bytes: int = setting(1 << 20, "output that a client may leave unread before its request is paused")
-    max_unread_s: float = setting(30.0, "how long a client may leave output unread before it is cut off")
-    request_timeout_s: float = setting(3600.0, "longest life of a request")
-    drain_timeout_s: float = setting(10.0, "seconds that SIGTERM leaves running requests to finish")
-    max_attempts: int = setting(4, "how often a request is tried when nodes fail under it")
-    node_wait_s: float = setting(
-        10.0, "how long requests wait for a node when none is left that can take them, before they end in an error"
+    max_concurrent_per_key: int | None = setting(
+        None,
+        "run at most this many sequences (prompts times n) at once per API key; a client that asks for more gets "
+        "429 (default: no limit)",
     )
-    canary_interval_s: float = setting(30.0, "a pair of nodes without traffic for so long gets a canary request")
+    max_waiting: int = setting(1024, "let at most this many requests wait for free nodes; further ones get 429")
+    max_waiting_tokens: int = setting(
+        4 << 20, "let at most this many prompt tokens wait for free nodes; further requests get 429"
+    )
+    max_queue_s: float = setting(
+        60.0, "let a request wait this many seconds for free nodes; a longer wait, even an expected one, ends with 429"
+    )
+    max_body_bytes: int = setting(8 << 20, "refuse request bodies with more bytes than this")
+    max_unread_bytes: int = setting(
+        1 << 20, "pause a request when its client has left this many bytes of output unread"
+    )
+    max_unread_s: float = setting(30.0, "close the connection of a client that reads nothing for this many seconds")
+    request_timeout_s: float = setting(3600.0, "end a request with 504 after this many seconds, waiting included")
+    drain_timeout_s: float = setting(10.0, "after SIGTERM, give running requests this many seconds to finish")
+    max_attempts: int = setting(4, "end a request with an error after this many failed attempts in a row")
+    node_wait_s: float = setting(
+        10.0,
+        "let requests wait this many seconds for a new node if no node is left that can take them; then end them "
+        "with 503",
+    )
+    canary_interval_s: float = setting(
+        30.0, "send a canary request to a pair of nodes that served nobody for this many seconds"
+    )
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:

@@ -1,4 +1,4 @@
-"""Fixtures that every folder of tests may use."""
+"""Fixtures for every folder of tests."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """For `-m integration` only files that have such tests are read: importing all others takes 15 s."""
+    """Skip files without integration tests in a run with `-m integration`, because importing all files is slow."""
     if config.option.markexpr != "integration" or collection_path.suffix != ".py":
         return None
     return _INTEGRATION not in collection_path.read_text() or None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Nobody's process tests are left out for how they are spelled."""
+    """Raise UsageError if a file has integration tests but not the text by which `pytest_ignore_collect` finds it."""
     if item.get_closest_marker("integration") and _INTEGRATION not in item.path.read_text():
         raise pytest.UsageError(f"{item.path} has tests of processes and does not say {_INTEGRATION}")
 
@@ -36,8 +36,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> CheckpointFactory:
     """`checkpoint("llama", num_hidden_layers=2, ...)` -> directory of a small random checkpoint, written once.
 
-    As `make_checkpoint`, but biases and norm weights, which start as 0 and 1, are random too, so that one left out is
-    noticed; `dtype` ("bfloat16", "float16") rounds all tensors. The directory is shared: copy it to damage it."""
+    It is made as by `make_checkpoint`, but biases and norm weights, which start as 0 and 1, are random too, so that a
+    missing one is noticed. `dtype` ("bfloat16", "float16") rounds all tensors. Tests share the directory: copy it
+    before you damage it.
+    """
     written: dict[str, Path] = {}
 
     def get(family: str = "llama", dtype: str = "float32", **config: object) -> Path:

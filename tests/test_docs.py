@@ -32,7 +32,7 @@ by_page = pytest.mark.parametrize("page", TODAY, ids=lambda page: str(page.relat
 
 
 def _lines(text: str) -> Iterator[tuple[int, str, bool]]:
-    """Each line with its number, and whether it is code."""
+    """Yield each line with its number, and whether it is code."""
     is_code = False
     for number, line in enumerate(text.splitlines(), 1):
         is_fence = line.lstrip().startswith("```")
@@ -41,7 +41,7 @@ def _lines(text: str) -> Iterator[tuple[int, str, bool]]:
 
 
 def _house() -> list[str]:
-    """The lines of the drawing."""
+    """Return the lines of the drawing."""
     drawing = re.search(r"```house\n(.*?)```", ARCHITECTURE.read_text(encoding="utf-8"), re.S)
     assert drawing is not None
     return drawing[1].splitlines()
@@ -51,7 +51,7 @@ def _house() -> list[str]:
 
 
 def _tables(text: str) -> Iterator[tuple[int, list[str]]]:
-    """Each run of lines that begin with a bar, outside of code, with the number of its first line."""
+    """Yield each run of lines outside of code that begin with a bar, with the number of its first line."""
     rows: list[str] = []
     for number, line, is_code in _lines(text + "\n\n"):
         if line.startswith("|") and not is_code:
@@ -66,7 +66,8 @@ def _num_cells(row: str) -> int:
 
 
 def _faults(text: str) -> list[str]:
-    """Tables that a blank line has cut in two (the second half has no heading), and rows of another width."""
+    """Yield faults of tables: a table cut in two by a blank line (its second half has no heading), and rows of another
+    width."""
     faults = []
     for first, rows in _tables(text):
         if len(rows) < 2 or not re.fullmatch(r"[|:\- ]+", rows[1]):
@@ -82,7 +83,7 @@ def _faults(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_tables_are_whole(page: Path) -> None:
+def test_every_table_on_a_page_is_whole(page: Path) -> None:
     assert not _faults(page.read_text(encoding="utf-8"))
 
 
@@ -112,7 +113,7 @@ def test_prose_is_wrapped(page: Path) -> None:
 
 
 @by_page
-def test_paths_exist(page: Path) -> None:
+def test_every_path_on_a_page_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     named = {match.rstrip(".-") for match in _PATH.findall(text)}  # a path's last dot may end a sentence
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
@@ -132,7 +133,7 @@ def test_the_entry_page_leads_to_every_page() -> None:
 
 @pytest.fixture(scope="session")
 def command_flags() -> dict[str, set[str]]:
-    """The flags of each `baton` command, as its help lists them."""
+    """Return the flags of each `baton` command, as its help lists them."""
     flags = {}
     for command in COMMANDS:
         with redirect_stdout(StringIO()) as shown, suppress(SystemExit):
@@ -147,14 +148,14 @@ def _flags_in(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", sorted({*TODAY} & {*WRAPPED}), ids=lambda page: str(page.relative_to(ROOT)))
-def test_flags_exist(page: Path, command_flags: dict[str, set[str]]) -> None:
+def test_every_flag_on_a_page_exists(page: Path, command_flags: dict[str, set[str]]) -> None:
     known = OTHERS_FLAGS.union(*command_flags.values(), *(_flags_in(path) for path in SCRIPTS))
     assert set(_FLAG.findall(page.read_text(encoding="utf-8"))) <= known
 
 
 @by_page
-def test_commands_exist(page: Path, command_flags: dict[str, set[str]]) -> None:
-    """Each command line in code: its make target, `baton` command, script or module is there, with these flags."""
+def test_every_command_on_a_page_exists(page: Path, command_flags: dict[str, set[str]]) -> None:
+    """The test finds the make target, `baton` command, script or module of each command line, with its flags."""
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
     wrong = []
     for number, line, is_code in _lines(page.read_text(encoding="utf-8")):
@@ -174,7 +175,7 @@ def test_commands_exist(page: Path, command_flags: dict[str, set[str]]) -> None:
 
 
 def _flags_of(path: Path) -> set[str]:
-    """The flags that a script, or a module of its folder that it imports, declares."""
+    """Return the flags that a script, or a module of its folder that it imports, declares."""
     return set[str]().union(*(_flags_in(other) for other in path.parent.glob("*.py")))
 
 

@@ -75,6 +75,20 @@ UNTESTED = [
     ),
 ]
 
+# Test files that no module has the name of: (reason, folder of tests/, names). The list may only become shorter.
+_PAIR = "runs a prefill and a decode node together, in one process (tests/support/node_pair.py)"
+_LINK = "runs both ends of a data link together, in one process"
+_EVERY_ROUTE = "sends random requests to all routes of a whole router"
+TESTS_OF_SEVERAL = [
+    (_PAIR, "decode_node", "hostile_messages local_prompts matrix missed_rows mtp_layers node_pair speculation"),
+    (_PAIR, "decode_node", "triton_nodes"),
+    (_LINK, "metadata/handoff", "gpu late_messages lost_messages ticket_races versions"),
+    (_EVERY_ROUTE, "router/http", "fuzz_http"),
+    (_NEXT, "engine", "adaptive_simulation hyper_llama model residual round_acceptance round_distribution"),
+    (_NEXT, "engine/drafters", "heads shape"),
+    (_NEXT, "kernels", "triton_round"),
+]
+
 
 def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))
@@ -213,6 +227,19 @@ def test_every_module_has_a_test_file_of_its_name() -> None:
     assert sorted(listed - missing) == [], "it has a test file or is gone: take it off the list"
 
 
+def test_every_test_file_has_the_name_of_a_module() -> None:
+    """`tests/router/test_queue.py` tests `router/queue.py`. TESTS_OF_SEVERAL lists the exceptions, and nothing else."""
+    unnamed = set()
+    for folder in {path.parent.relative_to(ROOT) for path in CODE}:
+        for path in (ROOT / "tests" / folder).glob("test_*.py"):
+            name = path.stem.removeprefix("test_")
+            if not (ROOT / folder / f"{name}.py").exists() and not (ROOT / folder / name / "__init__.py").exists():
+                unnamed.add(f"{folder}/{name}")
+    listed = {f"{folder}/{name}" for _, folder, names in TESTS_OF_SEVERAL for name in names.split()}
+    assert sorted(unnamed - listed) == [], "move its tests to the files of the modules that they test"
+    assert sorted(listed - unnamed) == [], "there is such a module, or the test is gone: take it off the list"
+
+
 def test_code_imports_relatively() -> None:
     wrong = []
     for path in CODE:
@@ -304,7 +331,7 @@ def _forbidden(call: ast.Call, names: dict[str, str]) -> str | None:
         "from jinja2 import Environment\nEnvironment()",
     ],
 )
-def test_the_scan_finds_what_it_looks_for(source: str) -> None:
+def test_the_scan_finds_each_forbidden_call(source: str) -> None:
     assert list(_forbidden_calls(ast.parse(source)))
 
 
@@ -355,11 +382,11 @@ def test_no_assert_changes_anything() -> None:
         ("self.queues.get(group) is None", False),
     ],
 )
-def test_the_scan_of_asserts_finds_what_it_looks_for(condition: str, is_change: bool) -> None:
+def test_the_scan_finds_each_change_in_an_assert(condition: str, is_change: bool) -> None:
     assert bool(list(_changes_in_asserts(ast.parse(f"assert {condition}")))) == is_change
 
 
-def test_every_module_says_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     assert not [_name(path) for path in CODE if path.name != "__init__.py" and not ast.get_docstring(_tree(path))]
 
 

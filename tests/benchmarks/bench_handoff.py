@@ -62,7 +62,7 @@ def make_memory(schema: HandoffSchema, num_pages: int) -> PageMemory:
 
 
 def serve(pipe: Connection, model: str, num_pages: int) -> None:
-    """The prefill process: one server with digests and one without, over the same memory."""
+    """Run the prefill process: one server with digests and one without, over the same memory."""
     schemas = {has_digest: make_schema(MODELS[model], None, PAGE_SIZE, checksums=has_digest) for has_digest in (1, 0)}
     memory = make_memory(schemas[1], num_pages)
     servers = {

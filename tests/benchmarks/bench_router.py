@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
 def run_router(config: dict[str, Any], ready: Any) -> None:
-    """The router process."""
+    """Run the router process."""
     import uvloop
 
     from baton.router.config import RouterConfig
@@ -104,7 +104,7 @@ def run_nodes(address: str, num_tokens: int, num_streams: int, interval_s: float
 
 
 class Stream(asyncio.Protocol):
-    """One raw streaming request. It only records what came when, to use little time itself."""
+    """One raw streaming request. It records only the bytes and their times, to use little time itself."""
 
     def __init__(self, request: bytes) -> None:
         self._request = request

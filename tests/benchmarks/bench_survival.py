@@ -62,7 +62,7 @@ class Stream(threading.Thread):
         connection.close()
 
     def wait_after(self, moment: float) -> float:
-        """Return the seconds from `moment` to the end of the longest pause that began about then or later."""
+        """Return the seconds from `moment` to the end of the longest pause that began around then or later."""
         times = [each for each in self.times if each > moment - BEFORE_S]
         pauses = [(later - earlier, later) for earlier, later in pairwise(times)]
         return max(pauses)[1] - moment

@@ -54,7 +54,7 @@ def bench(script: ModuleType, tmp_path: Path) -> Bench:
     return Bench(script, tmp_path)
 
 
-def test_what_was_measured_is_not_measured_again(bench: Bench) -> None:
+def test_a_finished_part_is_not_measured_again(bench: Bench) -> None:
     one, two = bench.part("one", REPORT), bench.part("two", REPORT | {"commit": "c2"})
     assert bench.run(one) == []
     assert bench.run(one, two) == []  # as after a cut: it goes on where it stopped
@@ -91,7 +91,9 @@ def test_the_tables_are_those_of_all_parts(bench: Bench) -> None:
     assert "| cuda | 1 | 64 | 64 | 0.78 | 10.8 |" in text
 
 
-def test_models_are_made_where_absent_and_whole(bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_models_are_written_and_complete_ones_are_kept(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "models" / "llama-3.1-8b.partial").mkdir(parents=True)  # of a run that was cut off
     made: list[list[str]] = []
     run = bench.script.subprocess.run
@@ -125,7 +127,7 @@ def test_every_part_is_a_program_of_ours(script: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("ends", ["", "sys.exit(1)"])
-def test_the_exit_status_tells_of_failures(
+def test_the_exit_status_is_1_if_a_part_failed(
     ends: str, bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [bench.part("one", REPORT, ends), bench.part("two", REPORT)]

@@ -1,5 +1,7 @@
-"""The parts of the benchmark of one GPU run from end to end and compare what they generate: here on a CPU, where their
-figures say nothing, so that none is found broken on a GPU."""
+"""Every part of the benchmark of one GPU runs from end to end on a CPU and compares what it generates.
+
+The figures mean nothing on a CPU. The test finds parts that are broken before they run on a GPU.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a benchmark's engine generates is compared with the planted text."""
+"""The sequences of a benchmark are compared with the planted text."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def test_tokens_of_a_planted_model_are_checked_and_counted(tmp_path: Path) -> No
         check(planted, prompt, [*text[:-1], text[-1] ^ 1])
 
 
-def test_of_another_model_nothing_is_known(tmp_path: Path) -> None:
+def test_tokens_of_an_unplanted_model_are_not_checked(tmp_path: Path) -> None:
     assert check(engine(tmp_path), [3, 1], [7, 7]) == 0

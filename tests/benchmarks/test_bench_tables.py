@@ -8,7 +8,7 @@ from bench_tables import heading, tables
 
 
 def engine(**more: Any) -> dict[str, Any]:
-    """As bench_gpu writes it."""
+    """A report in the form of bench_gpu."""
     return {
         "device": "NVIDIA H200",
         "model": "8b",
@@ -26,7 +26,7 @@ def engine(**more: Any) -> dict[str, Any]:
 
 
 def drafted(drafter: str, *, gain: float) -> dict[str, Any]:
-    """As bench_gpu writes it with a head."""
+    """A report in the form of bench_gpu with a head."""
     rounds = {"batch": 8, "k3_ms": 5.0, "k3_over_plain": 1.2, "k3_tokens_a_round": 2.9, "k3_speedup": gain}
     rounds |= {"k5_ms": 6.0, "k5_over_plain": 1.4, "k5_tokens_a_round": 3.5, "k5_speedup": gain + 0.1}
     adaptive = {"batch": 8, "adaptive_first": gain - 0.1, "adaptive": gain, "least": gain - 0.2}
@@ -34,7 +34,7 @@ def drafted(drafter: str, *, gain: float) -> dict[str, Any]:
 
 
 def handoff(devices: list[str], page_size: int) -> dict[str, Any]:
-    """As bench_handoff writes it."""
+    """A report in the form of bench_handoff."""
     timed = {"tokens": 4096, "s": 0.00216, "gb_s": 248.6}
     rows = [{"transport": "cuda", "checksums": on, "least_s": 0.002, "offer_s": 0.001} | timed for on in (1, 0)]
     rows.append({"transport": "device copy", "checksums": False, "tokens": 4096, "s": 0.00027, "gb_s": 1988.0})
@@ -43,7 +43,7 @@ def handoff(devices: list[str], page_size: int) -> dict[str, Any]:
 
 
 def system(model: str) -> dict[str, Any]:
-    """As bench_system writes it."""
+    """A report in the form of bench_system."""
     point = {"streams": 16, "tokens_per_s": 9007.4, "ttft_ms_p50": 102.4, "ttft_ms_max": 1151.0, "itl_ms_p50": 1.161}
     return {"model": model, "system": [point | {"itl_ms_p99": 3.71, "share": 0.998, "wrong_streams": 0}]}
 
@@ -56,7 +56,7 @@ def rows(text: str, corner: str) -> list[list[str]]:
     return [cells[0], *cells[2:]]
 
 
-def test_points_stand_beside_the_best_peers() -> None:
+def test_each_point_stands_beside_the_best_peer() -> None:
     text = tables({"engine-8b": engine()})
     said = "engine-8b: device NVIDIA H200, model 8b, num layers 32, hidden size 4096, load s 4.500, checked tokens 9000"
     assert text.splitlines()[0] == said
@@ -84,7 +84,7 @@ def test_another_model_has_no_peers() -> None:
     assert rows(text, "prefill")[1] == ["1 x 8,192", "39,713"]
 
 
-def test_short_prompts_turns_and_idle_time() -> None:
+def test_the_tables_show_short_prompts_turns_and_idle_time() -> None:
     short = {"tokens": 1024, "wall_ms": 7.4, "submit_ms": 3.0, "device_ms": 4.0, "kernels_ms": 3.75, "launches": 185.0}
     idle = {"batch": 8, "idle_share": 0.026, "idle_share_between_rounds": 0.004, "longest_gap_us": 5.2}
     turn = {"tokens": 64, "prefix": 15360, "ms": 6.543}
@@ -125,5 +125,5 @@ def test_the_whole_system_has_a_row_for_each_number_of_streams() -> None:
     assert one == ["1b", "16", "9,007", "102 / 1,151", "1.16 / 3.7", "1.00"] and len(head) == len(one)
 
 
-def test_a_report_says_when_where_and_of_what_it_is() -> None:
+def test_a_report_names_its_date_device_and_commit() -> None:
     assert list(heading("abc")) == ["date", "device", "torch", "commit"] and heading("abc")["commit"] == "abc"

@@ -25,7 +25,7 @@ def test_circles_are_found_through_packages_and_types(tmp_path: Path) -> None:
     ]
 
 
-def test_reading_lists() -> None:
+def test_a_page_has_the_reading_lists_of_its_blocks() -> None:
     page = (
         "```house\n box 1\n   1  router/a.py   reads\n  12  router/b.py   writes\n```\n```files who\nx.py\ny.py\n```\n"
     )

@@ -1,5 +1,4 @@
-"""A planted text: the engine continues any prompt as the rule says, with room to spare, and no fault of KV, position,
-mask or compaction goes unseen."""
+"""A planted text: the engine continues any prompt by the rule, and faults of KV, position, mask or compaction show."""
 
 from __future__ import annotations
 
@@ -136,7 +135,7 @@ def test_random_weights_are_not_zero_and_write_beside_the_text(tmp_path: Path) -
     torch.testing.assert_close(moved[:, model.dims.result].abs(), torch.full((64, 5), 1 / 16), rtol=1e-3, atol=0)
 
 
-def test_what_cannot_hold_a_text_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_cannot_hold_a_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="more kv heads"):
         write_planted(tmp_path, small(num_hidden_layers=2, num_key_value_heads=2))
     with pytest.raises(ModelError, match=r"head_dim 32 at rope_theta 1e\+09 cannot"):
@@ -179,7 +178,7 @@ def test_prefill_and_decode_continue_as_the_rule_says(pair: NodePair) -> None:
         assert results[f"r{at}", 0].ids == text.continuation(prompt, 120)
 
 
-# --- what goes wrong is seen ---
+# --- faults change the text ----
 
 
 class Context:

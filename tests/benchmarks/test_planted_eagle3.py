@@ -72,7 +72,7 @@ def overall(sequences: Sequence[Running]) -> float:
     ("architecture", "dtype", "asked"),
     [("llama-3.1-8b", "float32", 0.8), ("llama-3.1-8b", "bfloat16", 0.6), ("qwen3-8b", "float32", 0.6)],
 )
-def test_acceptance_is_what_was_asked_for(headed: Headed, architecture: str, dtype: str, asked: float) -> None:
+def test_the_head_has_the_requested_acceptance(headed: Headed, architecture: str, dtype: str, asked: float) -> None:
     sequences = run(solo_of(headed(asked, architecture), dtype=dtype), 300)
     assert overall(sequences) == pytest.approx(asked, abs=0.03)
     assert acceptance(sequences) == pytest.approx([asked] * STEPS, abs=0.12)  # the last ones are few
@@ -154,7 +154,7 @@ def test_the_command_writes_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         synthetic.main(["llama-3.2-1b", str(tmp_path), "--acceptance", "0.5"])
 
 
-def test_what_cannot_have_a_head_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_cannot_have_a_head_is_refused(tmp_path: Path) -> None:
     target = PlantedModel(
         tensor_files.write_config(tmp_path, small(num_attention_heads=4, rope_theta=1e9, rope_scaling=None))
     )

@@ -27,7 +27,7 @@ def timed(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> It
         yield request.param, pair
 
 
-def test_each_kind_is_what_it_is_called(timed: tuple[str, TimedPair]) -> None:
+def test_a_pair_drafts_as_its_kind_says(timed: tuple[str, TimedPair]) -> None:
     kind, pair = timed
     assert (pair.decode.chooser is not None) == (kind == "adaptive")
     assert (pair.prefill.engine.pool.page_size, pair.decode.engine.pool.page_size) == (4, 4)

@@ -41,7 +41,7 @@ class Line:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         except OSError:
-            pass  # nobody listens at the target: the connection ends, as it would without the proxy
+            pass  # the target does not listen: the connection ends, as it would without the proxy
         finally:
             for end in (writer, there):
                 if end is not None:
@@ -75,7 +75,7 @@ class Line:
 
 
 class Lines:
-    """All lines of a cluster, served by one thread."""
+    """The lines of a cluster, served by one thread."""
 
     def __init__(self, seed: int) -> None:
         self._lines: dict[tuple[str, str], Line] = {}

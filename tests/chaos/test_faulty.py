@@ -110,7 +110,9 @@ EXPECTED: dict[str, Callable[[list[Any], list[Any]], bool]] = {
 
 @pytest.mark.parametrize("way", get_args(Way))
 @pytest.mark.parametrize("kind", EXPECTED)
-async def test_each_kind_of_fault_each_way(process: FaultyProcess, nodes_bus: Bus, kind: str, way: Way) -> None:
+async def test_each_kind_of_fault_works_in_each_direction(
+    process: FaultyProcess, nodes_bus: Bus, kind: str, way: Way
+) -> None:
     process.plan(frames={kind: 1.0}, seed=5, most=COUNT)
     got = await nodes_bus.send(way, SENT[way])
     assert EXPECTED[kind](got, SENT[way]), got
@@ -172,7 +174,7 @@ async def test_heartbeats_are_dropped(process: FaultyProcess, nodes_bus: Bus) ->
     assert process.noted() == [("drop", "out:beat", 0)] * 3
 
 
-async def test_a_connection_goes_where_the_plan_says(process: FaultyProcess, nodes_bus: Bus) -> None:
+async def test_the_plan_redirects_a_connection(process: FaultyProcess, nodes_bus: Bus) -> None:
     process.plan(connect={"tcp://127.0.0.1:9": nodes_bus.hub.address})
     nodes_bus.link.close()
     nodes_bus.link = Link("tcp://127.0.0.1:9", "node", "1", None)
@@ -256,7 +258,7 @@ def test_messages_of_a_data_link_are_damaged(
 
 
 @pytest.mark.parametrize("kind", ["duplicate", "delay", "reorder"])
-def test_what_comes_late_or_twice_harms_no_transfer(process: FaultyProcess, remote: Transfer, kind: str) -> None:
+def test_late_or_doubled_messages_harm_no_transfer(process: FaultyProcess, remote: Transfer, kind: str) -> None:
     process.plan(frames={kind: 1.0}, tags=("offer", "pages", "pull", "claim"), seed=2)
     remote.claim()
     remote.spin(Arrived, TicketEnded)

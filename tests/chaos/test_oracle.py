@@ -27,7 +27,7 @@ KeyError: 'row'
 NONE_LEFT = "no node of model 'chaos' could take the request for 10 s: no decode node is left"
 
 
-def test_evidence_is_what_a_scenarios_logs_say_of_a_request(tmp_path: Path) -> None:
+def test_evidence_holds_the_log_lines_of_a_request(tmp_path: Path) -> None:
     (tmp_path / "decode-0-0.log").write_text("12:00:00.000 I decode-0 rid=cmpl-1 of an earlier scenario\n")
     evidence = Evidence(tmp_path)
     with (tmp_path / "decode-0-0.log").open("a") as log:
@@ -42,7 +42,7 @@ def test_evidence_is_what_a_scenarios_logs_say_of_a_request(tmp_path: Path) -> N
     assert "transfer_error" in evidence.of("") and "admitted" not in evidence.of("")  # without an id: warnings
 
 
-def test_only_an_outage_as_long_as_the_stated_wait_excuses_an_error() -> None:
+def test_only_an_outage_longer_than_node_wait_s_excuses_an_error() -> None:
     nodes = {"decode-0": True, "decode-1": True, "prefill-0": True}
     outages = Outages()
     assert outages.look(nodes, 0.0) == [] and not outages.excuse(NONE_LEFT)

@@ -74,7 +74,7 @@ def test_prompts_that_no_model_can_run_fail_without_harm(
     monkeypatch.undo()
 
 
-def test_frames_that_are_no_messages_are_counted(pair: NodePair) -> None:
+def test_malformed_frames_are_counted(pair: NodePair) -> None:
     whole = encode(Prefill(ROUTER_EPOCH, "r", 0, (0,), GenerationRequest(bytes(4), SamplingParams(max_tokens=1)), None))
     for frames in ([b""], [seal(b"\xc1")], [seal(b"\x91" * 5000)], [whole[:-1]], [whole, whole], [b"x"] * 500):
         for name in ("prefill", "decode"):

@@ -33,7 +33,7 @@ def make_pair() -> Iterator[MakePair]:
 
 @pytest.mark.parametrize("name", ["none", "ngram", *drafters.ALL])
 @pytest.mark.parametrize("is_preempted", [False, True])
-def test_its_tokens_are_those_of_a_handoff(
+def test_a_local_prompt_gives_the_same_tokens_as_a_handoff(
     name: str, is_preempted: bool, plain: Callable[[str], tuple[Path, Plain]], make_pair: MakePair, tmp_path: Path
 ) -> None:
     """Every other request has a local prompt. All share one batch."""
@@ -59,7 +59,7 @@ def test_its_tokens_are_those_of_a_handoff(
     assert len(pair.admitted) == sum(case.ask.n for case in reference.cases)
 
 
-def test_the_prefill_node_takes_no_part(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
+def test_a_local_prompt_needs_no_prefill_node(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
     pair = make_pair(checkpoint("llama"))
     pair.submit("r", range(1, 30), params(5, num_logprobs=2), is_local=True)
     result = pair.run()["r", 0]
@@ -85,7 +85,7 @@ def test_another_cache_salt_does_not_find_pages_of_the_prefill_node(
     assert len({tuple(result.ids) for result in pair.results.values()}) == 1
 
 
-def test_it_goes_on_from_received_tokens(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
+def test_a_local_prompt_continues_from_received_tokens(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
     pair = make_pair(checkpoint("llama"))
     sampled = params(12, temperature=1.0, seed=7, repetition_penalty=1.2)
     pair.submit("whole", range(1, 12), sampled)

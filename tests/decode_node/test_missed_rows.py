@@ -186,9 +186,8 @@ def draft_kv_of(pair: NodePair, rid: str, prompt: list[int], num_rows: int) -> t
 
 
 def find_holes(pair: NodePair, num_drafting: int) -> tuple[int, float]:
-    """A request drafts for `num_drafting` rounds and then no more; another one continues its text.
-
-    Return how many cached pages it found, and how far their draft KV is from that of a pair without cached pages."""
+    """Let a request draft for `num_drafting` rounds and then no more, and let another one continue its text. Return how
+    many cached pages the second found, and how far their draft KV is from that of a pair without cached pages."""
     flush(pair)
     force_steps(pair, lambda index: pair.decode.rounds.shape.num_steps if index < num_drafting else 0)
     pair.submit(f"first {num_drafting}", PROMPT, params(MAX_MISSED + num_drafting + 8))

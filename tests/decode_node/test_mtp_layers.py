@@ -272,7 +272,7 @@ DEFECTS = (
 
 @pytest.mark.parametrize("defect", DEFECTS)
 @pytest.mark.parametrize("kind", LAYERED)
-def test_the_recompute_catches(
+def test_a_recompute_catches_each_known_defect(
     kind: str, defect: Callable[[Checked], None], make_checked: MakeChecked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Request, "keep_rows", Request.keep_rows)  # put back afterwards
@@ -284,7 +284,9 @@ def test_the_recompute_catches(
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_fewer_steps_than_layers(steps: int, checkpoint: Callable[..., Path], make_checked: MakeChecked) -> None:
+def test_drafting_works_with_fewer_steps_than_layers(
+    steps: int, checkpoint: Callable[..., Path], make_checked: MakeChecked
+) -> None:
     checked = make_checked("mtp3-deepseek", {"draft_steps": steps})  # prefill has three: the schema is the same
     checked.generate("cold")
     assert len(checked.pair.decode.rounds.stats.accepted_at) == steps

@@ -17,7 +17,7 @@ from baton.metadata.wire.request import GenerationRequest, SamplingParams, Unit,
 
 
 class Desk:
-    """Reservations over a real scheduler and pool, and what they sent."""
+    """Reservations over a real scheduler and pool, and the messages that they sent."""
 
     def __init__(self, engine: Engine) -> None:
         self.sent: list[Any] = []

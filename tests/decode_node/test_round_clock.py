@@ -44,7 +44,7 @@ def one_after_the_other(clock: Clock, rounds: RoundClock, arrivals_ms: float, aw
     return judged
 
 
-def test_rounds_one_after_the_other(clock: Clock) -> None:
+def test_rounds_one_after_the_other_are_timed(clock: Clock) -> None:
     """Arrivals do not count in the round's time, only in its step's."""
     rounds = RoundClock(overlaps=False)
     one_after_the_other(clock, rounds, 0)
@@ -68,7 +68,7 @@ def overlapping(clock: Clock, rounds: RoundClock, since: float, arrivals_ms: flo
     return judged, next_since
 
 
-def test_rounds_that_overlap(clock: Clock) -> None:
+def test_overlapping_rounds_are_timed(clock: Clock) -> None:
     """Short work beside a round is hidden. A burst of arrivals is not."""
     rounds, since = RoundClock(overlaps=True), 0.0
     for index, arrivals_ms in enumerate((0, 2, 30, 0)):

@@ -37,7 +37,7 @@ def make_scheduler(engine: Engine) -> Iterator[MakeScheduler]:
 
 
 def start(scheduler: DecodeScheduler, sequence: Sequence, token: int = 5) -> Sequence:
-    """Reserve it, and start it as if its pages had been pulled."""
+    """Reserve the sequence, and start it as if its pages had been pulled."""
     assert scheduler.reserve(sequence)
     scheduler.start_pulled(sequence.unit)
     sequence.append_first(token, None, num_cached=0)
@@ -45,7 +45,7 @@ def start(scheduler: DecodeScheduler, sequence: Sequence, token: int = 5) -> Seq
 
 
 def run_round(plan: StepPlan, token: int = 5) -> None:
-    """One token for each sequence of the round."""
+    """Append one token to each sequence of the round."""
     for sequence in plan.decoding:
         sequence.accept(Accepted([token], [None], 0, 0), 1 << 30)
 
@@ -147,8 +147,8 @@ def test_a_sequence_that_can_never_fit_fails(make_scheduler: MakeScheduler, make
     assert not list(scheduler)
 
 
-def test_limits_of_drafts(make_scheduler: MakeScheduler, make_sequence: MakeSequence) -> None:
-    """A sequence drafts no more than it asks for and has tokens left; one that is left behind drafts nothing."""
+def test_drafts_are_limited_per_sequence(make_scheduler: MakeScheduler, make_sequence: MakeSequence) -> None:
+    """A sequence drafts no more than it asks for and has tokens left. A sequence that is left behind drafts nothing."""
     scheduler = make_scheduler(shape=DraftShape(4))
     sequences = [
         start(scheduler, make_sequence("a", 4, max_tokens=20)),
@@ -170,7 +170,7 @@ def test_nothing_is_drafted_when_the_node_rests(make_scheduler: MakeScheduler, m
     assert (plan.shape.num_steps, plan.limits) == (0, [0])
 
 
-def test_a_round_under_way_leaves_out_what_it_certainly_ends(
+def test_a_sequence_that_ends_in_the_round_under_way_is_left_out_of_the_next(
     make_scheduler: MakeScheduler, make_sequence: MakeSequence
 ) -> None:
     scheduler = make_scheduler()
@@ -183,7 +183,7 @@ def test_a_round_under_way_leaves_out_what_it_certainly_ends(
     assert scheduler.plan().decoding == [ends, goes_on]
 
 
-def test_nobody_is_preempted_while_a_round_is_under_way(
+def test_no_sequence_is_preempted_while_a_round_is_under_way(
     make_scheduler: MakeScheduler, make_sequence: MakeSequence
 ) -> None:
     scheduler = make_scheduler()

@@ -14,7 +14,7 @@ class Clock:
         return self.now
 
 
-def test_a_preemption_and_the_run_before_it() -> None:
+def test_a_preemption_records_the_run_before_it() -> None:
     time = Clock()
     clock = SequenceClock(time)
     clock.start(1)

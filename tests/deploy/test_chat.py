@@ -50,7 +50,7 @@ def test_piped_lines_are_turns_and_history_is_kept(server: Server) -> None:
         ("stop", ""),
     ],
 )
-def test_an_answer_that_was_cut_says_so(server: Server, reason: str, words: str) -> None:
+def test_a_cut_answer_is_reported(server: Server, reason: str, words: str) -> None:
     """The message goes to stderr, so that a pipe receives only the answers."""
     result = chat(server, f"end {reason}\nnext\n", "--max-tokens", "7")
     assert (result.stdout, result.stderr) == ("answer 1 ü\nanswer 2 ü\n", words)
@@ -65,7 +65,7 @@ def test_the_longest_answer_can_be_changed(server: Server) -> None:
     assert "cut at 2000 tokens" in result.stderr
 
 
-def test_commands(server: Server) -> None:
+def test_reset_forgets_the_conversation_and_exit_ends_it(server: Server) -> None:
     result = chat(server, "one\n/reset\ntwo\n/nonsense\n/exit\nthree\n")
     assert [len(request["messages"]) for request in server.requests] == [1, 1]
     assert "/nonsense is not a command" in result.stderr
@@ -75,7 +75,7 @@ def test_commands(server: Server) -> None:
     ("question", "words"),
     [("refuse", "no such thing"), ("fail", "a node died"), ("break off", "broke off")],
 )
-def test_a_failed_answer_is_said_and_leaves_no_trace_in_the_history(server: Server, question: str, words: str) -> None:
+def test_a_failed_answer_is_reported_and_not_kept_in_the_history(server: Server, question: str, words: str) -> None:
     result = chat(server, f"{question}\nafter\n")
     assert words in result.stderr
     assert result.returncode == 1
@@ -87,7 +87,7 @@ def test_the_key_comes_from_the_environment(server: Server) -> None:
     assert server.keys == ["Bearer hunter2"]
 
 
-def test_nobody_listens() -> None:
+def test_an_unreachable_router_is_an_error() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     result = subprocess.run([*CHAT, url], input="hello\n", capture_output=True, text=True, timeout=30, check=False)
     assert result.returncode == 1
@@ -110,7 +110,7 @@ def test_ctrl_c_stops_the_answer_not_the_program(server: Server) -> None:
         seen = _read_until(controller, b"xxx")
         process.send_signal(signal.SIGINT)
         seen = _read_until(controller, b"(stopped)")
-        assert server.left.wait(5), "the router was not told that nobody reads any more"
+        assert server.left.wait(5), "the router was not told that the client has stopped reading"
         os.write(controller, b"next\n")
         seen = _read_until(controller, b"answer 2")
         assert b"Traceback" not in seen

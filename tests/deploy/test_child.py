@@ -43,7 +43,7 @@ def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 
 def _is_alive(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # in a container nobody may reap orphans
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # in a container orphans may never be reaped
     except psutil.NoSuchProcess:
         return False
 

@@ -81,7 +81,7 @@ def test_a_wrong_command_line_is_one_line_and_status_2(argv: list[str], words: l
         assert word in result.stderr
 
 
-def test_debug_shows_where_an_error_comes_from() -> None:
+def test_log_level_debug_prints_the_traceback_of_an_error() -> None:
     result = baton("up", "--model", "/no/such/model", "--log-level", "debug")
     assert result.returncode != 0
     assert "Traceback" in result.stderr

@@ -12,7 +12,7 @@ from .conftest import Server
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:y", "http://x:99999999"])
-def test_a_url_that_is_none(url: str) -> None:
+def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--url"):
         Client(url)
 
@@ -24,7 +24,7 @@ def test_the_client_takes_urls_as_people_write_them(server: Server) -> None:
         assert "".join(chunk.text for chunk in chunks).startswith("answer")
 
 
-def test_the_client_raises_what_the_router_said(server: Server) -> None:
+def test_the_client_raises_the_error_of_the_router(server: Server) -> None:
     with pytest.raises(RequestError, match=r"no such thing \(HTTP 400\)"):
         list(Client(server.url).stream_chat({"messages": [{"content": "refuse"}]}))
     with pytest.raises(Unavailable, match="a node died"):

@@ -53,13 +53,13 @@ def test_defaults_come_from_the_class() -> None:
     assert parse() == Toy()
 
 
-def test_every_type_as_a_flag() -> None:
+def test_every_type_can_be_a_flag() -> None:
     assert parse("--name=x", "--size", "3", "--rate", "2", "--mode", "slow", "--no-is-on") == Toy(
         name="x", size=3, rate=2.0, mode="slow", is_on=False
     )
 
 
-def test_a_list_is_a_flag_for_each_item_and_replaces_the_files() -> None:
+def test_a_list_flag_is_given_once_per_item_and_replaces_the_list_of_the_file() -> None:
     assert parse("--guest", "a", "--guest=-b").guest == ("a", "-b")
     known = by_name(Toy)["guest"]
     assert parse(table={"guest": known.check(["a", "b"])}).guest == ("a", "b")
@@ -110,7 +110,7 @@ toys = st.builds(
 
 
 @given(toy=toys)
-def test_what_is_printed_reads_back(toy: Toy) -> None:
+def test_printed_settings_can_be_read_back(toy: Toy) -> None:
     table = tomllib.loads(print_tables({"toy": toy}))["toy"]
     known = by_name(Toy)
     assert Toy(**{key: known[key].check(value) for key, value in table.items()}) == toy

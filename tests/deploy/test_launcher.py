@@ -117,7 +117,9 @@ def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_ready_says_what_to_do_and_a_signal_stops_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_when_ready_a_request_to_try_is_printed_and_a_signal_stops_all(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     running = Running(tmp_path, {"router": READY_SERVER, "decode-0": SLEEPER})
 
     def script() -> None:
@@ -133,7 +135,7 @@ def test_ready_says_what_to_do_and_a_signal_stops_all(tmp_path: Path, capfd: pyt
 
 
 @pytest.mark.parametrize("algorithm", ["eagle", "none"])
-def test_speculation_is_told_while_it_runs(
+def test_figures_of_speculation_are_printed_while_the_cluster_runs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, algorithm: Any
 ) -> None:
     monkeypatch.setattr(monitor, "SPECULATION_EVERY_S", 0.1)
@@ -161,7 +163,7 @@ def test_a_child_that_dies_at_start_is_quoted(tmp_path: Path) -> None:
         assert word in str(error.value)
 
 
-def test_never_ready_is_an_error_after_its_time(tmp_path: Path) -> None:
+def test_a_cluster_that_is_never_ready_ends_with_an_error(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="not ready after"):
         Running(tmp_path, {"router": SLEEPER}, ready_timeout_s=0.5).run()
 
@@ -195,7 +197,7 @@ def test_a_role_that_cannot_start_any_more_ends_all(tmp_path: Path, monkeypatch:
         Running(tmp_path, {"router": READY_SERVER, "decode-0": code}).run()
 
 
-def test_one_node_in_a_crash_loop_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_node_in_a_crash_loop_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The node is restarted after ever longer waits, until the cause of its end is gone."""
     monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.02)
     monkeypatch.setattr(restarts, "MAX_WAIT_S", 0.2)
@@ -228,7 +230,7 @@ def test_one_node_in_a_crash_loop_stops_nobody(tmp_path: Path, monkeypatch: pyte
     assert len(lines) == running.children["decode-1"].num_starts - 1, "one line for each death"
 
 
-def test_a_drained_node_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_drained_node_is_reported_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     running = Running(tmp_path, {"router": READY_SERVER, "decode-0": SLEEPER})
 
     def script() -> None:
@@ -244,7 +246,7 @@ def test_a_drained_node_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert said.count("decode-0 rests") == said.count("no node is draining any more") == 1
 
 
-def test_a_child_that_will_not_stop_is_killed_and_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_child_that_does_not_stop_is_killed_and_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     running = Running(tmp_path, {"router": READY_SERVER, "decode-0": STUBBORN}, stop_timeout_s=0.2)
 
     def script() -> None:

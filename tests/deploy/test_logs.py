@@ -36,12 +36,12 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lines]:
     baton.setLevel(before[2])
 
 
-def test_text(lines: Lines) -> None:
+def test_a_text_line_has_time_level_process_and_fields(lines: Lines) -> None:
     (line,) = lines(lambda: logger.info("admitted in %d ms", 7, extra={"pages": 3, "rid": "abc"}))
     assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} I decode-0 rid=abc admitted in 7 ms pages=3", line)
 
 
-def test_json(lines: Lines) -> None:
+def test_a_json_line_has_all_fields_even_odd_values(lines: Lines) -> None:
     extra = {"rid": "abc", "pages": 3, "rate": float("nan"), "odd": {1}, "bad": "\ud800", "level": "mine"}
     (line,) = lines(lambda: logger.warning("admitted\nnow", extra=extra), log_json=True)
     entry = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -60,7 +60,7 @@ def test_json(lines: Lines) -> None:
 
 
 @pytest.mark.parametrize("log_json", [False, True])
-def test_exceptions(lines: Lines, log_json: bool) -> None:
+def test_a_traceback_is_one_json_line_or_several_text_lines(lines: Lines, log_json: bool) -> None:
     def fail() -> None:
         try:
             raise ValueError("a bug")
@@ -72,13 +72,13 @@ def test_exceptions(lines: Lines, log_json: bool) -> None:
     assert (len(got) == 1) == log_json
 
 
-def test_what_a_peer_wrote_cannot_look_like_our_line(lines: Lines) -> None:
+def test_text_from_a_peer_cannot_forge_a_log_line(lines: Lines) -> None:
     (line,) = lines(lambda: logger.error("refused: %s", "x\n12:00:00.000 I router\x1b[2J", extra={"rid": "a\rb"}))
     assert r"x\n12:00:00.000 I router\x1b[2J" in line
     assert r"rid=a\rb" in line
 
 
-def test_levels(lines: Lines) -> None:
+def test_log_level_hides_less_severe_lines(lines: Lines) -> None:
     def speak() -> None:
         logger.debug("one")
         logger.info("two")

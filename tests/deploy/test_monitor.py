@@ -66,7 +66,7 @@ def test_the_router_s_page_is_read() -> None:
     assert parse('{"data": [{"id": "toy"}]}').nodes == {}
 
 
-def test_a_line_tells_of_the_time_since_the_last_look() -> None:
+def test_each_line_covers_the_time_since_the_last_one() -> None:
     watch = Watch()
     assert watch.look(page(100, d0=(1000, 5000, 100))) is None  # where it begins
     expected = "speculation eagle: 4.2 tokens per round, 64 % of drafts accepted (last 5 s, 1,234 rounds)"
@@ -76,7 +76,7 @@ def test_a_line_tells_of_the_time_since_the_last_look() -> None:
     )
 
 
-def test_nodes_are_summed_and_one_that_began_anew_is_left_out() -> None:
+def test_figures_of_nodes_are_summed_without_restarted_nodes() -> None:
     watch = Watch("ngram")
     watch.look(page(1, d0=(10, 10, 10), d1=(100, 100, 100)))
     line = watch.look(page(9, d0=(12, 12, 10), d1=(102, 106, 104)))
@@ -91,7 +91,7 @@ def test_rounds_without_drafts_have_no_share() -> None:
     assert watch.look(page(9, d0=(15, 10, 10))) == "speculation ngram: 1.0 tokens per round (last 5 s, 5 rounds)"
 
 
-def test_nothing_is_said_when_no_client_got_a_token() -> None:
+def test_no_line_is_printed_if_no_client_got_a_token() -> None:
     watch = Watch()
     watch.look(page(5, d0=(10, 50, 30)))
     assert watch.look(page(5, d0=(10, 50, 30))) is None
@@ -102,7 +102,7 @@ def test_nothing_is_said_when_no_client_got_a_token() -> None:
     assert watch.look(page(2, d0=(15, 75, 40))) is None  # another router counts from the start
 
 
-def test_looks_are_seconds_apart_and_outlast_a_router_that_is_away() -> None:
+def test_metrics_are_read_seconds_apart_even_if_the_router_is_away_once() -> None:
     watch = Watch()
     assert watch.news.due_in(watch.now) == 0
     watch.look(page(1, d0=(1, 5, 0)))
@@ -116,7 +116,7 @@ def test_looks_are_seconds_apart_and_outlast_a_router_that_is_away() -> None:
 
 
 @pytest.mark.parametrize("now", [0.0, 1e6])
-def test_without_speculation_nobody_asks(now: float) -> None:
+def test_without_speculation_the_metrics_are_not_read(now: float) -> None:
     watch = Watch("none")
     assert watch.news.due_in(now) is None
     assert watch.look(page(9, d0=(9, 45, 8)), after_s=now) is None

@@ -20,7 +20,7 @@ ALL = [("router", "router"), ("prefill-0", "prefill"), ("decode-0", "decode"), (
 
 
 class Fleet:
-    """All processes, and a simulated clock."""
+    """The processes of a cluster, with a simulated clock."""
 
     def __init__(self, *, have_joined: bool = True) -> None:
         self.now = 100.0
@@ -99,7 +99,7 @@ def test_a_role_that_cannot_start_at_all_ends_everything_at_once(status: int) ->
     assert isinstance(Fleet(have_joined=False).end("router", status), GiveUp)
 
 
-def test_a_node_that_cannot_start_is_tried_again_where_the_other_has_joined() -> None:
+def test_a_node_that_cannot_start_is_tried_again_if_another_of_its_role_has_joined() -> None:
     fleet = Fleet(have_joined=False)
     fleet.restarts.joined("decode-0", fleet.now)
     for _ in range(20):
@@ -108,7 +108,7 @@ def test_a_node_that_cannot_start_is_tried_again_where_the_other_has_joined() ->
 
 
 def test_a_role_that_has_served_and_cannot_start_any_more_is_given_up_after_some_tries() -> None:
-    """For example because the model directory was deleted."""
+    """The model directory may have been deleted meanwhile, for example."""
     fleet = Fleet()
     verdicts: list[Restart | GiveUp] = []
     for name in ("decode-0", "decode-1"):
@@ -120,7 +120,7 @@ def test_a_role_that_has_served_and_cannot_start_any_more_is_given_up_after_some
     assert [isinstance(verdict, GiveUp) for verdict in verdicts] == [False] * (len(verdicts) - 1) + [True]
 
 
-def test_a_router_in_a_crash_loop() -> None:
+def test_a_router_that_serves_is_restarted_and_one_that_cannot_start_is_given_up() -> None:
     fleet = Fleet()
     for _ in range(20):
         assert isinstance(fleet.end("router", served_s=1.0), Restart), "it answers each time"
@@ -149,7 +149,7 @@ def test_a_refused_node_is_tried_seldom_while_another_serves_and_soon_when_none_
     assert fleet.now - begun <= MAX_WAIT_S
 
 
-def test_what_the_router_says_of_the_life_before_does_not_count() -> None:
+def test_a_node_counts_as_joined_only_a_while_after_its_restart() -> None:
     fleet = Fleet()
     fleet.end("decode-1")
     assert not fleet.restarts.joined("decode-1", fleet.now), "it does not run"

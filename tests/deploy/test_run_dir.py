@@ -11,7 +11,7 @@ from baton.deploy.run_dir import make_run_dir
 from baton.metadata.errors import ConfigError
 
 
-def test_old_run_directories_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_run_directories_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     runs = tmp_path / "baton" / "runs"
     for index in range(15):

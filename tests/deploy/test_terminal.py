@@ -1,4 +1,4 @@
-"""The terminal of `baton up`: signals end a wait, and the progress line shows what each process does."""
+"""The terminal of `baton up`: a signal ends a wait, and the progress line shows the state of each process."""
 
 from __future__ import annotations
 

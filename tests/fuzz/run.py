@@ -1,7 +1,8 @@
-"""A long run of the fuzz targets: `python tests/fuzz/run.py --minutes 20 [--target server] [--seed 0]`.
+"""Run the fuzz targets for a long time: `python tests/fuzz/run.py --minutes 20 [--target server] [--seed 0]`.
 
-Every target in turn gets a second's inputs, each from a seed of its own, and a new life now and then. A crash prints
-its target and seed, which `--target NAME --seed N --minutes 0` feeds alone; the exit status is 1 where there was one.
+Each target in turn gets inputs for a second, each input from its own seed, and now and then a new life. If a target
+crashes, the program prints its name and the seed, and exits with status 1. `--target NAME --seed N --minutes 0` repeats
+that input alone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SLICE_S = 1.0
 
 @dataclass
 class Tally:
-    """What came of one target."""
+    """The results of one target."""
 
     inputs: int = 0
     accepted: int = 0
@@ -72,7 +73,7 @@ class Run:
         self.age = 0
 
     def go(self, seconds: float) -> None:
-        """Feeds it for a while; at least once."""
+        """Feed the target for a while, at least once."""
         process, until = psutil.Process(), time.monotonic() + seconds
         before = process.memory_info().rss
         while True:
@@ -87,7 +88,7 @@ class Run:
         self.tally.grown += process.memory_info().rss - before
 
     def renew(self) -> None:
-        """The end of a life: nothing may be left of it."""
+        """End the target's life, check that it leaves nothing behind, and begin a new one."""
         self._guard(self.target.close)
         self.tally.accepted += self.target.num_accepted
         self.tally.lives += 1

@@ -27,7 +27,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_inputs_that_hypothesis_makes(name: str) -> None:
-    """Each example is a short life of a fresh target; what fails is shrunk to the draws that matter."""
+    """Each example is a short life of a fresh target. hypothesis shrinks a failure to the draws that matter."""
 
     @settings(
         max_examples=10,
@@ -54,7 +54,7 @@ def test_inputs_that_hypothesis_makes(name: str) -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_inputs_one_after_the_other(name: str) -> None:
-    """One target takes them all: what one leaves behind, the next may stumble over."""
+    """One target takes all inputs, because one input may leave behind what makes the next one fail."""
     target = TARGETS[name]()
     for seed in range(600):
         target.feed(random.Random(seed))

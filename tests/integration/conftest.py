@@ -26,8 +26,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def new_cluster(request: pytest.FixtureRequest, tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., Cluster]]:
-    """`new_cluster(model)`: a cluster without processes, of the tiny model unless told otherwise. It is checked and
-    stopped when the test ends."""
+    """`new_cluster(model)`: a cluster without processes, of the tiny model by default. It is checked and stopped when
+    the test ends."""
     clusters: list[Cluster] = request.node.stash.setdefault(_CLUSTERS, [])
 
     def make(model: Path | None = model_dir) -> Cluster:
@@ -44,13 +44,14 @@ def new_cluster(request: pytest.FixtureRequest, tmp_path: Path, model_dir: Path)
 
 @pytest.fixture
 def cluster(new_cluster: Callable[..., Cluster]) -> Cluster:
-    """A router, one prefill and one decode node of the tiny model, ready."""
+    """A router, one prefill and one decode node with the tiny model, ready."""
     return new_cluster().start()
 
 
 @pytest.fixture
 def start(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[Callable[..., Served]]:
-    """`start("eagle", **more)`: a router without nodes, whose nodes will use that drafter. `more` is for `Served`."""
+    """`start("eagle", **more)`: a router without nodes, whose nodes will use that drafter. `more`: arguments of
+    `Served`."""
     with ExitStack() as stack:
 
         def make(algorithm: str = "none", **more: Any) -> Served:

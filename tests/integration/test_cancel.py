@@ -118,7 +118,7 @@ PHASES = (queued, prefilling, offered, pulling, pulled, decoding, preempted, mov
 
 @pytest.mark.parametrize("how", ["the client leaves", "an operator cancels it", "its deadline passes"])
 @pytest.mark.parametrize("phase", PHASES)
-def test_nothing_is_computed_and_everything_becomes_free(
+def test_after_a_cancel_nothing_is_computed_and_everything_becomes_free(
     served: Served,
     phase: Callable[[Served], Stream],
     how: str,

@@ -129,7 +129,7 @@ def test_a_node_with_another_model_of_the_same_name_is_refused(
         ("unknown", "architecture"),
     ],
 )
-def test_model_directories_that_cannot_be_served(
+def test_model_directories_that_cannot_be_served_are_refused(
     damage: str, words: str, new_cluster: NewCluster, model_dir: Path, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"

@@ -56,7 +56,7 @@ def client(demo: Cluster) -> openai.OpenAI:
 
 
 def whole(client: openai.OpenAI, **fields: Any) -> tuple[dict[int, Any], Any]:
-    """Return what a completion has for each choice, and the usage."""
+    """Return each choice of a completion, and the usage."""
     answer = client.completions.create(
         model="demo", extra_body={"return_token_ids": True, **fields.pop("extra", {})}, **fields
     )
@@ -73,7 +73,7 @@ def whole(client: openai.OpenAI, **fields: Any) -> tuple[dict[int, Any], Any]:
 
 
 def streamed(client: openai.OpenAI, **fields: Any) -> tuple[dict[int, Any], Any]:
-    """Return the same, joined from the events of a stream."""
+    """Return the same as `whole`, joined from the events of a stream."""
     texts: dict[int, str] = {}
     ends: dict[int, str | None] = {}
     ids: dict[int, list[int]] = {}
@@ -194,7 +194,7 @@ def test_stop_strings_across_tokens_and_after_min_tokens(client: openai.OpenAI) 
 
 
 def _done(ends: list[int], length: int) -> int:
-    """Return the number of tokens of which the text has this length."""
+    """Return the number of tokens whose text has this length."""
     return next(place + 1 for place, end in enumerate(ends) if end >= length)
 
 
@@ -322,7 +322,7 @@ def test_bad_input_is_refused_and_the_system_serves(demo: Cluster) -> None:
         assert demo.complete(**{"prompt": CODE, "max_tokens": 6, **extreme})["choices"], extreme
 
 
-def test_clients_that_leave_in_every_phase(demo: Cluster) -> None:
+def test_clients_that_leave_in_any_phase_leave_nothing_behind(demo: Cluster) -> None:
     for is_streaming in (True, False):
         for num_choices, prompt in ((1, [5] * 3000), (6, [7] * 40)):
             for delay_s in (0.0, 0.005, 0.03, 0.1, 0.3):
@@ -379,7 +379,7 @@ def test_openapi_describes_the_routes_that_are_there(demo: Cluster) -> None:
     assert set(answer) <= set(document["components"]["schemas"]["Completion"]["properties"])
 
 
-def test_head_and_unknown_routes(demo: Cluster) -> None:
+def test_head_requests_and_unknown_routes_are_answered(demo: Cluster) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", demo.http_port, timeout=10)
     connection.request("HEAD", "/health")
     assert connection.getresponse().status == 200

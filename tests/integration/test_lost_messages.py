@@ -40,7 +40,7 @@ def right(served: Served) -> Stream:
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, served: Served) -> Iterator[FaultyProcess]:
-    """Faults on the side of the nodes. Their data links are opened again first, so that these have the faults too."""
+    """Faults on the side of the nodes. Their data links are opened again first, so that they have the faults too."""
     for node in served.nodes.values():
         if isinstance(node.handoff, HandoffClient):
             for epoch in list(node.handoff._links):
@@ -83,7 +83,7 @@ def test_a_lost_message_of_a_cancel_leaves_nothing_behind(
     served.run(lambda: not served.call(lambda: served.dispatcher.cancels.num_unacked))
 
 
-def test_prompt_logprobs_come_though_the_message_with_them_was_lost(process: FaultyProcess, served: Served) -> None:
+def test_prompt_logprobs_arrive_though_their_message_was_lost(process: FaultyProcess, served: Served) -> None:
     spoil(process, "drop", "out", "prefill_done")
     stream = served.ask(**BODY | {"n": 1, "echo": True, "logprobs": 1})
     served.finish(stream, timeout_s=LOST_S)

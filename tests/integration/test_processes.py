@@ -48,7 +48,7 @@ def test_two_models_behind_one_router_on_another_loopback_address(
     assert not held(cluster.ledger())
 
 
-def test_processes_that_are_stopped_under_load(new_cluster: Callable[..., Cluster]) -> None:
+def test_processes_stopped_under_load_finish_their_requests(new_cluster: Callable[..., Cluster]) -> None:
     cluster = new_cluster().start(node_flags=NODE_FLAGS, router_flags=["--drain-timeout-s", "30"])
     with ThreadPoolExecutor(16) as threads:
         running = _load(cluster, threads)

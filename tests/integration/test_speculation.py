@@ -109,7 +109,7 @@ def ready_models(cluster: Cluster) -> list[str]:
     return [model["id"] for model in answer["data"]] if status == 200 else []
 
 
-def test_a_pair_of_unlike_settings_is_refused_naming_both(new_cluster: Callable[..., Cluster]) -> None:
+def test_nodes_of_different_speculation_settings_refuse_each_other_by_name(new_cluster: Callable[..., Cluster]) -> None:
     """Promise P5: a prefill node without speculation and a decode node with it are refused."""
     cluster = new_cluster()
     cluster.start_router()

@@ -94,7 +94,7 @@ def test_streams_outlive_the_nodes_under_them(start: Start, algorithm: str) -> N
     served.check_books()
 
 
-def test_usage_is_the_first_attempts(start: Start) -> None:
+def test_cached_tokens_in_usage_are_those_of_the_first_prefill(start: Start) -> None:
     """The client is told the cached tokens of the first prefill, though the second prefill finds others."""
     served = start("ngram").up(1, 2)
     body = {"prompt": "the quick brown fox jumps over " * 4, "max_tokens": 16, "ignore_eos": True}

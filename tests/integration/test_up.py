@@ -144,7 +144,7 @@ def test_the_demo_model_speculates_by_default(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-def test_a_second_up_on_a_taken_port(tmp_path: Path, model_dir: Path) -> None:
+def test_a_second_up_on_a_taken_port_is_refused(tmp_path: Path, model_dir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         argv = [*BATON, "up", "--model", str(model_dir), "--port", str(port), "--run-dir", str(tmp_path / "run")]
@@ -179,7 +179,7 @@ def test_a_node_that_dies_is_restarted_and_serves_again(tmp_path: Path, model_di
         assert running.process.wait(20) == 0, running.said
 
 
-def test_one_node_in_a_crash_loop_stops_nobody(tmp_path: Path, model_dir: Path) -> None:
+def test_one_node_in_a_crash_loop_does_not_stop_the_others(tmp_path: Path, model_dir: Path) -> None:
     """decode-1 dies and cannot restart, because its key is gone; decode-0 answers until it has its key."""
     with up(tmp_path, model_dir, "--decode", "2") as running:
         name = running.request("GET", "/v1/models")[1]["data"][0]["id"]
@@ -211,7 +211,7 @@ def test_one_node_in_a_crash_loop_stops_nobody(tmp_path: Path, model_dir: Path) 
         assert running.process.wait(20) == 0, running.said
 
 
-def test_a_drained_node_is_told_of_on_the_terminal(tmp_path: Path, model_dir: Path) -> None:
+def test_a_drained_node_is_reported_on_the_terminal(tmp_path: Path, model_dir: Path) -> None:
     with up(tmp_path, model_dir) as running:
         assert running.request("POST", "/admin/nodes/decode-0/drain")[0] == 200
         way_back = (
@@ -239,7 +239,7 @@ def _nodes(running: Up) -> list[str]:
         ),
     ],
 )
-def test_a_wrong_model_directory(tmp_path: Path, files: dict[str, str], words: list[str]) -> None:
+def test_a_wrong_model_directory_is_refused(tmp_path: Path, files: dict[str, str], words: list[str]) -> None:
     model = tmp_path / "model"
     model.mkdir()
     for name, text in files.items():

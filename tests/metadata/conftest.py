@@ -14,7 +14,7 @@ from samples import make_sample
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Asynchronous tests here run in the router's kind of loop."""
+    """Run asynchronous tests in the kind of loop that the router uses."""
     return {"uvloop": uvloop.new_event_loop}
 
 

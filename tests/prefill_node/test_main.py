@@ -1,4 +1,4 @@
-"""`baton prefill` refuses settings with which no decode node could reach it."""
+"""`baton prefill` refuses an address that no decode node could connect to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton.prefill_node.main import run
 
 @pytest.fixture(autouse=True)
 def logging_restored() -> Iterator[None]:
-    """`run` sets up the process's log; pytest's own handlers come back afterwards."""
+    """Restore pytest's log handlers after `run` has set up the process's log."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield

@@ -179,7 +179,7 @@ def forget(pair: NodePair, rid: str) -> None:
 
 
 @pytest.mark.parametrize("rids", ["0", "2", "01", "012"])
-def test_a_request_that_is_cancelled_under_way(
+def test_a_request_cancelled_under_way_gets_no_first_token(
     rids: str, make_pair: MakePair, events: list[tuple[str, list[str]]]
 ) -> None:
     pair = under_way(make_pair)
@@ -194,7 +194,7 @@ def test_a_request_that_is_cancelled_under_way(
     assert sorted(rid for what, told in events if what == "done" for rid in told) == ["0", "1", "2"]
 
 
-def test_a_choice_that_is_cancelled_under_way(make_pair: MakePair) -> None:
+def test_a_choice_cancelled_under_way_does_not_change_the_others(make_pair: MakePair) -> None:
     pair = make_pair()
     sampled = params(6, temperature=1.5, seed=3)
     pair.submit("whole", prompt(6), sampled, n=3)
@@ -212,8 +212,10 @@ def test_a_choice_that_is_cancelled_under_way(make_pair: MakePair) -> None:
     assert [results["some", 0].ids, results["some", 2].ids] == [whole[0], whole[2]]
 
 
-def test_tickets_that_end_under_way(make_pair: MakePair, events: list[tuple[str, list[str]]]) -> None:
-    """The decode node is gone, so no first token is sent, and the pages are free at once."""
+def test_requests_whose_tickets_end_under_way_get_no_first_token(
+    make_pair: MakePair, events: list[tuple[str, list[str]]]
+) -> None:
+    """The decode node is gone, so no first token is sent, and the pages are freed at once."""
     pair = under_way(make_pair)
     watch_sent(pair, events)
     pair.prefill.handoff.close_peer(pair._hellos["decode"].epoch)
@@ -223,7 +225,7 @@ def test_tickets_that_end_under_way(make_pair: MakePair, events: list[tuple[str,
     assert "tokens" not in {what for what, _ in events}
 
 
-def test_the_router_that_asked_is_gone_under_way(make_pair: MakePair) -> None:
+def test_a_new_router_under_way_ends_the_requests_of_the_old_one(make_pair: MakePair) -> None:
     pair = under_way(make_pair)
     for name in ("prefill", "decode"):
         pair.send(name, Welcome(router_epoch="another", protocol=PROTOCOL_MAX, need_tokenizer=False))

@@ -30,7 +30,7 @@ def make_pair(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[Calla
 
 
 def submit(pair: NodePair, names: str, again: str = "") -> None:
-    """Submit unlike requests: with one or more choices, greedy or seeded, some ended by the first token. `again` is
+    """Submit different requests: with one or more choices, greedy or seeded, some ended by the first token. `again` is
     appended to their names."""
     for name in names:
         index = ord(name) - ord("a")
@@ -41,7 +41,7 @@ def submit(pair: NodePair, names: str, again: str = "") -> None:
 
 
 def together(pair: NodePair, num_prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Delay computing until one step can compute so many prompts."""
+    """Delay computing until one step can compute this many prompts."""
     scheduler, plan = pair.prefill.scheduler, pair.prefill.scheduler.plan
     monkeypatch.setattr(scheduler, "plan", lambda: plan() if len(scheduler.computing) >= num_prompts else [])
 

@@ -51,7 +51,7 @@ class Link:
         return []
 
     def spin(self, num_events: int) -> list[Any]:
-        """Poll both ends until the decode node has so many events and no ticket is open."""
+        """Poll both ends until the decode node has this many events and no ticket is open."""
         return spin([self.client, self], lambda events: len(events) == num_events and not self.tickets.units())
 
 

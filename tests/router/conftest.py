@@ -53,7 +53,7 @@ class RunningRouter:
         return self.router.url
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Runs a function on the router's event loop."""
+        """Run a function on the router's event loop."""
 
         async def run() -> Any:
             return function()
@@ -72,7 +72,8 @@ class RunningRouter:
     def request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> tuple[int, Any, dict[str, str]]:
-        """One HTTP request; `body` may be bytes or anything JSON. The status, the parsed body, the headers."""
+        """Send one HTTP request and return status, parsed body and headers. `body`: bytes, or anything that JSON can
+        hold."""
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data=data, method=method, headers=headers or {})
         if data is not None:
@@ -88,7 +89,7 @@ class RunningRouter:
         return status, json.loads(raw) if given.get("content-type", "").startswith("application/json") else raw, given
 
     def wait_idle(self, timeout: float = 30.0) -> None:
-        """Waits until nothing is left of any request, in the router and by its count on the nodes."""
+        """Wait until the router has no request, and no node of its books holds anything."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             left = self.call(self._left)
@@ -112,7 +113,7 @@ class RunningRouter:
 
 
 def check_is_declared(method: str, path: str, status: int) -> None:
-    """Whatever a test asks, the status of the answer stands in the OpenAPI document."""
+    """Check that the OpenAPI document declares the status of the answer."""
     for template, operations in DECLARED.items():
         pattern = re.sub(r"{\w+}", ".+" if template.startswith("/v1") else "[^/]+", template)
         if method.lower() in operations and re.fullmatch(pattern, path.partition("?")[0]):
@@ -190,7 +191,7 @@ def make_system(
 
 @pytest.fixture
 def system(make_system: Callable[..., System]) -> Iterator[System]:
-    """One prefill and one decode node, ready; afterwards nothing is left behind."""
+    """A router with one prefill and one decode node, ready. Afterwards nothing may be left behind."""
     system = make_system().up()
     yield system
     system.router.wait_idle()

@@ -1,7 +1,7 @@
-"""Nodes that speak the real messages over real sockets and compute nothing: an instant prefill and an instant decode.
+"""Nodes that speak the real messages over real sockets and compute nothing.
 
-A `FakeCluster` holds the nodes of one model in threads of their own. What they generate is a script: a function from
-prompt ids to output ids. Tests reach in through `Behaviour` to lose, double, reorder and fail things.
+A `FakeCluster` holds the nodes of one model, each in its own thread. A script, which is a function from prompt ids to
+output ids, decides what they generate. Through `Behaviour` a test makes them lose, double, reorder and fail messages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Script = Callable[[list[int], int], list[int]]  # (prompt ids, choice) -> output
 
 
 def make_tokenizer(kind: str = "byte") -> bytes:
-    """A small tokenizer.json trained on the spot: byte-level BPE, or sentencepiece-like with byte fallback."""
+    """Train a small tokenizer.json: byte-level BPE, or sentencepiece-like with byte fallback."""
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -71,14 +71,14 @@ TEMPLATE = (
 
 
 def make_layout(page_size: int = 16, dtype: str = "float32") -> HandoffSchema:
-    """A small schema without speculation."""
+    """Return a small schema without speculation."""
     pool = PoolLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype=dtype)  # type: ignore[arg-type]
     return make_schema(pool, None, page_size)
 
 
 @dataclass
 class Behaviour:
-    """What the fake nodes do wrong, or slowly."""
+    """The faults and delays of the fake nodes."""
 
     step_tokens: int = 1  # tokens a Tokens message
     step_s: float = 0.0  # pause between them
@@ -111,8 +111,8 @@ class FakeCluster:
     nodes: list[FakeNode] = field(default_factory=list)
 
     def generate_by(self, script: Script) -> None:
-        """Change what short prompts bring. Canaries have prompts of several pages, and what they bring must not change:
-        nodes may compute one in the background at any time."""
+        """Change the output for short prompts. The output for canaries, whose prompts have several pages, must not
+        change, because nodes may compute one in the background at any time."""
         before, canary_len = self.script, 2 * self.page_size
         self.script = lambda prompt, choice: (before if len(prompt) > canary_len else script)(prompt, choice)
 
@@ -130,7 +130,7 @@ class FakeCluster:
         )
 
     def add(self, role: str, name: str | None = None, **changes: object) -> FakeNode:
-        """Starts a node. `changes` replace fields of its Hello."""
+        """Start a node. `changes` replace fields of its Hello."""
         node = FakeNode(self, role, name or f"{role}-{len(self.nodes)}", changes)
         self.nodes.append(node)
         node.start()
@@ -145,7 +145,7 @@ class FakeCluster:
 
 
 class FakeNode(threading.Thread):
-    """One node. `log` has every message it got, but heartbeats."""
+    """One fake node. `log` has every message that it received, except heartbeats."""
 
     def __init__(self, cluster: FakeCluster, role: str, name: str, changes: dict[str, object]) -> None:
         super().__init__(name=name, daemon=True)
@@ -180,11 +180,11 @@ class FakeNode(threading.Thread):
         raise AssertionError(f"{self.name} got {len(self.got(kind))} {kind.__name__}, not {count}")
 
     def post(self, message: m.ToRouter, after_s: float = 0.0) -> None:
-        """Sends a message, from whatever thread; the node's socket is its own thread's."""
+        """Send a message from any thread, through the node's own thread, to which the socket belongs."""
         self._posted.put((time.monotonic() + after_s, message))
 
     def stop(self) -> None:
-        """As by SIGKILL: the connection just closes."""
+        """Close the connection without a message, as SIGKILL would."""
         self._is_told_to_stop.set()
         if self.is_alive():
             self.join(5)
@@ -277,7 +277,7 @@ class FakeNode(threading.Thread):
                 pass
 
     def compute(self, message: m.Compute) -> None:
-        """The prompt without a prefill node."""
+        """Compute the prompt without a prefill node."""
         self.reserve(message)
         prompt, num_received = unpack_ids(message.request.prompt_ids), len(unpack_ids(message.request.received_ids))
         for choice in message.choices:
@@ -325,7 +325,7 @@ class FakeNode(threading.Thread):
         prefill: FakeNode | None = None,
         decode: FakeNode | None = None,
     ) -> list[int]:
-        """The whole output, cut at a stop id or max_tokens, by the nodes that compute it."""
+        """Return the whole output, cut at a stop id or max_tokens."""
         output = self.cluster.script(prompt, choice)
         corrupt = self.cluster.behaviour.corrupt
         if corrupt is not None:
@@ -407,5 +407,5 @@ def _logprobs(token: int) -> TokenLogprobs:
 
 
 def quiet(behaviour: Behaviour) -> Behaviour:
-    """A copy without faults."""
+    """Return a copy without faults."""
     return replace(behaviour, change_tokens=None, answer_prefill=None, answer_reserve=None)

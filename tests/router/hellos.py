@@ -1,4 +1,4 @@
-"""Hellos of nodes that exist in no process, and a registry that they join without sockets."""
+"""Hellos of nodes without a process, and a registry that they join without sockets."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_hello(
 
 
 class ClockedRegistry:
-    """A registry without sockets, with what it sent, which nodes joined and left, and a clock that the test turns."""
+    """A registry without sockets. It records sent messages, joins and losses, and its clock is turned by the test."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -78,11 +78,11 @@ class ClockedRegistry:
             self.registry.check(self.now)
 
     def answers(self, peer: bytes) -> list[type]:
-        """Return the types of the messages that a node got."""
+        """Return the types of the messages that a node received."""
         return [type(message) for message in self.sent[peer]]
 
     def refusal(self, peer: bytes) -> str:
-        """Return the reason of the only message that a node got, a Refusal."""
+        """Return the reason of the only message that a node received, a Refusal."""
         (message,) = self.sent[peer]
         assert isinstance(message, m.Refusal), message
         return message.reason

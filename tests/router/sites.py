@@ -58,21 +58,21 @@ def make_hello(
 
 
 def make_group(hello: Hello | None = None) -> Group:
-    """A group without nodes that has its tokenizer."""
+    """Return a group without nodes that has its tokenizer."""
     group = Group(GroupKey("s", "f", None, "fake", "t"), hello or make_hello("prefill", "x"))
     group.tokenizer = text_tokenizer()
     return group
 
 
 def add_node(group: Group, role: str, name: str, **sizes: Any) -> Node:
-    """A node that joins the group."""
+    """Let a node join the group, and return it."""
     node = Node(make_hello(role, name, **sizes), group, 0.0)
     group.nodes[node.routing_id] = node
     return node
 
 
 class Heard:
-    """A listener that keeps what it is told."""
+    """A listener that records its calls."""
 
     def __init__(self) -> None:
         self.deltas: list[tuple[Sequence, Delta]] = []
@@ -99,7 +99,7 @@ def make_request(
     now: float = 0.0,
     **more: Any,
 ) -> Request:
-    """A request that no dispatcher knows. `params` are sampling parameters, `more` those of Request."""
+    """Return a request that no dispatcher knows. `params` are sampling parameters, `more` fields of Request."""
     sampling = SamplingParams(**{"max_tokens": 20, **(params or {})})
     options, ids = text or TextOptions(), [5] * prompt_len
     return Request(rid, group, ids, sampling, Heard(), num_choices=num_choices, options=options, now=now, **more)

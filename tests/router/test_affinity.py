@@ -1,11 +1,17 @@
-"""Pages by their hashes, and which prefill node was given which."""
+"""Prefix affinity: hashes of pages, and the prefill nodes that computed them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from baton.metadata.wire import messages as m
 from baton.router.affinity import PrefixAffinity, page_hashes
 
+from .conftest import System
+from .test_runner import own
 
-def test_page_hashes() -> None:
+
+def test_a_page_hash_depends_on_the_salt_and_all_tokens_up_to_its_end() -> None:
     ids = list(range(40))
     assert len(page_hashes(ids, 16, "")) == 2
     assert len(page_hashes(ids[:32], 16, "")) == 1  # the page of the last token is always computed
@@ -28,3 +34,11 @@ def test_affinity_is_bounded_and_forgets_ends_first() -> None:
     assert affinity.num_matched("a", [1, 2, 3]) == 2
     affinity.forget("a")
     assert affinity.num_matched("a", [7, 8]) == 0
+
+
+def test_equal_prefixes_meet_on_one_prefill_node(make_system: Callable[..., System]) -> None:
+    system = make_system().up(2, 1)
+    prefix = "the quick brown fox jumps over lazy dogs " * 3
+    for place in range(6):
+        system.complete(prompt=f"{prefix}{place}")
+    assert sorted(len(own(node, m.Prefill)) for node in system.cluster.nodes if node.role == "prefill") == [0, 6]

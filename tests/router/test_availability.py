@@ -23,7 +23,7 @@ Make = Callable[..., System]
 LEAVING = m.Leaving(done=False, reason="SIGTERM")
 
 
-def test_what_is_missing_for_service_until_a_pair_and_its_tokenizer_are_here(tokenizer: TextTokenizer) -> None:
+def test_the_reason_names_the_part_that_is_missing_for_service(tokenizer: TextTokenizer) -> None:
     clocked = ClockedRegistry()
 
     def missing() -> str | None:
@@ -127,7 +127,7 @@ def test_a_node_that_leaves_cannot_be_put_back(make_system: Make) -> None:
     assert (status, body["error"]["code"]) == (409, "http_error") and "leaving" in body["error"]["message"]
 
 
-def test_clients_that_may_not_operate_are_told_no_names(make_system: Make) -> None:
+def test_clients_without_the_admin_key_see_no_node_names(make_system: Make) -> None:
     system = make_system(router={"node_wait_s": 0.2, "admin_key": "boss"})
     system.cluster.add("prefill", "p0")
     system.cluster.add("decode", "d0")
@@ -148,7 +148,7 @@ def test_a_stream_that_waits_for_a_node_gets_the_same_error(make_system: Make) -
     assert status == 503 and "d0 is draining" in body["error"]["message"]
 
 
-def test_operators_are_told_of_a_drained_node_while_another_one_serves(make_system: Make) -> None:
+def test_operators_see_a_drained_node_while_another_one_serves(make_system: Make) -> None:
     system = make_system().up(1, 2)
     assert ready(system) == (200, {"status": "ready"})
     system.router.request("POST", "/admin/nodes/d0/drain")
@@ -241,3 +241,17 @@ def test_nodes_that_come_and_go_are_counted(make_system: Make) -> None:
 
 def _states(system: System) -> dict[str, str]:
     return {item["node"]: item["state"] for item in ready(system)[1].get("degraded", [])}
+
+
+def test_without_nodes_requests_get_503(make_system: Callable[..., System]) -> None:
+    system = make_system()
+    status, body, headers = system.complete()
+    assert (status, body["error"]["type"]) == (503, "server_error")
+    assert "no node has joined" in body["error"]["message"]
+    assert headers["retry-after"] == "1"
+    assert system.router.request("GET", "/ready")[0] == 503
+    system.cluster.add("prefill")
+    wait_until(lambda: system.router.router.dispatcher.registry.nodes)
+    time.sleep(0.1)
+    status, body, _ = system.router.request("GET", "/ready")
+    assert "no decode node" in body["error"]["message"]

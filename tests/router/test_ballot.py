@@ -34,7 +34,7 @@ def states(ballot: Ballot, num_prefill: int, num_decode: int) -> list[list[str]]
     return [[ballot.verdict(p, d).state for d in D[:num_decode]] for p in P[:num_prefill]]
 
 
-def test_a_single_pair_waits_for_what_its_decode_node_computes_alone() -> None:
+def test_a_single_pair_waits_for_the_answer_of_its_decode_node_alone() -> None:
     each = ballot(1, 1)
     assert each.wanted(0.0) == [] and each.verdict(P[0], D[0]).state == "untried"
     each.canary(P[0], D[0], RIGHT)
@@ -48,7 +48,7 @@ def test_a_single_pair_waits_for_what_its_decode_node_computes_alone() -> None:
     assert each.wanted(1e9) == []
 
 
-def test_a_single_pair_whose_two_answers_differ_is_named_with_both() -> None:
+def test_if_the_two_answers_of_a_single_pair_differ_the_verdict_names_both() -> None:
     each = ballot(1, 1)
     each.canary(P[0], D[0], WRONG)
     each.own(D[0], RIGHT, 0.0)
@@ -133,7 +133,7 @@ def test_condemned_pairs_come_back_once_the_vote_is_decided() -> None:
     assert states(each, 1, 2) == [["faulty", "ready"]]
 
 
-def test_a_faulty_pair_that_comes_later_condemns_nobody() -> None:
+def test_a_faulty_pair_that_joins_later_condemns_no_good_pair() -> None:
     each = ballot(2, 1)
     each.canary(P[0], D[0], RIGHT)
     each.own(D[0], RIGHT, 0.0)
@@ -172,7 +172,7 @@ def test_a_node_in_the_minority_computes_again_after_a_while() -> None:
     assert states(each, 2, 2) == [["ready", "ready"]] * 2 and each.wanted(1e9) == []
 
 
-def test_answers_of_a_node_that_leaves_are_removed_but_what_two_witnesses_agreed_on_is_remembered() -> None:
+def test_answers_of_a_node_that_leaves_are_removed_unless_two_witnesses_agreed() -> None:
     each = ballot(2, 2)
     each.canary(P[0], D[0], RIGHT)
     each.canary(P[1], D[1], RIGHT)
@@ -212,7 +212,7 @@ def test_decode_nodes_that_cannot_compute_alone_vote_by_their_pairs() -> None:
     assert [each.verdict(P[1], decode).state for decode in D[:2]] == ["ready"] * 2
 
 
-def test_nobody_waits_for_a_node_that_cannot_answer() -> None:
+def test_the_vote_does_not_wait_for_a_node_that_cannot_answer() -> None:
     each = ballot(1, 2)
     each.canary(P[0], D[0], RIGHT)
     each.canary(P[0], D[1], WRONG)
@@ -248,7 +248,7 @@ def test_answers_agree_from_their_first_tie_on() -> None:
     assert states(each, 1, 1) == [["faulty"]], "a shorter answer is not a tie"
 
 
-def test_independent_witnesses() -> None:
+def test_pairs_that_share_a_node_are_not_independent_witnesses() -> None:
     assert num_independent([]) == 0
     assert num_independent([(P[0], D[0]), (P[0], D[1])]) == 1
     assert num_independent([(P[0], D[0]), (D[0],)]) == 1
@@ -346,7 +346,7 @@ def test_a_minority_of_faulty_nodes_never_prevails(data: st.DataObject) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_nodes_that_are_wrong_in_the_same_way_lose_to_a_majority_that_has_answered(data: st.DataObject) -> None:
-    """As with a bad build on some hosts."""
+    """Several hosts may have the same bad build, for example."""
     nodes = P[: data.draw(st.integers(1, 4))] + D[: data.draw(st.integers(1, 4))]
     bad = data.draw(st.permutations(nodes))[: data.draw(st.integers(0, (len(nodes) - 1) // 2))]
     world = World(dict.fromkeys(bad, WRONG), set(), nodes)

@@ -90,7 +90,7 @@ def test_two_canaries_share_no_cache_salt(nodes: tuple[Node, Node]) -> None:
     assert len(salts) == 10 and "" not in salts
 
 
-def test_a_token_whose_node_gave_no_second_logprob_has_an_infinite_lead() -> None:
+def test_a_token_without_a_second_logprob_has_an_infinite_lead() -> None:
     two = TokenLogprobs(-0.5, (1, 2), (-0.5, -2.0))
     one = TokenLogprobs(-0.5, (1,), (-0.5,))
     assert answer_of([1, 1, 1], [two, one]) == ((1, 1, 1), (1.5, math.inf, math.inf))

@@ -20,7 +20,7 @@ LOAD = Load(free_pages=9, running=1, waiting=0)
 
 
 class Sent(Cancels):
-    """Cancels, and the messages that they sent."""
+    """A Cancels that records the messages that it sends."""
 
     def __init__(self) -> None:
         self.effects: Effects = []
@@ -28,14 +28,14 @@ class Sent(Cancels):
 
     @property
     def messages(self) -> list[Cancel]:
-        """Take all messages out."""
+        """Remove and return all messages."""
         taken = [each.message for each in self.effects if isinstance(each, Send) and isinstance(each.message, Cancel)]
         assert len(taken) == len(self.effects)
         self.effects.clear()
         return taken
 
 
-def test_a_cancel_names_what_was_cancelled_before_too() -> None:
+def test_a_cancel_names_choices_cancelled_before_too() -> None:
     cancels = Sent()
     cancels.send(D0, "a", 1, [2], "why", 0.0)
     cancels.send(D0, "a", 1, [0, 2], "why else", 0.0)
@@ -85,7 +85,7 @@ def test_a_cancel_is_repeated_without_end_after_growing_waits(caplog: pytest.Log
 
 
 def test_one_answer_to_a_repeated_cancel_is_enough() -> None:
-    """A repeat names everything, and the answers to the messages before it may be lost."""
+    """A repeat names all choices, so the answers to the earlier messages may be lost."""
     cancels = Sent()
     cancels.send(D0, "a", 1, [0], "", 0.0)
     cancels.send(D0, "a", 1, [1], "", 0.0)
@@ -120,7 +120,7 @@ def test_cancels_die_with_their_node() -> None:
     assert [each.node for each in cancels.effects if isinstance(each, Send)] == [D1]
 
 
-def test_what_a_node_grants_unasked_is_cancelled_and_nothing_else() -> None:
+def test_only_grants_that_were_not_asked_for_are_cancelled() -> None:
     cancels, request = Sent(), make_request(GROUP, "a", num_choices=3)
     attempt = request.begin_attempt({0, 1}, None, D0, 0.0)
     cancels.send_unwanted(D0, Reserved("a", attempt.number, (0, 1), LOAD), request, 0.0)
@@ -135,3 +135,8 @@ def test_what_a_node_grants_unasked_is_cancelled_and_nothing_else() -> None:
     ):
         cancels.send_unwanted(node, Reserved("a", number, granted, LOAD), known, 0.0)
         assert [message.choices for message in cancels.messages] == [unwanted]
+
+
+def test_a_cancel_that_is_lost_three_times_arrives_within_2_s() -> None:
+    waits_s = [ACK_S * 2**number for number in range(3)]
+    assert sum(waits_s) < 2.0

@@ -1,4 +1,4 @@
-"""The dispatcher as an automaton: events with their time in, effects out. No socket, no thread, no sleeping."""
+"""The dispatcher as an automaton: timed events go in, effects come out. There is no socket, thread or sleep."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ IDS = [40, 41, 42, 43, 44, 45]  # ordinary tokens
 
 
 class Client:
-    """Who waits for a request: it ends once."""
+    """The listener of a request. It checks that the request ends once."""
 
     def __init__(self) -> None:
         self.request: Any = None
@@ -57,7 +57,7 @@ class Client:
 
 
 class World:
-    """A dispatcher, its clock, and nodes that do what the test says. Canaries are none of its business."""
+    """A dispatcher, its clock, and nodes that do what the test says. There are no canaries."""
 
     def __init__(self, *names: str, **settings: Any) -> None:
         self.now = time.monotonic()
@@ -94,14 +94,14 @@ class World:
         self.say(name, m.Heartbeat(1, "idle", 0.0, 10.0, load(free_pages), STATS))
 
     def wait(self, seconds: float) -> None:
-        """Time passes, with ticks as the event loop makes them."""
+        """Let time pass, with ticks as the event loop makes them."""
         end = self.now + seconds
         while self.now < end:
             self.now = min(end, self.now + 0.05)
             self.do(self.dispatcher.tick(self.now))
 
     def do(self, effects: list[Effect]) -> None:
-        """What the runner does."""
+        """Apply effects as the runner does."""
         due = list(effects)
         while due:
             effect = due.pop(0)
@@ -131,11 +131,11 @@ class World:
         return client
 
     def got(self, name: str, kind: Any) -> list[Any]:
-        """Messages of a kind that a node got."""
+        """Return the messages of a kind that a node received."""
         return [message for to, message in self.sent if to == name and isinstance(message, kind)]
 
     def grant(self, name: str = "d0") -> m.Reserve:
-        """A decode node grants the last reservation that it was asked for."""
+        """Let a decode node grant the last reservation that it was asked for."""
         reserve = self.got(name, m.Reserve)[-1]
         self.say(name, m.Reserved(reserve.rid, reserve.attempt, reserve.choices, load(90)))
         return reserve
@@ -149,7 +149,7 @@ class World:
         self.say(name, m.Tokens((unit,), *columns, ended=ended))
 
     def tokens_of(self, name: str, *asked: tuple[Any, int], first: int, ids: Seq[int]) -> None:
-        """The last tokens of several (reservation, choice), in one message."""
+        """Send the last tokens of several (reservation, choice) in one message."""
         units = tuple(Unit(each.rid, choice, each.attempt) for each, choice in asked)
         num = len(units)
         columns = pack_ids([first] * num), pack_ids([len(ids)] * num), pack_ids(list(ids) * num)
@@ -157,7 +157,7 @@ class World:
         self.say(name, m.Tokens(units, *columns, ended=ended))
 
     def hand_over(self, asked: Any, prefill: str = "p0", decode: str = "d0") -> None:
-        """Prefill's first token, all pages, and PrefillDone."""
+        """Send the first token from prefill, admit all pages, and send PrefillDone."""
         request = self.dispatcher.requests[asked.rid]
         for choice in asked.choices:
             first = len(request.sequences[choice].received)
@@ -166,7 +166,7 @@ class World:
         self.say(prefill, m.PrefillDone(asked.rid, asked.attempt, 0.0, 0.0, 0, load(100)))
 
     def running(self, client: Client | None = None, **body: Any) -> tuple[Client, m.Reserve]:
-        """A request that decodes, with its first token here."""
+        """Return a request that decodes and has its first token."""
         client = client or self.submit(**body)
         asked = self.grant()
         self.hand_over(asked)
@@ -178,7 +178,7 @@ class World:
                 self.say(name, m.Cancelled(message.rid, message.attempt))
 
     def check_books(self) -> None:
-        """Nothing is left of any request, once nodes have acknowledged what may have been sent in vain."""
+        """Check that nothing is left of any request after the nodes have acknowledged all cancels."""
         self.acknowledge_all()
         if self.dispatcher.cancels.num_unacked:
             self.wait(MAX_ACK_S)
@@ -311,7 +311,7 @@ def test_an_empty_node_that_refuses_ends_the_request_unless_there_is_another() -
 
 @pytest.mark.parametrize("moment", ["reserving", "prefilling", "decoding"])
 @pytest.mark.parametrize("victim", ["p0", "d0"])
-def test_a_lost_node_has_the_request_go_on_elsewhere(moment: str, victim: str) -> None:
+def test_if_a_node_is_lost_its_request_continues_elsewhere(moment: str, victim: str) -> None:
     world = World()
     client = world.submit(max_tokens=4)
     asked: Any = world.got("d0", m.Reserve)[-1]
@@ -338,7 +338,7 @@ def test_a_lost_node_has_the_request_go_on_elsewhere(moment: str, victim: str) -
 
 
 def test_a_small_node_that_refuses_though_it_is_empty_is_asked_once_per_request() -> None:
-    """It may draft so much that it needs more room than the router knows. The larger node is busy, and has it later."""
+    """A node may draft so many tokens that it needs more room than the router knows. The larger node is busy first."""
     world = World("p0", "d0")
     world.join("d1", num_pages=600, max_running=1)
     world.submit()
@@ -379,7 +379,7 @@ def test_a_cancel_is_repeated_until_it_is_acknowledged() -> None:
 
 
 def test_cancels_of_one_attempt_are_acknowledged_one_by_one() -> None:
-    """The answer to the first says nothing of the second, which names more choices and may be lost."""
+    """The second cancel names more choices and may be lost, so the answer to the first does not count for it."""
     world = World()
     client, asked = world.running(n=3, stop="j")
     for choice in (0, 2):  # "j" is found in two choices, one after the other
@@ -455,7 +455,7 @@ def test_a_request_waits_for_the_only_node_that_cannot_be_reached() -> None:
     assert len(world.got("d0", m.Reserve)) == 1
 
 
-def test_a_prefill_node_that_cannot_be_reached_is_left() -> None:
+def test_a_request_moves_away_from_an_unreachable_prefill_node() -> None:
     world = World("p0", "p1", "d0")
     world.unreachable = {"p0"}
     world.submit()
@@ -498,7 +498,7 @@ def test_missing_tokens_are_asked_for_and_then_the_request_moves() -> None:
     assert unpack_ids(world.got("d0", m.Reserve)[-1].request.received_ids) == IDS[:4]
 
 
-def test_silence_is_asked_about() -> None:
+def test_after_silence_the_node_that_owes_a_token_is_asked() -> None:
     world = World()
     world.submit()
     asked = world.grant()
@@ -521,7 +521,7 @@ def test_a_stop_string_ends_a_sequence_and_frees_its_nodes() -> None:
     world.check_books()
 
 
-def test_a_pause_holds_nothing_and_the_request_goes_on_where_it_stood() -> None:
+def test_a_paused_request_holds_nothing_and_continues_from_its_last_token() -> None:
     world = World()
     client, asked = world.running(max_tokens=4)
     world.do(world.dispatcher.set_paused(client.request, True, world.now))
@@ -537,12 +537,12 @@ def test_a_pause_holds_nothing_and_the_request_goes_on_where_it_stood() -> None:
     world.check_books()
 
 
-def test_a_drain_moves_what_is_left_when_its_time_is_over_and_another_node_is_there() -> None:
+def test_a_drain_moves_its_requests_when_its_time_is_over_and_another_node_serves() -> None:
     world = World()
     world.running()
     world.do(world.dispatcher.drain("d0", 1.0, world.now))
     world.wait(3.0)
-    assert not world.got("d0", m.Cancel), "nobody else could take it"
+    assert not world.got("d0", m.Cancel), "no other node could take it"
     world.join("d1")
     world.wait(2 * SLOW_TICK_S)
     assert {each.attempt for each in world.got("d0", m.Cancel)} == {0} and world.got("d1", m.Reserve)[0].attempt == 1
@@ -550,7 +550,7 @@ def test_a_drain_moves_what_is_left_when_its_time_is_over_and_another_node_is_th
     assert world.node("d0").is_live
 
 
-def test_nobody_waits_for_a_node_longer_than_stated() -> None:
+def test_no_request_waits_for_a_node_longer_than_node_wait_s() -> None:
     world = World(node_wait_s=2.0)
     world.wait(SLOW_TICK_S)
     world.lose("d0")
@@ -596,7 +596,7 @@ def test_log_probabilities_of_the_prompt_are_awaited() -> None:
     ("firsts", "counts", "ids"),
     [([0], [2], [40]), ([-1], [1], [40]), ([0], [-1], [40]), ([0], [1], [-40])],
 )
-def test_tokens_whose_columns_do_not_fit_change_nothing(firsts: list[int], counts: list[int], ids: list[int]) -> None:
+def test_tokens_with_unequal_columns_change_nothing(firsts: list[int], counts: list[int], ids: list[int]) -> None:
     world = World()
     client, asked = world.running()
     message = m.Tokens((Unit(asked.rid, 0, 0),), pack_ids(firsts), pack_ids(counts), pack_ids(ids))
@@ -620,8 +620,8 @@ def test_a_shutdown_ends_every_request_with_an_error() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_request_ends_once_and_the_books_balance_whatever_happens(seed: int) -> None:
-    """Nodes that answer, refuse, fail, die, come back and cannot be reached; clients that leave, pause and go on."""
+def test_every_request_ends_once_and_the_books_balance_under_random_events(seed: int) -> None:
+    """Nodes answer, refuse, fail, die, return and cannot be reached; clients leave, pause and continue."""
     rng = random.Random(seed)
     world = World("p0", "p1", "d0", "d1")
     clients: list[Client] = []
@@ -639,7 +639,7 @@ def test_every_request_ends_once_and_the_books_balance_whatever_happens(seed: in
 
 
 def step(world: World, rng: random.Random, clients: list[Client], left: set[int]) -> list[Client]:
-    """One random event. Returns the clients that came."""
+    """Make one random event. Return the new clients."""
     name = rng.choice(["p0", "p1", "d0", "d1"])
     is_there = f"{name}:1".encode() in world.dispatcher.registry.nodes
     match rng.randrange(14):
@@ -672,7 +672,7 @@ def step(world: World, rng: random.Random, clients: list[Client], left: set[int]
 
 
 def answer(world: World, rng: random.Random, name: str) -> None:
-    """What a node that was asked for something could say now."""
+    """Let a node send an answer to something that it was asked for."""
     asked = world.got(name, m.Reserve | m.Prefill)[-6:]
     if not asked:
         return

@@ -1,4 +1,4 @@
-"""Nodes taken out of service: what they hold goes elsewhere in time, once, and only where there is an elsewhere."""
+"""Drained nodes: their requests move once, in time, and only if another node can take them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sites import make_hello
 
 
 class Drained:
-    """Two decode nodes of a group, and who was evicted."""
+    """Two decode nodes of a group, and the nodes that were evicted."""
 
     def __init__(self) -> None:
         self.live: list[Any] = []
@@ -30,7 +30,7 @@ class Drained:
         self.evicted += self.drains.due(now)
 
 
-def test_what_is_left_is_moved_once_when_the_time_is_over() -> None:
+def test_remaining_requests_are_moved_once_when_the_time_is_over() -> None:
     drained = Drained()
     assert drained.drains.begin("d0", 5.0) is drained.first and drained.first.is_cordoned
     now = 0.0
@@ -41,7 +41,7 @@ def test_what_is_left_is_moved_once_when_the_time_is_over() -> None:
     assert drained.evicted == [drained.first]
 
 
-def test_what_nobody_else_could_take_stays_until_somebody_can() -> None:
+def test_requests_that_no_other_node_can_take_stay_until_one_can() -> None:
     drained = Drained()
     drained.live.clear()
     drained.drains.begin("d0", 0.0)
@@ -61,7 +61,7 @@ def test_a_drain_that_was_taken_back_moves_nothing() -> None:
     assert drained.evicted == []
 
 
-def test_an_unknown_name_is_told_the_others() -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(NotFound, match="'d7' is not here; joined are: d0, d1"):
         Drained().drains.begin("d7", 1.0)
 

@@ -1,4 +1,5 @@
-"""Which pairs get canaries, what their answers mean for requests, and which effects the dispatcher is asked for.
+"""PairHealth sends canaries to pairs of nodes and judges their answers; requests and the dispatcher follow its
+verdicts.
 
 Most tests drive PairHealth alone, with a clock that the test turns. Those at the end run a router with fake nodes.
 tests/integration/test_canaries.py has real nodes.
@@ -145,7 +146,7 @@ class World:
         self.take(self.health.answered(request, self.now))
 
     def answer_all(self) -> None:
-        """Let every canary that waits for its answer have one; nobody is mute any more."""
+        """Answer every canary that waits for its answer. No node stays mute."""
         self.mute.clear()
         waiting, self.unanswered = self.unanswered, []
         for start in waiting:
@@ -518,7 +519,7 @@ def test_a_group_that_was_forgotten_begins_a_new_vote(world: World) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_whatever_happened_before_a_world_at_rest_is_right(tokenizer: TextTokenizer, data: st.DataObject) -> None:
+def test_after_random_events_the_vote_at_rest_is_right(tokenizer: TextTokenizer, data: st.DataObject) -> None:
     """Nodes join, die, fall silent, fill up, break and compute wrongly in any order; then one of them stays wrong."""
     world = World(tokenizer)
     names = ["p0", "p1", "p2", "d0", "d1", "d2"]
@@ -671,7 +672,7 @@ def test_a_canary_that_found_no_room_goes_before_requests_that_wait(make_system:
     assert system.router.request("GET", "/ready")[0] == 200
 
 
-def test_a_canary_under_way_on_a_node_whose_drain_runs_out_ends(make_system: Make) -> None:
+def test_a_canary_ends_when_the_drain_of_its_node_runs_out(make_system: Make) -> None:
     """It must not move to another pair: its answer would count for the drained node."""
     system = make_system(router={"canary_interval_s": 0.2}).up(1, 2)
     held: list[m.Reserve] = []

@@ -1,4 +1,4 @@
-"""The process: quick to listen, clean to end, clear about taken ports; and the transport under the streams."""
+"""The router process: it starts and ends cleanly, reports taken ports, and serves streams over its transport."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_process_from_start_to_end(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("which", ["http", "nodes"])
-def test_a_taken_port(which: str) -> None:
+def test_a_taken_port_is_refused(which: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config = (
@@ -65,7 +65,7 @@ def test_a_taken_port(which: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("max_waiting", 0), ("port", 70000), ("api_key", ""), ("request_timeout_s", -1.0)]
 )
-def test_settings_that_cannot_work(name: str, value: object) -> None:
+def test_wrong_settings_are_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name):
         RouterConfig(**{name: value})  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""The page that Prometheus reads: what each event adds to which figure."""
+"""The page for Prometheus: which figures each event changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOSSES: tuple[Loss, ...] = ("closed", "dead")
 
 
 class Page:
-    """The page, read once."""
+    """The metrics page, read once."""
 
     def __init__(self, metrics: Metrics) -> None:
         families = list(text_string_to_metric_families(metrics.page().decode()))
@@ -35,16 +35,16 @@ class Page:
         return found[0] if found else None
 
     def histogram(self, name: str) -> tuple[float | None, float | None]:
-        """Count and sum."""
+        """Return count and sum."""
         return self.get(f"{name}_count"), self.get(f"{name}_sum")
 
     def le(self, name: str) -> dict[float, float]:
-        """Buckets, cumulated."""
+        """Return the cumulative counts of the buckets by their bounds."""
         return {float(each.labels["le"]): each.value for each in self.samples if each.name == f"{name}_bucket"}
 
 
 class Output:
-    """A request whose sequences get tokens, noted as the streams note them."""
+    """A request whose sequences receive tokens, recorded as the streams record them."""
 
     def __init__(self, created_at: float, num_choices: int = 1) -> None:
         self.metrics = Metrics()
@@ -120,7 +120,7 @@ def test_the_end_of_a_request() -> None:
     request.num_cached = 16
     metrics.dispatched(request, 10.5)
     metrics.done(request, 13.0)
-    metrics.done(make_request(GROUP, prompt_len=2, now=12.0), 13.0)  # nobody told how much of it was cached
+    metrics.done(make_request(GROUP, prompt_len=2, now=12.0), 13.0)  # no node told how much of it was cached
     metrics.count_request("fake", "refused")
     for status in (200, 404, 200):
         metrics.count_http(status)
@@ -145,7 +145,7 @@ def test_the_handoff_of_a_prompt() -> None:
     assert (page.get("baton_transfer_bytes_total"), page.get("baton_transfer_pages_total")) == (6144, 6)
 
 
-def test_what_nodes_report() -> None:
+def test_figures_of_heartbeats_appear_per_node() -> None:
     metrics, nodes = Metrics(), ClockedRegistry()
     metrics.watch_nodes(nodes.registry, lambda: 7)
     node = nodes.join("e", "d0")

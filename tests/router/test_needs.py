@@ -1,4 +1,4 @@
-"""Who is accepted gets nodes: a Dispatcher over nodes that reserve as the real ones do, and are idle."""
+"""Every accepted request gets nodes: a Dispatcher over idle nodes that reserve as the real ones do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ METRICS = Metrics()
 
 
 class Pool(NamedTuple):
-    """A node's sizes. Its context is what its pool holds, or less, as a real node's is."""
+    """The sizes of a node. Its context is at most what its pool holds, as on a real node."""
 
     num_pages: int
     context_len: int
@@ -36,12 +36,12 @@ class Pool(NamedTuple):
 
 
 class Site:
-    """A dispatcher with a group of idle nodes, and what its requests came to."""
+    """A dispatcher with a group of idle nodes, and the outcomes of its requests."""
 
     def __init__(self, page_size: int, lookahead: int, prefills: list[Pool], decodes: list[Pool]) -> None:
         self.page_size, self.lookahead = page_size, lookahead
         self.dispatcher = Dispatcher(RouterConfig(), "e", METRICS)
-        self.dispatcher.health.is_usable = lambda *_: True  # type: ignore[method-assign] - nobody answers canaries here
+        self.dispatcher.health.is_usable = lambda *_: True  # type: ignore[method-assign] - no node answers canaries here
         self.pools: dict[bytes, Pool] = {}
         self.errors: list[BatonError] = []
         self.dispatched: list[tuple[str, int]] = []  # (rid, choice)
@@ -71,8 +71,8 @@ class Site:
         return Request(rid, self.group, [5] * prompt_len, params, nobody, num_choices=num_choices, now=0.0)
 
     def offer(self, request: Request) -> bool:
-        """Whether the request is accepted. What is accepted is queued, and nodes answer until they have no more to say.
-        A node gives back at once what it has granted, so all nodes stay idle."""
+        """Return whether the request is accepted. An accepted request is queued, and nodes answer until they have
+        nothing to say. A node gives back at once what it granted, so all nodes stay idle."""
         try:
             self.do(self.dispatcher.submit(request, 0.0))
         except RequestError:
@@ -85,7 +85,7 @@ class Site:
         self.beat()
 
     def beat(self) -> None:
-        """Every node says that it is idle."""
+        """Let every node report that it is idle."""
         for peer in self.pools:
             self.do(self.dispatcher.on_message(peer, Heartbeat(1, "idle", 0.0, 10.0, self._idle(peer), STATS), 0.0))
 
@@ -147,7 +147,7 @@ def cases(draw: st.DrawFn) -> tuple[Site, int, int, int]:
 @example((Site(16, 0, [Pool(8, 512, 3, 0)], [Pool(8, 512, 3, 0)]), 127, 2, 1))
 @example((Site(16, 1, [Pool(2, 32, 3, 0)], [Pool(6, 96, 3, 5)]), 17, 5, 3))
 @settings(max_examples=1000, deadline=None)
-def test_whoever_is_accepted_gets_nodes(case: tuple[Site, int, int, int]) -> None:
+def test_every_accepted_request_gets_nodes(case: tuple[Site, int, int, int]) -> None:
     site, prompt_len, max_tokens, num_choices = case
     if prompt_len + max_tokens > site.group.context_len and site.group.context_len < 512:
         return  # refused before it comes so far (parameters.py)
@@ -161,10 +161,10 @@ def test_whoever_is_accepted_gets_nodes(case: tuple[Site, int, int, int]) -> Non
 
 @given(cases(), st.integers(0, 100))
 @settings(max_examples=500, deadline=None)
-def test_whoever_moves_gets_nodes_again_or_is_in_nobodys_way(
+def test_a_moved_request_gets_nodes_again_or_blocks_no_other(
     case: tuple[Site, int, int, int], num_received: int
 ) -> None:
-    """A request that has grown is queued in front of one that has just come."""
+    """A request that has grown is queued before a new one."""
     site, prompt_len, max_tokens, _ = case
     if prompt_len + max_tokens > site.group.context_len or max_tokens < 2:
         return

@@ -1,4 +1,4 @@
-"""The books of a node balance whatever happens in whatever order."""
+"""The books of a node balance after any events in any order."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_node_that_refused_is_full_until_it_shows_more_room_or_a_while_has_pas
     assert not node.is_full(10.0), "it said so"
 
 
-def test_who_takes_new_work() -> None:
+def test_only_a_healthy_node_that_is_not_draining_takes_new_work() -> None:
     group = make_group()
     node: Any = add_node(group, "decode", "d0")
     assert group.live("decode") == [node] and not node.is_draining

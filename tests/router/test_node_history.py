@@ -1,4 +1,4 @@
-"""Restarts and losses are counted by node name, also while no node of that name is here."""
+"""Restarts and losses are counted by node name, also while no node has that name."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def reason_for(clocked: ClockedRegistry, **changes: Any) -> str:
         ({"protocol_min": 7, "protocol_max": 8}, "protocol versions: 7..8 here, 4..6 there"),
     ],
 )
-def test_a_refusal_names_what_differs_with_both_values(
+def test_a_refusal_names_the_differences_with_both_values(
     changes: dict[str, Any], expected: str, clocked: ClockedRegistry
 ) -> None:
     clocked.join(name="p0", role="prefill")
@@ -70,7 +70,7 @@ def test_the_nodes_that_were_heard_last_are_named_and_no_more_than_three(clocked
     assert [word for word in reason.split() if word in ("p0", "p1", "p2", "p3")] == ["p3", "p2", "p1"]
 
 
-def test_a_node_whose_model_nobody_serves_yet_is_not_incompatible(clocked: ClockedRegistry) -> None:
+def test_a_node_with_a_new_model_is_not_incompatible(clocked: ClockedRegistry) -> None:
     clocked.join(name="p0", role="prefill", model="other")
     clocked.join(name="d1", role="decode")
     assert incompatible_nodes(make_hello("decode"), None, clocked.registry.nodes.values()) == []

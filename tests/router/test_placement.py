@@ -1,13 +1,25 @@
-"""The policy alone: figures in, a choice out."""
+"""Placement chooses the nodes of a request: from figures alone, and in a router with fake nodes."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from baton.metadata.wire import messages as m
+from baton.metadata.wire.node_info import Capacity
 from baton.router.placement import (
     DecodeFigures,
     PrefillFigures,
     choose_decode,
     choose_prefill,
 )
+
+from .conftest import System
+from .test_runner import own, wait_until
 
 
 def decode(free: int = 100, running: int = 0, most: int = 10, *, is_full: bool = False) -> DecodeFigures:
@@ -23,7 +35,7 @@ def test_decode_takes_the_least_loaded_with_room() -> None:
     assert choose_decode([decode(free=50), decode(free=60)], 5) == 1
 
 
-def test_decode_none_when_all_are_full() -> None:
+def test_no_decode_node_is_chosen_if_all_are_full() -> None:
     assert choose_decode([], 1) is None
     assert choose_decode([decode(free=4), decode(is_full=True), decode(running=10)], 5) is None
 
@@ -35,3 +47,57 @@ def test_prefill_trades_affinity_against_load() -> None:
     assert choose_prefill([idle, cached._replace(queued_tokens=1000)], 1000) == 0
     assert choose_prefill([idle._replace(num_queued=1), idle], 10) == 1
     assert choose_prefill([idle._replace(num_queued=8)], 10) is None
+
+
+def test_a_prompt_that_fits_no_node_is_refused(make_system: Callable[..., System]) -> None:
+    system = make_system(num_pages=8).up()
+    status, body, _ = system.complete(prompt="a " * 120)
+    assert (status, body["error"]["param"]) == (400, "prompt")
+    assert "8" in body["error"]["message"]
+    assert system.complete()[0] == 200
+
+
+def test_load_is_spread(make_system: Callable[..., System]) -> None:
+    system = make_system().up(2, 2)
+    system.behaviour.hold = threading.Event()
+    with ThreadPoolExecutor(8) as pool:
+        futures = [pool.submit(system.complete, prompt=f"{place} hello") for place in range(8)]
+        decodes = [node for node in system.cluster.nodes if node.role == "decode"]
+        wait_until(lambda: sum(len(own(node, m.Reserve)) for node in decodes) == 8)
+        system.behaviour.hold.set()
+        assert [future.result()[0] for future in futures] == [200] * 8
+    assert max(len(own(node, m.Reserve)) for node in decodes) <= 5  # four each, but for a canary's place
+
+
+@pytest.mark.parametrize("kind", ["draining", "no such capacity"])
+def test_draining_and_too_small_nodes_get_no_requests(make_system: Callable[..., System], kind: str) -> None:
+    system = make_system().up(1, 2)
+    unwilling = system.cluster.by_name("d0")
+    if kind == "draining":
+        unwilling.post(m.Leaving(done=False, reason="SIGTERM"))
+    else:
+        unwilling.stop()
+        system.cluster.nodes.remove(unwilling)
+        unwilling = system.cluster.add("decode", "small", capacity=Capacity(1, 16, 64))
+    time.sleep(0.2)
+    before = len(own(unwilling, m.Reserve))
+    for _ in range(4):
+        assert system.complete(prompt="hello " * 9)[0] == 200
+    assert len(own(unwilling, m.Reserve)) == before
+
+
+@pytest.mark.parametrize("len_left", [0, 1, 2])
+def test_a_prompt_about_as_large_as_the_pool_is_served_or_refused_at_once(
+    make_system: Callable[..., System], len_left: int
+) -> None:
+    """The pool has 8 pages of 16 tokens. A prompt with room for two rounds is served. A longer prompt is refused on
+    arrival and delays no other request."""
+    system = make_system(num_pages=8).up()
+    begun = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        large = pool.submit(system.complete, prompt=[5] * (8 * 16 - len_left), max_tokens=2)
+        time.sleep(0.1)
+        assert system.complete()[0] == 200
+        status, body, _ = large.result()
+    assert time.monotonic() - begun < 5, "a request waited for room that no node has"
+    assert (status, body.get("error", {}).get("param")) == ((200, None) if len_left == 2 else (400, "prompt")), body

@@ -1,8 +1,15 @@
-"""Whose turn it is, who may wait and gives up a place, and who has waited too long: the queues, without nodes."""
+"""The queues: the order of requests, the bounds on waiting, and the requests that are refused or end late.
+
+Most tests drive the queues without nodes. Those at the end run a router with fake nodes.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.metadata.errors import Overloaded, RequestError, Unavailable
+from baton.metadata.wire import messages as m
+from baton.metadata.wire.node_info import Capacity
 from baton.router.errors import NodeFault
 from baton.router.queue import (
     AGE_S,
@@ -25,7 +34,10 @@ from baton.router.queue import (
     turn_of,
 )
 
-# --- whose turn it is: first come first served within a priority, and nobody starved ---------------------------------
+from .conftest import System
+from .test_runner import own, wait_until
+
+# --- the order: first come first served within a priority, and no request starves ------------------------------------
 
 ARRIVALS = st.lists(
     st.tuples(st.integers(0, 500_000).map(lambda ms: ms / 1000), st.integers(-100, 100), st.booleans()), max_size=30
@@ -38,7 +50,9 @@ def entry(arrived_at: float, priority: int, num_tokens: int = 1) -> Any:
 
 
 @given(ARRIVALS)
-def test_the_order(arrivals: list[tuple[float, int, bool]]) -> None:
+def test_requests_wait_in_order_of_arrival_within_a_priority_and_age_upwards(
+    arrivals: list[tuple[float, int, bool]],
+) -> None:
     queue = WaitingQueue()
     added = [(entry(at, priority, place), is_first) for place, (at, priority, is_first) in enumerate(arrivals)]
     for each, is_first in added:
@@ -62,7 +76,9 @@ def turn(each: Any) -> float:
 
 
 @given(ARRIVALS, st.data())
-def test_adding_and_removing(arrivals: list[tuple[float, int, bool]], data: st.DataObject) -> None:
+def test_removing_an_entry_leaves_the_order_of_the_others(
+    arrivals: list[tuple[float, int, bool]], data: st.DataObject
+) -> None:
     queue = WaitingQueue()
     entries = [entry(at, priority, 3) for at, priority, _ in arrivals]
     for each, (_, _, is_first) in zip(entries, arrivals, strict=True):
@@ -76,7 +92,7 @@ def test_adding_and_removing(arrivals: list[tuple[float, int, bool]], data: st.D
     assert (len(queue), queue.num_tokens) == (len(left), 3 * len(left))
 
 
-def test_places() -> None:
+def test_the_place_in_the_queue_follows_from_the_turn() -> None:
     queue = WaitingQueue()
     entries = [entry(1.0, 0), entry(2.0, 0), entry(3.0, 1), entry(4.0, -1)]
     for each in entries:
@@ -88,7 +104,7 @@ def test_places() -> None:
     assert queue.fresh_after(turn_of(5.0, -1)) == [entries[2], entries[0]]
 
 
-# --- who may wait, who gives up a place, and who is too late ---------------------------------------------------------
+# --- bounds: which requests may wait, give up their place, or come too late ------------------------------------------
 
 
 class _Group:  # hashed by its identity, as groups are
@@ -113,7 +129,7 @@ class Door:
         self.queues.check_room(GROUP, asked, time.monotonic())
 
     def make_room(self, asked: Asked) -> None:
-        """As the dispatcher does."""
+        """Make room for a request as the dispatcher does."""
         now = time.monotonic()
         self.queues.check_room(GROUP, asked, now)
         while (displaced := self.queues.displaced(GROUP, asked, now)) is not None:
@@ -124,7 +140,7 @@ class Door:
             self._fail(*refused)
 
     def wait(self, num_tokens: int = 10, priority: int = 0, age_s: float = 1.0, **more: Any) -> Any:
-        """A request waits already, since `age_s`; returns it."""
+        """Add a request that has been waiting for `age_s`, and return it."""
         request: Any = SimpleNamespace(
             group=GROUP,
             prompt_ids=[1] * num_tokens,
@@ -143,7 +159,7 @@ class Door:
         return request
 
     def full(self, interval_s: float = 1.0, service_s: float = 2.0) -> None:
-        """Nodes are full, grant one each interval, and take so long for each."""
+        """Make the nodes full: they grant one request per interval, and each takes `service_s`."""
         self.pace.blocked(100.0)
         for number in range(100):
             self.pace.granted(100.0 + interval_s * (number + 1))
@@ -159,7 +175,7 @@ def asked(num_requests: int = 1, num_tokens: int = 10, priority: int = 0, timeou
     return Asked(num_requests, num_tokens, 100, priority, timeout_s)
 
 
-def test_requests_and_tokens_are_bounded_apart() -> None:
+def test_requests_and_tokens_have_separate_bounds() -> None:
     door = Door()
     for _ in range(3):
         door.wait()
@@ -171,17 +187,17 @@ def test_requests_and_tokens_are_bounded_apart() -> None:
 
 
 @pytest.mark.parametrize(("num_requests", "num_tokens"), [(5, 10), (1, 101)])
-def test_what_could_never_wait_is_the_clients_fault(num_requests: int, num_tokens: int) -> None:
+def test_a_request_larger_than_the_queue_is_a_client_error(num_requests: int, num_tokens: int) -> None:
     with pytest.raises(RequestError):
         Door().check_room(asked(num_requests, num_tokens))
     Door().check_room(asked(4, 100))
 
 
-def test_those_behind_give_up_no_more_places_than_are_needed() -> None:
+def test_later_requests_give_up_only_as_many_places_as_needed() -> None:
     door = Door()
     first, *others = (door.wait(num_tokens=20, priority=1) for _ in range(4))
     door.check_room(asked(num_tokens=20, priority=0))
-    assert door.refused == [], "asking costs nobody a place"
+    assert door.refused == [], "asking must not cost a place"
     door.make_room(asked(num_tokens=20, priority=0))
     assert door.refused == [others[-1]], "the last one, and no other"
     door.make_room(asked(num_tokens=60, priority=0))
@@ -191,7 +207,7 @@ def test_those_behind_give_up_no_more_places_than_are_needed() -> None:
     assert first not in door.refused
 
 
-def test_who_comes_first_or_has_nodes_keeps_its_place() -> None:
+def test_earlier_requests_and_those_with_nodes_keep_their_places() -> None:
     door = Door()
     for _ in range(4):
         door.wait(priority=0)
@@ -205,7 +221,7 @@ def test_who_comes_first_or_has_nodes_keeps_its_place() -> None:
     assert door.refused == []
 
 
-def test_who_would_wait_too_long_or_be_late_is_refused_on_arrival() -> None:
+def test_requests_that_would_wait_too_long_or_be_late_are_refused_on_arrival() -> None:
     door = Door()
     door.full(interval_s=4.0, service_s=3.0)
     door.wait()
@@ -220,7 +236,7 @@ def test_who_would_wait_too_long_or_be_late_is_refused_on_arrival() -> None:
     door.check_room(asked(timeout_s=0.1))  # nodes have room: it may just do
 
 
-def test_who_has_become_late_is_refused_before_it_costs_anything() -> None:
+def test_late_requests_are_refused_before_they_get_nodes() -> None:
     door = Door()
     door.full(service_s=3.0)
     now = time.monotonic()
@@ -237,7 +253,7 @@ def test_who_has_become_late_is_refused_before_it_costs_anything() -> None:
     }
 
 
-def test_canaries_and_those_that_never_ran_say_nothing_of_the_pace() -> None:
+def test_canaries_and_requests_that_never_ran_do_not_change_the_pace() -> None:
     door = Door()
     now = time.monotonic()
     for request in (door.wait(), door.wait(dispatched_at=now - 100.0, is_canary=True)):
@@ -247,14 +263,14 @@ def test_canaries_and_those_that_never_ran_say_nothing_of_the_pace() -> None:
     assert door.pace.service_s(100) == pytest.approx(2.0)
 
 
-def test_a_forgotten_group_starts_anew() -> None:
+def test_a_forgotten_group_starts_with_an_empty_pace() -> None:
     door = Door()
     door.full()
     door.queues.forget(GROUP)
     assert door.queues.pace(GROUP).service_s(100) == 0.0
 
 
-# --- who waits for a node that is not there, for how long, and what the error says -----------------------------------
+# --- missing nodes: how long requests wait for one, and the error at the end -----------------------------------------
 
 
 def node(num_pages: int = 100) -> Any:
@@ -264,7 +280,7 @@ def node(num_pages: int = 100) -> Any:
 
 
 class Group:
-    """Nodes of both roles; every prefill makes a pair with every decode node."""
+    """Nodes of both roles. Every prefill node forms a pair with every decode node."""
 
     key = SimpleNamespace(model="fake")
     page_size = 16
@@ -289,7 +305,7 @@ class Group:
 
 
 class Waiting:
-    """One entry that waits 10 s for nodes, looked at four times a second."""
+    """One entry that waits up to 10 s for nodes. The queues look at it four times per second."""
 
     def __init__(self, group: Any, *, is_usable: bool = True, needs_decode: bool = True, **entry: Any) -> None:
         self.group, self.is_usable, self.now = group, is_usable, 100.0
@@ -311,7 +327,7 @@ class Waiting:
             setattr(self.entry, name, value)
 
     def after(self, seconds: float) -> list[Any]:
-        """The errors so far, this much later."""
+        """Let this much time pass and return the errors so far."""
         for _ in range(round(seconds * 4)):
             self.now += 0.25
             pairs = list(self.group.pairs()) if self.is_usable else []
@@ -321,7 +337,7 @@ class Waiting:
 
 
 @pytest.mark.parametrize("missing", ["prefill", "decode", "both"])
-def test_who_has_no_node_waits_as_long_as_stated_and_is_told_which(missing: str) -> None:
+def test_requests_without_a_node_end_after_node_wait_s_and_name_the_missing_role(missing: str) -> None:
     group = Group(prefill=missing == "decode", decode=missing == "prefill")
     waiting = Waiting(group)
     assert waiting.after(10.0) == []
@@ -330,7 +346,7 @@ def test_who_has_no_node_waits_as_long_as_stated_and_is_told_which(missing: str)
     assert isinstance(error, Unavailable) and words in str(error) and "10 s" in str(error)
 
 
-def test_a_node_that_comes_in_time_starts_the_count_anew() -> None:
+def test_a_node_that_joins_in_time_resets_the_wait() -> None:
     waiting = Waiting(Group(decode=0))
     assert waiting.after(9.0) == []
     waiting.group.by_role["decode"].append(node())
@@ -341,7 +357,7 @@ def test_a_node_that_comes_in_time_starts_the_count_anew() -> None:
 
 
 @pytest.mark.parametrize("change", [{"attempt": object()}, {"request": SimpleNamespace(is_over=True)}])
-def test_who_is_being_asked_for_or_is_over_is_not_stranded(change: dict[str, Any]) -> None:
+def test_ended_requests_and_open_reservations_are_not_stranded(change: dict[str, Any]) -> None:
     waiting = Waiting(Group(decode=0), **change)
     assert waiting.after(30.0) == []
 
@@ -352,8 +368,8 @@ def test_one_token_needs_no_decode_node() -> None:
 
 
 @pytest.mark.parametrize(("role", "num_pages"), [("prefill", 10), ("decode", 11)])
-def test_a_pool_that_was_large_enough_is_waited_for(role: str, num_pages: int) -> None:
-    """The prompt takes 10 pages of a prefill node, and with room to generate 11 of a decode node."""
+def test_a_request_waits_for_room_only_in_pools_that_are_large_enough(role: str, num_pages: int) -> None:
+    """The prompt takes 10 pages of a prefill node and, with room to generate, 11 of a decode node."""
     group = Group(decode=2, prefill=2)
     for each in group.by_role[role]:
         each.hello.capacity.num_pages = num_pages
@@ -363,8 +379,8 @@ def test_a_pool_that_was_large_enough_is_waited_for(role: str, num_pages: int) -
     assert "none has room for the 11 pages" in str(Waiting(group).after(30.0)[0])
 
 
-def test_large_pools_that_make_no_pair_are_none() -> None:
-    """A large prefill node works with a small decode node alone, and the other way round."""
+def test_large_pools_that_form_no_pair_do_not_count() -> None:
+    """A large prefill node works only with a small decode node, and the other way round."""
     group: Any = Group(decode=2, prefill=2)
     large_prefill, small_prefill = group.by_role["prefill"]
     large_decode, small_decode = group.by_role["decode"]
@@ -373,14 +389,14 @@ def test_large_pools_that_make_no_pair_are_none() -> None:
     assert Waiting(group).after(30.0)
 
 
-def test_pairs_that_do_not_work_are_waited_for_and_their_words_kept_inside() -> None:
+def test_requests_wait_for_unusable_pairs_and_the_error_hides_the_details() -> None:
     waiting = Waiting(Group(), is_usable=False)
     assert waiting.after(10.0) == []
     error = waiting.after(0.5)[0]
     assert isinstance(error, NodeFault) and "secret words" in str(error) and "secret words" not in error.shown
 
 
-def test_new_requests_may_wait_where_others_were_served_lately() -> None:
+def test_new_requests_may_wait_if_the_group_served_lately() -> None:
     waiting = Waiting(Group())
     group, may_wait = waiting.group, waiting.queues.may_wait
     assert may_wait(group, 0.0)  # it can serve
@@ -392,11 +408,251 @@ def test_new_requests_may_wait_where_others_were_served_lately() -> None:
     waiting.queues.withdraw(waiting.entry.request)
     waiting.queues.forget(group)
     assert not may_wait(group, waiting.now)
-    assert not may_wait(Group(decode=0), 0.0)  # never served anybody
+    assert not may_wait(Group(decode=0), 0.0)  # never served a request
 
 
-def test_a_pair_that_takes_nobody_does_not_serve() -> None:
+def test_an_unusable_pair_does_not_count_as_serving() -> None:
     waiting = Waiting(Group(), is_usable=False)
     waiting.after(1.0)
     waiting.group.by_role["decode"].clear()
     assert not waiting.queues.may_wait(waiting.group, waiting.now)
+
+
+def test_first_come_first_served(make_system: Callable[..., System]) -> None:
+    """A large request that was refused is not starved by small ones behind it."""
+    system = make_system(num_pages=16).up()
+    system.behaviour.hold = threading.Event()
+    with ThreadPoolExecutor(20) as pool:
+        running = [pool.submit(system.complete, prompt="a " * 60) for _ in range(2)]
+        decode = system.cluster.by_name("d0")
+        wait_until(lambda: len(own(system.cluster.by_name("p0"), m.Prefill)) == 2)
+        large = pool.submit(system.complete, prompt="b " * 100)
+        wait_until(lambda: waiting(system) == 1)
+        small = [pool.submit(system.complete, prompt="c") for _ in range(10)]
+        wait_until(lambda: waiting(system) == 11)
+        time.sleep(0.2)
+        assert len(own(system.cluster.by_name("p0"), m.Prefill)) == 2, "a small request overtook a refused one"
+        system.behaviour.hold.set()
+        for future in (*running, large, *small):
+            assert future.result()[0] == 200
+    order = [prefill.rid for prefill in own(system.cluster.by_name("p0"), m.Prefill)]
+    assert order.index(large.result()[1]["id"]) == 2
+    assert len(own(decode, m.Reserve)) < 40, "the full node was asked over and over"
+
+
+def test_a_full_queue_refuses_with_429_and_a_time_to_come_again(make_system: Callable[..., System]) -> None:
+    system = make_system(router={"max_waiting": 3}, max_running=1).up()
+    system.behaviour.hold = threading.Event()
+    with ThreadPoolExecutor(10) as pool:
+        served = [pool.submit(system.complete)]
+        wait_until(lambda: own(system.cluster.by_name("d0"), m.Reserve))
+        served += [pool.submit(system.complete) for _ in range(3)]
+        wait_until(lambda: waiting(system) == 3)
+        status, body, headers = system.complete()
+        assert (status, body["error"]["type"]) == (429, "rate_limit_error")
+        assert 1 <= int(headers["retry-after"]) <= 60
+        status, body, _ = system.complete(prompt=["a", "b", "c"])
+        assert status == 429
+        status, body, _ = system.complete(prompt=["a", "b", "c", "d"])  # more than may ever wait
+        assert (status, body["error"]["param"]) == (400, "prompt")
+        system.behaviour.hold.set()
+        assert [future.result()[0] for future in served] == [200] * 4
+    system.router.wait_idle()
+
+
+# --- a router whose fake nodes are full ------------------------------------------------------------------------------
+
+
+def waiting(system: System) -> Any:
+    return system.router.call(lambda: system.router.router.dispatcher.queues.num_waiting)
+
+
+def test_a_request_that_fits_no_present_node_does_not_block_others(make_system: Callable[..., System]) -> None:
+    """The only node that is large enough dies. Its request waits for another one; those behind it are served."""
+    system = make_system(router={"node_wait_s": 30.0}, num_pages=8)
+    system.cluster.add("prefill", "p0", capacity=Capacity(64, 16, 64))
+    system.up(0, 1)
+    system.cluster.add("decode", "large", capacity=Capacity(64, 16, 64))
+    wait_until(lambda: system.router.call(lambda: len(system.router.router.dispatcher.registry.nodes) == 3))
+    system.behaviour.hold = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        moved = pool.submit(system.complete, prompt=[5] * 200)
+        wait_until(lambda: own(system.cluster.by_name("large"), m.Reserve))
+        system.cluster.by_name("large").stop()
+        system.cluster.nodes.pop()
+        system.behaviour.hold.set()
+        wait_until(lambda: waiting(system) == 1)
+        begun = time.monotonic()
+        assert [system.complete()[0] for _ in range(3)] == [200] * 3
+        assert time.monotonic() - begun < 5
+        assert not moved.done()
+        system.cluster.add("decode", "large", capacity=Capacity(64, 16, 64))
+        assert moved.result(30)[0] == 200
+
+
+def busy(make_system: Callable[..., System], **router: Any) -> System:
+    """Return a system with one slot, held until `behaviour.hold` is set."""
+    system = make_system(router=router, max_running=1).up()
+    system.behaviour.hold = threading.Event()
+    return system
+
+
+def first_runs(system: System) -> None:
+    """Wait until a request has taken the only slot."""
+    wait_until(lambda: own(system.cluster.by_name("p0"), m.Prefill))
+
+
+@contextmanager
+def clients(system: System, count: int) -> Iterator[ThreadPoolExecutor]:
+    """Yield threads for requests. The slot is freed at the end, also if the test fails."""
+    with ThreadPoolExecutor(count) as pool:
+        try:
+            yield pool
+        finally:
+            system.behaviour.hold.set()
+
+
+def order(system: System) -> list[str]:
+    """Return the request ids in the order in which the prefill node received them."""
+    return list(dict.fromkeys(message.rid for message in own(system.cluster.by_name("p0"), m.Prefill)))
+
+
+def test_lower_priority_numbers_go_first_and_equal_ones_in_order(make_system: Callable[..., System]) -> None:
+    system = busy(make_system)
+    with clients(system, 8) as pool:
+        futures = [pool.submit(system.complete)]
+        first_runs(system)
+        for place, priority in enumerate([0, 5, 0, -3, 5, -3]):
+            futures.append(pool.submit(system.complete, priority=priority))
+            wait_until(lambda place=place: waiting(system) == place + 1)
+        system.behaviour.hold.set()
+        ids = [future.result()[1]["id"] for future in futures]
+    assert order(system) == [ids[place] for place in (0, 4, 6, 1, 3, 2, 5)]
+
+
+def test_a_full_queue_makes_room_for_a_higher_priority(make_system: Callable[..., System]) -> None:
+    system = busy(make_system, max_waiting=2)
+    with clients(system, 8) as pool:
+        served = [pool.submit(system.complete)]
+        first_runs(system)
+        served.append(pool.submit(system.complete))
+        wait_until(lambda: waiting(system) == 1)
+        last = pool.submit(system.complete, stream=True)
+        wait_until(lambda: waiting(system) == 2)
+        assert system.complete()[0] == 429, "a request of equal priority must not displace another"
+        assert system.complete(priority=1)[0] == 429
+        served.append(pool.submit(system.complete, priority=-1))
+        status, body, headers = last.result(5)
+        assert (status, body["error"]["type"]) == (429, "rate_limit_error")
+        assert "higher priority" in body["error"]["message"]
+        assert int(headers["retry-after"]) >= 1
+        system.behaviour.hold.set()
+        assert [future.result()[0] for future in served] == [200] * 3
+    page = system.router.request("GET", "/metrics")[1].decode()
+    assert 'baton_requests_total{model="fake",outcome="refused"} 3.0' in page
+    assert 'outcome="failed"' not in page
+
+
+def test_prompt_tokens_that_wait_are_bounded(make_system: Callable[..., System]) -> None:
+    system = busy(make_system, max_waiting_tokens=30)
+    with clients(system, 4) as pool:
+        served = [pool.submit(system.complete)]
+        first_runs(system)
+        served.append(pool.submit(system.complete, prompt=[5] * 20))
+        wait_until(lambda: waiting(system) == 1)
+        status, body, headers = system.complete(prompt=[5] * 11)
+        assert (status, body["error"]["type"]) == (429, "rate_limit_error")
+        assert "20 prompt tokens wait already; at most 30" in body["error"]["message"]
+        assert int(headers["retry-after"]) >= 1
+        status, body, _ = system.complete(prompt=[5] * 31)
+        assert (status, body["error"]["param"]) == (400, "prompt"), "it could never wait"
+        served.append(pool.submit(system.complete, prompt=[5] * 10))
+        wait_until(lambda: waiting(system) == 2)
+        system.behaviour.hold.set()
+        assert [future.result()[0] for future in served] == [200] * 3
+
+
+def test_no_request_waits_longer_than_max_queue_s(make_system: Callable[..., System]) -> None:
+    system = busy(make_system, max_queue_s=0.4)
+    with clients(system, 4) as pool:
+        running = pool.submit(system.complete)
+        first_runs(system)
+        begun = time.monotonic()
+        status, body, _ = pool.submit(system.complete, prompt=["a", "b"]).result(5)
+        assert (status, body["error"]["type"]) == (429, "rate_limit_error")
+        assert "no room for it in 0.4 s" in body["error"]["message"]
+        assert time.monotonic() - begun >= 0.4
+        system.behaviour.hold.set()
+        assert running.result()[0] == 200
+    system.router.wait_idle()
+
+
+def test_the_other_prompts_of_a_running_request_may_wait_longer_than_max_queue_s(
+    make_system: Callable[..., System],
+) -> None:
+    """A body with many prompts takes its time. When one prompt has nodes, the others are not refused."""
+    system = busy(make_system, max_queue_s=0.3)
+    with clients(system, 1) as pool:
+        answer = pool.submit(system.complete, prompt=["a", "b", "c"])
+        first_runs(system)
+        time.sleep(0.6)
+        system.behaviour.hold.set()
+        assert answer.result(5)[0] == 200
+
+
+def learned(system: System, *, interval_s: float, service_s: float) -> None:
+    """Teach the router this pace, as if the nodes had been full for a while."""
+
+    def learn() -> None:
+        (group,) = system.router.router.dispatcher.registry.groups.values()
+        pace = system.router.router.dispatcher.queues.pace(group)
+        begun = time.monotonic() - 100 * interval_s
+        pace.blocked_since, pace._granted_at = begun, begun
+        for place in range(1, 101):
+            pace.granted(begun + place * interval_s)
+            pace.served(service_s, 10)
+
+    system.router.call(learn)
+
+
+def test_requests_that_would_be_late_are_refused_at_once(make_system: Callable[..., System]) -> None:
+    """The request's own timeout_s covers queue and service. The router's max_queue_s covers the queue alone."""
+    system = busy(make_system, max_queue_s=8.0)
+    with clients(system, 8) as pool:
+        served = [pool.submit(system.complete)]
+        first_runs(system)
+        for place in range(3):
+            served.append(pool.submit(system.complete))
+            wait_until(lambda place=place: waiting(system) == place + 1)
+        learned(system, interval_s=1.0, service_s=2.0)  # three wait before it: 4 s, and 2 s of service
+        begun = time.monotonic()
+        status, body, headers = system.complete(timeout_s=5.0)
+        assert time.monotonic() - begun < 1.5, "it was not refused at once"
+        assert (status, body["error"]["type"]) == (429, "rate_limit_error")
+        assert int(headers["retry-after"]) >= 1
+        learned(system, interval_s=3.0, service_s=2.0)
+        assert system.complete()[0] == 429, "the bound of the queue"
+        assert system.complete(timeout_s=20.0, stream=True)[0] == 429
+        learned(system, interval_s=1.0, service_s=2.0)
+        served.append(pool.submit(system.complete, timeout_s=20.0))
+        served.append(pool.submit(system.complete, timeout_s=5.0, priority=-1))  # none waits before it
+        wait_until(lambda: waiting(system) == 5)
+        system.behaviour.hold.set()
+        assert [future.result()[0] for future in served] == [200] * 6
+    system.router.wait_idle()
+
+
+def test_a_late_request_is_refused_and_reaches_no_node(make_system: Callable[..., System]) -> None:
+    system = busy(make_system)
+    with clients(system, 8) as pool:
+        running = pool.submit(system.complete)
+        first_runs(system)
+        late = pool.submit(system.complete, timeout_s=1.5)
+        wait_until(lambda: waiting(system) == 1)
+        learned(system, interval_s=0.01, service_s=1.4)
+        status, body, _ = late.result(5)
+        assert (status, body["error"]["type"]) == (429, "rate_limit_error")
+        assert "within its timeout_s" in body["error"]["message"]
+        system.behaviour.hold.set()
+        assert running.result()[0] == 200
+    assert len(order(system)) == 1

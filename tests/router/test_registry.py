@@ -1,4 +1,4 @@
-"""Which nodes are welcomed, wait, are refused or are lost.
+"""The registry welcomes nodes, lets them wait, refuses them, or declares them lost.
 
 Most tests drive a registry without sockets, with a clock that the test turns. Those at the end run a router.
 """
@@ -9,6 +9,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -16,17 +17,19 @@ import pytest
 import xxhash
 import zmq
 
+from baton.metadata.bus.link import Link
 from baton.metadata.errors import ProtocolError
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import NodeStats
 from baton.metadata.wire.request import Ended
+from baton.router import registry
 from baton.router.node import Group
 from baton.router.registry import MAX_EMPTY_GROUPS, MAX_LINES, MAX_WAITING, TOKENIZER_S
 
 from .conftest import System
-from .fake_nodes import make_layout
+from .fake_nodes import FakeNode, make_layout
 from .hellos import BEAT, ClockedRegistry
-from .test_runner import own, wait_until
+from .test_runner import is_canary, own, wait_until
 
 Make = Callable[..., System]
 
@@ -77,7 +80,7 @@ def test_a_node_with_the_name_of_a_living_node_is_refused(clocked: ClockedRegist
     assert list(clocked.registry.nodes) == [old] and clocked.joined_epochs == ["old"]
 
 
-def test_a_waiting_node_whose_connection_closes_is_forgotten(clocked: ClockedRegistry) -> None:
+def test_a_waiting_node_is_forgotten_when_its_connection_closes(clocked: ClockedRegistry) -> None:
     clocked.hello("old")
     new = clocked.hello("new")
     clocked.registry.connection_lost(new, clocked.now)
@@ -92,8 +95,9 @@ def test_the_number_of_waiting_nodes_is_bounded(clocked: ClockedRegistry) -> Non
     assert clocked.answers(peers[-1]) == [m.Refusal] and not any(map(clocked.answers, peers[:-1]))
 
 
-def test_a_dead_node_of_another_configuration_keeps_nobody_out(clocked: ClockedRegistry) -> None:
-    """All nodes were stopped and are started again with another configuration. The first Hello meets the dead ones."""
+def test_dead_nodes_of_another_configuration_keep_no_new_node_out(clocked: ClockedRegistry) -> None:
+    """All nodes stop and start again with another configuration. The first Hello comes while the old nodes count as
+    alive."""
     old = clocked.hello("old", role="prefill", name="p0")
     clocked.after(1.0, old)
     new = clocked.hello("new", layout=make_layout(page_size=32))
@@ -181,7 +185,7 @@ def test_a_node_that_reports_itself_stuck_is_lost(clocked: ClockedRegistry) -> N
     assert not clocked.registry.nodes and not node.group.nodes
 
 
-def test_a_node_that_was_told_to_stop_takes_nothing_new_and_then_is_gone(clocked: ClockedRegistry) -> None:
+def test_a_node_that_was_told_to_stop_gets_no_new_work_and_then_leaves(clocked: ClockedRegistry) -> None:
     node = clocked.join()
     clocked.registry.leaving(node, m.Leaving(done=False, reason="SIGTERM"), clocked.now)
     assert node.is_draining and not clocked.lost
@@ -241,7 +245,7 @@ def asks_for_tokenizer(clocked: ClockedRegistry, peer: bytes) -> bool:
 
 
 def test_groups_without_nodes_are_forgotten_but_for_a_few(clocked: ClockedRegistry) -> None:
-    """A node joins under ever new model names; requests wait in one of the groups."""
+    """A node joins under ever new model names. Requests wait in one of the groups."""
     registry = clocked.registry
     for number in range(50):
         clocked.hello(model=f"model-{number}")
@@ -267,7 +271,7 @@ def test_log_lines_on_nodes_that_come_and_go_are_bounded(
 # -------------------------------
 
 
-def test_a_node_that_fits_nobody_is_refused_and_a_fitting_one_serves(make_system: Make) -> None:
+def test_a_node_that_fits_no_other_is_refused_and_a_fitting_one_serves(make_system: Make) -> None:
     system = make_system()
     system.cluster.add("prefill", "p0")
     wait_until(lambda: system.cluster.by_name("p0").got(m.Welcome))
@@ -292,7 +296,7 @@ def test_ready_names_a_node_without_a_partner(make_system: Make) -> None:
     assert "'other'" in body["error"]["message"]
 
 
-def test_two_models_are_served_side_by_side(make_system: Make) -> None:
+def test_two_models_are_served_at_the_same_time(make_system: Make) -> None:
     system = make_system().up()
     card = msgspec.structs.replace(system.cluster.card(), name="other")
     system.cluster.add("prefill", "p1", model=card, target_fingerprint="o" * 16)
@@ -326,7 +330,7 @@ def test_a_router_forgets_all_of_a_forgotten_group(make_system: Make) -> None:
 
 
 def test_a_lost_node_that_lives_says_hello_again(make_system: Make) -> None:
-    """The router loses a node that lives. The node's next heartbeat brings HelloAgain, and it serves again."""
+    """The router declares a living node lost. The node's next heartbeat brings HelloAgain, and it serves again."""
     system = make_system().up()
     dispatcher = system.router.router.dispatcher
     system.router.call(
@@ -365,7 +369,7 @@ def test_garbage_on_the_bus_is_dropped(system: System) -> None:
     context.term()
 
 
-def test_tokens_whose_columns_do_not_fit(system: System) -> None:
+def test_tokens_with_unequal_columns_are_dropped(system: System) -> None:
     """The router drops the bad message and serves on."""
     node = system.cluster.by_name("d0")
     node.post(m.Tokens((m.Unit("x", 0, 0),), bytes(4), b"\5\0\0\0", b""))
@@ -375,7 +379,7 @@ def test_tokens_whose_columns_do_not_fit(system: System) -> None:
     assert system.complete()[0] == 200
 
 
-def test_a_node_has_no_say_in_what_others_compute(system: System) -> None:
+def test_a_node_cannot_fail_or_end_sequences_of_another_node(system: System) -> None:
     expected = system.complete()[1]["choices"][0]["text"]
     other = system.cluster.add("decode", "d1")
     wait_until(lambda: other.got(m.Welcome))
@@ -397,7 +401,7 @@ def test_a_node_has_no_say_in_what_others_compute(system: System) -> None:
 
 
 def test_nodes_of_two_protocol_versions_serve_side_by_side(make_system: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in an upgrade of one node at a time: each pair serves that shares a version with the router."""
+    """This is an upgrade of one node at a time. Each pair serves that shares a protocol with the router."""
     old, both, new = (7, 7), (7, 8), (8, 8)
     monkeypatch.setattr("baton.metadata.wire.protocol.PROTOCOL_MIN", 7)
     monkeypatch.setattr("baton.metadata.wire.protocol.PROTOCOL_MAX", 8)
@@ -423,3 +427,54 @@ def test_nodes_of_two_protocol_versions_serve_side_by_side(make_system: Make, mo
 def pair_states(system: System) -> dict[tuple[str, str], str]:
     body = system.router.request("GET", "/debug/nodes")[1]
     return {(pair["prefill"], pair["decode"]): pair["state"] for pair in body["pairs"]}
+
+
+def test_a_lost_tokenizer_is_asked_for_again(
+    make_system: Callable[..., System], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "TOKENIZER_S", 0.2)
+    lost: list[str] = []
+    send = Link.send
+
+    def lose(link: Link, message: m.ToRouter) -> bool:
+        if isinstance(message, m.TokenizerFile) and len(lost) < 2:  # of both nodes
+            lost.append(message.digest)
+            return True
+        return send(link, message)
+
+    monkeypatch.setattr(Link, "send", lose)
+    system = make_system().up()
+    assert len(lost) == 2
+    status, answer, _ = system.complete()
+    assert (status, answer["choices"][0]["text"]) == (200, system.text)
+
+
+def test_requests_are_served_after_their_node_was_wrongly_declared_dead(
+    make_system: Callable[..., System],
+) -> None:
+    """This happens on a busy machine. The node was declared dead after it took a reservation, and joins again with no
+    state."""
+    system = make_system(max_running=1).up()
+    dispatcher = system.router.router.dispatcher
+    taken: list[m.Reserve] = []
+
+    def take(node: FakeNode, message: m.Reserve) -> bool:
+        if is_canary(message) or taken:
+            return False
+        taken.append(message)
+        node.reserved[(message.rid, 0, message.attempt)] = message
+        return True  # the answer is lost
+
+    system.behaviour.answer_reserve = take
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(system.complete) for _ in range(3)]
+        wait_until(lambda: taken)
+        system.router.call(
+            lambda: [
+                dispatcher.registry.lose(node, "dead", time.monotonic())
+                for node in list(dispatcher.registry.nodes.values())
+                if node.num_units
+            ]
+        )
+        assert [future.result()[0] for future in futures] == [200] * 3
+    system.router.wait_idle()

@@ -1,4 +1,4 @@
-"""A sequence makes one output of what nodes send, in whatever pieces and order, and counts what fails under it."""
+"""A sequence merges the pieces that nodes send, in any order, to one output, and counts its failures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def text_of(ids: list[int]) -> str:
 
 
 def ids_per_character(text: str) -> list[int]:
-    """Tokens of one character each: so a stop string is spread over several tokens."""
+    """Return one token per character, so that a stop string spans several tokens."""
     return [token for char in text for token in text_tokenizer().inner.encode(char).ids]
 
 
@@ -87,7 +87,7 @@ def test_tokens_beyond_a_gap_are_held_until_it_is_filled() -> None:
     assert (one.gap_since, one.num_resends, one.ahead_from) == (None, 0, None)
 
 
-def test_so_much_is_held_and_no_more() -> None:
+def test_the_tokens_held_beyond_a_gap_are_bounded() -> None:
     ids = (IDS * 10)[: MAX_AHEAD + 10]
     one = sequence()
     for first in range(1, len(ids)):
@@ -122,7 +122,7 @@ def test_only_the_last_token_is_the_stop_token() -> None:
 
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("step", [1, 2, 100])
-def test_a_stop_string_ends_the_output_wherever_tokens_divide_it(step: int, include: bool) -> None:
+def test_a_stop_string_ends_the_output_however_tokens_divide_it(step: int, include: bool) -> None:
     one, ids = sequence("k bro", include_stop=include), ids_per_character(TEXT)
     num_shown = TEXT.index("k bro") + len("k bro")
     assert len(ids) > len(TEXT), "some characters take several tokens"
@@ -138,7 +138,7 @@ def test_a_stop_string_ends_the_output_wherever_tokens_divide_it(step: int, incl
     assert delta is not None and (delta.finish_reason, delta.stop_reason) == ("stop", "k bro")
 
 
-def test_what_looked_like_a_stop_string_is_shown_at_the_end() -> None:
+def test_text_held_back_as_a_possible_stop_string_is_shown_at_the_end() -> None:
     one = sequence("quilt")
     ids = ids_per_character("the qui")
     deltas = [send(one, at, [token]) for at, token in enumerate(ids)]
@@ -158,7 +158,7 @@ def test_no_stop_string_ends_before_min_tokens(step: int) -> None:
         assert (one.finish_reason, len(one.received)) == ("stop", num_tokens)
 
 
-def test_a_stop_string_that_the_last_bytes_complete() -> None:
+def test_the_last_bytes_can_complete_a_stop_string() -> None:
     """An incomplete character becomes U+FFFD at the end, and may complete a stop string."""
     first_byte = text_tokenizer().inner.encode("—").ids[:1]
     one = sequence("\ufffd")
@@ -167,7 +167,7 @@ def test_a_stop_string_that_the_last_bytes_complete() -> None:
     assert delta is not None and (delta.text, delta.finish_reason, delta.stop_reason) == ("", "stop", "\ufffd")
 
 
-def test_a_restart_forgets_what_was_ahead_and_goes_on_after_what_came() -> None:
+def test_a_restart_drops_tokens_beyond_a_gap_and_continues_after_the_received_ones() -> None:
     one = sequence()
     send(one, 0, IDS[:2])
     one.attempt = one.request.begin_attempt({0}, P0, D0, 0.0)

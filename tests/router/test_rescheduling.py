@@ -1,21 +1,37 @@
-"""Requests go on elsewhere: what counts against them, what does not, who waits for a node and for how long."""
+"""Rescheduling moves requests to other nodes: which failures count, how long a request waits, when it is given up.
+
+The first tests run a router with fake nodes. Those at the end call Rescheduling and its collaborators directly.
+"""
 
 from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from baton.metadata.errors import BatonError
 from baton.metadata.wire import messages as m
+from baton.metadata.wire.messages import Cancel
 from baton.metadata.wire.node_info import Capacity
-from baton.metadata.wire.request import Unit, unpack_ids
-from baton.router.rescheduling import MAX_LOSSES
+from baton.metadata.wire.request import SamplingParams, TokenLogprobs, Unit, unpack_ids
+from baton.router.cancels import Cancels
+from baton.router.effects import Send
+from baton.router.node import Group, Node
+from baton.router.queue import Bounds, Entry, Queues, Refused
+from baton.router.request import Attempt, Request
+from baton.router.rescheduling import MAX_LOSSES, Rescheduling
+from baton.router.reservations import Reservations
+from baton.router.streams import TokenStreams
 
 from .conftest import System
 from .fake_nodes import FakeNode
+from .sites import add_node, make_group
 from .test_runner import fail_transfer, is_canary, own, stream_events, text_of, wait_until
 
 Make = Callable[..., System]
@@ -49,7 +65,7 @@ class Asking:
 
 
 def holder(system: System) -> FakeNode:
-    """The decode node that has the request now."""
+    """Return the decode node that has the request now."""
     return wait_until(
         lambda: next(
             (node for node in system.cluster.nodes if node.role == "decode" and node.is_alive() and has_own(node)), None
@@ -62,7 +78,7 @@ def has_own(node: FakeNode) -> bool:
 
 
 def test_killed_nodes_do_not_count_as_attempts(make_system: Make) -> None:
-    """More decode nodes die under a stream, at once after its first token, than an attempt may fail."""
+    """More decode nodes die under a stream, each right after its first token, than max_attempts allows failures."""
     system = make_system(router={"max_attempts": 2}).up(1, 2)
     system.behaviour.hold = threading.Event()
     asking = Asking(system, n=2)
@@ -81,7 +97,7 @@ def not_first_attempts(system: System) -> int:
 
 
 def test_a_request_that_kills_every_node_is_given_up(make_system: Make) -> None:
-    """Fakes that drop out and come back when they are given it: no bound but this one would end that."""
+    """The fake nodes leave and return whenever they get the request. Only this bound ends that."""
     system = make_system().up()
     dispatcher = system.router.router.dispatcher
 
@@ -100,7 +116,7 @@ def test_a_request_that_kills_every_node_is_given_up(make_system: Make) -> None:
 
 
 def test_failures_are_counted_for_each_choice_and_forgotten_when_it_gets_on(make_system: Make) -> None:
-    """Each of 8 choices fails 3 times in a row, gets on, and fails 3 times again: never 4 times in a row."""
+    """Each of 8 choices fails 3 times in a row, makes progress, and fails 3 times again: never 4 times in a row."""
     system = make_system(router={"max_attempts": 4}).up()
     system.text = "the quick brown fox jumps over lazy dogs " * 2
     num_failed = [0] * 8
@@ -123,8 +139,8 @@ def test_failures_are_counted_for_each_choice_and_forgotten_when_it_gets_on(make
 
 
 @pytest.mark.parametrize("stop", ["ck br", "fox", None])
-def test_text_is_whole_wherever_the_node_dies(make_system: Make, stop: str | None) -> None:
-    """After each number of tokens: stop strings that lie across the cut, bytes of one character on both its sides."""
+def test_the_text_is_whole_after_whichever_token_the_node_dies(make_system: Make, stop: str | None) -> None:
+    """Stop strings and the bytes of one character lie across the cut in some cases."""
     system = make_system().up(1, 2)
     expected = system.text if stop is None else system.text.split(stop)[0]
     for place in range(len(system.say(system.text))):
@@ -136,7 +152,7 @@ def test_text_is_whole_wherever_the_node_dies(make_system: Make, stop: str | Non
 
 
 def die_after(system: System, node: FakeNode, steps: list[m.Tokens], place: int) -> list[m.Tokens]:
-    """The node of the first attempt sends so many messages and is gone for the router."""
+    """Let the node of the first attempt send so many messages and then die."""
     if steps[0].units[0].attempt > 0:
         return steps
     for step in steps[:place]:
@@ -151,8 +167,8 @@ def pairs_ready(system: System) -> list[Any]:
     return [pair for pair in body["pairs"] if pair["state"] == "ready"]
 
 
-def test_what_failed_on_a_node_that_dies_right_after_is_forgiven(make_system: Make) -> None:
-    """Peers notice a death first, and say that the transfer failed: no attempt is used up by that."""
+def test_a_failure_right_before_the_death_of_its_node_uses_up_no_attempt(make_system: Make) -> None:
+    """Peers notice a death first and report a failed transfer."""
     system = make_system(router={"max_attempts": 1}).up(2, 1)
     dispatcher = system.router.router.dispatcher
     system.behaviour.hold = threading.Event()
@@ -192,7 +208,7 @@ def test_a_prefill_node_lost_after_the_pages_have_arrived_moves_nothing(make_sys
 
 
 def hand_over(node: FakeNode, message: m.Prefill) -> bool:
-    """Prefill without its last word, PrefillDone."""
+    """Prefill as usual, but without the last message, PrefillDone."""
     output = node.output(message.request, unpack_ids(message.request.prompt_ids), 0)
     node.link.send(node.tokens(Unit(message.rid, 0, message.attempt), message.request, output, 0, 1))
     decode = next(other for other in node.cluster.nodes if message.decode and other.epoch == message.decode.epoch)
@@ -202,7 +218,7 @@ def hand_over(node: FakeNode, message: m.Prefill) -> bool:
 
 @pytest.mark.parametrize("max_tokens", [1, 100])
 def test_log_probabilities_of_the_prompt_are_computed_again(make_system: Make, max_tokens: int) -> None:
-    """All tokens are there and prefill dies before it could tell of the prompt."""
+    """All tokens have arrived, but prefill dies before it reports the log-probabilities of the prompt."""
     system = make_system().up(2, 1)
     system.behaviour.answer_prefill = lambda node, message: (
         not is_canary(message)
@@ -236,7 +252,7 @@ def first_token(node: FakeNode, message: m.Prefill) -> bool:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_requests_wait_for_a_new_node_of_a_role(make_system: Make, role: str) -> None:
-    """Those under way, and those that come meanwhile."""
+    """Both running and new requests wait."""
     system = make_system().up()
     system.behaviour.hold = threading.Event()
     if role == "prefill":
@@ -254,7 +270,7 @@ def test_requests_wait_for_a_new_node_of_a_role(make_system: Make, role: str) ->
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_nobody_waits_longer_than_stated(make_system: Make, role: str) -> None:
+def test_no_request_waits_longer_than_node_wait_s(make_system: Make, role: str) -> None:
     system = make_system(router={"node_wait_s": 0.4}).up()
     system.behaviour.hold = threading.Event()
     system.behaviour.answer_prefill = lambda node, message: not is_canary(message)
@@ -272,8 +288,8 @@ def test_nobody_waits_longer_than_stated(make_system: Make, role: str) -> None:
     assert status == 503
 
 
-def test_nobody_waits_for_ever_for_a_pool_that_is_gone(make_system: Make) -> None:
-    """The only pool that could hold the request dies; small requests behind it are served."""
+def test_no_request_waits_for_ever_for_a_pool_that_is_gone(make_system: Make) -> None:
+    """The only pool that could hold the request dies. Small requests behind it are served."""
     system = make_system(router={"node_wait_s": 0.4}).up(1, 1)
     system.behaviour.hold = threading.Event()
     asking: list[Any] = []
@@ -292,8 +308,8 @@ def test_nobody_waits_for_ever_for_a_pool_that_is_gone(make_system: Make) -> Non
     system.router.wait_idle()
 
 
-def test_a_pair_whose_transfer_fails_is_taken_out_probed_and_put_back(make_system: Make) -> None:
-    """The other pair serves meanwhile; the bad one gets canaries only, and requests again when one has passed."""
+def test_a_pair_with_a_failed_transfer_is_taken_out_probed_and_put_back(make_system: Make) -> None:
+    """The other pair serves meanwhile. The failed pair gets only canaries until one passes."""
     system = make_system().up(1, 1)
     system.cluster.add("prefill", "p1")  # of equal nodes the one that came first is taken
     wait_until(lambda: states(system) == {"p0": "ready", "p1": "ready"})
@@ -319,7 +335,7 @@ def test_a_pair_whose_transfer_fails_is_taken_out_probed_and_put_back(make_syste
 
 
 def test_requests_wait_for_the_probe_of_the_only_pair(make_system: Make) -> None:
-    """It fails for good: they end in one error that says why."""
+    """The probe fails for good, so the requests end with one error that says why."""
     system = make_system(router={"node_wait_s": 0.5}).up()
     system.behaviour.answer_prefill = fail_transfer
     status, body, _ = system.complete()
@@ -330,8 +346,8 @@ def test_requests_wait_for_the_probe_of_the_only_pair(make_system: Make) -> None
     assert text_of(system, stream=False) == system.text
 
 
-def test_clients_that_leave_say_nothing_of_a_pair(make_system: Make) -> None:
-    """Nodes tell of a transfer that failed because its client had left, before they hear of that or after."""
+def test_failures_caused_by_clients_that_leave_do_not_count_against_a_pair(make_system: Make) -> None:
+    """Nodes report a transfer that failed because its client left, before or after they hear of the cancel."""
     system = make_system().up()
     system.behaviour.hold = threading.Event()
     system.behaviour.answer_prefill = lambda node, message: not is_canary(message)
@@ -354,7 +370,7 @@ def test_clients_that_leave_say_nothing_of_a_pair(make_system: Make) -> None:
 
 
 def test_an_operator_drains_a_node_and_puts_it_back(make_system: Make) -> None:
-    """It finishes what it has; what it has not finished in time goes on elsewhere, without a repeat or a gap."""
+    """The node finishes its requests. Those not finished in time continue elsewhere without a repeat or a gap."""
     system = make_system().up(1, 2)
     system.behaviour.hold = threading.Event()
     dispatcher = system.router.router.dispatcher
@@ -379,7 +395,7 @@ def test_an_operator_drains_a_node_and_puts_it_back(make_system: Make) -> None:
 
 
 def test_a_node_that_leaves_with_work_hands_it_on(make_system: Make) -> None:
-    """SIGTERM, and the time to drain is over: what it held moves, and does not count as a failure."""
+    """The node got SIGTERM and its time to drain is over. Its requests move, and this does not count as a failure."""
     system = make_system(router={"max_attempts": 1}).up(1, 2)
     system.behaviour.hold = threading.Event()
     asking = Asking(system)
@@ -396,3 +412,285 @@ def test_a_node_that_leaves_with_work_hands_it_on(make_system: Make) -> None:
 def states(system: System) -> dict[str, str]:
     body = system.router.request("GET", "/debug/nodes")[1]
     return {pair["prefill"]: pair["state"] for pair in body["pairs"]}
+
+
+# --- Rescheduling alone: which nodes are told, what is queued again ---------------------------------------------------
+
+
+def make_node(name: str, group: Group) -> Node:
+    return add_node(group, "prefill" if name.startswith("p") else "decode", name)
+
+
+class Moving:
+    """A request of several choices, all on (p0, d0), with the real collaborators of Rescheduling."""
+
+    def __init__(self, num_choices: int = 2, *, max_attempts: int = 3, **more: Any) -> None:
+        self.group = make_group()
+        self.request = self.make_request("r", num_choices, **more)
+        self.p0, self.d0, self.d1 = (make_node(name, self.group) for name in ("p0", "d0", "d1"))
+        self.requests = {"r": self.request}
+        self.kinds: list[str] = []  # why it moved
+        metrics: Any = SimpleNamespace(moved=lambda request, kind: self.kinds.append(kind))
+        self.effects: list[Any] = []
+        self.queues = Queues(Bounds(100, 1 << 20, 60.0))
+        self.reservations = Reservations("e")
+        cancels = Cancels("e", self.effects)
+        streams = TokenStreams("e", self.requests, metrics, self.effects)
+        self.moves = Rescheduling(
+            self.requests, self.queues, self.reservations, streams, cancels, metrics, max_attempts
+        )
+        self.errors: list[BatonError] = []
+        self.attempt = self.begin(self.d0)
+
+    def make_request(self, rid: str, num_choices: int, **more: Any) -> Request:
+        nobody: Any = None
+        params = SamplingParams(max_tokens=50)
+        return Request(rid, self.group, [5, 6, 7], params, nobody, num_choices=num_choices, now=0.0, **more)
+
+    def begin(self, decode: Node, *, dispatched: bool = True) -> Attempt:
+        """Give nodes to all choices. If not `dispatched`, only begin their reservation."""
+        choices = tuple(range(len(self.request.sequences)))
+        attempt = self.request.begin_attempt(set(choices), self.p0, decode, 1.0)
+        attempt.dispatched = dispatched
+        if not dispatched:
+            entry = Entry(self.request, choices)
+            self.queues.add(entry)
+            self.reservations.begin(entry, attempt, decode, 1.0)
+            return attempt
+        for sequence in self.request.sequences:
+            sequence.attempt = attempt
+        decode.reserve("r", attempt.number, choices, 2)
+        self.p0.begin_prompt("r", attempt.number, 3)
+        return attempt
+
+    def receive(self, num_tokens: int) -> None:
+        for sequence in self.request.sequences:
+            sequence.received += [9] * num_tokens
+
+    def fail(self, choices: set[int], reason: str, at: Node | None = None, attempt: Attempt | None = None) -> None:
+        self.end(self.moves.failed(self.request, attempt or self.attempt, choices, reason, 2.0, at=at))
+
+    def lose(self, node: Node, reason: str = "silent") -> None:
+        self.end(self.moves.lost(node, reason, 2.0))
+
+    def evict(self, node: Node) -> None:
+        self.end(self.moves.evict(node, "its time to drain is over", 2.0))
+
+    def end(self, refused: list[Refused]) -> None:
+        """End refused requests as the dispatcher does."""
+        for request, error in refused:
+            if not request.is_over:
+                request.is_over = True
+                self.errors.append(error)
+
+    @property
+    def queued(self) -> list[tuple[int, ...]]:
+        """The choices of the queue's entries, the first in front. (77,) stands for the other request."""
+        waiting = self.queues.waiting_in(self.group)
+        return [entry.choices if entry.request is self.request else (77,) for entry in waiting]
+
+    @property
+    def cancels(self) -> list[tuple[str, int, tuple[int, ...]]]:
+        """The cancels that were sent: node, attempt, choices."""
+        sent = [effect for effect in self.effects if isinstance(effect, Send) and isinstance(effect.message, Cancel)]
+        return [(each.node.node_id, each.message.attempt, each.message.choices) for each in sent]  # type: ignore
+
+
+@pytest.fixture
+def moving() -> Moving:
+    moving = Moving()
+    moving.queues.add(Entry(moving.make_request("somebody else", 1), (0,)))
+    return moving
+
+
+def test_a_failure_moves_its_choice_and_leaves_the_others(moving: Moving) -> None:
+    moving.receive(5)
+    moving.fail({1}, "an offer was lost", moving.d0)
+    assert moving.queued == [(1,), (77,)]
+    assert moving.cancels == [("p0", 0, (1,))], "d0 has said that it holds nothing"
+    assert moving.d0.units_of("r", 0) == {0} and moving.p0.num_prompts == 1
+    assert moving.attempt.choices == {0} and list(moving.request.attempts) == [0]
+    assert moving.request.sequences[1].attempt is None and moving.request.sequences[0].attempt is moving.attempt
+    assert moving.request.has_failed_on(moving.p0, moving.d0)
+
+
+def test_moved_choices_are_queued_in_order_before_other_requests(moving: Moving) -> None:
+    moving.fail({0, 1, 5}, "tokens were lost")
+    assert moving.queued == [(0,), (1,), (77,)]
+    assert sorted(moving.cancels) == [("d0", 0, (0, 1)), ("p0", 0, (0, 1))]
+    assert moving.d0.holds_nothing and moving.p0.holds_nothing and moving.request.attempts == {}
+
+
+def test_failures_of_ended_attempts_move_nothing(moving: Moving) -> None:
+    moving.attempt.choices.clear()
+    moving.fail({0}, "late")
+    del moving.request.attempts[0]
+    moving.attempt.choices.add(0)
+    moving.fail({0}, "later")
+    moving.request.attempts[0], moving.request.is_over = moving.attempt, True
+    moving.fail({0}, "too late")
+    assert moving.queued == [(77,)] and moving.cancels == [] and not moving.errors
+
+
+def test_failures_in_a_row_end_a_request_and_progress_resets_the_count(moving: Moving) -> None:
+    for number in range(8):
+        attempt = moving.begin(moving.d0) if number else moving.attempt
+        moving.receive(2)  # more than the first token
+        moving.fail({0, 1}, "why", attempt=attempt)
+    assert not moving.errors
+    for number in range(2):
+        moving.receive(number)  # a first token is no progress: every prefill node gives it
+        moving.fail({0, 1}, "secret words", attempt=moving.begin(moving.d0))
+    (error,) = moving.errors
+    assert "after 3 attempts" in str(error) and "secret words" in str(error)
+    assert error.shown == "given up after 3 attempts"  # type: ignore[attr-defined]
+
+
+def test_a_canary_is_never_moved() -> None:
+    for name in ("failed", "lost"):
+        moving = Moving(1, is_canary=True)
+        if name == "failed":
+            moving.fail({0}, "why")
+        else:
+            moving.lose(moving.d0, "silent")
+        assert len(moving.errors) == 1 and moving.queued == []
+
+
+def test_deaths_of_decode_nodes_end_a_request_only_after_max_losses(moving: Moving) -> None:
+    for number in range(MAX_LOSSES):
+        node = make_node(f"dead-{number}", moving.group)
+        moving.attempt = moving.begin(node)
+        moving.lose(node, "its connection closed")
+        assert ("p0", moving.attempt.number, (0, 1)) in moving.cancels
+        assert node.node_id not in [name for name, _, _ in moving.cancels]
+    assert not moving.errors and moving.request.sequences[0].failures == []
+    node = make_node("d-last", moving.group)
+    moving.begin(node)
+    moving.lose(node, "its connection closed")
+    assert f"after {MAX_LOSSES + 1} nodes" in str(moving.errors[0])
+
+
+def test_failures_on_a_node_that_dies_are_forgiven(moving: Moving) -> None:
+    moving.fail({0, 1}, "it does not answer")
+    assert moving.request.sequences[0].failures
+    moving.lose(moving.d0, "silent")
+    assert not moving.request.sequences[0].failures and not moving.request.has_failed_on(moving.p0, moving.d0)
+
+
+def test_if_a_prefill_node_dies_choices_that_are_not_admitted_move(moving: Moving) -> None:
+    moving.attempt.admitted.add(0)
+    moving.lose(moving.p0, "silent")
+    assert moving.queued == [(1,), (77,)] and moving.cancels == [("d0", 0, (1,))]
+    assert moving.attempt.prefill_done and moving.attempt.nodes == [moving.d0]
+    moving.lose(moving.p0, "twice")
+    assert moving.queued == [(1,), (77,)]
+
+
+def test_a_prefill_node_that_dies_after_its_work_moves_nothing(moving: Moving) -> None:
+    moving.attempt.prefill_done = True
+    moving.lose(moving.p0, "silent")
+    assert moving.queued == [(77,)] and moving.cancels == []
+
+
+def test_if_a_prefill_node_dies_before_dispatch_its_reservation_is_taken_back(moving: Moving) -> None:
+    """The reservation has no answer yet, and its choices are still queued."""
+    moving.fail({0, 1}, "why")
+    moving.moves.leave_nodes(moving.request, "it is queued once", 2.0)
+    moving.effects.clear()
+    attempt = moving.begin(moving.d1, dispatched=False)
+    moving.lose(moving.p0, "silent")
+    assert len(moving.reservations) == 0 and moving.request.attempts == {}
+    assert moving.cancels == [("d1", attempt.number, (0, 1))] and moving.queued == [(77,), (0, 1)]
+
+
+def test_log_probabilities_that_died_with_prefill_are_computed_again() -> None:
+    moving = Moving(1, wants_prompt_logprobs=True)
+    moving.attempt.admitted.add(0)
+    moving.lose(moving.p0, "silent")
+    assert moving.queued == [(0,)], "decode goes on, but the prompt must be scored"
+    moving = Moving(1, wants_prompt_logprobs=True)
+    moving.attempt.choices.clear()
+    moving.request.sequences[0].finish_reason = "length"
+    moving.lose(moving.p0, "silent")
+    assert moving.queued == [(0,)] and moving.request.attempts == {}
+    moving = Moving(1, wants_prompt_logprobs=True)
+    moving.request.prompt_logprobs = (TokenLogprobs(-1.0, (), ()),)
+    moving.attempt.admitted.add(0)
+    moving.lose(moving.p0, "silent")
+    assert moving.queued == []
+
+
+@pytest.mark.parametrize("dispatched", [True, False])
+@pytest.mark.parametrize("name", ["p0", "d0"])
+def test_a_draining_node_hands_on_all_that_it_holds(name: str, dispatched: bool) -> None:
+    moving = Moving()
+    if not dispatched:
+        moving.moves.leave_nodes(moving.request, "it is reserved for again", 2.0)
+        moving.effects.clear()
+        for sequence in moving.request.sequences:
+            sequence.restart()
+        moving.begin(moving.d0, dispatched=False)
+    moving.evict(getattr(moving, name))
+    assert moving.queued == ([(0,), (1,)] if dispatched else [(0, 1)])
+    assert moving.request.attempts == {} and len(moving.reservations) == 0
+    told = {"p0", "d0"} if dispatched else {"d0"}  # prefill knows nothing of it yet
+    assert {cancelled for cancelled, _, _ in moving.cancels} == told
+    assert moving.request.sequences[0].failures == [] and moving.request.sequences[0].num_losses == 0
+
+
+def test_a_prefill_node_that_has_done_its_part_hands_on_nothing(moving: Moving) -> None:
+    moving.attempt.prefill_done = True
+    moving.evict(moving.p0)
+    assert moving.queued == [(77,)]
+
+
+def test_a_request_leaves_a_node_that_cannot_be_reached(moving: Moving) -> None:
+    moving.end(moving.moves.unreachable(moving.request, moving.attempt, moving.d0, 2.0))
+    assert moving.queued == [(0,), (1,), (77,)] and moving.cancels == [("p0", 0, (0, 1))]
+    assert moving.request.sequences[0].num_losses == 1 and moving.request.sequences[0].failures == []
+
+
+def test_a_pause_holds_nothing_and_resumes_in_order(moving: Moving) -> None:
+    moving.receive(4)
+    moving.request.sequences[1].finish_reason = "stop"
+    moving.attempt.choices.discard(1)
+    moving.d0.release("r", 0, (1,))
+    moving.moves.pause(moving.request, "its client does not read", 2.0)
+    assert moving.queued == [(77,)] and moving.request.attempts == {}
+    assert sorted(moving.cancels) == [("d0", 0, (0,)), ("p0", 0, (0,))]
+    assert moving.d0.holds_nothing and moving.p0.holds_nothing
+    assert moving.request.sequences[0].attempt is None and moving.request.sequences[0].num_before == 4
+    moving.moves.resume(moving.request, 3.0)
+    assert moving.queued == [(0,), (77,)]
+
+
+def test_several_choices_resume_in_their_order(moving: Moving) -> None:
+    moving.moves.pause(moving.request, "its client does not read", 2.0)
+    moving.moves.resume(moving.request, 3.0)
+    assert moving.queued == [(0,), (1,), (77,)]
+
+
+def test_moves_are_counted_by_their_reason() -> None:
+    for event, kind in (
+        (lambda moving: moving.fail({0}, "no"), "failed"),
+        (lambda moving: moving.end(moving.moves.unreachable(moving.request, moving.attempt, moving.d0, 2.0)), "lost"),
+        (lambda moving: moving.evict(moving.d0), "drained"),
+    ):
+        moving = Moving()
+        event(moving)
+        assert moving.kinds == [kind]
+
+
+def test_a_request_survives_the_restart_of_its_only_decode_node(make_system: Callable[..., System]) -> None:
+    system = make_system().up()
+    system.behaviour.hold = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(system.complete)
+        wait_until(lambda: own(system.cluster.by_name("d0"), m.Reserve))
+        system.cluster.by_name("d0").stop()
+        time.sleep(0.3)
+        system.behaviour.hold.set()
+        system.cluster.nodes.pop()
+        system.cluster.add("decode", "d0")
+        status, body, _ = future.result(60)
+    assert (status, body["choices"][0]["text"]) == (200, system.text)

@@ -1,18 +1,30 @@
-"""Reservations are asked for again, given up in time, and leave nothing in the node's books."""
+"""Reservations are asked for again, given up in time, and leave nothing in the node's books.
+
+The tests at the end run a router with fake nodes.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+
 import pytest
 
+from baton.metadata.handoff.server import HandoffServer
+from baton.metadata.wire import messages as m
 from baton.metadata.wire.messages import Compute, Reserve, Reserved
 from baton.metadata.wire.node_info import Load
 from baton.metadata.wire.request import unpack_ids
+from baton.router import reservations, streams
 from baton.router.node import Node
 from baton.router.queue import Entry
 from baton.router.request import Attempt, Request
 from baton.router.reservations import ANSWER_S, ASK_S, Reservations
 
+from .conftest import System
+from .fake_nodes import FakeNode
 from .sites import add_node, make_group, make_request
+from .test_runner import own, text_of
 
 
 class Site:
@@ -32,14 +44,14 @@ class Site:
         return Reserved(rid, attempt, granted, Load(free_pages=90, running=1, waiting=0))
 
     def check_open(self) -> None:
-        """The reservation waits for its answer."""
+        """Check that the reservation waits for its answer."""
         assert len(self.reservations) == 1 and self.entry.attempt is self.attempt
         assert self.reservations.get("r", self.attempt.number) is self.entry
         assert self.decode.units_of("r", self.attempt.number) == {1, 2}
         assert self.decode.pledged_pages == 2 * (self.entry.need.decode_pages or 0) > 0
 
     def check_over(self) -> None:
-        """Nobody waits for the answer any more."""
+        """Check that the reservation is over."""
         assert len(self.reservations) == 0 and self.entry.attempt is None
         assert self.reservations.get("r", self.attempt.number) is None
         assert self.decode.pledged_pages == 0
@@ -63,7 +75,7 @@ def test_without_a_prefill_node_the_decode_node_is_asked_to_compute() -> None:
 
 
 @pytest.mark.parametrize("granted", [(1, 2), (2,), (0, 2, 7), ()])
-def test_an_answer_ends_the_reservation_and_keeps_what_was_asked_for(granted: tuple[int, ...]) -> None:
+def test_an_answer_ends_the_reservation_and_keeps_the_granted_choices(granted: tuple[int, ...]) -> None:
     site = Site()
     answer = site.reserved(*granted)
     kept = tuple(choice for choice in (1, 2) if choice in granted)
@@ -74,7 +86,7 @@ def test_an_answer_ends_the_reservation_and_keeps_what_was_asked_for(granted: tu
     assert site.decode.units_of("r", 0) == set(kept)
 
 
-def test_an_answer_that_nobody_awaits_changes_nothing() -> None:
+def test_an_unexpected_answer_changes_nothing() -> None:
     site = Site()
     assert site.reservations.answered(site.other, site.reserved(1, 2)) is None
     assert site.reservations.answered(site.decode, site.reserved(1, 2, attempt=1)) is None
@@ -123,8 +135,109 @@ def test_a_reservation_is_taken_back_once() -> None:
     assert site.reservations.answered(site.decode, site.reserved(1, 2)) is None, "it comes too late"
 
 
-def test_what_was_granted_cannot_be_taken_back() -> None:
+def test_a_granted_reservation_cannot_be_taken_back() -> None:
     site = Site()
     site.reservations.answered(site.decode, site.reserved(1, 2))
     assert site.reservations.take_back(site.request, site.attempt) is None
     assert site.decode.units_of("r", 0) == {1, 2}
+
+
+def test_an_answer_to_a_reservation_twice_cancels_nothing(system: System) -> None:
+    answers: list[m.Reserved] = []
+
+    def grant_twice(node: FakeNode, message: m.Reserve) -> bool:
+        node.reserve(message)
+        answers.append(m.Reserved(message.rid, message.attempt, message.choices, node.load()))
+        node.link.send(answers[-1])
+        return True
+
+    system.behaviour.answer_reserve = grant_twice
+    status, answer, _ = system.complete()
+    assert (status, answer["choices"][0]["text"]) == (200, system.text)
+    cancels = system.cluster.by_name("d0").got(m.Cancel)
+    assert len(answers) == 1 and not cancels, cancels
+
+
+@pytest.mark.parametrize("lost", ["Reserve", "Reserved"])
+def test_a_lost_reservation_is_asked_for_again(system: System, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    """The reservation or its answer is lost. The node repeats what it granted, and the request keeps its attempt."""
+    monkeypatch.setattr(reservations, "ASK_S", 0.1)
+    asked: list[m.Reserve] = []
+
+    def lose(node: FakeNode, message: m.Reserve) -> bool:
+        if message.rid.startswith("canary"):
+            return False
+        asked.append(message)
+        if len(asked) == 1 and lost == "Reserve":
+            return True
+        node.reserved.update({(message.rid, choice, message.attempt): message for choice in message.choices})
+        if len(asked) > 1:
+            node.link.send(m.Reserved(message.rid, message.attempt, message.choices, node.load()))
+        return True
+
+    system.behaviour.answer_reserve = lose
+    status, answer, _ = system.complete()
+    assert (status, answer["choices"][0]["text"]) == (200, system.text)
+    assert len(asked) == 2 and asked[0] == asked[1]
+    assert not system.cluster.by_name("d0").got(m.Cancel)
+
+
+def test_messages_that_may_be_lost_are_asked_for_within_2_s() -> None:
+    assert reservations.ASK_S <= streams.SILENCE_S <= 2.0
+
+
+def test_a_reservation_is_asked_for_again_before_its_claims_are_given_up() -> None:
+    assert inspect.signature(HandoffServer).parameters["lease_s"].default > reservations.ASK_S
+
+
+def test_partial_grants_are_dispatched_at_once(make_system: Callable[..., System]) -> None:
+    """There is room for two of four choices. Granted choices are dispatched at once, as attempts of their own."""
+    system = make_system(max_running=64, num_pages=4).up()
+    _, body, _ = system.complete(prompt="a " * 12, n=4)
+    assert [choice["text"] for choice in body["choices"]] == [system.text] * 4
+    prefills = own(system.cluster.by_name("p0"), m.Prefill)
+    assert sorted(choice for prefill in prefills for choice in prefill.choices) == [0, 1, 2, 3]
+    assert len({prefill.attempt for prefill in prefills}) == len(prefills) >= 2
+    assert len({(prefill.rid, prefill.request.params.seed) for prefill in prefills}) == 1
+    system.router.wait_idle()
+
+
+def test_n_choices_cost_one_prefill(system: System) -> None:
+    system.complete(n=8)
+    assert [prefill.choices for prefill in own(system.cluster.by_name("p0"), m.Prefill)] == [tuple(range(8))]
+
+
+def test_a_full_node_is_asked_again_when_it_announces_room(make_system: Callable[..., System]) -> None:
+    """The node refuses though its figures promise room. The request waits until the node announces capacity."""
+    system = make_system().up()
+    refused = 0
+
+    def refuse_twice(node: FakeNode, message: m.Reserve) -> bool:
+        nonlocal refused
+        if message.rid.startswith("canary") or refused == 2:
+            return False
+        refused += 1
+        load = node.load()
+        busy = m.Load(free_pages=0, running=1, waiting=0)
+        node.link.send(m.Reserved(message.rid, message.attempt, (), busy))
+        node.post(m.CapacityFreed(load), after_s=0.1)
+        return True
+
+    system.behaviour.answer_reserve = refuse_twice
+    assert text_of(system, stream=False) == system.text
+    assert refused == 2
+
+
+def test_a_request_that_an_empty_node_refuses_ends_with_an_error(make_system: Callable[..., System]) -> None:
+    """The prompt fits by the figures, but the empty node refuses it. The request must not wait for ever."""
+    system = make_system().up()
+
+    def refuse(node: FakeNode, message: m.Reserve) -> bool:
+        node.link.send(m.Reserved(message.rid, message.attempt, (), node.load()))
+        return True
+
+    system.behaviour.answer_reserve = refuse
+    status, body, _ = system.complete()
+    assert (status, body["error"]["param"]) == (400, "prompt")
+    system.behaviour.answer_reserve = None
+    system.router.wait_idle()

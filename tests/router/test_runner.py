@@ -1,4 +1,4 @@
-"""Lost, doubled and reordered tokens, failing and dying nodes, clients that leave: the client's text stays whole."""
+"""The client's text stays whole when tokens are lost, doubled or reordered, nodes fail or die, and clients leave."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from .fake_nodes import FakeNode
 
 
 def own(node: FakeNode, kind: type) -> list[Any]:
-    """Messages of this kind that are not a canary's."""
+    """Return the messages of this kind that do not belong to a canary."""
     return [message for message in node.got(kind) if not message.rid.startswith("canary")]
 
 
@@ -36,7 +37,7 @@ def double(node: FakeNode, steps: list[m.Tokens]) -> list[m.Tokens]:
 
 
 def overlap(node: FakeNode, steps: list[m.Tokens]) -> list[m.Tokens]:
-    """Every message begins with the tokens of the two before it."""
+    """Begin every message with the tokens of the two messages before it."""
     unit = steps[0].units[0]
     reserve = node.reserved[(unit.rid, unit.choice, unit.attempt)]
     output = node.output(reserve.request, unpack_ids(reserve.request.prompt_ids), unit.choice)
@@ -46,7 +47,7 @@ def overlap(node: FakeNode, steps: list[m.Tokens]) -> list[m.Tokens]:
 
 
 def late_first(node: FakeNode, steps: list[m.Tokens]) -> list[m.Tokens]:
-    """The second token arrives after all others."""
+    """Send the second token after all others."""
     return [steps[0], *steps[2:], steps[1]]
 
 
@@ -56,7 +57,9 @@ def drop_some(node: FakeNode, steps: list[m.Tokens]) -> list[m.Tokens]:
 
 @pytest.mark.parametrize("change", [shuffle, double, overlap, late_first])
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_in_any_order(system: System, change: Callable[..., list[m.Tokens]], stream: bool) -> None:
+def test_tokens_in_any_order_give_the_whole_text(
+    system: System, change: Callable[..., list[m.Tokens]], stream: bool
+) -> None:
     system.behaviour.change_tokens = change
     assert text_of(system, stream=stream) == system.text
     assert not own_resends(system)
@@ -71,8 +74,8 @@ def test_lost_tokens_are_asked_for(system: System) -> None:
     assert [resend.first for resend in own_resends(system)] == [3]
 
 
-def test_lost_tokens_are_asked_of_who_lost_them(system: System) -> None:
-    """Prefill's first token may come after decode has said it again and gone on: it is not prefill who is asked."""
+def test_lost_tokens_are_asked_for_at_the_node_that_lost_them(system: System) -> None:
+    """Prefill's first token may come after decode has repeated it. Decode lost tokens, so decode is asked."""
 
     def late(node: FakeNode, message: m.Prefill) -> bool:
         send = node.link.send
@@ -102,7 +105,7 @@ def test_lost_tokens_that_do_not_come_again_move_the_request(system: System) -> 
     assert prefills[1].request.params == prefills[0].request.params
 
 
-def test_a_failure_is_tried_again_with_what_was_received(system: System) -> None:
+def test_a_failed_attempt_is_repeated_after_the_received_tokens(system: System) -> None:
     def fail_after_five(node: FakeNode, steps: list[m.Tokens]) -> list[m.Tokens]:
         unit = steps[0].units[0]
         if unit.attempt > 0:
@@ -149,8 +152,8 @@ def test_an_error_in_mid_stream_is_the_last_event(system: System, caplog: pytest
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_dead_node(make_system: Callable[..., System], role: str, stream: bool) -> None:
-    """The text is whole, whichever leg dies, and the rest is computed elsewhere."""
+def test_a_dead_node_costs_no_text(make_system: Callable[..., System], role: str, stream: bool) -> None:
+    """The rest of the text is computed on other nodes, whichever node dies."""
     system = make_system().up(2, 2)
     system.behaviour.hold = threading.Event()
     result: list[str] = []
@@ -223,7 +226,9 @@ def test_cancel_is_repeated_until_acknowledged(system: System) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("step_tokens", [1, 3, 50])
 @pytest.mark.parametrize("stop", ["quick", "ck br", ["zzz", "naïve"], "é", "t", "the"])
-def test_stop_strings(system: System, stop: str | list[str], step_tokens: int, stream: bool) -> None:
+def test_a_stop_string_ends_the_text_before_it(
+    system: System, stop: str | list[str], step_tokens: int, stream: bool
+) -> None:
     system.behaviour.step_tokens = step_tokens
     stops = [stop] if isinstance(stop, str) else stop
     expected = min((system.text.split(each, 1)[0] for each in stops), key=len)
@@ -269,7 +274,7 @@ def test_stop_token_is_counted_and_not_shown(system: System) -> None:
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ids[4])
 
 
-def test_ignore_eos(system: System) -> None:
+def test_ignore_eos_continues_after_the_end_token(system: System) -> None:
     system.cluster.generate_by(lambda prompt, choice: [*system.say("a b"), *system.say("c d e f g h")])
     _, body, _ = system.complete(max_tokens=8, ignore_eos=True)
     assert body["usage"]["completion_tokens"] == 8
@@ -283,7 +288,7 @@ def test_first_token_can_end_a_request(system: System) -> None:
     assert body["usage"]["completion_tokens"] == 1
 
 
-def test_request_timeout(make_system: Callable[..., System]) -> None:
+def test_a_request_ends_with_504_after_request_timeout_s(make_system: Callable[..., System]) -> None:
     system = make_system(router={"request_timeout_s": 0.5}).up()
     system.behaviour.hold = threading.Event()
     status, body, _ = system.complete()
@@ -292,8 +297,7 @@ def test_request_timeout(make_system: Callable[..., System]) -> None:
     system.router.wait_idle()
 
 
-def test_sigterm_drains(make_system: Callable[..., System]) -> None:
-    """Running requests finish, new ones are turned away."""
+def test_sigterm_finishes_running_requests_and_refuses_new_ones(make_system: Callable[..., System]) -> None:
     system = make_system().up()
     system.behaviour.step_s = 0.02
     result: list[str] = []
@@ -317,7 +321,7 @@ def test_sigterm_drains(make_system: Callable[..., System]) -> None:
 def test_a_request_may_have_a_time_limit_of_its_own(
     make_system: Callable[..., System], monkeypatch: pytest.MonkeyPatch, phase: str, stream: bool
 ) -> None:
-    """It ends in one clear error; whatever waits behind it goes on."""
+    """The request ends in one clear error, and requests behind it are served."""
     system = make_system().up()
     limit_s = 0.2
     assert limit_s < PATIENCE_S, "one that waits longer may be given up as late before"
@@ -422,3 +426,15 @@ def wait_until(
             return value
         time.sleep(0.005)
     raise AssertionError(describe())
+
+
+def test_pools_too_small_for_the_load_serve_every_request(make_system: Callable[..., System]) -> None:
+    """There are long prompts, many choices, and two nodes of each role. No pool is ever overdrawn."""
+    system = make_system(num_pages=16, max_running=3).up(2, 2)
+    prompts = ["a " * (10 + 7 * (place % 9)) for place in range(40)]
+    with ThreadPoolExecutor(40) as pool:
+        answers = list(pool.map(lambda each: system.complete(prompt=each[1], n=1 + each[0] % 4), enumerate(prompts)))
+    for place, (status, body, _) in enumerate(answers):
+        assert status == 200, body
+        assert [choice["text"] for choice in body["choices"]] == [system.text] * (1 + place % 4)
+    system.router.wait_idle()

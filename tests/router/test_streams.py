@@ -1,4 +1,7 @@
-"""Tokens on their way: which messages count, which are refused, and who is asked for tokens that are missing."""
+"""Streams of tokens: which messages count, which are refused, and which node is asked for missing tokens.
+
+The tests at the end run a router whose fake nodes lose messages.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,18 @@ from typing import Any
 import pytest
 
 from baton.metadata.errors import ProtocolError
+from baton.metadata.wire import messages as m
 from baton.metadata.wire.messages import Resend, Tokens
-from baton.metadata.wire.request import Ended, TokenLogprobs, Unit, pack_ids
+from baton.metadata.wire.request import Ended, TokenLogprobs, Unit, pack_ids, unpack_ids
+from baton.router import streams
 from baton.router.effects import Effects, Output, Send
 from baton.router.metrics import Metrics
 from baton.router.node import Node
 from baton.router.request import Attempt, Delta, Request, Sequence, TextOptions
 from baton.router.streams import GAP_S, MAX_RESENDS, SILENCE_S, TokenStreams
 
+from .conftest import System
+from .fake_nodes import FakeNode
 from .sites import Heard, add_node, make_group, make_request
 
 IDS = [40, 41, 42, 43, 44, 45]
@@ -22,7 +29,7 @@ END = Ended("length", None, 3, 6, 0)
 
 
 class Site:
-    """A request of two choices that runs on p0 and d0 since time 0, and the streams that carry its tokens."""
+    """A request of two choices that runs on p0 and d0 since time 0, and the streams of its tokens."""
 
     def __init__(self, **request: Any) -> None:
         group = make_group()
@@ -43,18 +50,18 @@ class Site:
         return Unit(rid, choice, attempt)
 
     def take(self, first: int, ids: list[int], now: float = 0.0, *, node: Node | None = None, **more: Any) -> list[Any]:
-        """A node sends tokens of choice 0."""
+        """Let a node send tokens of choice 0."""
         message = tokens((self.unit(), first, ids), **more)
         return list(self.streams.take(node or self.decode, message, now))
 
     @property
     def outputs(self) -> list[tuple[int, list[int]]]:
-        """Choice and ids of all output so far."""
+        """The choice and ids of all output so far."""
         return [(each.sequence.index, each.delta.token_ids) for each in self.effects if isinstance(each, Output)]
 
     @property
     def asked(self) -> list[tuple[str, Unit, int]]:
-        """Take out whom the streams asked, for what."""
+        """Remove and return the questions that the streams sent: node, unit, first token."""
         sends = [each for each in self.effects if isinstance(each, Send)]
         self.effects[:] = [each for each in self.effects if not isinstance(each, Send)]
         resends = [(each.node.node_id, each.message) for each in sends if isinstance(each.message, Resend)]
@@ -63,7 +70,7 @@ class Site:
 
 
 def tokens(*rows: tuple[Unit, int, list[int]], **more: Any) -> Tokens:
-    """The message of one step."""
+    """Return the Tokens message of one step."""
     units, firsts, ids = zip(*rows, strict=True)
     counts = [len(each) for each in ids]
     return Tokens(units, pack_ids(firsts), pack_ids(counts), pack_ids(token for each in ids for token in each), **more)
@@ -129,7 +136,7 @@ def test_tokens_after_the_end_or_of_a_paused_sequence_are_passed_over() -> None:
     assert site.streams.find(site.unit(1), site.decode) is None
 
 
-def test_a_stop_string_ends_a_sequence_of_which_its_node_does_not_know() -> None:
+def test_a_stop_string_ends_a_sequence_though_its_node_has_not_ended_it() -> None:
     site = Site(text=TextOptions(("b",)))
     ids = [site.request.group.tokenizer.inner.encode(char).ids[0] for char in "abc"]  # type: ignore[union-attr]
     assert site.take(0, ids) == [(site.one, False)]
@@ -159,7 +166,7 @@ def gaps(site: Site, until: float, since: float = 0.0) -> tuple[list[float], flo
     return asked_at, None
 
 
-def test_a_gap_is_asked_for_so_often_and_then_given_up() -> None:
+def test_a_gap_is_given_up_after_max_resends() -> None:
     site = Site()
     site.take(0, IDS[:2])
     site.take(3, IDS[3:4])
@@ -175,7 +182,7 @@ def test_the_node_beyond_the_gap_is_asked_for_the_first_missing_token() -> None:
         node: Node = getattr(site, sender)
         site.take(0, IDS[:1], node=site.prefill)
         site.take(2, IDS[2:3], node=node)
-        site.take(4, IDS[4:5])  # another gap behind it does not change whom to ask
+        site.take(4, IDS[4:5])  # another gap behind it does not change which node is asked
         site.streams.check_gaps(GAP_S + 0.01)
         assert site.asked == [(node.node_id, site.unit(), 1)]
 
@@ -191,7 +198,7 @@ def test_a_filled_gap_is_no_longer_asked_for_and_the_next_one_counts_anew() -> N
     assert len(gaps(site, 6.0, 5.0)[0]) == MAX_RESENDS
 
 
-def test_nobody_asks_for_a_sequence_that_is_closed_or_has_no_attempt() -> None:
+def test_closed_sequences_and_those_without_an_attempt_are_not_asked_for() -> None:
     for is_closed in (True, False):
         site = Site()
         site.take(1, IDS[1:2])
@@ -212,14 +219,14 @@ def silence(site: Site, now: float) -> list[tuple[str, Unit, int]]:
     return site.asked
 
 
-def test_a_sequence_is_asked_for_after_silence_and_again_after_as_long() -> None:
+def test_a_silent_sequence_is_asked_for_again_after_each_silence_s() -> None:
     site = Site()
     site.take(0, IDS[:2], 10.0)
     asked_at = [tick / 8 for tick in range(80, 80 + 8 * 5) if silence(site, tick / 8)]
     assert asked_at == [10.0 + SILENCE_S + 0.125, 10.0 + 2 * (SILENCE_S + 0.125)]
 
 
-def test_a_new_attempt_is_given_as_long() -> None:
+def test_a_new_attempt_has_silence_s_before_it_is_asked_for() -> None:
     site = Site()
     site.take(0, IDS[:2], 10.0)
     site.one.attempt = site.request.begin_attempt({0}, site.prefill, site.decode, 12.0)
@@ -227,7 +234,7 @@ def test_a_new_attempt_is_given_as_long() -> None:
     assert silence(site, 12.1 + SILENCE_S) == [("d0", site.unit(0, 1), 2)]
 
 
-def test_who_owes_the_next_token() -> None:
+def test_the_node_that_owes_the_next_token_is_asked() -> None:
     site = Site()
     assert silence(site, 3.0) == [("p0", site.unit(), 0)], "the first token comes from prefill"
     site.attempt.prefill_done = True
@@ -265,7 +272,7 @@ def test_a_paused_sequence_is_not_asked_for() -> None:
     assert silence(site, 100.0) == []
 
 
-def test_output_is_what_the_sequence_merged() -> None:
+def test_output_holds_only_new_tokens() -> None:
     site = Site()
     site.take(0, IDS[:2])
     site.take(1, IDS[1:4])
@@ -274,3 +281,129 @@ def test_output_is_what_the_sequence_merged() -> None:
     effects = len(site.effects)
     site.take(0, IDS[:4])
     assert len(site.effects) == effects, "nothing new, no output"
+
+
+def test_a_choice_that_its_node_lost_silently_moves(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "SILENCE_S", 0.3)
+    lost: list[Unit] = []
+
+    def forget(node: FakeNode, message: m.Prefill) -> bool:
+        if lost or message.rid.startswith("canary"):
+            return False
+        lost.append(Unit(message.rid, 0, message.attempt))
+        node.link.send(m.PrefillDone(message.rid, message.attempt, 0.0, 0.0, 0, node.load()))
+        return True
+
+    system.behaviour.answer_prefill = forget
+    answered: list[Any] = []
+
+    def answer_resend(message: m.ToNode) -> None:
+        if isinstance(message, m.Resend):
+            answered.append(message)
+            decode.link.send(m.Failed(message.unit, "unavailable", "not known", retryable=True))
+        else:
+            FakeNode.take(decode, message)
+
+    decode = system.cluster.by_name("d0")
+    decode.take = answer_resend  # type: ignore[method-assign]
+    status, answer, _ = system.complete()
+    assert (status, answer["choices"][0]["text"]) == (200, system.text)
+    assert [message.unit for message in answered] == lost
+
+
+def test_a_lost_first_token_is_asked_for_at_prefill_if_decode_does_not_have_it(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first token and the offers were lost. The decode node waits for offers while the prefill node lives."""
+    monkeypatch.setattr(streams, "SILENCE_S", 0.3)
+    asked: list[tuple[str, int]] = []
+    prefill, decode = system.cluster.by_name("p0"), system.cluster.by_name("d0")
+
+    def lose(node: FakeNode, message: m.Prefill) -> bool:
+        return not asked and not message.rid.startswith("canary")
+
+    def answer_prefill_resend(message: m.ToNode) -> None:
+        if isinstance(message, m.Resend):
+            asked.append(("prefill", message.first))
+            first = m.Tokens((message.unit,), pack_ids([0]), pack_ids([1]), pack_ids(system.say(system.text)[:1]))
+            prefill.link.send(first)
+        else:
+            FakeNode.take(prefill, message)
+
+    def answer_decode_resend(message: m.ToNode) -> None:
+        if isinstance(message, m.Resend):
+            asked.append(("decode", message.first))
+            monkeypatch.setattr(streams, "SILENCE_S", 60.0)  # the next attempt may take longer than 0.3 s
+            decode.link.send(m.Failed(message.unit, "transfer_error", "an offer was lost", retryable=True))
+        else:
+            FakeNode.take(decode, message)
+
+    system.behaviour.answer_prefill = lose
+    prefill.take, decode.take = answer_prefill_resend, answer_decode_resend  # type: ignore[method-assign]
+    status, answer, _ = system.complete()
+    assert (status, answer["choices"][0]["text"]) == (200, system.text)
+    assert asked == [("prefill", 0), ("decode", 1)]
+
+
+def test_a_lost_last_offer_is_asked_for_soon_after_the_first_token(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "SILENCE_S", 0.2)
+    decode, asked = system.cluster.by_name("d0"), list[int]()
+    handed_over: list[Any] = []
+
+    def lose(node: FakeNode, message: m.Prefill) -> bool:
+        if message.rid.startswith("canary"):
+            return False
+        unit, first = Unit(message.rid, 0, message.attempt), pack_ids(system.say(system.text)[:1])
+        node.link.send(m.Tokens((unit,), pack_ids([0]), pack_ids([1]), first))
+        node.link.send(m.PrefillDone(message.rid, message.attempt, 0.0, 0.0, 0, node.load()))
+        handed_over.append((message, 0, system.say(system.text)))
+        return True
+
+    def answer_resend(message: m.ToNode) -> None:
+        if isinstance(message, m.Resend):
+            asked.append(message.first)
+            decode.handoffs.put(handed_over[0])  # prefill has offered once more
+        else:
+            FakeNode.take(decode, message)
+
+    system.behaviour.answer_prefill = lose
+    decode.take = answer_resend  # type: ignore[method-assign]
+    status, answer, _ = system.complete()
+    assert (status, answer["choices"][0]["text"]) == (200, system.text)
+    assert asked[0] == 1
+
+
+@pytest.mark.parametrize("max_tokens", [1, 100])
+def test_prompt_log_probabilities_lost_with_prefill_done_are_computed_again(
+    system: System, monkeypatch: pytest.MonkeyPatch, max_tokens: int
+) -> None:
+    """All tokens have arrived, but PrefillDone, which carries the log-probabilities, has not."""
+    monkeypatch.setattr(streams, "SILENCE_S", 0.2)
+    asked: list[m.Resend] = []
+    prefill, decode = system.cluster.by_name("p0"), system.cluster.by_name("d0")
+
+    def lose(node: FakeNode, message: m.Prefill) -> bool:
+        if message.attempt > 0 or message.rid.startswith("canary"):
+            return False
+        output = node.output(message.request, unpack_ids(message.request.prompt_ids), 0)
+        node.link.send(node.tokens(Unit(message.rid, 0, 0), message.request, output, 0, 1))
+        if message.decode is not None:
+            decode.handoffs.put((message, 0, output))
+        return True
+
+    def answer_resend(message: m.ToNode) -> None:
+        if isinstance(message, m.Resend):
+            asked.append(message)
+            prefill.link.send(m.Failed(message.unit, "unavailable", "not known", retryable=True))
+        else:
+            FakeNode.take(prefill, message)
+
+    system.behaviour.answer_prefill = lose
+    prefill.take = answer_resend  # type: ignore[method-assign]
+    status, answer, _ = system.complete(echo=True, logprobs=1, max_tokens=max_tokens)
+    assert status == 200 and asked[0].first >= 1, answer
+    logprobs = answer["choices"][0]["logprobs"]
+    assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) > 3
+    system.router.wait_idle()

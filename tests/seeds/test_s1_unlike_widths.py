@@ -134,7 +134,7 @@ def check_rows_keep_the_drafts_dtype() -> None:
     assert torch.equal(there.get("recurrent_hidden"), state)
 
 
-def test_unlike_dtypes() -> None:
+def test_rows_keep_the_dtype_of_the_draft() -> None:
     check_rows_keep_the_drafts_dtype()
 
 
@@ -151,7 +151,7 @@ def test_the_dtype_of_the_wrong_side_is_caught(monkeypatch: pytest.MonkeyPatch) 
 
 
 def check_idle(rounds: Rounds) -> None:
-    """Idle inputs come before and after live ones: zero rows give no result and change nothing."""
+    """Run idle inputs before and after live ones: zero rows give no result and change nothing."""
     engine, drafter = rounds.engine, rounds.drafter
     assert drafter is not None
     layout = engine.speculation.hidden
@@ -187,7 +187,7 @@ def idle(request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path: Path)
     return Rounds(Engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting)), 2)
 
 
-def test_idle_inputs(idle: Rounds) -> None:
+def test_idle_inputs_give_no_result_and_change_nothing(idle: Rounds) -> None:
     check_idle(idle)
 
 
@@ -229,8 +229,8 @@ class Gate:
 
 
 def check_filter_and_join(pair: NodePair) -> None:
-    """Three sequences finish in the round in which two others join. These draft as if each were alone, and so does one
-    that comes after the node was idle."""
+    """Let three sequences finish in the round in which two others join. The two draft as if each were alone, and so
+    does one that comes after the node was idle."""
     rounds = record_rounds(pair)
     joins = PROMPTS[1:]
     for i, prompt in enumerate(PROMPTS):
@@ -294,7 +294,7 @@ def joining_pair(
     return make_pair(model, **settings(request.param, model, tmp_path, hidden_size=24))
 
 
-def test_all_finish_in_the_round_in_which_others_join(joining_pair: NodePair) -> None:
+def test_a_batch_can_finish_in_the_round_in_which_others_join(joining_pair: NodePair) -> None:
     check_filter_and_join(joining_pair)
 
 

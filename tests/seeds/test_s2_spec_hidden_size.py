@@ -1,8 +1,8 @@
 """S2: with hc_mult residual streams, every hidden state is `spec_hidden_size` = hidden_size * hc_mult wide, everywhere.
 
 Code that forgets the streams still hands over a full row of the first stream. Speculation still gives the right text;
-only the drafts get worse. So a canary value is written into the last column of the last metadata row and read back on
-the other side, for hc_mult absent, None, 0, 1, 2 and 4, and nodes with unlike values must refuse each other.
+only the drafts get worse. So the tests write a canary value into the last column of the last metadata row and read it
+on the other side, for hc_mult absent, None, 0, 1, 2 and 4. Nodes with different values must refuse each other.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def test_a_row_without_the_streams_is_caught(
 def test_a_row_that_is_cut_in_silence_is_caught_by_the_canary(
     checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The defect as seen in the field: copies also take only what fits. The text is right nevertheless."""
+    """The defect as seen in the field: copies take only the columns that fit. The text is right nevertheless."""
 
     def cut(row: MetadataBuffers, draft: DraftState) -> None:
         assert draft.hidden is not None
@@ -229,7 +229,7 @@ def test_absent_none_zero_and_one_are_the_same_value(checkpoint: Checkpoint, tmp
 def test_a_schema_without_the_streams_is_caught(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The defect: the schema has hidden_size, so two nodes are paired that cannot hand over."""
+    """The defect: the schema has hidden_size, so two nodes are paired that cannot hand over to each other."""
     monkeypatch.setattr(hidden_layout, "spec_hidden_size", lambda hidden_size, hc_mult: hidden_size)
     schemas = [schema_of(checkpoint, hc_mult, tmp_path) for hc_mult in (4, 2)]
     with pytest.raises(AssertionError, match="nothing more within 1"):

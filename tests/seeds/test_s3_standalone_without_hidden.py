@@ -66,7 +66,7 @@ def check_no_bytes(standalone: HandoffSchema, none: HandoffSchema) -> None:
     assert len(MetadataBuffers(standalone).pack()) == row_bytes(none)
 
 
-def test_no_bytes_on_the_wire_nor_in_buffers(model: Path, tmp_path: Path) -> None:
+def test_a_standalone_draft_sends_no_hidden_state(model: Path, tmp_path: Path) -> None:
     check_no_bytes(schema_of("standalone"), schema_of("none"))
     engine = Solo(model, **settings("standalone", model, tmp_path)).engine
     plain = Solo(model, speculative="ngram").engine
@@ -97,7 +97,9 @@ def check_no_state(layout: HiddenLayout) -> None:
         assert layout.allocate(phase, 0) is None and layout.allocate(phase, 3) is None  # type: ignore[arg-type]
 
 
-def test_no_state_in_layout_rounds_or_row(model: Path, tmp_path: Path, make_pair: MakePair) -> None:
+def test_a_standalone_draft_has_no_state_in_layout_rounds_or_row(
+    model: Path, tmp_path: Path, make_pair: MakePair
+) -> None:
     drafter = settings("standalone", model, tmp_path, steps=3)
     solo = Solo(model, **drafter)
     check_no_state(solo.drafter.hidden)
@@ -190,7 +192,9 @@ def test_a_draft_that_reads_them_is_caught(model: Path, tmp_path: Path, monkeypa
 # --- end to end, with its caches under pressure ---
 
 
-def test_through_the_handoff_with_caches_under_pressure(model: Path, tmp_path: Path, make_pair: MakePair) -> None:
+def test_a_standalone_draft_works_through_the_handoff_with_small_caches(
+    model: Path, tmp_path: Path, make_pair: MakePair
+) -> None:
     """The pools are so small that prefixes are evicted and requests preempted; no token changes."""
     rng = random.Random(9)
     stems = [[rng.randrange(512) for _ in range(9)] for _ in range(3)]

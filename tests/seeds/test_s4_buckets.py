@@ -1,4 +1,4 @@
-"""S4 for static inputs: rounds in a bucket give the results of the direct path, and padding rows affect nobody.
+"""S4 for static inputs: rounds in a bucket give the results of the direct path, and padding rows affect no sequence.
 
 The largest bucket is 2. Batches have 1, 2, 3, 2, 3 and 1 sequences, the draft length alternates between 0, 1 and 5,
 each row has its own limit, and drafts are partly accepted. Before each round, everything that it could read by mistake
@@ -125,7 +125,7 @@ def check(bucketed: Solo, direct: Solo, monkeypatch: pytest.MonkeyPatch) -> list
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_buckets_bring_what_the_direct_path_brings(
+def test_buckets_and_the_direct_path_give_equal_results(
     name: str, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucketed = make_solo(name, 2)
@@ -203,8 +203,8 @@ def test_a_padding_row_that_is_not_reset_is_caught(make_solo: MakeSolo, monkeypa
 def test_the_drafter_catches_up(
     name: str, num_missed: int, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two sequences have missed unlike numbers of rounds. What the next round that drafts proposes and leaves equals a
-    recompute."""
+    """Two sequences have missed different numbers of rounds. The proposals and state of the next round that drafts
+    equal a recompute."""
     solo = make_solo(name, 2)
     asked = ({"temperature": 0.9}, {"temperature": 1.2, "logit_bias": {7: 9.0}})
     sequences = [

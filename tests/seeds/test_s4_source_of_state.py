@@ -1,6 +1,6 @@
-"""S4: the state that a round hands on comes from its own result, whatever its batch and its draft length.
+"""S4: the state that a round passes on comes from its own result, for any batch and draft length.
 
-Chains run by direct calls, with batches that grow, shrink and change their order. After every round tokens and state
+Chains run by direct calls, with batches that grow, shrink and change their order. After every round, tokens and state
 are compared with those of a recompute from scratch.
 """
 
@@ -73,9 +73,9 @@ def is_told(seed: int, position: int) -> bool:
 
 
 def check(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """After every round, each sequence's tokens are those of no speculation, and its state is what a recompute from
-    scratch gives, once the drafter has seen all of it. Slots beyond the tokens are spoilt between rounds. Returns how
-    many each round accepted."""
+    """Check after every round that each sequence has the tokens of no speculation and, once the drafter has seen all of
+    them, the state of a recompute from scratch. Slots beyond the tokens are overwritten between rounds. Returns how
+    many drafts each round accepted."""
     truths = {}
     for index, prompt in enumerate(prompts()):
         plain = solo.start(prompt, asked(index))
@@ -173,7 +173,7 @@ def test_a_frozen_state_of_an_earlier_round_is_caught(make_solo: MakeSolo, monke
         check(solo, monkeypatch)
 
 
-def test_an_empty_batch_of_tails_is_nothing(make_solo: MakeSolo) -> None:
+def test_an_empty_batch_of_prompt_tails_gives_an_empty_state(make_solo: MakeSolo) -> None:
     for name in STATEFUL:
         drafter = make_solo(name).drafter
         none, hidden = torch.zeros(0, dtype=torch.int64), drafter.hidden.allocate("extend", 0)

@@ -132,7 +132,7 @@ def test_lengths_advanced_in_place_are_caught(name: str, make_solo: MakeSolo, mo
         check(solo, monkeypatch)
 
 
-def test_a_slot_of_somebody_else_is_caught(make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_to_another_sequences_slot_is_caught(make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch) -> None:
     """The defect: draft states are stored in the next slot."""
     solo = make_solo("eagle")
     store = DraftState.store

@@ -51,7 +51,7 @@ class Before(NamedTuple):
 
 
 def forwards(solo: Solo, num_steps: int, num_rounds: int = 2) -> tuple[list[list[Row]], list[Before]]:
-    """All forwards of the drafter, for the prompt and for each round, and the sequence before each round."""
+    """Record all forwards of the drafter, for the prompt and each round, and the sequence before each round."""
     groups: list[list[Row]] = []
     before: list[Before] = []
     with spied(solo.drafter) as log:
@@ -97,7 +97,7 @@ def check_positions(name: str, solo: Solo, num_steps: int) -> None:
 
 @pytest.mark.parametrize("num_steps", [1, 3])
 @pytest.mark.parametrize("name", NAMES)
-def test_forwards_stand_where_they_belong(name: str, num_steps: int, make_solo: MakeSolo) -> None:
+def test_each_forward_has_the_right_positions(name: str, num_steps: int, make_solo: MakeSolo) -> None:
     check_positions(name, make_solo(name), num_steps)
 
 
@@ -125,7 +125,7 @@ def test_frozen_forwards_see_only_the_targets_rows(make_solo: MakeSolo) -> None:
     assert [each.seq_lens for each in log] == [(7,)] * 4
 
 
-# --- what rounds leave behind ---
+# --- the KV after rounds --------
 
 
 def check_kv(name: str, solo: Solo, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -145,7 +145,7 @@ def check_kv(name: str, solo: Solo, monkeypatch: pytest.MonkeyPatch) -> list[int
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_rounds_leave_what_a_recompute_gives(name: str, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_after_rounds_equals_a_recompute(name: str, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch) -> None:
     accepted = check_kv(name, make_solo(name), monkeypatch)
     assert 0 in accepted and max(accepted) > 1 and 0 < sum(accepted) < 21, accepted
 

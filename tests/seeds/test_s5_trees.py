@@ -73,8 +73,8 @@ def coach_trees(
     is_told: Callable[[int, int], bool],
     column: Callable[[int, int], int],
 ) -> None:
-    """Make the child in `column(seed, position)` of every node the right token, and the likeliest, if
-    `is_told(seed, position)`. Otherwise no child is right."""
+    """Make the child in `column(seed, position)` of every node the right and likeliest token if `is_told(seed,
+    position)`. Otherwise no child is right."""
     coach(monkeypatch, truths, lambda *_: False)  # so that greedy rows know their positions too
     original = trees.top_of
 
@@ -141,7 +141,7 @@ def accepted_paths() -> Iterator[list[tuple[int, ...]]]:
 
 @pytest.mark.parametrize("topk", [2, 3])
 @pytest.mark.parametrize("name", NAMES)
-def test_rounds_leave_what_a_recompute_gives(
+def test_kv_after_rounds_of_trees_equals_a_recompute(
     name: str, topk: int, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = check(make_solo(name, 2, topk=topk), monkeypatch)
@@ -150,7 +150,9 @@ def test_rounds_leave_what_a_recompute_gives(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_overlapping_paths(name: str, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accepted_path_that_overlaps_its_target_is_moved_whole(
+    name: str, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nodes 2, 3, 4 move to slots 1, 2, 3: each is both a source and a target."""
     paths = check(make_solo(name, 2, tokens=4), monkeypatch, lambda *_: 1)
     assert {(2, 3, 4), (2, 3), (2,)} <= set(paths), paths
@@ -218,7 +220,7 @@ def proposed(solo: Solo) -> Iterator[list[list[int]]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nodes_stand_where_they_belong(name: str, make_solo: MakeSolo) -> None:
+def test_each_node_of_a_tree_has_the_right_position(name: str, make_solo: MakeSolo) -> None:
     check_positions(name, make_solo(name))
 
 

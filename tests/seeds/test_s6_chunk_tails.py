@@ -1,7 +1,7 @@
 """S6: draft KV, proposals and acceptance do not depend on the chunks of a prompt, nor on prefix hits.
 
-Chains run through the real handoff. What the decode node holds when its first round begins, and what its rounds accept,
-is compared for chunks of 1, page - 1, page and page + 1 tokens with the whole prompt.
+Chains run through the real handoff. The test compares the decode node's state before its first round, and the drafts
+that its rounds accept, for chunks of 1, page - 1, page and page + 1 tokens with the whole prompt.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def prompts() -> list[list[int]]:
 
 @dataclass
 class Seen:
-    """The observations of one request's rounds."""
+    """The records of one request's rounds."""
 
     kv: torch.Tensor | None = None  # [num_layers, 2, num_kv_heads, L, head_dim], draft's, when the first began
     proposals: list[list[int]] = field(default_factory=list)

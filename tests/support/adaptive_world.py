@@ -1,5 +1,7 @@
-"""A decode node in name only: rounds that take given times and drafts that are right as often as given, for the tests
-of what chooses the steps (engine/adaptive.py). Nothing here reads a clock; a seed decides everything."""
+"""A simulated decode node, whose rounds take given times and whose drafts are right with given chances.
+
+It is for tests of the choice of steps (engine/adaptive.py). Nothing here reads a clock; a seed decides everything.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ Table = Mapping[tuple[int, int], float]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What rounds take, in any unit: plain + steps * step + rows * row, and catching up call + rows * row_missed."""
+    """Times of rounds, in any unit: plain + steps * step + rows * row; catching up takes call + rows * row_missed."""
 
     plain: float
     step: float
@@ -59,8 +61,8 @@ class _Stream:
 
 @dataclass(slots=True)
 class World:
-    """`batch` streams of `length` tokens at a time, each followed by another; `text(stream, token)` is the chance that
-    a draft for that token is right."""
+    """`batch` streams of `length` tokens at a time, each followed by another. `text(stream, token)`: the chance that a
+    draft for that token is right."""
 
     machine: Machine
     text: Callable[[int, int], float]
@@ -85,7 +87,7 @@ class World:
             stream.num_tokens = number * self.length // self.batch
 
     def run(self, num_tokens: int) -> float:
-        """Until each stream has brought about so many more. Returns the speed, 1 being that without drafts."""
+        """Run until the streams have made `num_tokens` each on average. Return the speed; without drafts it is 1."""
         tokens, seconds = self.num_tokens, self.seconds
         while self.num_tokens - tokens < num_tokens * self.batch:
             self._round()

@@ -15,12 +15,10 @@ END = "<|end|>"
 
 
 def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **config: Any) -> Path:
-    """A random model of `family` with a byte-level tokenizer of 512 ids, float32: llama, mistral, qwen2, qwen3, or
-    hyper_llama, which is the llama with `hc_mult` residual streams (4 unless told otherwise).
-
-    `config` overrides fields of the transformers configuration. The weights are spread wide, so that the greedy
-    text varies and near-ties are rare. Returns `path`.
-    """
+    """Write a random float32 model of `family` with a byte-level tokenizer of 512 ids, and return `path`. Families:
+    llama, mistral, qwen2, qwen3, and hyper_llama, a llama with `hc_mult` residual streams (4 by default). `config`
+    overrides fields of the transformers configuration. The weights are spread wide, so that the greedy text varies and
+    near-ties are rare."""
     import torch
     import transformers
 
@@ -62,7 +60,7 @@ def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **confi
 
 
 def _add_streams(path: Path, hc_mult: Any, seed: int) -> None:
-    """Residual streams for the llama in `path`; with None, 0 or 1 only the architecture's name changes."""
+    """Add residual streams to the llama in `path`. If there are None, 0 or 1, only the architecture's name changes."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -79,7 +77,7 @@ def _add_streams(path: Path, hc_mult: Any, seed: int) -> None:
 
 
 def random_sites(prefix: str, hc_mult: int, generator: Any) -> dict[str, Any]:
-    """A layer's hyper-connections, every stream unlike the others."""
+    """Return a layer's hyper-connections, in which every stream differs from the others."""
     import torch
 
     sites: dict[str, Any] = {}
@@ -92,7 +90,7 @@ def random_sites(prefix: str, hc_mult: int, generator: Any) -> dict[str, Any]:
 
 @cache
 def _tokenizer() -> str:
-    """Byte-level BPE: one special token, all 256 bytes, and merges learnt from a few lines, 512 ids at most."""
+    """Return byte-level BPE of at most 512 ids: a special token, all 256 bytes, and merges learnt from a few lines."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -19,7 +19,7 @@ _UNLIKE = {"eagle3": 24, "frozen-kv-mtp": 24}  # heads of another width than the
 
 
 def target_of(name: str, checkpoint: Callable[..., Path], **config: Any) -> Path:
-    """A target that the drafter fits."""
+    """Return a target that the drafter fits."""
     return checkpoint("hyper_llama" if name == "hyper-eagle" else "llama", **config)
 
 
@@ -28,7 +28,7 @@ def most_steps(name: str) -> int:
 
 
 def settings(name: str, model: Path, directory: Path, *, steps: int = 5) -> dict[str, Any]:
-    """Engine settings with a random drafter, written into `directory`; right nearly never."""
+    """Return engine settings with a random drafter, written into `directory`. Its drafts are almost never right."""
     if name == "ngram":
         return {"speculative": "ngram", "draft_steps": steps}
     if name == "standalone":
@@ -40,7 +40,8 @@ def settings(name: str, model: Path, directory: Path, *, steps: int = 5) -> dict
 
 
 def perturbed(model: Path, directory: Path, size: float) -> Path:
-    """A copy of `model` whose matrices have noise of `size` times their spread: 0.1 is often right, 10 nearly never."""
+    """Return a copy of `model` with noise of `size` times the spread in each matrix: 0.1 is often right, 10 almost
+    never."""
     shutil.copytree(model, directory)
     path, generator = directory / "model.safetensors", torch.Generator().manual_seed(11)
     tensors = load_file(path)
@@ -56,9 +57,9 @@ def perturbed(model: Path, directory: Path, size: float) -> Path:
 
 
 def make_bigram(model: Path, directory: Path, context: float = 0.0) -> Path:
-    """A copy of `model` whose next token depends on the last alone: every branch adds nothing, rows of the embedding
-    have unit RMS. Then a head that returns the embedding of its token is the target. `context` is the share of every
-    branch that is left, for a target that such a head is right about often."""
+    """Write a copy of `model` whose next token depends only on the last: no branch adds anything, and the rows of the
+    embedding have unit RMS. A head that returns the embedding of its token then equals the target. `context`: the share
+    of every branch that is kept, for a target that such a head often predicts."""
     shutil.copytree(model, directory)
     path = directory / "model.safetensors"
     tensors = load_file(path)
@@ -73,7 +74,7 @@ def make_bigram(model: Path, directory: Path, context: float = 0.0) -> Path:
 
 
 def make_right(name: str, model: Path, directory: Path) -> Path:
-    """A head of kind `name` that gives exactly the logits of the bigram target `model`. EAGLE-3's vocabulary is a
+    """Write a head of kind `name` with exactly the logits of the bigram target `model`. EAGLE-3's vocabulary is a
     permutation of the target's."""
     config = json.loads((model / "config.json").read_text())
     size, vocab_size = config["hidden_size"], config["vocab_size"]
@@ -113,7 +114,7 @@ def make_right(name: str, model: Path, directory: Path) -> Path:
 def _right_eagle3(
     target: dict[str, torch.Tensor], first: torch.Tensor, second: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Attention finds the row of the same token and brings its embedding, less the state that the residual adds."""
+    """Make attention find the row of the same token and return its embedding minus the state that the residual adds."""
     norm, lm_head = target["model.norm.weight"], target["lm_head.weight"]
     size, vocab_size = lm_head.shape[1], lm_head.shape[0]
     ids = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(4))

@@ -1,7 +1,7 @@
-"""A GPU of numpy arrays: what a DevicePool promises, with work that is done only when the test lets it run.
+"""A GPU made of numpy arrays, with the interface of a DevicePool. Its work is done only when the test lets it run.
 
 Work under way is a list of closures in order, as on a stream; `run` does it. The pools lie in memfds, which stand for
-allocations on a GPU: whoever gets a descriptor of one maps it, read-only.
+allocations on a GPU: a process with a descriptor can map the pool read-only.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FakeMapping:
 
 
 class View:
-    """A pool on the device with what a test of pools in host memory reads of a PageMemory."""
+    """A pool on the device, with the parts of a PageMemory that tests of host pools read."""
 
     def __init__(self, device: FakeDevice, place: int) -> None:
         self.device, self.memory = device, device.memory[place]
@@ -65,13 +65,13 @@ class View:
 
 
 class FakeDevice:
-    """Pools in "device memory" beside `memory`, uint8 [num_layers, num_pages, page_layer_bytes] each. `is_slow`: work
-    waits for `run`; else it is done at once."""
+    """Pools in "device memory" beside `memory`, uint8 [num_layers, num_pages, page_layer_bytes] each. If `is_slow`,
+    work waits for `run`; otherwise it is done at once."""
 
     can_be_mapped = True
 
     def __init__(self, memory: Sequence[PageMemory], *, has_checksums: bool = True, seed: int | None = None) -> None:
-        """`seed`: of the bytes in the pools; None: zeros. The mirror has zeros."""
+        """`seed`: seed of the bytes in the pools, or None for zeros. The mirror has zeros."""
         self.memory, self.has_checksums = memory, has_checksums
         self.is_slow = False
         self.pools: list[np.ndarray] = []
@@ -92,12 +92,12 @@ class FakeDevice:
         self._work: list[Callable[[], None]] = []
 
     def run(self, count: int | None = None) -> None:
-        """Does what is under way, or the first `count` of it."""
+        """Do the work under way, or the first `count` of it."""
         for _ in range(len(self._work) if count is None else min(count, len(self._work))):
             self._work.pop(0)()
 
     def called(self, name: str) -> list[int]:
-        """Pages of all calls of that name."""
+        """Return the pages of all calls of that name."""
         return [page for what, pages in self.calls if what == name for page in pages]
 
     # --- as DevicePool says ---

@@ -1,4 +1,4 @@
-"""A process that is faulty on purpose, without another process: what `switch_on` puts in place, until the test ends."""
+"""Faults in this process: `switch_on` of the fault injector is undone when the test ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from faulty import Faults, Plan, replacements
 
 
 class FaultyProcess:
-    """This process from now on. Nothing is wrong with it until a plan says so."""
+    """This process, with the fault injector in place. Nothing is wrong until a plan says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
         self._path = directory / "faulty.plan"
@@ -23,7 +23,7 @@ class FaultyProcess:
             monkeypatch.setattr(owner, name, value)
 
     def plan(self, **fields: Any) -> None:
-        """What is wrong from now on."""
+        """Set the faults from now on."""
         aside = self._path.with_suffix(".new")
         aside.write_bytes(msgspec.json.encode(Plan(**fields)))
         aside.rename(self._path)  # other threads read it as well
@@ -31,7 +31,7 @@ class FaultyProcess:
             self.faults._read_at = self.faults._changed_at = 0.0
 
     def noted(self) -> list[tuple[str, str, int]]:
-        """Kind, place and attempt of the faults since the last call."""
+        """Return kind, place and attempt of the faults since the last call."""
         lines = self._path.with_suffix(".faults").read_text().splitlines()
         new, self._num_read = lines[self._num_read :], len(lines)
         return [(each["kind"], each["where"], each["attempt"]) for each in map(json.loads, new)]

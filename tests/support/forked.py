@@ -1,8 +1,8 @@
-"""Processes of the `baton` command, forked from one that has imported what they need.
+"""Processes of the `baton` command, forked from one that has imported their modules, because importing torch takes most
+of a node's start.
 
-Importing torch takes most of a node's start. The command itself, from a bare interpreter, is what test_up.py and
-test_http.py start; here the same function runs with the same arguments, in a process, group, log and environment of
-its own.
+test_up.py and test_http.py start the command itself from a bare interpreter. Here the same function runs with the same
+arguments, in its own process, group, log and environment.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _PRELOAD += ["baton.kernels.numba_kernels", "pytest"]  # pytest: a child imports
 
 
 class Forked:
-    """What the tests use of a `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that the tests use."""
 
     def __init__(self, argv: Sequence[str], log: Path, environ: dict[str, str]) -> None:
-        """`baton *argv`, its output at the end of `log`."""
+        """Start `baton *argv`, and append its output to `log`."""
         context: Any = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)  # read when the server starts, with the first process
         self._process = context.Process(target=_run, args=(list(argv), str(log), environ), daemon=True)
@@ -32,11 +32,11 @@ class Forked:
         self.pid: int = self._process.pid
 
     def poll(self) -> int | None:
-        """The exit status, negative for a signal; None while it runs."""
+        """Return the exit status, negative for a signal, or None while the process runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status. Raises subprocess.TimeoutExpired."""
+        """Return the exit status. Raises subprocess.TimeoutExpired."""
         self._process.join(timeout)
         status = self.poll()
         if status is None:
@@ -52,7 +52,7 @@ class Forked:
 
 
 def _run(argv: list[str], log: str, environ: dict[str, str]) -> None:
-    """The child."""
+    """Run the command in the child."""
     os.setpgid(0, 0)
     for fd, flags, path in ((0, os.O_RDONLY, os.devnull), (1, os.O_WRONLY | os.O_APPEND, log)):
         opened = os.open(path, flags)

@@ -54,7 +54,7 @@ def make_hello(role: str, name: str, epoch: str = "1", digest: str = "t") -> m.H
 
 
 class Client:
-    """Who waits for a request: it ends once."""
+    """The listener of a request. It checks that the request ends once."""
 
     def __init__(self) -> None:
         self.num_ends = 0
@@ -71,7 +71,7 @@ class Client:
 
 
 class RouterTarget(Target):
-    """A hub and the life of requests behind it: nodes that lie, each under a routing id of its own."""
+    """A hub with the requests behind it, and nodes that lie, each with its own routing id."""
 
     name = "hub and router"
 
@@ -181,7 +181,7 @@ class RouterTarget(Target):
         self.hub.close()
 
     def _answer(self, rng: random.Random) -> tuple[bytes, Any]:
-        """What a node that was given work could say now."""
+        """Return an answer that a node with work could send now."""
         peer, asked = rng.choice(list(self.asked))
         rid, attempt, choice = asked.rid, asked.attempt, rng.choice(asked.choices)
         unit = Unit(rid, choice, attempt)
@@ -254,7 +254,7 @@ class _Member:
 
 
 class MembershipTarget(Target):
-    """A node's end of the bus, whose router lies: work comes out of it that the node can look at, or nothing."""
+    """A node's end of a bus whose router lies. Every message that the node gets from it must be readable work."""
 
     name = "link and session"
 

@@ -1,6 +1,6 @@
-"""Hostile frames: valid messages changed in their fields, in their bytes, in their number, and plain noise.
+"""Hostile frames: valid messages with changed fields, bytes or number of frames, and plain noise.
 
-All draws come from a `random.Random`: hypothesis' own in CI, which shrinks what fails, a seeded one in long runs.
+All draws come from a `random.Random`: hypothesis' own in CI, which shrinks failures, and a seeded one in long runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def noise(rng: random.Random, most: int = MAX_NOISE) -> bytes:
 
 
 def hostile_frames(rng: random.Random, message: Any) -> list[bytes]:
-    """The frames of one ZeroMQ message, made from a valid one or from nothing."""
+    """Return the frames of one ZeroMQ message, made from a valid one or from nothing."""
     frame = hostile_frame(rng, message)
     if rng.random() > 0.05:
         return [frame]
@@ -76,7 +76,7 @@ def _change_bytes(rng: random.Random, data: bytes) -> bytes:
 
 
 def _change_tree(rng: random.Random, tree: Any) -> Any:
-    """The tree with one node replaced, left out, doubled, or moved elsewhere."""
+    """Return the tree with one node replaced, left out, doubled, or moved elsewhere."""
     places = list(_places(tree))
     if not places:
         return _value(rng, tree)
@@ -106,7 +106,7 @@ def _places(tree: Any, depth: int = 8) -> Any:
 
 
 def _value(rng: random.Random, old: Any) -> Any:
-    """Something else, often of the same kind."""
+    """Return another value, often of the same kind."""
     kind = rng.random()
     if isinstance(old, bytes) and kind < 0.8:
         return _column(rng, old)
@@ -131,7 +131,7 @@ def _value(rng: random.Random, old: Any) -> Any:
 
 
 def _column(rng: random.Random, old: bytes) -> bytes:
-    """Another column: of other length, with numbers that are negative, huge, or there twice."""
+    """Return another column: of other length, or with numbers that are negative, huge or doubled."""
     numbers = [int.from_bytes(old[at : at + 4], "little", signed=True) for at in range(0, len(old) - 3, 4)]
     match rng.randint(0, 5):
         case 0:

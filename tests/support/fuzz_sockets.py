@@ -1,4 +1,4 @@
-"""Hostile bytes on the TCP ports themselves: below ZeroMQ's messages, where libzmq stands in front."""
+"""Hostile bytes on the TCP ports, below ZeroMQ's messages, where libzmq reads them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EVERY = 20  # inputs between two honest transfers
 
 
 class SocketTarget(Target):
-    """A handoff server that listens on loopback. Every now and then an honest decode node must be served."""
+    """A handoff server that listens on loopback. Now and then it must serve an honest decode node."""
 
     name = "TCP port"
 
@@ -49,7 +49,7 @@ class SocketTarget(Target):
         self.context.destroy(linger=0)
 
     def _bytes(self, rng: random.Random) -> bytes:
-        """Noise, or ZMTP 3.0 that goes wrong at some point: in the greeting, the handshake, or a frame's length."""
+        """Return noise, or ZMTP 3.0 that goes wrong in the greeting, the handshake, or a frame's length."""
         if rng.random() < 0.2:
             return rng.choice([noise(rng), b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * rng.randint(1, 64)])
         frame = rng.choice([b"\x00\x04junk", b"\x01\x00" * 50 + b"\x00\x00", b"\x02" + b"\x7f" * 8, noise(rng)])

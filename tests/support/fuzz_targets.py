@@ -1,6 +1,6 @@
-"""What hostile frames are thrown at: every decoder, and every object that lives behind a socket.
+"""The targets of hostile frames: every decoder, and every object behind a socket.
 
-A target takes one input after the other and asserts after each that nothing has leaked; an exception is a crash.
+A target takes one input after the other and asserts after each that nothing has leaked. An exception is a crash.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Clock:
 
 
 class Target(ABC):
-    """One receiver. `num_accepted` counts inputs that were taken for messages."""
+    """One receiver. `num_accepted` counts inputs that were accepted as messages."""
 
     name: ClassVar[str]
 
@@ -59,14 +59,14 @@ class Target(ABC):
 
     @abstractmethod
     def feed(self, rng: random.Random) -> None:
-        """One input."""
+        """Feed one input."""
 
     def close(self) -> None:  # noqa: B027 - a decoder has nothing to give back
-        """Asserts that everything can be given back, and gives it back."""
+        """Assert that everything can be given back, and give it back."""
 
 
 class DecoderTarget(Target):
-    """A frame is a message, which reads back as itself, or a ProtocolError."""
+    """A decoder: a frame is a message, which can be written and read again, or a ProtocolError."""
 
     def __init__(self, direction: str) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class DecoderTarget(Target):
 
 
 class RowTarget(Target):
-    """A metadata row names tokens of the vocabulary, or is refused."""
+    """A reader of metadata rows: a row names tokens of the vocabulary, or is refused."""
 
     name = "metadata row"
 
@@ -204,7 +204,7 @@ class ServerTarget(Target):
         assert all(dealer.router is not None for dealer in self.hostile)
 
     def _serve_honest(self, rng: random.Random) -> None:
-        """A transfer from beginning to end, whatever the others say meanwhile."""
+        """Run a transfer from beginning to end, between messages of the hostile nodes."""
         self.number += 1
         unit = Unit(f"h{self.number}", 0, 0)
         while self.pool.num_free < 2:
@@ -231,7 +231,7 @@ class ServerTarget(Target):
 
 
 class ClientTarget(Target):
-    """A decode node's end of a data link to a hostile prefill node: it writes no page that was not claimed for it."""
+    """A decode node's end of a data link to a hostile prefill node. It writes only pages that were claimed."""
 
     name = "handoff client"
     has_gpu = False
@@ -321,7 +321,7 @@ class ClientTarget(Target):
         return b"".join(page_checksums(self.source, page) for page in sources)
 
     def _pages(self, rng: random.Random) -> list[bytes]:
-        """Pages as if they had been asked for, now and then of a wrong size."""
+        """Return pages as if they had been asked for, now and then of a wrong size."""
         unit = rng.choice(list(self.claims) or [Unit("u", 0, 0)])
         indices = rng.choice([[1], [2], [1, 2]])
         frame = pack_pages(self.source, [rng.randint(1, 31) for _ in indices]).tobytes()
@@ -344,7 +344,7 @@ class ClientTarget(Target):
 
 
 class GpuClientTarget(ClientTarget):
-    """The same on a GPU that maps the peer's, if what the peer says can be mapped."""
+    """A ClientTarget on a GPU, which maps the peer's pool if the peer's messages allow it."""
 
     name = "handoff client on a GPU"
     has_gpu = True

@@ -1,8 +1,7 @@
-"""The bytes of every message of a protocol, kept as a test (tests/metadata/wire/test_golden.py).
+"""The bytes of every message of a protocol, kept for a test (tests/metadata/wire/test_messages.py).
 
-    PYTHONPATH=tests/support python tests/support/golden.py tests/metadata/wire/golden/protocol_N.json
-
-writes those of the newest protocol, with the code as it is. It is run once for each protocol, when that is complete.
+`PYTHONPATH=tests/support python tests/support/golden.py tests/metadata/wire/golden/protocol_N.json` writes the bytes of
+the newest protocol with the present code. Run it once per protocol, when the protocol is complete.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
 
 
 def full(kind: type) -> Any:
-    """A message with a value of its own in every field."""
+    """Return a message with a distinct value in every field."""
     return _full(inspect.type_info(kind), itertools.count(1))
 
 
 def bare(kind: type) -> Any:
-    """A message with nothing but what must be there, and None wherever that is allowed."""
+    """Return a message with only the required fields, and None wherever that is allowed."""
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType)
     optional = {field.name for field in info.fields if not field.required}
@@ -45,7 +44,7 @@ def bare(kind: type) -> Any:
 
 
 def newest() -> list[dict[str, Any]]:
-    """For each message of the newest protocol its direction, its type, what it says (readable), and its frame."""
+    """Return direction, type, readable contents and frame of each message of the newest protocol."""
     return [
         {"direction": direction, "kind": kind.__name__, "says": _readable(message), "frame": m.encode(message).hex()}
         for direction, union in DIRECTIONS.items()
@@ -94,7 +93,7 @@ def _full(info: Any, numbers: Iterator[int]) -> Any:
 
 
 def _fitting(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
-    """What must be otherwise for the fields to go together."""
+    """Return the fields that must change so that the fields of the message fit together."""
     if kind is m.Tokens:
         return {"firsts": pack_ids([3, 4]), "counts": pack_ids([1, 2]), "ids": pack_ids([7, 8, 9])}
     return {}

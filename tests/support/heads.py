@@ -29,7 +29,7 @@ ALGORITHM = {
 
 
 def write_head(directory: Path, kind: str, target_dir: Path, *, seed: int = 0, **changes: Any) -> Path:
-    """A head of `kind` for the target in `target_dir`; `changes` override config.json."""
+    """Write a head of `kind` for the target in `target_dir`. `changes` override config.json."""
     target = json.loads((target_dir / "config.json").read_text())
     size = changes.get("hidden_size", target["hidden_size"])
     config = {
@@ -155,7 +155,7 @@ def _mtp_mimo(config: dict[str, Any], target: dict[str, Any]) -> dict[str, tuple
 
 
 def _mtp3_mimo(config: dict[str, Any], target: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """With the biases of Qwen2's attention."""
+    """Add the biases of Qwen2's attention."""
     q, kv = config["num_attention_heads"] * config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
     shapes: dict[str, tuple[int, ...]] = {}
     for m in range(3):

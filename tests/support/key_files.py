@@ -1,4 +1,4 @@
-"""An allow-list file, and processes that are in it or were."""
+"""An allow-list file, and processes that are or were in it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.metadata.bus.curve import KeyPair
 
 
 class Listed:
-    """An allow-list of processes with fresh keys. Each reads the file by itself, as on hosts of their own."""
+    """An allow-list of processes with fresh keys. Each process reads its own copy of the file's contents."""
 
     def __init__(self, path: Path, *names: str) -> None:
         self.path = path
@@ -18,15 +18,15 @@ class Listed:
             add_line(path, line_of(name, pair.public))
 
     def of(self, name: str) -> KeyPair:
-        """What the process of that name is configured with."""
+        """Return the keys with which the process of that name is configured."""
         return self.pairs[name].listed(AllowList(self.path))
 
     def write(self, *names: str) -> None:
-        """The list says these names alone from now on."""
+        """Write a list of exactly these names."""
         self.replace("".join(line_of(name, self.pairs[name].public) for name in names))
 
     def replace(self, text: str) -> None:
-        """As an editor does: a new file in the old one's place."""
+        """Replace the file by a new one, as an editor does."""
         new = self.path.with_suffix(".new")
         new.write_text(text)
         new.replace(self.path)

@@ -1,4 +1,4 @@
-"""Real nodes in the process of the test, as `baton prefill` and `baton decode` make them."""
+"""Real nodes in the process of the test, made as `baton prefill` and `baton decode` make them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from baton.prefill_node.node import PrefillNode
 
 
 def start_prefill(name: str, config: PrefillConfig, *, lease_s: float, **more: Any) -> PrefillNode:
-    """A prefill node that says hello. `more` are the node's own settings; close its membership and handoff."""
+    """Start a prefill node that says hello. `more`: its settings. The caller closes its membership and handoff."""
     engine, epoch = load_engine(config), new_epoch()
     handoff = HandoffServer(
         "127.0.0.1",
@@ -37,7 +37,7 @@ def start_prefill(name: str, config: PrefillConfig, *, lease_s: float, **more: A
 
 
 def start_decode(name: str, config: DecodeConfig, **more: Any) -> DecodeNode:
-    """As `start_prefill`."""
+    """Start a decode node in the same way as `start_prefill`."""
     engine, epoch = load_engine(config), new_epoch()
     handoff = HandoffClient(
         name,
@@ -54,7 +54,7 @@ def start_decode(name: str, config: DecodeConfig, **more: Any) -> DecodeNode:
 
 
 def _started(membership: Membership, handoff: HandoffServer | HandoffClient, make: Callable[[], Any]) -> Any:
-    """The node, if it can be made: its warm-up may find a fault."""
+    """Return the node. Its warm-up may raise."""
     with ExitStack() as stack:
         stack.callback(handoff.close)
         stack.callback(membership.close)

@@ -263,13 +263,13 @@ class Watch:
 
     @property
     def num_joins(self) -> int:
-        """Rounds in which a new sequence joined one that had run before."""
+        """Number of rounds in which a new sequence joined one that had run before."""
         pairs = zip(self.members, self.members[1:], self.num_old[1:], strict=False)
         return sum(bool(after - before) and num_old > 0 for before, after, num_old in pairs)
 
     @property
     def num_leaves(self) -> int:
-        """Rounds after which a sequence left while others went on."""
+        """Number of rounds after which a sequence left while others went on."""
         pairs = zip(self.members, self.members[1:], strict=False)
         return sum(bool(before - after) and bool(before & after) for before, after in pairs)
 
@@ -353,8 +353,8 @@ def run_each_alone(pair: NodePair, cell: Cell, cases: list[Case]) -> None:
 
 
 def run_mixed(pair: NodePair, cell: Cell, cases: list[Case]) -> None:
-    """Some requests begin together, and others join later. If they are hits with pages for all, all share one round,
-    however long their handoffs take."""
+    """Start some requests together, and let others join later. If they are hits with pages for all, all share one
+    round, however long their handoffs take."""
     for is_late in (False, True):
         for case in cases:
             if case.ask.is_late == is_late:
@@ -375,7 +375,7 @@ def run_mixed(pair: NodePair, cell: Cell, cases: list[Case]) -> None:
 
 @contextmanager
 def rounds_paused(pair: NodePair) -> Iterator[None]:
-    """The decode node receives pages and starts sequences, but runs no round."""
+    """Run no rounds in the block. The decode node still receives pages and starts sequences."""
     scheduler = pair.decode.scheduler
     plan, scheduler.plan = scheduler.plan, StepPlan
     try:

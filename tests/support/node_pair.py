@@ -54,7 +54,7 @@ ROUTER_EPOCH = "test-router"
 
 @dataclass
 class Result:
-    """What the router has received for one choice."""
+    """The answer that the router received for one choice."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -172,7 +172,7 @@ class NodePair:
 
     @property
     def is_started(self) -> bool:
-        """Whether no submitted request waits, for a reservation or for its prompt."""
+        """Whether no submitted request waits for a reservation or for its prompt."""
         return not self._waiting and self._reserving is None and not self.decode.scheduler.reserved
 
     @property

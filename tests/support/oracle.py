@@ -1,7 +1,7 @@
-"""What a drafter's head must compute: plain torch modules on the same files, whole sequences at once, no KV kept.
+"""The computation of a drafter's head in plain torch, on the same files: whole sequences at once, without a KV cache.
 
-The modules are those of deploy/demo/training/drafters_models.py if it has the layout. What it leaves out is added
-here: a head of another width than its target's, fc.bias, a target with an output matrix of its own, MiMo's layer.
+The modules are those of deploy/demo/training/drafters_models.py if it has the layout. This file adds the rest: a head
+of another width than its target's, fc.bias, a target with its own output matrix, and MiMo's layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RMS_NORM_EPS = 1e-5  # of drafters_layers.rms_norm; checkpoints under test must 
 
 
 class Oracle:
-    """One head and its target, both from directories, float32."""
+    """One head and its target, both read from directories, float32."""
 
     def __init__(self, kind: str, head_dir: Path, target_dir: Path) -> None:
         self.kind = kind
@@ -33,11 +33,9 @@ class Oracle:
 
     @torch.no_grad()
     def rows(self, tokens: list[int], drafted: list[int]) -> tuple[Tensor, Tensor]:
-        """Recurrent states [num_rows, width] and logits [num_rows, vocab_size] of all draft rows.
-
-        `tokens` end with the bonus token; `drafted` are d_1 .. d_j, which go on from it. Shifted heads have a row
-        for every token with target KV and for each drafted one; FROZEN_KV_MTP for the bonus and each drafted one.
-        """
+        """Return recurrent states [num_rows, width] and logits [num_rows, vocab_size] of all draft rows. `tokens` end
+        with the bonus token; `drafted` are d_1 .. d_j after it. Shifted heads have a row for every token with target KV
+        and for each drafted one; FROZEN_KV_MTP has rows for the bonus and each drafted one."""
         rows = self.target(torch.tensor([tokens[:-1]]))
         if self.kind == "frozen-kv-mtp":
             return self._frozen_rows(rows, tokens, drafted)
@@ -71,7 +69,8 @@ class Oracle:
 
 
 class MimoLayer(DecoderLayer):
-    """MiMo's MTP layer: hidden half first, no embedding at position 0, the state is the one after the last norm."""
+    """MiMo's MTP layer: the hidden half comes first, position 0 has no embedding, and the state is the one after the
+    last norm."""
 
     def __init__(self, sizes: LayerSizes) -> None:
         super().__init__(sizes)
@@ -81,7 +80,7 @@ class MimoLayer(DecoderLayer):
         self.input_proj = nn.Linear(2 * sizes.hidden_size, sizes.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor, ids: Tensor, positions: Tensor, target: Any) -> tuple[Tensor, Tensor]:
-        """As `Eagle.forward`."""
+        """Compute the layer with the arguments of `Eagle.forward`."""
         embedded = F.embedding(ids, target.embedding).masked_fill(positions[:, None] == 0, 0.0)
         x = self.input_proj(torch.cat((self.hidden_layernorm(hidden), self.token_layernorm(embedded)), dim=-1))
         state = self.final_layernorm(super().forward(x, positions))
@@ -97,7 +96,7 @@ class _Embedding:
 
 
 class _UntiedTarget(Target):
-    """A Target with an output matrix of its own."""
+    """A Target with its own output matrix."""
 
     def __init__(self, *sizes: Any) -> None:
         super().__init__(*sizes)

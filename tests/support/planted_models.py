@@ -1,4 +1,4 @@
-"""Small synthetic models of the shapes that CI can afford."""
+"""Synthetic models of real shapes, small enough for CI."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SMALL = {
 
 
 def small(architecture: str = "llama-3.1-8b", **fields: Any) -> dict[str, Any]:
-    """config.json of an architecture made small."""
+    """Return the config.json of an architecture, made small."""
     return ARCHITECTURES[architecture] | _SMALL | fields
 
 

@@ -1,4 +1,4 @@
-"""Earlier releases, to start their processes beside those of this tree (tests/releases/README.md)."""
+"""Earlier releases, whose processes run beside those of this tree (tests/releases/README.md)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ARCHIVES = Path(__file__).parents[1] / "releases"
 
 
 def unpack(protocol: int, directory: Path) -> Path:
-    """Unpacks the last release whose newest protocol this is. Returns what its processes need as their PYTHONPATH."""
+    """Unpack the last release with this newest protocol. Return the PYTHONPATH for its processes."""
     root = directory / f"protocol-{protocol}"
     with tarfile.open(ARCHIVES / f"protocol-{protocol}.tar.xz") as archive:
         archive.extractall(root, filter="data")

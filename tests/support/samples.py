@@ -13,7 +13,7 @@ from baton.metadata.wire.request import pack_ids
 
 
 def make_sample(kind: type, rng: random.Random) -> Any:
-    """A valid value of a described type; its bounds are hit."""
+    """Return a valid value of a described type. The values reach the bounds."""
     return _value(_described(kind), rng)
 
 
@@ -33,7 +33,7 @@ def _length(info: Any, rng: random.Random, most: int) -> int:
 
 
 def _value(info: Any, rng: random.Random) -> Any:
-    """A value of a described type, within its bounds; small, though bounds are hit."""
+    """Return a small value of a described type, within its bounds and sometimes at them."""
     match info:
         case inspect.StructType():
             fields = {field.name: _value(field.type, rng) for field in info.fields}
@@ -67,7 +67,7 @@ def _value(info: Any, rng: random.Random) -> Any:
 
 
 def _fitting(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
-    """What must be otherwise for the fields to go together."""
+    """Return the fields that must change so that the fields of the message fit together."""
     if kind is Tokens:
         column = pack_ids(range(len(fields["units"])))
         return {"firsts": column, "counts": column}

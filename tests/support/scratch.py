@@ -1,4 +1,4 @@
-"""What a sequence must have between rounds, whatever happened to it: what a recompute of its tokens gives."""
+"""The state of a sequence between rounds equals a recompute of its tokens, whatever happened to the sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BOUND = 1e-4  # of KV, and of states in relation to the largest number
 
 
 def check_against_scratch(solo: Solo, sequence: Running) -> None:
-    """Target KV of all tokens; and the drafter's KV and state, once it has seen all of them."""
+    """Check the target KV of all tokens. If the drafter has seen all of them, check its KV and state too."""
     scratch = solo.from_scratch(sequence)
     assert float((solo.target_kv(sequence) - solo.target_kv(scratch)).abs().max()) < BOUND
     if sequence.num_missed == 0:  # else the next round that drafts begins by catching up
@@ -24,7 +24,7 @@ def check_against_scratch(solo: Solo, sequence: Running) -> None:
 
 
 def check_state(ours: DraftState, theirs: DraftState) -> None:
-    """The same fields, and in each the same but for the last bits."""
+    """Check that both states have the same fields, equal except for the last bits."""
     fields, anew = dict(ours.present()), dict(theirs.present())
     assert fields.keys() == anew.keys()
     for name, value in fields.items():

@@ -38,7 +38,7 @@ Node = PrefillNode | DecodeNode
 
 
 class Stream:
-    """One streamed request in a thread of its own, and what has come of it, by choice."""
+    """One streamed request in its own thread, and its results by choice."""
 
     def __init__(self, port: int, body: dict[str, Any]) -> None:
         self.ids: dict[int, list[int]] = {}
@@ -56,12 +56,12 @@ class Stream:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far, of all choices."""
+        """Number of tokens so far, of all choices."""
         return sum(map(len, self.ids.values()))
 
     @property
     def outcome(self) -> dict[str, Any]:
-        """All that must not depend on how it was computed, but for log-probabilities, which are near."""
+        """Everything that must not depend on how it was computed, except log-probabilities, which are only near."""
         details = self.usage.get("prompt_tokens_details") or {}
         usage = [self.usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
         return {
@@ -73,12 +73,12 @@ class Stream:
         }
 
     def leave(self) -> None:
-        """The client goes without a word."""
+        """Close the client's connection without a message."""
         if self._connection.sock is not None:
             self._connection.sock.shutdown(2)
 
     def join(self) -> None:
-        """The thread is over: nothing comes any more."""
+        """Wait for the end of the thread."""
         self._thread.join(10)
         assert not self._thread.is_alive(), "the stream hangs"
 
@@ -115,8 +115,8 @@ class Stream:
 
 
 class Served:
-    """A router and nodes. `both` are settings of every node. What must be free soon must not wait for a lease, so that
-    `lease_s` is long unless a test says otherwise."""
+    """A router and nodes. `both`: settings of every node. `lease_s` is long unless a test sets it, so that things
+    become free without the end of a lease."""
 
     def __init__(
         self, model: Path, *, router: dict[str, Any] | None = None, lease_s: float = 30.0, **both: Any
@@ -143,7 +143,7 @@ class Served:
         return self._router.dispatcher
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Runs a function on the router's event loop."""
+        """Run a function on the router's event loop."""
 
         async def run() -> Any:
             return function()
@@ -151,13 +151,13 @@ class Served:
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(10)
 
     def stop_router(self) -> None:
-        """As by SIGKILL, as far as the nodes can tell."""
+        """Stop the router without a message, as SIGKILL would."""
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(10)
         assert not self._thread.is_alive() and not self._faults, self._faults
 
     def restart_router(self) -> None:
-        """Another life of it at the same address for nodes."""
+        """Start another router at the same address for nodes."""
         self._settings["node_address"] = self._router.node_address
         self.stop_router()
         self._start_router()
@@ -182,8 +182,8 @@ class Served:
     # --- nodes ---
 
     def start(self, role: str, name: str | None = None, **settings: Any) -> Node:
-        """Starts a node, which joins as it is stepped. A process takes longer to start than the router to notice that
-        one of that name has gone; so it is waited for here."""
+        """Start a node, which joins as it is stepped. If a node of that name has just gone, wait until the router has
+        noticed, because a real process takes longer to start."""
         name = name or f"{role}-{len([each for each in self.nodes if each.startswith(role)])}"
         deadline = time.monotonic() + 5.0
         while name in self.known_nodes() and time.monotonic() < deadline:
@@ -197,7 +197,7 @@ class Served:
         return self.nodes[name]
 
     def up(self, num_prefill: int = 1, num_decode: int = 1) -> Served:
-        """Starts nodes and steps them until every pair has passed its canary."""
+        """Start nodes, and step them until every pair has passed its canary."""
         for role, count in (("prefill", num_prefill), ("decode", num_decode)):
             for _ in range(count):
                 self.start(role)
@@ -205,7 +205,7 @@ class Served:
         return self
 
     def kill(self, name: str) -> None:
-        """As by SIGKILL: all its connections just close."""
+        """Close all connections of the node without a message, as SIGKILL would."""
         node = self.nodes.pop(name)
         self.held.discard(name)
         node.membership.send = lambda message: None  # type: ignore[method-assign] - no last words
@@ -215,7 +215,7 @@ class Served:
         node.handoff.close()
 
     def step(self) -> None:
-        """One turn of every node that is not held."""
+        """Step every node once, except those that are held."""
         is_busy = False
         for name, node in list(self.nodes.items()):
             if name not in self.held:
@@ -225,14 +225,14 @@ class Served:
         time.sleep(0.0005 if is_busy else 0.002)  # the router's turn
 
     def run(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-        """Steps until the condition holds."""
+        """Step until the condition holds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             self.step()
             assert time.monotonic() < deadline, {name: node.units() for name, node in self.nodes.items()}
 
     def known_nodes(self) -> set[str]:
-        """Names of the nodes that the router counts on."""
+        """Return the names of the nodes that the router counts as members."""
         return self.call(lambda: {node.node_id for node in self.dispatcher.registry.nodes.values()})
 
     def _num_ready(self) -> int:
@@ -245,18 +245,18 @@ class Served:
     # --- clients ---
 
     def ask(self, **body: Any) -> Stream:
-        """Sends a streamed completion request."""
+        """Send a streamed completion request."""
         port = int(self._router.url.rpartition(":")[2])
         return Stream(port, {"model": self.model.name, **body})
 
     def finish(self, *streams: Stream, timeout_s: float = 60.0) -> None:
-        """Steps until the streams are over."""
+        """Step until the streams are over."""
         self.run(lambda: all(stream.is_over for stream in streams), timeout_s)
         for stream in streams:
             stream.join()
 
     def holder(self, role: str, stream: Stream | None = None) -> str | None:
-        """The name of a node of a role that holds a client's unit (of this stream)."""
+        """Return the name of a node of a role that holds a client's unit (of this stream)."""
         for name, node in self.nodes.items():
             for unit in node.units() if name.startswith(role) else ():
                 if not unit.rid.startswith("canary") and (stream is None or unit.rid == stream.rid):
@@ -264,7 +264,7 @@ class Served:
         return None
 
     def check_books(self) -> None:
-        """Nothing is held for anybody within a second or so, and every page can be freed."""
+        """Check that nothing is held within about a second, and that every page can be freed."""
         self.run(lambda: not self.held_by_nodes() and not self.call(lambda: self.dispatcher.requests), 10.0)
         for node in self.nodes.values():
             node.cache.flush()
@@ -272,7 +272,7 @@ class Served:
             assert ledger.free + ledger.padding == node.engine.pool.num_pages, ledger
 
     def held_by_nodes(self) -> list[str]:
-        """Who holds what, in words."""
+        """Return in words what each node holds."""
         found: list[str] = []
         for name, node in self.nodes.items():
             ledger = node.cache.ledger()

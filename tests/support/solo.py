@@ -32,7 +32,7 @@ from baton.engine.slots import MAX_MISSED
 from baton.engine.work import BatchRow
 from baton.metadata.wire.request import SamplingParams
 
-POISON = 1e4  # written where nobody may read; finite, so that a masked score stays masked
+POISON = 1e4  # written where no kernel may read; finite, so that a masked score stays masked
 _MODULES = (shifted, standalone, frozen_kv, mtp_layers)  # drafters that sample by `sample_ahead`
 
 
@@ -290,7 +290,7 @@ def coach(monkeypatch: Any, truths: dict[int, list[int]], is_told: Callable[[int
 
 
 def _know_positions(monkeypatch: Any) -> None:
-    """Advance positions in `ahead` also if all rows are plainly greedy. It skips that, as nobody reads them then."""
+    """Advance positions in `ahead` also if all rows are plainly greedy. It skips them then, as they are not read."""
     original, position = SamplingBatch.ahead, INTS.index("position")
 
     def ahead(self: SamplingBatch, num_ahead: torch.Tensor, *rest: Any) -> SamplingBatch:

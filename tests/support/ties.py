@@ -1,7 +1,7 @@
-"""Promise P1's comparison: tokens equal the reference's, except where the reference itself is at a tie.
+"""The comparison of promise P1: tokens equal the reference's, unless the reference itself is at a tie.
 
-Matrix products are not bit-equal across batch sizes, so a difference passes only where the reference's two best scores
-are closer than the bound of the dtype; the comparison of that output stops there, and ties are counted.
+Matrix products are not bit-equal across batch sizes. So a difference passes only if the reference's two best scores are
+closer than the bound of the dtype. The comparison of that output stops there, and ties are counted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TIE_BOUND = {"float32": 1e-4, "bfloat16": 0.15}  # bfloat16: two roundings of a 
 
 @dataclass
 class Reference:
-    """transformers on the same checkpoint."""
+    """The model in transformers, on the same checkpoint."""
 
     model_dir: Path
     dtype: str = "float32"
@@ -34,13 +34,13 @@ class Reference:
         self.model.generation_config.eos_token_id = None  # what ends an output is the test's business
 
     def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, eos_token_ids: Sequence[int] = ()) -> list[int]:
-        """Greedy tokens after the prompt."""
+        """Return the greedy tokens after the prompt."""
         return self.generate_batch([prompt_ids], max_new_tokens, eos_token_ids)[0]
 
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_token_ids: Sequence[int] = ()
     ) -> list[list[int]]:
-        """Greedy tokens after prompts of one length; `eos_token_ids` end an output, none by default."""
+        """Return the greedy tokens after prompts of one length. `eos_token_ids` end an output; by default none do."""
         import torch
 
         ids = torch.tensor([list(prompt) for prompt in prompts], device=self.device)
@@ -56,14 +56,14 @@ class Reference:
         return out[:, ids.shape[1] :].tolist()
 
     def logits(self, ids: Sequence[int]) -> Any:
-        """[vocab_size] after these ids."""
+        """Return the logits [vocab_size] after these ids."""
         import torch
 
         with torch.inference_mode():
             return self.model(torch.tensor([list(ids)], device=self.device)).logits[0, -1].float()
 
     def assert_greedy(self, prompt_ids: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> None:
-        """`ours` equals `theirs` up to the first tie of the reference."""
+        """Check that `ours` equals `theirs` up to the first tie of the reference."""
         self.num_compared += 1
         for i, (a, b) in enumerate(zip(ours, theirs, strict=False)):
             if a != b:

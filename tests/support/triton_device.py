@@ -1,6 +1,6 @@
-"""Where Triton kernels are tested: on the GPU where there is one, else on the CPU in Triton's interpreter.
+"""The device for tests of Triton kernels: the GPU if there is one, otherwise the CPU in Triton's interpreter.
 
-Import it before anything imports triton, which decides then; tests/conftest.py does.
+Import this module before anything imports triton, which decides at import. tests/conftest.py does so.
 """
 
 from __future__ import annotations
@@ -19,6 +19,6 @@ ULP = {torch.float32: 2e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    """Normal numbers on DEVICE, equal on every device."""
+    """Return normal numbers on DEVICE, equal on every device."""
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return numbers.mul_(scale).to(dtype).to(DEVICE)

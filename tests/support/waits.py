@@ -1,4 +1,4 @@
-"""Whether the host waits for a GPU."""
+"""A check that the host does not wait for a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """A call that waits for the device is an error, as far as torch notices."""
+    """Raise an error for every call in the block that waits for the device, as far as torch notices."""
     with warnings.catch_warnings(action="ignore"):  # "prototype feature", once a process
         torch.cuda.set_sync_debug_mode("error")
     try:

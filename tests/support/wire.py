@@ -1,5 +1,8 @@
-"""ZeroMQ sockets in memory, for tests that decide what arrives when: a context whose ROUTER and DEALER sockets share
-one process and one thread. Only what Baton's sockets use; nothing moves by itself, and nothing waits."""
+"""ZeroMQ sockets in memory, for tests that decide when each message arrives.
+
+The ROUTER and DEALER sockets of a context share one process and one thread. They have only what Baton's sockets use.
+Nothing moves by itself, and nothing waits.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ Tamper = Callable[[bytes, Frames], list[Frames]]
 
 
 class Wire:
-    """In place of a zmq.Context. `tamper(holder, frames)` says what becomes of each message of a DEALER (holder) on its
-    way to a ROUTER: the messages that arrive in its place."""
+    """A replacement of zmq.Context. `tamper(holder, frames)` returns the messages that arrive in place of a message of
+    a DEALER (holder) on its way to a ROUTER."""
 
     def __init__(self) -> None:
         self.routers: dict[str, WireSocket] = {}
@@ -28,20 +31,20 @@ class Wire:
         return WireSocket(self, kind)
 
     def dealer(self, address: str) -> WireSocket:
-        """A peer by hand."""
+        """Return a peer that the test drives itself."""
         socket = WireSocket(self, zmq.DEALER)
         socket.connect(address)
         return socket
 
 
 class Sent:
-    """A tracker of a message that is on the wire already."""
+    """A tracker of a message that is already on the wire."""
 
     done = True
 
 
 class Monitor:
-    """Tells of the end of a connection."""
+    """A monitor that reports the end of a connection."""
 
     def __init__(self) -> None:
         self.events: deque[list[bytes]] = deque()

@@ -24,12 +24,12 @@ from baton.metadata.errors import ConfigError
         ("tcp://router-0.baton_x.svc:1", "router-0.baton_x.svc", 1, "tcp://router-0.baton_x.svc:1"),
     ],
 )
-def test_tcp(text: str, host: str, port: int | None, printed: str) -> None:
+def test_tcp_addresses_are_parsed_and_printed(text: str, host: str, port: int | None, printed: str) -> None:
     address = parse_address(text)
     assert (address.scheme, address.host, address.port, str(address)) == ("tcp", host, port, printed)
 
 
-def test_ipc() -> None:
+def test_ipc_addresses_are_parsed_and_printed() -> None:
     address = parse_address("ipc:///run/baton/hub")
     assert (address.scheme, address.path, str(address)) == ("ipc", "/run/baton/hub", "ipc:///run/baton/hub")
 
@@ -91,7 +91,7 @@ def test_everything_else_needs_keys(text: str) -> None:
     require_keys(text, KeyPair.generate())
 
 
-def test_ipv6_is_used_where_needed() -> None:
+def test_only_ipv6_addresses_need_ipv6() -> None:
     assert parse_address("tcp://[::1]:1").needs_ipv6
     assert not parse_address("tcp://127.0.0.1:1").needs_ipv6
     assert not parse_address("tcp://*:1").needs_ipv6
@@ -112,7 +112,7 @@ def test_another_user_is_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_identity() != mine
 
 
-def test_where_the_kernel_does_not_tell_nobody_is_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_kernel_identity_no_two_hosts_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: object) -> object:
         raise FileNotFoundError
 

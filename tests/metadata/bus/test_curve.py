@@ -1,4 +1,4 @@
-"""Key files, and who gets in where."""
+"""Key files, and the keys with which a connection is accepted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 
 class Net:
-    """A context and the sockets that a test opened in it."""
+    """A context and the sockets that the test opened in it."""
 
     def __init__(self) -> None:
         self.context: Context = zmq.Context()
@@ -63,7 +63,7 @@ def net() -> Iterator[Net]:
     net.close()
 
 
-def test_create_then_load(tmp_path: Path) -> None:
+def test_a_created_key_file_can_be_loaded(tmp_path: Path) -> None:
     path = tmp_path / "cluster.key"
     keys = KeyPair.create(path)
     assert KeyPair.load(path) == keys
@@ -83,7 +83,7 @@ def test_create_overwrites_nothing(tmp_path: Path) -> None:
         KeyPair.create(tmp_path / "no" / "such" / "folder")
 
 
-def test_load_says_what_is_wrong(tmp_path: Path) -> None:
+def test_load_names_the_fault_of_a_key_file(tmp_path: Path) -> None:
     path = tmp_path / "cluster.key"
     with pytest.raises(ConfigError, match=r"cannot be read.*baton keys"):
         KeyPair.load(path)
@@ -110,7 +110,7 @@ def test_load_says_what_is_wrong(tmp_path: Path) -> None:
 def test_a_file_that_others_may_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, user: int, is_right: bool
 ) -> None:
-    """But for root's files that a group may read: so Kubernetes gives a secret to a user."""
+    """Files of root that a group may read are accepted, because Kubernetes gives secrets to a user in this way."""
     path = tmp_path / "cluster.key"
     keys = KeyPair.create(path)
     path.chmod(mode)
@@ -187,7 +187,7 @@ def test_one_context_may_have_several_servers_each_with_its_key(net: Net) -> Non
         assert servers[i].poll(5000)
 
 
-def test_without_a_handler_nobody_gets_in(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_handler_no_connection_is_accepted(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.metadata.bus.curve._start_handler", lambda _: None)
     keys = KeyPair.generate()
     server = net.server(keys)

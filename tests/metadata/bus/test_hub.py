@@ -28,7 +28,7 @@ DONE = Cancelled(rid="r", attempt=0)
 
 
 class Router:
-    """A hub that keeps what it gets, and may answer."""
+    """A hub that records its messages, and may answer them."""
 
     def __init__(self, address: str = "tcp://127.0.0.1:*", epoch: str = "e0", keys: KeyPair | None = None) -> None:
         self.messages: list[tuple[bytes, ToRouter]] = []
@@ -44,7 +44,7 @@ class Router:
 
 
 async def until(condition: Callable[[], Any], within_s: float = 5.0) -> float:
-    """Waits for a condition; the seconds that it took."""
+    """Wait for a condition. Return the seconds that it took."""
     start = time.perf_counter()
     while not condition():
         assert time.perf_counter() - start < within_s, "timed out"
@@ -74,7 +74,7 @@ async def link(router: Router) -> AsyncIterator[Link]:
 
 @pytest.fixture
 async def raw(router: Router) -> AsyncIterator[zmq.Socket[bytes]]:
-    """A peer that may send anything."""
+    """A peer that may send any bytes."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peer = context.socket(zmq.DEALER)
     peer.linger = 0
@@ -109,7 +109,7 @@ async def test_the_port_is_resolved(router: Router) -> None:
 
 
 @pytest.mark.parametrize("address", ["tcp://[::1]:0", "tcp://localhost:0", "ipc"])
-async def test_other_addresses(address: str, tmp_path: Any) -> None:
+async def test_the_hub_works_on_ipv6_names_and_ipc(address: str, tmp_path: Any) -> None:
     if address == "tcp://[::1]:0":
         try:
             with socket.socket(socket.AF_INET6) as probe:
@@ -167,7 +167,7 @@ async def test_bad_frames_are_counted_and_dropped(
     assert router.messages == [(b"raw:1", DONE)]
 
 
-async def test_raw_tcp_junk_disturbs_nobody(router: Router, link: Link) -> None:
+async def test_raw_tcp_junk_disturbs_no_node(router: Router, link: Link) -> None:
     port = int(router.hub.address.rsplit(":", 1)[1])
     for junk in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00" * 50, bytes(range(256)) * 64, b"\xff" + b"\0" * 8):
         with socket.create_connection(("127.0.0.1", port)) as client:
@@ -259,7 +259,7 @@ async def test_bursts_of_echoes_lose_no_wakeup(router: Router) -> None:
 
 
 async def test_sends_from_outside_the_drain_lose_no_wakeup(router: Router, link: Link) -> None:
-    """The case that the file descriptor's edge hides: the send swallows the signal of a message that came."""
+    """A send can consume the edge of the file descriptor that announces a received message."""
     link.send(DONE)
     await until(lambda: router.messages)
     beat = RouterHeartbeat(router_epoch="e0")
@@ -337,7 +337,7 @@ async def test_a_killed_process_is_reported_within_100_ms(router: Router, link: 
             child.kill()
             child.wait()
     await asyncio.sleep(0.1)
-    assert router.lost == [b"first:1", b"second:1"]  # and nobody else
+    assert router.lost == [b"first:1", b"second:1"]  # and no other node
 
 
 async def test_a_node_restarts_with_a_new_epoch(router: Router) -> None:
@@ -358,7 +358,7 @@ async def test_a_node_restarts_with_a_new_epoch(router: Router) -> None:
 
 
 async def test_a_second_connection_under_the_same_id_takes_over(router: Router, link: Link) -> None:
-    """As after a half-open connection: the node reconnects before the router knows that the old one is dead."""
+    """A node may reconnect before the router knows that the old connection is dead."""
     link.send(DONE)
     await until(lambda: len(router.messages) == 1)
     again = Link(router.hub.address, "node", "1", None)
@@ -369,14 +369,14 @@ async def test_a_second_connection_under_the_same_id_takes_over(router: Router, 
     again.close()
 
 
-async def test_the_hub_beats(router: Router, link: Link) -> None:
+async def test_the_hub_sends_heartbeats(router: Router, link: Link) -> None:
     link.send(DONE)
     await until(lambda: router.messages)
     assert (await collect(link, 1, RouterHeartbeat))[0].router_epoch == "e0"
 
 
 @pytest.mark.parametrize("client", ["right", "wrong", "none"])
-async def test_curve(client: str) -> None:
+async def test_only_clients_with_the_right_curve_keys_are_served(client: str) -> None:
     keys = KeyPair.generate()
     router = Router(keys=keys)
     given = {"right": keys, "wrong": KeyPair.generate(), "none": None}[client]
@@ -396,7 +396,7 @@ async def test_curve(client: str) -> None:
 
 
 async def test_curve_client_with_the_servers_public_key_only_gets_nothing() -> None:
-    """Encryption alone is not enough: the client must hold the cluster's own secret."""
+    """Encryption alone is not enough: a client must also hold the secret key of the cluster."""
     keys, own = KeyPair.generate(), KeyPair.generate()
     router = Router(keys=keys)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

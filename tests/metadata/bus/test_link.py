@@ -95,7 +95,7 @@ def test_bad_frames_are_counted_and_left_out(router: BareRouter, link: Link) -> 
     assert link.dropped_frames == 7
 
 
-def test_it_reconnects_by_itself(router: BareRouter, link: Link) -> None:
+def test_a_link_reconnects_by_itself(router: BareRouter, link: Link) -> None:
     address = router.address
     router.close()
     assert link.send(DONE)  # waits for the next router
@@ -104,7 +104,7 @@ def test_it_reconnects_by_itself(router: BareRouter, link: Link) -> None:
     again.close()
 
 
-def test_a_full_queue_is_a_counted_no() -> None:
+def test_sends_to_a_full_queue_fail_and_are_counted() -> None:
     nobody = BareRouter()
     nobody.close()
     link = Link(nobody.address, "node", "1", None)
@@ -120,11 +120,11 @@ def test_a_full_queue_is_a_counted_no() -> None:
 @pytest.mark.parametrize(
     "address", ["tcp://127.0.0.1", "127.0.0.1:1", "udp://127.0.0.1:1", "tcp://127.0.0.1:99999", ""]
 )
-def test_malformed_addresses(address: str) -> None:
+def test_malformed_addresses_are_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="address"):
         Link(address, "node", "1", None)
 
 
-def test_an_address_that_nobody_can_connect_to() -> None:
+def test_an_address_that_cannot_be_connected_to_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cannot connect to tcp://\*:5700"):
         Link("tcp://*:5700", "node", "e", KeyPair.generate())

@@ -1,4 +1,4 @@
-"""Beats over sockets while the main thread is busy, and the router's verdicts with a clock in hand."""
+"""Heartbeats are sent while the main thread is busy, and the router judges nodes by a clock that the test turns."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_heartbeats_go_on_while_the_main_thread_is_busy(router: HeartbeatRouter,
     assert 1.4 < last.phase_age_s < 2.2
 
 
-def test_heartbeats_come_under_the_nodes_own_id_with_its_figures(
+def test_heartbeats_carry_the_id_and_the_figures_of_their_node(
     router: HeartbeatRouter, thread: HeartbeatThread
 ) -> None:
     thread.start()
@@ -221,7 +221,7 @@ def test_a_stuck_node_that_falls_silent_is_dead(clock: Clock, peers: PeerLivenes
     assert change.state == "dead"
 
 
-def test_a_router_that_was_held_up_blames_nobody(clock: Clock, peers: PeerLiveness[str]) -> None:
+def test_a_router_that_was_held_up_declares_no_node_dead(clock: Clock, peers: PeerLiveness[str]) -> None:
     pass_time(clock, peers, 1.0)
     clock.now += 10.0
     assert peers.check() == []

@@ -1,4 +1,4 @@
-"""A node's place in the cluster: in which protocol all that it says to the router is written."""
+"""A node's membership writes every message in the protocol that it agreed on with the router."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Router:
 
 
 @pytest.mark.parametrize("protocol", [5, PROTOCOL_MAX])
-async def test_everything_is_said_in_the_protocol_that_was_agreed_on(hello: Hello, protocol: int) -> None:
+async def test_messages_are_written_in_the_agreed_protocol(hello: Hello, protocol: int) -> None:
     router = Router(protocol)
     membership = Membership(hello, router.hub.address, lambda: None, None, 1.0)  # type: ignore[arg-type,return-value]
     try:
@@ -61,7 +61,7 @@ async def test_everything_is_said_in_the_protocol_that_was_agreed_on(hello: Hell
         router.hub.close()
 
 
-def test_what_the_next_router_may_not_know_is_not_said_to_it(hello: Hello) -> None:
+def test_a_message_that_the_next_router_may_not_know_is_not_sent(hello: Hello) -> None:
     membership = Membership(hello, "tcp://127.0.0.1:1", lambda: None, None, 1.0)  # type: ignore[arg-type,return-value]
     try:
         membership.send(Newest())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The automaton of a node's meeting with the router: by itself with a clock in hand, and over sockets."""
+"""The automaton by which a node joins the router: alone with a clock that the test turns, and over sockets."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def joined(node: Node) -> Node:
     return node
 
 
-def test_start_says_hello_once(node: Node, hello: Hello) -> None:
+def test_a_started_session_sends_one_hello(node: Node, hello: Hello) -> None:
     assert node.said == [hello]
     node.now += 60
     assert node.take() == []  # no router yet: the Hello waits in the link
@@ -126,7 +126,7 @@ def test_hello_again_while_joined_frees_everything(joined: Node) -> None:
 
 
 @pytest.mark.parametrize("first", [HelloAgain(router_epoch="b"), RouterHeartbeat(router_epoch="b"), work("b")])
-def test_a_new_epoch_frees_everything_and_says_hello(joined: Node, first: Any) -> None:
+def test_a_new_router_epoch_frees_everything_and_gets_a_hello(joined: Node, first: Any) -> None:
     assert joined.take(work(), first, first, work("b")) == [work(), RouterChanged("b")]
     assert joined.hellos() == 1
     assert joined.take(welcome("b"), work("b")) == [Joined("b", PROTOCOL_MAX), work("b")]
@@ -151,7 +151,7 @@ def test_a_second_welcome_starts_afresh(joined: Node) -> None:
     assert joined.hellos() == 0
 
 
-def test_hello_is_said_in_the_oldest_protocol_and_in_a_newer_one_when_asked(node: Node, hello: Hello) -> None:
+def test_hello_is_sent_in_the_oldest_protocol_and_in_a_newer_one_when_asked(node: Node, hello: Hello) -> None:
     assert (node.said, node.spoken) == ([hello], [PROTOCOL_MIN])
     again = HelloAgain(router_epoch="a", protocol=PROTOCOL_MAX)
     assert node.take(again, again, RouterHeartbeat(router_epoch="a")) == []  # at once, and once
@@ -169,7 +169,7 @@ def test_a_newer_hello_that_was_lost_is_asked_for_again(node: Node) -> None:
     assert node.spoken == [PROTOCOL_MIN, PROTOCOL_MAX, PROTOCOL_MIN, PROTOCOL_MAX]
 
 
-def test_a_newer_hello_that_found_the_queue_full_is_said_later(node: Node) -> None:
+def test_a_newer_hello_that_found_the_queue_full_is_sent_later(node: Node) -> None:
     node.is_full = True
     node.take(HelloAgain(router_epoch="a", protocol=PROTOCOL_MAX))
     node.is_full = False
@@ -178,7 +178,7 @@ def test_a_newer_hello_that_found_the_queue_full_is_said_later(node: Node) -> No
 
 
 @pytest.mark.parametrize(("named", "agreed"), [(5, 5), (0, PROTOCOL_MIN), (PROTOCOL_MAX + 9, PROTOCOL_MAX)])
-def test_the_router_is_addressed_as_its_welcome_says(node: Node, named: int, agreed: int) -> None:
+def test_the_router_is_addressed_in_the_protocol_of_its_welcome(node: Node, named: int, agreed: int) -> None:
     assert node.session.protocol == PROTOCOL_MIN
     joined = [Joined("a", agreed)]
     assert node.take(Welcome(router_epoch="a", protocol=named, need_tokenizer=True)) == joined
@@ -196,7 +196,7 @@ def test_the_next_router_may_be_an_older_one(joined: Node, end: list[Any]) -> No
     assert set(joined.spoken[1:]) == {PROTOCOL_MIN}
 
 
-def test_silence_is_a_lost_router_once(joined: Node) -> None:
+def test_a_silent_router_is_reported_lost_once(joined: Node) -> None:
     joined.now += 5.0
     assert joined.take() == []
     joined.now += 0.1
@@ -216,7 +216,7 @@ def test_a_node_that_was_held_up_itself_reads_before_it_judges(joined: Node) -> 
     assert joined.session.is_joined
 
 
-def test_an_unanswered_hello_is_said_again(node: Node) -> None:
+def test_an_unanswered_hello_is_sent_again(node: Node) -> None:
     node.take(RouterHeartbeat(router_epoch="a"))
     node.hellos()
     for _ in range(10):
@@ -225,7 +225,7 @@ def test_an_unanswered_hello_is_said_again(node: Node) -> None:
     assert 2 <= node.hellos() <= 5
 
 
-def test_a_hello_that_found_the_queue_full_is_said_later(joined: Node) -> None:
+def test_a_hello_that_found_the_queue_full_is_sent_later(joined: Node) -> None:
     joined.is_full = True
     assert joined.take(HelloAgain(router_epoch="a")) == [RouterChanged("a")]
     assert joined.take() == []
@@ -247,15 +247,15 @@ def test_a_refusal_changes_nothing_else(joined: Node) -> None:
     assert joined.hellos() == 0
 
 
-def test_nothing_is_known_before_the_first_word_of_a_router(node: Node) -> None:
+def test_a_router_that_was_never_heard_is_not_lost(node: Node) -> None:
     assert node.session.router_epoch is None and node.session.ignored == 0 and node.session.is_joined is False
     node.now += 5.1
-    assert node.take() == [], "who was never there is not lost"
+    assert node.take() == [], "a router that was never there is not lost"
     node.take(RouterHeartbeat(router_epoch="a"))
     assert node.session.router_epoch == "a" and not node.session.is_joined
 
 
-def test_nothing_is_said_before_the_start_unless_a_router_asks(hello: Hello) -> None:
+def test_no_hello_is_sent_before_the_start_unless_a_router_asks(hello: Hello) -> None:
     said: list[ToRouter] = []
 
     def send(message: ToRouter, protocol: int) -> bool:
@@ -291,7 +291,7 @@ def test_a_router_in_view_has_two_seconds_to_answer(node: Node, waited_s: float,
 
 
 @pytest.mark.parametrize(("waited_s", "is_again"), [(0.49, False), (0.5, True)])
-def test_a_hello_is_said_again_after_half_a_second(node: Node, waited_s: float, is_again: bool) -> None:
+def test_a_hello_is_repeated_after_half_a_second(node: Node, waited_s: float, is_again: bool) -> None:
     node.hellos()
     node.now += waited_s
     assert node.take(HelloAgain(router_epoch="a")) == []
@@ -307,7 +307,7 @@ def test_a_router_that_welcomed_is_not_asked_again(node: Node) -> None:
     assert node.hellos() == 0
 
 
-def test_any_message_of_a_router_says_that_it_is_there(joined: Node) -> None:
+def test_any_message_of_a_router_shows_that_it_is_present(joined: Node) -> None:
     for message in (work(), RouterHeartbeat(router_epoch="a"), work()):
         joined.now += 4.0
         joined.take(message)
@@ -320,7 +320,7 @@ def test_any_message_of_a_router_says_that_it_is_there(joined: Node) -> None:
     assert joined.take() == [RouterLost(pytest.approx(5.01))]
 
 
-def test_a_hello_that_waits_for_room_is_not_said_to_a_router_that_is_lost(joined: Node) -> None:
+def test_a_hello_that_waits_for_room_is_not_sent_to_a_lost_router(joined: Node) -> None:
     joined.is_full = True
     joined.take(HelloAgain(router_epoch="a"))
     joined.is_full = False
@@ -331,7 +331,7 @@ def test_a_hello_that_waits_for_room_is_not_said_to_a_router_that_is_lost(joined
     assert joined.hellos() == 1
 
 
-def test_time_is_the_monotonic_clocks_if_nothing_else_is_said(hello: Hello) -> None:
+def test_the_default_clock_is_monotonic(hello: Hello) -> None:
     session = RouterSession(hello, lambda *_: True, lambda: FILE)
     assert session._clock is time.monotonic
     session.take([welcome()])
@@ -373,7 +373,7 @@ def test_time_is_the_monotonic_clocks_if_nothing_else_is_said(hello: Hello) -> N
         ([HelloAgain(router_epoch="a"), work(), RouterHeartbeat(router_epoch="a")], []),
     ],
 )
-def test_the_log_says_what_the_router_is_to_the_node(
+def test_changes_of_the_session_are_logged(
     node: Node, caplog: pytest.LogCaptureFixture, messages: list[Any], lines: list[str]
 ) -> None:
     with caplog.at_level("INFO", logger="baton.metadata.bus.session"):
@@ -390,7 +390,7 @@ def test_the_log_says_for_how_long_a_router_was_silent(joined: Node, caplog: pyt
 
 
 class WelcomingRouter:
-    """The least a router does: Welcome to Hello, HelloAgain to whom it does not know."""
+    """The least that a router does: it answers Hello with Welcome, and unknown nodes with HelloAgain."""
 
     def __init__(self, address: str, epoch: str) -> None:
         self.known: set[bytes] = set()

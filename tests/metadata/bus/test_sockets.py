@@ -1,4 +1,4 @@
-"""What all sockets share: routing ids, bounded receiving, and the count of dropped frames."""
+"""Common parts of all sockets: routing ids, bounded receiving, and the count of dropped frames."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_routing_id_leaves_room_for_the_heartbeat_suffix() -> None:
         routing_id("n" * 248, "e0")
 
 
-def test_of_a_long_message_one_frame_more_than_allowed_is_kept(pair: Pair) -> None:
+def test_a_long_message_is_cut_to_one_frame_more_than_allowed(pair: Pair) -> None:
     left, right = pair
     send_frames(left, b"1", b"2", b"3", b"4", b"5")
     assert right.poll(5000)
@@ -63,7 +63,7 @@ def test_input_is_seen_before_it_is_read(pair: Pair) -> None:
     assert right.poll(5000) and has_input(right)
 
 
-def test_late_messages_are_counted_apart(caplog: pytest.LogCaptureFixture) -> None:
+def test_late_messages_have_their_own_count(caplog: pytest.LogCaptureFixture) -> None:
     dropped = DroppedFrames(logging.getLogger("baton.test"), "link")
     with caplog.at_level("INFO"):
         for _ in range(3):

@@ -12,7 +12,7 @@ class Clock:
         return self.now
 
 
-def test_once_per_interval() -> None:
+def test_an_event_is_allowed_once_per_interval() -> None:
     clock = Clock()
     throttle = Throttle(2.0, clock)
     assert [throttle.is_due(), throttle.is_due()] == [True, False]
@@ -22,7 +22,7 @@ def test_once_per_interval() -> None:
     assert [throttle.is_due(), throttle.is_due()] == [True, False]
 
 
-def test_several_times_per_interval_from_the_first() -> None:
+def test_events_are_allowed_several_times_per_interval_from_the_first_on() -> None:
     clock = Clock()
     throttle = Throttle(2.0, clock, most=2)
     assert throttle.is_due()

@@ -103,7 +103,7 @@ def test_a_row_with_impossible_counts_is_refused():
 @pytest.mark.parametrize("token", [-1, 32000, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("field", ["first_token", "top_ids", "topk_index"])
 def test_a_row_that_names_no_token_is_refused(field, token):
-    """An embedding would raise, in the middle of everybody's round."""
+    """An embedding would raise in the middle of a round, which all sequences share."""
     rows = MetadataBuffers(EAGLE)
     rows.set(field, [0] * (rows.get(field).numel() - 1) + [31999])
     rows.get_sampled(32000)
@@ -142,7 +142,7 @@ def test_the_page_of_the_module_lists_every_field_with_its_writer_and_reader(mon
 
 @pytest.mark.parametrize("num_mtp_layers", [None, 3])
 def test_the_page_of_the_module_states_every_width(num_mtp_layers):
-    """With hyper-connection streams, so that every hidden state has the width of `spec_hidden_size`."""
+    """There are hyper-connection streams, so every hidden state has the width `spec_hidden_size`."""
     algorithm = "eagle" if num_mtp_layers is None else "mtp"
     hidden = HiddenLayout(
         algorithm=algorithm, target_hidden_size=8, hc_mult=4, draft_hidden_size=6, draft_hc_mult=2,

@@ -1,4 +1,4 @@
-"""One checksum a (layer, K|V, kv head), in wire order, and which one is wrong."""
+"""One checksum per layer, K or V, and KV head, in wire order; the comparison names the wrong blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_block_has_its_own_checksum_in_wire_order(schema):
     assert len(expected) == blocks_per_page(schema)
 
 
-def test_any_flipped_bit_is_found_where_it_is():
+def test_any_flipped_bit_is_found_in_its_block():
     memory = make_memory(DRAFT_SCHEMA, 3, seed=3)
     before = page_checksums(memory, 1)
     assert first_difference(page_checksums(memory, 1), before) is None

@@ -1,4 +1,4 @@
-"""The sockets of a data link: who may listen where, and what a connection needs."""
+"""The sockets of a data link: on which addresses they may listen, and when a connection needs keys."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def context() -> Iterator[Context]:
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
-def test_the_two_ends_meet(context: Context, has_keys: bool) -> None:
+def test_both_ends_of_a_link_connect(context: Context, has_keys: bool) -> None:
     keys = KeyPair.generate() if has_keys else None
     server = bind_data_socket("127.0.0.1", keys, context)
     client = context.socket(zmq.DEALER)
@@ -38,7 +38,7 @@ def test_the_two_ends_meet(context: Context, has_keys: bool) -> None:
     server.close()
 
 
-def test_nobody_listens_for_other_machines_without_keys(context: Context) -> None:
+def test_without_keys_no_socket_is_opened_to_other_machines(context: Context) -> None:
     with pytest.raises(ConfigError, match="CURVE keys"):
         bind_data_socket("10.1.2.3", None, context)
     peer = Peer(node_id="p0", epoch="e", data_address="tcp://10.1.2.3:5")

@@ -1,4 +1,4 @@
-"""File descriptors reach the inbox of another process of the same user, and nobody waits for anybody."""
+"""File descriptors reach the inbox of another process of the same user, and neither process waits for the other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def inbox() -> Iterator[DescriptorInbox]:
 
 
 def num_open(path: str = "") -> int:
-    """Return how many descriptors this process has open, of one file if `path` is given."""
+    """Return how many descriptors this process has open; if `path` is given, only those of that file."""
     links = Path("/proc/self/fd").iterdir()
     return sum(not path or os.path.realpath(link) == path for link in links)
 
@@ -45,7 +45,7 @@ def take_text(inbox: DescriptorInbox, token: bytes) -> bytes:
         return file.read()
 
 
-def test_what_was_sent_is_there_whatever_the_order(inbox: DescriptorInbox) -> None:
+def test_descriptors_are_taken_in_any_order(inbox: DescriptorInbox) -> None:
     tokens = [new_token() for _ in range(3)]
     for number, token in enumerate(tokens):
         send_text(inbox.address, token, b"%d" % number)
@@ -70,7 +70,7 @@ send_descriptors({inbox.address!r}, {token!r}, [fd])
 
 
 def test_a_sender_that_is_slow_is_heard_later(inbox: DescriptorInbox) -> None:
-    """It has connected; another one's descriptors come first."""
+    """It has connected, and the descriptors of another sender come first."""
     token, other = new_token(), new_token()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as slow:
         slow.connect("\0" + inbox.address)
@@ -94,7 +94,7 @@ def test_nonsense_leaves_nothing_open(inbox: DescriptorInbox, bytes_sent: bytes,
     assert num_open(os.devnull) == before
 
 
-def test_too_many_descriptors_are_none(inbox: DescriptorInbox) -> None:
+def test_a_message_with_too_many_descriptors_is_dropped(inbox: DescriptorInbox) -> None:
     before, token = num_open(), new_token()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer, Path("/dev/null").open("rb") as file:
         peer.connect("\0" + inbox.address)
@@ -111,7 +111,7 @@ def test_a_token_that_comes_twice_keeps_the_first(inbox: DescriptorInbox) -> Non
     assert take_text(inbox, token) == b"first"
 
 
-def test_what_nobody_asks_for_does_not_pile_up(inbox: DescriptorInbox) -> None:
+def test_descriptors_that_are_never_taken_do_not_pile_up(inbox: DescriptorInbox) -> None:
     before = num_open()
     for _ in range(5):
         for _ in range(MAX_KEPT):

@@ -1,4 +1,4 @@
-"""Nodes on GPUs settle how their pages travel, and copy to the host what must travel that way, nothing else."""
+"""Nodes on GPUs agree on a transport, and copy to the host only the pages that travel through it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class GpuPair:
         self.client.claim(unit(), peer_of(self.server), 0, [9, 8])
 
     def spin(self) -> Any:
-        """To the end of the transfer."""
+        """Poll both nodes until the transfer ends. Return its last event."""
         ends = (Arrived, TransferFailed)
         events = spin([self.server, self.client], lambda events: any(isinstance(each, ends) for each in events))
         return next(each for each in events if isinstance(each, ends))
@@ -72,7 +72,7 @@ def pair() -> Iterator[GpuPair]:
     pair.close()
 
 
-def test_the_best_that_both_can_is_taken_and_no_page_comes_to_the_host(pair: GpuPair) -> None:
+def test_the_best_common_transport_is_used_and_no_page_comes_to_the_host(pair: GpuPair) -> None:
     pair.offer()
     pair.claim()
     assert pair.spin().times.transport == "cuda"
@@ -110,7 +110,7 @@ def test_checksums_for_several_offers_are_computed_at_once(pair: GpuPair) -> Non
 
 
 @pytest.mark.parametrize("failing", [1, 2])
-def test_what_cannot_be_mapped_travels_by_the_next_best(
+def test_if_mapping_fails_the_next_best_transport_is_used(
     pair: GpuPair, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
@@ -172,7 +172,7 @@ def test_a_closed_life_is_unmapped_at_once(pair: GpuPair) -> None:
 
 
 def test_an_older_node_gets_no_message_that_it_does_not_know(pair: GpuPair) -> None:
-    """It names `cuda_ipc`, which is no more, and has no inbox."""
+    """The older node names `cuda_ipc`, which no longer exists, and has no inbox."""
     hello = msgspec.structs.replace(
         pair.client._hello, transports=("cuda_ipc", "local", "zmq"), host=host_identity(), inbox=""
     )
@@ -189,7 +189,7 @@ def test_an_older_node_gets_no_message_that_it_does_not_know(pair: GpuPair) -> N
 
 @pytest.mark.parametrize("inbox", ["nobody listens", "none", "another socket"])
 def test_without_descriptors_pages_go_by_way_of_the_host(pair: GpuPair, inbox: str) -> None:
-    """Neither side waits for an inbox that is not there, nor for descriptors that do not come."""
+    """Neither node waits for a missing inbox or for descriptors that do not come."""
     names = {"nobody listens": "baton-" + "0" * 32, "none": "", "another socket": "baton-" + "1" * 32}
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.bind("\0" + names["another socket"])
@@ -211,7 +211,7 @@ def test_a_decode_node_cannot_name_just_any_socket(pair: GpuPair, inbox: str) ->
 def test_a_prefill_node_in_a_long_step_is_greeted_several_times(
     pair: GpuPair, can_map: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All its answers are one: another one would end the link, or send descriptors that nobody takes."""
+    """Its answers are all equal. A different one would end the link, or send descriptors that are never taken."""
     if not can_map:
         monkeypatch.setattr(pair.ours, "map", lambda *_: _raise(TransferError("no")))
     pair.offer()
@@ -231,7 +231,7 @@ def _raise(error: Exception) -> Any:
 
 @pytest.mark.parametrize("protocol", [0, 4, 5])
 def test_a_hello_of_an_older_protocol_that_names_an_inbox_ends_nothing(pair: GpuPair, protocol: int) -> None:
-    """No node of ours says so. The welcome for its transport cannot be written in that protocol."""
+    """No release sends such a hello. The welcome for its transport cannot be written in that protocol."""
     hello = msgspec.structs.replace(pair.client._hello, protocol=protocol)
     sent: list[Any] = []
     pair.server._send = lambda holder, message, data=None: sent.append(message)  # type: ignore[method-assign]
@@ -240,7 +240,7 @@ def test_a_hello_of_an_older_protocol_that_names_an_inbox_ends_nothing(pair: Gpu
 
 
 def test_descriptors_for_a_link_that_is_over_do_not_stay_open(pair: GpuPair) -> None:
-    """They would keep the memory of a prefill node that is dead."""
+    """Open descriptors would keep the memory of a dead prefill node allocated."""
     pair.offer()
     pair.claim()
     pair.spin()
@@ -254,7 +254,7 @@ def test_descriptors_for_a_link_that_is_over_do_not_stay_open(pair: GpuPair) -> 
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
-def test_descriptors_that_got_lost_are_done_without(pair: GpuPair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_descriptors_another_transport_is_used(pair: GpuPair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.metadata.handoff.transports.cuda.send_descriptors", lambda *_: None)
     pair.offer()
     pair.claim()
@@ -302,7 +302,7 @@ def test_a_flipped_bit_on_the_device_is_found_and_pulled_again(
 
 
 class _Engine:
-    """What `transports` asks of an engine."""
+    """The attributes of an engine that `transports` reads."""
 
     def __init__(self, device_pool: Any) -> None:
         self.device_pool = device_pool
@@ -319,7 +319,7 @@ def test_transports_are_named_best_first() -> None:
 
 
 def test_many_pages_are_offered_in_several_messages(pair: GpuPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two pages' checksums a message; the row comes with the last."""
+    """A message holds the checksums of two pages. The last message has the row."""
     monkeypatch.setattr("baton.metadata.handoff.server.OFFER_BYTES", 2 * 8 * blocks_per_page(SCHEMA) + 1)
     sent: list[Any] = []
     send = pair.server._send

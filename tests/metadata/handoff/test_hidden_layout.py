@@ -20,7 +20,7 @@ def layout(algorithm: str, **more) -> HiddenLayout:
     [(None, 64), (0, 64), (1, 64), (2, 128), (4, 256)],
     ids=["absent", "zero", "one", "two", "four"],
 )
-def test_streams_widen_only_above_one(hc_mult, width):
+def test_only_several_streams_widen_the_hidden_state(hc_mult, width):
     assert spec_hidden_size(64, hc_mult) == width
     assert layout("eagle", hc_mult=hc_mult).spec("extend") == (width, "bfloat16")
 
@@ -126,7 +126,7 @@ def test_the_least_numbers_are_taken():
 
 
 @pytest.mark.parametrize("algorithm", ["eagle", "eagle3"])
-def test_the_drafts_own_streams_widen_what_it_passes_on(algorithm):
+def test_the_recurrent_state_is_as_wide_as_the_draft_s_own_streams(algorithm):
     assert layout(algorithm, draft_hc_mult=4).spec("recurrent") == (128, "float32")
     assert layout(algorithm, hc_mult=4).spec("recurrent") == (32, "float32")
     assert layout("mtp", is_chained=True, draft_hc_mult=2).spec("recurrent") == (64, "float32")
@@ -137,7 +137,7 @@ def test_only_mtp_has_target_rows():
     assert layout("eagle", num_mtp_layers=3).num_target_rows == 0
 
 
-def test_rows_are_allocated_as_zeros_where_they_are_asked_for():
+def test_rows_are_allocated_as_zeros_on_the_requested_device():
     rows = layout("eagle").allocate("recurrent", 3)
     assert rows is not None and rows.device.type == "cpu" and not rows.any()
     there = layout("eagle").allocate("extend", 2, "meta")

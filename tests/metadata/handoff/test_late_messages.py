@@ -1,4 +1,4 @@
-"""A message about what has ended here is late, not malformed: cancels and lost acks leave such messages behind.
+"""A message about a ticket that has ended counts as late, not as malformed: cancels and lost acks cause such messages.
 
 Both nodes run here, over real sockets.
 """
@@ -26,7 +26,7 @@ NUM_PAGES = 4
 
 
 class Transfer:
-    """A ticket of four pages on its way; `decode` and `prefill` are their ends."""
+    """A ticket of four pages; `prefill` and `decode` are its two nodes."""
 
     def __init__(self, transport: str) -> None:
         self.prefill, self.source = make_server()
@@ -46,7 +46,7 @@ class Transfer:
         self.decode.claim(unit(), peer_of(self.prefill), 0, [9, 4, 7, 3])
 
     def link(self) -> None:
-        """The two nodes have met before."""
+        """Let the two nodes meet."""
         self.decode.claim(unit("before"), peer_of(self.prefill), 0, [20])
         self.until(lambda: any(link.transport for link in self.decode._links.values()))
         self.decode.drop(unit("before"), "it is over")
@@ -56,7 +56,7 @@ class Transfer:
         self.prefill.open(unit(), NUM_PAGES, "d1" * 8)
 
     def offer(self) -> None:
-        """One page more."""
+        """Offer one more page."""
         self.prefill.offer(unit(), [self.num_offered], [5 + self.num_offered], [1])
         self.num_offered += 1
 
@@ -93,7 +93,7 @@ def greeted(transfer: Transfer) -> None:
 
 
 def parked(transfer: Transfer) -> None:
-    """Prefill does not know the unit yet."""
+    """The claim waits at the prefill node, which does not know the unit yet."""
     transfer.link()
     transfer.claim()
     transfer.until(lambda: transfer.prefill._book._parked)
@@ -114,7 +114,7 @@ def offered(transfer: Transfer) -> None:
 
 
 def pulling(transfer: Transfer) -> None:
-    """More is offered, and decode has not heard of it."""
+    """The prefill node has offered more pages, and the decode node has not read the offer."""
     offered(transfer)
     transfer.offer()
     transfer.prefill.poll()
@@ -143,7 +143,7 @@ PHASES = (greeted, parked, claimed, offered, pulling, finished, arrived)
 def test_a_cancel_in_any_phase_drops_no_frame(
     transfer: Transfer, phase: Callable[[Transfer], None], first: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Both nodes hear of it from the router, each while words of the other are on their way."""
+    """Both nodes hear of the cancel from the router while messages of the other node are on their way."""
     phase(transfer)
     hears = {
         "decode": lambda: transfer.decode.drop(unit(), "cancelled"),
@@ -174,8 +174,8 @@ def test_a_revoke_after_a_lost_ack_drops_no_frame(
     transfer.close()
 
 
-def test_who_asks_for_the_offers_of_a_revoked_ticket_is_told_again(transfer: Transfer) -> None:
-    """Its question and the cancel cross; or the revoke was lost."""
+def test_a_decode_node_that_asks_for_offers_of_a_revoked_ticket_hears_the_revoke_again(transfer: Transfer) -> None:
+    """Its question crosses the cancel, or the revoke was lost."""
     offered(transfer)
     transfer.decode.ask_offers(unit())
     transfer.prefill.revoke(unit(), True, "it is complete")

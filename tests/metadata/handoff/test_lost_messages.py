@@ -1,6 +1,6 @@
-"""A message of a data link that is lost or damaged while the connection stands costs time, never the transfer's end.
+"""A lost or damaged message on an open data link delays the transfer but does not end it.
 
-Both nodes run here, over sockets in memory and one clock of the test's own.
+Both nodes run here, over sockets in memory and a clock that only the test moves.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def double(frames: list[bytes]) -> list[list[bytes]]:
 
 
 def cut_short(frames: list[bytes]) -> list[list[bytes]]:
-    """The raw frame, where there is one: nothing seals it."""
+    """Shorten the raw frame, which has no checksum of its own."""
     return [[*frames[:-1], frames[-1][:-7]]]
 
 
 class Nodes:
-    """A prefill and a decode node that met, or are about to. `change` is done to the next message of a type."""
+    """A prefill and a decode node with a data link. `change` alters the next message of a type."""
 
     def __init__(self) -> None:
         self.wire: Any = Wire()
@@ -52,7 +52,7 @@ class Nodes:
         self.changes[kind] = change
 
     def start(self, rid: str, page: int, num_pages: int = 1) -> None:
-        """A ticket that is claimed and offered whole."""
+        """Open a ticket, claim it, and offer all of it."""
         pages = list(range(page, page + num_pages))
         self.server.open(unit(rid), num_pages, "d1" * 8)
         self.server.offer(unit(rid), list(range(num_pages)), pages, [1] * num_pages)
@@ -72,7 +72,7 @@ class Nodes:
             inbox.extend(come)
 
     def until(self, condition: Callable[[], Any], within_s: float) -> float:
-        """The seconds that it takes."""
+        """Step both nodes until the condition holds. Return the seconds that it took."""
         begun = self.now
         while not condition():
             self.turn()
@@ -107,7 +107,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
 
 @pytest.mark.parametrize("change", [lose, cut_short])
 def test_pages_that_a_busy_link_has_lost_are_asked_for_again(nodes: Nodes, change: Change) -> None:
-    """Answers come in the order of their questions: one that was passed over will not come."""
+    """Answers come in the order of the questions, so an answer that was passed over will not come."""
     nodes.change(Pages, change)
     nodes.start("r", 5, num_pages=3)
     took_s = nodes.until(lambda: nodes.arrived() >= {"r"}, 1.0)
@@ -115,8 +115,8 @@ def test_pages_that_a_busy_link_has_lost_are_asked_for_again(nodes: Nodes, chang
 
 
 @pytest.mark.parametrize("change", [lose, cut_short])
-def test_who_talks_of_other_things_still_owes_the_pages(nodes: Nodes, change: Change) -> None:
-    """Other units are claimed and revoked all the time; the pages of this one do not come."""
+def test_a_claim_fails_if_its_pages_do_not_come_though_other_messages_do(nodes: Nodes, change: Change) -> None:
+    """Other units are claimed and revoked all the time, but the pages of this unit do not come."""
     nodes.change(Pages, change)
     nodes.start("r", 5)
     begun, number = nodes.now, 0
@@ -134,7 +134,7 @@ def test_who_talks_of_other_things_still_owes_the_pages(nodes: Nodes, change: Ch
 
 
 @pytest.mark.parametrize("kind", [LinkHello, LinkWelcome])
-def test_a_hello_without_an_answer_is_said_again(kind: type) -> None:
+def test_a_hello_without_an_answer_is_repeated(kind: type) -> None:
     nodes = Nodes()
     nodes.change(kind, lose)
     nodes.start("r", 5)
@@ -143,7 +143,7 @@ def test_a_hello_without_an_answer_is_said_again(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", [LinkHello, LinkWelcome])
-def test_a_hello_or_a_welcome_twice_does_what_it_does_once(kind: type) -> None:
+def test_a_doubled_hello_or_welcome_changes_nothing(kind: type) -> None:
     nodes = Nodes()
     nodes.change(kind, double)
     nodes.start("r", 5)

@@ -1,4 +1,4 @@
-"""Pools in sealed shared memory: zero-copy views, and nothing but read-only for anybody else."""
+"""Pools in sealed shared memory: the owner has views without copies, and every other process can only read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_engines_tensor_is_a_view_of_it(pool):
     assert np.all(block == 2.5) and int((pool.pages != 0).any(axis=2).sum()) == 1
 
 
-def test_a_peer_sees_what_the_owner_writes_later(pool):
+def test_a_peer_sees_later_writes_of_the_owner(pool):
     assert pool.is_shared and pool.fd is not None
     peer = PeerMemory(os.getpid(), pool.fd, pool.size, **SHAPE)
     pool.pages[1, 4] = 7
@@ -73,7 +73,7 @@ def memfd(size: int, seals: int | None) -> int:
     return fd
 
 
-def test_what_is_no_sealed_pool_is_not_mapped(tmp_path):
+def test_only_a_sealed_pool_is_mapped(tmp_path):
     all_seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE
     plain = tmp_path / "file"
     plain.write_bytes(b"\0" * 4096)
@@ -92,8 +92,8 @@ def test_what_is_no_sealed_pool_is_not_mapped(tmp_path):
             os.close(fd)
 
 
-def test_what_is_no_file_of_this_user_is_not_even_opened(monkeypatch):
-    """A peer names any descriptor: of a terminal, a tape, a pipe that somebody waits at."""
+def test_a_descriptor_that_is_no_file_of_this_user_is_not_opened(monkeypatch):
+    """A peer may name any descriptor, also a terminal, a tape, or a pipe that another process reads."""
     reader, writer = os.pipe()
     real_open, opened = os.open, []
 

@@ -32,7 +32,7 @@ RENEW = Renew((unit(),))
 
 
 class Line:
-    """A link, its clock, and the peer's end."""
+    """A data link, its clock, and the peer's end."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], protocol: int = PROTOCOL_MAX) -> None:
         self.now = 100.0
@@ -44,7 +44,7 @@ class Line:
         self.identity = b""
 
     def heard(self) -> Any:
-        """The next message that the peer gets."""
+        """Return the next message that the peer receives."""
         self.identity, frame = self.peer.recv_multipart()
         return decode_frame(to_prefill_decoder, frame)
 
@@ -52,7 +52,7 @@ class Line:
         return not self.peer.poll(30)
 
     def say(self, *frames: bytes) -> Any:
-        """The peer sends a message; the link receives it."""
+        """Send a message from the peer, and let the link receive it."""
         self.peer.send_multipart([self.identity, *frames])
         assert self.link.socket.poll(5000)
         return self.link.receive()
@@ -73,7 +73,7 @@ def line() -> Iterator[Line]:
         line.close()
 
 
-def test_hello_is_said_until_the_welcome(line: Line) -> None:
+def test_hello_is_repeated_until_the_welcome(line: Line) -> None:
     assert line.heard() == HELLO and line.link.is_waiting
     line.link.greet_again(100.0 + HELLO_S - 0.01)
     assert line.hears_nothing()
@@ -86,7 +86,7 @@ def test_hello_is_said_until_the_welcome(line: Line) -> None:
     assert line.hears_nothing() and not line.link.is_waiting
 
 
-def test_nothing_but_hello_is_said_before_the_welcome(line: Line) -> None:
+def test_only_hello_is_sent_before_the_welcome(line: Line) -> None:
     line.heard()
     line.link.send(RENEW)
     assert line.hears_nothing()
@@ -131,7 +131,7 @@ def test_a_transport_that_cannot_be_opened_is_left_out_of_the_next_hello(line: L
     assert "not among ours" in (line.link.lost or "")
 
 
-def test_a_link_whose_last_transport_fails_is_lost(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_is_lost_when_its_last_transport_fails(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise TransferError("no room")
 
@@ -165,7 +165,7 @@ def test_only_the_awaited_answer_counts_as_a_sign_of_life(line: Line) -> None:
     assert line.link.last_heard == 102.0, "nothing is owed: any message counts"
 
 
-def test_frames_that_are_no_message(line: Line) -> None:
+def test_malformed_frames_are_protocol_errors(line: Line) -> None:
     line.heard()
     for frames in ([b"\xff"], [encode(make_welcome(LinkWelcome, MEMORY, "zmq"), PROTOCOL_MAX), b"data"]):
         with pytest.raises(ProtocolError):
@@ -192,7 +192,7 @@ def test_a_peer_is_addressed_in_the_protocol_that_it_knows() -> None:
         line.close()
 
 
-def test_an_address_that_cannot_be_used() -> None:
+def test_an_address_that_cannot_be_used_is_refused() -> None:
     with zmq.Context[zmq.Socket[bytes]]() as context:
         peer = Peer(node_id="p", epoch="e", data_address="tcp://nowhere", protocol=PROTOCOL_MAX)
         with pytest.raises(TransferError, match="cannot open a link to 'tcp://nowhere'"):

@@ -1,4 +1,4 @@
-"""The schema of the joint configuration, its sizes, and the words in which two of them differ."""
+"""The schema of two configurations, its sizes, and the words for the differences between two schemas."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ PLAIN_FIELDS = ["first_token", "num_cached", "num_logprobs", "logprobs", "top_id
         ("frozen_kv_mtp", None, {"frozen_layers": (0, 7)}, ["recurrent_hidden"], 0),
     ],
 )
-def test_fields_by_algorithm(algorithm, draft, more, extra_fields, lookahead):
+def test_each_algorithm_has_its_row_fields(algorithm, draft, more, extra_fields, lookahead):
     schema = make_schema(TARGET, draft, 16, algorithm, hidden(algorithm), **more)
     assert names(schema) == PLAIN_FIELDS + extra_fields
     assert schema.key_lookahead == lookahead
@@ -78,7 +78,7 @@ def test_mtp_hands_over_n_minus_one_target_rows_and_looks_n_tokens_ahead(num_lay
     assert schema.key_lookahead == num_layers
 
 
-def test_sizes():
+def test_the_sizes_of_pages_blocks_and_rows_follow_from_the_schema():
     plain, both = make_schema(TARGET, None, 16), make_schema(TARGET, DRAFT, 16, "standalone")
     assert page_layer_bytes(TARGET, 16) == 2 * 4 * 16 * 32 * 4
     assert page_bytes(plain) == 8 * 16384
@@ -106,14 +106,14 @@ def test_pools_are_the_target_and_then_the_draft():
     assert pools(make_schema(TARGET, DRAFT, 16, "standalone")) == (TARGET, DRAFT)
 
 
-def test_a_schema_is_plain_unless_told_otherwise():
+def test_a_schema_has_no_speculation_by_default():
     assert make_schema(TARGET) == make_schema(TARGET, None, 16, "none", None, checksums=True)
     plain = make_schema(TARGET)
     assert (plain.algorithm, plain.page_size, plain.checksum) == ("none", 16, CPU_CHECKSUM)
     assert (plain.draft, plain.frozen_layers, plain.key_lookahead) == (None, (), 0)
 
 
-def test_fields_have_the_width_and_type_of_what_they_hold():
+def test_row_fields_have_the_width_and_type_of_their_contents():
     layout = hidden("eagle", draft_dtype="bfloat16")
     schema = make_schema(TARGET, DRAFT, 16, "eagle", layout, draft_topk=4, draft_rows=2, ranks_trees=True)
     assert [(field.name, field.dtype, field.width) for field in schema.row] == [
@@ -173,7 +173,7 @@ def test_all_that_differs_is_named():
     ]
 
 
-def test_a_schema_in_words():
+def test_a_schema_is_described_in_words():
     schema = make_schema(TARGET, DRAFT, 16, "standalone")
     assert describe(schema) == (
         "algorithm standalone, page_size 16, target 8 layers x 4 kv heads x 32 float32,"
@@ -206,7 +206,7 @@ def test_a_schema_in_words():
         ),
     ],
 )
-def test_a_refusal_says_what_does_not_belong_together(algorithm, draft, of, words):
+def test_a_refused_schema_names_the_parts_that_do_not_fit(algorithm, draft, of, words):
     with pytest.raises(ConfigError) as raised:
         make_schema(TARGET, draft, 16, algorithm, None if of is None else hidden(of))
     assert str(raised.value) == words
@@ -251,7 +251,7 @@ def test_differences_name_both_values(other, words):
 
 
 def test_wider_streams_on_one_side_are_a_difference():
-    """Prefill and decode with different hc_mult refuse each other."""
+    """Prefill and decode nodes with different hc_mult refuse each other."""
     a, b = (make_schema(TARGET, DRAFT, 16, "eagle", hidden("eagle", draft_hc_mult=m), draft_topk=1) for m in (None, 4))
     assert differences(a, b) == ["row.recurrent_hidden: 32 x float32 here, 128 x float32 there"]
 
@@ -261,7 +261,7 @@ def frozen(*layers: int):
 
 
 def test_another_map_of_frozen_layers_is_a_difference():
-    """Also the order counts: it is by layer of the drafter."""
+    """The order counts too: the map is by layer of the drafter."""
     assert differences(frozen(0, 7), frozen(0, 6)) == ["frozen_layers: 0, 7 here, 0, 6 there"]
     assert differences(frozen(0, 7), frozen(7, 0)) == ["frozen_layers: 0, 7 here, 7, 0 there"]
     assert "frozen_layers: 7 here, absent there" in differences(frozen(7), make_schema(TARGET, None, 16))
@@ -303,8 +303,8 @@ def test_the_router_gets_the_schema_without_torch():
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
 
-def test_what_a_handoff_moves():
-    """Whole pages, and a row split into hidden state and the rest; no prompt is free of its row."""
+def test_a_handoff_moves_whole_pages_and_one_row():
+    """The bytes of the row are counted as hidden state and rest. A prompt without full pages still has a row."""
     row = make_schema(TARGET, DRAFT, 16, "eagle", hidden("eagle"), draft_topk=4)
     assert handoff_bytes(row, 17) == (2 * 8 * 16384, 2 * 2048, 32 * 4, row_bytes(row) - 32 * 4)
     assert handoff_bytes(row, 16).total == page_bytes(row) + row_bytes(row)

@@ -1,6 +1,6 @@
-"""Pages that are used again while somebody still reads them: noticed by generation and checksum, repeated, never used.
+"""Pages reused during a pull: the generation or checksum shows it, and the decode node repeats the pull.
 
-Both nodes run here, over sockets in memory and clocks of the test's own, so that each race happens exactly once.
+Both nodes run here, over sockets in memory and clocks that only the test moves, so that each race happens exactly once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Clock:
 
 
 class Race:
-    """A ticket of source pages 5 and 6, offered whole and claimed into pages 9 and 4; nothing is pulled yet."""
+    """A ticket with source pages 5 and 6, offered whole and claimed into pages 9 and 4. No page has been pulled."""
 
     def __init__(self, transport: str, pages: tuple[int, ...] = (5, 6)) -> None:
         self.wire = Wire()
@@ -49,7 +49,7 @@ class Race:
         self.server.finish(unit(), make_row(SCHEMA))
 
     def prefill(self, after_s: float = 0.0) -> None:
-        """A turn of the prefill node, after some time of its own clock."""
+        """Step the prefill node after some time of its own clock."""
         self.prefill_clock.now += after_s
         self.ended += named(self.server.poll(), TicketEnded)
 
@@ -63,7 +63,7 @@ class Race:
             self.prefill()
 
     def reuse(self) -> None:
-        """The pages get another life, with other contents."""
+        """Give the pages to another request, with other contents."""
         for pool in self.source:
             pool.pages[:, [5, 6]] ^= 0xFF
         self.source[0].generations[[5, 6]] += 1
@@ -89,7 +89,7 @@ def test_without_a_race_the_pages_arrive(race: Race) -> None:
 
 @pytest.mark.parametrize("end", ["lease", "closed epoch", "revoke and lease"])
 def test_a_decode_node_that_was_away_never_uses_pages_of_another_life(race: Race, end: str) -> None:
-    """It was stopped, or suspended, or in a long step: it wakes up with everything of the old ticket in its hands."""
+    """The node was stopped, suspended or in a long step. It wakes up with everything of the old ticket."""
     if end == "closed epoch":
         race.server.close_peer("d1" * 8)
     if end == "revoke and lease":
@@ -99,20 +99,20 @@ def test_a_decode_node_that_was_away_never_uses_pages_of_another_life(race: Race
     assert len(race.ended) == 1 and race.server.tickets() == []
     race.reuse()
     race.both()
-    assert not named(race.events, Arrived), "pages of somebody else were used"
+    assert not named(race.events, Arrived), "pages of another request were used"
     assert len(named(race.events, (TransferFailed, Revoked))) == 1 and race.client.tickets() == []
     assert len(race.ended) == 1
 
 
 @pytest.mark.parametrize("what", ["generation", "contents"])
 def test_a_page_used_again_in_the_middle_of_its_copy_is_found(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """The generation is read after the copy, so that half old, half new pages show the new one; where the new life has
-    no number, as after a fault of ours, the checksum shows it."""
+    """The generation is read after the copy, so a half-old copy shows the new generation. If the new life has no
+    number, because of a fault of ours, the checksum shows it."""
     monkeypatch.setattr("baton.metadata.handoff.client.DRAIN_MESSAGES", 1)
     race = Race("local")
 
     class Torn:
-        """The peer's pages, whose owner uses one again while its last layer is copied."""
+        """The peer's pages. Their owner reuses one of them while its last layer is copied."""
 
         def __getitem__(self, key: Any) -> np.ndarray:
             copied = race.source[0].pages[key].copy()
@@ -132,16 +132,16 @@ def test_a_page_used_again_in_the_middle_of_its_copy_is_found(monkeypatch: pytes
     race.close()
 
 
-def test_time_that_decode_did_not_see_costs_nothing_but_a_retry(race: Race) -> None:
-    """Its clock jumps by an hour between two polls: the peer is not called silent for it."""
+def test_a_jump_of_the_decode_clock_costs_only_a_retry(race: Race) -> None:
+    """The decode node's clock jumps by an hour between two polls. The peer does not count as silent for it."""
     race.decode()
     race.decode(3600.0)
     race.both()
     assert [type(event) for event in race.events] == [Arrived]
 
 
-def test_time_that_prefill_did_not_see_does_not_end_a_ticket_that_is_renewed(race: Race) -> None:
-    """Its clock jumps by an hour; the renewal is read a moment later."""
+def test_a_jump_of_the_prefill_clock_does_not_end_a_renewed_ticket(race: Race) -> None:
+    """The prefill node's clock jumps by an hour. The renewal is read a moment later."""
     race.prefill(3600.0)
     assert race.server.tickets() == [unit()]
     race.decode(0.3)  # renews
@@ -165,7 +165,7 @@ def test_wall_clocks_do_not_matter(race: Race, monkeypatch: pytest.MonkeyPatch) 
 
 
 def hand(race: Race, epoch: str = "d7" * 8) -> Any:
-    """A decode node by hand that has said hello."""
+    """A bare socket that acts as a decode node and has said hello."""
     dealer = race.wire.dealer(race.server.address)
     hello = race.client._hello
     fields = {name: getattr(hello, name) for name in hello.__struct_fields__}
@@ -182,7 +182,7 @@ def test_an_ack_that_comes_twice_ends_one_ticket_once(race: Race) -> None:
 
 
 def test_an_ack_of_an_earlier_attempt_ends_nothing(race: Race) -> None:
-    """The unit's next attempt is another ticket, even on the same link."""
+    """The next attempt of the unit has its own ticket, even on the same link."""
     race.both()
     (ack,) = [frames for frames in race.client._links[race.server.epoch].socket.sent if _is(frames, Ack)]
     again = unit(attempt=1)
@@ -196,8 +196,9 @@ def test_an_ack_of_an_earlier_attempt_ends_nothing(race: Race) -> None:
     assert race.server.tickets() == [again]
 
 
-def test_messages_of_an_older_life_end_nothing_in_the_next_one(race: Race) -> None:
-    """A prefill node restarts at its address, a unit of the same name is open there: the old link's words are void."""
+def test_messages_of_an_earlier_epoch_end_no_ticket_of_the_next(race: Race) -> None:
+    """A prefill node restarts at its address and opens a unit of the same name. Messages for the old link change
+    nothing."""
     link = race.client._links[race.server.epoch].socket
     race.both(1)
     said = [frames for frames in link.sent if not _is(frames, LinkHello)]
@@ -212,7 +213,7 @@ def test_messages_of_an_older_life_end_nothing_in_the_next_one(race: Race) -> No
         node.close()
 
 
-def test_nobody_but_the_claimant_moves_a_ticket(race: Race) -> None:
+def test_only_the_claimant_moves_a_ticket(race: Race) -> None:
     thief = hand(race)
     for message in (
         Claim(unit=unit(), num_cached_pages=0),
@@ -245,7 +246,7 @@ def test_a_ticket_that_was_never_claimed_is_not_for_strangers() -> None:
 
 
 def test_one_link_is_one_node(race: Race) -> None:
-    """A second hello may change the transport, not who speaks, and not how many answers may wait."""
+    """A second hello may change the transport, but not the node's name or the number of answers that may wait."""
     thief = hand(race)
     holder = thief.holder
     known = race.server._links[holder]
@@ -260,7 +261,7 @@ def test_one_link_is_one_node(race: Race) -> None:
 
 
 def test_a_peer_that_sends_only_junk_is_not_heard() -> None:
-    """It owes pages, and what comes from it is no answer: the claim fails in the stated time."""
+    """The peer owes pages, and junk does not count as an answer. So the claim fails in time."""
     race = Race("zmq")
     race.decode()  # pulls
     for _ in range(80):

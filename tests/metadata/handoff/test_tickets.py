@@ -1,9 +1,20 @@
-"""The life of a ticket, on a clock of the test's own."""
+"""The life of a ticket, on a clock that only the test moves; at the end, as a state machine.
+
+hypothesis looks for an order of claims, renewals, acks, lies, ends and clock jumps that breaks one of three invariants:
+the owners of the pool sum to the pool; no page of a live ticket is free; every ticket ends once, for a reason that a
+node gave.
+"""
 
 from __future__ import annotations
 
-import pytest
+import contextlib
 
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from baton.engine.pages import Owner, PagePool
 from baton.metadata.errors import ProtocolError
 from baton.metadata.handoff.tickets import (
     MAX_PARKED,
@@ -40,7 +51,7 @@ def book(clock) -> TicketBook:
 
 
 def watch(book: TicketBook, clock: Clock, seconds: float) -> tuple[list[UnitClaim], list[UnitClaim]]:
-    """What `expire` returns while that time passes, asked as often as a node asks."""
+    """Call `expire` as often as a node does while that time passes. Return its results."""
     unknown, lapsed = [], []
     end = clock.now + seconds
     while clock.now < end:
@@ -59,7 +70,7 @@ def claimed(book: TicketBook, unit: Unit = U, holder: bytes = LINK) -> Ticket:
     return ticket
 
 
-def test_claim_then_ack(book):
+def test_a_claimed_ticket_ends_with_its_ack(book):
     book.open(U, 4)
     assert book.take_events() == [] and book.units == [U]
     ticket = book.claim(U, LINK, 2)
@@ -69,7 +80,7 @@ def test_claim_then_ack(book):
     assert book.take_events() == [] and book.units == [] and book.get(U) is None
 
 
-def test_the_end_is_told_once(book, clock):
+def test_the_end_of_a_ticket_is_reported_once(book, clock):
     claimed(book)
     assert book.end(U, LINK, "dropped", "cancelled")
     assert not book.end(U, LINK, "acked")
@@ -117,7 +128,7 @@ def test_a_lease_ends_unless_it_is_renewed(book, clock):
     assert book.renew([U], LINK) == [U]
 
 
-def test_a_ticket_nobody_claims_ends_and_a_late_claim_is_told(book, clock):
+def test_an_unclaimed_ticket_ends_and_a_late_claim_is_answered(book, clock):
     book.open(U, 4)
     assert watch(book, clock, 1.0) == ([], [])  # no holder to tell
     assert [event.how for event in book.take_events()] == ["lease"]
@@ -217,7 +228,7 @@ def test_a_revoked_ticket_cannot_be_kept_alive(book, clock):
 
 @pytest.mark.parametrize("away_s", [1.0, 3600.0, 1e9], ids=["a long step", "an hour of suspend", "a clock gone mad"])
 def test_a_lease_that_ended_while_the_node_was_away_gets_one_more_look(book, clock, away_s):
-    """The renewals of that time may still be on their way up: they lie in the socket when the loop comes back."""
+    """Renewals from that time may still lie in the socket when the loop continues."""
     claimed(book)
     clock.now += away_s
     assert book.expire() == ([], []) and book.units == [U]
@@ -226,11 +237,11 @@ def test_a_lease_that_ended_while_the_node_was_away_gets_one_more_look(book, clo
     assert watch(book, clock, 0.9) == ([], [])
     clock.now += away_s
     assert book.expire() == ([], [])
-    assert watch(book, clock, 0.3) == ([], [UnitClaim(U, LINK)])  # nobody renewed it this time
+    assert watch(book, clock, 0.3) == ([], [UnitClaim(U, LINK)])  # it was not renewed this time
 
 
 def test_a_node_that_is_always_away_ends_leases_all_the_same(book, clock):
-    """Steps that are longer than a lease, one after the other: the second look is the last."""
+    """Every step takes longer than a lease. The second look ends the lease."""
     claimed(book)
     looks = 0
     while book.units:
@@ -241,7 +252,7 @@ def test_a_node_that_is_always_away_ends_leases_all_the_same(book, clock):
 
 
 def test_messages_that_are_never_all_read_do_not_keep_leases_alive(book, clock):
-    """As under a flood of junk: fairly queued renewals come through it, and a dead node's pages come free."""
+    """Under a flood of junk, renewals still come through, and the pages of a dead node become free."""
     claimed(book, U, LINK)
     claimed(book, V, OTHER)
     start = clock.now
@@ -268,8 +279,8 @@ def test_only_the_named_claimant_gets_a_ticket(book, clock):
     assert isinstance(ticket, Ticket) and ticket.holder == LINK
 
 
-def test_a_strangers_early_claim_is_not_in_the_way(book):
-    """Who claims what is not his, before it is known, neither gets it nor keeps the right one out."""
+def test_an_early_claim_of_another_node_does_not_block_the_right_one(book):
+    """A claim by another node before the ticket opens does not get the ticket and does not block the right node."""
     assert book.claim(U, OTHER, 0, "e2") is None
     assert book.claim(U, LINK, 1, "e1") is None
     ticket = book.open(U, 4, "e1")
@@ -277,7 +288,7 @@ def test_a_strangers_early_claim_is_not_in_the_way(book):
     assert book.renew([U], OTHER) == [U]
 
 
-def test_the_end_of_an_unclaimed_ticket_is_told_to_its_claimant_alone(book):
+def test_only_its_claimant_hears_the_end_of_an_unclaimed_ticket(book):
     book.open(U, 4, "e1")
     book.revoke(U, True, "stop")
     assert book.claim(U, OTHER, 0, "e2") is None
@@ -304,7 +315,7 @@ def test_a_unit_has_one_ticket(book):
     assert book.units == [U]
 
 
-def test_leases_last_a_second_if_nothing_else_is_said(clock):
+def test_leases_last_a_second_by_default(clock):
     book = TicketBook(clock)
     book.open(U, 4)
     assert book.next_deadline() == clock.now + 1.0
@@ -323,7 +334,7 @@ def test_a_lease_begins_when_it_is_opened_claimed_and_claimed_again(clock, lease
 
 
 def test_a_claim_again_counts_as_a_renewal_of_a_lease_that_was_found_over(book, clock):
-    """It gets its second look anew."""
+    """The lease gets its second look once more."""
     claimed(book)
     clock.now += 2.0
     assert book.expire() == ([], [])
@@ -344,7 +355,7 @@ def test_each_lease_that_is_found_over_is_prolonged_by_itself(book, clock):
 
 
 def test_all_leases_that_are_over_are_judged_when_one_is_prolonged(book, clock):
-    """V's was found over before; U's, which was opened before it and claimed since, is for the first time."""
+    """V's lease was found over before. U's lease, opened earlier and claimed since, is found over only now."""
     book.open(U, 4)
     claimed(book, V, OTHER)
     clock.now += 0.9
@@ -367,7 +378,7 @@ def test_a_node_is_away_when_it_does_not_ask_for_half_a_lease(book, clock, since
 
 
 @pytest.mark.parametrize("claimant", [None, "e1"])
-def test_a_late_claim_of_an_unclaimed_ticket_is_told_why_for_one_lease(book, clock, claimant):
+def test_a_late_claim_hears_the_reason_for_one_lease(book, clock, claimant):
     reason = "nobody claimed it within 1 s"
     for at, is_told in ((0.9, True), (1.0, False)):
         book.open(U, 4, claimant)
@@ -378,7 +389,7 @@ def test_a_late_claim_of_an_unclaimed_ticket_is_told_why_for_one_lease(book, clo
         book.end(U, LINK, "dropped")
 
 
-def test_the_reason_of_a_revoked_ticket_is_told_for_one_lease(book, clock):
+def test_a_claim_of_a_revoked_ticket_hears_the_reason_for_one_lease(book, clock):
     for at, is_told in ((0.9, True), (1.0, False)):
         book.open(U, 4)
         book.revoke(U, True, "stop")
@@ -397,7 +408,7 @@ def test_a_unit_that_is_opened_again_has_no_end_to_tell(book):
     assert book.claim(U, LINK, 0) is None
 
 
-def test_a_claim_without_an_epoch_is_nobodys(book):
+def test_a_claim_without_an_epoch_has_no_claimant(book):
     book.open(U, 4, "e1")
     with pytest.raises(ProtocolError, match=r"for decode epoch e1, not $"):
         book.claim(U, LINK, 0)
@@ -457,3 +468,130 @@ def test_pages_are_offered_once_and_within_the_ticket(book):
     for index in (3, 4, -1):
         with pytest.raises(AssertionError):
             ticket.offer([index], [5], [1])
+
+
+LEASE_S = 1.0
+
+NODES = {b"link0": "e0", b"link1": "e1"}  # links and the epochs of their nodes
+
+UNITS = [Unit("r", 0, attempt) for attempt in range(2)]
+
+units = st.sampled_from(UNITS)
+
+links = st.sampled_from(sorted(NODES))
+
+
+class TicketLife(RuleBasedStateMachine):
+    """A prefill node's pool and ticket book, and the messages that its peers may send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 100.0
+        self.pool = PagePool(9, 4)
+        self.book = TicketBook(lambda: self.now, LEASE_S)
+        self.pages: dict[Unit, list[int]] = {}  # of the tickets that have not ended
+        self.claimants: dict[Unit, str | None] = {}
+        self.holders: dict[Unit, bytes] = {}
+        self.kept_until: dict[Unit, float] = {}  # no lease may end before
+        self.asked: dict[Unit, set[str]] = {}  # how the ticket may end by what was said so far
+
+    @rule(unit=units, num_pages=st.integers(1, 4), claimant=st.sampled_from(["e0", "e1", None]))
+    def open(self, unit: Unit, num_pages: int, claimant: str | None) -> None:
+        if unit in self.pages or num_pages > self.pool.num_free:
+            return
+        self.pages[unit] = self.pool.allocate(num_pages, Owner.TICKET)
+        self.claimants[unit], self.kept_until[unit], self.asked[unit] = claimant, self.now + LEASE_S, set()
+        ticket = self.book.open(unit, num_pages, claimant)
+        ticket.offer(list(range(num_pages)), self.pages[unit], [1] * num_pages)
+        self._look()
+
+    @rule(unit=units, link=links, have=st.integers(0, 4))
+    def claim(self, unit: Unit, link: bytes, have: int) -> None:
+        with contextlib.suppress(ProtocolError):
+            self.book.claim(unit, link, have, NODES[link])
+        self._look()
+
+    @rule(unit=units, link=links)
+    def renew(self, unit: Unit, link: bytes) -> None:
+        unknown = self.book.renew([unit], link)
+        if self.holders.get(unit) == link:
+            assert not unknown
+            if "revoked" not in self.asked[unit]:
+                self.kept_until[unit] = self.now + LEASE_S
+
+    @rule(unit=units, link=links, how=st.sampled_from(["acked", "dropped", "revoked"]), times=st.integers(1, 2))
+    def say_the_end(self, unit: Unit, link: bytes, how: str, times: int) -> None:
+        if self.holders.get(unit) == link:
+            self.asked[unit].add("revoked" if "revoked" in self.asked[unit] else how)
+        for _ in range(times):
+            self.book.end(unit, link, how)  # type: ignore[arg-type]
+        self._look()
+
+    @rule(unit=units, finished=st.booleans())
+    def revoke(self, unit: Unit, finished: bool) -> None:
+        if unit in self.pages:
+            self.asked[unit].add("revoked")
+        ticket = self.book.revoke(unit, finished, "cancelled")
+        assert (ticket is not None) == (unit in self.holders)
+        self._look()
+
+    @rule(link=links)
+    def close_epoch(self, link: bytes) -> None:
+        for unit, holder in self.holders.items():
+            if holder == link:
+                self.asked[unit].add("closed")
+        self.book.close(link, "gone")
+        self._look()
+
+    @rule(seconds=st.sampled_from([0.0, 0.1, 0.4, 0.6, 1.0, 3600.0]), is_all_read=st.booleans())
+    def time_passes(self, seconds: float, is_all_read: bool) -> None:
+        self.now += seconds
+        for unit in self.pages:
+            if self.kept_until[unit] <= self.now:
+                self.asked[unit].add("lease")
+        self.book.expire(is_all_read=is_all_read)
+        self._look()
+
+    def _look(self) -> None:
+        """Process the book's events as a node does."""
+        for event in self.book.take_events():
+            if isinstance(event, Claimed):
+                ticket = self.book.get(event.unit)
+                holder = ticket.holder if ticket is not None else None
+                assert holder is not None and self.claimants[event.unit] in (None, NODES[holder])
+                self.holders[event.unit], self.kept_until[event.unit] = holder, self.now + LEASE_S
+                self.asked[event.unit].discard("lease")
+                continue
+            assert isinstance(event, TicketEnded) and event.how in self.asked[event.unit], event
+            self.pool.release(self.pages.pop(event.unit), Owner.TICKET)  # fails for one that ends twice
+            self.holders.pop(event.unit, None)
+
+    @invariant()
+    def owners_sum_to_the_pool(self) -> None:
+        assert self.pool.ledger().ticket == sum(map(len, self.pages.values()))
+
+    @invariant()
+    def no_page_of_a_live_ticket_is_free(self) -> None:
+        for unit in self.book.units:
+            ticket = self.book.get(unit)
+            assert ticket is not None
+            assert all(self.pool.owner(page) == Owner.TICKET for page in ticket.pages.values())
+        assert set(self.book.units) == set(self.pages)
+
+    def teardown(self) -> None:
+        """Without messages, every ticket ends within a lease and a quarter."""
+        for _ in range(16):
+            self.time_passes(0.1, is_all_read=True)
+        assert not self.book.units and self.pool.ledger().ticket == 0
+
+
+TicketLife.TestCase.settings = settings(
+    max_examples=50,
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+test_ticket_life = TicketLife.TestCase

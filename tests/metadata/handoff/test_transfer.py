@@ -1,4 +1,4 @@
-"""What one claim knows: which pages are missing, how long they were on their way."""
+"""The state of one claim: which pages are missing, and how long pages were on their way."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_offers_become_moves_with_checksums(transfer):
     assert transfer.checksums == {1: b"\1" * STRIDE, 3: b"\3" * STRIDE}
 
 
-def test_it_is_whole_when_every_page_not_had_is_here(transfer):
+def test_a_transfer_is_complete_when_every_missing_page_is_here(transfer):
     transfer.take_offer(offer([1, 2]), SCHEMA, 20)
     transfer.land(1, 0.0)
     transfer.land(2, 0.0)
@@ -49,7 +49,7 @@ def test_it_is_whole_when_every_page_not_had_is_here(transfer):
     assert transfer.is_whole and transfer.row == make_row(SCHEMA)
 
 
-def test_time_counts_while_something_is_on_its_way(transfer):
+def test_time_counts_while_pages_are_on_their_way(transfer):
     transfer.start_clock(0.0)  # nothing is
     transfer.take_offer(offer([1, 2]), SCHEMA, 20)
     transfer.start_clock(10.0)
@@ -63,8 +63,8 @@ def test_time_counts_while_something_is_on_its_way(transfer):
     assert transfer.moving_s == pytest.approx(3.5)
 
 
-def test_what_was_offered_before_is_left_out(transfer):
-    """Offers come again where some may have been lost."""
+def test_pages_offered_before_are_left_out(transfer):
+    """Offers are repeated if some may have been lost."""
     transfer.take_offer(offer([1, 2], make_row(SCHEMA)), SCHEMA, 20)
     transfer.land(1, 0.0)
     assert transfer.take_offer(offer([1, 2, 3], make_row(SCHEMA, seed=8)), SCHEMA, 20) == [Move(unit(), 3, 13, 8, 4)]
@@ -74,7 +74,7 @@ def test_what_was_offered_before_is_left_out(transfer):
         transfer.take_offer(offer([3, 3]), SCHEMA, 20)
 
 
-def test_pages_that_are_had_cannot_be_offered(transfer):
+def test_cached_pages_cannot_be_offered(transfer):
     with pytest.raises(ProtocolError, match="not within 1 and 4"):
         transfer.take_offer(offer([0]), SCHEMA, 20)
 

@@ -1,4 +1,4 @@
-"""In which protocol the two ends of a data link address each other."""
+"""The protocol in which the two ends of a data link address each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALL = ("cuda", "local", "zmq")
 
 
 class Spy:
-    """In place of `encode`: what each end has said, as the peer sees it."""
+    """A replacement of `encode` that records each message as the peer sees it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from baton.metadata.handoff import pull_link, server
@@ -59,7 +59,7 @@ def pair() -> Iterator[Any]:
         (0, PROTOCOL_MIN, PROTOCOL_MIN),  # an older router does not tell
     ],
 )
-def test_pages_travel_in_whatever_protocol(
+def test_both_ends_use_the_protocol_they_agreed_on(
     pair: Any, told: int, ours: int, theirs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, client, *_ = pair
@@ -82,7 +82,7 @@ def hello(sample: Any) -> LinkHello:
 
 
 def test_an_older_decode_node_maps_no_pool_on_a_gpu(hello: LinkHello) -> None:
-    """It has no inbox, and knows nothing of its welcome."""
+    """The older node has no inbox and does not know the welcome of that transport."""
     newer = msgspec.structs.replace(hello, inbox="baton-" + "0" * 32, protocol=PROTOCOL_MAX)
     assert [name for name in ALL if can_use(name, ALL, newer, host_identity())] == list(ALL)
     older = msgspec.structs.replace(hello, inbox="")

@@ -1,4 +1,4 @@
-"""A frame is a message and its checksum; nothing but ProtocolError comes out of a bad one."""
+"""A frame is a message with a checksum, and a bad frame raises only ProtocolError."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def test_a_renamed_field_keeps_its_name_on_the_wire(protocol: int | None) -> Non
     assert decode_frame(to_prefill_decoder, frame) == message
 
 
-def test_a_salt_is_called_so_on_the_wire() -> None:
+def test_cache_salt_is_named_salt_on_the_wire() -> None:
     request = GenerationRequest(prompt_ids=b"", params=SamplingParams(max_tokens=1), cache_salt="tenant")
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(request))["salt"] == "tenant"

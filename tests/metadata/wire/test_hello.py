@@ -1,4 +1,4 @@
-"""The Hello of a newer node: read as far as it is understood, or refused in words."""
+"""The Hello of a newer node is read as far as it is understood, or refused with an explanation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def framed(value: Any) -> bytes:
 
 
 def grown(value: Any) -> Any:
-    """With fields of the future, on every level."""
+    """Add fields of a future protocol on every level."""
     if isinstance(value, dict):
         return {key: grown(item) for key, item in value.items()} | {"from_the_future": {"a": [1, None]}}
     if isinstance(value, list | tuple):
@@ -40,7 +40,7 @@ def grown(value: Any) -> Any:
 
 
 def lists_only(hello: dict[str, Any]) -> dict[str, Any]:
-    """A Hello whose tables of names (not structs) stay as they are."""
+    """Return the grown Hello, but with the original tables of names."""
     more = grown(hello)
     for name in ("special_tokens", "defaults"):
         more["model"][name] = hello["model"][name]
@@ -48,7 +48,7 @@ def lists_only(hello: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_newer_node_with_which_there_is_a_common_protocol_is_read(sample: Any, seed: int) -> None:
+def test_a_newer_node_with_a_common_protocol_is_read(sample: Any, seed: int) -> None:
     hello = sample(Hello, seed, **NEWER)
     assert decode_to_router(framed(lists_only(plain(hello)))) == hello
 
@@ -58,14 +58,16 @@ def unreadable(hello: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("change", [lists_only, unreadable])
-def test_a_newer_node_without_a_common_protocol_is_told_both_ranges(sample: Any, change: Callable[..., Any]) -> None:
+def test_a_newer_node_without_a_common_protocol_is_refused_with_both_ranges(
+    sample: Any, change: Callable[..., Any]
+) -> None:
     hello = sample(Hello, node_id="p7", epoch="e", **APART)
     with pytest.raises(HelloRefused, match=RANGES) as got:
         decode_to_router(framed(change(plain(hello))))
     assert got.value.peer == b"p7:e"
 
 
-def test_values_that_are_not_known_are_named(sample: Any) -> None:
+def test_unknown_values_are_refused_by_name(sample: Any) -> None:
     hello = plain(sample(Hello, **NEWER))
     hello["layout"]["target"]["dtype"] = "float4"
     with pytest.raises(HelloRefused, match=r"cannot be read .*float4.*layout.target.dtype"):
@@ -78,7 +80,7 @@ def test_bounds_hold_for_newer_nodes_too(sample: Any) -> None:
         decode_to_router(framed(hello))
 
 
-def test_a_node_that_is_not_newer_has_no_excuse(sample: Any) -> None:
+def test_unknown_fields_of_a_node_that_is_not_newer_are_an_error(sample: Any) -> None:
     hello = plain(sample(Hello, protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX))
     with pytest.raises(ProtocolError, match="unknown field") as got:
         decode_to_router(framed(grown(hello)))
@@ -89,7 +91,7 @@ def test_a_node_that_is_not_newer_has_no_excuse(sample: Any) -> None:
     "frame",
     [
         framed({"type": "cancelled", "rid": "r", "attempt": 0, "from_the_future": 1}),
-        framed({"type": "hello"} | APART),  # of nobody
+        framed({"type": "hello"} | APART),  # names no node
         framed({"type": "hello", "node_id": "n", "epoch": "e" * 65} | APART),
         framed({"type": "hello", "node_id": "n", "epoch": "e", "protocol_min": -1, "protocol_max": 99}),
         framed([1]),
@@ -97,13 +99,13 @@ def test_a_node_that_is_not_newer_has_no_excuse(sample: Any) -> None:
         b"",
     ],
 )
-def test_nothing_else_is_read_leniently(frame: bytes) -> None:
+def test_only_a_newer_hello_is_read_leniently(frame: bytes) -> None:
     with pytest.raises(ProtocolError) as got:
         decode_to_router(frame)
     assert not isinstance(got.value, HelloRefused)
 
 
-async def test_it_is_told_over_its_own_connection_alone(sample: Any) -> None:
+async def test_a_refusal_goes_only_to_the_connection_of_its_node(sample: Any) -> None:
     got: list[ToRouter] = []
     hub = Hub("tcp://127.0.0.1:*", "e0", None, lambda _, message: got.append(message), lambda _: None)
     hub.start()
@@ -127,8 +129,8 @@ async def test_it_is_told_over_its_own_connection_alone(sample: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["é" * 128, "🎈" * 128])
-def test_a_name_too_long_for_a_routing_id_stops_nobody(sample: Any, name: str) -> None:
-    """It was an error of another kind than a malformed frame's, which ended the router's reading for good."""
+def test_a_name_too_long_for_a_routing_id_does_not_stop_the_router(sample: Any, name: str) -> None:
+    """The name once raised another error than a malformed frame, which ended the router's reading."""
     hello = lists_only(plain(sample(Hello, **APART))) | {"node_id": name, "epoch": "e" * 64}
     with pytest.raises(HelloRefused) as refused:
         decode_to_router(framed(hello))

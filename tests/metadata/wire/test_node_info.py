@@ -1,4 +1,4 @@
-"""Descriptions of nodes: bounds that keep a hostile Hello from sizing anything."""
+"""Descriptions of nodes have bounds, so that a hostile Hello cannot make the reader allocate memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields and messages that say since when they exist: older peers get what they know, and nothing costs the newest."""
+"""Fields and messages name their first protocol: older peers get only those they know, at no cost for others."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_an_older_peer_gets_no_newer_field_however_deep() -> None:
     assert plain(OUTER, 4) == head | {"inner": {"old": 1}, "rows": [[1]]}
 
 
-def test_what_an_older_peer_sends_is_filled_up_by_the_defaults() -> None:
+def test_fields_that_an_older_peer_lacks_get_their_defaults() -> None:
     decoder = msgspec.msgpack.Decoder(Outer)
     older = decoder.decode(unseal(encode(OUTER, 4)) or b"")
     assert older == Outer("n", Inner(1, 2), (Row(1, 0, None),))
@@ -76,7 +76,7 @@ def test_a_message_that_the_peer_does_not_know_is_a_bug() -> None:
         encode(Late("w"), 5)
 
 
-def test_ranges() -> None:
+def test_peers_agree_on_the_highest_common_protocol() -> None:
     assert agreed((4, 6)) == agreed((1, 9)) == agreed((6, 6)) == 6
     assert agreed((4, 5)) == agreed((4, 6), (1, 5)) == 5
     assert agreed((7, 9)) is agreed((1, 3)) is agreed((4, 4), (5, 6)) is None
@@ -108,7 +108,7 @@ def test_wrong_declarations_are_refused(kind: type[msgspec.Struct], words: str) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_declaration_is_right_and_needed(kind: type[Message]) -> None:
-    """What all supported protocols have says nothing; what is newer than the newest does not exist."""
+    """A declaration older than all supported protocols says nothing. One newer than the newest protocol is wrong."""
     assert PROTOCOL_MIN <= kind.since <= PROTOCOL_MAX
     assert all(PROTOCOL_MIN < since <= PROTOCOL_MAX for since in sinces(kind))
 
@@ -118,7 +118,7 @@ def test_the_newest_protocol_takes_no_detour(monkeypatch: pytest.MonkeyPatch) ->
     assert encode(OUTER, 6) == encode(OUTER)
 
 
-def test_a_message_goes_to_nobody_who_does_not_know_it(sample: Any) -> None:
+def test_a_message_is_not_sent_to_a_peer_that_does_not_know_it(sample: Any) -> None:
     with pytest.raises(AssertionError):
         encode(sample(CudaWelcome), 5)
     assert encode(Cancelled(rid="r", attempt=0), 4) == encode(Cancelled(rid="r", attempt=0))

@@ -1,4 +1,4 @@
-"""Columns of ids, seeds of choices, and what a model can compute of a request."""
+"""Columns of ids, seeds of choices, and the prompts that a model can compute."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_ids_are_little_endian_int32_and_read_back() -> None:
     assert unpack_ids(pack_ids([0, 2**31 - 1])) == [0, 2**31 - 1]
 
 
-def test_what_is_no_column_of_ids_raises() -> None:
+def test_malformed_columns_of_ids_are_refused() -> None:
     with pytest.raises(OverflowError):
         pack_ids([2**31])
     with pytest.raises(ValueError):
@@ -28,7 +28,7 @@ def test_what_is_no_column_of_ids_raises() -> None:
         GenerationRequest(prompt_ids=b"abc", params=SamplingParams(max_tokens=1))
 
 
-def test_choices_have_seeds_of_their_own() -> None:
+def test_each_choice_has_its_own_seed() -> None:
     seeds = [choice_seed(7, choice) for choice in range(64)]
     assert seeds[0] == 7 and len(set(seeds)) == 64 and all(0 <= seed < 2**63 for seed in seeds)
 
@@ -46,12 +46,12 @@ def test_ids_are_read_within_context_and_vocabulary() -> None:
         ([1], (-1,), "a prompt has token ids -1 to -1, but the vocabulary has 6 tokens"),
     ],
 )
-def test_what_a_model_cannot_run_is_refused_with_the_value(
+def test_prompts_that_a_model_cannot_run_are_refused_with_the_value(
     prompt: list[int], received: tuple[int, ...], words: str
 ) -> None:
     with pytest.raises(RequestError, match=words):
         request(prompt, received).token_ids(6, 3)
 
 
-def test_a_unit_in_words() -> None:
+def test_a_unit_is_printed_with_choice_and_attempt() -> None:
     assert str(Unit("cmpl-1", 2, 3)) == "cmpl-1/2.3"

@@ -1,4 +1,4 @@
-"""Bounded lists of times: however many are added, the sums stay."""
+"""Bounded lists of times keep their sums, however many times are added."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_full_list_joins_neighbours(count: int) -> None:
     assert sum(item.waited_s + item.compute_s for item in items) == 0.75 * count
 
 
-def test_a_list_within_its_bound_is_told_one_by_one() -> None:
+def test_a_list_within_its_bound_keeps_every_entry() -> None:
     items: list[ChunkTimes] = []
     for place in range(4):
         add_bounded(items, ChunkTimes(1, place, 0.0, float(place)), most=4)

@@ -1,7 +1,7 @@
-"""Extensions of schemathesis for test_schemathesis.py, which runs it in a process of its own.
+"""Extensions of schemathesis for test_openapi.py, which runs it in its own process.
 
-Every string that names a model becomes the name of the model that is served, so that requests get further than 404.
-The check `positive_data_acceptance` is replaced by one that forgives the refusals in ARGUED.
+Every string that names a model becomes the name of the served model, so that requests get further than 404. The check
+`positive_data_acceptance` is replaced by one that forgives the refusals in ARGUED.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""API keys: who may call which route, and how many sequences each key may have."""
+"""API keys: which routes each key opens, and how many sequences it may run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def bearer(key: str | None) -> dict[str, str]:
         ("0.0.0.0", {"api_key": "a", "admin_key": "b"}, "b", 200, 200),
     ],
 )
-def test_who_may_call_what(
+def test_each_key_opens_the_routes_it_is_for(
     make_router: Callable[..., Any], host: str, settings: Any, key: str | None, of_clients: int, of_operators: int
 ) -> None:
     router = make_router(host=host, **settings)
@@ -59,7 +59,7 @@ def test_who_may_call_what(
     assert router.request("GET", "/health")[0] == 200
 
 
-def test_keys_from_a_file(make_router: Callable[..., Any], tmp_path: Path) -> None:
+def test_keys_are_read_from_a_file(make_router: Callable[..., Any], tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# ours\nfirst\n\n  second  \n")
     router = make_router(api_keys=str(keys), api_key="third")
@@ -68,7 +68,7 @@ def test_keys_from_a_file(make_router: Callable[..., Any], tmp_path: Path) -> No
     assert router.request("GET", "/v1/models", headers=bearer("# ours"))[0] == 401
 
 
-def test_settings_that_cannot_work(tmp_path: Path) -> None:
+def test_wrong_key_settings_are_refused(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.write_text("# nothing\n")
     for settings, words in (
@@ -82,7 +82,7 @@ def test_settings_that_cannot_work(tmp_path: Path) -> None:
     assert Access(RouterConfig(admin_key="secret")).has_admin_key
 
 
-def test_how_much_a_key_may_have(make_system: Callable[..., System], tmp_path: Path) -> None:
+def test_the_running_sequences_of_a_key_are_bounded(make_system: Callable[..., System], tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\ntwo\n")
     settings = {"api_keys": str(keys), "max_concurrent_per_key": 2, "admin_key": "boss"}
@@ -112,7 +112,7 @@ def test_how_much_a_key_may_have(make_system: Callable[..., System], tmp_path: P
     assert complete("one", n=2)[0] == 200, "what has ended still counts"
 
 
-def test_api_key(make_system: Any) -> None:
+def test_requests_without_the_api_key_are_refused(make_system: Any) -> None:
     system: System = make_system(router={"api_key": "sesame"})
     system.cluster.add("prefill", "p0")
     system.cluster.add("decode", "d0")

@@ -10,7 +10,7 @@ from ..conftest import System
 from ..test_runner import own
 
 
-def test_nodes_and_ledger(system: System) -> None:
+def test_operators_see_the_nodes_and_the_ledger(system: System) -> None:
     assert system.complete()[0] == 200
     _, body, _ = system.router.request("GET", "/debug/nodes")
     assert {node["node_id"]: node["role"] for node in body["nodes"]} == {"p0": "prefill", "d0": "decode"}

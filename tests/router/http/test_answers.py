@@ -1,4 +1,4 @@
-"""Answers that are sent whole. Streams: test_sse.py, test_completions.py."""
+"""Answers that are sent whole. test_sse.py and test_completions.py test streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The application as a whole: paths and methods, errors, and headers that every answer has."""
+"""The application as a whole: paths and methods, errors, and headers of every answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_router_imports_nothing_heavy() -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
-def test_what_goes_wrong_inside_is_not_told(
+def test_internal_errors_are_not_shown_to_clients(
     system: System, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(model: str | None) -> None:
@@ -33,7 +33,7 @@ def test_what_goes_wrong_inside_is_not_told(
     assert "/srv/secret/place" in caplog.text
 
 
-def test_routes(system: System) -> None:
+def test_unknown_routes_methods_and_models_are_refused(system: System) -> None:
     assert system.router.request("GET", "/nowhere")[0] == 404
     status, body, headers = system.router.request("GET", "/v1/completions")
     assert (status, headers["allow"]) == (405, "POST")
@@ -43,14 +43,14 @@ def test_routes(system: System) -> None:
     assert "fake" in body["error"]["message"]
 
 
-def test_not_even_http(system: System) -> None:
+def test_bytes_that_are_not_http_are_refused(system: System) -> None:
     with socket.create_connection(("127.0.0.1", int(system.router.url.rsplit(":", 1)[1]))) as connection:
         connection.sendall(b"\x16\x03\x01\x00\xff not http\r\n\r\n")
         assert b"400" in connection.recv(1000)
     assert system.complete()[0] == 200
 
 
-def test_head_is_answered_where_get_is(system: System) -> None:
+def test_head_is_answered_like_get(system: System) -> None:
     for path, status in (("/health", 200), ("/v1/completions", 405)):
         connection = http.client.HTTPConnection(system.router.url.removeprefix("http://"))
         connection.request("HEAD", path)
@@ -58,7 +58,7 @@ def test_head_is_answered_where_get_is(system: System) -> None:
         connection.close()
 
 
-def test_request_id(system: System) -> None:
+def test_every_answer_carries_its_request_id(system: System) -> None:
     _, body, headers = system.complete()
     assert headers["x-request-id"] == body["id"]
     request = system.router.request

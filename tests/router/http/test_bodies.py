@@ -33,13 +33,13 @@ OK = {"model": "fake", "prompt": "hello", "max_tokens": 100}
     ],
     ids=lambda raw: repr(raw[:20]),
 )
-def test_bad_json(system: System, raw: bytes) -> None:
+def test_malformed_json_is_refused(system: System, raw: bytes) -> None:
     status, body, _ = system.router.request("POST", "/v1/completions", raw)
     assert status == 400, body
     assert body["error"]["type"] == "invalid_request_error"
 
 
-def test_large_body(system: System) -> None:
+def test_a_body_above_the_limit_is_refused(system: System) -> None:
     status, body, _ = system.router.request("POST", "/v1/completions", json.dumps({**OK, "prompt": "x" * 10_000_000}))
     assert (status, body["error"]["code"]) == (413, "http_error"), body
     assert system.complete()[0] == 200
@@ -97,7 +97,7 @@ def test_broken_bodies_are_one_line_in_the_log(system: System, caplog: pytest.Lo
 
 @pytest.mark.parametrize("encoding", ["deflate", "gzip", "br", "nonsense"])
 def test_compressed_bodies_are_refused_at_once(system: System, encoding: str) -> None:
-    """A body that only says it is compressed must not be waited for. Those that are: test_encodings.py."""
+    """The router does not wait for a body that is only declared as compressed. test_encodings.py has real ones."""
     headers = {"Content-Encoding": encoding}
     status, body, _ = system.router.request("POST", "/detokenize", {"tokens": [422, 20, 113, 258, 178, 71]}, headers)
     assert status == (400 if encoding == "gzip" else 415), body

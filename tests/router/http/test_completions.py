@@ -20,7 +20,7 @@ def client(system: System) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_completion(system: System, client: openai.OpenAI) -> None:
+def test_a_completion_has_text_finish_reason_and_usage(system: System, client: openai.OpenAI) -> None:
     answer = client.completions.create(model="fake", prompt="hello", max_tokens=100)
     assert answer.choices[0].text == system.text
     assert answer.choices[0].finish_reason == "stop"
@@ -31,7 +31,7 @@ def test_completion(system: System, client: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens_details.cached_tokens == 3
 
 
-def test_completion_streamed(system: System, client: openai.OpenAI) -> None:
+def test_a_streamed_completion_ends_with_finish_reason_and_usage(system: System, client: openai.OpenAI) -> None:
     stream = client.completions.create(
         model="fake", prompt="hello", max_tokens=100, stream=True, stream_options={"include_usage": True}
     )
@@ -67,7 +67,7 @@ async def test_async_client_streams_chat(system: System) -> None:
     assert len(own(system.cluster.by_name("p0"), messages.Prefill)) == 1  # for both choices
 
 
-def test_chat(system: System, client: openai.OpenAI) -> None:
+def test_a_chat_answer_has_text_logprobs_and_the_templated_prompt(system: System, client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="fake", messages=[{"role": "user", "content": "hello"}], logprobs=True, top_logprobs=2
     )
@@ -86,7 +86,7 @@ def test_chat(system: System, client: openai.OpenAI) -> None:
 
 
 def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
-    """What the client got can be sent back as it is."""
+    """A client can send back the answer that it received, unchanged."""
     first = client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "hello"}])
     said = first.choices[0].message.model_dump()
     again = client.chat.completions.create(
@@ -141,7 +141,7 @@ def test_token_ids_are_returned(system: System, client: openai.OpenAI) -> None:
     assert ids == system.say(system.text)
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_models_are_listed_and_retrieved(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["fake"]
     assert client.models.retrieve("fake").id == "fake"
     with pytest.raises(openai.NotFoundError):

@@ -1,4 +1,4 @@
-"""Which of the HTTP server's own log lines are shown."""
+"""The HTTP server's own log lines: only those about faults of the router have tracebacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which pages and hosts may use the router, over real sockets: what a browser sends, and what other programs send."""
+"""Web pages and host names that may use the router, over real sockets, as browsers and other programs send requests."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def send(
     host: str | None = "own",
     has_length: bool = True,
 ) -> Answer:
-    """One request with exactly these headers, and a POST's body, read to the end of the connection. HTTP/1.1 needs a
-    Host."""
+    """Send one request with exactly these headers and this body, and read the answer to the end of the connection.
+    HTTP/1.1 needs a Host header."""
     address, port = router.url.removeprefix("http://").rsplit(":", 1)
     body = body if method == "POST" else b""
     lines = [f"{method} {path} HTTP/1.{0 if host is None else 1}", *headers, "Connection: close"]
@@ -113,7 +113,7 @@ FOREIGN = [
 
 @pytest.mark.parametrize("headers", FOREIGN, ids=" ".join)
 def test_every_route_is_closed_to_foreign_pages(system: System, headers: tuple[str, ...]) -> None:
-    """The table of routes is walked: a new route is closed as well, whatever it does."""
+    """The test walks the table of routes, so a new route is tested as well."""
     for method, path in GUARDED:
         answer = send(system.router, method, path, *headers, body=COMPLETION)
         assert answer.status == 403, (method, path, answer)
@@ -133,7 +133,7 @@ def test_a_websocket_of_a_foreign_page_is_refused(system: System) -> None:
     "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil", "10.0.0.1"]
 )
 def test_every_route_is_closed_to_foreign_hosts(system: System, host: str) -> None:
-    """A page whose own name resolves to 127.0.0.1 is of the router's own origin, and sends none with a GET."""
+    """If a page's own name resolves to 127.0.0.1, it has the router's origin, and its GET carries no Origin header."""
     for method, path in GUARDED:
         for headers in ((), (f"Origin: http://{host}",), ("Sec-Fetch-Site: same-origin",)):
             answer = send(system.router, method, path, *headers, body=COMPLETION, host=host)
@@ -165,7 +165,7 @@ def test_names_of_loopback_are_the_routers_own(system: System, host: str | None)
         ({"host": "0.0.0.0"}, "baton.example", 200),
     ],
 )
-def test_when_the_host_is_looked_at(
+def test_unknown_host_names_are_refused_only_on_loopback_without_keys(
     make_router: Callable[..., RunningRouter], settings: dict[str, Any], host: str, status: int
 ) -> None:
     router = make_router(**settings)
@@ -193,7 +193,7 @@ def test_the_routers_own_pages_are_served(system: System, headers: tuple[str, ..
 
 
 @pytest.mark.parametrize("site", ["none", "cross-site", "same-site", "same-origin"])
-def test_who_types_an_address_or_follows_a_link_is_served(system: System, site: str) -> None:
+def test_page_navigations_are_served(system: System, site: str) -> None:
     navigation = (f"Sec-Fetch-Site: {site}", "Sec-Fetch-Mode: navigate", "Sec-Fetch-Dest: document")
     for path in ("/v1/models", "/metrics", "/openapi.json", "/debug/requests"):
         assert send(system.router, "GET", path, *navigation).status == 200
@@ -216,8 +216,10 @@ def preflight(router: RunningRouter, method: str, path: str, origin: str, *heade
 
 
 @pytest.mark.parametrize("settings", [{}, {"api_key": "sesame"}])
-def test_a_preflight_of_an_allowed_page(make_router: Callable[..., RunningRouter], settings: dict[str, Any]) -> None:
-    """It carries no key; and it is answered on every route."""
+def test_a_preflight_of_an_allowed_page_is_answered(
+    make_router: Callable[..., RunningRouter], settings: dict[str, Any]
+) -> None:
+    """A preflight carries no key, and every route answers it."""
     router = make_router(allow_origin=(GOOD,), **settings)
     for route, path in PATHS:
         method = route.method
@@ -286,7 +288,7 @@ def test_all_origins_may_be_allowed(make_router: Callable[..., RunningRouter]) -
     assert send(router, "GET", "/v1/models", *FOREIGN[-1]).status == 200
 
 
-def test_options_of_other_programs(system: System) -> None:
+def test_options_requests_list_the_allowed_methods(system: System) -> None:
     answer = send(system.router, "OPTIONS", "/v1/completions")
     assert (answer.status, answer.headers["allow"], answer.body) == (204, "OPTIONS, POST", b"")
     assert send(system.router, "OPTIONS", "/v1/models").headers["allow"] == "GET, HEAD, OPTIONS"
@@ -327,7 +329,7 @@ SERVED = [
 
 
 @pytest.mark.parametrize("kind", NO_JSON)
-def test_what_is_no_json_is_refused_by_every_route(system: System, kind: str) -> None:
+def test_every_route_refuses_bodies_that_are_not_json(system: System, kind: str) -> None:
     for path in POSTS:
         answer = send(system.router, "POST", path, f"Content-Type: {kind}")
         assert answer.status == 415, (path, answer)
@@ -337,7 +339,7 @@ def test_what_is_no_json_is_refused_by_every_route(system: System, kind: str) ->
 
 
 @pytest.mark.parametrize("kind", [None, *SERVED])
-def test_what_other_programs_send_is_served(system: System, kind: str | None) -> None:
+def test_content_types_of_other_programs_are_served(system: System, kind: str | None) -> None:
     headers = () if kind is None else (f"Content-Type: {kind}",)
     assert send(system.router, "POST", "/v1/completions", *headers, body=COMPLETION).status == 200
     assert send(system.router, "POST", "/admin/flush", *headers).status == 200
@@ -345,17 +347,17 @@ def test_what_other_programs_send_is_served(system: System, kind: str | None) ->
 
 @pytest.mark.parametrize("header", ["Origin: {own}", "Sec-Fetch-Site: same-origin", "Sec-Fetch-Mode: navigate"])
 def test_forms_are_not_served(system: System, header: str) -> None:
-    """`curl -d` sends JSON under a form's type; a browser sends forms under it."""
+    """Browsers send forms with this content type, and `curl -d` sends JSON with it."""
     given = header.format(own=system.router.url)
     for path in POSTS:
         answer = send(system.router, "POST", path, given, "Content-Type: application/x-www-form-urlencoded")
         assert answer.status == 415, path
 
 
-# --- nobody else notices -----------------------------------------------------------------------------------------
+# --- other clients are served as before --------------------------------------------------------------------------
 
 
-def test_official_client_and_probes_beside_closed_doors(make_system: Callable[..., System]) -> None:
+def test_the_official_client_and_probes_are_served(make_system: Callable[..., System]) -> None:
     system = make_system(router={"host": "0.0.0.0", "api_key": "sesame"})
     system.cluster.add("prefill", "p0")
     system.cluster.add("decode", "d0")
@@ -372,7 +374,7 @@ def test_official_client_and_probes_beside_closed_doors(make_system: Callable[..
         assert send(system.router, "GET", "/ready", key, host=host).status == 200
 
 
-def test_no_answer_names_versions(system: System) -> None:
+def test_answers_do_not_name_software_versions(system: System) -> None:
     streamed = COMPLETION[:-1] + b', "stream": true}'
     answers = [
         send(system.router, "GET", "/health"),
@@ -399,8 +401,8 @@ def test_no_answer_names_versions(system: System) -> None:
         ("Host: \udcff", 403),
     ],
 )
-def test_a_header_that_is_no_text_gets_the_refusal_that_it_earns(system: System, header: str, status: int) -> None:
-    """The refusal names the value, whose bytes are no UTF-8: that was a 500 and a traceback in the log."""
+def test_a_header_that_is_not_text_gets_the_usual_refusal(system: System, header: str, status: int) -> None:
+    """The refusal names the value, whose bytes are not UTF-8. This once gave a 500 and a traceback in the log."""
     host = None if header.startswith("Host") else "own"
     answer = send(system.router, "POST", "/v1/completions", header, body=COMPLETION, host=host)
     assert answer.status == status and "udcff" in answer.words

@@ -42,20 +42,20 @@ def small(make_system: Callable[..., System]) -> System:
 
 @pytest.mark.parametrize("is_chunked", [False, True])
 @pytest.mark.parametrize("encoding", [None, "", "identity", "gzip", "GZIP", "x-gzip"])
-def test_what_is_served(system: System, encoding: str | None, is_chunked: bool) -> None:
+def test_plain_and_gzip_bodies_are_served(system: System, encoding: str | None, is_chunked: bool) -> None:
     body = ZIPPED if "gzip" in (encoding or "").lower() else BODY
     answer = post(system, encoding, body, is_chunked=is_chunked)
     assert answer.status == 200, answer
     assert json.loads(answer.body)["choices"][0]["text"] == system.text
 
 
-def test_libraries_that_are_installed_change_nothing(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_libraries_do_not_change_the_encodings(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HAS_BROTLI", "HAS_ZSTD"):
         monkeypatch.setattr(http_parser, name, not getattr(http_parser, name))
-    test_what_is_not_served_is_refused_alike(system)
+    test_other_encodings_are_all_refused_in_the_same_way(system)
 
 
-def test_what_is_not_served_is_refused_alike(system: System) -> None:
+def test_other_encodings_are_all_refused_in_the_same_way(system: System) -> None:
     for encoding in ("br", "zstd", "deflate", "compress", "gzip, gzip", "gzip, br", "nonsense", "gzip;q=1"):
         for is_chunked in (False, True):
             answer = post(system, encoding, ZIPPED, is_chunked=is_chunked)
@@ -81,13 +81,13 @@ BROKEN = {
 
 @pytest.mark.parametrize("is_chunked", [False, True])
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_broken_is_a_bad_request(system: System, name: str, is_chunked: bool) -> None:
+def test_broken_gzip_is_a_bad_request(system: System, name: str, is_chunked: bool) -> None:
     answer = post(system, "gzip", BROKEN[name], is_chunked=is_chunked)
     assert answer.status == 400, answer
     assert "gzip" in answer.words
 
 
-def test_members_are_one_body() -> None:
+def test_gzip_members_are_joined_to_one_body() -> None:
     halves = gzip.compress(BODY[:20]) + gzip.compress(BODY[20:])
     assert decoded(halves, "gzip", LIMIT) == BODY
     empty = gzip.compress(b"")
@@ -96,7 +96,7 @@ def test_members_are_one_body() -> None:
         decoded(empty * MAX_MEMBERS + ZIPPED, "gzip", LIMIT)
 
 
-def test_the_limit_holds_for_what_comes_out() -> None:
+def test_the_size_limit_counts_decompressed_bytes() -> None:
     for size, fits in ((LIMIT - 1, True), (LIMIT, True), (LIMIT + 1, False)):
         for data in (gzip.compress(b" " * size), gzip.compress(b" " * 10) + gzip.compress(b" " * (size - 10))):
             if fits:
@@ -133,12 +133,12 @@ def test_a_bomb_is_not_inflated(small: System, is_chunked: bool, monkeypatch: py
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
-def test_a_compressed_body_that_is_too_large_itself(small: System, is_chunked: bool) -> None:
+def test_a_compressed_body_above_the_limit_is_refused(small: System, is_chunked: bool) -> None:
     noise = random.Random(0).randbytes(2 * LIMIT)
     assert post(small, "gzip", gzip.compress(noise), is_chunked=is_chunked).status == 413
 
 
-def test_the_body_of_an_operators_request(system: System) -> None:
+def test_bodies_of_operators_may_be_compressed(system: System) -> None:
     body = gzip.compress(b'{"timeout_s": 0}')
     headers = ("Content-Encoding: gzip", "Content-Type: application/json")
     assert send(system.router, "POST", "/admin/nodes/d0/drain", *headers, body=body).status == 200

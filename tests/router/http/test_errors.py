@@ -98,7 +98,7 @@ def test_a_body_with_nan_names_the_field() -> None:
     assert "nested" in str(from_malformed(b"", RecursionError()))
 
 
-def test_outcomes() -> None:
+def test_each_error_counts_as_one_outcome() -> None:
     assert outcome_of(Overloaded("no")) == "refused"
     assert outcome_of(RequestCancelled("no")) == "cancelled"
     assert outcome_of(Unavailable("no")) == "failed"

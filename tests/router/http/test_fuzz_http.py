@@ -1,7 +1,8 @@
-"""Whatever is sent to whichever route: an answer in bounded time, of the error's shape when it is one, never a 500, and
-nothing left behind.
+"""Every request gets an answer in bounded time: an error has the right shape, none is a 500, and nothing is left
+behind.
 
-A bounded run by default; a long one by BATON_FUZZ_SECONDS=600. Inputs and answers are counted and printed at the end.
+The run is bounded by default; BATON_FUZZ_SECONDS=600 makes a long one. Inputs and answers are counted and printed at
+the end.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ kinds = {
 
 
 def fields_of(path: str) -> st.SearchStrategy[dict[str, Any]]:
-    """Bodies of a route: most fields of the right kind, some of any kind, some unknown."""
+    """Bodies of a route: most fields have the right kind, some any kind, and some are unknown."""
     names = [name for name in kinds[path].__struct_fields__ if name not in needed.get(path, ())]
     values = {name: likely.get(name, anything) for name in names}
     sound = st.fixed_dictionaries({name: likely[name] for name in needed.get(path, ())}, optional=values)
@@ -143,7 +144,7 @@ requests = st.one_of(
 
 
 class Target:
-    """A router with fake nodes, and what it answered so far."""
+    """A router with fake nodes, and counts of its answers."""
 
     def __init__(self, system: System) -> None:
         self.system = system
@@ -151,7 +152,7 @@ class Target:
         self.slowest_s = 0.0
 
     def send(self, method: str, path: str, body: Any, given: dict[str, str]) -> None:
-        """One request on a connection of its own; checks the answer."""
+        """Send one request on its own connection, and check the answer."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         connection = http.client.HTTPConnection(self.system.router.url.removeprefix("http://"), timeout=20)
         begun = time.monotonic()
@@ -194,7 +195,7 @@ def target(tokenizer: TextTokenizer, tokenizer_file: bytes) -> Iterator[Target]:
     router.close()
 
 
-def test_whatever_is_sent(target: Target) -> None:
+def test_random_requests_get_declared_answers(target: Target) -> None:
     @settings(
         max_examples=250,  # a batch; a long run makes many
         deadline=None,

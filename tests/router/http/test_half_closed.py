@@ -1,4 +1,4 @@
-"""Clients that have sent their last byte: those that wait get their answer, those that are gone hold nothing."""
+"""Clients that have closed their sending side: those that wait get their answer, those that are gone hold nothing."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def completion(*, stream: bool = False, version: str = "1.1", **more: Any) -> by
 
 
 def read_all(client: socket.socket) -> bytes:
-    """All that comes until the router closes, without interim answers, which may come any number of times."""
+    """Read until the router closes. Return the bytes without interim answers, of which there may be any number."""
     data = b"".join(iter(lambda: client.recv(1 << 16), b""))
     return data.replace(INTERIM, b"")
 
 
 def text_of(answer: bytes) -> str:
-    """The text of one answer, whole or streamed, whose framing must be right."""
+    """Return the text of one answer, whole or streamed, whose framing must be right."""
     head, _, rest = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 "), answer
     if b"chunked" in head:
@@ -63,7 +63,7 @@ def held(make_system: Callable[..., System], **settings: Any) -> System:
 
 
 def ask(system: System, phase: str, *, stream: bool, version: str = "1.1") -> socket.socket:
-    """A request in this phase: queued behind another one, prefilling, or decoding with one token sent."""
+    """Send a request and wait until it is in this phase: queued, prefilling, or decoding with one token sent."""
     decode, prefill = system.cluster.by_name("d0"), system.cluster.by_name("p0")
     if phase == "prefilling":
         system.behaviour.answer_prefill = lambda _node, message: not message.rid.startswith("canary")
@@ -80,7 +80,7 @@ def ask(system: System, phase: str, *, stream: bool, version: str = "1.1") -> so
 
 
 def under_way(system: System) -> int:
-    """Requests beside the one that others queue behind."""
+    """Return the number of requests under way, without the one that the others wait for."""
     dispatcher = system.router.router.dispatcher
     return system.router.call(
         lambda: sum(not each.is_canary and each.priority == 0 for each in dispatcher.requests.values())
@@ -92,7 +92,7 @@ def under_way(system: System) -> int:
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.6])
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_after_the_last_byte(make_system: Callable[..., System], stream: bool, wait_s: float) -> None:
+def test_a_half_closed_client_gets_its_answer(make_system: Callable[..., System], stream: bool, wait_s: float) -> None:
     system = held(make_system)
     with connect(system.router) as client:
         client.sendall(completion(stream=stream))
@@ -105,9 +105,7 @@ def test_an_answer_after_the_last_byte(make_system: Callable[..., System], strea
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_sent_meanwhile_means_nothing_to_other_parsers(
-    make_system: Callable[..., System], stream: bool
-) -> None:
+def test_interim_bytes_are_ignored_by_other_http_parsers(make_system: Callable[..., System], stream: bool) -> None:
     system = held(make_system)
     client = http.client.HTTPConnection(system.router.url.removeprefix("http://"), timeout=20)
     body = {"model": "fake", "prompt": "hello", "max_tokens": 100, "stream": stream}
@@ -130,8 +128,10 @@ def test_what_is_sent_meanwhile_means_nothing_to_other_parsers(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_where_the_last_byte_comes_late(make_system: Callable[..., System], stream: bool) -> None:
-    """The stream has begun by then: what shows whether the client is there is a comment in it."""
+def test_a_client_that_half_closes_in_mid_answer_gets_the_rest(
+    make_system: Callable[..., System], stream: bool
+) -> None:
+    """The stream has begun, so the router sends a comment to find out whether the client is there."""
     system = held(make_system)
     with connect(system.router) as client:
         client.sendall(completion(stream=stream))
@@ -149,7 +149,9 @@ def test_an_answer_where_the_last_byte_comes_late(make_system: Callable[..., Sys
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_of_a_request_that_was_queued(make_system: Callable[..., System], stream: bool) -> None:
+def test_a_half_closed_client_of_a_queued_request_gets_its_answer(
+    make_system: Callable[..., System], stream: bool
+) -> None:
     system = held(make_system, max_running=1)
     with connect(system.router) as first, connect(system.router) as client:
         first.sendall(completion(priority=-1))
@@ -180,7 +182,7 @@ def test_pipelined_requests_are_all_answered(make_system: Callable[..., System])
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/debug/ledger"])
-def test_quick_routes(system: System, path: str, version: str) -> None:
+def test_half_closed_clients_get_answers_of_quick_routes(system: System, path: str, version: str) -> None:
     with connect(system.router) as client:
         client.sendall(f"GET {path} HTTP/{version}\r\nHost: localhost\r\n\r\n".encode())
         client.shutdown(socket.SHUT_WR)
@@ -242,7 +244,7 @@ PHASES = [
 
 @pytest.mark.parametrize("leave", [close, reset, shut_both, shut_then_close])
 @pytest.mark.parametrize(("phase", "stream"), PHASES)
-def test_who_leaves_cancels(
+def test_a_client_that_leaves_cancels_its_request(
     make_system: Callable[..., System], phase: str, stream: bool, leave: Callable[[socket.socket], None]
 ) -> None:
     system = held(make_system, max_running=1 if phase == "queued" else 64)
@@ -264,8 +266,10 @@ def test_who_leaves_cancels(
 
 
 @pytest.mark.parametrize(("phase", "stream"), PHASES[2:])
-def test_who_waited_and_then_leaves_cancels(make_system: Callable[..., System], phase: str, stream: bool) -> None:
-    """It reads what comes, so that its leaving shows by nothing but what is sent next."""
+def test_a_half_closed_client_that_leaves_later_cancels_its_request(
+    make_system: Callable[..., System], phase: str, stream: bool
+) -> None:
+    """The client reads, so the router notices its leaving only by the next send."""
     system = held(make_system)
     client = ask(system, phase, stream=stream)
     client.shutdown(socket.SHUT_WR)
@@ -286,7 +290,7 @@ def test_who_waited_and_then_leaves_cancels(make_system: Callable[..., System], 
 
 
 def test_http_1_0_has_no_interim_answers(make_system: Callable[..., System]) -> None:
-    """Whether such a client is there cannot be found out before its answer begins: it is given up soon."""
+    """Before the answer begins, the router cannot know whether such a client is there, and gives it up soon."""
     system = held(make_system)
     with ask(system, "decoding", stream=False, version="1.0") as client:
         begun = time.monotonic()

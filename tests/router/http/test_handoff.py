@@ -1,4 +1,4 @@
-"""What operators are told of a handoff."""
+"""The page on which operators see what a handoff moves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def layout(algorithm: str, **more: Any) -> HandoffSchema:
 
 
 def told(make_system: Callable[..., System], schema: HandoffSchema) -> tuple[dict[str, Any], list[str]]:
-    """The only group's JSON, and the lines of the text."""
+    """Return the JSON of the only group, and the lines of the text."""
     system = make_system()
     for role in ("prefill", "decode"):
         system.cluster.add(role, role, layout=schema)
@@ -38,7 +38,7 @@ def told(make_system: Callable[..., System], schema: HandoffSchema) -> tuple[dic
     return group, group["words"]
 
 
-def test_eagle_is_told_in_words_and_bytes(make_system: Callable[..., System]) -> None:
+def test_the_page_shows_eagle_in_words_and_bytes(make_system: Callable[..., System]) -> None:
     group, words = told(make_system, layout("eagle", draft_topk=4))
     assert (group["model"], group["nodes"]) == ("fake", {"prefill": ["prefill"], "decode": ["decode"]})
     assert group["schema"]["draft"] == {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4, "dtype": "bfloat16"}
@@ -80,7 +80,9 @@ def test_the_bytes_of_requests_add_up(make_system: Callable[..., System]) -> Non
 
 
 @pytest.mark.parametrize(("algorithm", "draft_kv"), [("standalone", 2048), ("ngram", 0), ("none", 0)])
-def test_without_hidden_state(make_system: Callable[..., System], algorithm: str, draft_kv: int) -> None:
+def test_drafters_without_hidden_state_move_none(
+    make_system: Callable[..., System], algorithm: str, draft_kv: int
+) -> None:
     group, words = told(make_system, layout(algorithm))
     assert not any("hidden" in field["name"] for field in group["row"])
     assert [request["hidden_state"] for request in group["requests"]] == [0, 0, 0]
@@ -90,7 +92,7 @@ def test_without_hidden_state(make_system: Callable[..., System], algorithm: str
     assert any(line == "prefix caches know a page by its own tokens" for line in words)
 
 
-def test_the_layers_that_a_drafter_without_kv_reads_are_told(make_system: Callable[..., System]) -> None:
+def test_the_layers_that_a_drafter_without_kv_reads_are_shown(make_system: Callable[..., System]) -> None:
     group, words = told(make_system, layout("frozen_kv_mtp", frozen_layers=(1, 0)))
     assert group["schema"]["frozen_layers"] == [1, 0]
     assert "draft KV: none; the drafter attends to KV of target layers 1, 0" in words

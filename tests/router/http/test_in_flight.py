@@ -11,9 +11,9 @@ from baton.router.errors import NotFound
 from baton.router.http.in_flight import InFlight
 
 
-def test_what_has_ended_is_not_in_flight_any_more() -> None:
-    """A choice of prompts of which one has ended: the others are cancelled; once all have, the id is unknown, though
-    the answer is still being written."""
+def test_ended_requests_are_not_in_flight() -> None:
+    """One of the prompts of a body has ended: a cancel reaches only the others. When all have ended, the id is unknown,
+    though the answer is still being written."""
     aborted: list[Any] = []
     in_flight = InFlight(lambda request, reason: aborted.append(request))
     caller: Any = SimpleNamespace(is_admin=False)

@@ -15,7 +15,7 @@ from ..conftest import System
 
 
 class FakeDispatcher:
-    """Two nodes, and the questions that they are sent."""
+    """Two nodes, and the questions that were sent to them."""
 
     def __init__(self) -> None:
         self.on_ledger: Any = None
@@ -43,17 +43,17 @@ async def test_each_asker_gets_the_answers_to_its_own_question() -> None:
         dispatcher.on_ledger(SimpleNamespace(node_id=name), answer)
     for query, task in ((1, first), (2, second)):
         assert await task == {name: answers[name, query] for name in ("p0", "d0")}
-    dispatcher.on_ledger(SimpleNamespace(node_id="p0"), report(1))  # too late: nobody asks any more
+    dispatcher.on_ledger(SimpleNamespace(node_id="p0"), report(1))  # too late: the question is over
 
 
-async def test_a_silent_node_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_ledger_of_a_silent_node_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledgers, "ANSWER_S", 0.01)
     dispatcher: Any = FakeDispatcher()
     assert await ledgers.Ledgers(dispatcher).ask(flush=True) == {"p0": None, "d0": None}
     assert dispatcher.asked == [(1, True)]
 
 
-def test_every_node_is_asked_and_a_flush_is_one(system: System) -> None:
+def test_each_request_asks_every_node_once(system: System) -> None:
     for method, path, kind in (("GET", "/debug/ledger", m.Inspect), ("POST", "/admin/flush", m.Flush)):
         status, body, _ = system.router.request(method, path)
         assert status == 200 and set(body["nodes"]) == {"p0", "d0"} and all(body["nodes"].values())

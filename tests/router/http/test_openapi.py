@@ -1,10 +1,19 @@
-"""The OpenAPI document against the routes, the types and the errors that it is generated from."""
+"""The OpenAPI document agrees with the routes, types and errors that it is generated from, and with a running router.
+
+schemathesis compares the answers with the document. That test is skipped if the command is not installed.
+"""
 
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
-from collections.abc import Iterator
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +29,7 @@ from baton.router.http.parameters import NOT_SERVED
 from baton.router.http.routes import ROUTES
 
 from ..conftest import System
+from ..test_runner import wait_until
 
 DOCUMENT = openapi.document(ROUTES)
 
@@ -30,7 +40,7 @@ def operations() -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{method.upper()} {path}", operation
 
 
-def test_the_document_is_that_of_the_routes_and_types(system: System) -> None:
+def test_the_document_has_all_routes_and_fields(system: System) -> None:
     status, body, _ = system.router.request("GET", "/openapi.json")
     assert status == 200
     expected = openapi.document(ROUTES, has_api_keys=False, has_admin_key=False)
@@ -42,7 +52,7 @@ def test_the_document_is_that_of_the_routes_and_types(system: System) -> None:
 
 
 def test_the_statuses_that_the_code_can_raise_are_declared() -> None:
-    """All of them, and no other. conftest.py (check_is_declared) tests which route answers which."""
+    """The document declares exactly these statuses. conftest.py (check_is_declared) tests the routes one by one."""
     declared = {int(status) for _, operation in operations() for status in operation["responses"]}
     raised = {200, *all_statuses()}
     for path in Path(openapi.__file__).parent.rglob("*.py"):
@@ -83,7 +93,7 @@ def test_every_reference_points_to_something() -> None:
         (True, True, ["api_key", "admin_key"], ["admin_key"]),
     ],
 )
-def test_security_is_that_of_the_router(
+def test_the_document_declares_the_keys_that_the_router_needs(
     has_api_keys: bool, has_admin_key: bool, client: list[str], operator: list[str]
 ) -> None:
     paths = openapi.document(ROUTES, has_api_keys=has_api_keys, has_admin_key=has_admin_key)["paths"]
@@ -126,10 +136,58 @@ def test_the_filters_of_requests_are_declared() -> None:
 
 
 def test_a_timeout_is_declared_as_it_is_sent() -> None:
-    """408 is for a body that does not come, 504 for a request that takes too long."""
+    """408 means that the body did not come, 504 that the request took too long."""
     responses = DOCUMENT["paths"]["/v1/completions"]["post"]["responses"]
     assert "body" in responses["408"]["description"]
     assert "timeout_s" in responses["504"]["description"]
     described = DOCUMENT["components"]["schemas"]["CompletionRequest"]["properties"]["timeout_s"]
     assert "504" in str(described)
     assert "408" not in str(described)
+
+
+COMMAND = shutil.which("schemathesis", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+
+MAX_EXAMPLES = int(os.environ.get("BATON_SCHEMATHESIS_EXAMPLES", "16"))  # per operation and phase
+
+
+@pytest.mark.skipif(COMMAND is None, reason="schemathesis is not installed: pip install 'baton-serve[test]'")
+def test_schemathesis_finds_no_answer_that_the_document_does_not_declare(
+    make_system: Callable[..., System], tmp_path: Path
+) -> None:
+    output = [300, 301, 302, 303, 1] * 128  # longer than the context, for requests that ignore the end of sequence
+    system = make_system(router={"api_key": "client", "admin_key": "boss"}, script=lambda prompt, choice: output)
+    system.behaviour.step_tokens = 64
+    system.cluster.add("prefill", "p0")
+    system.cluster.add("decode", "d0")
+    key = {"Authorization": "Bearer boss"}
+    wait_until(lambda: system.router.request("GET", "/ready", headers=key)[0] == 200)
+    assert COMMAND is not None
+    schema = tmp_path / "openapi.json"  # read from its URL, the document's own route would be left out
+    schema.write_text(json.dumps(system.router.request("GET", "/openapi.json", headers=key)[1]))
+    began = time.monotonic()
+    here = Path(__file__).parent
+    run = subprocess.run(
+        [
+            *(COMMAND, "--config-file", str(here / "schemathesis.toml"), "run", str(schema)),
+            *(
+                "--url",
+                system.router.url,
+                "--header",
+                "Authorization: Bearer boss",
+                "--checks",
+                "all",
+                "--max-examples",
+                str(MAX_EXAMPLES),
+            ),
+            *("--exclude-checks", "positive_data_acceptance"),  # schemathesis_checks.py has another one
+            *("--generation-deterministic", "--continue-on-failure", "--no-color"),
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(here)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    print(f"\n{time.monotonic() - began:.1f} s; {re.findall('.* generated.*', run.stdout)}")
+    assert re.search(rf"Tested: +{len(ROUTES)}\n", run.stdout), run.stdout

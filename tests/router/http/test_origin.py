@@ -36,7 +36,7 @@ from baton.router.http.origin import Authority, Origin, allowed_hosts, allowed_o
         ("chat.example", None),
     ],
 )
-def test_an_origin(text: str, expected: tuple[str, str, int | None] | None) -> None:
+def test_origins_are_parsed(text: str, expected: tuple[str, str, int | None] | None) -> None:
     assert Origin.parse(text) == expected
 
 
@@ -56,11 +56,11 @@ def test_an_origin(text: str, expected: tuple[str, str, int | None] | None) -> N
         ("localhost, evil.example", None),
     ],
 )
-def test_a_host(text: str, expected: tuple[str, int | None] | None) -> None:
+def test_hosts_are_parsed(text: str, expected: tuple[str, int | None] | None) -> None:
     assert Authority.parse(text) == expected
 
 
-def test_which_hosts_are_loopback_by_their_name() -> None:
+def test_loopback_hosts_are_recognized_by_name() -> None:
     loopback = ["localhost", "chat.localhost", "127.0.0.1", "127.8.9.10", "::1"]
     others = [
         "localhost.evil.example",
@@ -120,7 +120,7 @@ def test_a_mistyped_host_is_refused_with_the_fix(value: str, fix: str) -> None:
     assert fix in str(error.value)
 
 
-def test_what_is_allowed() -> None:
+def test_allowed_origins_and_hosts_are_normalized() -> None:
     assert allowed_origins(()) == frozenset()
     assert allowed_origins(["https://a.example:443", "HTTPS://A.example"]) == {Origin("https", "a.example", None)}
     assert allowed_origins(["https://a.example", "*"]) is None

@@ -1,7 +1,9 @@
-"""Fields of bodies: what is refused, in which words, and what nodes get."""
+"""Fields of request bodies: which values are refused with which words, and which values reach the nodes."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,7 +38,7 @@ def test_drafts_out_of_range_are_refused_with_their_bound(system: System) -> Non
         assert body["error"]["message"] == "draft_steps: Expected `int` <= 15"
 
 
-def test_the_openapi_document_tells_of_drafts() -> None:
+def test_the_openapi_document_declares_the_draft_fields() -> None:
     schemas = openapi.document(ROUTES)["components"]["schemas"]
     for name in ("CompletionRequest", "ChatRequest"):
         field = schemas[name]["properties"]["draft_steps"]
@@ -112,7 +114,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str | None]] = [
 ]
 
 
-def test_bad_fields(system: System) -> None:
+def test_wrong_fields_are_refused_by_name(system: System) -> None:
     for changes, param in BAD_FIELDS:
         status, body, _ = system.router.request("POST", "/v1/completions", {**OK, **changes})
         error = body["error"]
@@ -145,7 +147,7 @@ def test_bad_fields(system: System) -> None:
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ],
 )
-def test_bad_chat(system: System, changes: dict[str, Any], param: str) -> None:
+def test_wrong_fields_of_a_chat_are_refused_by_name(system: System, changes: dict[str, Any], param: str) -> None:
     status, body, _ = system.router.request("POST", "/v1/chat/completions", {**CHAT, **changes})
     assert (status, body["error"]["param"]) == (400, param), body
 
@@ -159,5 +161,32 @@ def test_bad_chat(system: System, changes: dict[str, Any], param: str) -> None:
         {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]},
     ],
 )
-def test_harmless_chat_fields(system: System, harmless: dict[str, Any]) -> None:
+def test_harmless_fields_of_a_chat_are_ignored(system: System, harmless: dict[str, Any]) -> None:
     assert system.router.request("POST", "/v1/chat/completions", {**CHAT, **harmless})[0] == 200
+
+
+def test_timeout_s_is_checked_and_ends_the_request(make_system: Callable[..., System]) -> None:
+    system = make_system(router={"request_timeout_s": 5.0}).up()
+    system.behaviour.hold = threading.Event()
+    for bad in (0, -1, 5.1, "soon", float("nan")):
+        status, body, _ = system.complete(timeout_s=bad)
+        assert (status, body["error"]["param"]) == (400, "timeout_s"), body
+    assert "limit of 5 s" in system.complete(timeout_s=6)[1]["error"]["message"]
+    status, body, headers = system.complete(timeout_s=0.3)
+    assert (status, body["error"]["type"]) == (504, "timeout_error")
+    assert "0.3 s" in body["error"]["message"]
+    assert headers["x-should-retry"] == "false"
+    system.router.wait_idle()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_priorities_out_of_range_are_refused(system: System, path: str) -> None:
+    given = {"prompt": "x"} if "chat" not in path else {"messages": [{"role": "user", "content": "x"}]}
+    for bad in (101, -101, 1.5, "high", True):
+        status, body, _ = system.router.request("POST", path, {"model": "fake", **given, "priority": bad})
+        assert (status, body["error"]["param"]) == (400, "priority"), body
+    for good in (100, -100, 0, None):
+        status, _, _ = system.router.request(
+            "POST", path, {"model": "fake", "max_tokens": 1, **given, "priority": good}
+        )
+        assert status == 200

@@ -1,4 +1,4 @@
-"""Prompts of bodies, as they are given and as token ids."""
+"""Prompts of request bodies become token ids."""
 
 from __future__ import annotations
 

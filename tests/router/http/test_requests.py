@@ -60,7 +60,7 @@ def test_cancel_by_id(make_system: Callable[..., System], where: str, by: str, s
     assert not in_flight(system)
 
 
-def test_nobody_cancels_what_is_anothers(make_system: Callable[..., System], tmp_path: Path) -> None:
+def test_a_client_cannot_cancel_requests_of_another_key(make_system: Callable[..., System], tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\ntwo\n")
     system = make_system(router={"api_keys": str(keys), "admin_key": "boss"})

@@ -20,14 +20,14 @@ def test_every_route_is_declared_once() -> None:
 
 
 def test_routes_for_operators_lie_under_two_prefixes_and_no_other_route_does() -> None:
-    """app.needs_of relies on it for paths that no route has."""
+    """For paths without a route, app.needs_of decides by these prefixes."""
     for route in ROUTES:
         assert (route.needs is Needs.ADMIN_KEY) == route.path.startswith(("/admin/", "/debug/")), route.path
     assert [route.path for route in ROUTES if route.needs is Needs.NOTHING] == ["/health"]
 
 
 def test_every_answer_is_of_its_declared_type(system: System) -> None:
-    """Of each route without parameters in its path. The others: test_schemathesis.py."""
+    """The test calls each route without parameters in its path. test_openapi.py calls the others."""
     for route in ROUTES:
         if route.answer is None or "{" in route.path or route.body is not None:
             continue

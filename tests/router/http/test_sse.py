@@ -1,4 +1,4 @@
-"""Clients that read slowly or not at all: paused without holding anything, cut off in bounded time; whole texts."""
+"""Slow clients: their requests are paused and hold nothing, and a client that reads nothing is cut off in time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENS = 4000  # more than a megabyte of events
 
 @pytest.fixture(autouse=True)
 def small_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel takes megabytes for a connection on loopback; here it takes kilobytes."""
+    """Make the kernel take kilobytes instead of megabytes for a connection on loopback."""
 
     def limit_all(request: Any, seconds: float) -> None:
         request.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
@@ -88,8 +88,8 @@ def test_a_client_that_pauses_gets_the_whole_text(make_system: Callable[..., Sys
     system.router.wait_idle()
 
 
-def test_a_whole_answer_that_nobody_reads_is_let_go(make_system: Callable[..., System]) -> None:
-    """Its request is over, so it holds nothing on nodes; the answer itself must not be kept for ever."""
+def test_a_whole_answer_is_dropped_if_its_client_does_not_read_it(make_system: Callable[..., System]) -> None:
+    """Its request is over and holds nothing on nodes, but the answer itself must not be kept for ever."""
     system = long_system(make_system, max_unread_s=1.0)
 
     def connections() -> list[Any]:
@@ -106,7 +106,7 @@ def test_a_whole_answer_that_nobody_reads_is_let_go(make_system: Callable[..., S
 
 @pytest.mark.parametrize("place", ["queued", "prefilling"])
 def test_pausing_is_possible_in_every_phase(make_system: Callable[..., System], place: str) -> None:
-    """Not only where it comes from: whoever pauses a request finds all its choices queued again afterwards."""
+    """Any caller may pause a request. All its choices are queued again afterwards."""
     system = make_system(max_running=2).up()
     dispatcher = system.router.router.dispatcher
     taken: list[Any] = []

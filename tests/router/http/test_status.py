@@ -9,7 +9,7 @@ import pytest
 from ..conftest import System
 
 
-def test_metrics(system: System) -> None:
+def test_metrics_count_requests_tokens_and_times(system: System) -> None:
     system.complete()
     system.complete(prompt="")
     system.router.request("POST", "/v1/completions", b"{")
@@ -29,7 +29,7 @@ def test_metrics(system: System) -> None:
 
 
 @pytest.mark.parametrize(("key", "is_told"), [("boss", True), ("client", False)])
-def test_why_the_router_is_not_ready_is_for_operators(make_router: Any, key: str, is_told: bool) -> None:
+def test_only_operators_see_why_the_router_is_not_ready(make_router: Any, key: str, is_told: bool) -> None:
     router = make_router(api_key="client", admin_key="boss")
     status, body, _ = router.request("GET", "/ready", headers={"Authorization": f"Bearer {key}"})
     assert status == 503

@@ -1,4 +1,4 @@
-"""Deltas, one after the other, are what decoding everything at once gives."""
+"""The deltas of a text join to the text that decoding all ids at once gives."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def deltas(tokenizer: TextTokenizer, ids: list[int], prompt: list[int], *, skip_
     return [*(detokenizer.step(token_id) for token_id in ids), detokenizer.flush()]
 
 
-def test_kinds() -> None:
+def test_byte_level_tokenizers_are_recognized() -> None:
     assert BYTE_LEVEL.is_byte_level
     assert not FALLBACK.is_byte_level
 
 
 @given(ids=st.lists(st.integers(0, 419), max_size=60), skip_special=st.booleans())
 @settings(max_examples=400, deadline=None)
-def test_byte_level_any_ids(ids: list[int], skip_special: bool) -> None:
-    """Also where the bytes are no UTF-8, and for ids beyond the vocabulary."""
+def test_the_deltas_of_any_ids_join_to_the_whole(ids: list[int], skip_special: bool) -> None:
+    """This also holds for bytes that are not UTF-8, and for ids beyond the vocabulary."""
     parts = deltas(BYTE_LEVEL, ids, [], skip_special=skip_special)
     assert "".join(parts) == BYTE_LEVEL.decode(ids, skip_special_tokens=skip_special)
 
@@ -36,7 +36,7 @@ def test_byte_level_any_ids(ids: list[int], skip_special: bool) -> None:
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, FALLBACK], ids=["byte", "fallback"])
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd▁"), max_size=40))
 @settings(max_examples=200, deadline=None)
-def test_any_text(tokenizer: TextTokenizer, text: str) -> None:
+def test_the_deltas_of_any_text_join_to_the_whole(tokenizer: TextTokenizer, text: str) -> None:
     prompt = tokenizer.inner.encode("hello").ids
     whole = tokenizer.inner.encode("hello " + text).ids
     ids = whole[len(prompt) :]
@@ -54,7 +54,7 @@ def test_no_delta_splits_a_character() -> None:
     assert [part for part in parts if part] == ["😀", "😀", " ", "✓"]
 
 
-def test_incomplete_character_at_the_end() -> None:
+def test_an_incomplete_character_at_the_end_is_shown_as_a_replacement() -> None:
     ids = BYTE_LEVEL.inner.encode("a😀").ids[:-1]
     assert "".join(deltas(BYTE_LEVEL, ids, [])) == "a\ufffd"
     ids = FALLBACK.inner.encode("a😀").ids[:-1]
@@ -62,7 +62,7 @@ def test_incomplete_character_at_the_end() -> None:
 
 
 def test_holding_back_is_bounded() -> None:
-    """Bytes that never become a character come out all the same."""
+    """Bytes that never become a character are shown after a while."""
     stray = FALLBACK.inner.token_to_id("<0x9F>")
     detokenizer = make_detokenizer(FALLBACK, [], skip_special=True)
     shown = [detokenizer.step(stray) for _ in range(3 * MAX_HELD)]
@@ -74,7 +74,7 @@ def test_leading_space_is_kept_after_a_prompt() -> None:
     assert "".join(deltas(FALLBACK, ids, prompt)) == " quick"
 
 
-def test_special_tokens() -> None:
+def test_special_tokens_are_skipped_on_request() -> None:
     end = BYTE_LEVEL.inner.token_to_id("<|im_end|>")
     assert deltas(BYTE_LEVEL, [end], [], skip_special=True) == ["", ""]
     assert deltas(BYTE_LEVEL, [end], [], skip_special=False) == ["<|im_end|>", ""]

@@ -15,7 +15,7 @@ stop_lists = st.lists(st.text(LETTERS, min_size=1, max_size=5), min_size=1, max_
 
 
 def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Character by character."""
+    """Look for the stop strings character by character."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -31,7 +31,9 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 @given(text=texts, stops=stop_lists, places=st.lists(st.integers(0, 30), max_size=20), include=st.booleans())
 @settings(max_examples=1000, deadline=None)
-def test_any_split_gives_the_same(text: str, stops: list[str], places: list[int], include: bool) -> None:
+def test_however_the_text_is_split_the_output_is_the_same(
+    text: str, stops: list[str], places: list[int], include: bool
+) -> None:
     watch = StopStrings(stops, include=include)
     shown = ""
     for piece in cut(text, places):

@@ -11,7 +11,7 @@ from baton.metadata.errors import ProtocolError, RequestError
 from baton.router.text.tokenizer import ChatTemplate, TextTokenizer
 
 
-def test_compressed_file(tokenizer_file: bytes) -> None:
+def test_a_compressed_tokenizer_is_read_and_damage_is_refused(tokenizer_file: bytes) -> None:
     digest = xxhash.xxh3_128_hexdigest(tokenizer_file)
     packed = zlib.compress(tokenizer_file)
     assert TextTokenizer.from_compressed(packed, digest).is_byte_level
@@ -23,7 +23,7 @@ def test_compressed_file(tokenizer_file: bytes) -> None:
         TextTokenizer.from_compressed(zlib.compress(nonsense), xxhash.xxh3_128_hexdigest(nonsense))
 
 
-async def test_encode(tokenizer: TextTokenizer) -> None:
+async def test_encoding_and_decoding_give_the_text_back(tokenizer: TextTokenizer) -> None:
     text = "naïve café " * 100
     ids = await tokenizer.encode(text, add_special_tokens=True)
     assert ids == tokenizer.inner.encode(text).ids
@@ -36,7 +36,7 @@ def render(source: str, **options: object) -> str:
     return template.render([{"role": "user", "content": "hi"}], add_generation_prompt=True, options=options)
 
 
-def test_helpers() -> None:
+def test_chat_templates_have_the_usual_helpers() -> None:
     assert render("{{ messages | tojson }}") == '[{"role": "user", "content": "hi"}]'
     assert render("{{ 'é' | tojson }}") == '"é"'
     assert render("{{ eos_token }}{{ flavour }}", flavour="x") == "</s>x"
@@ -58,12 +58,12 @@ def test_helpers() -> None:
         "{{ 1 / 0 }}",
     ],
 )
-def test_a_template_that_refuses(source: str) -> None:
+def test_an_error_in_a_template_is_an_error_of_the_messages(source: str) -> None:
     with pytest.raises(RequestError) as caught:
         render(source)
     assert caught.value.param == "messages"
 
 
-def test_a_template_that_does_not_compile() -> None:
+def test_a_template_that_does_not_compile_is_refused() -> None:
     with pytest.raises(ProtocolError, match="compile"):
         ChatTemplate("{% for %}", {})

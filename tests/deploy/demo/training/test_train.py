@@ -63,7 +63,7 @@ def test_writes_a_model_directory(config: TrainConfig, result: TrainResult) -> N
     assert json.loads((config.out / "generation_config.json").read_text())["eos_token_id"] == EOS_IDS
 
 
-def test_loss_falls(result: TrainResult) -> None:
+def test_training_lowers_the_loss(result: TrainResult) -> None:
     assert len(result.losses) == 3  # 12 steps, evaluated every 4
     assert result.losses[-1] < result.losses[0] - 0.1, result.losses
 

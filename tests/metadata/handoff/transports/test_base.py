@@ -1,4 +1,4 @@
-"""For which pairs of nodes a transport works, by what its class says that it needs."""
+"""A transport works for the pairs of nodes that meet the needs of its class."""
 
 from __future__ import annotations
 

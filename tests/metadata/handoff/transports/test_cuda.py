@@ -1,4 +1,4 @@
-"""Pages gathered on a device, at the device's own pace: what lands, when, and what never does."""
+"""Pages gathered on a device at the device's own pace: which pages land, and when."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from baton.metadata.wire.node_info import DevicePools
 
 
 def ignore(_: object) -> None:
-    """Stands for the link's `send`: these transports send nothing."""
+    """Stand for the link's `send`, which these transports do not use."""
 
 
 class Pools:
@@ -39,7 +39,7 @@ class Pools:
         return CudaTransport.open(PullEnd(tuple(self.target.memory), ignore, self.target, self.inbox), welcome)
 
     def welcome(self, sent: list[int] | None = None, **changes: Any) -> CudaWelcome:
-        """What a prefill node says, after it has sent `sent`, or what it should send."""
+        """Return a prefill node's welcome. `sent`: the descriptors that reach the inbox, the right ones by default."""
         token, shared = new_token(), self.source.shared
         send_descriptors(self.inbox.address, token, [each.descriptor for each in shared] if sent is None else sent)
         pools = DevicePools(device=self.source.device, sizes=tuple(each.size for each in shared), token=token)
@@ -76,7 +76,7 @@ def pools() -> Iterator[Pools]:
 
 
 def test_a_page_lands_when_the_device_has_it_and_no_step_waits(pools: Pools) -> None:
-    """Checksums are of our copy, the generation is read after it was made."""
+    """The checksums are those of the decode node's copy. The generation is read after the copy."""
     pools.fetch((5, 20), (6, 21))
     assert pools.transport.is_busy
     assert pools.step() == pools.step() == [] and pools.written == []
@@ -91,7 +91,7 @@ def test_a_page_lands_when_the_device_has_it_and_no_step_waits(pools: Pools) -> 
 
 
 class _SoonDone:
-    """A gather that is done when it is asked the third time."""
+    """A gather that is done when it is asked for the third time."""
 
     def __init__(self, pools: Pools, gather: Any) -> None:
         self.pools, self.gather, self.num_asked = pools, gather, 0
@@ -111,7 +111,7 @@ class _SoonDone:
 def test_a_short_launch_lands_in_the_step_that_begins_it(
     pools: Pools, is_short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the device has it soon; for a long one, or while another is before it, the loop is not held up."""
+    """The loop does not wait for a long launch, or for one that is queued behind another."""
     num_bytes = page_bytes(DRAFT_SCHEMA)
     monkeypatch.setattr(cuda, "SHORT_BYTES", num_bytes if is_short else num_bytes - 1)
     monkeypatch.setattr(cuda, "SHORT_WAIT_S", 60.0)
@@ -122,7 +122,7 @@ def test_a_short_launch_lands_in_the_step_that_begins_it(
     assert pools.transport.is_busy is not is_short and pools.target.num_waits == 0
 
 
-def test_what_is_queued_goes_in_one_launch_and_what_comes_meanwhile_in_the_next(pools: Pools) -> None:
+def test_queued_pages_go_in_one_launch_and_later_ones_in_the_next(pools: Pools) -> None:
     for first in (1, 3, 5, 7):
         pools.fetch((first, first), (first + 1, first + 1))
         pools.step()
@@ -145,7 +145,7 @@ def test_a_launch_has_a_bounded_number_of_bytes(pools: Pools, monkeypatch: pytes
 
 
 def test_after_forget_nothing_of_the_unit_is_written_and_others_land(pools: Pools) -> None:
-    """One launch has pages of both units; what is queued never starts, what is under way is waited for."""
+    """One launch has pages of both units. Queued pages never start; a launch under way is waited for."""
     pools.fetch((1, 1), (2, 2), rid="kept")
     pools.fetch((3, 3), rid="dropped")
     pools.step()
@@ -159,7 +159,7 @@ def test_after_forget_nothing_of_the_unit_is_written_and_others_land(pools: Pool
     assert pools.step() == [] and (pools.target.pools[0][:, [3, 4]] == 0x77).all()
 
 
-def test_forget_of_what_is_not_under_way_does_not_wait(pools: Pools) -> None:
+def test_forgetting_a_unit_that_is_not_under_way_does_not_wait(pools: Pools) -> None:
     pools.fetch((1, 1), rid="kept")
     pools.step()
     pools.fetch((3, 3), rid="dropped")
@@ -187,7 +187,7 @@ def test_closing_waits_for_the_device_then_unmaps(pools: Pools) -> None:
     assert pools.step() == []
 
 
-def test_who_takes_a_page_may_close_the_link(pools: Pools) -> None:
+def test_the_link_can_be_closed_while_its_pages_are_taken(pools: Pools) -> None:
     pools.fetch((1, 1), (2, 2))
     pools.step()
     pools.target.run()
@@ -199,7 +199,7 @@ def test_who_takes_a_page_may_close_the_link(pools: Pools) -> None:
 
 
 @pytest.mark.parametrize("what", ["token", "descriptor", "pool size", "num_pages", "fds", "pid", "size", "one pool"])
-def test_what_cannot_be_mapped_leaves_nothing_mapped_or_open(pools: Pools, what: str) -> None:
+def test_a_failed_mapping_leaves_nothing_mapped_or_open(pools: Pools, what: str) -> None:
     descriptors, sizes = zip(*pools.source.shared, strict=True)
     changes: dict[str, Any] = {
         "token": {"of_pools": {"token": bytes(16)}},

@@ -18,7 +18,7 @@ from baton.metadata.wire.messages import LinkWelcome, Pages
 
 
 def ignore(_: object) -> None:
-    """Stands for the link's `send`: these transports send nothing."""
+    """Stand for the link's `send`, which these transports do not use."""
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_pages_that_were_given_up_are_not_copied(pools):
         ({"pid": 1 << 40}, "cannot open"),
     ],
 )
-def test_what_cannot_be_mapped_leaves_nothing_mapped(pools, changes, words):
+def test_a_failed_mapping_leaves_nothing_mapped(pools, changes, words):
     source, target = pools
     with pytest.raises(TransferError, match=words):
         LocalTransport.open(PullEnd(tuple(target), ignore), msgspec.structs.replace(welcome(source), **changes))
@@ -94,7 +94,7 @@ def test_the_second_pool_failing_unmaps_the_first(pools):
     assert maps.read_text().count("baton-pages") == before > 0
 
 
-def test_nobody_sends_pages_to_it(pools):
+def test_a_message_with_pages_is_refused(pools):
     source, target = pools
     transport = LocalTransport.open(PullEnd(tuple(target), ignore), welcome(source))
     with pytest.raises(ProtocolError, match="local"):

@@ -21,7 +21,7 @@ _published: dict[int, tuple[PageMemory, ...]] = {}  # in place of memory that tw
 
 
 class ToyTransport(Transport):
-    """Copies between two nodes of one process."""
+    """A transport between two nodes of one process."""
 
     name: ClassVar[str] = "toy"
     needs_same_host: ClassVar[bool] = True
@@ -76,7 +76,7 @@ def test_a_registered_transport_is_negotiated_and_moves_pages() -> None:
         node.close()
 
 
-def test_its_needs_are_asked_when_nodes_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_needs_of_a_transport_are_checked_when_nodes_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ToyTransport, "needs_inbox", True)  # which a decode node without a GPU has not
     server, source = make_server(transports=("toy",))
     client, target = make_client(transports=("toy",))

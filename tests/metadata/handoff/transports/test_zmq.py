@@ -1,4 +1,4 @@
-"""Pages as messages: how many are asked for, what is taken, what is left alone."""
+"""Pages as messages: how many the transport asks for, which it takes, and which it ignores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PER_PULL = 3
 
 
 class Wire:
-    """A transport whose pulls are kept, and answered when the test says so."""
+    """A transport whose pulls are recorded, and answered when the test says so."""
 
     def __init__(self) -> None:
         self.source, self.target = make_memory(DRAFT_SCHEMA, 64, seed=4), make_memory(DRAFT_SCHEMA, 64)
@@ -46,7 +46,7 @@ def wire(monkeypatch) -> Iterator[Wire]:
 
 
 def moves(indices, rid: str = "r") -> list[Move]:
-    """Index i: from page i + 1 to page 60 - i."""
+    """Return moves of index i from page i + 1 to page 60 - i."""
     return [Move(unit(rid), i, i + 1, 60 - i, 1) for i in indices]
 
 
@@ -75,7 +75,7 @@ def test_a_bounded_number_of_bounded_messages_is_on_the_way(wire):
     assert not wire.transport.is_waiting
 
 
-def test_tickets_are_asked_for_apart(wire):
+def test_each_ticket_has_its_own_pull(wire):
     wire.transport.fetch([*moves([0], "a"), *moves([1], "b")])
     wire.transport.step(1)
     assert [pull.unit.rid for pull in wire.pulls] == ["a", "b"]
