@@ -246,6 +246,9 @@ class Sequence:
             self.finish_reason = "stop"
         elif item.ended is not None:
             stop_reason = self._finish(item.ended, chunks)
+        if item.ended is not None:  # here and not on arrival: beyond a gap a message may come twice, or be dropped
+            self.request.count(item.ended)
+            self.request.timeline.ended(self, item.ended)
         shown = list(item.logprobs[known : known + num_fresh]) if item.logprobs else []
         return Delta("".join(chunks), fresh[:num_fresh], shown, self.finish_reason, stop_reason)
 

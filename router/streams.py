@@ -148,9 +148,6 @@ class TokenStreams:
     ) -> Delta | None:
         had_gap = sequence.gap_since is not None
         delta = sequence.merge(first, ids, logprobs, ended, now)
-        if ended is not None:
-            sequence.request.count(ended)
-            sequence.request.timeline.ended(sequence, ended)
         if sequence.gap_since is None:
             self._gaps.discard(sequence)
         elif not had_gap:  # only the node that went on beyond the gap knows the missing tokens for sure

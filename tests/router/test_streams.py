@@ -191,6 +191,28 @@ def test_a_filled_gap_is_no_longer_asked_for_and_the_next_one_counts_anew() -> N
     assert len(gaps(site, 6.0, 5.0)[0]) == MAX_RESENDS
 
 
+def test_an_end_that_comes_twice_beyond_a_gap_counts_once() -> None:
+    site = Site()
+    end = Ended("length", None, 3, 6, 0, num_rounds=3, num_drafted=9, num_accepted=4)
+    for _ in range(2):
+        assert site.take(2, IDS[2:], ended={0: end}) == []
+    site.take(0, IDS[:1])
+    assert site.request.num_drafted == 0, "nothing of it is taken before the gap is filled"
+    assert site.take(1, IDS[1:2]) == [(site.one, False)] and site.one.finish_reason == "length"
+    assert (site.request.num_rounds, site.request.num_drafted, site.request.num_accepted) == (3, 9, 4)
+
+
+def test_an_end_beyond_a_gap_that_is_never_filled_counts_nothing() -> None:
+    """Another attempt ends the sequence, and its counts are the sequence's."""
+    site = Site()
+    site.take(1, IDS[1:], ended={0: Ended("length", None, 3, 6, 0, num_rounds=3, num_drafted=9, num_accepted=4)})
+    site.one.restart()
+    site.one.attempt = site.request.begin_attempt({0}, site.prefill, site.decode, 1.0)
+    end = Ended("length", None, 3, 6, 0, num_rounds=1, num_drafted=2, num_accepted=1)
+    list(site.streams.take(site.decode, tokens((site.unit(0, 1), 0, IDS), ended={0: end}), 2.0))
+    assert (site.request.num_rounds, site.request.num_drafted, site.request.num_accepted) == (1, 2, 1)
+
+
 def test_nobody_asks_for_a_sequence_that_is_closed_or_has_no_attempt() -> None:
     for is_closed in (True, False):
         site = Site()
