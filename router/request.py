@@ -189,7 +189,7 @@ class Sequence:
             if not reachable:
                 break
             self._ahead = [item for item in self._ahead if item.first > len(self.received)]
-            for item in sorted(reachable):
+            for item in sorted(reachable, key=lambda each: each.first):  # nothing else of them has an order
                 if self.finish_reason is None:
                     delta = _joined(delta, self._accept(item))
         if not self._ahead:
