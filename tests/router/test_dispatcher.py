@@ -592,17 +592,44 @@ def test_log_probabilities_of_the_prompt_are_awaited() -> None:
     world.check_books()
 
 
-@pytest.mark.parametrize(
-    ("firsts", "counts", "ids"),
-    [([0], [2], [40]), ([-1], [1], [40]), ([0], [-1], [40]), ([0], [1], [-40])],
-)
-def test_tokens_whose_columns_do_not_fit_change_nothing(firsts: list[int], counts: list[int], ids: list[int]) -> None:
-    world = World()
-    client, asked = world.running()
-    message = m.Tokens((Unit(asked.rid, 0, 0),), pack_ids(firsts), pack_ids(counts), pack_ids(ids))
-    with pytest.raises(ProtocolError):
-        world.say("d0", message)
-    assert client.ids == {0: IDS[:1]}
+MISFITS = [([0], [2], [40]), ([-1], [1], [40]), ([0], [-1], [40]), ([0], [1], [-40]), ([0], [1], [40, 41])]
+
+
+@pytest.mark.parametrize(("firsts", "counts", "ids"), MISFITS)
+def test_tokens_whose_columns_do_not_fit_are_refused_and_the_request_moves(
+    firsts: list[int], counts: list[int], ids: list[int]
+) -> None:
+    world = World(max_attempts=2)
+    client, _ = world.running(max_tokens=4)
+    for attempt in (0, 1):
+        message = m.Tokens((Unit("r1", 0, attempt),), pack_ids(firsts), pack_ids(counts), pack_ids(ids))
+        with pytest.raises(ProtocolError) as caught:
+            world.say("d0", message)
+        assert caught.value.node == "d0" and client.ids == {0: IDS[:1]}
+        world.wait(0.05)
+        assert [each.attempt for each in world.got("d0", m.Cancel)] == [*range(attempt + 1)]
+        assert client.num_ends == attempt
+        if not attempt:
+            assert unpack_ids(world.grant().request.received_ids) == IDS[:1]
+    assert "after 2 attempts" in str(client.errors[0]) and "node d0: Tokens" in str(client.errors[0])
+    world.check_books()
+
+
+def test_a_request_whose_node_sends_more_than_max_tokens_goes_on_elsewhere() -> None:
+    world = World("p0", "d0")
+    client, asked = world.running(max_tokens=3)
+    other, beside = world.running(max_tokens=3)
+    world.join("d1")
+    world.tokens("d0", beside, 1, IDS[1:2])
+    world.tokens("d0", asked, 1, IDS[1:4], reason="length")
+    assert [(each.rid, each.attempt) for each in world.got("d0", m.Cancel)] == [(asked.rid, 0)]
+    again = world.grant("d1")
+    assert (again.rid, again.attempt) == (asked.rid, 1) and unpack_ids(again.request.received_ids) == IDS[:1]
+    world.hand_over(again, decode="d1")
+    world.tokens("d1", again, 2, IDS[2:3], reason="length")
+    world.tokens("d0", beside, 2, IDS[2:3], reason="length")
+    assert client.ids == other.ids == {0: IDS[:3]} and (client.num_done, other.num_done) == (1, 1)
+    world.check_books()
 
 
 def test_an_unknown_node_is_asked_for_its_hello() -> None:
