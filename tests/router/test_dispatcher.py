@@ -180,9 +180,10 @@ class World:
     def check_books(self) -> None:
         """Nothing is left of any request, once nodes have acknowledged what may have been sent in vain."""
         self.acknowledge_all()
-        if self.dispatcher.cancels.num_unacked:
-            self.wait(MAX_ACK_S)
-            self.acknowledge_all()
+        for _ in range(4):  # messages that could not be sent are repeated
+            if self.dispatcher.cancels.num_unacked:
+                self.wait(MAX_ACK_S)
+                self.acknowledge_all()
         assert not self.dispatcher.requests and not self.dispatcher.queues.num_waiting
         assert not len(self.dispatcher.reservations) and not self.dispatcher.cancels.num_unacked
         assert all(node.holds_nothing for node in self.dispatcher.registry.nodes.values())
