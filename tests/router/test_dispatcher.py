@@ -593,6 +593,32 @@ def test_log_probabilities_of_the_prompt_are_awaited() -> None:
     world.check_books()
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_pause_while_only_the_prompts_log_probabilities_are_missing_has_them_computed_again(is_lost: bool) -> None:
+    """Its prefill node computes them still, or died, so that the request waits for another."""
+    world = World("p0", "d0", request_timeout_s=5.0)
+    client = world.submit(max_tokens=2, wants_prompt_logprobs=True)
+    asked = world.grant()
+    world.tokens("p0", asked, 0, IDS[:1])
+    world.say("d0", m.Admitted(Unit(asked.rid, 0, 0), 0.1, 2, 4096, 0))
+    world.tokens("d0", asked, 1, IDS[1:2], reason="length")
+    if is_lost:
+        world.lose("p0")
+    world.do(world.dispatcher.set_paused(client.request, True, world.now))
+    assert not world.dispatcher.queues.num_waiting
+    assert all(node.holds_nothing for node in world.dispatcher.registry.nodes.values())
+    if is_lost:
+        world.join("p0")
+    told = (TokenLogprobs(-1.0, (), ()),)
+    world.do(world.dispatcher.set_paused(client.request, False, world.now))
+    again = world.got("p0", m.Prefill)[-1]
+    assert again.attempt == 1 and again.decode is None and again.request.prompt_logprobs
+    world.tokens("p0", again, 2, IDS[2:3], reason="length")  # prefill samples a token after each prompt
+    world.say("p0", m.PrefillDone(again.rid, 1, 0.0, 0.0, 0, load(100), prompt_logprobs=told))
+    assert (client.num_done, client.ids, client.request.prompt_logprobs) == (1, {0: IDS[:2]}, told)
+    world.check_books()
+
+
 MISFITS = [([0], [2], [40]), ([-1], [1], [40]), ([0], [-1], [40]), ([0], [1], [-40]), ([0], [1], [40, 41])]
 
 
