@@ -565,6 +565,32 @@ def test_nobody_waits_for_a_node_longer_than_stated() -> None:
     world.check_books()
 
 
+@pytest.mark.parametrize(("first", "later"), [("d0", "p0"), ("p0", "d0")])
+def test_a_request_waits_for_the_other_role_while_nodes_come_back_to_a_new_router(first: str, later: str) -> None:
+    world = World(first, node_wait_s=2.0)
+    world.wait(1.5)
+    client = world.submit(max_tokens=2)
+    world.wait(1.5)
+    world.join(later)
+    asked = world.grant()
+    world.hand_over(asked)
+    world.tokens("d0", asked, 1, IDS[1:2], reason="length")
+    assert (client.num_done, client.errors) == (1, [])
+    world.check_books()
+
+
+@pytest.mark.parametrize("name", ["d0", "p0"])
+def test_nobody_waits_for_a_role_that_does_not_join_for_longer_than_stated(name: str) -> None:
+    world = World(name, node_wait_s=2.0)
+    client = world.submit()
+    world.wait(2.0 + 3 * SLOW_TICK_S)
+    role = "prefill" if name == "d0" else "decode"
+    assert isinstance(client.errors[0], Unavailable) and f"no {role} node is left" in str(client.errors[0])
+    with pytest.raises(Unavailable, match=f"no {role} node serves model"):
+        world.submit()
+    world.check_books()
+
+
 def test_a_full_queue_makes_room_for_a_higher_priority() -> None:
     world = World("p0", max_waiting=1)
     world.join("d0", max_running=1)
