@@ -135,7 +135,7 @@ class Rescheduling:
         for sequence in request.sequences:
             if sequence.finish_reason is None:
                 request.timeline.paused(sequence, reason, now)
-                sequence.restart()
+            sequence.restart()
 
     def resume(self, request: Request, now: float) -> None:
         """A paused request goes on from where it stands."""

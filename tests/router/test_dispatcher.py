@@ -633,6 +633,8 @@ def test_a_pause_while_only_the_prompts_log_probabilities_are_missing_has_them_c
     world.do(world.dispatcher.set_paused(client.request, True, world.now))
     assert not world.dispatcher.queues.num_waiting
     assert all(node.holds_nothing for node in world.dispatcher.registry.nodes.values())
+    world.wait(SILENCE_S + 2 * SLOW_TICK_S)
+    assert not world.got("p0", m.Resend) and not client.num_ends, "no node owes it anything"
     if is_lost:
         world.join("p0")
     told = (TokenLogprobs(-1.0, (), ()),)
