@@ -230,7 +230,7 @@ class Dispatcher:
     def tick(self, now: float) -> list[Effect]:
         """Handle all deadlines and timeouts that are due. Call it many times per second."""
         for sequence in self._streams.check_gaps(now):
-            self._tokens_failed(sequence, f"tokens of {sequence.unit} were lost and not sent again", now)
+            self._tokens_failed(sequence, f"tokens of choice {sequence.index} were lost and not sent again", now)
         if now - self._slow_tick_at >= SLOW_TICK_S:
             self._slow_tick_at = now
             self._slow_tick(now)
