@@ -59,7 +59,7 @@ from .registry import Registry
 from .request import Attempt, Request, Sequence
 from .rescheduling import Rescheduling
 from .reservations import Reservations
-from .streams import TokenStreams
+from .streams import SequenceEnded, TokenStreams
 from .trace import FinishedTraces, Outcome
 
 logger = logging.getLogger(__name__)
@@ -230,7 +230,7 @@ class Dispatcher:
     def tick(self, now: float) -> list[Effect]:
         """Handle all deadlines and timeouts that are due. Call it many times per second."""
         for sequence in self._streams.check_gaps(now):
-            self._tokens_lost(sequence, now)
+            self._tokens_failed(sequence, f"tokens of choice {sequence.index} were lost and not sent again", now)
         if now - self._slow_tick_at >= SLOW_TICK_S:
             self._slow_tick_at = now
             self._slow_tick(now)
@@ -260,8 +260,11 @@ class Dispatcher:
     def _on_node_message(self, node: Node, message: ToRouter, now: float) -> None:
         match message:
             case Tokens():
-                for sequence, is_over_at_node in self._streams.take(node, message, now):
-                    self._sequence_ended(sequence, is_over_at_node=is_over_at_node, now=now)
+                for event in self._streams.take(node, message, now):
+                    if isinstance(event, SequenceEnded):
+                        self._sequence_ended(event.sequence, is_over_at_node=event.is_over_at_node, now=now)
+                    else:
+                        self._tokens_failed(event.sequence, event.reason, now)
             case Heartbeat():
                 self.registry.beat(node, message, now)
                 self._pump(node.group, now)
@@ -482,11 +485,10 @@ class Dispatcher:
         self._end_all(self._rescheduling.failed(request, attempt, {sequence.index}, where, now, at=node), now)
         self._pump(request.group, now)
 
-    def _tokens_lost(self, sequence: Sequence, now: float) -> None:
-        """A node does not send missing tokens again."""
+    def _tokens_failed(self, sequence: Sequence, reason: str, now: float) -> None:
+        """A node does not send missing tokens again, or sent tokens that cannot be right."""
         request, attempt = sequence.request, sequence.attempt
         if attempt is not None:
-            reason = f"tokens of {sequence.unit} were lost and not sent again"
             self._end_all(self._rescheduling.failed(request, attempt, {sequence.index}, reason, now), now)
             self._pump(request.group, now)
 

@@ -301,9 +301,16 @@ class Queues:
         return self._overloaded(reason, group, now, 1)
 
     def may_wait(self, group: Group, now: float) -> bool:
-        """Whether new requests may wait for nodes of the group: it can serve, or could lately."""
-        served_at = self._served_at.get(group)
-        return group.is_paired or (served_at is not None and now - served_at <= self._bounds.node_wait_s)
+        """Whether new requests may wait for nodes of the group: it can serve, or could lately, or a node joined lately.
+
+        A node that joined lately may be the first of several: a restarted router meets its nodes one after the other.
+        """
+        if group.is_paired:
+            return True
+        times = [self._served_at[group]] if group in self._served_at else []
+        if group.tokenizer is not None:
+            times += [node.welcomed_at for role in ROLES for node in group.live(role)]
+        return any(now - time <= self._bounds.node_wait_s for time in times)
 
     # Who has waited too long
 

@@ -189,7 +189,7 @@ class Sequence:
             if not reachable:
                 break
             self._ahead = [item for item in self._ahead if item.first > len(self.received)]
-            for item in sorted(reachable):
+            for item in sorted(reachable, key=lambda each: each.first):  # nothing else of them has an order
                 if self.finish_reason is None:
                     delta = _joined(delta, self._accept(item))
         if not self._ahead:
@@ -246,6 +246,9 @@ class Sequence:
             self.finish_reason = "stop"
         elif item.ended is not None:
             stop_reason = self._finish(item.ended, chunks)
+        if item.ended is not None:  # here and not on arrival: beyond a gap a message may come twice, or be dropped
+            self.request.count(item.ended)
+            self.request.timeline.ended(self, item.ended)
         shown = list(item.logprobs[known : known + num_fresh]) if item.logprobs else []
         return Delta("".join(chunks), fresh[:num_fresh], shown, self.finish_reason, stop_reason)
 

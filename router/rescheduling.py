@@ -135,7 +135,7 @@ class Rescheduling:
         for sequence in request.sequences:
             if sequence.finish_reason is None:
                 request.timeline.paused(sequence, reason, now)
-                sequence.restart()
+            sequence.restart()
 
     def resume(self, request: Request, now: float) -> None:
         """A paused request goes on from where it stands."""
@@ -144,6 +144,7 @@ class Rescheduling:
             if sequence.finish_reason is None:
                 request.timeline.resumed(sequence, now)
                 self._queues.add(Entry(request, (sequence.index,)), first=True)
+        self._queue_prompt(request)
 
     def _lose(self, request: Request, attempt: Attempt, node: Node, where: str, now: float) -> list[Refused]:
         choices = set(attempt.choices)
@@ -155,8 +156,7 @@ class Rescheduling:
                 choices -= attempt.admitted
         if not attempt.choices:
             request.attempts.pop(attempt.number, None)
-            if request.lacks_prompt:  # every sequence has ended, but the prompt's log-probabilities died with prefill
-                self._queues.add(Entry(request, (0,)), first=True)
+            self._queue_prompt(request)
             return []
         return self._leave(request, attempt, choices, where, node, now)
 
@@ -207,6 +207,11 @@ class Rescheduling:
             self._streams.close(sequence)
             sequence.restart()
             self._queues.add(Entry(request, (index,)), first=True)
+
+    def _queue_prompt(self, request: Request) -> None:
+        """If every sequence has ended, and nobody computes the prompt's log-probabilities any more, queue them."""
+        if request.lacks_prompt:
+            self._queues.add(Entry(request, (0,)), first=True)
 
 
 def _release(request: Request, attempt: Attempt, choices: set[int]) -> None:

@@ -41,6 +41,13 @@ class SequenceEnded(NamedTuple):
     is_over_at_node: bool
 
 
+class TokensRefused(NamedTuple):
+    """A node sent tokens of a sequence that cannot be right. None of them was taken: the sequence must move."""
+
+    sequence: Sequence
+    reason: str
+
+
 class TokenStreams:
     """Tokens of all requests. `requests` is a view of the requests that are not over."""
 
@@ -51,21 +58,31 @@ class TokenStreams:
         self._effects = effects
         self._gaps: set[Sequence] = set()  # sequences with a missing token
 
-    def take(self, node: Node, message: Tokens, now: float) -> abc.Iterator[SequenceEnded]:
-        """Hand each sequence the tokens that one step of a node brought. Yield each sequence that ended.
+    def take(self, node: Node, message: Tokens, now: float) -> abc.Iterator[SequenceEnded | TokensRefused]:
+        """Hand each sequence the tokens that one step of a node brought. Yield each sequence that ended, or must move.
 
         The caller ends it before the next one gets its tokens: a fault in one request keeps no other from its end.
 
-        Units that are over, or run elsewhere by now, are passed over. Raises ProtocolError if the message's columns do
-        not fit together.
+        Units that are over, or run elsewhere by now, are passed over. If the message's columns do not fit together,
+        all its sequences must move. Then it raises ProtocolError.
         """
         ids, firsts, counts = unpack_ids(message.ids), unpack_ids(message.firsts), unpack_ids(message.counts)
-        _check(node, ids, firsts, counts)
+        try:
+            _check(node, message, ids, firsts, counts)
+        except ProtocolError as error:
+            for unit in message.units:  # the node would send the same again
+                sequence = self.find(unit, node)
+                if sequence is not None:
+                    yield _refused(node, sequence, str(error))
+            raise
         start = 0
         for row, unit in enumerate(message.units):
             count = counts[row]
             sequence = self.find(unit, node)
-            if sequence is not None:
+            if sequence is not None and firsts[row] + count > sequence.request.params.max_tokens:
+                last, most = firsts[row] + count, sequence.request.params.max_tokens
+                yield _refused(node, sequence, f"Tokens up to number {last} of an output of at most {most}")
+            elif sequence is not None:
                 if message.num_cached is not None and sequence.request.num_cached is None:
                     sequence.request.num_cached = message.num_cached
                 logprobs, end = message.logprobs.get(row, ()), message.ended.get(row)
@@ -148,9 +165,6 @@ class TokenStreams:
     ) -> Delta | None:
         had_gap = sequence.gap_since is not None
         delta = sequence.merge(first, ids, logprobs, ended, now)
-        if ended is not None:
-            sequence.request.count(ended)
-            sequence.request.timeline.ended(sequence, ended)
         if sequence.gap_since is None:
             self._gaps.discard(sequence)
         elif not had_gap:  # only the node that went on beyond the gap knows the missing tokens for sure
@@ -177,9 +191,16 @@ class TokenStreams:
         self._effects.append(Send(node, message))
 
 
-def _check(node: Node, ids: list[int], firsts: list[int], counts: list[int]) -> None:
+def _check(node: Node, message: Tokens, ids: list[int], firsts: list[int], counts: list[int]) -> None:
     """Raise ProtocolError if the columns of a Tokens message do not fit together."""
-    if min(firsts, default=0) < 0 or min(counts, default=0) < 0 or sum(counts) > len(ids):
+    if min(firsts, default=0) < 0 or min(counts, default=0) < 0 or sum(counts) != len(ids):
         raise ProtocolError("Tokens: columns do not fit together", node=node.node_id)
+    if any(row >= len(counts) or len(column) != counts[row] for row, column in message.logprobs.items()):
+        raise ProtocolError("Tokens: log-probabilities do not fit the tokens", node=node.node_id)
     if ids and min(ids) < 0:
         raise ProtocolError(f"Tokens with id {min(ids)}; an id is 0 or more", node=node.node_id)
+
+
+def _refused(node: Node, sequence: Sequence, words: str) -> TokensRefused:
+    logger.warning("%s node %s: %s", node.role, node.node_id, words, extra={"rid": sequence.request.rid})
+    return TokensRefused(sequence, f"{node.role} node {node.node_id}: {words}")

@@ -3,8 +3,8 @@
     python tests/again.py PYTEST_ARGUMENT ...
 
 A machine that is busy with other work delays processes, and tests about time then fail without a defect. So a test that
-fails gets another chance: it must pass alone NUM_REPEATS times. The last line names these tests, so that nobody
-overlooks a test that fails often.
+fails gets another chance: it must pass alone NUM_REPEATS times. A test that is skipped then has not passed. The last
+line names these tests, so that nobody overlooks a test that fails often.
 
 The run fails without a repetition if pytest could not collect all tests, was interrupted, or stopped early (-x).
 """
@@ -18,7 +18,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from xml.etree import ElementTree
 
 NUM_REPEATS = 3
 LAST_FAILED = Path(".pytest_cache/v/cache/lastfailed")  # pytest writes it: {node id: true}
@@ -37,12 +39,23 @@ def main(arguments: list[str]) -> int:
         return status
     names = " ".join(failed)
     for count in range(NUM_REPEATS):
-        # without the cache, so that `pytest --last-failed` still finds the failures of the whole run
-        if status := _pytest([*failed, "-x", "-n", "0", "-p", "no:cacheprovider"]):
-            print(f"Failed, and at least one failed alone as well (repetition {count + 1}): {names}")
-            return status
+        status, has_skipped = _repeat(failed)
+        if status or has_skipped:
+            what = "failed alone as well" if status else "was skipped alone"
+            print(f"Failed, and at least one {what} (repetition {count + 1}): {names}")
+            return status or TESTS_FAILED
     print(f"Failed at first, then passed alone {NUM_REPEATS} times: {names}")
     return 0
+
+
+def _repeat(failed: list[str]) -> tuple[int, bool]:
+    """Run these tests alone. Return pytest's exit status, and whether a test was skipped."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        # without the cache, so that `pytest --last-failed` still finds the failures of the whole run
+        status = _pytest([*failed, "-x", "-n", "0", "-p", "no:cacheprovider", f"--junitxml={report}"])
+        skipped = ElementTree.parse(report).iter("skipped") if not status else ()
+        return status, any(each.get("type") != "pytest.xfail" for each in skipped)
 
 
 def _pytest(arguments: list[str]) -> int:

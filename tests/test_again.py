@@ -26,6 +26,24 @@ def test_fails_twice(mark=Path(__file__).with_suffix(".mark")):
         file.write("x")
     assert mark.stat().st_size not in (1, 4)  # the run and the last repetition
 """
+SKIPS_AFTERWARDS = """
+import pytest
+from pathlib import Path
+def test_skips_afterwards(mark=Path(__file__).with_suffix(".mark")):
+    if mark.exists():
+        pytest.skip("its device is gone")
+    mark.touch()
+    assert 0
+"""
+XFAILS_AFTERWARDS = """
+import pytest
+from pathlib import Path
+@pytest.mark.xfail(strict=True)
+def test_xfails_afterwards(mark=Path(__file__).with_suffix(".mark")):
+    was_there = mark.exists()
+    mark.touch()
+    assert not was_there
+"""
 
 
 def _run(folder: Path, text: str, *arguments: str) -> tuple[int, str]:
@@ -52,6 +70,19 @@ def test_a_test_that_fails_alone_fails_the_run(tmp_path: Path, text: str) -> Non
     status, last = _run(tmp_path, PASSES + text)
     assert status == 1
     assert last.startswith("Failed, and at least one failed alone as well")
+
+
+@pytest.mark.parametrize("processes", ["0", "2"])
+def test_a_test_that_is_skipped_alone_fails_the_run(tmp_path: Path, processes: str) -> None:
+    """Its failure is not refuted."""
+    status, last = _run(tmp_path, PASSES + FAILS_ONCE.replace(".mark", ".other") + SKIPS_AFTERWARDS, "-n", processes)
+    names = "test_it.py::test_fails_once test_it.py::test_skips_afterwards"
+    assert (status, last) == (1, f"Failed, and at least one was skipped alone (repetition 1): {names}")
+
+
+def test_a_test_that_fails_alone_as_it_is_marked_to_is_forgiven(tmp_path: Path) -> None:
+    status, last = _run(tmp_path, PASSES + XFAILS_AFTERWARDS)
+    assert (status, last) == (0, "Failed at first, then passed alone 3 times: test_it.py::test_xfails_afterwards")
 
 
 @pytest.mark.parametrize("processes", ["0", "2"])

@@ -25,6 +25,7 @@ import json
 import math
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ DEMO = Path(__file__).parents[2] / "deploy" / "demo"
 DRAFTERS = ("standalone", "eagle", "eagle3", "mtp3", "frozen_kv_mtp")
 NUM_STEPS = 3  # draft positions; mtp3 has three layers
 FIRST_ROW = 64  # rows before it have too little context
+MIN_WINDOW = FIRST_ROW + NUM_STEPS + 2  # tokens; then FIRST_ROW is its only anchor (`unroll`)
 HELD_OUT_FRACTION = 0.02
 BOUND = 4.5  # standard errors
 MIN_EXPECTED = 25.0  # draws of an id below which its count is no normal variable
@@ -79,16 +81,14 @@ class Draws:
 
     def z_scores(self) -> dict[str, float]:
         """Return the z scores of ids expected often enough (their root mean square should be 1), and of the log-
-        probability.
+        probability. If no id is expected often enough, only the latter.
         """
         is_frequent = self._expected >= MIN_EXPECTED
         z = ((self._observed - self._expected) / self._variance.sqrt())[is_frequent]
-        return {
-            "num_ids": len(z),
-            "rms_z": z.square().mean().sqrt().item(),
-            "max_abs_z": z.abs().max().item(),
-            "log_p_z": self._excess / math.sqrt(self._excess_variance),
-        }
+        scores = {"num_ids": len(z), "log_p_z": self._excess / math.sqrt(self._excess_variance)}
+        if len(z):
+            scores |= {"rms_z": z.square().mean().sqrt().item(), "max_abs_z": z.abs().max().item()}
+        return scores
 
 
 def coupled(p: Tensor, q: Tensor, log_ratio: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def check(figures: list[dict[str, Any]], draws: dict[str, Draws]) -> dict[str, d
     wrong = [f"{row['drafter']} at {row['k']}: {row['z']:.1f}" for row in figures if abs(row["z"]) > BOUND]
     result = {name: each.z_scores() for name, each in draws.items()}
     for name, row in result.items():
-        largest = max(row["max_abs_z"], abs(row["log_p_z"]))
+        largest = max(row.get("max_abs_z", 0.0), abs(row["log_p_z"]))
         wrong += [f"draws of {name}: {largest:.1f}"] if largest > BOUND else []
     if wrong:
         raise SystemExit("more standard errors than chance allows: " + "; ".join(wrong))
@@ -201,10 +201,10 @@ def report(figures: list[dict[str, Any]], marginals: dict[str, dict[str, float]]
             f" {row['independent']:11.4f}"
         )
     for name, row in marginals.items():
-        print(
-            f"draws of {name}: z of {row['num_ids']} ids rms {row['rms_z']:.2f}, largest {row['max_abs_z']:.1f};"
-            f" z of their log-probability {row['log_p_z']:.1f}"
-        )
+        ids = "no id came often enough to be compared"
+        if row["num_ids"]:
+            ids = f"z of {row['num_ids']} ids rms {row['rms_z']:.2f}, largest {row['max_abs_z']:.1f}"
+        print(f"draws of {name}: {ids}; z of their log-probability {row['log_p_z']:.1f}")
 
 
 def main() -> None:
@@ -246,12 +246,21 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEMO, help="with the drafters' directories below")
     parser.add_argument("--source", type=Path, default=standard_library(), help="of 3.11.7, the library trained on")
-    parser.add_argument("--windows", type=int, default=64)
-    parser.add_argument("--window", type=int, default=512, help="tokens")
-    parser.add_argument("--draws", type=int, default=4, help="at each position")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--windows", type=_at_least(2), default=64)  # one window has no spread
+    parser.add_argument("--window", type=_at_least(MIN_WINDOW), default=512, help="tokens")
+    parser.add_argument("--draws", type=_at_least(1), default=4, help="at each position")
+    parser.add_argument("--threads", type=_at_least(1), default=1)
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is too small: give {least} or more")
+        return int(text)
+
+    return number
 
 
 if __name__ == "__main__":

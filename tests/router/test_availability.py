@@ -117,6 +117,23 @@ def test_the_only_node_of_a_role_is_drained(make_system: Make, name: str, role: 
     assert system.complete()[0] == 200
 
 
+@pytest.mark.parametrize("roles", [("decode", "prefill"), ("prefill", "decode")])
+def test_a_request_waits_while_only_nodes_of_one_role_have_come_back_to_the_router(
+    make_system: Make, roles: tuple[str, str]
+) -> None:
+    system = make_system()
+    system.cluster.add(roles[0], "first")
+    groups = system.router.router.dispatcher.registry.groups
+    wait_until(lambda: any(group.tokenizer for group in groups.values()))
+    with ThreadPoolExecutor() as pool:
+        asking = pool.submit(system.complete)
+        wait_until(lambda: asking.done() or system.router.router.dispatcher.queues.num_waiting == 1)
+        system.cluster.add(roles[1], "second")
+        status, body, _ = asking.result(30)
+    assert status == 200 and body["choices"][0]["text"] == system.text, body
+    system.router.wait_idle()
+
+
 def test_a_node_that_leaves_cannot_be_put_back(make_system: Make) -> None:
     system = make_system(router={"node_wait_s": 0.2}).up()
     system.cluster.by_name("d0").post(m.Leaving(done=False, reason="SIGTERM"))

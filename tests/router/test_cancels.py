@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import random
 from itertools import pairwise
 
 import pytest
 
 from baton.metadata.wire.messages import Cancel, Cancelled, Reserved
 from baton.metadata.wire.node_info import Load
-from baton.router.cancels import ACK_S, MAX_ACK_S, Cancels
+from baton.router.cancels import ACK_S, LATE_S, MAX_ACK_S, Cancels
 from baton.router.effects import Effects, Send
 
 from .sites import add_node, make_group, make_request
@@ -85,16 +86,81 @@ def test_a_cancel_is_repeated_without_end_after_growing_waits(caplog: pytest.Log
 
 
 def test_one_answer_to_a_repeated_cancel_is_enough() -> None:
-    """A repeat names all choices, so the answers to the earlier messages may be lost."""
+    """The answers to the messages before it may be lost."""
     cancels = Sent()
-    cancels.send(D0, "a", 1, [0], "", 0.0)
-    cancels.send(D0, "a", 1, [1], "", 0.0)
+    cancels.send(D0, "a", 1, [0, 1], "", 0.0)
+    cancels.send(D0, "a", 1, [1], "", 0.0)  # names no other choice
     cancels.repeat(ACK_S)
-    assert cancels.messages[-1].choices == (0, 1)
+    assert [message.choices for message in cancels.messages] == [(0, 1)] * 3
     cancels.acknowledged(D0, Cancelled("a", 1))
     assert cancels.num_unacked == 0
     cancels.repeat(100.0)
     assert cancels.messages == []
+
+
+def test_late_answers_to_a_repeated_cancel_do_not_count_for_newer_choices() -> None:
+    for is_acked_before in (False, True):
+        cancels = Sent()
+        cancels.send(D0, "a", 1, [0], "", 0.0)
+        cancels.repeat(ACK_S)
+        if is_acked_before:
+            cancels.acknowledged(D0, Cancelled("a", 1))
+            assert cancels.num_unacked == 0, "one answer is enough"
+        cancels.send(D0, "a", 1, [1], "", 1.0)
+        for _ in range(1 if is_acked_before else 2):
+            cancels.acknowledged(D0, Cancelled("a", 1))
+            assert cancels.num_unacked == 1, "an answer to a message that did not name choice 1"
+        cancels.acknowledged(D0, Cancelled("a", 1))
+        assert cancels.num_unacked == 0
+
+
+def test_answers_before_a_repeat_do_not_count_for_it() -> None:
+    cancels = Sent()
+    cancels.send(D0, "a", 1, [0], "", 0.0)
+    cancels.send(D0, "a", 1, [1], "", 0.0)
+    cancels.repeat(ACK_S)
+    cancels.acknowledged(D0, Cancelled("a", 1))
+    assert cancels.num_unacked == 1, "the answer to the first message, which named only choice 0"
+    cancels.acknowledged(D0, Cancelled("a", 1))
+    assert cancels.num_unacked == 0
+
+
+def test_answers_are_not_awaited_for_ever_once_a_cancel_has_ended() -> None:
+    for after_s, num_needed in ((LATE_S / 2, 2), (LATE_S + 10.0, 1)):
+        cancels = Sent()
+        cancels.send(D0, "a", 1, [0], "", 0.0)
+        cancels.repeat(ACK_S)
+        cancels.acknowledged(D0, Cancelled("a", 1))
+        cancels.repeat(after_s)
+        cancels.send(D0, "a", 1, [1], "", after_s)
+        for num_left in reversed(range(num_needed)):
+            cancels.acknowledged(D0, Cancelled("a", 1))
+            assert cancels.num_unacked == (num_left > 0)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_cancel_has_ended_only_if_its_node_was_told_of_every_choice(seed: int) -> None:
+    """Messages and answers keep their order, are late by any time, and are lost now and then."""
+    rng = random.Random(seed)
+    cancels, to_node, answers = Sent(), list[tuple[int, ...]](), list[Cancelled]()
+    told, cancelled, now = set[int](), set[int](), 0.0
+    for step in range(200):
+        is_lossy = step < 100
+        now += rng.random()
+        if is_lossy and rng.random() < 0.1:
+            cancelled.add(choice := rng.randrange(8))
+            cancels.send(D0, "a", 1, [choice], "", now)
+        cancels.repeat(now)
+        to_node += [message.choices or () for message in cancels.messages if not is_lossy or rng.random() < 0.7]
+        for _ in range(rng.randrange(3) if is_lossy else len(to_node)):
+            if to_node:
+                told.update(to_node.pop(0))
+                answers += [Cancelled("a", 1)] if not is_lossy or rng.random() < 0.7 else []
+        for _ in range(rng.randrange(3) if is_lossy else len(answers)):
+            if answers:
+                cancels.acknowledged(D0, answers.pop(0))
+        assert cancels.num_unacked or told >= cancelled
+    assert not cancels.num_unacked, "it ends once nothing is lost any more"
 
 
 def test_another_choice_starts_the_waits_anew() -> None:

@@ -180,9 +180,10 @@ class World:
     def check_books(self) -> None:
         """Check that nothing is left of any request after the nodes have acknowledged all cancels."""
         self.acknowledge_all()
-        if self.dispatcher.cancels.num_unacked:
-            self.wait(MAX_ACK_S)
-            self.acknowledge_all()
+        for _ in range(4):  # messages that could not be sent are repeated
+            if self.dispatcher.cancels.num_unacked:
+                self.wait(MAX_ACK_S)
+                self.acknowledge_all()
         assert not self.dispatcher.requests and not self.dispatcher.queues.num_waiting
         assert not len(self.dispatcher.reservations) and not self.dispatcher.cancels.num_unacked
         assert all(node.holds_nothing for node in self.dispatcher.registry.nodes.values())
@@ -564,6 +565,32 @@ def test_no_request_waits_for_a_node_longer_than_node_wait_s() -> None:
     world.check_books()
 
 
+@pytest.mark.parametrize(("first", "later"), [("d0", "p0"), ("p0", "d0")])
+def test_a_request_waits_for_the_other_role_while_nodes_come_back_to_a_new_router(first: str, later: str) -> None:
+    world = World(first, node_wait_s=2.0)
+    world.wait(1.5)
+    client = world.submit(max_tokens=2)
+    world.wait(1.5)
+    world.join(later)
+    asked = world.grant()
+    world.hand_over(asked)
+    world.tokens("d0", asked, 1, IDS[1:2], reason="length")
+    assert (client.num_done, client.errors) == (1, [])
+    world.check_books()
+
+
+@pytest.mark.parametrize("name", ["d0", "p0"])
+def test_nobody_waits_for_a_role_that_does_not_join_for_longer_than_stated(name: str) -> None:
+    world = World(name, node_wait_s=2.0)
+    client = world.submit()
+    world.wait(2.0 + 3 * SLOW_TICK_S)
+    role = "prefill" if name == "d0" else "decode"
+    assert isinstance(client.errors[0], Unavailable) and f"no {role} node is left" in str(client.errors[0])
+    with pytest.raises(Unavailable, match=f"no {role} node serves model"):
+        world.submit()
+    world.check_books()
+
+
 def test_a_full_queue_makes_room_for_a_higher_priority() -> None:
     world = World("p0", max_waiting=1)
     world.join("d0", max_running=1)
@@ -592,17 +619,72 @@ def test_log_probabilities_of_the_prompt_are_awaited() -> None:
     world.check_books()
 
 
-@pytest.mark.parametrize(
-    ("firsts", "counts", "ids"),
-    [([0], [2], [40]), ([-1], [1], [40]), ([0], [-1], [40]), ([0], [1], [-40])],
-)
-def test_tokens_with_unequal_columns_change_nothing(firsts: list[int], counts: list[int], ids: list[int]) -> None:
-    world = World()
-    client, asked = world.running()
-    message = m.Tokens((Unit(asked.rid, 0, 0),), pack_ids(firsts), pack_ids(counts), pack_ids(ids))
-    with pytest.raises(ProtocolError):
-        world.say("d0", message)
-    assert client.ids == {0: IDS[:1]}
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_pause_while_only_the_prompts_log_probabilities_are_missing_has_them_computed_again(is_lost: bool) -> None:
+    """Its prefill node computes them still, or died, so that the request waits for another."""
+    world = World("p0", "d0", request_timeout_s=5.0)
+    client = world.submit(max_tokens=2, wants_prompt_logprobs=True)
+    asked = world.grant()
+    world.tokens("p0", asked, 0, IDS[:1])
+    world.say("d0", m.Admitted(Unit(asked.rid, 0, 0), 0.1, 2, 4096, 0))
+    world.tokens("d0", asked, 1, IDS[1:2], reason="length")
+    if is_lost:
+        world.lose("p0")
+    world.do(world.dispatcher.set_paused(client.request, True, world.now))
+    assert not world.dispatcher.queues.num_waiting
+    assert all(node.holds_nothing for node in world.dispatcher.registry.nodes.values())
+    world.wait(SILENCE_S + 2 * SLOW_TICK_S)
+    assert not world.got("p0", m.Resend) and not client.num_ends, "no node owes it anything"
+    if is_lost:
+        world.join("p0")
+    told = (TokenLogprobs(-1.0, (), ()),)
+    world.do(world.dispatcher.set_paused(client.request, False, world.now))
+    again = world.got("p0", m.Prefill)[-1]
+    assert again.attempt == 1 and again.decode is None and again.request.prompt_logprobs
+    world.tokens("p0", again, 2, IDS[2:3], reason="length")  # prefill samples a token after each prompt
+    world.say("p0", m.PrefillDone(again.rid, 1, 0.0, 0.0, 0, load(100), prompt_logprobs=told))
+    assert (client.num_done, client.ids, client.request.prompt_logprobs) == (1, {0: IDS[:2]}, told)
+    world.check_books()
+
+
+MISFITS = [([0], [2], [40]), ([-1], [1], [40]), ([0], [-1], [40]), ([0], [1], [-40]), ([0], [1], [40, 41])]
+
+
+@pytest.mark.parametrize(("firsts", "counts", "ids"), MISFITS)
+def test_tokens_whose_columns_do_not_fit_are_refused_and_the_request_moves(
+    firsts: list[int], counts: list[int], ids: list[int]
+) -> None:
+    world = World(max_attempts=2)
+    client, _ = world.running(max_tokens=4)
+    for attempt in (0, 1):
+        message = m.Tokens((Unit("r1", 0, attempt),), pack_ids(firsts), pack_ids(counts), pack_ids(ids))
+        with pytest.raises(ProtocolError) as caught:
+            world.say("d0", message)
+        assert caught.value.node == "d0" and client.ids == {0: IDS[:1]}
+        world.wait(0.05)
+        assert [each.attempt for each in world.got("d0", m.Cancel)] == [*range(attempt + 1)]
+        assert client.num_ends == attempt
+        if not attempt:
+            assert unpack_ids(world.grant().request.received_ids) == IDS[:1]
+    assert "after 2 attempts" in str(client.errors[0]) and "node d0: Tokens" in str(client.errors[0])
+    world.check_books()
+
+
+def test_a_request_whose_node_sends_more_than_max_tokens_goes_on_elsewhere() -> None:
+    world = World("p0", "d0")
+    client, asked = world.running(max_tokens=3)
+    other, beside = world.running(max_tokens=3)
+    world.join("d1")
+    world.tokens("d0", beside, 1, IDS[1:2])
+    world.tokens("d0", asked, 1, IDS[1:4], reason="length")
+    assert [(each.rid, each.attempt) for each in world.got("d0", m.Cancel)] == [(asked.rid, 0)]
+    again = world.grant("d1")
+    assert (again.rid, again.attempt) == (asked.rid, 1) and unpack_ids(again.request.received_ids) == IDS[:1]
+    world.hand_over(again, decode="d1")
+    world.tokens("d1", again, 2, IDS[2:3], reason="length")
+    world.tokens("d0", beside, 2, IDS[2:3], reason="length")
+    assert client.ids == other.ids == {0: IDS[:3]} and (client.num_done, other.num_done) == (1, 1)
+    world.check_books()
 
 
 def test_an_unknown_node_is_asked_for_its_hello() -> None:

@@ -276,7 +276,8 @@ def test_a_forgotten_group_starts_with_an_empty_pace() -> None:
 def node(num_pages: int = 100) -> Any:
     capacity = SimpleNamespace(num_pages=num_pages, max_running=8)
     model = SimpleNamespace(context_len=1000)
-    return SimpleNamespace(hello=SimpleNamespace(capacity=capacity, model=model), routing_id=b"d0")
+    hello = SimpleNamespace(capacity=capacity, model=model)
+    return SimpleNamespace(hello=hello, routing_id=b"d0", welcomed_at=0.0)
 
 
 class Group:
@@ -285,6 +286,7 @@ class Group:
     key = SimpleNamespace(model="fake")
     page_size = 16
     layout = SimpleNamespace(page_size=16, key_lookahead=0)
+    tokenizer: Any = object()
 
     def __init__(self, prefill: int = 1, decode: int = 1) -> None:
         self.by_role = {"prefill": [node() for _ in range(prefill)], "decode": [node() for _ in range(decode)]}
@@ -399,6 +401,7 @@ def test_requests_wait_for_unusable_pairs_and_the_error_hides_the_details() -> N
 def test_new_requests_may_wait_if_the_group_served_lately() -> None:
     waiting = Waiting(Group())
     group, may_wait = waiting.group, waiting.queues.may_wait
+    never_served: Any = Group(decode=0)
     assert may_wait(group, 0.0)  # it can serve
     waiting.after(0.25)
     group.by_role["decode"].clear()
@@ -408,7 +411,21 @@ def test_new_requests_may_wait_if_the_group_served_lately() -> None:
     waiting.queues.withdraw(waiting.entry.request)
     waiting.queues.forget(group)
     assert not may_wait(group, waiting.now)
-    assert not may_wait(Group(decode=0), 0.0)  # never served a request
+    assert not may_wait(never_served, 10.1)
+
+
+@pytest.mark.parametrize("missing", ["prefill", "decode"])
+def test_new_requests_may_wait_where_a_node_joined_lately(missing: str) -> None:
+    """Its partner may be about to join, as after a restart of the router."""
+    queues: Any = Waiting(Group()).queues
+    group = Group(prefill=missing == "decode", decode=missing == "prefill")
+    assert queues.may_wait(group, 10.0) and not queues.may_wait(group, 10.1)
+    group.by_role["decode" if missing == "prefill" else "prefill"].append(later := node())
+    later.welcomed_at = 5.0
+    assert queues.may_wait(group, 15.0) and not queues.may_wait(group, 15.1)
+    group.tokenizer = None
+    assert not queues.may_wait(group, 15.0), "nobody can read its prompt yet"
+    assert not queues.may_wait(Group(prefill=0, decode=0), 0.0)
 
 
 def test_an_unusable_pair_does_not_count_as_serving() -> None:

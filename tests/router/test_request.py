@@ -72,6 +72,18 @@ def test_known_tokens_are_dropped() -> None:
     assert delta is not None and (delta.token_ids, delta.logprobs) == (IDS[4:6], LOGPROBS[4:6])
 
 
+def test_held_messages_that_contradict_each_other_raise_nothing_and_the_first_counts() -> None:
+    """A faulty node sends the same token twice: with other log-probabilities, then with another end."""
+    one = sequence()
+    for entry in (LOGPROBS[2], LOGPROBS[0]):
+        one.merge(2, IDS[2:3], (entry,), None, 0.0)
+    for end in (ended("length"), ended("stop", EOS)):
+        one.merge(3, IDS[3:4], (LOGPROBS[3],), end, 0.0)
+    delta = one.merge(0, IDS[:2], LOGPROBS[:2], None, 0.0)
+    assert delta is not None and (delta.token_ids, delta.logprobs) == (IDS[:4], LOGPROBS[:4])
+    assert delta.finish_reason == one.finish_reason == "length"
+
+
 def test_tokens_beyond_a_gap_are_held_until_it_is_filled() -> None:
     one = sequence()
     send(one, 0, IDS[:1])

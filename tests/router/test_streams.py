@@ -18,7 +18,7 @@ from baton.router.effects import Effects, Output, Send
 from baton.router.metrics import Metrics
 from baton.router.node import Node
 from baton.router.request import Attempt, Delta, Request, Sequence, TextOptions
-from baton.router.streams import GAP_S, MAX_RESENDS, SILENCE_S, TokenStreams
+from baton.router.streams import GAP_S, MAX_RESENDS, SILENCE_S, TokensRefused, TokenStreams
 
 from .conftest import System
 from .fake_nodes import FakeNode
@@ -94,6 +94,7 @@ def test_each_sequence_gets_its_own_columns() -> None:
     ("firsts", "counts", "ids"),
     [
         ([0, 0], [1, 2], IDS[:2]),  # too few ids
+        ([0, 0], [1, 1], IDS[:3]),  # too many
         ([0, -1], [1, 1], IDS[:2]),
         ([0, 0], [3, -1], IDS[:2]),
         ([0, 0], [1, 1], [40, -1]),
@@ -103,11 +104,41 @@ def test_columns_that_do_not_fit_refuse_the_whole_message(firsts: list[int], cou
     site = Site()
     units = (site.unit(0), site.unit(1))
     message = Tokens(units, pack_ids(firsts), pack_ids(counts), pack_ids(ids), ended={0: END}, num_cached=16)
+    refused: list[Any] = []
     with pytest.raises(ProtocolError, match="Tokens") as caught:
-        list(site.streams.take(site.decode, message, 0.0))
+        refused.extend(site.streams.take(site.decode, message, 0.0))
     assert caught.value.node == "d0"
+    words = f"decode node d0: {caught.value}"
+    assert refused == [TokensRefused(each, words) for each in site.request.sequences], "both must go on elsewhere"
     assert not site.effects and not any(each.received or each.finish_reason for each in site.request.sequences)
     assert site.request.num_cached is None, "not even the rows that are right are taken"
+
+
+@pytest.mark.parametrize("logprobs", [{0: 2}, {1: 0}, {2: 1}])
+def test_log_probabilities_that_do_not_fit_refuse_the_message(logprobs: dict[int, int]) -> None:
+    """One too many, none, and some of no unit."""
+    site = Site()
+    more = {row: (TokenLogprobs(-1.0),) * num for row, num in logprobs.items()}
+    with pytest.raises(ProtocolError, match="Tokens"):
+        list(
+            site.streams.take(
+                site.decode, tokens((site.unit(0), 0, IDS[:1]), (site.unit(1), 0, IDS[:1]), logprobs=more), 0.0
+            )
+        )
+    assert not site.effects
+
+
+@pytest.mark.parametrize("first", [0, 3, 4, 2**31 - 1])
+def test_a_node_that_sends_more_than_max_tokens_is_refused_for_that_sequence_alone(first: int) -> None:
+    site = Site(params={"max_tokens": 4})
+    ids = IDS[: max(1, 5 - first)]
+    message = tokens((site.unit(0), first, ids), (site.unit(1), 0, IDS[:4]), ended={0: END, 1: END})
+    refused, ended = site.streams.take(site.decode, message, 0.0)
+    words = f"decode node d0: Tokens up to number {first + len(ids)} of an output of at most 4"
+    assert refused == TokensRefused(site.one, words) and ended == (site.request.sequences[1], True)
+    assert site.outputs == [(1, IDS[:4])] and site.one.finish_reason is None
+    site.take(0, IDS[:1])
+    assert site.outputs[1:] == [(0, IDS[:1])], "nothing of it was kept"
 
 
 def test_only_the_nodes_of_the_present_attempt_are_heard() -> None:
@@ -196,6 +227,28 @@ def test_a_filled_gap_is_no_longer_asked_for_and_the_next_one_counts_anew() -> N
     assert gaps(site, 5.0, 0.75) == ([], None)
     site.take(3, IDS[3:4], 5.0)
     assert len(gaps(site, 6.0, 5.0)[0]) == MAX_RESENDS
+
+
+def test_an_end_that_comes_twice_beyond_a_gap_counts_once() -> None:
+    site = Site()
+    end = Ended("length", None, 3, 6, 0, num_rounds=3, num_drafted=9, num_accepted=4)
+    for _ in range(2):
+        assert site.take(2, IDS[2:], ended={0: end}) == []
+    site.take(0, IDS[:1])
+    assert site.request.num_drafted == 0, "nothing of it is taken before the gap is filled"
+    assert site.take(1, IDS[1:2]) == [(site.one, False)] and site.one.finish_reason == "length"
+    assert (site.request.num_rounds, site.request.num_drafted, site.request.num_accepted) == (3, 9, 4)
+
+
+def test_an_end_beyond_a_gap_that_is_never_filled_counts_nothing() -> None:
+    """Another attempt ends the sequence, and its counts are the sequence's."""
+    site = Site()
+    site.take(1, IDS[1:], ended={0: Ended("length", None, 3, 6, 0, num_rounds=3, num_drafted=9, num_accepted=4)})
+    site.one.restart()
+    site.one.attempt = site.request.begin_attempt({0}, site.prefill, site.decode, 1.0)
+    end = Ended("length", None, 3, 6, 0, num_rounds=1, num_drafted=2, num_accepted=1)
+    list(site.streams.take(site.decode, tokens((site.unit(0, 1), 0, IDS), ended={0: end}), 2.0))
+    assert (site.request.num_rounds, site.request.num_drafted, site.request.num_accepted) == (1, 2, 1)
 
 
 def test_closed_sequences_and_those_without_an_attempt_are_not_asked_for() -> None:
