@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from ...metadata.errors import RequestError
 from ..errors import NotFound
-from ..trace import MAX_FINISHED, Explanation, Outcome, RecentRequests, RequestLine, TraceRecorder
+from ..trace import MAX_FINISHED, Explanation, Outcome, RecentRequests, RequestTrace, TraceRecorder
 from .api import Api, json_response
 from .errors import from_validation
 
@@ -27,13 +27,13 @@ async def recent(api: Api, http_request: web.Request) -> web.StreamResponse:
     """Answers GET /debug/requests. Raises RequestError for an unknown filter, or a wrong value of one."""
     wanted, now = Filter.of(http_request.query), time.monotonic()
     found = islice((recorder for recorder in _all(api) if wanted.matches(recorder, now)), wanted.limit)
-    return json_response(RecentRequests([_line(recorder, now) for recorder in found]))
+    return json_response(RecentRequests([recorder.read(now).line() for recorder in found]))
 
 
 async def one(api: Api, http_request: web.Request) -> web.StreamResponse:
     """Answers GET /debug/requests/{rid}. Raises NotFound if the router does not know the id, or has dropped it."""
     wanted, now = http_request.match_info["rid"], time.monotonic()
-    found = [recorder.read(now) for recorder in _all(api) if wanted in recorder.trace.ids]
+    found = [recorder.read(now) for recorder in _all(api) if wanted in _ids(recorder.trace)]
     if not found:
         raise NotFound(
             f"no request {wanted!r} is known; the id is the answer's x-request-id, or `id` in its body. GET "
@@ -68,7 +68,7 @@ class Filter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (
             self.outcome in (UNSET, recorder.trace.outcome)
             and self.model in (UNSET, recorder.trace.model)
-            and (self.node is UNSET or self.node in recorder.trace.nodes)
+            and (self.node is UNSET or self.node in {span.node for span in recorder.trace.spans} - {""})
             and recorder.total_s(now) >= self.min_s
         )
 
@@ -82,5 +82,7 @@ def _all(api: Api) -> list[TraceRecorder]:
     return sorted(recorders, key=lambda recorder: recorder.begun, reverse=True)
 
 
-def _line(recorder: TraceRecorder, now: float) -> RequestLine:
-    return msgspec.convert(recorder.read(now), RequestLine, from_attributes=True)
+def _ids(trace: RequestTrace) -> tuple[str | None, ...]:
+    """Ids by which a request can be found: its own (KIND-HEX, or KIND-HEX-INDEX if its HTTP request has several
+    prompts), that of the HTTP response (KIND-HEX), and the client's."""
+    return trace.rid, "-".join(trace.rid.split("-")[:2]), trace.client_id
