@@ -21,7 +21,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from msgspec import Struct, field, structs
@@ -39,9 +38,9 @@ MAX_REASON = 400  # characters
 MAX_FINISHED = 1024  # sequences of finished requests whose traces are kept
 CONTEXT_HEADERS = ("traceparent", "tracestate")  # of W3C Trace Context
 MAX_CONTEXT_HEADER = 512  # characters; longer headers are dropped
-NO_CONTEXT: Mapping[str, str] = MappingProxyType({})
 
 Outcome = Literal["live", "done", "failed", "cancelled"]
+SpanName = Literal["queue", "reserve", "prefill", "handoff", "decode", "paused", "finish"]  # as the router records them
 
 
 class Span(Struct, omit_defaults=True, gc=False):  # gc=False is safe: no field leads back to the span
@@ -74,8 +73,8 @@ class Span(Struct, omit_defaults=True, gc=False):  # gc=False is safe: no field 
         return Span(name, start_s, 0.0, self.node, self.attempt)
 
 
+SpanKey = tuple[int, str, str, int | None]  # index of the sequence, name, node and attempt
 Report = PrefillDone | Admitted | Ended  # divides a prefill, a handoff or a decode
-Reports = dict[tuple[str, str, int | None], Report]  # of one sequence, by the span's name, node and attempt
 
 
 class SequenceTrace(Struct, omit_defaults=True, gc=False):
@@ -100,7 +99,7 @@ class SequenceTrace(Struct, omit_defaults=True, gc=False):
             self.spans[FIRST_SPANS - 1].num_tokens += self.spans.pop(FIRST_SPANS).num_tokens
             self.num_forgotten += 1
 
-    def until(self, end_s: float, reports: Reports) -> SequenceTrace:
+    def until(self, end_s: float, reports: dict[SpanKey, Report]) -> SequenceTrace:
         """Return a copy that ends at `end_s` and is divided by the reports of nodes.
 
         Times are rounded, not durations, so that sums stay exact. A span that took no time and tells nothing is left
@@ -108,8 +107,9 @@ class SequenceTrace(Struct, omit_defaults=True, gc=False):
         """
         spans: list[Span] = []
         for before, span in reversed(list(pairwise([Span(""), *self.spans]))):
-            for step in reversed(_steps(span, end_s, before, reports.get((span.name, span.node, span.attempt)))):
-                start_s = max(0.0, min(round(step.start_s, 6), end_s))
+            report = reports.get((self.index, span.name, span.node, span.attempt))
+            for step in reversed(_steps(span, end_s, before, report)):
+                start_s = min(round(max(step.start_s, 0.0), 6), end_s)
                 is_bare = step == step.neighbour(step.name, step.start_s)
                 if start_s < end_s or not is_bare or step.name in ("queue", "finish"):
                     spans.append(structs.replace(step, start_s=start_s, seconds=round(end_s - start_s, 6)))
@@ -216,9 +216,9 @@ class TraceRecorder:
         received_at = time.time() - (time.monotonic() - begun)  # wall clock, for people
         sequences = [SequenceTrace(index, None, 0, [Span("receive")]) for index in range(num_choices)]
         self.trace = RequestTrace(rid, None, model, "live", received_at, 0.0, None, num_prompt, None, None, sequences)
-        self.trace_context = NO_CONTEXT  # the client's traceparent and tracestate headers
+        self.trace_context: Mapping[str, str] = {}  # the client's traceparent and tracestate headers
         self.begun = self.queued_at = begun
-        self._reports: list[Reports] = [{} for _ in sequences]
+        self._reports: dict[SpanKey, Report] = {}
 
     def came_from(self, client_id: str | None, headers: Mapping[str, str]) -> None:
         """Notes the client's own id of the request, and the client's span if the headers name one."""
@@ -234,21 +234,22 @@ class TraceRecorder:
             sequence.begin(Span("queue", now - self.begun), sequence.num_tokens)
 
     def begin(
-        self, choice: TracedSequence, name: str, now: float, attempt: TracedAttempt | None = None, reason: str = ""
+        self,
+        choices: Iterable[TracedSequence],
+        name: SpanName,
+        now: float,
+        attempt: TracedAttempt | None = None,
+        reason: str = "",
     ) -> None:
-        """Ends the open span of a sequence and begins another: one of an attempt, or queue, paused or finish."""
-        num_tokens, span = len(choice.received), Span(name, now - self.begun, reason=reason[:MAX_REASON])
-        if attempt is not None:
-            node = attempt.prefill if name == "prefill" else attempt.decode
-            span.node, span.attempt = node.node_id if node is not None else "", attempt.number
-        if name == "prefill":
-            span.num_prompt = self.trace.num_prompt + num_tokens
-        self.trace.sequences[choice.index].begin(span, num_tokens)
-
-    def reserving(self, choices: Iterable[TracedSequence], attempt: TracedAttempt, now: float) -> None:
-        """The router asked a decode node for pages."""
+        """Ends the open spans of some sequences and begins others. An attempt is at work in all but queue, paused and
+        finish: its prefill node in prefill, else its decode node."""
+        node = None if attempt is None else attempt.prefill if name == "prefill" else attempt.decode
+        node_id, number = node.node_id if node is not None else "", attempt.number if attempt is not None else None
         for choice in choices:
-            self.begin(choice, "reserve", now, attempt)
+            num_tokens = len(choice.received)
+            num_prompt = self.trace.num_prompt + num_tokens if name == "prefill" else 0
+            span = Span(name, now - self.begun, 0.0, node_id, number, reason[:MAX_REASON], num_prompt=num_prompt)
+            self.trace.sequences[choice.index].begin(span, num_tokens)
 
     def refused(self, choices: Iterable[TracedSequence]) -> None:
         """The decode node was full. The reservation counts as waiting, so that refusals do not add spans."""
@@ -258,15 +259,10 @@ class TraceRecorder:
                 spans.pop()
                 spans[-1].num_refused += 1
 
-    def dispatched(self, choices: Iterable[TracedSequence], attempt: TracedAttempt, now: float) -> None:
-        """The prompt was sent to the prefill node, or to the decode node if that computes it itself."""
-        for choice in choices:
-            self.begin(choice, "decode" if attempt.prefill is None else "prefill", now, attempt)
-
     def first_token(self, choice: TracedSequence, now: float) -> None:
         """The first token arrived from the prefill node."""
         if self._last(choice).name == "prefill":
-            self.begin(choice, "handoff", now, choice.attempt)
+            self.begin((choice,), "handoff", now, choice.attempt)
 
     def admitted(self, choice: TracedSequence, message: Admitted, now: float) -> None:
         """The decode node has all pages and runs the sequence."""
@@ -274,8 +270,8 @@ class TraceRecorder:
             self.first_token(choice, now)  # in case its own message is late or lost
             last = self._last(choice)
             if last.name == "handoff":
-                self._report(choice.index, "handoff", last.node, last.attempt, message)
-                self.begin(choice, "decode", now, choice.attempt)
+                self._report((choice.index, "handoff", last.node, last.attempt), message)
+                self.begin((choice,), "decode", now, choice.attempt)
 
     def prefill_done(self, node_id: str, message: PrefillDone) -> None:
         """All tickets of an attempt have ended, maybe after the end of the request."""
@@ -283,14 +279,14 @@ class TraceRecorder:
             message = structs.replace(message, prompt_logprobs=())
         for sequence in self.trace.sequences:
             last = sequence.spans[-1]
-            if (last.name, last.attempt) != ("prefill", message.attempt):  # the end of an open prefill is not known
-                self._report(sequence.index, "prefill", node_id, message.attempt, message)
+            if last.name != "prefill" or last.attempt != message.attempt:  # the end of an open prefill is not known
+                self._report((sequence.index, "prefill", node_id, message.attempt), message)
 
     def ended(self, choice: TracedSequence, ended: Ended) -> None:
         """A node reported the end of the sequence."""
         last = self._last(choice)
         if last.name == "decode":
-            self._report(choice.index, "decode", last.node, last.attempt, ended)
+            self._report((choice.index, "decode", last.node, last.attempt), ended)
 
     def over(self, request: TracedRequest, outcome: Outcome, error: str | None, now: float) -> None:
         """The request ended. Only a late PrefillDone can follow."""
@@ -315,18 +311,17 @@ class TraceRecorder:
         """Return a copy of the trace. If the request is live, the copy ends now."""
         received_at, total_s, ttft_s = round(self.trace.received_at, 3), self.total_s(now), self.trace.ttft_s
         ttft_s = round(ttft_s, 6) if ttft_s is not None else None
-        sequences = [sequence.until(total_s, self._reports[sequence.index]) for sequence in self.trace.sequences]
+        sequences = [sequence.until(total_s, self._reports) for sequence in self.trace.sequences]
         return structs.replace(self.trace, received_at=received_at, total_s=total_s, ttft_s=ttft_s, sequences=sequences)
 
     def _last(self, choice: TracedSequence) -> Span:
         return self.trace.sequences[choice.index].spans[-1]
 
-    def _report(self, index: int, name: str, node_id: str, attempt: int | None, report: Report) -> None:
-        """Keeps the first report on a span of a sequence, and as many reports as spans."""
-        reports = self._reports[index]
-        reports.setdefault((name, node_id, attempt), report)
-        if len(reports) > MAX_SPANS:
-            del reports[list(reports)[FIRST_SPANS]]
+    def _report(self, key: SpanKey, report: Report) -> None:
+        """Keeps the first report on a span. As with spans, the number is bounded."""
+        self._reports.setdefault(key, report)
+        if len(self._reports) > MAX_SPANS * len(self.trace.sequences):
+            del self._reports[list(self._reports)[FIRST_SPANS]]
 
 
 class FinishedTraces:

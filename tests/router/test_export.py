@@ -90,7 +90,7 @@ def test_choices_have_spans_of_their_own_and_errors_a_status() -> None:
     traced = Traced(3)
     traced.recorder.queued(1.0)
     traced.sequences[1].received += [1, 2]
-    traced.recorder.begin(traced.sequences[1], "finish", 3.0)
+    traced.recorder.begin(traced.sequences[1:2], "finish", 3.0)
     traced.end("failed", 4.0, "the model broke")
     collected = Collected()
     collected.sink.export(traced.recorder)

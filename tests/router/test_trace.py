@@ -44,13 +44,13 @@ class Traced:
 
     def reserve(self, number: int, now: float) -> None:
         """A decode node is asked for pages of all sequences."""
-        self.recorder.reserving(self.sequences, fake_attempt(number), now)
+        self.recorder.begin(self.sequences, "reserve", now, fake_attempt(number))
 
     def dispatch(self, number: int, now: float) -> None:
         """All sequences get their nodes."""
         for sequence in self.sequences:
             sequence.attempt = fake_attempt(number)
-        self.recorder.dispatched(self.sequences, fake_attempt(number), now)
+        self.recorder.begin(self.sequences, "prefill", now, fake_attempt(number))
 
     def end(self, outcome: Outcome, now: float, error: str | None = None) -> RequestTrace:
         """The request ends; its trace, read later."""
@@ -109,7 +109,7 @@ def whole_life() -> tuple[Traced, RequestTrace]:
     ended = Ended("length", None, 628, 21, 16, 8, 40, 12, num_steps=10, preemptions=(preemption,))
     recorder.ended(sequence, ended)
     recorder.ended(sequence, ended)  # a message that comes twice changes nothing
-    recorder.begin(sequence, "finish", 109.0)
+    recorder.begin([sequence], "finish", 109.0)
     return traced, traced.end("done", 109.5)
 
 
@@ -169,7 +169,7 @@ def test_durations_never_leave_the_span_they_are_placed_in(told: float) -> None:
     recorder.prefill_done("p0", prefill_done(0, told, told, PrefillTimes(told)))
     recorder.ended(sequence, Ended("stop", 1, 4, 2, 0, preemptions=(Preemption(1, 5, 5, told, told, told),)))
     check_sums(recorder.read(4.5))
-    recorder.begin(sequence, "finish", 5.0)
+    recorder.begin([sequence], "finish", 5.0)
     trace = traced.end("done", 6.0)
     assert trace.total_s == 6.0
     assert seconds(trace.sequences[0])["finish"] == 1.0
@@ -184,17 +184,17 @@ def random_stretch(rng: random.Random, traced: Traced, number: int, now: float) 
     preempted = Ended("length", None, 1, 1, 0, preemptions=(Preemption(1, 1, 1, *told),))
     events: list[Callable[[float], None]] = [
         lambda at: recorder.queued(at),
-        lambda at: recorder.reserving(some, attempt, at),
+        lambda at: recorder.begin(some, "reserve", at, attempt),
         lambda at: recorder.refused(some),
-        lambda at: recorder.dispatched(some, attempt, at),
+        lambda at: recorder.begin(some, "prefill", at, attempt),
         lambda at: recorder.first_token(one, at),
         lambda at: recorder.admitted(one, admitted(number, told[0], PullTimes("zmq", told[1], told[2])), at),
         lambda at: recorder.prefill_done("p0", prefill_done(number, told[0], told[1])),
         lambda at: recorder.ended(one, preempted),
-        lambda at: recorder.begin(one, "queue", at, reason="it died"),
-        lambda at: recorder.begin(one, "paused", at, reason="it does not read"),
-        lambda at: recorder.begin(one, "queue", at),
-        lambda at: recorder.begin(one, "finish", at),
+        lambda at: recorder.begin([one], "queue", at, reason="it died"),
+        lambda at: recorder.begin([one], "paused", at, reason="it does not read"),
+        lambda at: recorder.begin([one], "queue", at),
+        lambda at: recorder.begin([one], "finish", at),
     ]
     for event in events:
         now += rng.choice([0.0, rng.random(), -0.01])
@@ -243,8 +243,8 @@ def test_refusals_do_not_add_spans() -> None:
 def test_a_pause_is_no_move() -> None:
     traced = Traced()
     traced.recorder.queued(1.0)
-    traced.recorder.begin(traced.one, "paused", 2.0, reason="its client does not read")
-    traced.recorder.begin(traced.one, "queue", 5.0)
+    traced.recorder.begin([traced.one], "paused", 2.0, reason="its client does not read")
+    traced.recorder.begin([traced.one], "queue", 5.0)
     trace = traced.end("cancelled", 6.0)
     assert [(span.name, span.seconds, span.reason) for span in trace.sequences[0].spans] == [
         ("receive", 1.0, ""),
@@ -253,7 +253,7 @@ def test_a_pause_is_no_move() -> None:
         ("queue", 1.0, ""),
     ]
     assert trace.num_moves == 0
-    traced.recorder.begin(traced.one, "queue", 7.0, reason="it died")
+    traced.recorder.begin([traced.one], "queue", 7.0, reason="it died")
     assert traced.recorder.trace.num_moves == 1
 
 
@@ -287,7 +287,7 @@ def test_headers_of_the_clients_span_are_kept_if_they_are_short() -> None:
 def test_a_request_that_moves_endlessly_takes_bounded_memory() -> None:
     traced = Traced()
     for number in range(500):
-        traced.recorder.begin(traced.one, "queue", 3.0 * number, reason="x" * 10_000)
+        traced.recorder.begin([traced.one], "queue", 3.0 * number, reason="x" * 10_000)
         traced.reserve(number, 3.0 * number + 1)
         traced.dispatch(number, 3.0 * number + 2)
     trace = traced.end("failed", 1500.0, "x" * 10_000)
