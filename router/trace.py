@@ -40,7 +40,7 @@ CONTEXT_HEADERS = ("traceparent", "tracestate")  # of W3C Trace Context
 MAX_CONTEXT_HEADER = 512  # characters; longer headers are dropped
 
 Outcome = Literal["live", "done", "failed", "cancelled"]
-SpanName = Literal["queue", "reserve", "prefill", "handoff", "decode", "paused", "finish"]  # as the router records them
+Stage = Literal["queue", "reserve", "prefill", "handoff", "decode", "paused", "finish"]
 
 
 class Span(Struct, omit_defaults=True, gc=False):  # gc=False is safe: no field leads back to the span
@@ -160,10 +160,8 @@ class RequestTrace(RequestSummary, gc=False):
         """Return the request as a list shows it."""
         longest = max(self.spans, key=lambda span: span.seconds, default=Span("receive"))
         num_moves = sum(span.name == "queue" and span.reason != "" for span in self.spans)
-        return RequestLine(
-            *(self.rid, self.client_id, self.model, self.outcome, self.received_at, self.total_s, self.ttft_s),
-            *(self.num_prompt, self.num_tokens, num_moves, longest.name, longest.seconds),
-        )
+        summary = self.rid, self.client_id, self.model, self.outcome, self.received_at, self.total_s, self.ttft_s
+        return RequestLine(*summary, self.num_prompt, self.num_tokens, num_moves, longest.name, longest.seconds)
 
 
 class Explanation(Struct, frozen=True):
@@ -179,7 +177,7 @@ class RecentRequests(Struct, frozen=True):
     requests: list[RequestLine]
 
 
-class TracedAttempt(Protocol):
+class AttemptLike(Protocol):
     """The attributes of an attempt that a trace reads. The next two do the same for a sequence and a request."""
 
     number: int
@@ -187,21 +185,21 @@ class TracedAttempt(Protocol):
     decode: Node | None
 
 
-class TracedSequence(Protocol):
+class SequenceLike(Protocol):
     index: int
     received: list[int]
     finish_reason: FinishReason | None
 
     @property
-    def attempt(self) -> TracedAttempt | None: ...
+    def attempt(self) -> AttemptLike | None: ...
 
 
-class TracedRequest(Protocol):
+class RequestLike(Protocol):
     num_cached: int | None
     first_token_at: float | None
 
     @property
-    def sequences(self) -> Iterable[TracedSequence]: ...
+    def sequences(self) -> Iterable[SequenceLike]: ...
 
 
 class TraceRecorder:
@@ -235,14 +233,14 @@ class TraceRecorder:
 
     def begin(
         self,
-        choices: Iterable[TracedSequence],
-        name: SpanName,
+        choices: Iterable[SequenceLike],
+        name: Stage,
         now: float,
-        attempt: TracedAttempt | None = None,
+        attempt: AttemptLike | None = None,
         reason: str = "",
     ) -> None:
-        """Ends the open spans of some sequences and begins others. An attempt is at work in all but queue, paused and
-        finish: its prefill node in prefill, else its decode node."""
+        """Ends the open spans of some sequences and begins others. If an attempt is under way, its prefill node works
+        in `prefill`, and its decode node in the other spans."""
         node = None if attempt is None else attempt.prefill if name == "prefill" else attempt.decode
         node_id, number = node.node_id if node is not None else "", attempt.number if attempt is not None else None
         for choice in choices:
@@ -251,7 +249,7 @@ class TraceRecorder:
             span = Span(name, now - self.begun, 0.0, node_id, number, reason[:MAX_REASON], num_prompt=num_prompt)
             self.trace.sequences[choice.index].begin(span, num_tokens)
 
-    def refused(self, choices: Iterable[TracedSequence]) -> None:
+    def refused(self, choices: Iterable[SequenceLike]) -> None:
         """The decode node was full. The reservation counts as waiting, so that refusals do not add spans."""
         for choice in choices:
             spans = self.trace.sequences[choice.index].spans
@@ -259,12 +257,12 @@ class TraceRecorder:
                 spans.pop()
                 spans[-1].num_refused += 1
 
-    def first_token(self, choice: TracedSequence, now: float) -> None:
+    def first_token(self, choice: SequenceLike, now: float) -> None:
         """The first token arrived from the prefill node."""
         if self._last(choice).name == "prefill":
             self.begin((choice,), "handoff", now, choice.attempt)
 
-    def admitted(self, choice: TracedSequence, message: Admitted, now: float) -> None:
+    def admitted(self, choice: SequenceLike, message: Admitted, now: float) -> None:
         """The decode node has all pages and runs the sequence."""
         if self._last(choice).attempt == message.unit.attempt:
             self.first_token(choice, now)  # in case its own message is late or lost
@@ -282,20 +280,20 @@ class TraceRecorder:
             if last.name != "prefill" or last.attempt != message.attempt:  # the end of an open prefill is not known
                 self._report((sequence.index, "prefill", node_id, message.attempt), message)
 
-    def ended(self, choice: TracedSequence, ended: Ended) -> None:
+    def ended(self, choice: SequenceLike, ended: Ended) -> None:
         """A node reported the end of the sequence."""
         last = self._last(choice)
         if last.name == "decode":
             self._report((choice.index, "decode", last.node, last.attempt), ended)
 
-    def over(self, request: TracedRequest, outcome: Outcome, error: str | None, now: float) -> None:
+    def over(self, request: RequestLike, outcome: Outcome, error: str | None, now: float) -> None:
         """The request ended. Only a late PrefillDone can follow."""
         self.look(request)
         self.trace.error = error[:MAX_REASON] if error is not None else None
         self.trace.total_s = now - self.begun
         self.trace.outcome = outcome
 
-    def look(self, request: TracedRequest) -> None:
+    def look(self, request: RequestLike) -> None:
         """Copies figures from the request into the trace. Call it before a live trace is read."""
         first, self.trace.num_cached = request.first_token_at, request.num_cached
         self.trace.ttft_s = first - self.begun if first is not None else None
@@ -314,7 +312,7 @@ class TraceRecorder:
         sequences = [sequence.until(total_s, self._reports) for sequence in self.trace.sequences]
         return structs.replace(self.trace, received_at=received_at, total_s=total_s, ttft_s=ttft_s, sequences=sequences)
 
-    def _last(self, choice: TracedSequence) -> Span:
+    def _last(self, choice: SequenceLike) -> Span:
         return self.trace.sequences[choice.index].spans[-1]
 
     def _report(self, key: SpanKey, report: Report) -> None:
@@ -349,7 +347,7 @@ class FinishedTraces:
 
 
 def _steps(span: Span, end_s: float, before: Span, report: Report | None) -> list[Span]:
-    """Divide a span by the durations of a node."""
+    """Return the spans that a report divides a span into, or the span itself if there is no report."""
     match report:
         case PrefillDone(times=times):
             compute_s = max(report.compute_s, sum(chunk.waited_s + chunk.compute_s for chunk in times.chunks))
@@ -383,7 +381,7 @@ def _steps(span: Span, end_s: float, before: Span, report: Report | None) -> lis
 
 
 def _fill(span: Span, end_s: float, first: str, durations: dict[str, float]) -> list[Span]:
-    """Return steps without figures. All but the first fill the end of the span with their durations, if it has room."""
+    """Return steps without figures. The others fill the end of the span with their durations, as far as it has room."""
     steps: list[Span] = []
     for name, duration in reversed(durations.items()):
         end_s = max(span.start_s, end_s - duration)
