@@ -147,6 +147,12 @@ class RequestTrace(RequestSummary, gc=False):
     sequences: list[SequenceTrace] = field(name="choices")
 
     @property
+    def ids(self) -> tuple[str | None, ...]:
+        """Ids by which the request can be found: its own (KIND-HEX, or KIND-HEX-INDEX if its HTTP request has several
+        prompts), that of the HTTP response (KIND-HEX), and the client's."""
+        return self.rid, "-".join(self.rid.split("-")[:2]), self.client_id
+
+    @property
     def num_tokens(self) -> int:
         """Output tokens of all sequences."""
         return sum(sequence.num_tokens for sequence in self.sequences)

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from ...metadata.errors import RequestError
 from ..errors import NotFound
-from ..trace import MAX_FINISHED, Explanation, Outcome, RecentRequests, RequestTrace, TraceRecorder
+from ..trace import MAX_FINISHED, Explanation, Outcome, RecentRequests, TraceRecorder
 from .api import Api, json_response
 from .errors import from_validation
 
@@ -33,7 +33,7 @@ async def recent(api: Api, http_request: web.Request) -> web.StreamResponse:
 async def one(api: Api, http_request: web.Request) -> web.StreamResponse:
     """Answers GET /debug/requests/{rid}. Raises NotFound if the router does not know the id, or has dropped it."""
     wanted, now = http_request.match_info["rid"], time.monotonic()
-    found = [recorder.read(now) for recorder in _all(api) if wanted in _ids(recorder.trace)]
+    found = [recorder.read(now) for recorder in _all(api) if wanted in recorder.trace.ids]
     if not found:
         raise NotFound(
             f"no request {wanted!r} is known; the id is the answer's x-request-id, or `id` in its body. GET "
@@ -80,9 +80,3 @@ def _all(api: Api) -> list[TraceRecorder]:
         request.timeline.look(request)
     recorders = [*(request.timeline for request in live), *api.dispatcher.finished]
     return sorted(recorders, key=lambda recorder: recorder.begun, reverse=True)
-
-
-def _ids(trace: RequestTrace) -> tuple[str | None, ...]:
-    """Ids by which a request can be found: its own (KIND-HEX, or KIND-HEX-INDEX if its HTTP request has several
-    prompts), that of the HTTP response (KIND-HEX), and the client's."""
-    return trace.rid, "-".join(trace.rid.split("-")[:2]), trace.client_id
