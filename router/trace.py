@@ -77,7 +77,7 @@ SpanKey = tuple[int, str, str, int | None]  # index of the sequence, name, node 
 Report = PrefillDone | Admitted | Ended  # divides a prefill, a handoff or a decode
 
 
-class SequenceTrace(Struct, omit_defaults=True, gc=False):
+class SequenceTrace(Struct, omit_defaults=True):
     """The spans of one output. The last one is open while the request is live."""
 
     index: int
@@ -117,7 +117,7 @@ class SequenceTrace(Struct, omit_defaults=True, gc=False):
         return structs.replace(self, spans=spans[::-1])
 
 
-class RequestSummary(Struct, gc=False):
+class RequestSummary(Struct):
     """The fields that a trace and a line of the list have in common."""
 
     rid: str
@@ -139,7 +139,7 @@ class RequestLine(RequestSummary):
     longest_s: float
 
 
-class RequestTrace(RequestSummary, gc=False):
+class RequestTrace(RequestSummary):
     """One request, with the spans of all its sequences. The seconds of each sequence sum up to `total_s`."""
 
     error: str | None
