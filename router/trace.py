@@ -245,8 +245,8 @@ class TraceRecorder:
         attempt: AttemptLike | None = None,
         reason: str = "",
     ) -> None:
-        """Ends the open spans of some sequences and begins others. If an attempt is under way, its prefill node works
-        in `prefill`, and its decode node in the other spans."""
+        """Ends the open spans of some sequences and begins others. With an attempt, the node of a `prefill` is its
+        prefill node, and that of any other span its decode node."""
         node = None if attempt is None else attempt.prefill if name == "prefill" else attempt.decode
         node_id, number = node.node_id if node is not None else "", attempt.number if attempt is not None else None
         for choice in choices:
