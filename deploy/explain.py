@@ -59,9 +59,8 @@ def _request(trace: RequestTrace, block: str) -> Iterator[str]:
     called = f" (x-request-id {trace.client_id})" if trace.client_id else ""
     is_live = trace.outcome == "live"
     yield f"{trace.rid}{called}: {'running for' if is_live else trace.outcome + ' in'} {_time(trace.total_s)}"
-    first = "no token yet" if is_live else "no token"
-    if trace.ttft_s is not None:
-        first = f"first token after {_time(trace.ttft_s)}"
+    no_token = "no token yet" if is_live else "no token"
+    first = f"first token after {_time(trace.ttft_s)}" if trace.ttft_s is not None else no_token
     cached = f", {trace.num_cached:,} of them cached" if trace.num_cached else ""
     yield (
         f"model {trace.model}, received {_when(trace.received_at)}; {trace.num_prompt:,} prompt tokens{cached}; "

@@ -332,7 +332,7 @@ class Dispatcher:
             self._dispatch(entry, attempt, now)
             return True
         message = self.reservations.begin(entry, attempt, place.decode, now)
-        request.timeline.reserving(_sequences(request, place.choices), attempt, now)
+        request.timeline.begin(_sequences(request, place.choices), "reserve", now, attempt)
         self._effects.append(Send(place.decode, message))
         return True
 
@@ -403,7 +403,8 @@ class Dispatcher:
         attempt.sent_at = now
         if request.dispatched_at is None:
             request.dispatched_at = now
-        request.timeline.dispatched(_sequences(request, attempt.choices), attempt, now)
+        stage = "decode" if prefill is None else "prefill"
+        request.timeline.begin(_sequences(request, attempt.choices), stage, now, attempt)
         if attempt.number == 0 and not request.is_canary:
             self._metrics.dispatched(request, now)
         self.queues.granted(request, now)

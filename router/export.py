@@ -24,7 +24,6 @@ from .trace import RequestTrace, Span, TraceRecorder
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
-    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
@@ -38,54 +37,7 @@ NO_FIGURES = {"name", "start_s", "seconds", "prefill_times", "pull_times", "chun
 
 
 class TraceExport:
-    """Exports each request a little after its end. Belongs to the event loop."""
-
-    def __init__(self, sink: OpenTelemetry) -> None:
-        self._sink = sink
-        self._waiting: dict[TraceRecorder, asyncio.TimerHandle] = {}
-
-    def over(self, recorder: TraceRecorder) -> None:
-        """Exports this request soon, because it is over."""
-        self._waiting[recorder] = asyncio.get_running_loop().call_later(SETTLE_S, self._export, recorder)
-
-    async def close(self) -> None:
-        """Exports the waiting requests, and waits at most CLOSE_S until they are sent."""
-        for recorder, timer in list(self._waiting.items()):
-            timer.cancel()
-            self._export(recorder)
-        thread = threading.Thread(target=self._sink.close, name="traces", daemon=True)  # may outlive the router
-        thread.start()
-        deadline = time.monotonic() + CLOSE_S
-        while thread.is_alive() and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
-        if thread.is_alive():
-            logger.warning("the last traces could not be sent within %.0f s", CLOSE_S)
-
-    def _export(self, recorder: TraceRecorder) -> None:
-        del self._waiting[recorder]
-        self._sink.export(recorder)
-
-
-def configured_export(environ: Mapping[str, str]) -> TraceExport | None:
-    """Return the export that the standard variables ask for, None if they ask for none or if packages are missing."""
-    endpoint = next((environ[name] for name in ENDPOINTS if environ.get(name)), None)
-    if endpoint is None:
-        return None
-    protocol = next((environ[name] for name in PROTOCOLS if environ.get(name)), "http/protobuf")
-    if protocol != "http/protobuf":
-        logger.warning("traces go out as http/protobuf, not %s", protocol)
-    try:
-        exporter = import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter").OTLPSpanExporter()
-        sink = OpenTelemetry.batched(exporter)
-    except ImportError as error:
-        logger.warning("no traces: %s is missing: pip install 'baton-serve[otel]'", error.name)
-        return None
-    logger.info("traces of requests go to %s", endpoint)
-    return TraceExport(sink)
-
-
-class OpenTelemetry:
-    """Makes OpenTelemetry spans, with the times of the trace, for the processors of a provider."""
+    """Makes the OpenTelemetry spans of each request a little after its end. Belongs to the event loop."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -93,68 +45,90 @@ class OpenTelemetry:
         self._provider = provider
         self._tracer = provider.get_tracer("baton.router")
         self._propagator = TraceContextTextMapPropagator()
+        self._waiting: dict[TraceRecorder, asyncio.TimerHandle] = {}
 
-    @classmethod
-    def batched(cls, exporter: SpanExporter) -> OpenTelemetry:
-        """Return a sink whose thread sends spans in batches, and drops them when its queue is full."""
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-        provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
-        provider.add_span_processor(BatchSpanProcessor(exporter))
-        return cls(provider)
+    def over(self, recorder: TraceRecorder) -> None:
+        """Exports this request soon, because it is over."""
+        self._waiting[recorder] = asyncio.get_running_loop().call_later(SETTLE_S, self.export, recorder)
 
     def export(self, recorder: TraceRecorder) -> None:
-        """Makes all spans of a finished request, unless the sampler or the client's trace flags decide against it."""
-        from opentelemetry.trace import get_current_span
+        """Makes all spans of a request now, unless the sampler or the client's trace flags decide against it."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
+        self._waiting.pop(recorder, None)
         trace = recorder.read(time.monotonic())
         begun_ns, client = int(trace.received_at * 1e9), self._propagator.extract(recorder.trace_context)
-        error = trace.error if trace.outcome == "failed" else None
+
+        def add(name: str, parent: Context, start_s: float, end_s: float, attributes: dict[str, Any]) -> Context:
+            """Makes a span and returns the context for its children. They may end after it: all times are given."""
+            start_ns = begun_ns + round(start_s * 1e9)
+            span = self._tracer.start_span(name, parent, attributes=attributes, start_time=start_ns)
+            span.end(begun_ns + round(end_s * 1e9))
+            return set_span_in_context(span)
+
         name = f"generate {trace.model}"
-        root = self._span(name, client, begun_ns, 0.0, trace.total_s, _about(trace), is_server=True, error=error)
-        if not get_current_span(root).get_span_context().trace_flags.sampled:
+        root = self._tracer.start_span(name, client, SpanKind.SERVER, _about(trace), start_time=begun_ns)
+        if trace.outcome == "failed":
+            root.set_status(Status(StatusCode.ERROR, trace.error))
+        root.end(begun_ns + round(trace.total_s * 1e9))
+        if not root.get_span_context().trace_flags.sampled:
             return
         for sequence in trace.sequences:
-            parent = root
+            parent = set_span_in_context(root)
             if len(trace.sequences) > 1:
                 attributes = {"gen_ai.usage.output_tokens": sequence.num_tokens}
-                parent = self._span(f"choice {sequence.index}", root, begun_ns, 0.0, trace.total_s, attributes)
+                parent = add(f"choice {sequence.index}", parent, 0.0, trace.total_s, attributes)
             for span in sequence.spans:
                 at_s, end_s = span.start_s, span.start_s + span.seconds
-                context = self._span(span.name, parent, begun_ns, at_s, end_s, _figures(span))
+                context = add(span.name, parent, at_s, end_s, _figures(span))
                 for chunk in span.prefill_times.chunks:
                     start_s = min(end_s, at_s + chunk.waited_s)
                     at_s = min(end_s, start_s + chunk.compute_s)
                     attributes = {"baton.num_chunks": chunk.num_chunks, "baton.num_tokens": chunk.num_tokens}
-                    self._span("chunk", context, begun_ns, start_s, at_s, attributes)
+                    add("chunk", context, start_s, at_s, attributes)
 
-    def close(self) -> None:
-        """Sends the remaining spans. Blocks."""
-        self._provider.shutdown()
+    async def close(self) -> None:
+        """Exports the waiting requests, and waits at most CLOSE_S until they are sent."""
+        for recorder, timer in list(self._waiting.items()):
+            timer.cancel()
+            self.export(recorder)
+        thread = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)  # may outlive the router
+        thread.start()
+        await asyncio.to_thread(thread.join, CLOSE_S)
+        if thread.is_alive():
+            logger.warning("the last traces could not be sent within %.0f s", CLOSE_S)
 
-    def _span(
-        self,
-        name: str,
-        parent: Context,
-        begun_ns: int,
-        start_s: float,
-        end_s: float,
-        attributes: dict[str, Any],
-        *,
-        is_server: bool = False,
-        error: str | None = None,
-    ) -> Context:
-        """Makes a span and returns the context for its children. The span may end before them: all times are given."""
-        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
-        kind = SpanKind.SERVER if is_server else SpanKind.INTERNAL
-        start_time = begun_ns + round(start_s * 1e9)
-        span = self._tracer.start_span(name, parent, kind, attributes, start_time=start_time)
-        if error is not None:
-            span.set_status(Status(StatusCode.ERROR, error))
-        span.end(begun_ns + round(end_s * 1e9))
-        return set_span_in_context(span)
+def configured_export(environ: Mapping[str, str]) -> TraceExport | None:
+    """Return the export that the standard variables ask for, None if they ask for none or if packages are missing."""
+    endpoint = next(filter(None, map(environ.get, ENDPOINTS)), None)
+    if endpoint is None:
+        return None
+    protocol = next(filter(None, map(environ.get, PROTOCOLS)), "http/protobuf")
+    if protocol != "http/protobuf":
+        logger.warning("traces go out as http/protobuf, not %s", protocol)
+    try:
+        exporter = import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter").OTLPSpanExporter()
+        export = TraceExport(_batched(exporter))
+    except ImportError as error:
+        logger.warning("no traces: %s is missing: pip install 'baton-serve[otel]'", error.name)
+        return None
+    logger.info("traces of requests go to %s", endpoint)
+    return export
+
+
+def _batched(exporter: SpanExporter) -> TracerProvider:
+    """Return a provider, named baton-router by default, whose thread sends batches and drops what it cannot queue."""
+    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    resource = Resource.create()  # of OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
+    if str(resource.attributes.get(SERVICE_NAME, "unknown_service")).startswith("unknown_service"):
+        resource = resource.merge(Resource({SERVICE_NAME: "baton-router"}))
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider
 
 
 def _figures(span: Span) -> dict[str, Any]:
@@ -165,7 +139,7 @@ def _figures(span: Span) -> dict[str, Any]:
 
 def _about(trace: RequestTrace) -> dict[str, Any]:
     """Attributes of a request, named by the semantic conventions for generative AI if these have a name."""
-    attributes: dict[str, Any] = {
+    attributes = {
         "gen_ai.request.model": trace.model,
         "gen_ai.response.id": trace.rid,
         "gen_ai.response.finish_reasons": [each.finish_reason for each in trace.sequences if each.finish_reason],
@@ -173,16 +147,7 @@ def _about(trace: RequestTrace) -> dict[str, Any]:
         "gen_ai.usage.output_tokens": trace.num_tokens,
         "baton.num_cached": trace.num_cached or 0,
         "baton.outcome": trace.outcome,
+        "baton.ttft_s": trace.ttft_s,
+        "baton.client_id": trace.client_id,
     }
-    optional = {"baton.ttft_s": trace.ttft_s, "baton.client_id": trace.client_id}
-    return attributes | {name: value for name, value in optional.items() if value is not None}
-
-
-def _resource() -> Resource:
-    """Return the resource of OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, named baton-router by default."""
-    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-
-    resource = Resource.create()
-    if str(resource.attributes.get(SERVICE_NAME, "unknown_service")).startswith("unknown_service"):
-        resource = resource.merge(Resource({SERVICE_NAME: "baton-router"}))
-    return resource
+    return {name: value for name, value in attributes.items() if value is not None}

@@ -134,7 +134,7 @@ class Rescheduling:
         self.leave_nodes(request, reason, now)
         for sequence in request.sequences:
             if sequence.finish_reason is None:
-                request.timeline.paused(sequence, reason, now)
+                request.timeline.begin((sequence,), "paused", now, reason=reason)
             sequence.restart()
 
     def resume(self, request: Request, now: float) -> None:
@@ -142,7 +142,7 @@ class Rescheduling:
         logger.info("goes on", extra={"rid": request.rid})
         for sequence in reversed(request.sequences):
             if sequence.finish_reason is None:
-                request.timeline.resumed(sequence, now)
+                request.timeline.begin((sequence,), "queue", now)
                 self._queues.add(Entry(request, (sequence.index,)), first=True)
         self._queue_prompt(request)
 
@@ -201,7 +201,7 @@ class Rescheduling:
         self._metrics.moved(request, kind)
         for index in sorted(choices, reverse=True):
             sequence = request.sequences[index]
-            request.timeline.moved(sequence, reason, now)
+            request.timeline.begin((sequence,), "queue", now, reason=reason)
             if sequence.attempt is None:
                 continue
             self._streams.close(sequence)

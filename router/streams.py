@@ -180,7 +180,7 @@ class TokenStreams:
         if request.first_token_at is None:
             request.first_token_at = now
         if delta.finish_reason is not None:
-            request.timeline.finishing(sequence, now)
+            request.timeline.begin((sequence,), "finish", now)
         if request.is_canary:
             request.listener.on_delta(sequence, delta)
         else:

@@ -19,16 +19,18 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
-from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from msgspec import Struct, field, structs
 
 from ..metadata.wire.messages import Admitted, PrefillDone
-from ..metadata.wire.request import Ended
+from ..metadata.wire.request import Ended, FinishReason
 from ..metadata.wire.times import PrefillTimes, PullTimes
+
+if TYPE_CHECKING:
+    from .node import Node
 
 MAX_SPANS = 64  # per sequence; of more, those after FIRST_SPANS are joined with the span before them
 FIRST_SPANS = 8
@@ -36,9 +38,9 @@ MAX_REASON = 400  # characters
 MAX_FINISHED = 1024  # sequences of finished requests whose traces are kept
 CONTEXT_HEADERS = ("traceparent", "tracestate")  # of W3C Trace Context
 MAX_CONTEXT_HEADER = 512  # characters; longer headers are dropped
-NO_CONTEXT: Mapping[str, str] = MappingProxyType({})
 
 Outcome = Literal["live", "done", "failed", "cancelled"]
+Stage = Literal["queue", "reserve", "prefill", "handoff", "decode", "paused", "finish"]
 
 
 class Span(Struct, omit_defaults=True, gc=False):  # gc=False is safe: no field leads back to the span
@@ -66,9 +68,13 @@ class Span(Struct, omit_defaults=True, gc=False):  # gc=False is safe: no field 
     num_accepted: int = 0  # decode
     num_preemptions: int = 0  # preempted: how many are added up
 
-    def neighbour(self, name: str, start_s: float = 0.0) -> Span:
+    def neighbour(self, name: str, start_s: float) -> Span:
         """Return a span of the same attempt at the same node, without figures."""
-        return Span(name, start_s, node=self.node, attempt=self.attempt)
+        return Span(name, start_s, 0.0, self.node, self.attempt)
+
+
+SpanKey = tuple[int, str, str, int | None]  # index of the sequence, name, node and attempt
+Report = PrefillDone | Admitted | Ended  # divides a prefill, a handoff or a decode
 
 
 class SequenceTrace(Struct, omit_defaults=True):
@@ -80,88 +86,35 @@ class SequenceTrace(Struct, omit_defaults=True):
     spans: list[Span] = field(name="parts")
     num_forgotten: int = 0  # spans joined with the one before, because there were more than MAX_SPANS
 
-    def begin(self, span: Span, num_tokens: int) -> None:
-        """Ends the open span and begins another."""
-        self.count(num_tokens)
-        self.end(span.start_s)
-        self.spans.append(span)
-        self._bound()
-
-    def end(self, at_s: float) -> None:
-        """Cuts off what lies after the end: the durations of a node may exceed the time that the router measured."""
-        for span in reversed(self.spans):
-            if span.start_s <= at_s:
-                break
-            span.start_s = at_s
-
     def count(self, num_tokens: int) -> None:
         """Notes how many tokens the sequence has received until now."""
         self.spans[-1].num_tokens += num_tokens - self.num_tokens
         self.num_tokens = num_tokens
 
-    def divide(self, index: int, first: Span, *others: tuple[Span, float]) -> None:
-        """Replaces a span that is over. The others fill its end with their durations, as far as it has room."""
-        first.start_s, at_s = self.spans[index].start_s, self.spans[index + 1].start_s
-        for span, duration in reversed(others):
-            span.start_s = at_s = max(first.start_s, at_s - duration)
-        self.spans[index : index + 1] = [first, *(span for span, _ in others)]
-        self._bound()
-
-    def divide_prefill(self, index: int, message: PrefillDone) -> None:
-        """Replaces a prefill by its steps."""
-        span, times = self.spans[index], message.times
-        compute_s = max(message.compute_s, sum(chunk.waited_s + chunk.compute_s for chunk in times.chunks))
-        dispatch, waiting = span.neighbour("dispatch"), span.neighbour("prefill queue")
-        prefill, first_token = span.neighbour("prefill"), span.neighbour("first token")
-        prefill.num_prompt, prefill.num_cached = span.num_prompt - message.num_cached, message.num_cached
-        prefill.prefill_times, first_token.num_tokens = times, span.num_tokens
-        self.divide(index, dispatch, (waiting, message.queue_s), (prefill, compute_s), (first_token, times.sample_s))
-
-    def divide_handoff(self, message: Admitted) -> None:
-        """Replaces the handoff, which was the last span but one, by its steps."""
-        prefill, handoff = self.spans[-3:-1]
-        offer, pull, admission = prefill.neighbour("offer"), handoff.neighbour("pull"), handoff.neighbour("admission")
-        offer.num_tokens, times, moving_s = handoff.num_tokens, message.times, message.transfer_s
-        pull.num_pages, pull.num_bytes, pull.had_pages = message.num_pages, message.num_bytes, message.num_cached_pages
-        pull.moving_s, pull.pull_times = round(moving_s, 6), times
-        pull.gb_per_s = round(message.num_bytes / moving_s / 1e9, 3) if moving_s > 0 else 0.0
-        self.divide(len(self.spans) - 2, offer, (pull, times.last_s), (admission, times.admit_s))
-
-    def divide_decode(self, ended: Ended) -> None:
-        """Puts earlier runs and preemptions before the last run, which keeps the remaining steps and tokens."""
-        last = self.spans.pop()
-        last.num_steps, last.num_drafted, last.num_accepted = ended.num_steps, ended.num_drafted, ended.num_accepted
-        for each in ended.preemptions:
-            run = last.neighbour("decode", last.start_s)
-            preempted = last.neighbour("preempted", run.start_s + each.ran_s)
-            recompute = last.neighbour("recompute", preempted.start_s + each.waited_s)
-            run.num_steps, run.num_tokens = each.num_steps, min(each.num_tokens, last.num_tokens)
-            preempted.num_preemptions = each.num_preemptions
-            last.start_s = recompute.start_s + each.recompute_s
-            last.num_steps -= run.num_steps
-            last.num_tokens -= run.num_tokens
-            self.spans += run, preempted, recompute
-        self.spans.append(last)
-        self._bound()
-
-    def until(self, end_s: float) -> SequenceTrace:
-        """Return a copy that ends at `end_s`. Times are rounded, not durations, so that sums stay exact.
-
-        A span that took no time and tells nothing is left out, unless it is one that every sequence has.
-        """
-        starts = [round(min(span.start_s, end_s), 6) for span in self.spans]
-        spans: list[Span] = []
-        for span, (start_s, next_s) in zip(self.spans, pairwise([*starts, round(end_s, 6)]), strict=True):
-            is_bare = span == span.neighbour(span.name, span.start_s)
-            if next_s > start_s or not is_bare or span.name in ("queue", "finish"):
-                spans.append(structs.replace(span, start_s=start_s, seconds=round(next_s - start_s, 6)))
-        return structs.replace(self, spans=spans)
-
-    def _bound(self) -> None:
-        while len(self.spans) > MAX_SPANS:
-            joined = self.spans.pop(FIRST_SPANS)
-            self.spans[FIRST_SPANS - 1].num_tokens += joined.num_tokens
+    def begin(self, span: Span, num_tokens: int) -> None:
+        """Ends the open span and begins another."""
+        self.count(num_tokens)
+        self.spans.append(span)
+        if len(self.spans) > MAX_SPANS:
+            self.spans[FIRST_SPANS - 1].num_tokens += self.spans.pop(FIRST_SPANS).num_tokens
             self.num_forgotten += 1
+
+    def until(self, end_s: float, reports: dict[SpanKey, Report]) -> SequenceTrace:
+        """Return a copy that ends at `end_s` and is divided by the reports of nodes.
+
+        Times are rounded, not durations, so that sums stay exact. A span that took no time and tells nothing is left
+        out, unless it is one that every sequence has.
+        """
+        spans: list[Span] = []
+        for before, span in reversed(list(pairwise([Span(""), *self.spans]))):
+            report = reports.get((self.index, span.name, span.node, span.attempt))
+            for step in reversed(_steps(span, end_s, before, report)):
+                start_s = min(round(max(step.start_s, 0.0), 6), end_s)
+                is_bare = step == step.neighbour(step.name, step.start_s)
+                if start_s < end_s or not is_bare or step.name in ("queue", "finish"):
+                    spans.append(structs.replace(step, start_s=start_s, seconds=round(end_s - start_s, 6)))
+                end_s = start_s
+        return structs.replace(self, spans=spans[::-1])
 
 
 class RequestSummary(Struct):
@@ -175,6 +128,15 @@ class RequestSummary(Struct):
     total_s: float  # until now if the request is live
     ttft_s: float | None
     num_prompt: int
+
+
+class RequestLine(RequestSummary):
+    """One request in a list."""
+
+    num_tokens: int
+    num_moves: int  # how often a sequence was rescheduled to other nodes
+    longest: str  # name of the longest span of all sequences
+    longest_s: float
 
 
 class RequestTrace(RequestSummary):
@@ -200,34 +162,12 @@ class RequestTrace(RequestSummary):
         """Spans of all sequences."""
         return [span for sequence in self.sequences for span in sequence.spans]
 
-    @property
-    def nodes(self) -> set[str]:
-        """Ids of all nodes that worked on the request."""
-        return {span.node for span in self.spans if span.node}
-
-    @property
-    def longest(self) -> str:
-        """Name of the longest span."""
-        return max(self.spans, key=lambda span: span.seconds, default=Span("receive")).name
-
-    @property
-    def longest_s(self) -> float:
-        """Seconds of the longest span."""
-        return max((span.seconds for span in self.spans), default=0.0)
-
-    @property
-    def num_moves(self) -> int:
-        """How often a sequence was rescheduled to other nodes."""
-        return sum(span.name == "queue" and span.reason != "" for span in self.spans)
-
-
-class RequestLine(RequestSummary):
-    """One request in a list."""
-
-    num_tokens: int
-    num_moves: int
-    longest: str  # name of the longest span of all sequences
-    longest_s: float
+    def line(self) -> RequestLine:
+        """Return the request as a list shows it."""
+        longest = max(self.spans, key=lambda span: span.seconds, default=Span("receive"))
+        num_moves = sum(span.name == "queue" and span.reason != "" for span in self.spans)
+        summary = self.rid, self.client_id, self.model, self.outcome, self.received_at, self.total_s, self.ttft_s
+        return RequestLine(*summary, self.num_prompt, self.num_tokens, num_moves, longest.name, longest.seconds)
 
 
 class Explanation(Struct, frozen=True):
@@ -243,53 +183,46 @@ class RecentRequests(Struct, frozen=True):
     requests: list[RequestLine]
 
 
-class TracedNode(Protocol):
-    """The attributes of a node that a trace reads. The next three do the same for attempt, sequence and request."""
+class AttemptLike(Protocol):
+    """The attributes of an attempt that a trace reads. The next two do the same for a sequence and a request."""
 
-    @property
-    def node_id(self) -> str: ...
-
-
-class TracedAttempt(Protocol):
-    @property
-    def number(self) -> int: ...
-    @property
-    def prefill(self) -> TracedNode | None: ...
-    @property
-    def decode(self) -> TracedNode | None: ...
+    number: int
+    prefill: Node | None
+    decode: Node | None
 
 
-class TracedSequence(Protocol):
+class SequenceLike(Protocol):
+    index: int
+    received: list[int]
+    finish_reason: FinishReason | None
+
     @property
-    def index(self) -> int: ...
-    @property
-    def received(self) -> Sized: ...
-    @property
-    def finish_reason(self) -> str | None: ...
-    @property
-    def attempt(self) -> TracedAttempt | None: ...
+    def attempt(self) -> AttemptLike | None: ...
 
 
-class TracedRequest(Protocol):
+class RequestLike(Protocol):
+    num_cached: int | None
+    first_token_at: float | None
+
     @property
-    def num_cached(self) -> int | None: ...
-    @property
-    def first_token_at(self) -> float | None: ...
-    @property
-    def sequences(self) -> Iterable[TracedSequence]: ...
+    def sequences(self) -> Iterable[SequenceLike]: ...
 
 
 class TraceRecorder:
-    """Records the trace of one request, from the moment when its HTTP body was read. Every `now` is monotonic."""
+    """Records the trace of one request, from the moment when its HTTP body was read. Every `now` is monotonic.
 
-    __slots__ = ("begun", "queued_at", "trace", "trace_context")
+    Nobody reads most traces. So reports of nodes are only kept here, and divide spans when the trace is read.
+    """
+
+    __slots__ = ("_reports", "begun", "queued_at", "trace", "trace_context")
 
     def __init__(self, rid: str, model: str, num_prompt: int, num_choices: int, begun: float) -> None:
-        received_at = round(time.time() - (time.monotonic() - begun), 3)  # wall clock, for people
+        received_at = time.time() - (time.monotonic() - begun)  # wall clock, for people
         sequences = [SequenceTrace(index, None, 0, [Span("receive")]) for index in range(num_choices)]
         self.trace = RequestTrace(rid, None, model, "live", received_at, 0.0, None, num_prompt, None, None, sequences)
-        self.trace_context = NO_CONTEXT  # the client's traceparent and tracestate headers
+        self.trace_context: Mapping[str, str] = {}  # the client's traceparent and tracestate headers
         self.begun = self.queued_at = begun
+        self._reports: dict[SpanKey, Report] = {}
 
     def came_from(self, client_id: str | None, headers: Mapping[str, str]) -> None:
         """Notes the client's own id of the request, and the client's span if the headers name one."""
@@ -302,14 +235,27 @@ class TraceRecorder:
         """The router accepted the request, which now waits for nodes."""
         self.queued_at = now
         for sequence in self.trace.sequences:
-            sequence.begin(self._span("queue", now), 0)
+            sequence.begin(Span("queue", now - self.begun), sequence.num_tokens)
 
-    def reserving(self, choices: Iterable[TracedSequence], attempt: TracedAttempt, now: float) -> None:
-        """The router asked a decode node for pages."""
+    def begin(
+        self,
+        choices: Iterable[SequenceLike],
+        name: Stage,
+        now: float,
+        attempt: AttemptLike | None = None,
+        reason: str = "",
+    ) -> None:
+        """Ends the open spans of some sequences and begins others. With an attempt, the node of a `prefill` is its
+        prefill node, and that of any other span its decode node."""
+        node = None if attempt is None else attempt.prefill if name == "prefill" else attempt.decode
+        node_id, number = node.node_id if node is not None else "", attempt.number if attempt is not None else None
         for choice in choices:
-            self._begin(choice, self._span("reserve", now, attempt.decode, attempt.number))
+            num_tokens = len(choice.received)
+            num_prompt = self.trace.num_prompt + num_tokens if name == "prefill" else 0
+            span = Span(name, now - self.begun, 0.0, node_id, number, reason[:MAX_REASON], num_prompt=num_prompt)
+            self.trace.sequences[choice.index].begin(span, num_tokens)
 
-    def refused(self, choices: Iterable[TracedSequence]) -> None:
+    def refused(self, choices: Iterable[SequenceLike]) -> None:
         """The decode node was full. The reservation counts as waiting, so that refusals do not add spans."""
         for choice in choices:
             spans = self.trace.sequences[choice.index].spans
@@ -317,102 +263,69 @@ class TraceRecorder:
                 spans.pop()
                 spans[-1].num_refused += 1
 
-    def dispatched(self, choices: Iterable[TracedSequence], attempt: TracedAttempt, now: float) -> None:
-        """The prompt was sent to the prefill node, or to the decode node if that computes it itself."""
-        name = "decode" if attempt.prefill is None else "prefill"
-        for choice in choices:
-            span = self._span(name, now, attempt.prefill or attempt.decode, attempt.number)
-            span.num_prompt = self.trace.num_prompt + len(choice.received) if attempt.prefill is not None else 0
-            self._begin(choice, span)
-
-    def first_token(self, choice: TracedSequence, now: float) -> None:
+    def first_token(self, choice: SequenceLike, now: float) -> None:
         """The first token arrived from the prefill node."""
-        attempt = choice.attempt
-        if attempt is not None and self._last(choice).name == "prefill":
-            self._begin(choice, self._span("handoff", now, attempt.decode, attempt.number))
+        if self._last(choice).name == "prefill":
+            self.begin((choice,), "handoff", now, choice.attempt)
 
-    def admitted(self, choice: TracedSequence, message: Admitted, now: float) -> None:
+    def admitted(self, choice: SequenceLike, message: Admitted, now: float) -> None:
         """The decode node has all pages and runs the sequence."""
-        if self._last(choice).attempt != message.unit.attempt:
-            return
-        self.first_token(choice, now)  # in case its own message is late or lost
-        last = self._last(choice)
-        if last.name == "handoff":
-            self._begin(choice, last.neighbour("decode", self._seconds(now)))
-            self.trace.sequences[choice.index].divide_handoff(message)
+        if self._last(choice).attempt == message.unit.attempt:
+            self.first_token(choice, now)  # in case its own message is late or lost
+            last = self._last(choice)
+            if last.name == "handoff":
+                self._report((choice.index, "handoff", last.node, last.attempt), message)
+                self.begin((choice,), "decode", now, choice.attempt)
 
     def prefill_done(self, node_id: str, message: PrefillDone) -> None:
         """All tickets of an attempt have ended, maybe after the end of the request."""
+        if message.prompt_logprobs:  # they are large
+            message = structs.replace(message, prompt_logprobs=())
         for sequence in self.trace.sequences:
-            for index in reversed(range(len(sequence.spans) - 1)):  # the end of an open prefill is not known
-                span, before = sequence.spans[index], sequence.spans[index - 1]
-                if (span.name, span.attempt, span.node) == ("prefill", message.attempt, node_id):
-                    if before.name != "prefill queue":  # else it is divided
-                        sequence.divide_prefill(index, message)
-                    break
+            last = sequence.spans[-1]
+            if last.name != "prefill" or last.attempt != message.attempt:  # the end of an open prefill is not known
+                self._report((sequence.index, "prefill", node_id, message.attempt), message)
 
-    def ended(self, choice: TracedSequence, ended: Ended) -> None:
+    def ended(self, choice: SequenceLike, ended: Ended) -> None:
         """A node reported the end of the sequence."""
         last = self._last(choice)
-        if last.name == "decode" and not last.num_steps:  # else the message came twice
-            self.trace.sequences[choice.index].count(len(choice.received))
-            self.trace.sequences[choice.index].divide_decode(ended)
+        if last.name == "decode":
+            self._report((choice.index, "decode", last.node, last.attempt), ended)
 
-    def finishing(self, choice: TracedSequence, now: float) -> None:
-        """The last tokens arrived at `now`, and are text by now."""
-        self._begin(choice, self._span("finish", now))
-
-    def moved(self, choice: TracedSequence, reason: str, now: float) -> None:
-        """The sequence waits for other nodes, because one of its nodes failed, died or left."""
-        self._begin(choice, self._span("queue", now, reason=reason))
-
-    def paused(self, choice: TracedSequence, reason: str, now: float) -> None:
-        """The sequence was taken off its nodes."""
-        self._begin(choice, self._span("paused", now, reason=reason))
-
-    def resumed(self, choice: TracedSequence, now: float) -> None:
-        """The sequence waits for nodes again."""
-        self._begin(choice, self._span("queue", now))
-
-    def over(self, request: TracedRequest, outcome: Outcome, error: str | None, now: float) -> None:
+    def over(self, request: RequestLike, outcome: Outcome, error: str | None, now: float) -> None:
         """The request ended. Only a late PrefillDone can follow."""
         self.look(request)
         self.trace.error = error[:MAX_REASON] if error is not None else None
-        self.trace.total_s = self.total_s(now)
+        self.trace.total_s = now - self.begun
         self.trace.outcome = outcome
 
-    def look(self, request: TracedRequest) -> None:
+    def look(self, request: RequestLike) -> None:
         """Copies figures from the request into the trace. Call it before a live trace is read."""
         first, self.trace.num_cached = request.first_token_at, request.num_cached
-        self.trace.ttft_s = self._seconds(first) if first is not None else None
+        self.trace.ttft_s = first - self.begun if first is not None else None
         for sequence, choice in zip(self.trace.sequences, request.sequences, strict=True):
             sequence.count(len(choice.received))
             sequence.finish_reason = choice.finish_reason
 
     def total_s(self, now: float) -> float:
         """Return how long the request took, or has taken until now."""
-        return self._seconds(now) if self.trace.outcome == "live" else self.trace.total_s
+        return round(max(0.0, now - self.begun if self.trace.outcome == "live" else self.trace.total_s), 6)
 
     def read(self, now: float) -> RequestTrace:
         """Return a copy of the trace. If the request is live, the copy ends now."""
-        self.trace.total_s = self.total_s(now)
-        sequences = [sequence.until(self.trace.total_s) for sequence in self.trace.sequences]
-        return structs.replace(self.trace, sequences=sequences)
+        received_at, total_s, ttft_s = round(self.trace.received_at, 3), self.total_s(now), self.trace.ttft_s
+        ttft_s = round(ttft_s, 6) if ttft_s is not None else None
+        sequences = [sequence.until(total_s, self._reports) for sequence in self.trace.sequences]
+        return structs.replace(self.trace, received_at=received_at, total_s=total_s, ttft_s=ttft_s, sequences=sequences)
 
-    def _seconds(self, now: float) -> float:
-        return round(max(0.0, now - self.begun), 6)
-
-    def _span(
-        self, name: str, now: float, node: TracedNode | None = None, attempt: int | None = None, reason: str = ""
-    ) -> Span:
-        node_id = node.node_id if node is not None else ""
-        return Span(name, self._seconds(now), node=node_id, attempt=attempt, reason=reason[:MAX_REASON])
-
-    def _begin(self, choice: TracedSequence, span: Span) -> None:
-        self.trace.sequences[choice.index].begin(span, len(choice.received))
-
-    def _last(self, choice: TracedSequence) -> Span:
+    def _last(self, choice: SequenceLike) -> Span:
         return self.trace.sequences[choice.index].spans[-1]
+
+    def _report(self, key: SpanKey, report: Report) -> None:
+        """Keeps the first report on a span. As with spans, the number is bounded."""
+        self._reports.setdefault(key, report)
+        if len(self._reports) > MAX_SPANS * len(self.trace.sequences):
+            del self._reports[list(self._reports)[FIRST_SPANS]]
 
 
 class FinishedTraces:
@@ -437,3 +350,46 @@ class FinishedTraces:
     def __iter__(self) -> Iterator[TraceRecorder]:
         """Yield the newest first."""
         return reversed(self._recorders.values())
+
+
+def _steps(span: Span, end_s: float, before: Span, report: Report | None) -> list[Span]:
+    """Return the spans that a report divides a span into, or the span itself if there is no report."""
+    match report:
+        case PrefillDone(times=times):
+            compute_s = max(report.compute_s, sum(chunk.waited_s + chunk.compute_s for chunk in times.chunks))
+            durations = {"prefill queue": report.queue_s, "prefill": compute_s, "first token": times.sample_s}
+            steps = _, _, prefill, first_token = _fill(span, end_s, "dispatch", durations)
+            prefill.num_prompt, prefill.num_cached = span.num_prompt - report.num_cached, report.num_cached
+            prefill.prefill_times, first_token.num_tokens = times, span.num_tokens
+        case Admitted(times=times, transfer_s=moving_s):
+            durations = {"pull": times.last_s, "admission": times.admit_s}
+            steps = offer, pull, _ = _fill(span, end_s, "offer", durations)
+            offer.node, offer.num_tokens = before.node, span.num_tokens
+            pull.num_pages, pull.num_bytes, pull.had_pages = report.num_pages, report.num_bytes, report.num_cached_pages
+            pull.moving_s, pull.pull_times = round(moving_s, 6), times
+            pull.gb_per_s = round(report.num_bytes / moving_s / 1e9, 3) if moving_s > 0 else 0.0
+        case Ended(num_steps=num_steps, num_drafted=num_drafted, num_accepted=num_accepted):
+            last = structs.replace(span, num_steps=num_steps, num_drafted=num_drafted, num_accepted=num_accepted)
+            steps = [last]  # earlier runs and preemptions go before the last run, which has the remaining tokens
+            for each in report.preemptions:
+                run = span.neighbour("decode", last.start_s)
+                preempted = span.neighbour("preempted", run.start_s + each.ran_s)
+                recompute = span.neighbour("recompute", preempted.start_s + each.waited_s)
+                run.num_steps, run.num_tokens = each.num_steps, min(each.num_tokens, last.num_tokens)
+                preempted.num_preemptions = each.num_preemptions
+                last.start_s = recompute.start_s + each.recompute_s
+                last.num_steps -= run.num_steps
+                last.num_tokens -= run.num_tokens
+                steps[-1:] = run, preempted, recompute, last
+        case None:
+            steps = [span]
+    return steps
+
+
+def _fill(span: Span, end_s: float, first: str, durations: dict[str, float]) -> list[Span]:
+    """Return steps without figures. The others fill the end of the span with their durations, as far as it has room."""
+    steps: list[Span] = []
+    for name, duration in reversed(durations.items()):
+        end_s = max(span.start_s, end_s - duration)
+        steps.append(span.neighbour(name, end_s))
+    return [span.neighbour(first, span.start_s), *reversed(steps)]

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from ...metadata.errors import RequestError
 from ..errors import NotFound
-from ..trace import MAX_FINISHED, Explanation, Outcome, RecentRequests, RequestLine, TraceRecorder
+from ..trace import MAX_FINISHED, Explanation, Outcome, RecentRequests, TraceRecorder
 from .api import Api, json_response
 from .errors import from_validation
 
@@ -27,7 +27,7 @@ async def recent(api: Api, http_request: web.Request) -> web.StreamResponse:
     """Answers GET /debug/requests. Raises RequestError for an unknown filter, or a wrong value of one."""
     wanted, now = Filter.of(http_request.query), time.monotonic()
     found = islice((recorder for recorder in _all(api) if wanted.matches(recorder, now)), wanted.limit)
-    return json_response(RecentRequests([_line(recorder, now) for recorder in found]))
+    return json_response(RecentRequests([recorder.read(now).line() for recorder in found]))
 
 
 async def one(api: Api, http_request: web.Request) -> web.StreamResponse:
@@ -68,7 +68,7 @@ class Filter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (
             self.outcome in (UNSET, recorder.trace.outcome)
             and self.model in (UNSET, recorder.trace.model)
-            and (self.node is UNSET or self.node in recorder.trace.nodes)
+            and (self.node is UNSET or self.node in {span.node for span in recorder.trace.spans} - {""})
             and recorder.total_s(now) >= self.min_s
         )
 
@@ -80,7 +80,3 @@ def _all(api: Api) -> list[TraceRecorder]:
         request.timeline.look(request)
     recorders = [*(request.timeline for request in live), *api.dispatcher.finished]
     return sorted(recorders, key=lambda recorder: recorder.begun, reverse=True)
-
-
-def _line(recorder: TraceRecorder, now: float) -> RequestLine:
-    return msgspec.convert(recorder.read(now), RequestLine, from_attributes=True)

@@ -7,20 +7,18 @@ import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
 from baton.router import export as export_module
-from baton.router.export import OpenTelemetry, TraceExport, configured_export
-from baton.router.trace import TraceRecorder
+from baton.router.export import TraceExport, configured_export
 
 from .conftest import System
 from .test_runner import wait_until
@@ -33,10 +31,10 @@ class Collected:
     """Makes spans and keeps them."""
 
     def __init__(self) -> None:
-        provider = TracerProvider(shutdown_on_exit=False)
+        self.provider = TracerProvider(shutdown_on_exit=False)
         self.exporter = InMemorySpanExporter()
-        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self.sink = OpenTelemetry(provider)
+        self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.export = TraceExport(self.provider)
 
     def all(self) -> list[ReadableSpan]:
         return sorted(self.exporter.get_finished_spans(), key=lambda span: span.start_time or 0)
@@ -66,7 +64,7 @@ def check_sums(collected: Collected, parent: ReadableSpan) -> list[ReadableSpan]
 def test_spans_and_chunks_become_spans() -> None:
     traced, trace = whole_life()
     collected = Collected()
-    collected.sink.export(traced.recorder)
+    collected.export.export(traced.recorder)
     [root] = collected.roots()
     assert (root.name, root.parent, length_s(root)) == ("generate demo", None, 9.5)
     assert root.start_time == int(trace.received_at * 1e9)
@@ -90,10 +88,10 @@ def test_choices_have_spans_of_their_own_and_errors_a_status() -> None:
     traced = Traced(3)
     traced.recorder.queued(1.0)
     traced.sequences[1].received += [1, 2]
-    traced.recorder.finishing(traced.sequences[1], 3.0)
+    traced.recorder.begin(traced.sequences[1:2], "finish", 3.0)
     traced.end("failed", 4.0, "the model broke")
     collected = Collected()
-    collected.sink.export(traced.recorder)
+    collected.export.export(traced.recorder)
     [root] = collected.roots()
     assert root.status.status_code is StatusCode.ERROR
     assert root.status.description == "the model broke"
@@ -107,7 +105,7 @@ def test_the_clients_trace_goes_on_and_its_flags_are_obeyed(flags: str) -> None:
     recorder = whole_life()[0].recorder
     recorder.trace_context = {"traceparent": f"00-{TRACE}-{CLIENT_SPAN}-{flags}", "tracestate": "a=b"}
     collected = Collected()
-    collected.sink.export(recorder)
+    collected.export.export(recorder)
     if flags == "00":
         assert collected.all() == []
         return
@@ -122,14 +120,14 @@ def test_a_malformed_traceparent_begins_a_new_trace() -> None:
     recorder = whole_life()[0].recorder
     recorder.trace_context = {"traceparent": "00-xyz", "tracestate": "\x00"}
     collected = Collected()
-    collected.sink.export(recorder)
+    collected.export.export(recorder)
     assert collected.roots()[0].parent is None
 
 
 def test_a_request_through_the_router(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_module, "SETTLE_S", 0.0)
     collected = Collected()
-    system.router.router.dispatcher.on_over = TraceExport(collected.sink).over
+    system.router.router.dispatcher.on_over = collected.export.over
     headers = {"traceparent": f"00-{TRACE}-{CLIENT_SPAN}-01", "x-request-id": "mine"}
     body = {"model": "fake", "prompt": "hello", "max_tokens": 100}
     status, answer, _ = system.router.request("POST", "/v1/completions", body, headers)
@@ -144,25 +142,32 @@ def test_a_request_through_the_router(system: System, monkeypatch: pytest.Monkey
 
 
 async def test_what_waits_is_exported_before_the_end() -> None:
-    exported: list[Any] = []
-    sink: Any = SimpleNamespace(export=exported.append, close=lambda: exported.append("closed"))
-    export = TraceExport(sink)
-    recorders = [TraceRecorder(f"r{index}", "demo", 1, 1, 0.0) for index in range(2)]
-    for recorder in recorders:
-        export.over(recorder)
-    assert exported == []
-    await export.close()
-    assert exported == [*recorders, "closed"]
+    collected = Collected()
+    for recorder in (whole_life()[0].recorder, whole_life()[0].recorder):
+        collected.export.over(recorder)
+    assert collected.all() == []
+    await collected.export.close()
+    assert len(collected.roots()) == 2
+
+
+class Hanging(SpanProcessor):
+    """Does not end before `released` is set."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def shutdown(self) -> None:
+        self.released.wait(10)
 
 
 async def test_an_exporter_that_hangs_does_not_keep_the_router(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(export_module, "CLOSE_S", 0.01)
-    released = threading.Event()
-    sink: Any = SimpleNamespace(close=lambda: released.wait(10))
-    await TraceExport(sink).close()
-    released.set()
+    collected, hanging = Collected(), Hanging()
+    collected.provider.add_span_processor(hanging)
+    await collected.export.close()
+    hanging.released.set()
     assert "could not be sent" in caplog.text
 
 
@@ -200,12 +205,20 @@ def test_a_missing_package_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog:
 
 
 @pytest.mark.parametrize(("environ", "name"), [({}, "baton-router"), ({"OTEL_SERVICE_NAME": "ours"}, "ours")])
-def test_the_services_name(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], name: str) -> None:
+async def test_the_services_name(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], name: str) -> None:
     monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
     for key, value in environ.items():
         monkeypatch.setenv(key, value)
-    make: Callable[[], Any] = export_module._resource
-    assert make().attributes["service.name"] == name
+    exporter = InMemorySpanExporter()
+    package = SimpleNamespace(OTLPSpanExporter=lambda: exporter)
+    monkeypatch.setattr(export_module, "import_module", lambda _: package)
+    export = configured_export({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"})
+    assert export is not None
+    export.over(whole_life()[0].recorder)
+    await export.close()
+    spans = exporter.get_finished_spans()
+    assert len(spans) > 1
+    assert {span.resource.attributes["service.name"] for span in spans} == {name}
 
 
 def test_the_router_starts_without_opentelemetry() -> None:

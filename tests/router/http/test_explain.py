@@ -30,8 +30,8 @@ from ..test_trace import CHUNKS, Traced, check_sums, fake_attempt, names
 def recorder(decode: str = "d0", *, is_over: bool = False) -> TraceRecorder:
     """A request that began at 0 and was given nodes; it ended at 5 or lives."""
     traced = Traced()
-    traced.recorder.reserving(traced.sequences, fake_attempt(0, decode), 1.0)
-    traced.recorder.dispatched(traced.sequences, fake_attempt(0, decode), 2.0)
+    traced.recorder.begin(traced.sequences, "reserve", 1.0, fake_attempt(0, decode))
+    traced.recorder.begin(traced.sequences, "prefill", 2.0, fake_attempt(0, decode))
     if is_over:
         traced.end("done", 5.0)
     return traced.recorder
