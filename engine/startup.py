@@ -14,8 +14,9 @@ from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.membership import Member, Membership
 from ..metadata.errors import ConfigError, Refused
 from ..metadata.handoff.transports.registry import TRANSPORTS
-from ..metadata.wire.messages import PROTOCOL_MAX, PROTOCOL_MIN, Hello
+from ..metadata.wire.membership import Hello
 from ..metadata.wire.node_info import Capacity, Role
+from ..metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from .config import EngineConfig
 from .engine import Engine, default_node_id
 from .model_card import read_tokenizer

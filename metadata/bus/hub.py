@@ -23,7 +23,8 @@ from zmq.utils.monitor import recv_monitor_message
 from ..errors import ConfigError, ProtocolError
 from ..wire.frames import encode
 from ..wire.hello import HelloRefused, decode_to_router
-from ..wire.messages import HUB_FRAME_BYTES, Heartbeat, Hello, Refusal, RouterHeartbeat, ToNode, ToRouter
+from ..wire.membership import HUB_FRAME_BYTES, Heartbeat, Hello, Refusal, RouterHeartbeat
+from ..wire.messages import ToNode, ToRouter
 from ..wire.protocol import PROTOCOL_MIN
 from .addresses import parse_address, require_keys
 from .curve import KeyPair, secure_server

@@ -8,7 +8,8 @@ import zmq
 
 from ..errors import ConfigError, ProtocolError
 from ..wire.frames import decode_frame, encode
-from ..wire.messages import HUB_FRAME_BYTES, ToNode, ToRouter, to_node_decoder
+from ..wire.membership import HUB_FRAME_BYTES
+from ..wire.messages import ToNode, ToRouter, to_node_decoder
 from .addresses import parse_address, require_keys
 from .allow_list import ROUTER, ServerKey
 from .curve import KeyPair, secure_client

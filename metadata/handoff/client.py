@@ -25,25 +25,10 @@ from ..bus.curve import KeyPair
 from ..bus.sockets import DroppedFrames
 from ..bus.throttle import Throttle
 from ..errors import ProtocolError, StaleMessage, TransferError
-from ..wire.messages import (
-    MAX_BATCH,
-    MAX_REASON,
-    Ack,
-    Claim,
-    Drop,
-    LinkHello,
-    LinkRefused,
-    LinkWelcome,
-    Offer,
-    Pages,
-    Renew,
-    Revoke,
-    RevokeAck,
-    ToDecode,
-    UnknownClaim,
-)
+from ..wire.data_link import LinkHello, LinkRefused, LinkWelcome
+from ..wire.messages import Ack, Claim, Drop, Offer, Pages, Renew, Revoke, RevokeAck, ToDecode, UnknownClaim
 from ..wire.node_info import HandoffSchema, Peer
-from ..wire.request import Unit
+from ..wire.request import MAX_BATCH, MAX_TEXT, Unit
 from ..wire.times import PullTimes
 from .checksums import row_checksum
 from .descriptors import DescriptorInbox
@@ -171,7 +156,7 @@ class HandoffClient:
         transfer = self._transfers.get(unit)
         if transfer is not None:
             self._forget(transfer)
-            self._links[transfer.epoch].send(Drop(unit=unit, reason=reason[:MAX_REASON]))
+            self._links[transfer.epoch].send(Drop(unit=unit, reason=reason[:MAX_TEXT]))
 
     def ask_offers(self, unit: Unit) -> bool:
         """Claim the unit again, so that the prefill node repeats its offers, if offers or the row are missing. Return
@@ -406,7 +391,7 @@ class HandoffClient:
     def _fail(self, unit: Unit, reason: str, tell: PullLink | None, *, is_refused: bool = False) -> None:
         self._forget(self._transfers[unit])
         if tell is not None:
-            tell.send(Drop(unit=unit, reason=reason[:MAX_REASON]))
+            tell.send(Drop(unit=unit, reason=reason[:MAX_TEXT]))
         self._events.append(TransferFailed(unit, reason, is_refused))
 
     def _forget(self, transfer: Transfer) -> None:

@@ -18,16 +18,9 @@ from zmq.utils.monitor import recv_monitor_message
 from ..bus.curve import KeyPair
 from ..bus.sockets import receive_frames, send_frames
 from ..errors import ConfigError, ProtocolError, StaleMessage, TransferError
+from ..wire.data_link import LinkHello, LinkWelcome
 from ..wire.frames import decode_frame, encode
-from ..wire.messages import (
-    DATA_FRAME_BYTES,
-    LinkHello,
-    LinkWelcome,
-    Pages,
-    ToDecode,
-    ToPrefill,
-    to_decode_decoder,
-)
+from ..wire.messages import DATA_FRAME_BYTES, Pages, ToDecode, ToPrefill, to_decode_decoder
 from ..wire.node_info import Peer
 from ..wire.protocol import known
 from .data_socket import connect_data_socket

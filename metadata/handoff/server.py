@@ -25,15 +25,12 @@ from ..bus.curve import KeyPair
 from ..bus.sockets import DroppedFrames, Received, bound_address, receive_from, send_frames
 from ..bus.throttle import Throttle
 from ..errors import ProtocolError, TransferError
+from ..wire.data_link import LinkHello, LinkRefused, LinkWelcome
 from ..wire.frames import decode_frame, encode
 from ..wire.messages import (
-    MAX_REASON,
     Ack,
     Claim,
     Drop,
-    LinkHello,
-    LinkRefused,
-    LinkWelcome,
     Offer,
     Pages,
     Pull,
@@ -47,7 +44,7 @@ from ..wire.messages import (
 )
 from ..wire.node_info import HandoffSchema
 from ..wire.protocol import PROTOCOL_MIN, known
-from ..wire.request import Unit, pack_ids, unpack_ids
+from ..wire.request import MAX_TEXT, Unit, pack_ids, unpack_ids
 from .checksums import CHECKSUM_BYTES, row_checksum
 from .data_socket import bind_data_socket
 from .memory import PageMemory
@@ -176,7 +173,7 @@ class HandoffServer:
         follows when the decode node acknowledges, or when the lease ends."""
         ticket = self._book.revoke(unit, finished, reason)
         if ticket is not None and ticket.holder is not None:
-            self._send(ticket.holder, Revoke(unit=unit, finished=finished, reason=reason[:MAX_REASON]))
+            self._send(ticket.holder, Revoke(unit=unit, finished=finished, reason=reason[:MAX_TEXT]))
 
     def poll(self) -> list[TicketEnded | Claimed]:
         """Drain the socket (bounded), end leases, and return what happened. After a TicketEnded the ticket's opener
@@ -287,7 +284,7 @@ class HandoffServer:
             if self._refusals.is_due():
                 logger.warning("refused a decode node: %s", reason)
             self._links.pop(holder, None)
-            self._send(holder, LinkRefused(reason=reason[:MAX_REASON]))
+            self._send(holder, LinkRefused(reason=reason[:MAX_TEXT]))
             return
         welcome = self._welcome(hello)
         if welcome is None:
@@ -345,7 +342,7 @@ class HandoffServer:
     def _claim(self, holder: Holder, unit: Unit, num_cached_pages: int) -> None:
         match self._book.claim(unit, holder, num_cached_pages, self._links[holder].epoch):
             case EndedTicket(finished=finished, reason=reason):
-                self._send(holder, Revoke(unit=unit, finished=finished, reason=reason[:MAX_REASON]))
+                self._send(holder, Revoke(unit=unit, finished=finished, reason=reason[:MAX_TEXT]))
             case Ticket() as ticket:
                 self._send_offer(ticket, sorted(ticket.pages))
             case None:

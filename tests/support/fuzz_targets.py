@@ -29,7 +29,7 @@ from baton.metadata.handoff.schema import make_schema, page_bytes, row_bytes
 from baton.metadata.handoff.server import MAX_LINKS
 from baton.metadata.handoff.tickets import MAX_PARKED, TicketEnded
 from baton.metadata.wire import messages as m
-from baton.metadata.wire.frames import decode_frame
+from baton.metadata.wire.frames import decode_frame, encode
 from baton.metadata.wire.node_info import DevicePools, Peer, PoolLayout
 from baton.metadata.wire.request import Unit, pack_ids
 
@@ -221,7 +221,7 @@ class ServerTarget(Target):
                 m.Claim: {"num_cached_pages": 0},
                 m.Pull: {"indices": pack_ids([0, 1])},
             }.get(kind, {})
-            dealer.send(m.encode(kind(unit=unit, **fields)))
+            dealer.send(encode(kind(unit=unit, **fields)))
             dealer.inbox.clear()
             self._poll()
             events += self.client.poll()
@@ -327,7 +327,7 @@ class ClientTarget(Target):
         frame = pack_pages(self.source, [rng.randint(1, 31) for _ in indices]).tobytes()
         frame = rng.choice([frame, frame, frame[:-1], frame * 2, b""])
         header = m.Pages(unit=unit, indices=pack_ids(indices), generations=bytes(8 * len(indices)))
-        return [m.encode(header), frame]
+        return [encode(header), frame]
 
     def _poll(self) -> None:
         for event in self.client.poll():

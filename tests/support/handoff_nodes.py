@@ -16,8 +16,9 @@ from baton.metadata.handoff.client import HandoffClient
 from baton.metadata.handoff.memory import PageMemory
 from baton.metadata.handoff.schema import block_bytes, make_schema, on_gpu, page_layer_bytes, pools, row_bytes
 from baton.metadata.handoff.server import HandoffServer
-from baton.metadata.wire.messages import PROTOCOL_MAX, CudaWelcome, LinkWelcome
+from baton.metadata.wire.data_link import CudaWelcome, LinkWelcome
 from baton.metadata.wire.node_info import HandoffSchema, Peer, PoolLayout
+from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.metadata.wire.request import Unit
 
 TARGET = PoolLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32")

@@ -23,7 +23,8 @@ from typing import ClassVar, NamedTuple, Self
 from msgspec import Struct
 
 from ...errors import ProtocolError
-from ...wire.messages import LinkHello, LinkWelcome, Pages, Pull
+from ...wire.data_link import LinkHello, LinkWelcome
+from ...wire.messages import Pages, Pull
 from ...wire.protocol import PROTOCOL_MIN, known
 from ...wire.request import Unit
 from ..descriptors import DescriptorInbox

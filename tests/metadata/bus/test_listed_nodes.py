@@ -20,7 +20,8 @@ from baton.metadata.bus.liveness import HeartbeatThread
 from baton.metadata.errors import ConfigError
 from baton.metadata.handoff.client import Arrived, TransferFailed
 from baton.metadata.handoff.tickets import Claimed, TicketEnded
-from baton.metadata.wire.messages import Cancelled, Claim, Heartbeat, HelloAgain, ToRouter
+from baton.metadata.wire.membership import Heartbeat, HelloAgain
+from baton.metadata.wire.messages import Cancelled, Claim, ToRouter
 from baton.metadata.wire.node_info import Load
 
 DONE = Cancelled(rid="r", attempt=0)

@@ -27,6 +27,7 @@ from baton.metadata.handoff.pull_link import HELLO_S
 from baton.metadata.handoff.schema import blocks_per_page
 from baton.metadata.handoff.transports.cuda import CudaTransport
 from baton.metadata.wire import messages as m
+from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.metadata.wire.request import unpack_ids
 
 ALL = ("cuda", "local", "zmq")
@@ -179,7 +180,7 @@ def test_an_older_node_gets_no_message_that_it_does_not_know(pair: GpuPair) -> N
     sent: list[Any] = []
     pair.server._send = lambda holder, message, data=None: sent.append(message)  # type: ignore[method-assign]
     pair.server._meet(b"old", hello)
-    pair.server._meet(b"new", msgspec.structs.replace(pair.client._hello, protocol=m.PROTOCOL_MAX))
+    pair.server._meet(b"new", msgspec.structs.replace(pair.client._hello, protocol=PROTOCOL_MAX))
     assert [type(message) for message in sent] == [m.LinkWelcome, m.CudaWelcome]
     plain = msgpack.unpackb(msgspec.msgpack.encode(sent[0]))
     assert set(plain) == {

@@ -15,8 +15,9 @@ from wire import Wire
 from baton.metadata.handoff.client import ANSWER_S, Arrived, Revoked, TransferFailed
 from baton.metadata.handoff.tickets import TicketEnded
 from baton.metadata.handoff.transports import zmq as zmq_transport
-from baton.metadata.wire.frames import decode_frame
-from baton.metadata.wire.messages import LinkHello, LinkWelcome, Pages, encode, to_decode_decoder, to_prefill_decoder
+from baton.metadata.wire.data_link import LinkHello, LinkWelcome
+from baton.metadata.wire.frames import decode_frame, encode
+from baton.metadata.wire.messages import Pages, to_decode_decoder, to_prefill_decoder
 
 TURN_S = 0.05
 Change = Callable[[list[bytes]], list[list[bytes]]]

@@ -13,18 +13,11 @@ from handoff_nodes import FINGERPRINTS, SCHEMA, make_memory, make_welcome, unit
 from baton.metadata.errors import ProtocolError, StaleMessage, TransferError
 from baton.metadata.handoff.pull_link import HELLO_S, PullLink
 from baton.metadata.handoff.transports.zmq import ZmqTransport
-from baton.metadata.wire.frames import decode_frame
-from baton.metadata.wire.messages import (
-    PROTOCOL_MAX,
-    PROTOCOL_MIN,
-    LinkHello,
-    LinkRefused,
-    LinkWelcome,
-    Renew,
-    encode,
-    to_prefill_decoder,
-)
+from baton.metadata.wire.data_link import LinkHello, LinkRefused, LinkWelcome
+from baton.metadata.wire.frames import decode_frame, encode
+from baton.metadata.wire.messages import Renew, to_prefill_decoder
 from baton.metadata.wire.node_info import Peer
+from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 
 MEMORY = make_memory(SCHEMA, 4)
 HELLO = LinkHello("d0", "d1", SCHEMA, *FINGERPRINTS, ("local", "zmq"), "host", PROTOCOL_MAX)

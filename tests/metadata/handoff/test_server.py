@@ -20,26 +20,22 @@ from baton.metadata.handoff.client import Arrived, TransferFailed
 from baton.metadata.handoff.schema import make_schema, page_bytes
 from baton.metadata.handoff.server import MAX_UNSENT
 from baton.metadata.handoff.tickets import Claimed, TicketEnded
-from baton.metadata.wire.frames import decode_frame, seal
+from baton.metadata.wire.data_link import LinkHello, LinkRefused, LinkWelcome
+from baton.metadata.wire.frames import decode_frame, encode, seal
 from baton.metadata.wire.messages import (
-    MAX_REASON,
     Ack,
     Claim,
     Drop,
-    LinkHello,
-    LinkRefused,
-    LinkWelcome,
     Offer,
     Pages,
     Pull,
     Renew,
     Revoke,
     UnknownClaim,
-    encode,
     to_decode_decoder,
 )
 from baton.metadata.wire.node_info import HandoffSchema, PoolLayout, RowField
-from baton.metadata.wire.request import MAX_CHOICES, Unit, pack_ids, unpack_ids
+from baton.metadata.wire.request import MAX_CHOICES, MAX_TEXT, Unit, pack_ids, unpack_ids
 
 
 class Decode:
@@ -405,7 +401,7 @@ def test_a_refusal_is_no_longer_than_a_message_may_be(nodes, server):
     nodes.append(decode)
     rows = tuple(RowField(name=f"{number}" * 60, dtype="int32", width=1) for number in range(64))
     decode.hello(layout=msgspec.structs.replace(SCHEMA, row=rows))
-    assert len(decode.get(server, LinkRefused).reason) == MAX_REASON
+    assert len(decode.get(server, LinkRefused).reason) == MAX_TEXT
 
 
 def test_rows_and_offers_that_do_not_fit_are_our_bug(server):

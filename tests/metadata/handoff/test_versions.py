@@ -12,8 +12,9 @@ from handoff_nodes import SCHEMA, make_client, make_row, make_server, named, pee
 from baton.metadata.bus.addresses import host_identity
 from baton.metadata.handoff.client import Arrived
 from baton.metadata.handoff.server import can_use
+from baton.metadata.wire.data_link import CudaWelcome, LinkHello
 from baton.metadata.wire.frames import unseal
-from baton.metadata.wire.messages import PROTOCOL_MAX, PROTOCOL_MIN, CudaWelcome, LinkHello
+from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 
 ALL = ("cuda", "local", "zmq")
 

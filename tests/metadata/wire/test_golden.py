@@ -11,9 +11,8 @@ import pytest
 from golden import DECODERS, DIRECTIONS, full
 
 from baton.metadata.errors import ProtocolError
-from baton.metadata.wire.frames import decode_frame
-from baton.metadata.wire.messages import PROTOCOL_MAX, PROTOCOL_MIN, encode
-from baton.metadata.wire.protocol import Message, fields_since
+from baton.metadata.wire.frames import decode_frame, encode
+from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN, Message, fields_since
 
 FILES = {
     int(path.stem.removeprefix("protocol_")): json.loads(path.read_text(encoding="utf-8"))

@@ -15,7 +15,7 @@ from baton.metadata.handoff.memory import PageMemory
 from baton.metadata.handoff.pages import OfferedPages
 from baton.metadata.handoff.transports.base import Landed, PullEnd, Transport
 from baton.metadata.handoff.transports.registry import TRANSPORTS
-from baton.metadata.wire.messages import LinkHello, LinkWelcome
+from baton.metadata.wire.data_link import LinkHello, LinkWelcome
 
 _published: dict[int, tuple[PageMemory, ...]] = {}  # in place of memory that two processes share
 
