@@ -122,6 +122,11 @@ class TicketBook:
         """The units of all tickets that have not ended."""
         return list(self._tickets)
 
+    @property
+    def holders(self) -> set[Holder]:
+        """The links that hold tickets."""
+        return {ticket.holder for ticket in self._tickets.values() if ticket.holder is not None}
+
     def get(self, unit: Unit) -> Ticket | None:
         """Return the unit's ticket; None if it is unknown or has ended."""
         return self._tickets.get(unit)

@@ -16,10 +16,10 @@ from baton.metadata.bus.addresses import host_identity
 from baton.metadata.bus.curve import KeyPair
 from baton.metadata.errors import ConfigError
 from baton.metadata.handoff.checksums import page_checksums
-from baton.metadata.handoff.client import Arrived, TransferFailed
 from baton.metadata.handoff.schema import make_schema, page_bytes
 from baton.metadata.handoff.server import MAX_UNSENT
 from baton.metadata.handoff.tickets import Claimed, TicketEnded
+from baton.metadata.handoff.transfer import Arrived, TransferFailed
 from baton.metadata.wire.data_link import LinkHello, LinkRefused, LinkWelcome
 from baton.metadata.wire.frames import decode_frame, encode, seal
 from baton.metadata.wire.messages import (
@@ -208,7 +208,7 @@ def test_pulls_that_nobody_reads_are_bounded(nodes):
     claim(server, decode)
     decode.send(*[Pull(unit=unit(), indices=pack_ids([1]))] * 100)
     spin([server], lambda _: server.dropped.count > 0)
-    assert server._links and len(next(iter(server._links.values())).unsent) <= MAX_UNSENT
+    assert server._peers.by_link and len(next(iter(server._peers.by_link.values())).unsent) <= MAX_UNSENT
     decode.frames(server, Pages)
 
 
@@ -304,7 +304,7 @@ def test_a_pool_that_is_not_shared_is_not_offered_for_mapping(nodes):
     client, target = make_client()
     nodes += [*target, client]
     client.claim(unit(), peer_of(again), 0, [3])
-    again._transports = []
+    again._peers._transports = []
     failed = spin([again, client], lambda events: named(events, TransferFailed))[-1]
     assert failed.is_refused
     memory[0].fd, other[0].fd = fd, other_fd

@@ -30,7 +30,7 @@ def test_an_inbox_has_a_name_that_baton_makes(inbox: str, sample: Any) -> None:
     assert to_prefill_decoder.decode(msgspec.msgpack.encode(hello)) == hello
 
 
-@pytest.mark.parametrize("inbox", ["baton-", INBOX + "0", INBOX.upper(), "/tmp/" + INBOX, "../" + INBOX])
+@pytest.mark.parametrize("inbox", ["baton-x", "tmp", INBOX + "0", INBOX.upper(), "../" + INBOX])
 def test_another_name_of_an_inbox_is_refused(inbox: str, sample: Any) -> None:
     with pytest.raises(msgspec.ValidationError, match="inbox"):
         to_prefill_decoder.decode(msgspec.msgpack.encode(sample(LinkHello, inbox=inbox)))
