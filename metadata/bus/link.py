@@ -18,6 +18,7 @@ from .sockets import (
     DroppedFrames,
     configure_socket,
     connect_socket,
+    only_frame,
     receive_frames,
     routing_id,
     send_frames,
@@ -110,9 +111,7 @@ class Link:
             except zmq.Again:
                 break
             try:
-                if len(frames) != 1:
-                    raise ProtocolError("a message must be one frame")
-                messages.append(decode_frame(to_node_decoder, frames[0]))
+                messages.append(decode_frame(to_node_decoder, only_frame(frames)))
             except ProtocolError as error:
                 self._dropped.add(b"router", error)
         self.received += len(messages)

@@ -180,9 +180,7 @@ class HandoffServer:
         return False
 
     def _decode(self, received: Received) -> ToPrefill:
-        if len(received.bodies) != 1:
-            raise ProtocolError(f"{len(received.bodies)} frames instead of 1")
-        message = decode_frame(to_prefill_decoder, received.bodies[0])
+        message = decode_frame(to_prefill_decoder, received.body)
         allow_list = self.end.allow_list
         if allow_list is not None:
             speaker = message if isinstance(message, LinkHello) else self._peers.by_link.get(received.sender)
