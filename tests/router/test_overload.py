@@ -101,32 +101,6 @@ def test_prompt_tokens_that_wait_are_bounded(make_system: Callable[..., System])
         assert [future.result()[0] for future in served] == [200] * 3
 
 
-def test_nobody_waits_longer_than_the_bound(make_system: Callable[..., System]) -> None:
-    system = busy(make_system, max_queue_s=0.4)
-    with clients(system, 4) as pool:
-        running = pool.submit(system.complete)
-        first_runs(system)
-        begun = time.monotonic()
-        status, body, _ = pool.submit(system.complete, prompt=["a", "b"]).result(5)
-        assert (status, body["error"]["type"]) == (429, "rate_limit_error")
-        assert "no room for it in 0.4 s" in body["error"]["message"]
-        assert time.monotonic() - begun >= 0.4
-        system.behaviour.hold.set()
-        assert running.result()[0] == 200
-    system.router.wait_idle()
-
-
-def test_a_request_some_of_which_runs_may_wait_on(make_system: Callable[..., System]) -> None:
-    """Many prompts in one body take their time: once one has nodes, the others are not refused."""
-    system = busy(make_system, max_queue_s=0.3)
-    with clients(system, 1) as pool:
-        answer = pool.submit(system.complete, prompt=["a", "b", "c"])
-        first_runs(system)
-        time.sleep(0.6)
-        system.behaviour.hold.set()
-        assert answer.result(5)[0] == 200
-
-
 def learned(system: System, *, interval_s: float, service_s: float) -> None:
     """The router has seen the nodes full for a while, at this pace."""
 
