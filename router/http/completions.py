@@ -25,14 +25,7 @@ from .answers import StreamedAnswer, WholeAnswer
 from .api import ARRIVED, Api, request_id
 from .limits import admitted, wait_limited
 from .openai_types import ChatRequest, CommonRequest, CompletionRequest
-from .parameters import (
-    check_chat,
-    check_completion,
-    request_seed,
-    sampling_params,
-    text_options,
-    timeout_s,
-)
+from .parameters import check_chat, check_completion, request_seed, sampling_params, text_options, timeout_s
 from .prompts import chat_text, prompt_ids, prompts_of
 
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
