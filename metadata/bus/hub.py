@@ -177,7 +177,8 @@ class Hub:
             self._dropped.add(sender, error)
         except Exception as error:  # the other messages must still be served
             if self._failures.is_due():
-                self._report(error, f"while handling {type(message).__name__} of {peer!r}")
+                words = f"hub: {error!r} while handling {type(message).__name__} of {peer!r}"
+                self._loop.call_exception_handler({"message": words, "exception": error})
 
     @staticmethod
     def _decode(sender: bytes, body: bytes) -> ToRouter:
@@ -187,9 +188,6 @@ class Hub:
         if isinstance(message, Hello) and f"{message.node_id}:{message.epoch}".encode() != sender:
             raise ProtocolError(f"Hello of {message.node_id}:{message.epoch} under another routing id")
         return message
-
-    def _report(self, error: Exception, where: str) -> None:
-        self._loop.call_exception_handler({"message": f"hub: {error!r} {where}", "exception": error})
 
     def _lose(self, peer: bytes) -> None:
         if peer in self._peers:

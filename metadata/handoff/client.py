@@ -87,7 +87,7 @@ class HandoffClient:
         """Claim the unit again, so that the prefill node repeats its offers, if offers or the row are missing. Return
         False if this has been done MAX_ASKED times without success, or if the unit is not claimed."""
         transfer = self._transfers.get(unit)
-        if transfer is None or (transfer.row is not None and transfer.is_offered):
+        if transfer is None or transfer.is_offered:
             return transfer is not None
         transfer.num_asked += 1
         self._links.by_epoch[transfer.epoch].send(Claim(unit=unit, num_cached_pages=transfer.num_cached_pages))
@@ -234,14 +234,13 @@ class HandoffClient:
         transfer = self._transfers.get(move.unit)
         if transfer is None or link.transport is None:
             return  # another page of the unit has failed meanwhile
+        where = f"page {move.index} from prefill node {link.peer.node_id}"
         if landed.generation != move.generation:
-            where = f"page {move.index} from prefill node {link.peer.node_id}"
             reason = f"{where} was reused: generation {landed.generation} there, {move.generation} offered"
             self._fail(move.unit, reason, tell=link)
             return
         block = self._pages.first_difference(move.target, landed.checksums, transfer.checksums[move.index])
         if block is not None:
-            where = f"page {move.index} from prefill node {link.peer.node_id}"
             self.num_checksum_failures += 1
             logger.warning("%s %s: checksum of block %d is wrong", move.unit, where, block)
             if transfer.count_pull(move.index) >= MAX_PULLS:
@@ -253,7 +252,7 @@ class HandoffClient:
         self._finish_if_whole(link, transfer)
 
     def _finish_if_whole(self, link: PullLink, transfer: Transfer) -> None:
-        if transfer.row is None or not transfer.is_whole:
+        if not transfer.is_whole:
             return
         del self._transfers[transfer.unit]
         link.send(Ack(unit=transfer.unit))

@@ -101,7 +101,10 @@ class HandoffServer:
         self.end.memory[0].generations[list(pages)] = generations
         self._digest(ticket, indices)
         if row is not None:
-            self._keep_row(ticket, row)
+            size = row_bytes(self.end.schema)
+            assert len(row) == size, (unit, len(row), size)
+            assert len(ticket.pages) == ticket.num_pages, (unit, len(ticket.pages), ticket.num_pages)
+            ticket.row = row
         self._send_offer(ticket, indices)
 
     def digest(self, pages: Sequence[int], generations: Sequence[int]) -> None:
@@ -112,11 +115,7 @@ class HandoffServer:
 
     def finish(self, unit: Unit, row: bytes) -> None:
         """Send the final offer, with the metadata row. All pages were offered before."""
-        ticket = self._book.get(unit)
-        if ticket is None:
-            return
-        self._keep_row(ticket, row)
-        self._send_offer(ticket, ())
+        self.offer(unit, (), (), (), row)
 
     def revoke(self, unit: Unit, finished: bool, reason: str = "") -> None:
         """Take the ticket back: `finished` if the first token ended the request, else because of an error. TicketEnded
@@ -204,7 +203,7 @@ class HandoffServer:
                 for unit in self._book.renew(units, holder):
                     self._send_revoke(holder, unit, "prefill has no such ticket any more")
             case Ack(unit=unit):
-                self._end_acked(holder, unit)
+                self._book.ack(unit, holder)
             case Drop(unit=unit, reason=reason):
                 self._book.end(unit, holder, "dropped", reason)
             case RevokeAck(unit=unit):
@@ -219,12 +218,6 @@ class HandoffServer:
                 self._send_offer(ticket, sorted(ticket.pages))
             case None:
                 logger.debug("%s claim parked", unit)
-
-    def _end_acked(self, holder: Holder, unit: Unit) -> None:
-        ticket = self._book.get(unit)
-        if ticket is not None and ticket.holder == holder and ticket.row is None:
-            raise ProtocolError(f"ack of {unit} before its final offer", rid=unit.rid)
-        self._book.end(unit, holder, "acked")
 
     def _answer_pull(self, holder: Holder, pull: Pull) -> int:
         ticket = self._book.get(pull.unit)
@@ -257,11 +250,6 @@ class HandoffServer:
             transport.prepare(self._pages, [ticket.pages[index] for index in indices])
         for offer in write_offers(ticket, indices, self.end.schema):
             self._send(ticket.holder, offer)
-
-    def _keep_row(self, ticket: Ticket, row: bytes) -> None:
-        assert len(row) == row_bytes(self.end.schema), (ticket.unit, len(row), row_bytes(self.end.schema))
-        assert len(ticket.pages) == ticket.num_pages, (ticket.unit, len(ticket.pages), ticket.num_pages)
-        ticket.row = row
 
     def _digest(self, ticket: Ticket, indices: Sequence[int]) -> None:
         """Give the ticket the checksums of these pages, except of those that its holder has."""

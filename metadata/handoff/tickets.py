@@ -195,6 +195,14 @@ class TicketBook:
         ticket.revoked = EndedTicket(finished, reason)
         return ticket
 
+    def ack(self, unit: Unit, holder: Holder) -> bool:
+        """End the holder's ticket, because the handoff succeeded. Return False if it has none of that unit. Raises
+        ProtocolError if the final offer, with the row, has not been made."""
+        ticket = self._tickets.get(unit)
+        if ticket is not None and ticket.holder == holder and ticket.row is None:
+            raise ProtocolError(f"ack of {unit} before its final offer", rid=unit.rid)
+        return self.end(unit, holder, "acked")
+
     def end(self, unit: Unit, holder: Holder, how: How, reason: str = "") -> bool:
         """End the holder's ticket or parked claim. Return False if the holder has none of that unit."""
         ticket = self._tickets.get(unit)

@@ -71,12 +71,12 @@ class Transfer:
 
     @property
     def is_offered(self) -> bool:
-        """Whether every page has been offered."""
-        return len(self._offered) == len(self.pages) - self.num_cached_pages
+        """Whether every page and the row have been offered."""
+        return self.row is not None and len(self._offered) == len(self.pages) - self.num_cached_pages
 
     @property
     def is_whole(self) -> bool:
-        """Whether every page has arrived and been checked."""
+        """Whether the row and every page have arrived and been checked."""
         return not self._moves and self.is_offered
 
     def missing(self) -> list[Move]:

@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from .node_info import Capacity, HandoffSchema, Load, ModelCard, NodeStats, PoolLedger, Role
 from .protocol import Message, Since
-from .request import MAX_BATCH, Count, Digest, Index, Name, Seconds, Text, Unit
+from .request import Count, Digest, Index, Name, Seconds, Text, Units
 
 HUB_FRAME_BYTES = 64 << 20  # a tokenizer is the largest message on the hub
 
@@ -61,8 +61,8 @@ class LedgerReport(Message, frozen=True, tag="ledger"):
 
     query: Count
     pool: PoolLedger
-    requests: Annotated[tuple[Unit, ...], Meta(max_length=MAX_BATCH)]
-    tickets: Annotated[tuple[Unit, ...], Meta(max_length=MAX_BATCH)]
+    requests: Units
+    tickets: Units
     load: Load
     stats: NodeStats
 

@@ -51,10 +51,13 @@ from .request import (
     Text,
     TokenLogprobsColumn,
     Unit,
+    Units,
 )
 from .times import PrefillTimes, PullTimes
 
 DATA_FRAME_BYTES = 64 << 20
+
+Generations = Annotated[bytes, Meta(max_length=8 * MAX_CONTEXT)]  # int64 little-endian
 
 # --- router -> node -----------------------------------------------------------------------------------------------
 
@@ -155,7 +158,7 @@ class Admitted(Message, frozen=True, tag="admitted"):
 class Tokens(Message, frozen=True, tag="tokens"):
     """The tokens of one step, as columns over `units`. Sparse columns are keyed by the unit's index in `units`."""
 
-    units: Annotated[tuple[Unit, ...], Meta(max_length=MAX_BATCH)]
+    units: Units
     firsts: Ids  # for each unit: index of its first token here among its generated tokens
     counts: Ids  # for each unit: how many tokens it has here
     ids: Ids  # all units' tokens, one after the other
@@ -208,7 +211,7 @@ class Pull(Message, frozen=True, tag="pull"):
 class Renew(Message, frozen=True, tag="renew"):
     """Renewal of these tickets' leases."""
 
-    units: Annotated[tuple[Unit, ...], Meta(max_length=MAX_BATCH)]
+    units: Units
 
 
 class Ack(Message, frozen=True, tag="ack"):
@@ -240,7 +243,7 @@ class Offer(Message, frozen=True, tag="offer"):
     num_pages: Index  # of the whole ticket
     indices: Ids  # index of each page in the ticket
     pages: Ids  # its number in the prefill node's pools
-    generations: Annotated[bytes, Meta(max_length=8 * MAX_CONTEXT)]  # int64: how often the page had been allocated
+    generations: Generations  # how often the page had been allocated
     checksums: Annotated[bytes, Meta(max_length=DATA_FRAME_BYTES)]  # uint64 by (page, pool, layer, K|V, kv head)
     row: Annotated[bytes, Meta(max_length=1 << 24)] | None = None
     row_checksum: Count = 0
@@ -252,7 +255,7 @@ class Pages(Message, frozen=True, tag="pages"):
 
     unit: Unit
     indices: Ids
-    generations: Annotated[bytes, Meta(max_length=8 * MAX_CONTEXT)]
+    generations: Generations
 
 
 class Revoke(Message, frozen=True, tag="revoke"):

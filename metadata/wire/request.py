@@ -72,6 +72,9 @@ class Unit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
         return f"{self.rid}/{self.choice}.{self.attempt}"
 
 
+Units = Annotated[tuple[Unit, ...], Meta(max_length=MAX_BATCH)]
+
+
 class SamplingParams(Message, frozen=True):
     """Parameters that choose tokens and end a choice. The router checks the values; a node may trust their bounds."""
 
