@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import zmq
 
-from ..bus.sockets import DroppedFrames
+from ..bus.sockets import DRAIN_LIMIT, DroppedFrames
 from ..errors import ProtocolError, StaleMessage, TransferError
 from ..wire.data_link import LinkRefused, LinkWelcome
 from ..wire.messages import Ack, Claim, Drop, Offer, Pages, Revoke, RevokeAck, ToDecode, UnknownClaim
@@ -29,12 +29,10 @@ from .pages import ReceivedPages
 from .pull_link import PullLink
 from .pull_links import PullLinks
 from .transfer import Event, Revoked, Transfer, TransferFailed
-from .transports.base import Landed
+from .transports.base import POLL_BYTES, Landed
 
 logger = logging.getLogger(__name__)
 
-DRAIN_MESSAGES = 256
-POLL_BYTES = 64 << 20  # most bytes of pages copied in one poll
 MAX_PULLS = 3  # pulls of one page with a wrong checksum, before the transfer fails
 MAX_ASKED = 3  # repeated claims for offers that do not arrive
 ANSWER_S = 5.0  # how long a connected peer may owe an answer; its loop may be in a long step
@@ -146,7 +144,7 @@ class HandoffClient:
 
     def _drain(self, link: PullLink) -> None:
         num_bytes = 0
-        for _ in range(DRAIN_MESSAGES):
+        for _ in range(DRAIN_LIMIT):
             try:
                 received = link.receive() if link.lost is None else None
                 if received is None:

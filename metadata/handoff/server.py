@@ -17,7 +17,7 @@ from typing import Any
 
 import zmq
 
-from ..bus.sockets import DroppedFrames, Received, bound_address, receive_from, send_frames
+from ..bus.sockets import DRAIN_LIMIT, DroppedFrames, Received, bound_address, receive_from, send_frames
 from ..errors import ProtocolError
 from ..wire.data_link import LinkHello, LinkRefused
 from ..wire.frames import decode_frame, encode
@@ -44,13 +44,11 @@ from .offers import unpack_column, write_offers
 from .pages import OfferedPages
 from .schema import page_bytes, row_bytes
 from .tickets import Claimed, EndedTicket, Holder, Ticket, TicketBook, TicketEnded
-from .transports.base import PULL_BYTES
+from .transports.base import POLL_BYTES, PULL_BYTES
 from .transports.registry import TRANSPORTS
 
 logger = logging.getLogger(__name__)
 
-DRAIN_MESSAGES = 256
-DRAIN_BYTES = 64 << 20  # most bytes of pages copied in one poll
 MAX_UNSENT = 16  # messages of pages that wait for one decode node; our own client never asks for that many
 
 
@@ -165,7 +163,7 @@ class HandoffServer:
     def _drain(self) -> bool:
         """Read and answer messages, bounded. Return True if none is left."""
         num_bytes = 0
-        for _ in range(DRAIN_MESSAGES):
+        for _ in range(DRAIN_LIMIT):
             try:
                 received = receive_from(self.socket, self.end.allow_list)
             except zmq.Again:
@@ -174,7 +172,7 @@ class HandoffServer:
                 num_bytes += self._handle(received.sender, self._decode(received))
             except ProtocolError as error:
                 self.dropped.add(received.sender, error)
-            if num_bytes > DRAIN_BYTES:
+            if num_bytes > POLL_BYTES:
                 break
         return False
 

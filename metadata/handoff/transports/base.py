@@ -31,6 +31,7 @@ from ..descriptors import DescriptorInbox
 from ..memory import PageMemory
 from ..pages import DevicePool, OfferedPages
 
+POLL_BYTES = 64 << 20  # most bytes of pages that a node copies before other work gets its turn
 PULL_BYTES = 4 << 20  # most bytes of pages that one Pull may ask for; it may always ask for one page
 
 

@@ -366,7 +366,7 @@ def test_a_busy_loop_does_not_end_leases_that_were_renewed(server, decode):
 
 
 def test_a_lease_is_judged_only_when_every_message_is_read(server, decode, monkeypatch):
-    monkeypatch.setattr("baton.metadata.handoff.server.DRAIN_MESSAGES", 2)
+    monkeypatch.setattr("baton.metadata.handoff.server.DRAIN_LIMIT", 2)
     claim(server, decode)
     decode.send(*[Renew(units=())] * 4, Renew(units=(unit(),)))
     time.sleep(1.2)  # over by the clock
