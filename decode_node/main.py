@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..engine.startup import load_engine, load_keys, node_id, serve, transports
+from ..engine.startup import load_engine, load_keys, make_endpoint, node_id, serve
 from ..metadata.bus.membership import Membership
 from ..metadata.bus.sockets import new_epoch
 from ..metadata.handoff.client import HandoffClient
@@ -16,16 +16,7 @@ def run(config: DecodeConfig) -> int:
     keys = load_keys(config)
     epoch = new_epoch()
     engine = load_engine(config)
-    handoff = HandoffClient(
-        name,
-        epoch,
-        engine.schema,
-        engine.fingerprints,
-        engine.memory,
-        keys=keys,
-        transports=transports(config, engine),
-        device=engine.device_pool,
-    )
+    handoff = HandoffClient(make_endpoint(config, name, engine, keys, epoch))
 
     def make_node(membership: Membership) -> DecodeNode:
         return DecodeNode(

@@ -39,7 +39,8 @@ from ..metadata.bus.membership import Membership, RouterGone
 from ..metadata.bus.session import RouterWork
 from ..metadata.errors import ProtocolError
 from ..metadata.handoff.buffers import MetadataBuffers, Sampled
-from ..metadata.handoff.client import Arrived, HandoffClient, Revoked, TransferFailed
+from ..metadata.handoff.client import HandoffClient
+from ..metadata.handoff.transfer import Arrived, Revoked, TransferFailed
 from ..metadata.wire.messages import Admitted, Cancel, Cancelled, Compute, Failed, Resend, Reserve
 from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import Unit

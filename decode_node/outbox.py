@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
 
-from ..metadata.wire.messages import MAX_BATCH, Tokens
-from ..metadata.wire.request import Ended, TokenLogprobs, Unit, pack_ids
+from ..metadata.wire.messages import Tokens
+from ..metadata.wire.request import MAX_BATCH, Ended, TokenLogprobs, Unit, pack_ids
 from .sequence import Sequence
 
 _KEPT = 1024  # ended sequences

@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 from ..metadata.errors import ModelError
-from ..metadata.wire.messages import TokenizerFile
+from ..metadata.wire.membership import TokenizerFile
 from ..metadata.wire.node_info import ModelCard
 from .model_config import ModelConfig
 

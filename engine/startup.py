@@ -13,9 +13,11 @@ from ..metadata.bus.allow_list import ROUTER
 from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.membership import Member, Membership
 from ..metadata.errors import ConfigError, Refused
+from ..metadata.handoff.endpoint import Endpoint
 from ..metadata.handoff.transports.registry import TRANSPORTS
-from ..metadata.wire.messages import PROTOCOL_MAX, PROTOCOL_MIN, Hello
+from ..metadata.wire.membership import Hello
 from ..metadata.wire.node_info import Capacity, Role
+from ..metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from .config import EngineConfig
 from .engine import Engine, default_node_id
 from .model_card import read_tokenizer
@@ -140,6 +142,20 @@ def load_keys(config: EngineConfig, *addresses: str) -> KeyPair | None:
         require_keys(address, keys)
         parse_address(address)
     return keys
+
+
+def make_endpoint(config: EngineConfig, name: str, engine: Engine, keys: KeyPair | None, epoch: str) -> Endpoint:
+    """Return what the node brings to handoffs. Raises ConfigError if it can use no transport."""
+    return Endpoint(
+        node_id=name,
+        epoch=epoch,
+        schema=engine.schema,
+        fingerprints=engine.fingerprints,
+        memory=engine.memory,
+        transports=transports(config, engine),
+        device=engine.device_pool,
+        keys=keys,
+    )
 
 
 def transports(config: EngineConfig, engine: Engine) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..engine.startup import load_engine, load_keys, node_id, serve, transports
+from ..engine.startup import load_engine, load_keys, make_endpoint, node_id, serve
 from ..metadata.bus.addresses import any_port_of
 from ..metadata.bus.membership import Membership
 from ..metadata.bus.sockets import new_epoch
@@ -24,18 +24,8 @@ def run(config: PrefillConfig) -> int:
     keys = load_keys(config, any_port_of(config.bind_host))
     epoch = new_epoch()
     engine = load_engine(config)
-    handoff = HandoffServer(
-        config.bind_host,
-        engine.schema,
-        engine.fingerprints,
-        engine.memory,
-        node_id=name,
-        epoch=epoch,
-        keys=keys,
-        transports=transports(config, engine),
-        device=engine.device_pool,
-        lease_s=engine.lease_s,
-    )
+    endpoint = make_endpoint(config, name, engine, keys, epoch)
+    handoff = HandoffServer(endpoint, config.bind_host, lease_s=engine.lease_s)
 
     def make_node(membership: Membership) -> PrefillNode:
         return PrefillNode(engine, membership, handoff, config.max_running, config.chunk(engine.device.type))

@@ -23,23 +23,17 @@ import math
 from collections.abc import Iterable, Mapping
 
 from ..metadata.errors import BatonError, ProtocolError, RequestError, TransferError, Unavailable
+from ..metadata.wire.membership import Flush, Heartbeat, Hello, Inspect, Leaving, LedgerReport, TokenizerFile
 from ..metadata.wire.messages import (
     Admitted,
     Cancelled,
     CapacityFreed,
     Compute,
     Failed,
-    Flush,
-    Heartbeat,
-    Hello,
-    Inspect,
-    Leaving,
-    LedgerReport,
     Prefill,
     PrefillDone,
     Reserve,
     Reserved,
-    TokenizerFile,
     Tokens,
     ToNode,
     ToRouter,

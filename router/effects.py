@@ -7,7 +7,8 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from ..metadata.errors import BatonError
-from ..metadata.wire.messages import LedgerReport, ToNode
+from ..metadata.wire.membership import LedgerReport
+from ..metadata.wire.messages import ToNode
 from .node import Node
 from .request import Delta, Request, Sequence
 from .trace import TraceRecorder

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..metadata.bus.sockets import routing_id
-from ..metadata.wire.messages import Heartbeat, Hello
+from ..metadata.wire.membership import Heartbeat, Hello
 from ..metadata.wire.node_info import Load, ModelCard, NodeStats, Peer, Role
 from ..metadata.wire.protocol import PROTOCOL_MIN, Message, agreed
 from .text.tokenizer import ChatTemplate, TextTokenizer

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..metadata.handoff import schema
-from ..metadata.wire.messages import Hello
+from ..metadata.wire.membership import Hello
 from .node import Group, Node
 
 MAX_COMPARED = 3  # nodes that one refusal names

@@ -24,8 +24,10 @@ from ..metadata.bus.throttle import Throttle
 from ..metadata.errors import ProtocolError
 from ..metadata.handoff import schema
 from ..metadata.wire.hello import apart
-from ..metadata.wire.messages import Heartbeat, Hello, HelloAgain, Leaving, Refusal, TokenizerFile, ToNode, Welcome
+from ..metadata.wire.membership import Heartbeat, Hello, HelloAgain, Leaving, Refusal, TokenizerFile, Welcome
+from ..metadata.wire.messages import ToNode
 from ..metadata.wire.protocol import PROTOCOL_MIN, agreed, is_newer
+from ..metadata.wire.request import MAX_TEXT
 from .node import Group, GroupKey, Node
 from .node_history import LOSS_WORDS, Loss, NodeHistories
 from .pairing_diagnostics import incompatible_nodes, missing_partner, refusal
@@ -39,7 +41,6 @@ TOKENIZER_S = 5.0  # a tokenizer file that has not arrived after this time is as
 NAME_SILENCE_S = 1.0  # a node without a heartbeat for this time loses its name to a new node
 PROOF_S = 0.5  # a heartbeat read this long after a Hello proves that its sender lived when the Hello was sent
 MAX_WAITING = 64  # Hellos that wait for an answer
-MAX_REASON_LEN = 4096  # characters of a Refusal's reason
 
 
 class _Obstacle(NamedTuple):
@@ -244,7 +245,7 @@ class Registry:
 
     def _refuse(self, peer: bytes, hello: Hello, reason: str) -> None:
         self._log(logging.WARNING, "node %s (%s) refused: %s", hello.node_id, hello.role, reason)
-        self._send(peer, Refusal(router_epoch=self._epoch, reason=reason[:MAX_REASON_LEN]), PROTOCOL_MIN)
+        self._send(peer, Refusal(router_epoch=self._epoch, reason=reason[:MAX_TEXT]), PROTOCOL_MIN)
 
     def _obstacle(self, hello: Hello, now: float) -> _Obstacle | None:
         """Return why this node cannot be welcomed now. A silent node of the same name is lost here."""

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from ..metadata.bus.hub import Hub
-from ..metadata.wire.messages import LedgerReport, ToRouter
+from ..metadata.wire.membership import LedgerReport
+from ..metadata.wire.messages import ToRouter
 from .cancels import Cancels
 from .config import RouterConfig
 from .dispatcher import Dispatcher

@@ -5,27 +5,26 @@ with `node_id:epoch:beat`. The hub reports messages of both under `node_id:epoch
 edge-triggered: it tells only that something changed. A send may consume such a change, so the hub checks EVENTS after
 every send.
 
-A closed connection causes a monitor event within milliseconds, but the event names no routing id. The hub then sends a
-RouterHeartbeat to every known node. With ROUTER_MANDATORY the send fails for exactly the node that is gone. The hub
-also sends RouterHeartbeats regularly.
+The hub sends a RouterHeartbeat to every known node, regularly and after a connection has closed
+(connection_monitor.py). The send fails for a node that is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from ..errors import ConfigError, ProtocolError
 from ..wire.frames import encode
 from ..wire.hello import HelloRefused, decode_to_router
-from ..wire.messages import HUB_FRAME_BYTES, Heartbeat, Hello, Refusal, RouterHeartbeat, ToNode, ToRouter
+from ..wire.membership import HUB_FRAME_BYTES, Heartbeat, Hello, Refusal, RouterHeartbeat
+from ..wire.messages import ToNode, ToRouter
 from ..wire.protocol import PROTOCOL_MIN
 from .addresses import parse_address, require_keys
+from .connection_monitor import ConnectionMonitor
 from .curve import KeyPair, secure_server
 from .sockets import (
     DRAIN_LIMIT,
@@ -44,9 +43,6 @@ from .throttle import Throttle
 logger = logging.getLogger(__name__)
 
 ROUTER_HEARTBEAT_S = 1.0
-_HANDSHAKE_LOG_S = 5.0  # a node with wrong keys tries again every second
-_PROBE_DELAYS_S = (0.002, 0.02, 0.05)  # libzmq ends the pipe of a closed connection a moment after the monitor's event
-_HANDSHAKE_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # _AUTH: see curve.py
 
 
 class Hub:
@@ -82,12 +78,9 @@ class Hub:
             raise
         self.address = bound_address(self._socket)
         self._dropped = DroppedFrames(logger, "hub")
-        self._failed_handshakes = Throttle(_HANDSHAKE_LOG_S)
         self._failures = Throttle()
         self._peers: set[bytes] = set()
         self._is_drain_scheduled = False
-        self._probe_delays: list[float] = []
-        self._probe_timer: asyncio.TimerHandle | None = None
         self._heartbeat_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -98,13 +91,9 @@ class Hub:
     def start(self) -> None:
         """Start serving, in the running event loop."""
         self._loop = asyncio.get_running_loop()
-        events = zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILURES
-        self._monitor = self._socket.get_monitor_socket(events)
-        self._monitor.linger = 0
         self._loop.add_reader(file_descriptor(self._socket), self._recheck)
-        self._loop.add_reader(file_descriptor(self._monitor), self._drain_monitor)
         self._schedule_drain()
-        self._drain_monitor()
+        self._monitor = ConnectionMonitor(self._socket, self._probe)
         self._send_heartbeats()
 
     def send(self, peer: bytes, message: ToNode, protocol: int | None = None) -> bool:
@@ -119,11 +108,7 @@ class Hub:
         if self._heartbeat_timer is not None:
             self._heartbeat_timer.cancel()
             self._loop.remove_reader(file_descriptor(self._socket))
-            self._loop.remove_reader(file_descriptor(self._monitor))
-            self._socket.disable_monitor()
             self._monitor.close()
-        if self._probe_timer is not None:
-            self._probe_timer.cancel()
         self._socket.close()
         self._context.term()
 
@@ -173,7 +158,7 @@ class Hub:
                     self._dropped.count += 1
                     return
                 self._allow_list.require(received.name, _node_id(sender.removesuffix(HEARTBEAT_SUFFIX)))
-            message = self._decode(sender, received.bodies)
+            message = self._decode(sender, received.body)
         except HelloRefused as refusal:
             self._dropped.add(sender, refusal)
             if refusal.peer == sender:
@@ -192,21 +177,17 @@ class Hub:
             self._dropped.add(sender, error)
         except Exception as error:  # the other messages must still be served
             if self._failures.is_due():
-                self._report(error, f"while handling {type(message).__name__} of {peer!r}")
+                words = f"hub: {error!r} while handling {type(message).__name__} of {peer!r}"
+                self._loop.call_exception_handler({"message": words, "exception": error})
 
     @staticmethod
-    def _decode(sender: bytes, bodies: list[bytes]) -> ToRouter:
-        if len(bodies) != 1:
-            raise ProtocolError("a message must be one frame")
-        message = decode_to_router(bodies[0])
+    def _decode(sender: bytes, body: bytes) -> ToRouter:
+        message = decode_to_router(body)
         if sender.endswith(HEARTBEAT_SUFFIX) and not isinstance(message, Heartbeat):
             raise ProtocolError(f"{type(message).__name__} from a heartbeat socket, which may send Heartbeat only")
         if isinstance(message, Hello) and f"{message.node_id}:{message.epoch}".encode() != sender:
             raise ProtocolError(f"Hello of {message.node_id}:{message.epoch} under another routing id")
         return message
-
-    def _report(self, error: Exception, where: str) -> None:
-        self._loop.call_exception_handler({"message": f"hub: {error!r} {where}", "exception": error})
 
     def _lose(self, peer: bytes) -> None:
         if peer in self._peers:
@@ -219,8 +200,7 @@ class Hub:
 
     def _send_heartbeats(self) -> None:
         self._shut_out()
-        for peer in tuple(self._peers):
-            self._send_frame(peer, self._heartbeat_frame)
+        self._probe()
         self._heartbeat_timer = self._loop.call_later(ROUTER_HEARTBEAT_S, self._send_heartbeats)
 
     def _shut_out(self) -> None:
@@ -233,30 +213,9 @@ class Hub:
             if self._allow_list.key_of(_node_id(peer)) is None:
                 self._lose(peer)
 
-    def _drain_monitor(self) -> None:
-        with contextlib.suppress(zmq.Again):
-            for _ in range(DRAIN_LIMIT):
-                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
-                if event["event"] == zmq.EVENT_DISCONNECTED:
-                    self._probe_delays = list(_PROBE_DELAYS_S)
-                elif self._failed_handshakes.is_due():
-                    logger.warning(
-                        "hub: refused a peer at the handshake: it does not know the router's key, or is no node (%s)",
-                        zmq.Event(event["event"]).name,
-                    )
-            self._loop.call_soon(self._drain_monitor)
-        if self._probe_delays and self._probe_timer is None:
-            self._arm_probe()
-
-    def _arm_probe(self) -> None:
-        self._probe_timer = self._loop.call_later(self._probe_delays.pop(0), self._probe)
-
     def _probe(self) -> None:
-        self._probe_timer = None
         for peer in tuple(self._peers):
             self._send_frame(peer, self._heartbeat_frame)
-        if self._probe_delays:
-            self._arm_probe()
 
 
 def _node_id(peer: bytes) -> str:

@@ -8,7 +8,8 @@ import zmq
 
 from ..errors import ConfigError, ProtocolError
 from ..wire.frames import decode_frame, encode
-from ..wire.messages import HUB_FRAME_BYTES, ToNode, ToRouter, to_node_decoder
+from ..wire.membership import HUB_FRAME_BYTES
+from ..wire.messages import ToNode, ToRouter, to_node_decoder
 from .addresses import parse_address, require_keys
 from .allow_list import ROUTER, ServerKey
 from .curve import KeyPair, secure_client
@@ -17,6 +18,7 @@ from .sockets import (
     DroppedFrames,
     configure_socket,
     connect_socket,
+    only_frame,
     receive_frames,
     routing_id,
     send_frames,
@@ -109,9 +111,7 @@ class Link:
             except zmq.Again:
                 break
             try:
-                if len(frames) != 1:
-                    raise ProtocolError("a message must be one frame")
-                messages.append(decode_frame(to_node_decoder, frames[0]))
+                messages.append(decode_frame(to_node_decoder, only_frame(frames)))
             except ProtocolError as error:
                 self._dropped.add(b"router", error)
         self.received += len(messages)

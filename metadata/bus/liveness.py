@@ -20,7 +20,7 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 import zmq
 
 from ..wire.frames import encode
-from ..wire.messages import Heartbeat
+from ..wire.membership import Heartbeat
 from ..wire.node_info import Load, NodeStats
 from ..wire.protocol import PROTOCOL_MIN
 from .curve import KeyPair

@@ -20,7 +20,8 @@ from typing import Protocol
 import zmq
 
 from ..errors import Refused
-from ..wire.messages import Drain, Flush, Hello, Inspect, Leaving, LedgerReport, TokenizerFile, ToRouter
+from ..wire.membership import Drain, Flush, Hello, Inspect, Leaving, LedgerReport, TokenizerFile
+from ..wire.messages import ToRouter
 from ..wire.node_info import Load, NodeStats, PoolLedger
 from ..wire.request import Unit
 from .curve import KeyPair

@@ -23,24 +23,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..wire.messages import (
-    Cancel,
-    Compute,
-    Drain,
-    Flush,
-    Hello,
-    HelloAgain,
-    Inspect,
-    Prefill,
-    Refusal,
-    Resend,
-    Reserve,
-    RouterHeartbeat,
-    TokenizerFile,
-    ToNode,
-    ToRouter,
-    Welcome,
-)
+from ..wire.membership import Drain, Flush, Hello, HelloAgain, Inspect, Refusal, RouterHeartbeat, TokenizerFile, Welcome
+from ..wire.messages import Cancel, Compute, Prefill, Resend, Reserve, ToNode, ToRouter
 
 logger = logging.getLogger(__name__)
 

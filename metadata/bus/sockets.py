@@ -98,6 +98,18 @@ class Received(NamedTuple):
     bodies: list[bytes]
     name: str | None
 
+    @property
+    def body(self) -> bytes:
+        """The only frame of the message. Raises ProtocolError if there is another number of frames."""
+        return only_frame(self.bodies)
+
+
+def only_frame(frames: list[bytes]) -> bytes:
+    """Return the only frame of a message. Raises ProtocolError if there is another number of frames."""
+    if len(frames) != 1:
+        raise ProtocolError(f"a message of {len(frames)} frames, not 1")
+    return frames[0]
+
 
 def receive_from(socket: zmq.Socket[bytes], allow_list: AllowList | None) -> Received:
     """Return the next message. A valid one has exactly one body. Raises zmq.Again if no message waits."""

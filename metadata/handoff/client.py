@@ -14,135 +14,41 @@ until that event or `drop`. After that no page of the unit is written, and the c
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import zmq
 
-from ..bus.addresses import host_identity
-from ..bus.curve import KeyPair
-from ..bus.sockets import DroppedFrames
-from ..bus.throttle import Throttle
+from ..bus.sockets import DRAIN_LIMIT, DroppedFrames
 from ..errors import ProtocolError, StaleMessage, TransferError
-from ..wire.messages import (
-    MAX_BATCH,
-    MAX_REASON,
-    Ack,
-    Claim,
-    Drop,
-    LinkHello,
-    LinkRefused,
-    LinkWelcome,
-    Offer,
-    Pages,
-    Renew,
-    Revoke,
-    RevokeAck,
-    ToDecode,
-    UnknownClaim,
-)
-from ..wire.node_info import HandoffSchema, Peer
-from ..wire.request import Unit
-from ..wire.times import PullTimes
-from .checksums import row_checksum
-from .descriptors import DescriptorInbox
-from .memory import PageMemory
-from .pages import DevicePool, ReceivedPages
+from ..wire.data_link import LinkRefused, LinkWelcome
+from ..wire.messages import Ack, Claim, Drop, Offer, Pages, Revoke, RevokeAck, ToDecode, UnknownClaim
+from ..wire.node_info import Peer
+from ..wire.request import MAX_TEXT, Unit
+from .endpoint import Endpoint
+from .pages import ReceivedPages
 from .pull_link import PullLink
-from .schema import page_bytes
-from .transfer import Transfer
-from .transports.base import Landed
-from .transports.registry import TRANSPORTS
+from .pull_links import PullLinks
+from .transfer import Event, Revoked, Transfer, TransferFailed
+from .transports.base import POLL_BYTES, Landed
 
 logger = logging.getLogger(__name__)
 
-DRAIN_MESSAGES = 256
-POLL_BYTES = 64 << 20  # most bytes of pages copied in one poll
 MAX_PULLS = 3  # pulls of one page with a wrong checksum, before the transfer fails
 MAX_ASKED = 3  # repeated claims for offers that do not arrive
-AWAY_S = 0.5  # if two polls lie further apart, the peers are not blamed for the time beyond
 ANSWER_S = 5.0  # how long a connected peer may owe an answer; its loop may be in a long step
 
 
-class Arrived(NamedTuple):
-    """All pages are in our pool and checked, and the row has arrived. `transfer_s` counts the seconds in which at least
-    one page was offered and had not arrived."""
-
-    unit: Unit
-    row: bytes
-    transfer_s: float
-    num_pages: int  # pulled, cached ones not counted
-    num_bytes: int
-    times: PullTimes = PullTimes()
-
-
-class TransferFailed(NamedTuple):
-    """The pages will not arrive. `is_refused`: the two nodes can never hand over."""
-
-    unit: Unit
-    reason: str
-    is_refused: bool = False
-
-
-class Revoked(NamedTuple):
-    """The prefill node took the ticket back: `finished` if the first token ended the request, else because of an
-    error."""
-
-    unit: Unit
-    finished: bool
-    reason: str
-
-
-Event = Arrived | TransferFailed | Revoked
-
-
 class HandoffClient:
-    """Pulls pages of any number of prefill nodes into `memory` (target pool, then draft). If `device` is given, pages
-    go into its pools, and `memory` is their host mirror.
+    """Pulls pages of any number of prefill nodes into the pools of our `end`. `answer_s` is how long a peer may owe an
+    answer."""
 
-    `fingerprints` are the digests of target and draft weights. `transports` are names from transports/registry.py, best
-    first. `answer_s` is how long a peer may owe an answer.
-    """
-
-    def __init__(
-        self,
-        node_id: str,
-        epoch: str,
-        schema: HandoffSchema,
-        fingerprints: tuple[str, str | None],
-        memory: Sequence[PageMemory],
-        *,
-        keys: KeyPair | None = None,
-        transports: Sequence[str] = ("local", "zmq"),
-        device: DevicePool | None = None,
-        answer_s: float = ANSWER_S,
-        clock: Callable[[], float] = time.monotonic,
-        context: zmq.Context[zmq.Socket[bytes]] | None = None,
-    ) -> None:
-        self._schema, self._memory, self._keys, self._device = schema, tuple(memory), keys, device
-        self._allow_list = None if keys is None else keys.allow_list
-        self._pages = ReceivedPages(schema, memory, device)
-        self._answer_s, self._clock = answer_s, clock
-        self._context = zmq.Context[zmq.Socket[bytes]].instance() if context is None else context
-        needs_inbox = device is not None and any(TRANSPORTS[name].needs_inbox for name in transports)
-        self._inbox = _inbox() if needs_inbox else None
-        self._inbox_looks = Throttle(clock=clock)
-        self._hello = LinkHello(
-            node_id=node_id,
-            epoch=epoch,
-            layout=schema,
-            target_fingerprint=fingerprints[0],
-            draft_fingerprint=fingerprints[1],
-            transports=tuple(transports),
-            host=host_identity(),
-            inbox="" if self._inbox is None else self._inbox.address,
-        )
-        self._links: dict[str, PullLink] = {}  # by the peer's epoch
+    def __init__(self, end: Endpoint, *, answer_s: float = ANSWER_S) -> None:
+        self.end = end
+        self._pages = ReceivedPages(end.schema, end.memory, end.device)
+        self._links = PullLinks(end, answer_s)
         self._transfers: dict[Unit, Transfer] = {}
         self._events: list[Event] = []
         self._has_more = False
-        self._polled_at = clock()
         self.num_checksum_failures = 0
         self.dropped = DroppedFrames(logger, "data link")
 
@@ -156,8 +62,10 @@ class HandoffClient:
         """
         assert unit not in self._transfers, unit
         assert 0 <= num_cached_pages < len(pages), (unit, num_cached_pages, len(pages))
+        for link in self._links.other_epochs(peer):
+            self._close(link, f"prefill node {peer.node_id} was restarted")
         try:
-            link = self._link(peer)
+            link = self._links.open(peer)
         except TransferError as error:
             self._events.append(TransferFailed(unit, str(error)))
             return
@@ -171,48 +79,39 @@ class HandoffClient:
         transfer = self._transfers.get(unit)
         if transfer is not None:
             self._forget(transfer)
-            self._links[transfer.epoch].send(Drop(unit=unit, reason=reason[:MAX_REASON]))
+            self._links.by_epoch[transfer.epoch].send(Drop(unit=unit, reason=reason[:MAX_TEXT]))
 
     def ask_offers(self, unit: Unit) -> bool:
         """Claim the unit again, so that the prefill node repeats its offers, if offers or the row are missing. Return
         False if this has been done MAX_ASKED times without success, or if the unit is not claimed."""
         transfer = self._transfers.get(unit)
-        if transfer is None or (transfer.row is not None and transfer.is_offered):
+        if transfer is None or transfer.is_offered:
             return transfer is not None
         transfer.num_asked += 1
-        self._links[transfer.epoch].send(Claim(unit=unit, num_cached_pages=transfer.num_cached_pages))
+        self._links.by_epoch[transfer.epoch].send(Claim(unit=unit, num_cached_pages=transfer.num_cached_pages))
         return transfer.num_asked <= MAX_ASKED
 
     def poll(self) -> list[Event]:
         """Receive, copy, check and renew, bounded. Return what happened."""
         self._has_more = False
-        now = self._clock()
-        away_s, self._polled_at = max(0.0, now - self._polled_at - AWAY_S), now
-        is_check_due = self._allow_list is not None and self._allow_list.is_due()
-        for link in list(self._links.values()):
-            if is_check_due:
-                link.check_key()
-            link.last_heard += away_s  # our own long step, or a clock that jumped
+        self._links.begin_poll()
+        for link in self._links:
             self._serve(link)
-        for epoch, link in list(self._links.items()):
+        for link in self._links:
             if link.lost is not None:
-                self._close(epoch, link.lost, link.is_refused)
-        if self._inbox_looks.is_due():
-            self._tidy_inbox()
+                self._close(link, link.lost)
         events, self._events = self._events, []
         return events
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """Return the sockets that the loop polls for input. They change when links open and close."""
-        return [socket for link in self._links.values() for socket in (link.socket, link.monitor)]
+        return self._links.sockets()
 
     def wait_s(self) -> float | None:
         """Return how many seconds the loop may wait on the sockets before it must poll; None: no limit."""
-        if self._has_more or self._events or any(link.lost is not None for link in self._links.values()):
+        if self._has_more or self._events or any(link.lost is not None for link in self._links):
             return 0.0
-        now = self._clock()
-        epochs = {transfer.epoch for transfer in self._transfers.values()}
-        waits = [link.last_renewed + link.lease_s / 4 - now for epoch, link in self._links.items() if epoch in epochs]
+        waits = [link.renewal_at - self.end.clock() for link in self._links if self._transfers_of(link)]
         return max(0.0, min(waits)) if waits else None
 
     def tickets(self) -> list[Unit]:
@@ -222,52 +121,30 @@ class HandoffClient:
     def close_peer(self, epoch: str) -> None:
         """Close the link to this epoch of a prefill node. Its memory is unmapped at once; its claims fail at the next
         poll."""
-        link = self._links.get(epoch)
+        link = self._links.by_epoch.get(epoch)
         if link is not None:
-            self._close(epoch, f"prefill node {link.peer.node_id} is gone", is_refused=False)
+            self._close(link, f"prefill node {link.peer.node_id} is gone")
 
     def close(self) -> None:
         """Drop all claims and close all links."""
         for unit in list(self._transfers):
             self.drop(unit, "the decode node leaves")
-        for epoch in list(self._links):
-            self._links.pop(epoch).close()
-        if self._inbox is not None:
-            self._inbox.close()
+        self._links.close_all()
 
     # --- the links' side -------------------------------------------------------------------------------------------
 
-    def _link(self, peer: Peer) -> PullLink:
-        """Return the link to this epoch of the peer, opened if need be. Links to earlier epochs of the node are
-        closed."""
-        for epoch, link in list(self._links.items()):
-            if link.peer.node_id == peer.node_id and epoch != peer.epoch:
-                self._close(epoch, f"prefill node {peer.node_id} was restarted", is_refused=False)
-        link = self._links.get(peer.epoch)
-        if link is None:
-            link = PullLink(
-                peer, self._hello, self._memory, self._device, self._inbox, self._keys, self._clock, self._context
-            )
-            self._links[peer.epoch] = link
-        return link
-
     def _serve(self, link: PullLink) -> None:
         self._drain(link)
-        now = self._clock()
-        if not (link.is_waiting and self._uses(link)):
-            link.last_heard = now  # it owes no answer
-        if self._uses(link):
-            link.greet_again(now)
+        now = self.end.clock()
+        link.expect_answer(now, is_used=bool(self._transfers_of(link)))
         self._step(link)
-        link.check_connection()  # after the drain: a refusal may precede the end of the connection
-        if now - link.last_heard > self._answer_s:
-            link.lose(f"it has not answered for {self._answer_s:g} s")
-        if link.lost is None and now - link.last_renewed >= link.lease_s / 4:
-            self._renew(link, now)
+        link.check(now)  # after the drain: a refusal may precede the end of the connection
+        if now >= link.renewal_at:
+            link.renew(now, [transfer.unit for transfer in self._transfers_of(link)])
 
     def _drain(self, link: PullLink) -> None:
         num_bytes = 0
-        for _ in range(DRAIN_MESSAGES):
+        for _ in range(DRAIN_LIMIT):
             try:
                 received = link.receive() if link.lost is None else None
                 if received is None:
@@ -295,8 +172,7 @@ class HandoffClient:
                 link.welcome(message)
                 self._start_waiting(link)
             case LinkRefused(reason=reason):
-                link.is_refused = link.transport is None
-                link.lose(reason)
+                link.refuse(reason)
             case Offer():
                 self._take_offer(link, message)
             case Pages():
@@ -323,26 +199,19 @@ class HandoffClient:
 
     def _start_waiting(self, link: PullLink) -> None:
         """Claim the units that waited for the welcome, and queue pages that were offered before it."""
-        for transfer in self._transfers.values():
-            if transfer.epoch == link.peer.epoch and link.transport is not None:  # a send may lose the link
+        for transfer in self._transfers_of(link):
+            if link.transport is not None:  # a send may lose the link
                 link.transport.fetch(transfer.missing())
                 link.send(Claim(unit=transfer.unit, num_cached_pages=transfer.num_cached_pages))
 
     def _take_offer(self, link: PullLink, offer: Offer) -> None:
         transfer = self._transfer_of(link, offer.unit)
         try:
-            moves = transfer.take_offer(offer, self._schema, link.num_pages)
-            if (
-                offer.row is not None
-                and self._schema.checksum != "none"
-                and row_checksum(offer.row) != offer.row_checksum
-            ):
-                raise ProtocolError(f"the metadata row of {offer.unit} does not fit its checksum", rid=offer.unit.rid)
+            moves = transfer.take_offer(offer, self.end.schema, link.num_pages)
         except ProtocolError as error:
             self._fail(offer.unit, f"prefill node {link.peer.node_id}: {error}", tell=link)
             raise
-        transfer.offered_at = self._clock()
-        transfer.start_clock(transfer.offered_at)
+        transfer.start_clock(self.end.clock())
         if link.transport is not None:
             link.transport.fetch(moves)
         self._finish_if_whole(link, transfer)
@@ -363,14 +232,13 @@ class HandoffClient:
         transfer = self._transfers.get(move.unit)
         if transfer is None or link.transport is None:
             return  # another page of the unit has failed meanwhile
+        where = f"page {move.index} from prefill node {link.peer.node_id}"
         if landed.generation != move.generation:
-            where = f"page {move.index} from prefill node {link.peer.node_id}"
             reason = f"{where} was reused: generation {landed.generation} there, {move.generation} offered"
             self._fail(move.unit, reason, tell=link)
             return
         block = self._pages.first_difference(move.target, landed.checksums, transfer.checksums[move.index])
         if block is not None:
-            where = f"page {move.index} from prefill node {link.peer.node_id}"
             self.num_checksum_failures += 1
             logger.warning("%s %s: checksum of block %d is wrong", move.unit, where, block)
             if transfer.count_pull(move.index) >= MAX_PULLS:
@@ -378,61 +246,33 @@ class HandoffClient:
             else:
                 link.transport.fetch([move])
             return
-        transfer.land(move.index, self._clock())
+        transfer.land(move.index, self.end.clock())
         self._finish_if_whole(link, transfer)
 
     def _finish_if_whole(self, link: PullLink, transfer: Transfer) -> None:
-        if transfer.row is None or not transfer.is_whole:
+        if not transfer.is_whole:
             return
-        now = self._clock()
-        transfer.stop_clock(now)
         del self._transfers[transfer.unit]
         link.send(Ack(unit=transfer.unit))
-        num_pages = len(transfer.pages) - transfer.num_cached_pages
-        num_bytes = num_pages * page_bytes(self._schema)
         name = link.transport.name if link.transport is not None else ""
-        times = PullTimes(name, max(0.0, now - transfer.offered_at), num_repeated=transfer.num_repeated)
-        self._events.append(Arrived(transfer.unit, transfer.row, transfer.moving_s, num_pages, num_bytes, times))
+        self._events.append(transfer.arrived(self.end.clock(), self.end.schema, name))
 
-    def _renew(self, link: PullLink, now: float) -> None:
-        units = [transfer.unit for transfer in self._transfers.values() if transfer.epoch == link.peer.epoch]
-        for start in range(0, len(units), MAX_BATCH):
-            link.send(Renew(units=tuple(units[start : start + MAX_BATCH])))
-        link.last_renewed = now
-
-    def _uses(self, link: PullLink) -> bool:
-        return any(transfer.epoch == link.peer.epoch for transfer in self._transfers.values())
+    def _transfers_of(self, link: PullLink) -> list[Transfer]:
+        return [transfer for transfer in self._transfers.values() if transfer.epoch == link.peer.epoch]
 
     def _fail(self, unit: Unit, reason: str, tell: PullLink | None, *, is_refused: bool = False) -> None:
         self._forget(self._transfers[unit])
         if tell is not None:
-            tell.send(Drop(unit=unit, reason=reason[:MAX_REASON]))
+            tell.send(Drop(unit=unit, reason=reason[:MAX_TEXT]))
         self._events.append(TransferFailed(unit, reason, is_refused))
 
     def _forget(self, transfer: Transfer) -> None:
         del self._transfers[transfer.unit]
-        link = self._links.get(transfer.epoch)
+        link = self._links.by_epoch.get(transfer.epoch)
         if link is not None and link.transport is not None:
             link.transport.forget(transfer.unit)
 
-    def _close(self, epoch: str, reason: str, is_refused: bool) -> None:
-        link = self._links.pop(epoch)
-        link.close()
-        for unit in [unit for unit, transfer in self._transfers.items() if transfer.epoch == epoch]:
-            self._fail(unit, reason, tell=None, is_refused=is_refused)
-        self._tidy_inbox()
-
-    def _tidy_inbox(self) -> None:
-        """Close descriptors that arrived for a link that is over. A link that is still opening may wait for its
-        descriptors."""
-        if self._inbox is not None and all(link.transport is not None for link in self._links.values()):
-            self._inbox.discard()
-
-
-def _inbox() -> DescriptorInbox | None:
-    """Return an inbox for the descriptors of peers' pools; None if the system has no such sockets."""
-    try:
-        return DescriptorInbox()
-    except OSError as error:
-        logger.warning("no Unix socket for descriptors (%s): pages travel by way of the host", error.strerror)
-        return None
+    def _close(self, link: PullLink, reason: str) -> None:
+        self._links.close(link)
+        for transfer in self._transfers_of(link):
+            self._fail(transfer.unit, reason, tell=None, is_refused=link.is_refused)

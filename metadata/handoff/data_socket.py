@@ -17,7 +17,7 @@ _CONTROL_FRAME_BYTES = 8 << 20
 
 
 def bind_data_socket(
-    bind_host: str, keys: KeyPair | None, context: zmq.Context[zmq.Socket[bytes]] | None
+    bind_host: str, keys: KeyPair | None, context: zmq.Context[zmq.Socket[bytes]]
 ) -> zmq.Socket[bytes]:
     """Return a ROUTER socket that listens on any free port of `bind_host`. The caller closes it.
 
@@ -26,7 +26,7 @@ def bind_data_socket(
     address = any_port_of(bind_host)
     require_keys(address, keys)
     parse_address(address)  # before there is a socket to close
-    socket = (zmq.Context[zmq.Socket[bytes]].instance() if context is None else context).socket(zmq.ROUTER)
+    socket = context.socket(zmq.ROUTER)
     _configure(socket, address, _CONTROL_FRAME_BYTES)
     socket.router_mandatory = True
     if keys is not None:

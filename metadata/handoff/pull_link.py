@@ -8,32 +8,24 @@ client opens a new link when it has something to claim.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ..bus.curve import KeyPair
 from ..bus.sockets import receive_frames, send_frames
 from ..errors import ConfigError, ProtocolError, StaleMessage, TransferError
+from ..wire.data_link import LinkHello, LinkWelcome
 from ..wire.frames import decode_frame, encode
-from ..wire.messages import (
-    DATA_FRAME_BYTES,
-    LinkHello,
-    LinkWelcome,
-    Pages,
-    ToDecode,
-    ToPrefill,
-    to_decode_decoder,
-)
+from ..wire.messages import DATA_FRAME_BYTES, Pages, Renew, ToDecode, ToPrefill, to_decode_decoder
 from ..wire.node_info import Peer
 from ..wire.protocol import known
+from ..wire.request import MAX_BATCH, Unit
 from .data_socket import connect_data_socket
 from .descriptors import DescriptorInbox
-from .memory import PageMemory
-from .pages import DevicePool
+from .endpoint import Endpoint
 from .transports.base import PullEnd, Transport
 from .transports.registry import TRANSPORTS
 
@@ -52,18 +44,11 @@ _LOSSES = {
 
 
 class PullLink:
-    """An open link. `lost` says why it is over; None while it lives. `transport` is None until the welcome."""
+    """An open link of our `end`. `lost` says why it is over; None while it lives. `transport` is None until the
+    welcome. `answer_s` is how long the peer may owe an answer."""
 
     def __init__(
-        self,
-        peer: Peer,
-        hello: LinkHello,
-        memory: Sequence[PageMemory],
-        device: DevicePool | None,
-        inbox: DescriptorInbox | None,
-        keys: KeyPair | None,
-        clock: Callable[[], float],
-        context: zmq.Context[zmq.Socket[bytes]],
+        self, peer: Peer, hello: LinkHello, end: Endpoint, inbox: DescriptorInbox | None, answer_s: float
     ) -> None:
         """Connect and say hello. Raises TransferError if the address cannot be used."""
         self.peer = peer
@@ -73,16 +58,14 @@ class PullLink:
         self.is_refused = False
         self.num_pages = 0  # in the peer's pool
         self.lease_s = 1.0  # told by the welcome
-        self.last_heard = self.last_renewed = clock()
+        self.last_heard = self._last_renewed = self._greeted_at = end.clock()
         self._hello = msgspec.structs.replace(hello, protocol=self.protocol)
-        self._end = PullEnd(tuple(memory), self.send, device, inbox)
-        self._clock = clock
-        self._keys = keys
+        self._end = PullEnd(tuple(end.memory), self.send, end.device, inbox)
+        self._clock, self._allow_list, self._answer_s = end.clock, end.allow_list, answer_s
         self._welcomed: LinkWelcome | None = None  # the last one
-        self._greeted_at = clock()
-        self.socket = context.socket(zmq.DEALER)
+        self.socket = end.context.socket(zmq.DEALER)
         try:
-            self.server_key = connect_data_socket(self.socket, peer, keys, max_frame=self._max_frame())
+            self.server_key = connect_data_socket(self.socket, peer, end.keys, max_frame=self._max_frame())
         except (zmq.ZMQError, ConfigError) as error:
             self.socket.close(linger=0)
             raise TransferError(f"cannot open a link to {peer.data_address!r}: {error}", node=peer.node_id) from error
@@ -113,6 +96,29 @@ class PullLink:
         if self.transport is None and now - self._greeted_at >= HELLO_S:
             self._greeted_at = now
             self.send(self._hello)
+
+    def expect_answer(self, now: float, *, is_used: bool) -> None:
+        """If claims use this link and wait for its welcome, say hello again. If the peer owes no answer, its time to
+        answer starts anew."""
+        if not (is_used and self.is_waiting):
+            self.last_heard = now
+        if is_used:
+            self.greet_again(now)
+
+    def excuse(self, away_s: float) -> None:
+        """Give the peer more time to answer, because this node was away."""
+        self.last_heard += away_s
+
+    @property
+    def renewal_at(self) -> float:
+        """When the leases are renewed next, on the clock."""
+        return self._last_renewed + self.lease_s / 4
+
+    def renew(self, now: float, units: Sequence[Unit]) -> None:
+        """Renew the leases of these units."""
+        for start in range(0, len(units), MAX_BATCH):
+            self.send(Renew(units=tuple(units[start : start + MAX_BATCH])))
+        self._last_renewed = now
 
     def receive(self) -> tuple[ToDecode, memoryview | None] | None:
         """Return the next message, and the data frame of a Pages message; None if no message has arrived.
@@ -146,6 +152,12 @@ class PullLink:
             self.lease_s, self.num_pages = message.lease_s, message.num_pages
             self._start(message)
 
+    def check(self, now: float) -> None:
+        """Lose the link if its connection was closed, or if an answer is overdue."""
+        self.check_connection()
+        if now - self.last_heard > self._answer_s:
+            self.lose(f"it has not answered for {self._answer_s:g} s")
+
     def check_connection(self) -> None:
         """Lose the link if the connection was closed, or if the address cannot be reached."""
         while self.lost is None:
@@ -153,20 +165,19 @@ class PullLink:
                 event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self.lose(_LOSSES[zmq.Event(event["event"])] + self._doubt)
-
-    @property
-    def _doubt(self) -> str:
-        is_listed = self._keys is not None and self._keys.allow_list is not None
-        return (
-            " before its welcome: does its --allow-list know this node?" if is_listed and self.transport is None else ""
-        )
+            is_suspect = self._allow_list is not None and self.transport is None
+            doubt = " before its welcome: does its --allow-list know this node?" if is_suspect else ""
+            self.lose(_LOSSES[zmq.Event(event["event"])] + doubt)
 
     def check_key(self) -> None:
         """Lose the link if the allow-list names another key of the peer now, or none."""
-        allow_list = None if self._keys is None else self._keys.allow_list
-        if allow_list is not None and allow_list.key_of(self.peer.node_id) != self.server_key:
-            self.lose(f"its key is not in allow-list {allow_list.path} any more")
+        if self._allow_list is not None and self._allow_list.key_of(self.peer.node_id) != self.server_key:
+            self.lose(f"its key is not in allow-list {self._allow_list.path} any more")
+
+    def refuse(self, reason: str) -> None:
+        """End the link as the peer demands. If it demands so before its welcome, the two nodes can never hand over."""
+        self.is_refused = self.transport is None
+        self.lose(reason)
 
     def lose(self, reason: str) -> None:
         """End the link with this reason. The peer's memory is unmapped at once."""

@@ -122,6 +122,11 @@ class TicketBook:
         """The units of all tickets that have not ended."""
         return list(self._tickets)
 
+    @property
+    def holders(self) -> set[Holder]:
+        """The links that hold tickets."""
+        return {ticket.holder for ticket in self._tickets.values() if ticket.holder is not None}
+
     def get(self, unit: Unit) -> Ticket | None:
         """Return the unit's ticket; None if it is unknown or has ended."""
         return self._tickets.get(unit)
@@ -189,6 +194,14 @@ class TicketBook:
             return None
         ticket.revoked = EndedTicket(finished, reason)
         return ticket
+
+    def ack(self, unit: Unit, holder: Holder) -> bool:
+        """End the holder's ticket, because the handoff succeeded. Return False if it has none of that unit. Raises
+        ProtocolError if the final offer, with the row, has not been made."""
+        ticket = self._tickets.get(unit)
+        if ticket is not None and ticket.holder == holder and ticket.row is None:
+            raise ProtocolError(f"ack of {unit} before its final offer", rid=unit.rid)
+        return self.end(unit, holder, "acked")
 
     def end(self, unit: Unit, holder: Holder, how: How, reason: str = "") -> bool:
         """End the holder's ticket or parked claim. Return False if the holder has none of that unit."""

@@ -18,7 +18,8 @@ from msgspec.structs import FieldInfo
 from ..errors import ProtocolError
 from . import protocol
 from .frames import decode_frame
-from .messages import Hello, ToRouter, to_router_decoder
+from .membership import Hello
+from .messages import ToRouter, to_router_decoder
 from .request import Digest, Index, Name
 
 

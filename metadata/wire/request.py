@@ -15,12 +15,14 @@ from .protocol import Message
 
 MAX_CONTEXT = 1 << 20  # tokens
 MAX_CHOICES = 128
+MAX_BATCH = 4096  # units in one message
+MAX_TEXT = 4096  # characters of a Text
 MAX_TOP_LOGPROBS = 20
 MAX_DRAFT_STEPS = 15  # tokens drafted in a round
 MAX_PREEMPTIONS = 8  # listed one by one; of more, neighbours are added up
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
-Text = Annotated[str, Meta(max_length=4096)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Digest = Annotated[str, Meta(max_length=64)]
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -68,6 +70,9 @@ class Unit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
     def __str__(self) -> str:
         return f"{self.rid}/{self.choice}.{self.attempt}"
+
+
+Units = Annotated[tuple[Unit, ...], Meta(max_length=MAX_BATCH)]
 
 
 class SamplingParams(Message, frozen=True):

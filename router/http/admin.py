@@ -7,7 +7,7 @@ import time
 import msgspec
 from aiohttp import web
 
-from ...metadata.wire.messages import LedgerReport
+from ...metadata.wire.membership import LedgerReport
 from ..availability import degraded
 from ..node import Node
 from .admin_types import (

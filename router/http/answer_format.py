@@ -6,8 +6,9 @@ Most chunks add only text. Such a chunk is a prepared prefix, the encoded text, 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import abc
-from typing import Protocol
+from typing import ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -63,26 +64,60 @@ def _speculation_of(requests: abc.Sequence[Request]) -> SpeculationDetails | Non
     )
 
 
-class AnswerFormat(Protocol):
-    """Format of one route's answers. `index` is a sequence's index in the answer."""
+class AnswerFormat(ABC):
+    """Format of one route's answers. `index` is a sequence's index in the answer. With `with_ids` answers carry token
+    ids. `num_logprobs` is None if no log-probabilities are asked for."""
 
-    response_id: str
+    _chunk_object: ClassVar[str]
+    _text_start: ClassVar[bytes]  # of a chunk that adds only text: the JSON between `index` and the text
+    _text_end: ClassVar[bytes]  # and between the text and `logprobs`
 
+    def __init__(
+        self, response_id: str, model: str, tokenizer: TextTokenizer, *, num_logprobs: int | None, with_ids: bool
+    ) -> None:
+        self.response_id = response_id
+        self.num_logprobs = num_logprobs
+        self._model = model
+        self._created = int(time.time())
+        self._tokenizer = tokenizer
+        self._with_ids = with_ids
+        self._prefixes: dict[int, bytes] = {}  # by index; present when the first chunk has been sent
+
+    @abstractmethod
     def chunk(self, index: int, sequence: Sequence, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
         """Return the events for new output of a sequence, empty if there is none to show yet."""
-        ...
 
+    @abstractmethod
     def usage_chunk(self, usage: Usage) -> bytes:
         """Return the event with the token counts, which follows the output of all sequences."""
-        ...
 
+    @abstractmethod
     def whole(self, outputs: abc.Sequence[tuple[Sequence, Delta]], usage: Usage) -> bytes:
         """Return the whole body, with sequences in order."""
-        ...
+
+    def _prepare(self, index: int) -> None:
+        """Prepare the prefix of the sequence's chunks that add only text."""
+        head = {"id": self.response_id, "object": self._chunk_object, "created": self._created, "model": self._model}
+        self._prefixes[index] = b"data: " + _encode(head)[:-1] + b',"choices":[{"index":%d,' % index + self._text_start
+
+    def _text_chunk(self, index: int, delta: Delta, usage: Usage | UnsetType | None) -> bytes | None:
+        """Return the event if the chunk adds only text, empty if it adds nothing; None if it adds more."""
+        if delta.finish_reason is not None or self.num_logprobs is not None or self._with_ids:
+            return None
+        if not delta.text:
+            return b""
+        if isinstance(usage, Usage):
+            return None
+        tail = b'}],"usage":null}\n\n' if usage is None else b"}]}\n\n"
+        return self._prefixes[index] + _encode(delta.text) + self._text_end + tail
 
 
-class CompletionFormat:
+class CompletionFormat(AnswerFormat):
     """Answers of /v1/completions. `prompt_texts` holds the prompt of each request, by its id, if prompts are echoed."""
+
+    _chunk_object = "text_completion"
+    _text_start = b'"text":'
+    _text_end = b',"logprobs":null,"finish_reason":null'
 
     def __init__(
         self,
@@ -94,31 +129,17 @@ class CompletionFormat:
         with_ids: bool,
         prompt_texts: dict[str, str] | None,
     ) -> None:
-        self.response_id = response_id
-        self._model = model
-        self._created = int(time.time())
-        self._tokenizer = tokenizer
-        self._num_logprobs = num_logprobs
-        self._with_ids = with_ids
+        super().__init__(response_id, model, tokenizer, num_logprobs=num_logprobs, with_ids=with_ids)
         self._prompt_texts = prompt_texts
-        self._prefixes: dict[int, bytes] = {}  # by index; present when the first chunk has been sent
         self._columns: dict[int, LegacyColumns] = {}  # by index
 
     def chunk(self, index: int, sequence: Sequence, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
-        prefix = self._prefixes.get(index)
-        if prefix is not None and delta.finish_reason is None and self._num_logprobs is None and not self._with_ids:
-            if not delta.text:
-                return b""
-            if not isinstance(usage, Usage):
-                tail = b'}],"usage":null}\n\n' if usage is None else b"}]}\n\n"
-                return prefix + _encode(delta.text) + b',"logprobs":null,"finish_reason":null' + tail
-        data = self._choice(index, sequence, delta, is_first=prefix is None)
-        if prefix is None:
-            head = _encode(
-                {"id": self.response_id, "object": "text_completion", "created": self._created, "model": self._model}
-            )
-            self._prefixes[index] = b"data: " + head[:-1] + b',"choices":[{"index":%d,"text":' % index
-        return event(self._body([data], usage))
+        is_first = index not in self._prefixes
+        if is_first:
+            self._prepare(index)
+        elif (text := self._text_chunk(index, delta, usage)) is not None:
+            return text
+        return event(self._body([self._choice(index, sequence, delta, is_first=is_first)], usage))
 
     def usage_chunk(self, usage: Usage) -> bytes:
         return event(self._body([], usage))
@@ -143,12 +164,12 @@ class CompletionFormat:
         entries: list[TokenLogprobs | None] = list(delta.logprobs)
         if is_first and self._prompt_texts is not None:
             text = self._prompt_texts[request.rid] + text
-            if self._num_logprobs is not None:
+            if self.num_logprobs is not None:
                 ids = request.prompt_ids + ids
                 entries = [None, *(request.prompt_logprobs or ()), *entries]
         logprobs: LegacyLogprobs | None = None
-        if self._num_logprobs is not None and len(entries) == len(ids):
-            columns = self._columns.setdefault(index, LegacyColumns(self._tokenizer, self._num_logprobs))
+        if self.num_logprobs is not None and len(entries) == len(ids):
+            columns = self._columns.setdefault(index, LegacyColumns(self._tokenizer, self.num_logprobs))
             logprobs = columns.take(ids, entries)
         return CompletionChoice(
             index=index,
@@ -161,30 +182,20 @@ class CompletionFormat:
         )
 
 
-class ChatFormat:
+class ChatFormat(AnswerFormat):
     """Answers of /v1/chat/completions."""
 
-    def __init__(
-        self, response_id: str, model: str, tokenizer: TextTokenizer, *, num_logprobs: int | None, with_ids: bool
-    ) -> None:
-        self.response_id = response_id
-        self._model = model
-        self._created = int(time.time())
-        self._tokenizer = tokenizer
-        self._num_logprobs = num_logprobs
-        self._with_ids = with_ids
-        self._prefixes: dict[int, bytes] = {}  # by index; present when the role has been sent
+    _chunk_object = "chat.completion.chunk"
+    _text_start = b'"delta":{"content":'
+    _text_end = b'},"logprobs":null,"finish_reason":null'
 
     def chunk(self, index: int, sequence: Sequence, delta: Delta, usage: Usage | UnsetType | None) -> bytes:
-        prefix = self._prefixes.get(index)
-        if prefix is None:
+        if index not in self._prefixes:
+            self._prepare(index)
             return self._opening(index, sequence, usage) + self.chunk(index, sequence, delta, usage)
-        if delta.finish_reason is None and self._num_logprobs is None and not self._with_ids:
-            if not delta.text:
-                return b""
-            if not isinstance(usage, Usage):
-                tail = b'}],"usage":null}\n\n' if usage is None else b"}]}\n\n"
-                return prefix + _encode(delta.text) + b'},"logprobs":null,"finish_reason":null' + tail
+        text = self._text_chunk(index, delta, usage)
+        if text is not None:
+            return text
         choice = ChatChunkChoice(
             index=index,
             delta=ChatDelta(content=delta.text or None),
@@ -224,14 +235,6 @@ class ChatFormat:
         return _encode(body)
 
     def _opening(self, index: int, sequence: Sequence, usage: Usage | UnsetType | None) -> bytes:
-        head = {
-            "id": self.response_id,
-            "object": "chat.completion.chunk",
-            "created": self._created,
-            "model": self._model,
-        }
-        prefix = b"data: " + _encode(head)[:-1] + b',"choices":[{"index":%d,"delta":{"content":' % index
-        self._prefixes[index] = prefix
         delta = ChatDelta(content="", role="assistant")
         choice = ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
         prompt_ids = sequence.request.prompt_ids if self._with_ids else None
@@ -251,6 +254,6 @@ class ChatFormat:
         )
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
-        if self._num_logprobs is None:
+        if self.num_logprobs is None:
             return None
-        return chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs, self._num_logprobs)
+        return chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs, self.num_logprobs)

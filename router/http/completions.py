@@ -2,7 +2,7 @@
 
 body      decoded, checked for what is not served          parameters.py
 group     the nodes that serve its model                   api.py
-admitted  its caller and the waiting queue have room
+admitted  its caller and the waiting queue have room       limits.py
 prompts   texts and messages become token ids              prompts.py
 serve     one Request per prompt is submitted and
           answered, whole or as a stream                   answers.py, answer_format.py
@@ -11,17 +11,11 @@ serve     one Request per prompt is submitted and
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-
 import msgspec
 import xxhash
 from aiohttp import web
 
-from ...metadata.errors import BatonError, Overloaded
-from ..errors import outcome_of
+from ...metadata.errors import BatonError
 from ..node import Group
 from ..queue import Asked
 from ..request import Request
@@ -29,16 +23,9 @@ from .access import CALLER
 from .answer_format import AnswerFormat, ChatFormat, CompletionFormat
 from .answers import StreamedAnswer, WholeAnswer
 from .api import ARRIVED, Api, request_id
+from .limits import admitted, wait_limited
 from .openai_types import ChatRequest, CommonRequest, CompletionRequest
-from .parameters import (
-    asked_tokens,
-    check_chat,
-    check_completion,
-    request_seed,
-    sampling_params,
-    text_options,
-    timeout_s,
-)
+from .parameters import check_chat, check_completion, request_seed, sampling_params, text_options, timeout_s
 from .prompts import chat_text, prompt_ids, prompts_of
 
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
@@ -52,7 +39,7 @@ async def completions(api: Api, http_request: web.Request) -> web.StreamResponse
     check_completion(body)
     group, tokenizer = api.group_of(body.model)
     prompts = prompts_of(body)
-    with _admitted(api, http_request, body, group, len(prompts)):
+    with admitted(api, http_request, body, group, len(prompts)):
         add_special = body.add_special_tokens is not False
         ids = [
             await prompt_ids(prompt, group, tokenizer, "prompt", add_special_tokens=add_special) for prompt in prompts
@@ -77,7 +64,6 @@ async def completions(api: Api, http_request: web.Request) -> web.StreamResponse
             group,
             answer_format,
             list(zip(rids, ids, strict=True)),
-            num_logprobs=body.logprobs,
             wants_prompt_logprobs=bool(body.echo) and body.logprobs is not None,
         )
 
@@ -88,7 +74,7 @@ async def chat_completions(api: Api, http_request: web.Request) -> web.StreamRes
     body = await api.body(http_request, _chat_decoder)
     check_chat(body)
     group, tokenizer = api.group_of(body.model)
-    with _admitted(api, http_request, body, group, 1):
+    with admitted(api, http_request, body, group, 1):
         text = chat_text(
             group,
             body.messages,
@@ -102,29 +88,7 @@ async def chat_completions(api: Api, http_request: web.Request) -> web.StreamRes
         answer_format = ChatFormat(
             rid, body.model, tokenizer, num_logprobs=num_logprobs, with_ids=bool(body.return_token_ids)
         )
-        return await _serve(api, http_request, body, group, answer_format, [(rid, ids)], num_logprobs=num_logprobs)
-
-
-@contextmanager
-def _admitted(
-    api: Api, http_request: web.Request, body: CommonRequest, group: Group, num_prompts: int
-) -> Generator[None]:
-    """Count the request as its caller's while the block runs. No work is done on the prompts before this.
-
-    Raises Overloaded if the caller has too many requests, or if the queue has no room.
-    """
-    asked = Asked(
-        num_prompts,
-        0,
-        asked_tokens(body, group.context_len),
-        body.priority or 0,
-        timeout_s(body, api.config.request_timeout_s),
-    )
-    began = time.monotonic()
-    with _refusals_counted(api, group), api.access.counted(http_request[CALLER], num_prompts * (body.n or 1)):
-        api.dispatcher.check_room(group, asked)
-        yield
-        api.access.add_duration(time.monotonic() - began)
+        return await _serve(api, http_request, body, group, answer_format, [(rid, ids)])
 
 
 async def _serve(
@@ -135,7 +99,6 @@ async def _serve(
     answer_format: AnswerFormat,
     prompts: list[tuple[str, list[int]]],
     *,
-    num_logprobs: int | None,
     wants_prompt_logprobs: bool = False,
 ) -> web.StreamResponse:
     """Return the answer for prompts, given as (request id, token ids). Raises an error that precedes all output."""
@@ -154,7 +117,7 @@ async def _serve(
             rid,
             group,
             ids,
-            sampling_params(body, group, len(ids), num_logprobs=num_logprobs, seed=seed),
+            sampling_params(body, group, len(ids), num_logprobs=answer_format.num_logprobs, seed=seed),
             answer,
             num_choices=body.n or 1,
             options=options,
@@ -176,7 +139,7 @@ async def _serve(
     reason = "the client left"
     try:
         in_flight = api.in_flight.listed({response_id, called}, http_request[CALLER], requests)
-        with in_flight, _queue_limit(api, requests):
+        with in_flight, wait_limited(api, requests):
             answer.start(requests, dispatcher.submit)
             return await answer.answer(requests, {"x-request-id": called})
     except BatonError:
@@ -185,31 +148,3 @@ async def _serve(
     finally:
         for request in requests:
             dispatcher.cancel(request, reason)
-
-
-@contextmanager
-def _refusals_counted(api: Api, group: Group) -> Generator[None]:
-    """Count a request that is refused before it is queued. The dispatcher counts all others."""
-    try:
-        yield
-    except Overloaded as error:
-        if error.rid is None:
-            api.metrics.count_request(group.key.model, outcome_of(error))
-        raise
-
-
-@contextmanager
-def _queue_limit(api: Api, requests: Sequence[Request]) -> Generator[None]:
-    """Refuse the requests if no node has taken any of them within the longest time that a request may wait."""
-    longest_s = api.config.max_queue_s
-
-    def run_out() -> None:
-        if not any(request.dispatched_at for request in requests):
-            for request in requests:
-                api.dispatcher.refuse(request, f"nodes had no room for it in {longest_s:g} s")
-
-    timer = asyncio.get_running_loop().call_later(longest_s, run_out)
-    try:
-        yield
-    finally:
-        timer.cancel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from ...metadata.wire.messages import LedgerReport
+from ...metadata.wire.membership import LedgerReport
 from ..node import Node
 from ..runner import RunningDispatcher
 

@@ -5,6 +5,7 @@ To add a route, write its handler in a file of its own, and add one entry here.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from aiohttp import web
@@ -34,6 +35,8 @@ from .route import Parameter, Route
 
 _Name = Annotated[str, Meta(min_length=1)]
 _NODE_ID = Parameter("id", _Name, "Id of the node", "path")
+_REQUEST_ID = "`id` in the body of the answer, or its x-request-id"
+_operators_route = partial(Route, tag="operators", needs=Needs.ADMIN_KEY)
 
 
 async def openapi(api: Api, _request: web.Request) -> web.StreamResponse:
@@ -72,7 +75,7 @@ ROUTES: tuple[Route, ...] = (
         operation_id="cancelRequest",
         tag="generation",
         summary="Cancel a request by the id that its answer carries",
-        parameters=(Parameter("id", _Name, "`id` in the body of the answer, or its x-request-id", "path"),),
+        parameters=(Parameter("id", _Name, _REQUEST_ID, "path"),),
         answer=CancelledRequest,
         statuses=(404,),
     ),
@@ -156,47 +159,39 @@ ROUTES: tuple[Route, ...] = (
         summary="This document",
         answer=dict[str, Any],
     ),
-    Route(
+    _operators_route(
         method="GET",
         path="/debug/nodes",
         handler=admin.nodes,
         operation_id="listNodes",
-        tag="operators",
         summary="Nodes and pairs, with their state, load and statistics",
-        needs=Needs.ADMIN_KEY,
         answer=NodesAnswer,
     ),
-    Route(
+    _operators_route(
         method="GET",
         path="/debug/ledger",
         handler=admin.ledger,
         operation_id="getLedgers",
-        tag="operators",
         summary="The page ledger of every node",
-        needs=Needs.ADMIN_KEY,
         answer=LedgersAnswer,
     ),
-    Route(
+    _operators_route(
         method="GET",
         path="/debug/handoff",
         handler=handoff.handoff,
         operation_id="getHandoff",
-        tag="operators",
         summary="Contents of a handoff, field by field and in bytes",
-        needs=Needs.ADMIN_KEY,
         parameters=(Parameter("format", handoff.Format, "Form of the answer; json by default"),),
         answer=HandoffAnswer,
         text="text/plain",
         statuses=(400,),
     ),
-    Route(
+    _operators_route(
         method="GET",
         path="/debug/requests",
         handler=explain.recent,
         operation_id="listRequests",
-        tag="operators",
         summary="Live requests and the last ones that have ended, the newest first",
-        needs=Needs.ADMIN_KEY,
         parameters=(
             Parameter("outcome", Outcome, "Only requests with this outcome"),
             Parameter("model", str, "Only requests for this model"),
@@ -211,50 +206,42 @@ ROUTES: tuple[Route, ...] = (
         answer=RecentRequests,
         statuses=(400,),
     ),
-    Route(
+    _operators_route(
         method="GET",
         path="/debug/requests/{rid}",
         handler=explain.one,
         operation_id="getRequest",
-        tag="operators",
         summary="Where a request spent its time, in spans that sum up to the whole",
-        needs=Needs.ADMIN_KEY,
-        parameters=(Parameter("rid", _Name, "`id` in the body of the answer, or its x-request-id", "path"),),
+        parameters=(Parameter("rid", _Name, _REQUEST_ID, "path"),),
         answer=Explanation,
         statuses=(404,),
     ),
-    Route(
+    _operators_route(
         method="POST",
         path="/admin/flush",
         handler=admin.flush,
         operation_id="flushCaches",
-        tag="operators",
         summary="Empty the prefix caches, then answer the page ledgers",
-        needs=Needs.ADMIN_KEY,
         answer=LedgersAnswer,
     ),
-    Route(
+    _operators_route(
         method="POST",
         path="/admin/nodes/{id}/drain",
         handler=admin.drain,
         operation_id="drainNode",
-        tag="operators",
         summary="Give a node no new request, and move those that it does not finish in time",
-        needs=Needs.ADMIN_KEY,
         parameters=(_NODE_ID,),
         body=DrainRequest,
         is_body_required=False,
         answer=NodeState,
         statuses=(404,),
     ),
-    Route(
+    _operators_route(
         method="POST",
         path="/admin/nodes/{id}/undrain",
         handler=admin.undrain,
         operation_id="undrainNode",
-        tag="operators",
         summary="Give a node requests again",
-        needs=Needs.ADMIN_KEY,
         parameters=(_NODE_ID,),
         answer=NodeState,
         statuses=(404, 409),

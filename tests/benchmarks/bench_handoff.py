@@ -25,11 +25,13 @@ import numpy as np
 import zmq
 from bench_tables import heading, tables
 
-from baton.metadata.handoff.client import Arrived, HandoffClient
+from baton.metadata.handoff.client import HandoffClient
+from baton.metadata.handoff.endpoint import Endpoint
 from baton.metadata.handoff.memory import PageMemory
 from baton.metadata.handoff.schema import block_bytes, make_schema, page_bytes, page_layer_bytes, row_bytes
 from baton.metadata.handoff.server import HandoffServer
 from baton.metadata.handoff.tickets import TicketEnded
+from baton.metadata.handoff.transfer import Arrived
 from baton.metadata.wire.node_info import HandoffSchema, Peer, PoolLayout
 from baton.metadata.wire.request import Unit
 
@@ -61,17 +63,29 @@ def make_memory(schema: HandoffSchema, num_pages: int) -> PageMemory:
     return memory
 
 
+def make_endpoint(node_id: str, epoch: str, schema: HandoffSchema, memory: PageMemory, *transports: str) -> Endpoint:
+    return Endpoint(
+        node_id=node_id,
+        epoch=epoch,
+        schema=schema,
+        fingerprints=FINGERPRINTS,
+        memory=[memory],
+        transports=transports,
+    )
+
+
 def serve(pipe: Connection, model: str, num_pages: int) -> None:
     """Run the prefill process: one server with digests and one without, over the same memory."""
     schemas = {has_digest: make_schema(MODELS[model], None, PAGE_SIZE, checksums=has_digest) for has_digest in (1, 0)}
     memory = make_memory(schemas[1], num_pages)
     servers = {
         bool(has_digest): HandoffServer(
-            "127.0.0.1", schema, FINGERPRINTS, [memory], node_id=f"p{has_digest}", epoch=f"e{has_digest}"
+            make_endpoint(f"p{has_digest}", f"e{has_digest}", schema, memory, "local", "zmq"), "127.0.0.1"
         )
         for has_digest, schema in schemas.items()
     }
-    pipe.send({key: Peer(node_id=s.node_id, epoch=s.epoch, data_address=s.address) for key, s in servers.items()})
+    ends = {key: (server.end, server.address) for key, server in servers.items()}
+    pipe.send({key: Peer(node_id=end.node_id, epoch=end.epoch, data_address=at) for key, (end, at) in ends.items()})
     pages = list(range(1, num_pages + 1))
     while (order := pipe.recv()) is not None:
         has_digest, unit, generation = order
@@ -124,8 +138,8 @@ def measure(model: str, mib: int, rounds: int) -> dict[str, Any]:
     memory, expected = (make_memory(schema, num_pages) for _ in range(2))
     clients = {
         cell: HandoffClient(
-            "d", f"d{cell}", make_schema(MODELS[model], None, PAGE_SIZE, checksums=cell.has_digest),
-            FINGERPRINTS, [memory], transports=(cell.transport,),
+            make_endpoint("d", f"d{cell}", make_schema(MODELS[model], None, PAGE_SIZE, checksums=cell.has_digest),
+                          memory, cell.transport)
         )
         for cell in CELLS
     }  # fmt: skip

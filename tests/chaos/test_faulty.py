@@ -24,9 +24,10 @@ from key_files import Listed
 from baton.metadata.bus.hub import Hub
 from baton.metadata.bus.link import Link
 from baton.metadata.bus.liveness import HeartbeatThread
-from baton.metadata.handoff.client import Arrived, TransferFailed
 from baton.metadata.handoff.tickets import TicketEnded
-from baton.metadata.wire.messages import Cancelled, Heartbeat, HelloAgain, ToRouter
+from baton.metadata.handoff.transfer import Arrived, TransferFailed
+from baton.metadata.wire.membership import Heartbeat, HelloAgain
+from baton.metadata.wire.messages import Cancelled, ToRouter
 from baton.metadata.wire.node_info import Load
 
 PEER = b"node:1"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from node_pair import ROUTER_EPOCH, NodePair, Result, params
 
-from baton.metadata.wire.frames import seal
-from baton.metadata.wire.messages import Compute, Dispatch, Prefill, Reserve, encode
+from baton.metadata.wire.frames import encode, seal
+from baton.metadata.wire.messages import Compute, Dispatch, Prefill, Reserve
 from baton.metadata.wire.node_info import Peer
 from baton.metadata.wire.request import GenerationRequest, SamplingParams, pack_ids
 

@@ -12,7 +12,9 @@ import pytest
 from node_pair import ROUTER_EPOCH, NodePair, Result, node_pairs, params
 from ties import Reference
 
-from baton.metadata.wire.messages import PROTOCOL_MAX, Cancel, Resend, Welcome
+from baton.metadata.wire.membership import Welcome
+from baton.metadata.wire.messages import Cancel, Resend
+from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.metadata.wire.request import Unit
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

@@ -16,8 +16,8 @@ from gpu_nodes import GpuPool, gpu_client, gpu_prefill, make_pool, poll_until
 from handoff_nodes import unit
 
 from baton.kernels.pages import page_checksums_ref
-from baton.metadata.handoff.client import Arrived, TransferFailed
 from baton.metadata.handoff.schema import make_schema, on_gpu
+from baton.metadata.handoff.transfer import Arrived, TransferFailed
 from baton.metadata.handoff.transports import cuda
 from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
 
@@ -35,7 +35,7 @@ def same(ours: GpuPool, targets: Iterable[int], theirs: GpuPool, sources: Iterab
 
 
 def transport_of(client: Any) -> str:
-    return next(iter(client._links.values())).transport.name
+    return next(iter(client._links.by_epoch.values())).transport.name
 
 
 def devices() -> list[Any]:
@@ -151,7 +151,7 @@ def test_nothing_is_written_after_a_drop_however_long_the_device_has_work() -> N
             ours.kvs[0][:, 1:101] = 0xEE  # as a round submitted before the claim would
             client.claim(number, prefill.peer, 0, targets)
             deadline = time.monotonic() + 20
-            while not client._links or not _is_under_way(client):
+            while not client._links.by_epoch or not _is_under_way(client):
                 client.poll()
                 assert time.monotonic() < deadline
             begun = time.monotonic()
@@ -169,7 +169,7 @@ def test_nothing_is_written_after_a_drop_however_long_the_device_has_work() -> N
 
 
 def _is_under_way(client: Any) -> bool:
-    transport = next(iter(client._links.values())).transport
+    transport = next(iter(client._links.by_epoch.values())).transport
     return isinstance(transport, cuda.CudaTransport) and bool(transport._launches)
 
 
@@ -184,11 +184,11 @@ def test_a_dead_peer_fails_its_claims_and_a_new_life_is_mapped_afresh() -> None:
         while not bool(ours.kvs[0][:, 5].any()):
             client.poll()
             assert time.monotonic() < deadline
-        old = next(iter(client._links.values())).transport
+        old = next(iter(client._links.by_epoch.values())).transport
         assert first.process.pid is not None
         os.kill(first.process.pid, signal.SIGKILL)
         poll_until(client, TransferFailed)
-        assert old._pools.mappings == [] and not client._links  # unmapped at once
+        assert old._pools.mappings == [] and not client._links.by_epoch  # unmapped at once
     with gpu_prefill(SCHEMA, NUM_PAGES, seed=2, epoch="e2") as second:
         second.tell("open", unit(attempt=1), 1)
         second.tell("hand", unit(attempt=1), [3], 1)

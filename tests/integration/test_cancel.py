@@ -17,7 +17,7 @@ from served import Served, Stream
 from served_nodes import decode_of, num_generated, prefill_of
 
 from baton.decode_node.node import DecodeNode
-from baton.metadata.handoff.client import Arrived
+from baton.metadata.handoff.transfer import Arrived
 from baton.metadata.wire.messages import Cancel
 from baton.prefill_node.node import PrefillNode
 

@@ -43,7 +43,7 @@ def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, served: Served) -> 
     """Faults on the side of the nodes. Their data links are opened again first, so that they have the faults too."""
     for node in served.nodes.values():
         if isinstance(node.handoff, HandoffClient):
-            for epoch in list(node.handoff._links):
+            for epoch in list(node.handoff._links.by_epoch):
                 node.handoff.close_peer(epoch)
     process = FaultyProcess(monkeypatch, tmp_path)
     yield process

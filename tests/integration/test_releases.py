@@ -10,7 +10,7 @@ import pytest
 from cluster import Cluster, wait_until
 from releases import unpack
 
-from baton.metadata.wire.messages import PROTOCOL_MAX
+from baton.metadata.wire.protocol import PROTOCOL_MAX
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

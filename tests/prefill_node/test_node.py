@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from node_pair import NodePair, node_pairs, params
 
-from baton.metadata.wire.messages import PROTOCOL_MAX, PrefillDone, Tokens, Welcome
+from baton.metadata.wire.membership import Welcome
+from baton.metadata.wire.messages import PrefillDone, Tokens
+from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.metadata.wire.request import Unit
 from baton.prefill_node import chunks, node
 from baton.prefill_node.scheduler import StepPlan

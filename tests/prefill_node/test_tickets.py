@@ -11,8 +11,10 @@ from handoff_nodes import make_client, named, peer_of, spin
 
 from baton.engine.engine import Engine
 from baton.metadata.handoff.buffers import MetadataBuffers, Sampled
-from baton.metadata.handoff.client import Arrived, HandoffClient, Revoked
+from baton.metadata.handoff.client import HandoffClient
+from baton.metadata.handoff.endpoint import Endpoint
 from baton.metadata.handoff.server import HandoffServer
+from baton.metadata.handoff.transfer import Arrived, Revoked
 from baton.prefill_node.prompt_ends import PromptEnd
 from baton.prefill_node.request import Request
 from baton.prefill_node.scheduler import PrefillScheduler
@@ -58,9 +60,15 @@ class Link:
 @pytest.fixture
 def link(engine: Engine) -> Iterator[Link]:
     with ExitStack() as stack:
-        handoff = HandoffServer(
-            "127.0.0.1", engine.schema, engine.fingerprints, engine.memory, node_id="p0", epoch="e0" * 8, lease_s=30.0
+        end = Endpoint(
+            node_id="p0",
+            epoch="e0" * 8,
+            schema=engine.schema,
+            fingerprints=engine.fingerprints,
+            memory=engine.memory,
+            transports=("local", "zmq"),
         )
+        handoff = HandoffServer(end, "127.0.0.1", lease_s=30.0)
         stack.callback(handoff.close)
         client, _ = make_client(engine.schema, fingerprints=engine.fingerprints)
         stack.callback(client.close)

@@ -20,6 +20,7 @@ from baton.metadata.bus.sockets import new_epoch
 from baton.metadata.handoff.schema import make_schema
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Capacity, HandoffSchema, Load, ModelCard, NodeStats, PoolLayout, PoolLedger
+from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from baton.metadata.wire.request import Ended, GenerationRequest, TokenLogprobs, Unit, pack_ids, unpack_ids
 
 Script = Callable[[list[int], int], list[int]]  # (prompt ids, choice) -> output ids, the stop token included
@@ -197,8 +198,8 @@ class FakeNode(threading.Thread):
             role=self.role,  # type: ignore[arg-type]
             node_id=self.name,
             epoch=self.epoch,
-            protocol_min=m.PROTOCOL_MIN,
-            protocol_max=m.PROTOCOL_MAX,
+            protocol_min=PROTOCOL_MIN,
+            protocol_max=PROTOCOL_MAX,
             layout=make_layout(cluster.page_size),
             target_fingerprint="f" * 16,
             draft_fingerprint=None,
@@ -207,7 +208,7 @@ class FakeNode(threading.Thread):
                 num_pages=cluster.num_pages, page_size=cluster.page_size, max_running=cluster.max_running
             ),
             data_address="tcp://127.0.0.1:1",
-            protocol=m.PROTOCOL_MAX,
+            protocol=PROTOCOL_MAX,
         )
         import msgspec
 

@@ -9,6 +9,7 @@ import msgspec
 
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Capacity, Load, ModelCard, NodeStats
+from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from baton.router.node import Node
 from baton.router.registry import Registry
 
@@ -31,15 +32,15 @@ def make_hello(
         role=role,  # type: ignore[arg-type]
         node_id=name,
         epoch=epoch,
-        protocol_min=m.PROTOCOL_MIN,
-        protocol_max=m.PROTOCOL_MAX,
+        protocol_min=PROTOCOL_MIN,
+        protocol_max=PROTOCOL_MAX,
         layout=make_layout(),
         target_fingerprint="f" * 16,
         draft_fingerprint=None,
         model=ModelCard(model, 512, 1000, (), None, tokenizer, None),
         capacity=Capacity(num_pages=8, page_size=16, max_running=4),
         data_address="",
-        protocol=m.PROTOCOL_MAX,
+        protocol=PROTOCOL_MAX,
     )
     return msgspec.structs.replace(hello, **changes)
 

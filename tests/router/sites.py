@@ -9,8 +9,9 @@ import msgspec
 import xxhash
 
 from baton.metadata.errors import BatonError
-from baton.metadata.wire.messages import PROTOCOL_MAX, PROTOCOL_MIN, Hello
+from baton.metadata.wire.membership import Hello
 from baton.metadata.wire.node_info import Capacity, ModelCard
+from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from baton.metadata.wire.request import SamplingParams
 from baton.router.node import Group, GroupKey, Node
 from baton.router.request import Delta, Request, Sequence, TextOptions

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.metadata.wire.messages import Admitted, Heartbeat, PrefillDone
+from baton.metadata.wire.membership import Heartbeat
+from baton.metadata.wire.messages import Admitted, PrefillDone
 from baton.metadata.wire.node_info import Load, NodeStats
 from baton.metadata.wire.request import Unit
 from baton.router.metrics import INTERVAL_S, Metrics, MoveReason

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from baton.metadata.errors import BatonError, RequestError
 from baton.metadata.handoff.needs import decode_len, pages_of, prefill_pages
-from baton.metadata.wire.messages import CapacityFreed, Heartbeat, Prefill, Reserve, Reserved
+from baton.metadata.wire.membership import Heartbeat
+from baton.metadata.wire.messages import CapacityFreed, Prefill, Reserve, Reserved
 from baton.metadata.wire.node_info import Load, NodeStats
 from baton.metadata.wire.request import SamplingParams
 from baton.router.config import RouterConfig

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.metadata.wire.messages import Heartbeat
+from baton.metadata.wire.membership import Heartbeat
 from baton.metadata.wire.node_info import Load, NodeStats
 from baton.router.node import FULL_S
 

@@ -589,34 +589,6 @@ def test_prompt_tokens_that_wait_are_bounded(make_system: Callable[..., System])
         assert [future.result()[0] for future in served] == [200] * 3
 
 
-def test_no_request_waits_longer_than_max_queue_s(make_system: Callable[..., System]) -> None:
-    system = busy(make_system, max_queue_s=0.4)
-    with clients(system, 4) as pool:
-        running = pool.submit(system.complete)
-        first_runs(system)
-        begun = time.monotonic()
-        status, body, _ = pool.submit(system.complete, prompt=["a", "b"]).result(5)
-        assert (status, body["error"]["type"]) == (429, "rate_limit_error")
-        assert "no room for it in 0.4 s" in body["error"]["message"]
-        assert time.monotonic() - begun >= 0.4
-        system.behaviour.hold.set()
-        assert running.result()[0] == 200
-    system.router.wait_idle()
-
-
-def test_the_other_prompts_of_a_running_request_may_wait_longer_than_max_queue_s(
-    make_system: Callable[..., System],
-) -> None:
-    """A body with many prompts takes its time. When one prompt has nodes, the others are not refused."""
-    system = busy(make_system, max_queue_s=0.3)
-    with clients(system, 1) as pool:
-        answer = pool.submit(system.complete, prompt=["a", "b", "c"])
-        first_runs(system)
-        time.sleep(0.6)
-        system.behaviour.hold.set()
-        assert answer.result(5)[0] == 200
-
-
 def learned(system: System, *, interval_s: float, service_s: float) -> None:
     """Teach the router this pace, as if the nodes had been full for a while."""
 

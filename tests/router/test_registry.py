@@ -20,7 +20,9 @@ import zmq
 from baton.metadata.bus.link import Link
 from baton.metadata.errors import ProtocolError
 from baton.metadata.wire import messages as m
+from baton.metadata.wire.frames import encode
 from baton.metadata.wire.node_info import NodeStats
+from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from baton.metadata.wire.request import Ended
 from baton.router import registry
 from baton.router.node import Group
@@ -145,16 +147,16 @@ def test_a_node_of_another_model_is_welcomed_with_a_notice(clocked: ClockedRegis
 
 
 def test_a_hello_in_an_older_protocol_than_both_know_is_asked_for_again(clocked: ClockedRegistry) -> None:
-    peer = clocked.hello(protocol=m.PROTOCOL_MIN)
+    peer = clocked.hello(protocol=PROTOCOL_MIN)
     (asked,) = clocked.sent[peer]
-    assert asked == m.HelloAgain(router_epoch="r" * 16, protocol=m.PROTOCOL_MAX) and not clocked.joined
-    clocked.hello(protocol=m.PROTOCOL_MAX)
+    assert asked == m.HelloAgain(router_epoch="r" * 16, protocol=PROTOCOL_MAX) and not clocked.joined
+    clocked.hello(protocol=PROTOCOL_MAX)
     welcome = clocked.sent[peer][1]
-    assert isinstance(welcome, m.Welcome) and welcome.protocol == m.PROTOCOL_MAX
-    assert clocked.protocols[peer] == [m.PROTOCOL_MAX] * 2
+    assert isinstance(welcome, m.Welcome) and welcome.protocol == PROTOCOL_MAX
+    assert clocked.protocols[peer] == [PROTOCOL_MAX] * 2
 
 
-@pytest.mark.parametrize(("highest", "expected"), [(m.PROTOCOL_MIN, m.PROTOCOL_MIN), (5, 5), (99, m.PROTOCOL_MAX)])
+@pytest.mark.parametrize(("highest", "expected"), [(PROTOCOL_MIN, PROTOCOL_MIN), (5, 5), (99, PROTOCOL_MAX)])
 def test_a_node_is_addressed_in_the_highest_protocol_that_both_know(
     highest: int, expected: int, clocked: ClockedRegistry
 ) -> None:
@@ -168,7 +170,7 @@ def test_a_node_is_addressed_in_the_highest_protocol_that_both_know(
 
 def test_a_node_that_says_hello_anew_is_lost_before_it_is_asked_for_a_newer_hello(clocked: ClockedRegistry) -> None:
     peer = clocked.hello()
-    clocked.hello(protocol=m.PROTOCOL_MIN)
+    clocked.hello(protocol=PROTOCOL_MIN)
     assert clocked.answers(peer) == [m.Welcome, m.HelloAgain] and not clocked.registry.nodes
     assert [reason for _, reason in clocked.lost] == ["it introduced itself anew"]
 
@@ -361,7 +363,7 @@ def test_garbage_on_the_bus_is_dropped(system: System) -> None:
     socket = context.socket(zmq.DEALER)
     socket.linger = 0
     socket.connect(system.router.router.node_address)
-    for frame in (b"", b"\xff" * 100, b"\x81\xa4type\xa5hello", m.encode({"type": "tokens"})):
+    for frame in (b"", b"\xff" * 100, b"\x81\xa4type\xa5hello", encode({"type": "tokens"})):
         socket.send(frame)
     wait_until(lambda: system.router.router._hub.dropped_frames >= 4)  # type: ignore[union-attr]
     assert system.complete()[0] == 200

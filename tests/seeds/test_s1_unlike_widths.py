@@ -26,9 +26,9 @@ from baton.engine.rounds import Rounds
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.startup import load_engine
 from baton.metadata.handoff.buffers import MetadataBuffers
-from baton.metadata.handoff.client import Arrived
 from baton.metadata.handoff.hidden_layout import HiddenLayout, HiddenSpec
 from baton.metadata.handoff.schema import make_schema
+from baton.metadata.handoff.transfer import Arrived
 from baton.metadata.wire.node_info import PoolLayout
 
 NODE = {"page_size": 4, "chunk_tokens": 6}

@@ -29,9 +29,9 @@ from baton.engine.startup import load_engine
 from baton.engine.work import BatchRow
 from baton.metadata.handoff import hidden_layout
 from baton.metadata.handoff.buffers import MetadataBuffers
-from baton.metadata.handoff.client import TransferFailed
 from baton.metadata.handoff.hidden_layout import HiddenLayout, HiddenSpec
 from baton.metadata.handoff.schema import differences
+from baton.metadata.handoff.transfer import TransferFailed
 from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
 
 NODE = {"page_size": 4, "chunk_tokens": 6}

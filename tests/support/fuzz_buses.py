@@ -24,7 +24,9 @@ from baton.metadata.bus.sockets import Received
 from baton.metadata.bus.throttle import Throttle
 from baton.metadata.errors import BatonError, Refused, RequestError
 from baton.metadata.wire import messages as m
+from baton.metadata.wire.frames import encode
 from baton.metadata.wire.node_info import Capacity, Load, ModelCard, NodeStats, PoolLedger
+from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from baton.metadata.wire.request import Ended, SamplingParams, Unit, pack_ids
 from baton.router.config import RouterConfig
 from baton.router.metrics import Metrics
@@ -46,10 +48,10 @@ def make_hello(role: str, name: str, epoch: str = "1", digest: str = "t") -> m.H
         chat_template=None,
     )
     return m.Hello(
-        role=role, node_id=name, epoch=epoch, protocol_min=m.PROTOCOL_MIN, protocol_max=m.PROTOCOL_MAX, layout=SCHEMA,
+        role=role, node_id=name, epoch=epoch, protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX, layout=SCHEMA,
         target_fingerprint="f" * 16, draft_fingerprint=None, model=card,
         capacity=Capacity(num_pages=100, page_size=4, max_running=16), data_address="tcp://127.0.0.1:1",
-        protocol=m.PROTOCOL_MAX,
+        protocol=PROTOCOL_MAX,
     )  # type: ignore[arg-type]  # fmt: skip
 
 
@@ -108,7 +110,7 @@ class RouterTarget(Target):
         self._join()
 
     def _send(self, peer: bytes, message: Any, protocol: int | None = None) -> bool:
-        m.encode(message, protocol)
+        encode(message, protocol)
         if isinstance(message, m.Dispatch):
             self.asked.append((peer, message))
         return True
@@ -117,9 +119,9 @@ class RouterTarget(Target):
         for role, name in self.nodes:
             if f"{name}:1".encode() not in self.dispatcher.registry.nodes:
                 hello = make_hello(role, name, digest=self.tokenizer.digest)
-                self.hub._take(Received(f"{name}:1".encode(), [m.encode(hello)], None))
+                self.hub._take(Received(f"{name}:1".encode(), [encode(hello)], None))
         if not self.is_known:
-            self.hub._take(Received(b"p0:1", [m.encode(self.tokenizer)], None))
+            self.hub._take(Received(b"p0:1", [encode(self.tokenizer)], None))
             self.is_known = True
 
     async def _feed(self, rng: random.Random) -> None:
@@ -136,7 +138,7 @@ class RouterTarget(Target):
             sender = f"{rng.choice(self.nodes)[1]}:{rng.choice('1112')}".encode() + rng.choice([b"", b"", b":beat"])
             message = self._valid(rng)
         before = self.hub.dropped_frames
-        frames = [m.encode(message)] if rng.random() < 0.5 else hostile_frames(rng, message)
+        frames = [encode(message)] if rng.random() < 0.5 else hostile_frames(rng, message)
         self.hub._take(Received(sender, frames, None))
         self.num_accepted += self.hub.dropped_frames == before
         await asyncio.sleep(0)

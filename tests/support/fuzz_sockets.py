@@ -13,8 +13,8 @@ from fuzz_frames import noise
 from fuzz_targets import Target
 from handoff_nodes import SCHEMA, make_client, make_row, make_server, named, peer_of, unit
 
-from baton.metadata.handoff.client import Arrived
 from baton.metadata.handoff.tickets import TicketEnded
+from baton.metadata.handoff.transfer import Arrived
 
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
 _READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"

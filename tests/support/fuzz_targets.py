@@ -22,14 +22,14 @@ from baton.engine.pages import Owner, PagePool
 from baton.metadata.errors import ProtocolError, TransferError
 from baton.metadata.handoff.buffers import MetadataBuffers
 from baton.metadata.handoff.checksums import page_checksums, row_checksum
-from baton.metadata.handoff.client import Arrived
+from baton.metadata.handoff.decode_peers import MAX_LINKS
 from baton.metadata.handoff.descriptors import send_descriptors
 from baton.metadata.handoff.memory import pack_pages
 from baton.metadata.handoff.schema import make_schema, page_bytes, row_bytes
-from baton.metadata.handoff.server import MAX_LINKS
 from baton.metadata.handoff.tickets import MAX_PARKED, TicketEnded
+from baton.metadata.handoff.transfer import Arrived
 from baton.metadata.wire import messages as m
-from baton.metadata.wire.frames import decode_frame
+from baton.metadata.wire.frames import decode_frame, encode
 from baton.metadata.wire.node_info import DevicePools, Peer, PoolLayout
 from baton.metadata.wire.request import Unit, pack_ids
 
@@ -163,7 +163,7 @@ class ServerTarget(Target):
         if held and rng.random() < 0.7:
             unit = rng.choice(held)
         indices = pack_ids(rng.choice([[0], [1], [0, 1], [1, 0]]))
-        hello = {name: getattr(self.client._hello, name) for name in m.LinkHello.__struct_fields__}
+        hello = {name: getattr(self.client._links.hello, name) for name in m.LinkHello.__struct_fields__}
         epoch = rng.choice(["x" * 16, "y" * 16])
         makers = (
             lambda: m.LinkHello(**hello | {"node_id": "evil", "epoch": epoch, "transports": ("local", "zmq")}),
@@ -199,7 +199,7 @@ class ServerTarget(Target):
         assert set(self.server.tickets()) == set(self.pages)
         assert all(self.pool.owner(page) == Owner.TICKET for pages in self.pages.values() for page in pages)
         self.pool.ledger()
-        assert len(self.server._links) <= MAX_LINKS + 1
+        assert len(self.server._peers.by_link) <= MAX_LINKS + 1
         assert sum(map(len, self.server._book._parked.values())) <= MAX_PARKED
         assert all(dealer.router is not None for dealer in self.hostile)
 
@@ -221,7 +221,7 @@ class ServerTarget(Target):
                 m.Claim: {"num_cached_pages": 0},
                 m.Pull: {"indices": pack_ids([0, 1])},
             }.get(kind, {})
-            dealer.send(m.encode(kind(unit=unit, **fields)))
+            dealer.send(encode(kind(unit=unit, **fields)))
             dealer.inbox.clear()
             self._poll()
             events += self.client.poll()
@@ -272,7 +272,7 @@ class ClientTarget(Target):
         self._poll()
         assert self.client.tickets() == []
         self.client.close()
-        assert not self.client._links and not self.client._transfers
+        assert not self.client._links.by_epoch and not self.client._transfers
         for node in (self.server, *self.source, *self.target):
             node.close()
 
@@ -309,7 +309,7 @@ class ClientTarget(Target):
         return rng.choices(makers, (6, 8, 4, 1, 1, 0.3, 2))[0]()
 
     def _welcome(self, rng: random.Random, epoch: str) -> m.LinkWelcome:
-        fd, size = self.server._memory[0].fd or 0, self.server._memory[0].size
+        fd, size = self.server.end.memory[0].fd or 0, self.server.end.memory[0].size
         return m.LinkWelcome(
             node_id="evil", epoch=epoch, transport=rng.choice(self.transports), lease_s=1.0, num_pages=32,
             pid=rng.choice([os.getpid(), os.getpid(), 1, 2**40]),
@@ -327,7 +327,7 @@ class ClientTarget(Target):
         frame = pack_pages(self.source, [rng.randint(1, 31) for _ in indices]).tobytes()
         frame = rng.choice([frame, frame, frame[:-1], frame * 2, b""])
         header = m.Pages(unit=unit, indices=pack_ids(indices), generations=bytes(8 * len(indices)))
-        return [m.encode(header), frame]
+        return [encode(header), frame]
 
     def _poll(self) -> None:
         for event in self.client.poll():
@@ -338,7 +338,7 @@ class ClientTarget(Target):
 
     def _check(self) -> None:
         assert set(self.client.tickets()) == set(self.claims)
-        assert len(self.client._links) <= 1
+        assert len(self.client._links.by_epoch) <= 1
         for pool, guard in zip(self.target, self.guard, strict=True):
             assert (pool.pages[:, :41] == guard[:, :41]).all() and (pool.pages[:, 43:] == guard[:, 43:]).all()
 
@@ -353,9 +353,9 @@ class GpuClientTarget(ClientTarget):
     def _welcome(self, rng: random.Random, epoch: str) -> m.LinkWelcome:
         welcome = super()._welcome(rng, epoch)
         [known] = self.source[0].device.shared
-        token, first = rng.randbytes(16), self.server._memory[0]
+        token, first = rng.randbytes(16), self.server.end.memory[0]
         if rng.random() < 0.5:  # one that can be
-            send_descriptors(self.client._hello.inbox, token, [known.descriptor])
+            send_descriptors(self.client._links.hello.inbox, token, [known.descriptor])
             changes: dict[str, Any] = {"pid": os.getpid(), "fds": (first.fd or 0,), "sizes": (first.size,)}
             fields = msgspec.structs.asdict(welcome) | changes | {"transport": "cuda"}
             return m.CudaWelcome(**fields, pools=DevicePools(device="GPU-evil", sizes=(known.size,), token=token))
@@ -365,7 +365,7 @@ class GpuClientTarget(ClientTarget):
             [[], [known.descriptor], [known.descriptor] * 2, [known.descriptor] * 3, [first.fd or 0], [0]]
         )
         with suppress(TransferError):  # a full inbox
-            send_descriptors(self.client._hello.inbox, token, sent)
+            send_descriptors(self.client._links.hello.inbox, token, sent)
         fields = msgspec.structs.asdict(welcome) | {"transport": rng.choice(["cuda", "cuda", "cuda", "local"])}
         size = rng.choice([known.size, known.size, 0, 1, 2**62])
         pools = DevicePools(

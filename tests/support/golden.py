@@ -17,6 +17,7 @@ import msgspec
 from msgspec import inspect
 
 from baton.metadata.wire import messages as m
+from baton.metadata.wire.frames import encode
 from baton.metadata.wire.request import pack_ids
 
 DIRECTIONS = {"ToRouter": m.ToRouter, "ToNode": m.ToNode, "ToPrefill": m.ToPrefill, "ToDecode": m.ToDecode}
@@ -46,7 +47,7 @@ def bare(kind: type) -> Any:
 def newest() -> list[dict[str, Any]]:
     """Return direction, type, readable contents and frame of each message of the newest protocol."""
     return [
-        {"direction": direction, "kind": kind.__name__, "says": _readable(message), "frame": m.encode(message).hex()}
+        {"direction": direction, "kind": kind.__name__, "says": _readable(message), "frame": encode(message).hex()}
         for direction, union in DIRECTIONS.items()
         for kind in get_args(union)
         for message in {repr(each): each for each in (full(kind), bare(kind))}.values()

@@ -17,8 +17,10 @@ from handoff_nodes import FINGERPRINTS, make_memory, make_row
 from baton.engine.cuda_memory import shareable_zeros
 from baton.engine.cuda_pool import CudaPool
 from baton.metadata.handoff.client import HandoffClient
+from baton.metadata.handoff.endpoint import Endpoint
 from baton.metadata.handoff.memory import PageMemory
 from baton.metadata.handoff.server import HandoffServer
+from baton.metadata.handoff.transports.registry import TRANSPORTS
 from baton.metadata.wire.node_info import HandoffSchema, Peer
 from baton.metadata.wire.protocol import PROTOCOL_MAX
 
@@ -75,9 +77,16 @@ def run_gpu_prefill(
     """Run in the process: send the node's address, then every event, and answer every order with its name."""
     threading.current_thread().name = "prefill"
     pool, memory, kvs = make_pool(schema, num_pages, seed, device)
-    server = HandoffServer(
-        "127.0.0.1", schema, FINGERPRINTS, memory, node_id=node_id, epoch=epoch, device=pool, lease_s=5.0
+    end = Endpoint(
+        node_id=node_id,
+        epoch=epoch,
+        schema=schema,
+        fingerprints=FINGERPRINTS,
+        memory=memory,
+        transports=tuple(TRANSPORTS),
+        device=pool,
     )
+    server = HandoffServer(end, "127.0.0.1", lease_s=5.0)
     pipe.send(server.address)
     poller = zmq.Poller()
     poller.register(server.socket, zmq.POLLIN)
@@ -95,7 +104,7 @@ def run_gpu_prefill(
 
 
 def _obey(order: Order, server: HandoffServer, memory: list[PageMemory], kvs: list[torch.Tensor]) -> Any:
-    row = make_row(server._schema)
+    row = make_row(server.end.schema)
     match order:
         case Order("open", (unit, num_pages)):
             server.open(unit, num_pages)
@@ -171,8 +180,16 @@ def gpu_prefill(
 
 
 def gpu_client(schema: HandoffSchema, ours: GpuPool, *transports: str) -> HandoffClient:
-    names = transports or ("cuda", "local", "zmq")
-    return HandoffClient("d0", "d1" * 8, schema, FINGERPRINTS, ours.memory, transports=names, device=ours.pool)
+    end = Endpoint(
+        node_id="d0",
+        epoch="d1" * 8,
+        schema=schema,
+        fingerprints=FINGERPRINTS,
+        memory=ours.memory,
+        transports=transports or tuple(TRANSPORTS),
+        device=ours.pool,
+    )
+    return HandoffClient(end)
 
 
 def poll_until(client: HandoffClient, kinds: Any, timeout_s: float = 20.0) -> Any:

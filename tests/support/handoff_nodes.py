@@ -12,12 +12,14 @@ from typing import Any, TypeVar
 import numpy as np
 import zmq
 
-from baton.metadata.handoff.client import HandoffClient
+from baton.metadata.handoff.client import ANSWER_S, HandoffClient
+from baton.metadata.handoff.endpoint import Endpoint
 from baton.metadata.handoff.memory import PageMemory
 from baton.metadata.handoff.schema import block_bytes, make_schema, on_gpu, page_layer_bytes, pools, row_bytes
 from baton.metadata.handoff.server import HandoffServer
-from baton.metadata.wire.messages import PROTOCOL_MAX, CudaWelcome, LinkWelcome
+from baton.metadata.wire.data_link import CudaWelcome, LinkWelcome
 from baton.metadata.wire.node_info import HandoffSchema, Peer, PoolLayout
+from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.metadata.wire.request import Unit
 
 TARGET = PoolLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32")
@@ -53,36 +55,44 @@ def make_server(
     seed: int = 1,
     epoch: str = PREFILL_EPOCH,
     has_gpu: bool = False,
+    bind_host: str = "127.0.0.1",
+    lease_s: float = 1.0,
     **more: Any,
 ) -> tuple[HandoffServer, list[Any]]:
     """Return the node and its pools. `has_gpu`: the pools are on a FakeDevice."""
-    more = {"bind_host": "127.0.0.1", "fingerprints": FINGERPRINTS, "node_id": "p0", "epoch": epoch} | more
-    if has_gpu:
-        return _make_with_gpu(HandoffServer, schema, num_pages, seed, more)
-    memory = make_memory(schema, num_pages, seed)
-    return HandoffServer(schema=schema, memory=memory, **more), memory
+    defaults = {"node_id": "p0", "epoch": epoch, "transports": ("cuda", "local", "zmq")}
+    end, pools = _make_endpoint(schema, num_pages, seed, has_gpu, defaults | more)
+    return HandoffServer(end, bind_host, lease_s=lease_s), pools
 
 
 def make_client(
-    schema: HandoffSchema = SCHEMA, num_pages: int = 48, has_gpu: bool = False, **more: Any
+    schema: HandoffSchema = SCHEMA,
+    num_pages: int = 48,
+    has_gpu: bool = False,
+    answer_s: float = ANSWER_S,
+    **more: Any,
 ) -> tuple[HandoffClient, list[Any]]:
-    more = {"node_id": "d0", "epoch": "d1" * 8, "fingerprints": FINGERPRINTS} | more
-    if has_gpu:
-        return _make_with_gpu(HandoffClient, schema, num_pages, None, more)
-    memory = make_memory(schema, num_pages)
-    return HandoffClient(schema=schema, memory=memory, **more), memory
+    defaults = {"node_id": "d0", "epoch": "d1" * 8, "transports": ("local", "zmq")}
+    end, pools = _make_endpoint(schema, num_pages, None, has_gpu, defaults | more)
+    return HandoffClient(end, answer_s=answer_s), pools
 
 
-def _make_with_gpu(kind: Any, schema: HandoffSchema, num_pages: int, seed: int | None, more: dict[str, Any]) -> Any:
+def _make_endpoint(
+    schema: HandoffSchema, num_pages: int, seed: int | None, has_gpu: bool, more: dict[str, Any]
+) -> tuple[Endpoint, list[Any]]:
+    more = {"fingerprints": FINGERPRINTS} | more
+    if not has_gpu:
+        memory = make_memory(schema, num_pages, seed)
+        return Endpoint(schema=schema, memory=memory, **more), memory
     from fake_device import FakeDevice
 
     memory = make_memory(schema, num_pages)
     device = FakeDevice(memory, has_checksums=schema.checksum != "none", seed=seed)
-    return kind(schema=on_gpu(schema), memory=memory, device=device, **more), device.views
+    return Endpoint(schema=on_gpu(schema), memory=memory, device=device, **more), device.views
 
 
 def peer_of(server: HandoffServer) -> Peer:
-    return Peer(node_id=server.node_id, epoch=server.epoch, data_address=server.address, protocol=PROTOCOL_MAX)
+    return Peer(node_id=server.end.node_id, epoch=server.end.epoch, data_address=server.address, protocol=PROTOCOL_MAX)
 
 
 def make_welcome(kind: Callable[..., W], memory: Sequence[PageMemory], transport: str, **more: Any) -> W:
@@ -135,7 +145,7 @@ def run_prefill(
     server, _ = make_server(schema, 4096 // 4, seed, epoch, node_id=f"p{os.getpid()}")
     ticket = unit()
     server.open(ticket, len(pages))
-    pipe.send((server.node_id, server.address))
+    pipe.send((server.end.node_id, server.address))
     at, next_offer = 0, time.monotonic()
     poller = zmq.Poller()
     poller.register(server.socket, zmq.POLLIN)

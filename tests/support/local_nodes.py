@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.decode_node.config import DecodeConfig
 from baton.decode_node.node import DecodeNode
-from baton.engine.startup import load_engine, make_membership, transports
+from baton.engine.startup import load_engine, make_endpoint, make_membership
 from baton.metadata.bus.membership import Membership
 from baton.metadata.bus.sockets import new_epoch
 from baton.metadata.handoff.client import HandoffClient
@@ -20,17 +20,7 @@ from baton.prefill_node.node import PrefillNode
 def start_prefill(name: str, config: PrefillConfig, *, lease_s: float, **more: Any) -> PrefillNode:
     """Start a prefill node that says hello. `more`: its settings. The caller closes its membership and handoff."""
     engine, epoch = load_engine(config), new_epoch()
-    handoff = HandoffServer(
-        "127.0.0.1",
-        engine.schema,
-        engine.fingerprints,
-        engine.memory,
-        node_id=name,
-        epoch=epoch,
-        transports=transports(config, engine),
-        device=engine.device_pool,
-        lease_s=lease_s,
-    )
+    handoff = HandoffServer(make_endpoint(config, name, engine, None, epoch), "127.0.0.1", lease_s=lease_s)
     membership = make_membership(config, name, "prefill", engine, None, epoch, handoff.address)
     sizes = config.max_running, config.chunk(engine.device.type)
     return _started(membership, handoff, lambda: PrefillNode(engine, membership, handoff, *sizes, **more))
@@ -39,15 +29,7 @@ def start_prefill(name: str, config: PrefillConfig, *, lease_s: float, **more: A
 def start_decode(name: str, config: DecodeConfig, **more: Any) -> DecodeNode:
     """Start a decode node in the same way as `start_prefill`."""
     engine, epoch = load_engine(config), new_epoch()
-    handoff = HandoffClient(
-        name,
-        epoch,
-        engine.schema,
-        engine.fingerprints,
-        engine.memory,
-        transports=transports(config, engine),
-        device=engine.device_pool,
-    )
+    handoff = HandoffClient(make_endpoint(config, name, engine, None, epoch))
     membership = make_membership(config, name, "decode", engine, None, epoch, "")
     sizes = config.max_running, config.chunk(engine.device.type)
     return _started(membership, handoff, lambda: DecodeNode(engine, membership, handoff, *sizes, **more))

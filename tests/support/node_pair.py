@@ -15,28 +15,22 @@ from local_nodes import start_decode, start_prefill
 
 from baton.decode_node.config import DecodeConfig
 from baton.decode_node.node import DecodeNode
-from baton.metadata.wire.frames import decode_frame
+from baton.metadata.wire.frames import decode_frame, encode
+from baton.metadata.wire.membership import Heartbeat, Hello, Inspect, LedgerReport, RouterHeartbeat, Welcome
 from baton.metadata.wire.messages import (
-    PROTOCOL_MAX,
     Admitted,
     CapacityFreed,
     Compute,
     Failed,
-    Heartbeat,
-    Hello,
-    Inspect,
-    LedgerReport,
     Prefill,
     PrefillDone,
     Reserve,
     Reserved,
-    RouterHeartbeat,
     Tokens,
-    Welcome,
-    encode,
     to_router_decoder,
 )
 from baton.metadata.wire.node_info import Peer
+from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.metadata.wire.request import (
     Ended,
     GenerationRequest,

@@ -23,13 +23,15 @@ from typing import ClassVar, NamedTuple, Self
 from msgspec import Struct
 
 from ...errors import ProtocolError
-from ...wire.messages import LinkHello, LinkWelcome, Pages, Pull
+from ...wire.data_link import LinkHello, LinkWelcome
+from ...wire.messages import Pages, Pull
 from ...wire.protocol import PROTOCOL_MIN, known
 from ...wire.request import Unit
 from ..descriptors import DescriptorInbox
 from ..memory import PageMemory
 from ..pages import DevicePool, OfferedPages
 
+POLL_BYTES = 64 << 20  # most bytes of pages that a node copies before other work gets its turn
 PULL_BYTES = 4 << 20  # most bytes of pages that one Pull may ask for; it may always ask for one page
 
 

@@ -24,7 +24,7 @@ from typing import ClassVar, NamedTuple
 import msgspec
 
 from ...errors import TransferError
-from ...wire.messages import CudaWelcome, LinkHello, LinkWelcome
+from ...wire.data_link import CudaWelcome, LinkHello, LinkWelcome
 from ...wire.node_info import DevicePools
 from ...wire.request import Unit
 from ..descriptors import new_token, send_descriptors

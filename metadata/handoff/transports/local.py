@@ -13,7 +13,7 @@ from typing import ClassVar
 import msgspec
 
 from ...errors import TransferError
-from ...wire.messages import LinkHello, LinkWelcome
+from ...wire.data_link import LinkHello, LinkWelcome
 from ..memory import PageMemory, PeerMemory
 from ..pages import OfferedPages
 from .base import Landed, PullEnd, Transport

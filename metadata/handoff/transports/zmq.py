@@ -11,7 +11,8 @@ from typing import ClassVar
 import numpy as np
 
 from ...errors import ProtocolError
-from ...wire.messages import LinkWelcome, Pages, Pull
+from ...wire.data_link import LinkWelcome
+from ...wire.messages import Pages, Pull
 from ...wire.request import Unit, pack_ids
 from ..memory import PageMemory, unpack_page
 from .base import PULL_BYTES, Landed, Move, PullEnd, Transport

@@ -16,7 +16,7 @@ from baton.decode_node.config import DecodeConfig
 from baton.engine.drafters.registry import Speculation, read_speculation
 from baton.engine.model_config import ModelConfig
 from baton.metadata.errors import ConfigError, ModelError
-from baton.metadata.handoff.client import TransferFailed
+from baton.metadata.handoff.transfer import TransferFailed
 from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
 
 Checkpoints = Callable[..., Path]

@@ -21,9 +21,10 @@ from baton.metadata.bus.hub import Hub
 from baton.metadata.bus.link import Link
 from baton.metadata.bus.liveness import HeartbeatThread
 from baton.metadata.errors import ConfigError, ProtocolError
-from baton.metadata.handoff.client import Arrived, TransferFailed
 from baton.metadata.handoff.tickets import Claimed, TicketEnded
-from baton.metadata.wire.messages import Cancelled, Claim, Heartbeat, HelloAgain, ToRouter
+from baton.metadata.handoff.transfer import Arrived, TransferFailed
+from baton.metadata.wire.membership import Heartbeat, HelloAgain
+from baton.metadata.wire.messages import Cancelled, Claim, ToRouter
 from baton.metadata.wire.node_info import Load
 
 KEYS = [digit * KEY_LEN for digit in "123"]
@@ -378,7 +379,7 @@ def test_a_decode_node_cannot_pose_as_another(listed: Listed, pairs: list[Pair])
     pairs.append(Pair(listed.of("p0"), listed.of("d1")))  # the client calls itself d0
     pairs[0].begin("r")
     spin(pairs[0].nodes, lambda _: pairs[0].server.dropped.count)
-    assert not pairs[0].server._links
+    assert not pairs[0].server._peers.by_link
 
 
 def test_tickets_of_a_decode_node_that_is_taken_out_end(pair: Pair, listed: Listed) -> None:
@@ -389,10 +390,10 @@ def test_tickets_of_a_decode_node_that_is_taken_out_end(pair: Pair, listed: List
     ended = named(spin([pair.server], lambda events: named(events, TicketEnded)), TicketEnded)
     assert [each.unit for each in ended] == [unit("r")]
     pair.server.open(unit("later"), 1)
-    link = pair.client._links[pair.server.epoch]
+    link = pair.client._links.by_epoch[pair.server.end.epoch]
     link.send(Claim(unit=unit("later"), num_cached_pages=0))  # its connection stands
     spin([pair.server], lambda _: pair.server.dropped.count > before)
-    assert not pair.server._links and pair.server.tickets() == [unit("later")]
+    assert not pair.server._peers.by_link and pair.server.tickets() == [unit("later")]
 
 
 def test_links_to_a_prefill_node_that_is_taken_out_end(pair: Pair, listed: Listed) -> None:
@@ -416,7 +417,7 @@ def hand_over(pair: Pair, rid: str) -> None:
 def let_nobody_look(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep both nodes from looking at their lists by themselves from now on."""
     for node in pair.nodes:
-        monkeypatch.setattr(node._allow_list, "is_due", lambda: False)
+        monkeypatch.setattr(node.end.allow_list, "is_due", lambda: False)
 
 
 def test_the_first_handoff_of_a_decode_node_that_is_let_in_again(
@@ -439,7 +440,7 @@ def test_the_first_handoff_of_a_decode_node_that_was_out_for_a_moment(
     hand_over(pair, "r")
     let_nobody_look(pair, monkeypatch)
     listed.write("router", "p0", "d1")
-    pair.server._allow_list.look()
+    pair.server.end.allow_list.look()
     listed.write("router", "p0", "d0", "d1")
     hand_over(pair, "again")
 

@@ -20,8 +20,9 @@ from baton.metadata.bus.hub import Hub
 from baton.metadata.bus.link import Link
 from baton.metadata.bus.sockets import DRAIN_LIMIT, QUEUE_LEN, new_epoch, routing_id
 from baton.metadata.errors import ConfigError, ProtocolError
-from baton.metadata.wire.frames import seal
-from baton.metadata.wire.messages import Cancel, Cancelled, Hello, HelloAgain, RouterHeartbeat, ToNode, ToRouter, encode
+from baton.metadata.wire.frames import encode, seal
+from baton.metadata.wire.membership import Hello, HelloAgain, RouterHeartbeat
+from baton.metadata.wire.messages import Cancel, Cancelled, ToNode, ToRouter
 
 PEER = b"node:1"
 DONE = Cancelled(rid="r", attempt=0)

@@ -12,8 +12,9 @@ from baton.metadata.bus.curve import KeyPair
 from baton.metadata.bus.link import Link
 from baton.metadata.bus.sockets import QUEUE_LEN, bound_address
 from baton.metadata.errors import ConfigError
-from baton.metadata.wire.frames import seal
-from baton.metadata.wire.messages import Cancelled, Drain, HelloAgain, RouterHeartbeat, ToNode, encode
+from baton.metadata.wire.frames import encode, seal
+from baton.metadata.wire.membership import Drain, HelloAgain, RouterHeartbeat
+from baton.metadata.wire.messages import Cancelled, ToNode
 
 DONE = Cancelled(rid="r", attempt=0)
 BEAT = RouterHeartbeat(router_epoch="e")

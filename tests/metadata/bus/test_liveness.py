@@ -13,7 +13,8 @@ import pytest
 from baton.metadata.bus.hub import Hub
 from baton.metadata.bus.link import Link
 from baton.metadata.bus.liveness import PEER_SILENCE_S, Change, HeartbeatThread, PeerLiveness
-from baton.metadata.wire.messages import Cancelled, Heartbeat, ToRouter
+from baton.metadata.wire.membership import Heartbeat
+from baton.metadata.wire.messages import Cancelled, ToRouter
 from baton.metadata.wire.node_info import Load, NodeStats
 
 LOAD = Load(free_pages=7, running=1, waiting=0)

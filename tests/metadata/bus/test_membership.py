@@ -9,8 +9,9 @@ import pytest
 
 from baton.metadata.bus.hub import Hub
 from baton.metadata.bus.membership import Membership
-from baton.metadata.wire.messages import PROTOCOL_MAX, PROTOCOL_MIN, Hello, HelloAgain, Leaving, ToRouter, Welcome
-from baton.metadata.wire.protocol import Message
+from baton.metadata.wire.membership import Hello, HelloAgain, Leaving, Welcome
+from baton.metadata.wire.messages import ToRouter
+from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN, Message
 
 
 class Newest(Message, frozen=True, tag="newest"):

@@ -14,19 +14,10 @@ from baton.metadata.bus.link import Link
 from baton.metadata.bus.liveness import HeartbeatThread
 from baton.metadata.bus.session import Joined, RouterChanged, RouterLost, RouterRefused, RouterSession
 from baton.metadata.errors import ConfigError
-from baton.metadata.wire.messages import (
-    PROTOCOL_MAX,
-    PROTOCOL_MIN,
-    Cancel,
-    Hello,
-    HelloAgain,
-    Refusal,
-    RouterHeartbeat,
-    TokenizerFile,
-    ToRouter,
-    Welcome,
-)
+from baton.metadata.wire.membership import Hello, HelloAgain, Refusal, RouterHeartbeat, TokenizerFile, Welcome
+from baton.metadata.wire.messages import Cancel, ToRouter
 from baton.metadata.wire.node_info import Load
+from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 
 FILE = TokenizerFile("digest", b"data")
 LOAD = Load(free_pages=1, running=0, waiting=0)

@@ -32,12 +32,14 @@ from handoff_nodes import (
 
 from baton.metadata.bus.curve import KeyPair
 from baton.metadata.handoff import pull_link
-from baton.metadata.handoff.client import MAX_PULLS, Arrived, HandoffClient, Revoked, TransferFailed
+from baton.metadata.handoff.client import MAX_PULLS, HandoffClient
 from baton.metadata.handoff.schema import blocks_per_page, make_schema
 from baton.metadata.handoff.server import HandoffServer
 from baton.metadata.handoff.tickets import Claimed, TicketEnded
-from baton.metadata.wire.frames import decode_frame
-from baton.metadata.wire.messages import LinkHello, LinkWelcome, Offer, encode, to_prefill_decoder
+from baton.metadata.handoff.transfer import Arrived, Revoked, TransferFailed
+from baton.metadata.wire.data_link import LinkHello, LinkWelcome
+from baton.metadata.wire.frames import decode_frame, encode
+from baton.metadata.wire.messages import Offer, to_prefill_decoder
 from baton.metadata.wire.node_info import Peer
 from baton.metadata.wire.request import pack_ids
 
@@ -134,7 +136,10 @@ def test_everything_offered_before_the_claim_is_sent_with_it(pair):
 def test_a_claim_that_comes_before_its_ticket_is_parked(pair):
     pair.claim(unit(), [3])
     pair.claim(unit("other"), [4])
-    spin(pair.both, lambda _: pair.client.sockets() and pair.client._links[pair.server.epoch].transport is not None)
+    spin(
+        pair.both,
+        lambda _: pair.client.sockets() and pair.client._links.by_epoch[pair.server.end.epoch].transport is not None,
+    )
     pair.server.open(unit(), 1)
     pair.server.offer(unit(), [0], [1], [1])
     pair.server.finish(unit(), make_row(SCHEMA))
@@ -399,7 +404,7 @@ def test_memory_that_cannot_be_mapped_falls_back_to_zmq(nodes, monkeypatch):
     server.finish(unit(), make_row(SCHEMA))
     client.claim(unit(), peer_of(server), 0, [3])
     spin([server, client], lambda events: named(events, Arrived))
-    assert client._links[server.epoch].transport.name == "zmq"
+    assert client._links.by_epoch[server.end.epoch].transport.name == "zmq"
     assert same_pages(target, [3], source, [1])
     source[0].fd = None
     assert held
@@ -409,8 +414,8 @@ def test_a_closed_peer_fails_its_claims_and_is_unmapped(pair):
     pair.server.open(unit(), 1)
     pair.claim(unit(), [3])
     pair.spin(Claimed)
-    transport = pair.client._links[pair.server.epoch].transport
-    pair.client.close_peer(pair.server.epoch)
+    transport = pair.client._links.by_epoch[pair.server.end.epoch].transport
+    pair.client.close_peer(pair.server.end.epoch)
     assert pair.client.sockets() == [] and not getattr(transport, "_peers", None)
     assert "p0 is gone" in named(pair.client.poll(), TransferFailed)[0].reason
     pair.client.close_peer("unknown")
@@ -634,7 +639,7 @@ def test_a_dead_prefill_fails_the_transfer_within_two_seconds(nodes, transport, 
     nodes += [prefill, *target, client]
     client.claim(unit(), prefill.peer, 0, list(range(1, 200)))
     spin([client], lambda _: target[0].pages[:, 5].any())  # in the middle of the transfer
-    held = client._links[prefill.peer.epoch].transport
+    held = client._links.by_epoch[prefill.peer.epoch].transport
     prefill.signal(number)
     start = time.monotonic()
     failed = spin([client], lambda events: named(events, TransferFailed))[-1]
@@ -652,12 +657,12 @@ def test_a_restarted_prefill_is_another_one(nodes, transport):
     first.open(unit("old"), 1)
     client.claim(unit("old"), peer_of(first), 0, [3])
     spin([first, client], lambda events: named(events, Claimed))
-    held = client._links[first.epoch].transport
+    held = client._links.by_epoch[first.end.epoch].transport
     second.open(unit("new"), 1)
     second.offer(unit("new"), [0], [1], [1])
     second.finish(unit("new"), make_row(SCHEMA))
     client.claim(unit("new"), peer_of(second), 0, [4])
-    assert not getattr(held, "_peers", None) and list(client._links) == [second.epoch]
+    assert not getattr(held, "_peers", None) and list(client._links.by_epoch) == [second.end.epoch]
     events = spin([second, client], lambda events: named(events, Arrived))
     assert [event.unit.rid for event in named(events, TransferFailed)] == ["old"]
     assert "restarted" in named(events, TransferFailed)[0].reason

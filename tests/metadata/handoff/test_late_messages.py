@@ -17,9 +17,11 @@ from faulty_process import FaultyProcess
 from handoff_nodes import PREFILL_EPOCH, SCHEMA, make_client, make_row, make_server, named, peer_of, unit
 from wire import Wire
 
-from baton.metadata.handoff.client import Arrived, Revoked, TransferFailed
 from baton.metadata.handoff.tickets import TicketEnded
-from baton.metadata.wire.messages import LinkWelcome, Offer, Revoke, UnknownClaim, encode
+from baton.metadata.handoff.transfer import Arrived, Revoked, TransferFailed
+from baton.metadata.wire.data_link import LinkWelcome
+from baton.metadata.wire.frames import encode
+from baton.metadata.wire.messages import Offer, Revoke, UnknownClaim
 from baton.metadata.wire.node_info import Peer
 
 NUM_PAGES = 4
@@ -48,7 +50,7 @@ class Transfer:
     def link(self) -> None:
         """Let the two nodes meet."""
         self.decode.claim(unit("before"), peer_of(self.prefill), 0, [20])
-        self.until(lambda: any(link.transport for link in self.decode._links.values()))
+        self.until(lambda: any(link.transport for link in self.decode._links.by_epoch.values()))
         self.decode.drop(unit("before"), "it is over")
         self.until(lambda: not self.prefill._book._parked)
 

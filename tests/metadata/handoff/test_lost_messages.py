@@ -12,11 +12,13 @@ import pytest
 from handoff_nodes import SCHEMA, make_client, make_row, make_server, named, peer_of, same_pages, unit
 from wire import Wire
 
-from baton.metadata.handoff.client import ANSWER_S, Arrived, Revoked, TransferFailed
+from baton.metadata.handoff.client import ANSWER_S
 from baton.metadata.handoff.tickets import TicketEnded
+from baton.metadata.handoff.transfer import Arrived, Revoked, TransferFailed
 from baton.metadata.handoff.transports import zmq as zmq_transport
-from baton.metadata.wire.frames import decode_frame
-from baton.metadata.wire.messages import LinkHello, LinkWelcome, Pages, encode, to_decode_decoder, to_prefill_decoder
+from baton.metadata.wire.data_link import LinkHello, LinkWelcome
+from baton.metadata.wire.frames import decode_frame, encode
+from baton.metadata.wire.messages import Pages, to_decode_decoder, to_prefill_decoder
 
 TURN_S = 0.05
 Change = Callable[[list[bytes]], list[list[bytes]]]
@@ -63,7 +65,7 @@ class Nodes:
         self.now += TURN_S
         self.events += self.client.poll()
         self.events += self.server.poll()
-        for link in self.client._links.values():
+        for link in self.client._links.by_epoch.values():
             inbox = link.socket.inbox  # type: ignore[attr-defined]
             arrived, come = list(inbox), list[Any]()
             inbox.clear()
@@ -156,7 +158,7 @@ def test_a_doubled_hello_or_welcome_changes_nothing(kind: type) -> None:
 
 def test_another_welcome_still_ends_the_link(nodes: Nodes) -> None:
     (holder,) = nodes.server.socket.peers  # type: ignore[attr-defined]
-    welcome = LinkWelcome(node_id="p0", epoch=nodes.server.epoch, transport="zmq", lease_s=9.0, num_pages=32)
+    welcome = LinkWelcome(node_id="p0", epoch=nodes.server.end.epoch, transport="zmq", lease_s=9.0, num_pages=32)
     nodes.start("r", 5)
     nodes.server.socket.send_multipart([holder, encode(welcome)])
     nodes.until(lambda: named(nodes.events, TransferFailed), 1.0)

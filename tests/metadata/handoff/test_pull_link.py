@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -11,24 +11,31 @@ import zmq
 from handoff_nodes import FINGERPRINTS, SCHEMA, make_memory, make_welcome, unit
 
 from baton.metadata.errors import ProtocolError, StaleMessage, TransferError
+from baton.metadata.handoff.endpoint import Endpoint
 from baton.metadata.handoff.pull_link import HELLO_S, PullLink
 from baton.metadata.handoff.transports.zmq import ZmqTransport
-from baton.metadata.wire.frames import decode_frame
-from baton.metadata.wire.messages import (
-    PROTOCOL_MAX,
-    PROTOCOL_MIN,
-    LinkHello,
-    LinkRefused,
-    LinkWelcome,
-    Renew,
-    encode,
-    to_prefill_decoder,
-)
+from baton.metadata.wire.data_link import LinkHello, LinkRefused, LinkWelcome
+from baton.metadata.wire.frames import decode_frame, encode
+from baton.metadata.wire.messages import Renew, to_prefill_decoder
 from baton.metadata.wire.node_info import Peer
+from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 
 MEMORY = make_memory(SCHEMA, 4)
 HELLO = LinkHello("d0", "d1", SCHEMA, *FINGERPRINTS, ("local", "zmq"), "host", PROTOCOL_MAX)
 RENEW = Renew((unit(),))
+
+
+def endpoint(context: zmq.Context[zmq.Socket[bytes]], clock: Callable[[], float]) -> Endpoint:
+    return Endpoint(
+        node_id="d0",
+        epoch="d1",
+        schema=SCHEMA,
+        fingerprints=FINGERPRINTS,
+        memory=MEMORY,
+        transports=HELLO.transports,
+        clock=clock,
+        context=context,
+    )
 
 
 class Line:
@@ -40,7 +47,7 @@ class Line:
         self.peer.rcvtimeo = 5000
         port = self.peer.bind_to_random_port("tcp://127.0.0.1")
         address = Peer(node_id="p", epoch="e", data_address=f"tcp://127.0.0.1:{port}", protocol=protocol)
-        self.link = PullLink(address, HELLO, MEMORY, None, None, None, lambda: self.now, context)
+        self.link = PullLink(address, HELLO, endpoint(context, lambda: self.now), None, answer_s=5.0)
         self.identity = b""
 
     def heard(self) -> Any:
@@ -196,4 +203,4 @@ def test_an_address_that_cannot_be_used_is_refused() -> None:
     with zmq.Context[zmq.Socket[bytes]]() as context:
         peer = Peer(node_id="p", epoch="e", data_address="tcp://nowhere", protocol=PROTOCOL_MAX)
         with pytest.raises(TransferError, match="cannot open a link to 'tcp://nowhere'"):
-            PullLink(peer, HELLO, MEMORY, None, None, None, lambda: 0.0, context)
+            PullLink(peer, HELLO, endpoint(context, lambda: 0.0), None, answer_s=5.0)

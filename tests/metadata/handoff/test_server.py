@@ -16,30 +16,26 @@ from baton.metadata.bus.addresses import host_identity
 from baton.metadata.bus.curve import KeyPair
 from baton.metadata.errors import ConfigError
 from baton.metadata.handoff.checksums import page_checksums
-from baton.metadata.handoff.client import Arrived, TransferFailed
 from baton.metadata.handoff.schema import make_schema, page_bytes
 from baton.metadata.handoff.server import MAX_UNSENT
 from baton.metadata.handoff.tickets import Claimed, TicketEnded
-from baton.metadata.wire.frames import decode_frame, seal
+from baton.metadata.handoff.transfer import Arrived, TransferFailed
+from baton.metadata.wire.data_link import LinkHello, LinkRefused, LinkWelcome
+from baton.metadata.wire.frames import decode_frame, encode, seal
 from baton.metadata.wire.messages import (
-    MAX_REASON,
     Ack,
     Claim,
     Drop,
-    LinkHello,
-    LinkRefused,
-    LinkWelcome,
     Offer,
     Pages,
     Pull,
     Renew,
     Revoke,
     UnknownClaim,
-    encode,
     to_decode_decoder,
 )
 from baton.metadata.wire.node_info import HandoffSchema, PoolLayout, RowField
-from baton.metadata.wire.request import MAX_CHOICES, Unit, pack_ids, unpack_ids
+from baton.metadata.wire.request import MAX_CHOICES, MAX_TEXT, Unit, pack_ids, unpack_ids
 
 
 class Decode:
@@ -212,7 +208,7 @@ def test_pulls_that_nobody_reads_are_bounded(nodes):
     claim(server, decode)
     decode.send(*[Pull(unit=unit(), indices=pack_ids([1]))] * 100)
     spin([server], lambda _: server.dropped.count > 0)
-    assert server._links and len(next(iter(server._links.values())).unsent) <= MAX_UNSENT
+    assert server._peers.by_link and len(next(iter(server._peers.by_link.values())).unsent) <= MAX_UNSENT
     decode.frames(server, Pages)
 
 
@@ -308,7 +304,7 @@ def test_a_pool_that_is_not_shared_is_not_offered_for_mapping(nodes):
     client, target = make_client()
     nodes += [*target, client]
     client.claim(unit(), peer_of(again), 0, [3])
-    again._transports = []
+    again._peers._transports = []
     failed = spin([again, client], lambda events: named(events, TransferFailed))[-1]
     assert failed.is_refused
     memory[0].fd, other[0].fd = fd, other_fd
@@ -370,7 +366,7 @@ def test_a_busy_loop_does_not_end_leases_that_were_renewed(server, decode):
 
 
 def test_a_lease_is_judged_only_when_every_message_is_read(server, decode, monkeypatch):
-    monkeypatch.setattr("baton.metadata.handoff.server.DRAIN_MESSAGES", 2)
+    monkeypatch.setattr("baton.metadata.handoff.server.DRAIN_LIMIT", 2)
     claim(server, decode)
     decode.send(*[Renew(units=())] * 4, Renew(units=(unit(),)))
     time.sleep(1.2)  # over by the clock
@@ -405,7 +401,7 @@ def test_a_refusal_is_no_longer_than_a_message_may_be(nodes, server):
     nodes.append(decode)
     rows = tuple(RowField(name=f"{number}" * 60, dtype="int32", width=1) for number in range(64))
     decode.hello(layout=msgspec.structs.replace(SCHEMA, row=rows))
-    assert len(decode.get(server, LinkRefused).reason) == MAX_REASON
+    assert len(decode.get(server, LinkRefused).reason) == MAX_TEXT
 
 
 def test_rows_and_offers_that_do_not_fit_are_our_bug(server):

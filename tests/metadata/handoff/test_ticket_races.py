@@ -14,10 +14,11 @@ import pytest
 from handoff_nodes import SCHEMA, make_client, make_row, make_server, named, peer_of, same_pages, unit
 from wire import Wire
 
-from baton.metadata.handoff.client import Arrived, Revoked, TransferFailed
 from baton.metadata.handoff.tickets import TicketEnded
-from baton.metadata.wire.frames import decode_frame
-from baton.metadata.wire.messages import Ack, Claim, Drop, LinkHello, Pull, Renew, RevokeAck, encode, to_prefill_decoder
+from baton.metadata.handoff.transfer import Arrived, Revoked, TransferFailed
+from baton.metadata.wire.data_link import LinkHello
+from baton.metadata.wire.frames import decode_frame, encode
+from baton.metadata.wire.messages import Ack, Claim, Drop, Pull, Renew, RevokeAck, to_prefill_decoder
 from baton.metadata.wire.request import pack_ids
 
 
@@ -108,7 +109,7 @@ def test_a_decode_node_that_was_away_never_uses_pages_of_another_life(race: Race
 def test_a_page_used_again_in_the_middle_of_its_copy_is_found(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """The generation is read after the copy, so a half-old copy shows the new generation. If the new life has no
     number, because of a fault of ours, the checksum shows it."""
-    monkeypatch.setattr("baton.metadata.handoff.client.DRAIN_MESSAGES", 1)
+    monkeypatch.setattr("baton.metadata.handoff.client.DRAIN_LIMIT", 1)
     race = Race("local")
 
     class Torn:
@@ -122,7 +123,7 @@ def test_a_page_used_again_in_the_middle_of_its_copy_is_found(monkeypatch: pytes
                 copied[-1] ^= 0xFF
             return copied
 
-    transport: Any = race.client._links[race.server.epoch].transport
+    transport: Any = race.client._links.by_epoch[race.server.end.epoch].transport
     transport._peers[0].pages = Torn()
     race.both()
     (failed,) = race.events
@@ -167,7 +168,7 @@ def test_wall_clocks_do_not_matter(race: Race, monkeypatch: pytest.MonkeyPatch) 
 def hand(race: Race, epoch: str = "d7" * 8) -> Any:
     """A bare socket that acts as a decode node and has said hello."""
     dealer = race.wire.dealer(race.server.address)
-    hello = race.client._hello
+    hello = race.client._links.hello
     fields = {name: getattr(hello, name) for name in hello.__struct_fields__}
     dealer.send(encode(LinkHello(**fields | {"epoch": epoch, "node_id": "d7", "transports": ("zmq",)})))
     race.prefill()
@@ -184,14 +185,14 @@ def test_an_ack_that_comes_twice_ends_one_ticket_once(race: Race) -> None:
 def test_an_ack_of_an_earlier_attempt_ends_nothing(race: Race) -> None:
     """The next attempt of the unit has its own ticket, even on the same link."""
     race.both()
-    (ack,) = [frames for frames in race.client._links[race.server.epoch].socket.sent if _is(frames, Ack)]
+    (ack,) = [frames for frames in race.client._links.by_epoch[race.server.end.epoch].socket.sent if _is(frames, Ack)]
     again = unit(attempt=1)
     race.server.open(again, 1, "d1" * 8)
     race.server.offer(again, [0], [7], [1])
     race.server.finish(again, make_row(SCHEMA))
     race.client.claim(again, peer_of(race.server), 0, [3])
     race.prefill()
-    race.client._links[race.server.epoch].socket.send_multipart(ack)
+    race.client._links.by_epoch[race.server.end.epoch].socket.send_multipart(ack)
     race.prefill()
     assert race.server.tickets() == [again]
 
@@ -199,7 +200,7 @@ def test_an_ack_of_an_earlier_attempt_ends_nothing(race: Race) -> None:
 def test_messages_of_an_earlier_epoch_end_no_ticket_of_the_next(race: Race) -> None:
     """A prefill node restarts at its address and opens a unit of the same name. Messages for the old link change
     nothing."""
-    link = race.client._links[race.server.epoch].socket
+    link = race.client._links.by_epoch[race.server.end.epoch].socket
     race.both(1)
     said = [frames for frames in link.sent if not _is(frames, LinkHello)]
     second, source = make_server(context=race.wire, clock=race.prefill_clock, epoch="e9" * 8)  # type: ignore[arg-type]
@@ -249,15 +250,15 @@ def test_one_link_is_one_node(race: Race) -> None:
     """A second hello may change the transport, but not the node's name or the number of answers that may wait."""
     thief = hand(race)
     holder = thief.holder
-    known = race.server._links[holder]
-    hello = race.client._hello
+    known = race.server._peers.by_link[holder]
+    hello = race.client._links.hello
     fields = {name: getattr(hello, name) for name in hello.__struct_fields__}
     thief.send(encode(LinkHello(**fields)))
     race.prefill()
-    assert race.server.dropped.count == 1 and race.server._links[holder] is known
+    assert race.server.dropped.count == 1 and race.server._peers.by_link[holder] is known
     thief.send(encode(LinkHello(**fields | {"epoch": "d7" * 8, "node_id": "d7", "transports": ("zmq",)})))
     race.prefill()
-    assert race.server.dropped.count == 1 and race.server._links[holder] is known
+    assert race.server.dropped.count == 1 and race.server._peers.by_link[holder] is known
 
 
 def test_a_peer_that_sends_only_junk_is_not_heard() -> None:
@@ -267,7 +268,7 @@ def test_a_peer_that_sends_only_junk_is_not_heard() -> None:
     for _ in range(80):
         if not race.client.tickets():
             break
-        holder = race.client._links[race.server.epoch].socket
+        holder = race.client._links.by_epoch[race.server.end.epoch].socket
         holder.inbox.clear()
         holder.inbox.append([b"junk"])
         race.decode(0.1)

@@ -70,6 +70,16 @@ def claimed(book: TicketBook, unit: Unit = U, holder: bytes = LINK) -> Ticket:
     return ticket
 
 
+def test_an_ack_before_the_row_is_refused(book):
+    ticket = claimed(book)
+    with pytest.raises(ProtocolError, match="before its final offer"):
+        book.ack(U, LINK)
+    assert book.units == [U] and not book.ack(U, OTHER)
+    ticket.row = b"row"
+    assert book.ack(U, LINK) and book.take_events() == [TicketEnded(U, "acked")]
+    assert not book.ack(U, LINK)
+
+
 def test_a_claimed_ticket_ends_with_its_ack(book):
     book.open(U, 4)
     assert book.take_events() == [] and book.units == [U]

@@ -6,6 +6,7 @@ import pytest
 from handoff_nodes import SCHEMA, make_row, unit
 
 from baton.metadata.errors import ProtocolError
+from baton.metadata.handoff.checksums import row_checksum
 from baton.metadata.handoff.schema import blocks_per_page
 from baton.metadata.handoff.transfer import Transfer
 from baton.metadata.handoff.transports.base import Move
@@ -24,6 +25,7 @@ def offer(indices, row: bytes | None = None) -> Offer:
         generations=b"".join((index + 1).to_bytes(8, "little") for index in indices),
         checksums=b"".join(bytes([index]) * STRIDE for index in indices),
         row=row,
+        row_checksum=0 if row is None else row_checksum(row),
     )
 
 

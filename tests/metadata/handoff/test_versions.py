@@ -10,10 +10,11 @@ import pytest
 from handoff_nodes import SCHEMA, make_client, make_row, make_server, named, peer_of, spin, unit
 
 from baton.metadata.bus.addresses import host_identity
-from baton.metadata.handoff.client import Arrived
-from baton.metadata.handoff.server import can_use
+from baton.metadata.handoff.endpoint import can_use
+from baton.metadata.handoff.transfer import Arrived
+from baton.metadata.wire.data_link import CudaWelcome, LinkHello
 from baton.metadata.wire.frames import unseal
-from baton.metadata.wire.messages import PROTOCOL_MAX, PROTOCOL_MIN, CudaWelcome, LinkHello
+from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 
 ALL = ("cuda", "local", "zmq")
 
@@ -69,8 +70,8 @@ def test_both_ends_use_the_protocol_they_agreed_on(
     client.claim(unit(), msgspec.structs.replace(peer_of(server), protocol=told), 0, [9])
     events = spin([server, client], lambda events: named(events, Arrived))
     assert named(events, Arrived)[0].times.transport == ("cuda" if ours >= CudaWelcome.since else "local")
-    assert client._links[server.epoch].protocol == ours
-    assert [peer.protocol for peer in server._links.values()] == [theirs]
+    assert client._links.by_epoch[server.end.epoch].protocol == ours
+    assert [peer.protocol for peer in server._peers.by_link.values()] == [theirs]
     assert spy.first("link_hello").get("protocol") == (min(told, PROTOCOL_MAX) if told >= 6 else None)
     assert ("inbox" in spy.first("link_hello")) == (ours >= CudaWelcome.since)
     assert spy.first("cuda_welcome" if ours >= CudaWelcome.since else "link_welcome")

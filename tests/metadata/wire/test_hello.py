@@ -13,9 +13,11 @@ from baton.metadata.bus.hub import Hub
 from baton.metadata.bus.link import Link
 from baton.metadata.bus.sockets import DRAIN_LIMIT
 from baton.metadata.errors import ProtocolError
-from baton.metadata.wire.frames import seal
+from baton.metadata.wire.frames import encode, seal
 from baton.metadata.wire.hello import HelloRefused, decode_to_router
-from baton.metadata.wire.messages import PROTOCOL_MAX, PROTOCOL_MIN, Cancelled, Hello, Refusal, ToNode, ToRouter, encode
+from baton.metadata.wire.membership import Hello, Refusal
+from baton.metadata.wire.messages import Cancelled, ToNode, ToRouter
+from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 
 RANGES = f"versions {PROTOCOL_MAX + 1}..{PROTOCOL_MAX + 3} of the node, {PROTOCOL_MIN}..{PROTOCOL_MAX} of the router"
 NEWER = {"protocol_min": PROTOCOL_MIN, "protocol_max": PROTOCOL_MAX + 3}

@@ -9,9 +9,10 @@ import pytest
 from golden import DIRECTIONS
 
 from baton.metadata.wire import frames, protocol
+from baton.metadata.wire.data_link import CudaWelcome
 from baton.metadata.wire.frames import encode, unseal
-from baton.metadata.wire.messages import PROTOCOL_MAX, PROTOCOL_MIN, Cancelled, CudaWelcome
-from baton.metadata.wire.protocol import Message, Since, agreed, is_newer, known, sinces
+from baton.metadata.wire.messages import Cancelled
+from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN, Message, Since, agreed, is_newer, known, sinces
 
 KINDS = [kind for union in DIRECTIONS.values() for kind in get_args(union)]
 

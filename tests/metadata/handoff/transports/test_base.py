@@ -10,7 +10,9 @@ from baton.metadata.errors import ProtocolError
 from baton.metadata.handoff.transports.cuda import CudaTransport
 from baton.metadata.handoff.transports.local import LocalTransport
 from baton.metadata.handoff.transports.zmq import ZmqTransport
-from baton.metadata.wire.messages import PROTOCOL_MAX, CudaWelcome, LinkHello, Pages
+from baton.metadata.wire.data_link import CudaWelcome, LinkHello
+from baton.metadata.wire.messages import Pages
+from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.metadata.wire.request import pack_ids
 
 INBOX = "baton-" + "0" * 32

@@ -20,7 +20,7 @@ from baton.metadata.handoff.schema import page_bytes
 from baton.metadata.handoff.transports import cuda
 from baton.metadata.handoff.transports.base import Move, PullEnd
 from baton.metadata.handoff.transports.cuda import MAX_UNDER_WAY, CudaTransport
-from baton.metadata.wire.messages import CudaWelcome
+from baton.metadata.wire.data_link import CudaWelcome
 from baton.metadata.wire.node_info import DevicePools
 
 

@@ -14,7 +14,8 @@ from baton.metadata.errors import ProtocolError, TransferError
 from baton.metadata.handoff.schema import page_bytes
 from baton.metadata.handoff.transports.base import Move, PullEnd
 from baton.metadata.handoff.transports.local import LocalTransport
-from baton.metadata.wire.messages import LinkWelcome, Pages
+from baton.metadata.wire.data_link import LinkWelcome
+from baton.metadata.wire.messages import Pages
 
 
 def ignore(_: object) -> None:

@@ -10,12 +10,12 @@ import pytest
 from handoff_nodes import SCHEMA, make_client, make_row, make_server, named, peer_of, same_pages, spin, unit
 
 from baton.metadata.config import NodeConfig
-from baton.metadata.handoff.client import Arrived, TransferFailed
 from baton.metadata.handoff.memory import PageMemory
 from baton.metadata.handoff.pages import OfferedPages
+from baton.metadata.handoff.transfer import Arrived, TransferFailed
 from baton.metadata.handoff.transports.base import Landed, PullEnd, Transport
 from baton.metadata.handoff.transports.registry import TRANSPORTS
-from baton.metadata.wire.messages import LinkHello, LinkWelcome
+from baton.metadata.wire.data_link import LinkHello, LinkWelcome
 
 _published: dict[int, tuple[PageMemory, ...]] = {}  # in place of memory that two processes share
 

@@ -1,0 +1,124 @@
+"""Messages by which a node joins the router, shows that it lives, answers operators, and leaves."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from .node_info import Capacity, HandoffSchema, Load, ModelCard, NodeStats, PoolLedger, Role
+from .protocol import Message, Since
+from .request import Count, Digest, Index, Name, Seconds, Text, Units
+
+HUB_FRAME_BYTES = 64 << 20  # a tokenizer is the largest message on the hub
+
+# --- node -> router -----------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """A node's first message, sent again after HelloAgain and to a router of a new epoch. A node that does not know yet
+    which protocol the router understands uses its oldest one; the router asks again for newer fields."""
+
+    role: Role
+    node_id: Name
+    epoch: Digest
+    protocol_min: Index
+    protocol_max: Index
+    layout: HandoffSchema  # a wire layout; it is compared field by field, never by version
+    target_fingerprint: Digest
+    draft_fingerprint: Digest | None
+    model: ModelCard
+    capacity: Capacity
+    data_address: Annotated[str, Meta(max_length=256)] = ""
+    protocol: Annotated[Index, Since(6)] = 0  # this Hello is written in it
+
+    @property
+    def protocols(self) -> tuple[int, int]:
+        """The lowest and the highest protocol that the node knows."""
+        return self.protocol_min, self.protocol_max
+
+
+class TokenizerFile(Message, frozen=True, tag="tokenizer"):
+    """tokenizer.json, zlib-compressed, sent if Welcome asks for it."""
+
+    digest: Digest
+    data: Annotated[bytes, Meta(max_length=HUB_FRAME_BYTES)]
+
+
+class Heartbeat(Message, frozen=True, tag="beat"):
+    """Sign of life from the node's heartbeat thread: the main loop's step, its phase, and how long that has lasted."""
+
+    step: Count
+    phase: Name
+    phase_age_s: Seconds
+    phase_limit_s: Seconds
+    load: Load
+    stats: NodeStats
+
+
+class LedgerReport(Message, frozen=True, tag="ledger"):
+    """Answer to Inspect and Flush: one node's page ledger, units and counters."""
+
+    query: Count
+    pool: PoolLedger
+    requests: Units
+    tickets: Units
+    load: Load
+    stats: NodeStats
+
+
+class Leaving(Message, frozen=True, tag="leaving"):
+    """The node drains and takes no new work. `done`: it holds nothing any more and exits now."""
+
+    done: bool
+    reason: Text = ""
+
+
+# --- router -> node -----------------------------------------------------------------------------------------------
+
+
+class RouterMessage(Message, frozen=True):
+    """Base of the router's messages: each carries the router's epoch."""
+
+    router_epoch: Digest
+
+
+class Welcome(RouterMessage, frozen=True, tag="welcome"):
+    """Answer to Hello: the node has joined, and both speak `protocol` from now on. The node logs `notice`, if any, as a
+    warning, for example that it has no partner yet."""
+
+    protocol: Index
+    need_tokenizer: bool
+    notice: Text = ""
+
+
+class Refusal(RouterMessage, frozen=True, tag="refusal"):
+    """Answer to Hello: the node can be paired with no other; `reason` names both values. The node logs it and exits."""
+
+    reason: Text
+
+
+class HelloAgain(RouterMessage, frozen=True, tag="hello_again"):
+    """The router does not know this routing id, or wants the Hello in a newer protocol that both know."""
+
+    protocol: Annotated[Index, Since(6)] = 0  # 0: the oldest that the node knows
+
+
+class RouterHeartbeat(RouterMessage, frozen=True, tag="router_beat"):
+    """The router's sign of life. A node that hears no router message for 5 s frees all of this router's requests."""
+
+
+class Inspect(RouterMessage, frozen=True, tag="inspect"):
+    """Send a LedgerReport."""
+
+    query: Count
+
+
+class Flush(RouterMessage, frozen=True, tag="flush"):
+    """Remove unreferenced pages from the prefix cache, then send a LedgerReport."""
+
+    query: Count
+
+
+class Drain(RouterMessage, frozen=True, tag="drain"):
+    """Take no new work, finish the rest, and exit, as after SIGTERM."""

@@ -1,0 +1,102 @@
+"""A closed connection is followed by probes; a failed handshake by one line in the log. Real sockets on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import zmq
+
+from baton.metadata.bus.connection_monitor import PROBE_DELAYS_S, ConnectionMonitor
+from baton.metadata.bus.curve import KeyPair, secure_server
+
+
+class Watched:
+    """A ROUTER socket under watch, and the times of its probes."""
+
+    def __init__(self, keys: KeyPair | None = None) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        if keys is not None:
+            secure_server(self.socket, keys)
+        self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.probes: list[float] = []
+        self.monitor = ConnectionMonitor(self.socket, lambda: self.probes.append(asyncio.get_running_loop().time()))
+
+    def connect(self) -> zmq.Socket[bytes]:
+        peer = self.context.socket(zmq.DEALER)
+        peer.linger = 0
+        peer.connect(f"tcp://127.0.0.1:{self.port}")
+        return peer
+
+    def close(self) -> None:
+        self.monitor.close()
+        self.socket.close(linger=0)
+        self.context.destroy(linger=0)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def arrive(watched: Watched, peer: zmq.Socket[bytes]) -> None:
+    peer.send(b"hello")
+    await until(lambda: watched.socket.poll(0))
+    watched.socket.recv_multipart()
+
+
+@pytest.fixture
+async def watched() -> AsyncIterator[Watched]:
+    watched = Watched()
+    yield watched
+    watched.close()
+
+
+async def test_a_closed_connection_is_probed_several_times(watched: Watched) -> None:
+    peer = watched.connect()
+    await arrive(watched, peer)
+    assert not watched.probes
+    peer.close()
+    await until(lambda: len(watched.probes) == len(PROBE_DELAYS_S))
+    gaps = [later - sooner for sooner, later in zip(watched.probes, watched.probes[1:], strict=False)]
+    assert all(gap >= delay * 0.9 for gap, delay in zip(gaps, PROBE_DELAYS_S[1:], strict=True))
+    await asyncio.sleep(2 * max(PROBE_DELAYS_S))
+    assert len(watched.probes) == len(PROBE_DELAYS_S), "the probes end"
+
+
+async def test_connections_that_close_together_share_their_probes(watched: Watched) -> None:
+    peers = [watched.connect() for _ in range(20)]
+    for peer in peers:
+        await arrive(watched, peer)
+    for peer in peers:
+        peer.close()
+    await until(lambda: len(watched.probes) >= len(PROBE_DELAYS_S))
+    await asyncio.sleep(2 * max(PROBE_DELAYS_S))
+    assert len(watched.probes) < 20
+
+
+async def test_after_close_nothing_is_probed() -> None:
+    watched = Watched()
+    peer = watched.connect()
+    await arrive(watched, peer)
+    peer.close()
+    await until(lambda: watched.probes)
+    num_probes = len(watched.probes)
+    watched.close()
+    await asyncio.sleep(2 * sum(PROBE_DELAYS_S))
+    assert len(watched.probes) == num_probes < len(PROBE_DELAYS_S)
+
+
+async def test_failed_handshakes_are_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    watched = Watched(KeyPair.generate())
+    peers = [watched.connect() for _ in range(3)]  # without keys
+    await until(lambda: "at the handshake" in caplog.text)
+    await asyncio.sleep(0.1)
+    assert caplog.text.count("at the handshake") == 1
+    for peer in peers:
+        peer.close()
+    watched.close()

@@ -1,0 +1,94 @@
+"""Offers: what the prefill node writes, the decode node reads; what does not fit the claim is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from handoff_nodes import SCHEMA, make_row, unit
+
+from baton.metadata.errors import ProtocolError
+from baton.metadata.handoff import offers
+from baton.metadata.handoff.offers import OfferedPage, read_offer, unpack_column, write_offers
+from baton.metadata.handoff.schema import blocks_per_page
+from baton.metadata.handoff.tickets import Ticket
+from baton.metadata.wire.messages import Offer
+from baton.metadata.wire.request import pack_ids
+
+STRIDE = 8 * blocks_per_page(SCHEMA)
+PAGES = [OfferedPage(index, 9 - index, 2**40 + index, bytes([index]) * STRIDE) for index in (1, 2, 3)]
+
+
+@pytest.fixture
+def ticket() -> Ticket:
+    ticket = Ticket(unit(), num_pages=4, lease_end=0.0, num_cached_pages=1, row=make_row(SCHEMA))
+    for page in PAGES:
+        ticket.offer([page.index], [page.source], [page.generation])
+        ticket.checksums[page.index] = page.checksums
+    return ticket
+
+
+def read(offer: Offer, num_pages: int = 4, num_cached_pages: int = 1, num_peer_pages: int = 10) -> list[OfferedPage]:
+    return read_offer(offer, SCHEMA, num_pages, num_cached_pages, num_peer_pages)
+
+
+@pytest.mark.parametrize("pages_per_offer", [1, 2, 3])
+def test_split_offers_say_the_same_as_a_whole_one(
+    ticket: Ticket, pages_per_offer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offers, "OFFER_BYTES", pages_per_offer * STRIDE)
+    written = list(write_offers(ticket, [1, 2, 3], SCHEMA))
+    assert len(written) == -(-3 // pages_per_offer)
+    assert [page for offer in written for page in read(offer)] == PAGES
+    assert [offer.row for offer in written] == [None] * (len(written) - 1) + [ticket.row]
+
+
+def test_the_row_goes_alone_when_all_pages_were_offered(ticket: Ticket) -> None:
+    [offer] = write_offers(ticket, [], SCHEMA)
+    assert offer.row == ticket.row and read(offer) == []
+
+
+def test_an_offer_before_the_row_has_none(ticket: Ticket) -> None:
+    ticket.row = None
+    [offer] = write_offers(ticket, [2], SCHEMA)
+    assert offer.row is None and [page.index for page in read(offer)] == [2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_pages": 5}, "4 pages here, 5 there"),
+        ({"indices": pack_ids([0, 2, 3])}, "not within 1 and 4"),
+        ({"indices": pack_ids([1, 2, 4])}, "not within 1 and 4"),
+        ({"indices": pack_ids([1, 2, 2])}, "name an index twice"),
+        ({"indices": pack_ids([1, 2])}, "columns of"),
+        ({"indices": b"abc"}, "3 bytes is not int32"),
+        ({"pages": pack_ids([8, 7, 10])}, "not in a pool of 10 pages"),
+        ({"pages": pack_ids([8, 7, 0])}, "not in a pool"),
+        ({"pages": pack_ids([8, 7, 7])}, "name a page twice"),
+        ({"generations": bytes(16)}, "columns of"),
+        ({"checksums": bytes(3 * STRIDE - 8)}, "columns of"),
+        ({"row": b"short"}, "a metadata row of 5 bytes"),
+        ({"row_checksum": 1}, "does not fit its checksum"),
+    ],
+)
+def test_an_offer_that_does_not_fit_is_refused_with_the_value(
+    ticket: Ticket, changes: dict[str, Any], words: str
+) -> None:
+    [offer] = write_offers(ticket, [1, 2, 3], SCHEMA)
+    assert read(offer) == PAGES
+    with pytest.raises(ProtocolError, match=words):
+        read(msgspec.structs.replace(offer, **changes))
+
+
+def test_an_offer_before_the_welcome_is_refused(ticket: Ticket) -> None:
+    [offer] = write_offers(ticket, [1], SCHEMA)
+    with pytest.raises(ProtocolError, match="not in a pool of 0 pages"):
+        read(offer, num_peer_pages=0)
+
+
+def test_a_ragged_column_is_refused() -> None:
+    assert unpack_column(pack_ids([3, -1])) == [3, -1]
+    with pytest.raises(ProtocolError, match="a column of 5 bytes is not int32"):
+        unpack_column(bytes(5))
