@@ -46,10 +46,13 @@ def read_norm(config: ModelConfig, weights: Weights) -> Tensor:
     return weights.tensor("model.norm.weight", config.hidden_size)
 
 
-def read_layer(config: ModelConfig, weights: Weights, prefix: str, index: int) -> DecoderLayer:
-    """Read one decoder layer, which has KV in layer `index` of the pool."""
+def read_layer(
+    config: ModelConfig, weights: Weights, prefix: str, index: int, mlp: FeedForward | None = None
+) -> DecoderLayer:
+    """Read one decoder layer, which has KV in layer `index` of the pool. `mlp`: the second half, if it is another than
+    Llama's."""
     norm = weights.tensor(f"{prefix}.input_layernorm.weight", config.hidden_size)
-    return DecoderLayer(norm, read_body(config, weights, prefix, index))
+    return DecoderLayer(norm, read_body(config, weights, prefix, index, mlp=mlp))
 
 
 def read_body(
