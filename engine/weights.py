@@ -194,7 +194,10 @@ def fingerprint(model_dir: Path, config: ModelConfig | None = None) -> str:
 
     XXH3-128 over the checked configuration and every tensor's name, dtype, shape and bytes. All bytes are read.
     `config`: as read already, for a drafter's head. Raises ModelError as loading does."""
-    digest = xxhash.xxh3_128(json.dumps(asdict(config or ModelConfig.from_dir(model_dir)), sort_keys=True).encode())
+    fields = asdict(config or ModelConfig.from_dir(model_dir))
+    if fields["experts"] is None:  # a field that releases without experts do not have; nodes of both must agree
+        del fields["experts"]
+    digest = xxhash.xxh3_128(json.dumps(fields, sort_keys=True).encode())
     tensors = {name: value for path in safetensors_files(model_dir) for name, value in tensor_digests(path).items()}
     for name in sorted(tensors):
         digest.update(tensors[name])

@@ -15,6 +15,7 @@ from ..weights import CheckpointWeights, ListedWeights, Weights
 from .decoder import DecoderModel
 from .hyper_llama import read_hyper_llama
 from .llama import read_llama
+from .qwen3_moe import read_qwen3_moe
 
 # A family reads its model from weights of any kind: the same call lists the tensors and loads them.
 Family = Callable[[ModelConfig, Weights], DecoderModel]
@@ -24,6 +25,7 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": read_llama,
     "Qwen2ForCausalLM": read_llama,
     "Qwen3ForCausalLM": read_llama,
+    "Qwen3MoeForCausalLM": read_qwen3_moe,
     "HyperLlamaForCausalLM": read_hyper_llama,
 }
 
