@@ -43,11 +43,8 @@ class DecoderBody:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """A decoder layer whose attention reads the normed stream."""
+    """A decoder layer whose attention reads the stream normed by `norm`. The caller norms it, because it may want to
+    keep the layer's input."""
 
     norm: Tensor  # [hidden_size]
     body: DecoderBody
-
-    def __call__(self, stream: Residual, context: AttentionContext) -> None:
-        """Add the outputs of both sublayers to the stream."""
-        self.body(stream, stream.normed(self.norm), context)
