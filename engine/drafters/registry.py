@@ -16,12 +16,13 @@ from ...metadata.wire.node_info import HandoffSchema, PoolLayout
 from ..config import EngineConfig
 from ..draft_shape import DraftShape
 from ..model_config import ModelConfig
+from ..models.decoder import DecoderModel
 from ..models.frozen_kv import FrozenKvFile, FrozenKvHead, read_frozen_kv
 from ..models.heads import HeadFile, load_head, read_head
-from ..models.llama import LlamaModel
 from ..models.mtp import load_mtp
 from ..models.registry import load_model
-from ..weights import Progress, fingerprint
+from ..progress import Progress
+from ..weights import fingerprint
 from .base import Drafter
 from .choice import describe, find_drafter, settle
 from .frozen_kv import FrozenKvDrafter
@@ -83,7 +84,7 @@ class Speculation:
         return xxhash.xxh3_128_hexdigest(json.dumps([weights, self.head.raw], sort_keys=True).encode())
 
     def load(
-        self, target: LlamaModel, target_kv: torch.Tensor, kv: torch.Tensor | None, on_progress: Progress | None
+        self, target: DecoderModel, target_kv: torch.Tensor, kv: torch.Tensor | None, on_progress: Progress | None
     ) -> Drafter | None:
         """The drafter, its own KV in `kv`, where it has one. None without speculation."""
         if self.algorithm == "none":

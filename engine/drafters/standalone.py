@@ -16,7 +16,7 @@ from ...metadata.handoff.hidden_layout import HiddenLayout
 from ..batch import ForwardBatch
 from ..constants import counted
 from ..draft_shape import DraftShape
-from ..models.llama import LlamaModel
+from ..models.decoder import DecoderModel
 from ..sampling_batch import SamplingBatch
 from ..trees import Drafts, sample_ahead
 from ..work import BatchRow
@@ -30,7 +30,7 @@ class StandaloneDrafter:
     is_shifted = False
     has_kv = True
 
-    def __init__(self, model: LlamaModel, kv: Tensor, hidden: HiddenLayout, shape: DraftShape) -> None:
+    def __init__(self, model: DecoderModel, kv: Tensor, hidden: HiddenLayout, shape: DraftShape) -> None:
         """`kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim], as the draft model has them."""
         self.shape = shape
         self.hidden = hidden

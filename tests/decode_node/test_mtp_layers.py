@@ -25,7 +25,7 @@ from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import DraftState, RoundRows
 from baton.engine.drafters.registry import read_speculation
 from baton.engine.model_config import ModelConfig
-from baton.engine.models.llama import LlamaModel
+from baton.engine.models.decoder import DecoderModel
 from baton.engine.trees import Drafts
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ConfigError
@@ -49,7 +49,7 @@ class Scratch(NamedTuple):
 class ScratchLayers:
     """The layers of a head's directory, computed by the formulas of docs/drafter_checkpoints.md."""
 
-    def __init__(self, directory: Path, target: LlamaModel) -> None:
+    def __init__(self, directory: Path, target: DecoderModel) -> None:
         self.config = json.loads((directory / "config.json").read_text())
         self.tensors = load_file(directory / "model.safetensors")
         self.target = target
@@ -62,7 +62,7 @@ class ScratchLayers:
         """Compute all layers for `token_ids` 0 .. L and the target's `states` [L, hidden_size], greedily."""
         tokens, scratch, inputs = list(token_ids), Scratch([], [], []), states
         for m, prefix in enumerate(self.prefixes):
-            embedded = self.target.weights.embedding[torch.tensor(tokens[1 + m : 1 + m + len(states)])]
+            embedded = self.target.embed(torch.tensor(tokens[1 + m : 1 + m + len(states)]))
             state, logits, k, v = self._layer(prefix, embedded, inputs)
             scratch.keys.append(k)
             scratch.values.append(v)
