@@ -1,7 +1,8 @@
 """FROZEN_KV_MTP: drafts by attending to the target's own KV; it has none, and extend is the choice of a row.
 
 All K forwards of a round stand at position L - 1 and see the target's KV of rows 0 .. L - 1: only the token (the bonus,
-then d_1, d_2, ...) and the recurrent state change from one to the next. The first state is the target's own at L - 1.
+then d_1, d_2, ...) and the recurrent state change from one to the next. The first state is the target's own at L - 1,
+after its last norm; with residual streams, collapsed.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 y = pre_projection([E(t) ; g]);  per layer: y += o(attend(rope(q(norm(y))))), y += mlp(norm(y))
 u = norm(y);  logits = u @ output.T;  g = post_projection(u), of the target's width
+
+The first g is the state that the target's output matrix takes. If the target has residual streams, it is the collapsed
+state, never the streams: such a head is trained on the backbone's last hidden state, and backbone_hidden_size says its
+width.
 """
 
 from __future__ import annotations

@@ -61,8 +61,10 @@ class MtpHead:
 
 
 def layer_prefixes(names: frozenset[str]) -> tuple[str, ...]:
-    """Return `model.layers.61`, ... or `model.mtp_layers.0`, ..., by their numbers; none if there is no MTP layer."""
-    found = {name.rsplit(".", 2)[0] for name in names if name.endswith((".eh_proj.weight", ".input_proj.weight"))}
+    """Return `model.layers.61`, ..., `model.mtp_layers.0`, ... or `mtp.0`, ..., by their numbers; none if there is no
+    MTP layer."""
+    inputs = (".eh_proj.weight", ".input_proj.weight", ".e_proj.weight")
+    found = {name.rsplit(".", 2)[0] for name in names if name.endswith(inputs)}
     return tuple(sorted(found, key=lambda prefix: int(prefix.rsplit(".", 1)[1])))
 
 
@@ -71,13 +73,13 @@ def takes_chained_states(file: HeadFile) -> bool:
     return bool(file.settings.get("mtp_chained", "mtp_layers" not in layer_prefixes(file.names)[0]))
 
 
-def load_mtp(file: HeadFile, target: LlamaModel) -> tuple[MtpHead, ...]:
-    """Read the layers' tensors, in the target's dtype and on its device. Raises ModelError for missing ones and for
-    those in the layers that the layout does not know; copies of what is the target's are left alone."""
+def load_mtp(file: HeadFile, prefixes: tuple[str, ...], target: LlamaModel) -> tuple[MtpHead, ...]:
+    """Read the layers' tensors, in the target's dtype and on its device. `prefixes` are those of their names, first
+    layer first. Raises ModelError for missing ones and for those in the layers that the layout does not know; copies of
+    the target's embedding and head are ignored."""
     source = HeadTensors(file.directory, target.dtype, target.device)
     config = replace(file.config, num_layers=1, sliding_window=(None,))
     rotary = RotaryEmbedding(config.rope, config.head_dim, target.device)
-    prefixes = layer_prefixes(file.names)
     layers = tuple(_load_layer(source, prefix, config, rotary, target) for prefix in prefixes)
     for prefix in prefixes:  # the file may hold the target's own tensors too
         copies = (f"{prefix}.embed_tokens.weight", f"{prefix}.shared_head.head.weight")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from heads import ALGORITHM, HYPER, KINDS, LAYERED, write_head
+from heads import ALGORITHM, HYPERS, KINDS, LAYERED, write_head
 from matrix import rounds_paused
 from node_pair import NodePair, node_pairs, params
 
@@ -52,12 +52,12 @@ def generate(
     }
 
 
-NAMES = ("ngram", "standalone", *KINDS, *LAYERED, HYPER)
+NAMES = ("ngram", "standalone", *KINDS, *LAYERED, *HYPERS)
 
 
 def target(name: str, checkpoint: Callable[..., Path]) -> Path:
     """Return the model that the drafter `name` is for."""
-    return checkpoint("hyper_llama" if name == HYPER else "llama")
+    return checkpoint("hyper_llama" if name in HYPERS else "llama")
 
 
 def drafter(name: str, model: Path, checkpoint: Callable[..., Path], tmp_path: Path) -> dict[str, Any]:

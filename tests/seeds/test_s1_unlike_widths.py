@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from heads import ALGORITHM, HYPER, KINDS, LAYERED, write_head
+from heads import ALGORITHM, HYPERS, KINDS, LAYERED, write_head
 from layouts import make_layout
 from node_pair import NodePair, node_pairs, params
 
@@ -174,9 +174,9 @@ def check_empty(drafter: Drafter, state: DraftState) -> None:
     assert all(value.dtype == live[name].dtype for name, value in state.present())
 
 
-@pytest.fixture(params=["standalone", "ngram", *KINDS, *LAYERED, HYPER])
+@pytest.fixture(params=["standalone", "ngram", *KINDS, *LAYERED, *HYPERS])
 def idle(request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path: Path) -> Rounds:
-    model = checkpoint("hyper_llama" if request.param == HYPER else "llama")
+    model = checkpoint("hyper_llama" if request.param in HYPERS else "llama")
     if request.param == "ngram":
         drafting: dict[str, Any] = {"speculative": "ngram"}
     elif request.param == "standalone":
