@@ -21,8 +21,8 @@ token after the prompt is sampled. A decode node that recomputes a preempted seq
 because the sequence's slot has kept its state.
 
 Zero rows. A node without work runs nothing, so `propose` and `observe` always have a sequence, and the nodes call
-`finish_prompt` only if a prompt ends. `finish_prompt` takes zero tails all the same: it stores no KV, returns a state of
-zero rows with the fields, widths and dtypes of any other, and refuses `hidden` [0, width] of a wrong width. The last
+`finish_prompt` only if a prompt ends. `finish_prompt` takes zero tails all the same: it stores no KV, returns a state
+of zero rows with the fields, widths and dtypes of any other, and refuses `hidden` [0, width] of a wrong width. The last
 token of a prompt leaves `observe_prompt` without a row of its own if the drafter is shifted.
 """
 
