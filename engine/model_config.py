@@ -11,6 +11,7 @@ from ..metadata.errors import ModelError
 from ..metadata.handoff.hidden_layout import spec_hidden_size
 from .rope import ROPE_TYPES, RopeConfig, RopeType, yarn_attention_factor
 
+_NUM_EXPERTS = ("num_experts", "num_local_experts")  # both spellings of one key
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -24,6 +25,7 @@ class _Family:
     needs: tuple[str, ...] = ()  # keys whose default differs between versions, so that it must not be guessed
     has_streams: bool = False  # hc_mult residual streams (hyper-connections)
     hands_over_collapsed: bool = False  # it has streams, but drafters get the one state that they collapse to
+    has_experts: bool = False
 
 
 FAMILIES = {
@@ -35,8 +37,26 @@ FAMILIES = {
     "Qwen3ForCausalLM": _Family(
         qkv_bias=None, qk_norm=True, window="by_layer", needs=("num_key_value_heads", "head_dim")
     ),
+    "Qwen3MoeForCausalLM": _Family(
+        qkv_bias=None,
+        qk_norm=True,
+        window="refused",
+        needs=("num_key_value_heads", "head_dim", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+        has_experts=True,
+    ),
     "HyperLlamaForCausalLM": _Family(qkv_bias=None, qk_norm=False, window="refused", has_streams=True),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The mixtures of experts of a model."""
+
+    num_experts: int
+    num_active: int  # experts of a token
+    inner_size: int  # hidden units of an expert
+    norm_topk_prob: bool  # the weights of a token's experts sum to one
+    layers: tuple[int, ...]  # layers with experts; the others are dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +85,7 @@ class ModelConfig:
     bos_token_id: int | None
     hc_mult: int = 1  # residual streams; 1 where config.json says none, null, 0 or 1
     hands_over_collapsed: bool = False  # the family has streams and hands the collapsed state to drafters
+    experts: ExpertsConfig | None = None
 
     @property
     def spec_hidden_size(self) -> int:
@@ -88,9 +109,11 @@ class ModelConfig:
 
     @property
     def layer_products(self) -> int:
-        """Weights in the matrices of one layer: what it multiplies for a token, attention aside."""
+        """Weights in the matrices of one layer that a token is multiplied by, attention aside."""
         qkv = self.hidden_size * (self.q_size + 2 * self.kv_size)
-        return qkv + self.q_size * self.hidden_size + 3 * self.hidden_size * self.intermediate_size
+        experts = self.experts
+        inner_size = self.intermediate_size if experts is None else experts.num_active * experts.inner_size
+        return qkv + self.q_size * self.hidden_size + 3 * self.hidden_size * inner_size
 
     @classmethod
     def from_dir(cls, path: Path, architecture: str | None = None) -> ModelConfig:
@@ -137,6 +160,7 @@ class ModelConfig:
             bos_token_id=raw.integer("bos_token_id", minimum=0) if raw.get("bos_token_id") is not None else None,
             hc_mult=_hc_mult(raw, family),
             hands_over_collapsed=family.hands_over_collapsed,
+            experts=_experts(raw) if family.has_experts else None,
         )
 
 
@@ -198,13 +222,27 @@ def _check_supported(raw: _RawConfig) -> _Family:
         raise raw.error("quantization_config", "is not served; use the checkpoint in bfloat16, float16 or float32")
     if raw.get("hidden_act") not in (None, "silu"):
         raise raw.error("hidden_act", "is not served; only silu is")
-    for key in ("num_experts", "num_local_experts"):
-        if raw.get(key):
-            raise raw.error(key, "is not served: mixtures of experts are not; use a dense checkpoint")
+    for key in _NUM_EXPERTS:
+        if raw.get(key) and not family.has_experts:
+            raise raw.error(key, f"is not served for {raw.architecture}; use a dense checkpoint")
     for key in family.needs:
         if not raw.has(key):
             raise ModelError(f"{raw.path}: {key} is missing, and its default is not certain; write it into the file")
     return family
+
+
+def _experts(raw: _RawConfig) -> ExpertsConfig:
+    num_layers = raw.integer("num_hidden_layers")
+    num_experts = raw.integer(next((key for key in _NUM_EXPERTS if raw.has(key)), _NUM_EXPERTS[0]))
+    num_active = raw.integer("num_experts_per_tok")
+    if num_active > num_experts:
+        raise raw.error("num_experts_per_tok", f"is more than there are experts ({num_experts})")
+    step, dense = raw.integer("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise raw.error("mlp_only_layers", "must be a list of layer numbers")
+    layers = tuple(layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in dense)
+    inner_size = raw.integer("moe_intermediate_size")
+    return ExpertsConfig(num_experts, num_active, inner_size, raw.flag("norm_topk_prob"), layers)
 
 
 def _rope(raw: _RawConfig) -> RopeConfig:

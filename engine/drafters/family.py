@@ -20,7 +20,7 @@ from ...metadata.handoff.schema import make_schema
 from ...metadata.wire.node_info import HandoffSchema, PoolLayout
 from ..draft_shape import DraftShape
 from ..model_config import ModelConfig
-from ..models.llama import LlamaModel
+from ..models.decoder import DecoderModel
 from ..progress import Progress
 from ..weights import fingerprint
 from .base import Drafter
@@ -70,7 +70,7 @@ class Loading(NamedTuple):
 
     shape: DraftShape
     hidden: HiddenLayout
-    target: LlamaModel
+    target: DecoderModel
     target_kv: torch.Tensor  # the target's pool, [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim]
     draft_kv: torch.Tensor | None  # the drafter's own pool, if it has one
     dtype: torch.dtype  # of the draft
@@ -131,7 +131,7 @@ class Speculation:
         return xxhash.xxh3_128_hexdigest(json.dumps([weights, self.settings], sort_keys=True).encode())
 
     def load(
-        self, target: LlamaModel, target_kv: torch.Tensor, draft_kv: torch.Tensor | None, on_progress: Progress | None
+        self, target: DecoderModel, target_kv: torch.Tensor, draft_kv: torch.Tensor | None, on_progress: Progress | None
     ) -> Drafter | None:
         """Return the drafter, its own KV in `draft_kv` if it has any; None without speculation."""
         if self.make is None:

@@ -16,13 +16,13 @@ import torch
 from ...kernels.norm import add_rms_norm_, rms_norm
 from ..attention import begin_attention
 from ..batch import ForwardBatch
-from ..layers import Linear, embed
+from ..layers.hyper_decoder import HyperDecoderLayer
 from ..model_config import ModelConfig
+from ..products.linear import Linear
 from ..rope import RotaryEmbedding
-from ..weights import LayerWeights
+from .decoder import DecoderModel
 from .head_file import HeadFile
-from .hyper_llama import stream_layer
-from .llama import LlamaModel
+from .hyper_llama import read_hyper_layer
 from .tensors import HeadTensors
 
 
@@ -32,12 +32,12 @@ class HyperMtpHead:
 
     config: ModelConfig  # of one layer
     rotary: RotaryEmbedding
-    target: LlamaModel
+    target: DecoderModel
     embedding_norm: torch.Tensor  # [hidden_size]
     hidden_norm: torch.Tensor  # [hidden_size], for each stream
     embedding_projection: Linear  # hidden_size -> hidden_size
     hidden_projection: Linear  # hidden_size -> hidden_size, for each stream
-    layer: LayerWeights
+    layer: HyperDecoderLayer
     final_norm: torch.Tensor  # [hidden_size]
 
     def forward(
@@ -45,12 +45,12 @@ class HyperMtpHead:
     ) -> torch.Tensor:
         """States come back, and go in, in the same form in both phases."""
         eps, size = self.config.rms_norm_eps, self.config.hidden_size
-        attend = begin_attention(self.config, self.rotary, batch, kv)
-        embedded = rms_norm(embed(batch.input_ids, self.target.weights.embedding), self.embedding_norm, eps)
+        context = begin_attention(self.config, self.rotary, batch, kv)
+        embedded = rms_norm(self.target.embed(batch.input_ids), self.embedding_norm, eps)
         normed = rms_norm(hidden.reshape(-1, size), self.hidden_norm, eps)  # [num_tokens * hc_mult, hidden_size]
         streams = self._streams(self.hidden_projection(normed).view(hidden.shape))
         streams = streams + self.embedding_projection(embedded).unsqueeze(1)
-        return stream_layer(streams, 0, self.layer, attend, eps).flatten(1)
+        return self.layer(streams, context).flatten(1)
 
     def logits(self, recurrent: torch.Tensor) -> torch.Tensor:
         """By the layer's own norm and the target's lm_head."""
@@ -61,7 +61,7 @@ class HyperMtpHead:
         return wide.unflatten(1, (self.config.hc_mult, self.config.hidden_size))
 
 
-def load_hyper_mtp(file: HeadFile, prefixes: tuple[str, ...], target: LlamaModel) -> tuple[HyperMtpHead, ...]:
+def load_hyper_mtp(file: HeadFile, prefixes: tuple[str, ...], target: DecoderModel) -> tuple[HyperMtpHead, ...]:
     """Read the layers' tensors, in the target's dtype and on its device. `prefixes` are those of their names, first
     layer first. Raises ModelError for missing ones and for those in the layers that the layout does not know; copies of
     the target's embedding and head are ignored."""
@@ -75,7 +75,7 @@ def load_hyper_mtp(file: HeadFile, prefixes: tuple[str, ...], target: LlamaModel
 
 
 def _load_layer(
-    source: HeadTensors, prefix: str, config: ModelConfig, rotary: RotaryEmbedding, target: LlamaModel
+    source: HeadTensors, prefix: str, config: ModelConfig, rotary: RotaryEmbedding, target: DecoderModel
 ) -> HyperMtpHead:
     size = config.hidden_size
     return HyperMtpHead(
@@ -86,6 +86,6 @@ def _load_layer(
         source.tensor(f"{prefix}.hnorm.weight", size),
         source.linear(f"{prefix}.e_proj", size, size),
         source.linear(f"{prefix}.h_proj", size, size),
-        source.layer(prefix, config),
+        read_hyper_layer(source.with_biases(config, prefix), source, prefix, 0),
         source.tensor(f"{prefix}.norm.weight", size),
     )

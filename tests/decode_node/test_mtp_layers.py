@@ -26,7 +26,7 @@ from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import DraftState, RoundRows
 from baton.engine.drafters.speculation import read_speculation
 from baton.engine.model_config import ModelConfig
-from baton.engine.models.llama import LlamaModel
+from baton.engine.models.decoder import DecoderModel
 from baton.engine.trees import Drafts
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ConfigError
@@ -50,7 +50,7 @@ class Scratch(NamedTuple):
 class ScratchLayers:
     """The layers of a head's directory, computed by the formulas of docs/drafter_checkpoints.md."""
 
-    def __init__(self, directory: Path, target: LlamaModel) -> None:
+    def __init__(self, directory: Path, target: DecoderModel) -> None:
         self.config = json.loads((directory / "config.json").read_text())
         self.tensors = load_file(directory / "model.safetensors")
         self.target = target
@@ -66,7 +66,7 @@ class ScratchLayers:
         """Compute all layers for `token_ids` 0 .. L and the target's `states` [L, handoff width], greedily."""
         tokens, scratch, inputs = list(token_ids), Scratch([], [], []), states
         for m, prefix in enumerate(self.prefixes):
-            embedded = self.target.weights.embedding[torch.tensor(tokens[1 + m : 1 + m + len(states)])]
+            embedded = self.target.embed(torch.tensor(tokens[1 + m : 1 + m + len(states)]))
             layer = self._layer if self.num_streams == 1 else self._layer_over_streams
             state, logits, k, v = layer(prefix, embedded, inputs)
             scratch.keys.append(k)
