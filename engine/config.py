@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ..metadata.config import NodeConfig, at_least, setting
+from .drafters.registry import ALGORITHMS
 
-Algorithm = Literal["none", "ngram", "standalone", "eagle", "eagle3", "mtp", "frozen-kv-mtp"]
 CHUNK_TOKENS = 512
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -51,11 +51,12 @@ class EngineConfig(NodeConfig):
         True, "keep the KV pages of finished requests, so that prompts with the same beginning start sooner"
     )
     threads: int | None = setting(None, "compute with this many CPU threads (default: half of the cores)")
-    speculative: Literal["auto", Algorithm] = setting(
+    speculative: str = setting(
         "auto",
-        "draft tokens on decode nodes with ngram (from the request's own text), standalone (a small model), or "
-        "eagle, eagle3, mtp or frozen-kv-mtp (heads on the target's hidden states); none drafts nothing; auto "
-        "follows speculation.json in the model's directory, and without that file drafts nothing",
+        "draft tokens on decode nodes with ngram (from the request's own text), standalone (a small model), or a head "
+        "on the target's hidden states (the others); none drafts nothing; auto follows speculation.json in the model's "
+        "directory, and without that file drafts nothing",
+        choices=("auto", *ALGORITHMS),
     )
     draft_model: str | None = setting(
         None,

@@ -2,6 +2,10 @@
 
 y = pre_projection([E(t) ; g]);  per layer: y += o(attend(rope(q(norm(y))))), y += mlp(norm(y))
 u = norm(y);  logits = u @ output.T;  g = post_projection(u), of the target's width
+
+The first g is the state that the target's output matrix takes. If the target has residual streams, it is the collapsed
+state, never the streams: such a head is trained on the backbone's last hidden state, and backbone_hidden_size says its
+width.
 """
 
 from __future__ import annotations
@@ -133,9 +137,4 @@ def read_frozen_kv(directory: Path, target: ModelConfig) -> FrozenKvFile:
     for name, there, here in zip(names, theirs, ours, strict=True):
         if there != here:
             raise ConfigError(f"{directory}: {name} is {there}; the target's is {here}")
-    if target.handoff_hidden_size != width:
-        raise ConfigError(
-            f"{directory}: backbone_hidden_size is {width}; the target hands over {target.handoff_hidden_size}"
-            f" numbers a position (hc_mult {target.hc_mult})"
-        )
     return FrozenKvFile(directory, config, tuple(layers))

@@ -18,7 +18,8 @@ from ..model_config import ModelConfig
 from ..products.linear import Linear
 from ..rope import RotaryEmbedding
 from .decoder import DecoderModel
-from .heads import HeadFile, run_body
+from .head_file import HeadFile
+from .heads import run_body
 from .llama import read_layer
 from .tensors import HeadTensors
 
@@ -60,16 +61,28 @@ class MtpHead:
         return self.target.logits(recurrent)
 
 
-def load_mtp(file: HeadFile, target: DecoderModel) -> tuple[MtpHead, ...]:
-    """Read the layers, in the target's dtype and on its device.
+def layer_prefixes(names: frozenset[str]) -> tuple[str, ...]:
+    """Return `model.layers.61`, ..., `model.mtp_layers.0`, ... or `mtp.0`, ..., by their numbers; none if there is no
+    MTP layer."""
+    inputs = (".eh_proj.weight", ".input_proj.weight", ".e_proj.weight")
+    found = {name.rsplit(".", 2)[0] for name in names if name.endswith(inputs)}
+    return tuple(sorted(found, key=lambda prefix: int(prefix.rsplit(".", 1)[1])))
 
-    Raises ModelError for tensors that are missing, and for tensors in the layers that the layout does not know. Copies
-    of the target's tensors are not read."""
+
+def takes_chained_states(file: HeadFile) -> bool:
+    """Return whether each of several layers takes the state of the one before it; otherwise all take the target's."""
+    return bool(file.settings.get("mtp_chained", "mtp_layers" not in layer_prefixes(file.names)[0]))
+
+
+def load_mtp(file: HeadFile, prefixes: tuple[str, ...], target: DecoderModel) -> tuple[MtpHead, ...]:
+    """Read the layers' tensors, in the target's dtype and on its device. `prefixes` are those of their names, first
+    layer first. Raises ModelError for missing ones and for those in the layers that the layout does not know; copies of
+    the target's embedding and head are ignored."""
     source = HeadTensors(file.directory, target.dtype, target.device)
     config = replace(file.config, num_layers=1, sliding_window=(None,))
     rotary = RotaryEmbedding(config.rope, config.head_dim, target.device)
-    layers = tuple(_load_layer(source, prefix, config, rotary, target) for prefix in file.mtp_prefixes)
-    for prefix in file.mtp_prefixes:  # the file may hold the target's own tensors too
+    layers = tuple(_load_layer(source, prefix, config, rotary, target) for prefix in prefixes)
+    for prefix in prefixes:  # the file may hold the target's own tensors too
         copies = (f"{prefix}.embed_tokens.weight", f"{prefix}.shared_head.head.weight")
         source.refuse_unknown(*copies, within=f"{prefix}.")
     return layers

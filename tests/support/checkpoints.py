@@ -15,10 +15,11 @@ END = "<|end|>"
 
 
 def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **config: Any) -> Path:
-    """Write a random float32 model of `family` with a byte-level tokenizer of 512 ids, and return `path`. Families:
-    llama, mistral, qwen2, qwen3, qwen3_moe (4 experts, 2 of them active), and hyper_llama, a llama with `hc_mult`
-    residual streams (4 by default). `config` overrides fields of the transformers configuration. The weights are spread wide, so that the greedy text varies and
-    near-ties are rare."""
+    """Write a random float32 model of `family` with a byte-level tokenizer of 512 ids, and return `path`.
+
+    Families: llama, mistral, qwen2, qwen3, qwen3_moe (4 experts, 2 of them active), and hyper_llama, a llama with
+    `hc_mult` residual streams (4 by default). `config` overrides fields of the transformers configuration. The weights
+    are spread wide, so that the greedy text varies and near-ties are rare."""
     import torch
     import transformers
 

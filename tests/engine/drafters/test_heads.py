@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from drafters import target_of
-from heads import ALGORITHM, HYPER, KINDS, write_head
+from heads import ALGORITHM, HYPER, HYPER_FROZEN, HYPER_MTP, KINDS, write_head
 from node_pair import params
 from oracle import RMS_NORM_EPS, Oracle
 from safetensors.torch import load_file, save_file
@@ -27,7 +27,7 @@ from baton.metadata.errors import BatonError, ConfigError, ModelError
 
 BOUND = 1e-4
 PROMPT = [random.Random(3).randrange(512) for _ in range(11)]
-WIDTHS = {"eagle3": 24, "frozen-kv-mtp": 24}  # heads of another width than their target's
+WIDTHS = {"eagle3": 24, "frozen-kv-mtp": 24, HYPER_FROZEN: 24}  # heads of another width than their target's
 
 Checkpoints = Callable[..., Path]
 
@@ -43,7 +43,7 @@ def head_of(kind: str, model: Path, directory: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", (*KINDS, HYPER))
+@pytest.mark.parametrize("kind", (*KINDS, HYPER, HYPER_MTP, HYPER_FROZEN))
 def test_states_and_logits_equal_plain_torch(
     kind: str, temperature: float, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
@@ -66,7 +66,7 @@ def check_rows(kind: str, model: Path, head: Path, temperature: float) -> None:
     solo = Solo(model, speculative=ALGORITHM[kind], draft_model=str(head))
     with spied(solo.drafter) as log:
         sequence = solo.start(PROMPT, params(30, temperature=temperature, seed=5), chunk=4)
-        if kind != "frozen-kv-mtp":
+        if ALGORITHM[kind] != "frozen-kv-mtp":
             states, theirs = oracle.rows(sequence.token_ids, [])
             assert [each.positions for each in log] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [10]]
             close(torch.cat([each.recurrent for each in log]), states)
@@ -82,7 +82,7 @@ def check_round(solo: Solo, oracle: Oracle, sequence: Any, num_steps: int, log: 
     missed = list(range(sequence.num_computed - num_missed, sequence.num_computed))
     [accepted] = solo.round([sequence], num_steps)
     own = [each for each in log if not each.is_extend]
-    if oracle.kind == "frozen-kv-mtp":
+    if ALGORITHM[oracle.kind] == "frozen-kv-mtp":
         tokens = [each.tokens[0] for each in own]  # the bonus token, then d_1 ..
         states, theirs = oracle.rows(before, tokens[1:])
         assert len(own) == num_steps and tokens[:1] == before[-1:] * (num_steps > 0)
@@ -216,7 +216,7 @@ Damage = Callable[[Path], Path]
 REFUSED: list[tuple[str, str, Damage, type[BatonError], list[str]]] = [
     ("eagle", "eagle", lambda d: change(d, hidden_size=32), ConfigError, ["hidden size 32", "64"]),
     ("eagle", "eagle", lambda d: change(d, vocab_size=500), ConfigError, ["vocabulary of 500", "512"]),
-    ("eagle", "eagle", lambda d: change(d, {"fc.weight": None}), ModelError, ["no EAGLE"]),
+    ("eagle", "eagle", lambda d: change(d, {"fc.weight": None}), ModelError, ["no head for eagle, eagle3, mtp"]),
     ("eagle", "eagle", lambda d: change(d, {"layers.0.mlp.up_proj.weight": None}), ModelError, ["mlp.up_proj.weight"]),
     ("eagle", "eagle", lambda d: change(d, {"fc.weight": torch.zeros(64, 64)}), ModelError, ["fc.weight", "64, 128"]),
     ("eagle", "eagle3", lambda d: d, ConfigError, ["eagle3", "head for eagle"]),
@@ -311,7 +311,7 @@ REFUSED: list[tuple[str, str, Damage, type[BatonError], list[str]]] = [
         ["layers.1.self_attn.k_proj"],
     ),
     ("eagle", "frozen-kv-mtp", lambda d: d, ModelError, ["no FROZEN_KV_MTP head"]),
-    ("frozen-kv-mtp", "eagle", lambda d: d, ModelError, ["no EAGLE"]),
+    ("frozen-kv-mtp", "eagle", lambda d: d, ModelError, ["no head for eagle, eagle3, mtp"]),
 ]
 
 
