@@ -30,11 +30,12 @@ from ..engine.adaptive import StepChooser
 from ..engine.draft_row import get_draft
 from ..engine.draft_shape import DraftShape
 from ..engine.drafters.base import DraftState
-from ..engine.engine import NO_NUMBERS, Engine
+from ..engine.engine import Engine
 from ..engine.graphs import graph_sizes
 from ..engine.progress import ProgressBar
 from ..engine.rounds import Accepted, Rounds, Submitted
 from ..engine.step_times import StepTimes
+from ..engine.work import NO_NUMBERS
 from ..metadata.bus.membership import Membership, RouterGone
 from ..metadata.bus.session import RouterWork
 from ..metadata.errors import ProtocolError

@@ -42,7 +42,6 @@ from .work import BatchRow
 logger = logging.getLogger(__name__)
 
 MIN_LEASE_S = 1.0
-NO_NUMBERS = "the model's logits at position {position} are not numbers; try another dtype, or check the weights"
 LEASE_STEPS = 8  # a decode node that recomputes a chunk renews no lease meanwhile
 _DEFAULT_POOL_TOKENS = 65_536
 _MEMORY_SHARE = 0.25  # of what is free, for a pool of the default size

@@ -8,7 +8,7 @@ chooses. Host decisions, such as the length of drafts, are made before the work 
 
     work        does                                                        report
     Chunk       computes prompt tokens, and their log-probabilities         Scores
-    Tails       samples first tokens, and drafts after them                 FirstTokens, then Tails' drafts
+    Tails       samples first tokens, and drafts after them                 FirstTokens, then HandoffRows
     LoadSlot    gives a slot to a sequence                                  -
     CatchUp     lets the drafter see rows that rounds left out              -
     Round       drafts, verifies, accepts                                   Tokens
@@ -19,6 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from ..metadata.wire.request import TokenLogprobs
+from .sampling_state import SamplingState
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +36,97 @@ class BatchRow:
     position: int  # of the first new token: as many tokens have KV in the pages
     pages: Sequence[int]
     num_logits: int = 1
+
+
+# --- prompts: what a prefill node asks for ---
+
+NO_NUMBERS = "the model's logits at position {position} are not numbers; try another dtype, or check the weights"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRow:
+    """The next tokens of one prompt.
+
+    The executor keeps states of the prompt's last positions under `key` until the prompt's Tail is submitted or the key
+    is forgotten. The first `num_scored` of the new positions score the token that follows them in the prompt, which
+    needs logits at all new positions.
+    """
+
+    key: int  # names the prompt on the device
+    token_ids: Sequence[int]  # the whole prompt
+    row: BatchRow  # its new tokens
+    num_scored: int = 0
+    num_logprobs: int = 0  # likeliest tokens that are reported with each score
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPages:
+    """Copies of pages within every pool: page sources[i] into page targets[i], in this order."""
+
+    sources: Sequence[int]
+    targets: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """A prompt whose last token is in the chunk, and its choices: each samples its own first token.
+
+    `copies` gives the choices after the first one their own copies of the pages that a first token changes.
+    """
+
+    row: int  # index into the chunk's rows
+    states: Sequence[SamplingState]  # of each choice, before its first token
+    block_tables: Sequence[Sequence[int]]  # of each choice
+    copies: CopyPages
+    is_handed_over: bool  # whether a decode node continues: then the drafter works, and metadata rows are reported
+    num_cached: int  # prompt tokens found in the prefix cache, for the metadata rows
+
+
+@dataclass(frozen=True, slots=True)
+class Tails:
+    """Prompts whose first tokens are sampled in one pass, with one row of logits for each choice."""
+
+    tails: Sequence[Tail]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The prompt tokens of one step, and the prompts that end in it."""
+
+    rows: Sequence[ChunkRow]
+    tails: Sequence[Tails]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(each.row.input_ids) for each in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The report of a chunk whose KV is computed.
+
+    `logprobs` has, for each row of the chunk, the log-probabilities of its scored tokens. The times are monotonic
+    seconds: when the chunk was begun, and when the host saw that it was computed.
+    """
+
+    begun: float
+    computed: float
+    logprobs: Sequence[Sequence[TokenLogprobs]]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokens:
+    """The first tokens of one prompt's choices, in order. None: the logits of the choice are not numbers."""
+
+    token_ids: Sequence[int | None]
+    logprobs: Sequence[TokenLogprobs | None]
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffRows:
+    """The metadata rows of one prompt's choices, in order, with first tokens and drafts, in the bytes of the schema.
+
+    None: the choice has no first token. A prompt that is not handed over has no rows.
+    """
+
+    rows: Sequence[bytes | None]

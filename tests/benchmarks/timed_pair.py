@@ -142,7 +142,7 @@ class TimedPair(NodePair):
         return Run([result.ids for result in results], rounds, self._decode_s, self._steps)
 
     def _watch(self) -> None:
-        sample, rounds = self.prefill.engine.sample, self.decode.rounds
+        sample, rounds = self.prefill.prompts.engine.sample, self.decode.rounds
         submit, collect = rounds.submit, rounds.collect
 
         def sample_and_stamp(*args: Any) -> Any:
@@ -164,7 +164,7 @@ class TimedPair(NodePair):
                     self._rounds[sequence.unit.rid] = Rounds(count + 1, num_accepted + result.num_accepted)
             return results
 
-        self.prefill.engine.sample = sample_and_stamp
+        self.prefill.prompts.engine.sample = sample_and_stamp
         rounds.submit, rounds.collect = stamp_and_submit, collect_and_count
 
 

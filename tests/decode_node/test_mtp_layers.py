@@ -30,7 +30,6 @@ from baton.engine.trees import Drafts
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ConfigError
 from baton.prefill_node import scheduler as prefill_scheduler
-from baton.prefill_node.request import Request
 
 from .test_speculation import SETTINGS, prompts
 
@@ -249,11 +248,11 @@ def _other_chaining(checked: Checked) -> None:
 def _rows_of_the_last_chunk_alone(checked: Checked) -> None:
     """The defect: the prefill node forgets the states of earlier chunks."""
 
-    def mutated(request: Request, extend: torch.Tensor, num_rows: int) -> None:
-        missing = extend.new_zeros(num_rows, extend.shape[1])
-        request.extend_rows = torch.cat([missing, extend])[-num_rows:]
+    def mutated(kept: torch.Tensor | None, states: torch.Tensor, num_rows: int) -> torch.Tensor:
+        missing = states.new_zeros(num_rows, states.shape[1])
+        return torch.cat([missing, states])[-num_rows:]
 
-    Request.keep_rows = mutated  # type: ignore[method-assign]
+    prompts._latest = mutated
 
 
 def _shared_tail_pages(checked: Checked) -> None:
@@ -275,7 +274,7 @@ DEFECTS = (
 def test_the_recompute_catches(
     kind: str, defect: Callable[[Checked], None], make_checked: MakeChecked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Request, "keep_rows", Request.keep_rows)  # put back afterwards
+    monkeypatch.setattr(prompts, "_latest", prompts._latest)  # put back afterwards
     monkeypatch.setattr(prefill_scheduler, "shared_pages", prefill_scheduler.shared_pages)
     checked = make_checked(kind, chunk_tokens=1)
     defect(checked)

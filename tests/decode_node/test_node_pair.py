@@ -46,7 +46,7 @@ def test_greedy_output_equals_transformers(
         decode={"page_size": 4, "chunk_tokens": 6, "transport": transport},
         overlaps=transport == "zmq",
     )
-    cases = prompts(pair.prefill.engine.card.vocab_size, (1, 3, 4, 5, 8, 9, 13, 24, 25))
+    cases = prompts(pair.prefill.prompts.engine.card.vocab_size, (1, 3, 4, 5, 8, 9, 13, 24, 25))
     for i, prompt in enumerate(cases):
         pair.submit(f"r{i}", prompt, params(12))
     results = pair.run()

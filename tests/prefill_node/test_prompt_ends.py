@@ -83,7 +83,7 @@ def test_logits_that_are_nan_fail_only_their_prompt(
     good = by_name(pair.run())
     pair.results.clear()
     together(pair, len(names), monkeypatch)
-    engine = pair.prefill.engine
+    engine = pair.prefill.prompts.engine
     logits = engine.model.logits
 
     def broken(hidden: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 from baton.decode_node.config import DecodeConfig
 from baton.decode_node.node import DecodeNode
+from baton.engine.prompts import Prompts
 from baton.engine.startup import load_engine, make_membership, transports
 from baton.metadata.bus.membership import Membership
 from baton.metadata.bus.sockets import new_epoch
@@ -33,7 +34,7 @@ def start_prefill(name: str, config: PrefillConfig, *, lease_s: float, **more: A
     )
     membership = make_membership(config, name, "prefill", engine, None, epoch, handoff.address)
     sizes = config.max_running, config.chunk(engine.device.type)
-    return _started(membership, handoff, lambda: PrefillNode(engine, membership, handoff, *sizes, **more))
+    return _started(membership, handoff, lambda: PrefillNode(Prompts(engine), engine.cache, membership, handoff, *sizes, **more))
 
 
 def start_decode(name: str, config: DecodeConfig, **more: Any) -> DecodeNode:

@@ -145,7 +145,7 @@ def run_single(pair: NodePair, rid: str, prompt: list[int], asked: SamplingParam
 
 def _least_gap(pair: NodePair, case: Case) -> float:
     """Return the least gap between the two best scores of any token. Check every token by one forward over all."""
-    engine, gaps = pair.prefill.engine, []
+    engine, gaps = pair.prefill.prompts.engine, []
     vocab_size = engine.model_config.vocab_size
     longest = len(case.prompt) + case.params.max_tokens
     pages = engine.pool.allocate(-(-longest // PAGE_SIZE), Owner.REQUEST)
