@@ -152,7 +152,7 @@ def new_request(message: Prefill, engine: Engine) -> Request:
     prompt_ids, received_ids = generation.token_ids(vocab_size, engine.context_len)
     choices = {
         Unit(message.rid, choice, message.attempt): SamplingState(
-            generation.params, prompt_ids, received_ids, vocab_size=vocab_size, choice=choice, device=engine.device
+            generation.params, prompt_ids, received_ids, vocab_size=vocab_size, choice=choice
         )
         for choice in message.choices
     }
