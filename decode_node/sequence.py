@@ -167,9 +167,7 @@ def new_sequence(message: Dispatch, choice: int, order: int, engine: Engine) -> 
     """Return a choice that the router asks for, without pages yet. Raises RequestError if the model cannot run it."""
     request, vocab_size = message.request, engine.model_config.vocab_size
     prompt_ids, received_ids = request.token_ids(vocab_size, engine.context_len)
-    sampling = SamplingState(
-        request.params, prompt_ids, received_ids, vocab_size=vocab_size, choice=choice, device=engine.device
-    )
+    sampling = SamplingState(request.params, prompt_ids, received_ids, vocab_size=vocab_size, choice=choice)
     return Sequence(
         unit=Unit(message.rid, choice, message.attempt),
         order=order,

@@ -81,7 +81,7 @@ class Running(Protocol):
     slot: int | None
     token_ids: list[int]  # the last one is the bonus token
     pages: list[int]
-    sampling: SamplingState  # its history is the slot's
+    sampling: SamplingState
     num_missed: int  # rows since the drafter last saw one; beyond MAX_MISSED it never will again
 
     @property
@@ -147,7 +147,6 @@ class Rounds:
         sequence.slot = self.slots.take()
         with torch.inference_mode():  # as rounds, which may have allocated columns
             self.slots.load(sequence.slot, length, sequence.token_ids[-1], sequence.sampling, draft)
-        sequence.sampling.forget_history()
 
     def release(self, sequence: Running) -> None:
         """The sequence is over, if it ever ran."""

@@ -15,7 +15,17 @@ from ..kernels.rows import assign_rows_, gather_rows
 from .constants import counted
 from .copies import to_device
 from .drafters.base import Drafter, DraftState, RoundRows
-from .sampling_batch import FLOATS, INTS, SamplingBatch, columns
+from .sampling_batch import (
+    FLOATS,
+    INTS,
+    Fill,
+    SamplingBatch,
+    columns,
+    fill_bias_,
+    fill_output_counts_,
+    fill_prompt_mask_,
+    fill_stops_,
+)
 from .sampling_state import Needs, SamplingState
 
 MAX_MISSED = 64  # rows that a drafter can catch up on (the ring of DESIGN.md section 5)
@@ -80,17 +90,19 @@ class Slots:
         self._top_p[slot] = top_p
         if state.penalizes and self._prompt_mask is None:
             self._prompt_mask, self._output_counts = self._per_token(torch.bool), self._per_token(torch.int32)
-        if state.bias_ids is not None and self._bias is None:
+        if state.bias and self._bias is None:
             self._bias = self._per_token(torch.float32)
-        if state.stop_ids is not None and self._stops is None:
+        if state.banned_ids and self._stops is None:
             self._stops = self._per_token(torch.bool)
-        if self._prompt_mask is not None and self._output_counts is not None:
-            self._prompt_mask[slot] = state.seen_in_prompt()
-            self._output_counts[slot] = state.counted_output()
-        if self._bias is not None:
-            self._bias[slot] = state.dense_bias()
-        if self._stops is not None:
-            self._stops[slot] = state.dense_stops()
+        fills: list[tuple[Tensor | None, Fill]] = [
+            (self._prompt_mask, fill_prompt_mask_),
+            (self._output_counts, fill_output_counts_),
+            (self._bias, fill_bias_),
+            (self._stops, fill_stops_),
+        ]
+        for column, fill_ in fills:
+            if column is not None:
+                fill_(column[slot].zero_(), [state])
         if draft is not None:
             self.load_draft(to_device(torch.tensor([slot]), self.device), draft)
 

@@ -92,7 +92,7 @@ def _admit(
     params = SamplingParams(max_tokens=num_new, temperature=0.0)
     sequences: list[Running] = []
     for row, (ids, own, token) in enumerate(zip(prompts, pages, computed.logits.argmax(1).tolist(), strict=True)):
-        state = SamplingState(params, ids, [token], vocab_size=engine.model_config.vocab_size, device=engine.device)
+        state = SamplingState(params, ids, [token], vocab_size=engine.model_config.vocab_size)
         sequence = Running([*ids, token], len(ids), own, state)
         rounds.admit(sequence, len(ids), None if draft is None else draft.row(row))
         sequences.append(sequence)

@@ -212,5 +212,5 @@ class Judge:
         logits = engine.forward([BatchRow(ids, 0, pages)])
         engine.pool.release(pages)
         vocab_size, device = engine.model_config.vocab_size, engine.device
-        state = SamplingState(one, prompt, theirs[:at], vocab_size=vocab_size, device=device)
+        state = SamplingState(one, prompt, theirs[:at], vocab_size=vocab_size)
         return float(tie_gap(logits, SamplingBatch.of([state], device)))

@@ -90,10 +90,7 @@ class Solo:
     ) -> list[Running]:
         """Start prompts of one length in one batch."""
         vocab_size = self.engine.model_config.vocab_size
-        states = [
-            SamplingState(p, ids, vocab_size=vocab_size, device=self.engine.device)
-            for ids, p in zip(prompts, params, strict=True)
-        ]
+        states = [SamplingState(p, ids, vocab_size=vocab_size) for ids, p in zip(prompts, params, strict=True)]
         pages = [self._allocate(len(ids) + p.max_tokens + 16) for ids, p in zip(prompts, params, strict=True)]
         extend, logits = self._compute(prompts, pages, chunk)
         tokens, _ = self.engine.sample(logits, states)
@@ -141,9 +138,7 @@ class Solo:
         extend, _ = self._compute([known], [pages], len(known))
         prompt, output = sequence.token_ids[: sequence.prompt_len], sequence.generated
         known_by = sequence.sampling
-        sampling = SamplingState(
-            known_by.params, prompt, output, vocab_size=known_by.vocab_size, device=self.engine.device
-        )
+        sampling = SamplingState(known_by.params, prompt, output, vocab_size=known_by.vocab_size)
         scratch = Running(sequence.prompt_len, list(sequence.token_ids), len(known), pages, sampling)
         self.rounds.admit(scratch, len(known), self._finish([scratch], extend))
         return scratch
