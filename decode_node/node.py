@@ -33,9 +33,9 @@ from ..engine.drafters.base import DraftState
 from ..engine.engine import Engine
 from ..engine.graphs import graph_sizes
 from ..engine.progress import ProgressBar
-from ..engine.rounds import Accepted, Rounds, Submitted
+from ..engine.rounds import Rounds, Submitted
 from ..engine.step_times import StepTimes
-from ..engine.work import NO_NUMBERS
+from ..engine.work import NO_NUMBERS, Accepted
 from ..metadata.bus.membership import Membership, RouterGone
 from ..metadata.bus.session import RouterWork
 from ..metadata.errors import ProtocolError
@@ -119,7 +119,15 @@ class DecodeNode:
         self._clock = RoundClock(self._overlaps)
         self.outbox = Outbox()
         self._row_buffer = MetadataBuffers(engine.schema)
-        self._reservations = Reservations(engine, self.scheduler, self.outbox, self.load, membership.send, self._fail)
+        self._reservations = Reservations(
+            self.scheduler,
+            self.outbox,
+            self.load,
+            membership.send,
+            self._fail,
+            vocab_size=engine.model_config.vocab_size,
+            context_len=engine.context_len,
+        )
         self._counts = _Counts()
 
     def step(self) -> bool:
@@ -143,7 +151,7 @@ class DecodeNode:
     @property
     def is_idle(self) -> bool:
         """Whether the node holds no sequence."""
-        return self._under_way is None and not any(True for _ in self.scheduler)
+        return self._under_way is None and not self.scheduler
 
     def load(self) -> Load:
         scheduler = self.scheduler
@@ -225,7 +233,7 @@ class DecodeNode:
 
     def _resend(self, unit: Unit, first: int) -> None:
         """Send the unit's tokens from number `first` on again. If its pages do not come, ask for the offers again."""
-        sequence = next((each for each in self.scheduler if each.unit == unit), None) or self.outbox.find_ended(unit)
+        sequence = self.scheduler.get(unit) or self.outbox.find_ended(unit)
         if sequence is None:
             self._fail(unit, "unavailable", "the node does not know this request any more", is_retryable=True)
         elif first > sequence.num_generated and unit in self.scheduler.reserved and not self.handoff.ask_offers(unit):

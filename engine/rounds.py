@@ -28,20 +28,11 @@ from .progress import Progress
 from .round import RoundResult, catch_up, run_round
 from .round_inputs import RoundInputs
 from .sampling_state import Needs, SamplingState
-from .slots import MAX_MISSED, Slots
-from .work import BatchRow
+from .slots import Slots
+from .work import MAX_MISSED, Accepted, BatchRow
 
 _MEASURED = SamplingParams(max_tokens=1, temperature=0.0)
 _COUNTS = 2  # numbers of a row before its tokens
-
-
-class Accepted(NamedTuple):
-    """Result of a round for one sequence."""
-
-    token_ids: list[int]  # t_0 .. t_a, at least one; fewer where the target's logits are no numbers
-    logprobs: list[TokenLogprobs | None]
-    num_accepted: int  # a: drafts that equal the target's tokens
-    num_drafted: int  # at most K: those that it would have taken
 
 
 @dataclass(slots=True)

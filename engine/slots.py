@@ -27,8 +27,8 @@ from .sampling_batch import (
     fill_stops_,
 )
 from .sampling_state import Needs, SamplingState
+from .work import MAX_MISSED
 
-MAX_MISSED = 64  # rows that a drafter can catch up on (the ring of DESIGN.md section 5)
 _LENGTH, _LAST_TOKEN = 0, 1  # before INTS
 _POSITION, _NUM_GENERATED, _TOP_K = (2 + INTS.index(name) for name in ("position", "num_generated", "top_k"))
 _COLUMNS = Columns((_LENGTH, _POSITION, _NUM_GENERATED), _LAST_TOKEN)

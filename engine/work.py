@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..metadata.wire.request import TokenLogprobs
 from .sampling_state import SamplingState
@@ -36,6 +37,20 @@ class BatchRow:
     position: int  # of the first new token: as many tokens have KV in the pages
     pages: Sequence[int]
     num_logits: int = 1
+
+
+# --- rounds: what a decode node asks for ---
+
+MAX_MISSED = 64  # rows that a drafter can catch up on: the device keeps so many for each slot
+
+
+class Accepted(NamedTuple):
+    """Result of a round for one sequence."""
+
+    token_ids: list[int]  # t_0 .. t_a, at least one; fewer if the target's logits are not numbers
+    logprobs: list[TokenLogprobs | None]
+    num_accepted: int  # a: drafts that equal the target's tokens
+    num_drafted: int  # at most K: drafts that the sequence could have accepted
 
 
 # --- prompts: what a prefill node asks for ---

@@ -13,8 +13,8 @@ from bench_sequences import CONTEXT, Running, run_rounds, start, stop
 from baton.engine.adaptive import StepChooser
 from baton.engine.engine import Engine
 from baton.engine.rounds import Rounds, Submitted
-from baton.engine.slots import MAX_MISSED
 from baton.engine.step_times import StepTimes
+from baton.engine.work import MAX_MISSED
 
 NUM_NEW = 256  # tokens a sequence, on average where they differ
 NUM_TURNS = 3

@@ -23,7 +23,7 @@ from solo import Running, Solo, caught, coach, spoil
 from baton.engine import slots
 from baton.engine.round_inputs import RoundInputs
 from baton.engine.rounds import Rounds
-from baton.engine.slots import MAX_MISSED
+from baton.engine.work import MAX_MISSED
 from baton.kernels.advance import advance_ref_
 from baton.metadata.wire.request import SamplingParams
 

@@ -19,12 +19,12 @@ from baton.decode_node.scheduler import StepPlan
 from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import RoundRows
 from baton.engine.pages import Owner
-from baton.engine.rounds import Accepted, Submitted
+from baton.engine.rounds import Submitted
 from baton.engine.sampling import sample, tie_gap
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
 from baton.engine.trees import Drafts
-from baton.engine.work import BatchRow
+from baton.engine.work import Accepted, BatchRow
 from baton.metadata.wire.request import SamplingParams, choice_seed
 
 PAGE_SIZE = 4

@@ -25,11 +25,10 @@ from baton.engine.drafters import frozen_kv, mtp_layers, shifted, standalone
 from baton.engine.drafters.base import Drafter, DraftState, PromptChunk, PromptTail
 from baton.engine.engine import Engine
 from baton.engine.pages import Owner
-from baton.engine.rounds import Accepted, Rounds
+from baton.engine.rounds import Rounds
 from baton.engine.sampling_batch import INTS, SamplingBatch
 from baton.engine.sampling_state import SamplingState
-from baton.engine.slots import MAX_MISSED
-from baton.engine.work import BatchRow
+from baton.engine.work import MAX_MISSED, Accepted, BatchRow
 from baton.metadata.wire.request import SamplingParams
 
 POISON = 1e4  # written where nobody may read; finite, so that a masked score stays masked
