@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from node_pair import NodePair, node_pairs, params
 
+from baton.engine.prompts import Prompts, SubmittedChunk
+from baton.engine.work import Scores
 from baton.metadata.wire.messages import PROTOCOL_MAX, PrefillDone, Tokens, Welcome
 from baton.metadata.wire.request import Unit
 from baton.prefill_node import chunks, node
@@ -54,18 +56,20 @@ def submit(
 def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
     """The chunks that prefill nodes submit and wait for, with their rids."""
     found: list[tuple[str, list[str]]] = []
-    begin, wait = chunks.submit, chunks.SubmittedChunk.wait
+    names: dict[int, str] = {}
+    begin, wait = chunks.submit, SubmittedChunk.wait
 
-    def submitted(engine: Any, plan: StepPlan) -> chunks.SubmittedChunk:
+    def submitted(prompts: Prompts, plan: StepPlan) -> chunks.ChunkUnderWay:
+        names.update({request.key: request.rid for request, _ in plan})
         found.append(("submit", [request.rid for request, _ in plan]))
-        return begin(engine, plan)
+        return begin(prompts, plan)
 
-    def waited(self: chunks.SubmittedChunk) -> float:
-        found.append(("wait", [request.rid for request, _ in self.plan]))
+    def waited(self: SubmittedChunk) -> Scores:
+        found.append(("wait", [names[row.key] for row in self.chunk.rows]))
         return wait(self)
 
     monkeypatch.setattr(node, "submit", submitted)
-    monkeypatch.setattr(chunks.SubmittedChunk, "wait", waited)
+    monkeypatch.setattr(SubmittedChunk, "wait", waited)
     return found
 
 
@@ -92,7 +96,7 @@ def test_the_next_chunk_is_submitted_before_first_tokens_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The last chunk is settled at once. If a chunk is already done, it is settled before the next is submitted."""
-    monkeypatch.setattr(chunks.SubmittedChunk, "is_done", property(lambda _: is_done))
+    monkeypatch.setattr(SubmittedChunk, "is_done", property(lambda _: is_done))
     pair = make_pair(overlaps=overlaps)
     watch_sent(pair, events)
     submit(pair, [CHUNK, CHUNK, CHUNK], max_tokens=1)
@@ -118,16 +122,16 @@ def watch_offers(pair: NodePair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows by the offered pages, and check that their chunks have been waited for."""
     offered: list[int] = []
     unsettled: dict[int, set[int]] = {}  # by chunk
-    begin, wait, offer = chunks.submit, chunks.SubmittedChunk.wait, pair.prefill.handoff.offer
+    begin, wait, offer = chunks.submit, SubmittedChunk.wait, pair.prefill.handoff.offer
 
-    def submitted(engine: Any, plan: StepPlan) -> chunks.SubmittedChunk:
-        chunk = begin(engine, plan)
+    def submitted(prompts: Prompts, plan: StepPlan) -> chunks.ChunkUnderWay:
+        chunk = begin(prompts, plan)
         spans = [(request, row.position // 4, -(-(row.position + len(row.input_ids)) // 4)) for request, row in plan]
-        unsettled[id(chunk.plan)] = {page for request, first, stop in spans for page in request.pages[first:stop]}
+        unsettled[id(chunk.submitted)] = {page for request, first, stop in spans for page in request.pages[first:stop]}
         return chunk
 
-    def waited(self: chunks.SubmittedChunk) -> float:
-        unsettled.pop(id(self.plan))
+    def waited(self: SubmittedChunk) -> Scores:
+        unsettled.pop(id(self))
         return wait(self)
 
     def checked(unit: Unit, indices: Any, pages: list[int], *more: Any) -> None:
@@ -137,7 +141,7 @@ def watch_offers(pair: NodePair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         offer(unit, indices, pages, *more)
 
     monkeypatch.setattr(node, "submit", submitted)
-    monkeypatch.setattr(chunks.SubmittedChunk, "wait", waited)
+    monkeypatch.setattr(SubmittedChunk, "wait", waited)
     monkeypatch.setattr(pair.prefill.handoff, "offer", checked)
     return offered
 
@@ -167,7 +171,7 @@ def under_way(make_pair: MakePair) -> NodePair:
     submit(pair, [3, 3, CHUNK])
     pair.prefill.step()
     chunk = pair.prefill._under_way
-    assert chunk is not None and [len(each.ends) for each in chunk.ends] == [2] and len(chunk.plan) == 3
+    assert chunk is not None and [len(ends) for ends in chunk.ends] == [2] and len(chunk.plan) == 3
     return pair
 
 
