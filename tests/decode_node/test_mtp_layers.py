@@ -20,6 +20,7 @@ from node_pair import NodePair, node_pairs, params
 from safetensors.torch import load_file
 
 from baton.decode_node.config import DecodeConfig
+from baton.engine import prompts as engine_prompts
 from baton.engine.batch import ForwardBatch
 from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import DraftState, RoundRows
@@ -252,7 +253,7 @@ def _rows_of_the_last_chunk_alone(checked: Checked) -> None:
         missing = states.new_zeros(num_rows, states.shape[1])
         return torch.cat([missing, states])[-num_rows:]
 
-    prompts._latest = mutated
+    engine_prompts._latest = mutated
 
 
 def _shared_tail_pages(checked: Checked) -> None:
@@ -274,7 +275,7 @@ DEFECTS = (
 def test_the_recompute_catches(
     kind: str, defect: Callable[[Checked], None], make_checked: MakeChecked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompts, "_latest", prompts._latest)  # put back afterwards
+    monkeypatch.setattr(engine_prompts, "_latest", engine_prompts._latest)  # put back afterwards
     monkeypatch.setattr(prefill_scheduler, "shared_pages", prefill_scheduler.shared_pages)
     checked = make_checked(kind, chunk_tokens=1)
     defect(checked)

@@ -34,7 +34,9 @@ def start_prefill(name: str, config: PrefillConfig, *, lease_s: float, **more: A
     )
     membership = make_membership(config, name, "prefill", engine, None, epoch, handoff.address)
     sizes = config.max_running, config.chunk(engine.device.type)
-    return _started(membership, handoff, lambda: PrefillNode(Prompts(engine), engine.cache, membership, handoff, *sizes, **more))
+    return _started(
+        membership, handoff, lambda: PrefillNode(Prompts(engine), engine.cache, membership, handoff, *sizes, **more)
+    )
 
 
 def start_decode(name: str, config: DecodeConfig, **more: Any) -> DecodeNode:
