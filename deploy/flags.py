@@ -1,7 +1,8 @@
 """Settings: each field of a configuration dataclass is a flag, a TOML key and, for secrets, an environment variable.
 
 A field's annotation gives the type: `int | None`, `Literal[...]`, `bool` (--x and --no-x), or `tuple[str, ...]` (a flag
-that may be given several times). Its metadata gives the help text (`metadata.config.setting`), the class its default.
+that may be given several times). Its metadata gives the help text (`metadata.config.setting`) and, for choices that a
+registry has, `choices`. The class gives its default.
 `resolve` decides which source wins.
 """
 
@@ -97,7 +98,7 @@ def _setting(item: Any, hint: Any) -> Setting:
     kinds = [part for part in parts if part is not NoneType]
     assert len(kinds) == 1, f"{item.name}: {hint} cannot be a flag"
     is_literal = get_origin(kinds[0]) is Literal
-    choices = get_args(kinds[0]) if is_literal else None
+    choices = get_args(kinds[0]) if is_literal else item.metadata.get("choices")
     kind = str if is_literal else tuple if kinds[0] == tuple[str, ...] else kinds[0]
     assert kind in _WANTED, f"{item.name}: {hint} cannot be a flag"
     assert item.default is not MISSING, f"{item.name}: a setting needs a default"

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 from ..decode_node.config import DecodeConfig
 from ..engine.config import EngineConfig
-from ..engine.drafters.choice import describe, find_drafter, settle
+from ..engine.drafters.choice import find_drafter, settle
+from ..engine.drafters.registry import describe
 from ..metadata.bus.allow_list import ROUTER, add_line, line_of
 from ..metadata.bus.curve import KeyPair
 from ..metadata.config import ProcessConfig, at_least, setting

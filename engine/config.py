@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ..metadata.config import NodeConfig, at_least, setting
+from .drafters.registry import ALGORITHMS
 
-Algorithm = Literal["none", "ngram", "standalone", "eagle", "eagle3", "mtp", "frozen-kv-mtp"]
 CHUNK_TOKENS = 512
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -32,11 +32,12 @@ class EngineConfig(NodeConfig):
     context_len: int | None = setting(None, "longest prompt plus output (default: the model's own)")
     prefix_cache: bool = setting(True, "keep finished requests' pages for prompts that begin alike")
     threads: int | None = setting(None, "CPU threads of this node's computation (default: half the cores)")
-    speculative: Literal["auto", Algorithm] = setting(
+    speculative: str = setting(
         "auto",
-        "how decode nodes draft tokens ahead: none, ngram (from the request's own text), standalone (a small model),"
-        " eagle, eagle3, mtp, frozen-kv-mtp (a head on the target's hidden states); auto: as speculation.json in the"
-        " model's directory says, none where there is no such file",
+        "how decode nodes draft tokens ahead: not at all (none), from the request's own text (ngram), by a small model"
+        " (standalone), or by a head on the target's hidden states (the others); auto: as speculation.json in the"
+        " model's directory says, none if there is no such file",
+        choices=("auto", *ALGORITHMS),
     )
     draft_model: str | None = setting(
         None, "checkpoint directory of the drafter (default: one that lies in the model's directory)", metavar="DIR"
@@ -44,7 +45,7 @@ class EngineConfig(NodeConfig):
     draft_steps: int | None = setting(
         None, "tokens drafted in a round, or depth of a tree (default: as speculation.json says, else 5)"
     )
-    draft_topk: int = setting(1, "branches a node of a draft tree (eagle, eagle3, mtp, frozen-kv-mtp); 1: a chain")
+    draft_topk: int = setting(1, "branches per node of a draft tree, if the drafter drafts trees; 1: a chain")
     draft_adaptive: bool = setting(
         True, "draft no more steps in a round than pay, by live acceptance and measured times; off: always draft_steps"
     )

@@ -25,7 +25,8 @@ from .config import DtypeChoice, EngineConfig
 from .cuda_memory import pool_zeros
 from .cuda_pool import CudaPool
 from .drafters.base import PromptChunk, PromptTail
-from .drafters.registry import Speculation, read_speculation
+from .drafters.family import Speculation
+from .drafters.speculation import read_speculation
 from .model_card import read_card
 from .model_config import ModelConfig
 from .models.registry import load_model
@@ -167,9 +168,15 @@ class Engine:
         """The state that the target hands to draft extend, [num_tokens, width] (None where no drafter wants one), and
         its hidden states after the final norm [num_tokens, hidden_size]."""
         states = self.model.forward_with_aux(batch, self.kv, self.speculation.aux_layers)
-        if self.speculation.hidden.spec("extend") is None:
-            return None, states.final
-        extend = torch.cat(states.aux, dim=1) if states.aux else states.handoff
+        match self.speculation.hidden.extend:
+            case None:
+                return None, states.final
+            case "aux":
+                extend = torch.cat(states.aux, dim=1)
+            case "final":
+                extend = states.final
+            case _:
+                extend = states.handoff
         self.speculation.hidden.check("extend", extend)
         return extend, states.final
 

@@ -67,9 +67,14 @@ class ModelConfig:
     hands_over_collapsed: bool = False  # the family has streams and hands the collapsed state to drafters
 
     @property
+    def spec_hidden_size(self) -> int:
+        """Width of all residual streams side by side; with one stream, `hidden_size`."""
+        return spec_hidden_size(self.hidden_size, self.hc_mult)
+
+    @property
     def handoff_hidden_size(self) -> int:
-        """Width of the state that the target hands to a drafter: all streams, before they are collapsed, as a rule."""
-        return self.hidden_size if self.hands_over_collapsed else spec_hidden_size(self.hidden_size, self.hc_mult)
+        """Width of the state that the target hands to a drafter: all streams, or the state that they collapse to."""
+        return self.hidden_size if self.hands_over_collapsed else self.spec_hidden_size
 
     @property
     def q_size(self) -> int:

@@ -10,7 +10,7 @@ from .errors import ConfigError
 
 
 def setting(default: Any, text: str, **more: Any) -> Any:
-    """Return a configuration field with its help text. `more` may hold `metavar`."""
+    """Return a configuration field with its help text. `more` may hold `metavar` and `choices`."""
     metadata: Mapping[str, Any] = {"help": text, **more}
     return field(default=default, metadata=metadata)
 

@@ -65,7 +65,7 @@ UNTESTED = [
     (_NEXT, "engine", "attention batch capture checkpoint config copies cuda_memory cuda_pool draft_shape"),
     (_NEXT, "engine", "engine layers work"),
     (_NEXT, "engine", "model_card round_inputs slots step_times stopping"),
-    (_NEXT, "engine/drafters", "base choice frozen_kv mtp_layers shifted standalone"),
+    (_NEXT, "engine/drafters", "base frozen_kv mtp_layers shifted standalone"),
     (_NEXT, "engine/models", "frozen_kv heads hyper_eagle hyper_llama llama mtp registry tensors"),
     (_NEXT, "kernels", "advance gpu numba_kernels pages rotary rows silu tree_types trees triton_advance"),
     (

@@ -130,9 +130,6 @@ class Drafter(Protocol):
     """Proposes tokens in the target's vocabulary. One thread; tensors on the engine's device."""
 
     @property
-    def name(self) -> str: ...
-
-    @property
     def shape(self) -> DraftShape:
         """The most that a round drafts."""
         ...

@@ -16,16 +16,16 @@ from ...metadata.handoff.hidden_layout import HiddenLayout
 from ..batch import ForwardBatch
 from ..constants import counted
 from ..draft_shape import DraftShape
-from ..models.frozen_kv import FrozenKvHead
+from ..models.frozen_kv import FrozenKvFile, FrozenKvHead, read_frozen_kv
 from ..sampling_batch import SamplingBatch
 from ..trees import Drafts, grow_tree, sample_ahead, top_of
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
+from .family import Family, Loading, Speculation, Wanted
 
 
 class FrozenKvDrafter:
     """Owns the head; `target_kv` is the target's pool, which it only reads."""
 
-    name = "frozen_kv_mtp"
     is_shifted = False
     has_kv = False
 
@@ -84,3 +84,27 @@ class FrozenKvDrafter:
             tokens.reshape(-1, 1), (lengths - 1).unsqueeze(1), lengths, table, self._kv.shape[4]
         )
         return self._head.forward(batch, self._kv, hidden)
+
+
+# --- the family ---
+
+
+def _read(wanted: Wanted) -> Speculation:
+    file = read_frozen_kv(wanted.draft_dir, wanted.target)
+    return Speculation(
+        algorithm=wanted.algorithm,
+        shape=wanted.shape,
+        hidden=wanted.layout(file.config, extend="final", recurrent="final"),
+        make=lambda loading: _load(file, loading),
+        draft_dir=wanted.draft_dir,
+        draft=file.config,
+        frozen_layers=file.target_layers,
+    )
+
+
+def _load(file: FrozenKvFile, loading: Loading) -> FrozenKvDrafter:
+    head = FrozenKvHead(file, loading.target)
+    return FrozenKvDrafter(head, loading.target_kv, loading.hidden, loading.shape)
+
+
+FAMILY = Family(name="frozen-kv-mtp", read=_read, drafts_trees=True)

@@ -39,22 +39,20 @@ from .base import DraftState, PromptChunk, PromptTail, RoundRows
 class MtpLayersDrafter:
     """Owns the layers; their KV pool shares page numbers with the target's, one pool layer for each."""
 
-    name = "mtp"
     is_shifted = True
     has_kv = True
 
     def __init__(self, layers: Sequence[MtpHead], kv: Tensor, hidden: HiddenLayout, shape: DraftShape) -> None:
-        """`kv` [num_mtp_layers, num_pages, 2, num_kv_heads, page_size, head_dim]; `hidden.is_chained` decides what the
-        layers after the first take."""
-        assert 1 <= shape.num_steps <= len(layers) == kv.shape[0] == hidden.num_mtp_layers, (
-            shape,
-            len(layers),
-            kv.shape,
-        )
+        """`kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim]. The layers are chained if `hidden` has a
+        recurrent state: then each layer takes the state of the one before it."""
+        num_layers = len(layers)
+        assert 1 <= shape.num_steps <= num_layers, (shape, num_layers)
+        assert num_layers == kv.shape[0] == hidden.num_target_rows + 1, (num_layers, kv.shape, hidden)
         self.shape = shape
         self.hidden = hidden
         self._layers = layers
         self._kv = kv
+        self._is_chained = hidden.recurrent is not None
 
     @property
     def num_before(self) -> int:
@@ -100,7 +98,7 @@ class MtpLayersDrafter:
             inputs = torch.cat([states[i][: len(tokens[i])] for i in found])
             batch = ForwardBatch.build(rows, self._kv.shape[4], self._kv.device)
             outputs = layer.forward(batch, self._kv[ahead - 1 : ahead], inputs)
-            if self.hidden.is_chained:
+            if self._is_chained:
                 for i, output in zip(found, outputs.split([len(tokens[i]) for i in found]), strict=True):
                     states[i] = output
 
@@ -174,7 +172,7 @@ class MtpLayersDrafter:
             drafted = torch.cat([drafted, proposed], dim=1)
             if m < num_before:
                 tokens.scatter_(1, next_column + m, proposed)
-            if self.hidden.is_chained:
+            if self._is_chained:
                 inputs = outputs
         kept = num_accepted.unsqueeze(1) + 1 + counted(num_before, device)  # [num_seqs, n - 1]
         rows = states.gather(1, kept.unsqueeze(2).expand(-1, -1, states.shape[2]))

@@ -16,6 +16,7 @@ from ..draft_shape import DraftShape
 from ..sampling_batch import SamplingBatch
 from ..trees import Drafts
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
+from .family import Family, Speculation, Wanted
 from .suffixes import MIN_MATCH, OwnSuffixes, SharedSuffixes
 
 MAX_NGRAM = 4
@@ -26,7 +27,6 @@ SHARED_TOKENS = 1 << 18  # of finished requests, some 65 bytes each
 class NgramDrafter:
     """Owns the texts that it looks in: those of running sequences, by slot, and of finished ones."""
 
-    name = "ngram"
     is_shifted = False
     has_kv = False
 
@@ -68,3 +68,18 @@ class NgramDrafter:
         self, tails: Sequence[PromptTail], tokens: Tensor, hidden: Tensor | None, sampling: SamplingBatch
     ) -> DraftState:
         return DraftState()
+
+
+# --- the family ---
+
+
+def _read(wanted: Wanted) -> Speculation:
+    return Speculation(
+        algorithm=wanted.algorithm,
+        shape=wanted.shape,
+        hidden=wanted.layout(),
+        make=lambda loading: NgramDrafter(loading.hidden, loading.shape),
+    )
+
+
+FAMILY = Family(name="ngram", read=_read)

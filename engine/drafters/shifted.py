@@ -37,9 +37,8 @@ class ShiftedDrafter:
     is_shifted = True
     has_kv = True
 
-    def __init__(self, name: str, head: DraftHead, kv: Tensor, hidden: HiddenLayout, shape: DraftShape) -> None:
+    def __init__(self, head: DraftHead, kv: Tensor, hidden: HiddenLayout, shape: DraftShape) -> None:
         """`kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim], as the head has them."""
-        self.name = name
         self.shape = shape
         self.hidden = hidden
         self._head = head

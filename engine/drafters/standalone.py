@@ -10,23 +10,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import xxhash
 from torch import Tensor
 
+from ...metadata.errors import ConfigError
 from ...metadata.handoff.hidden_layout import HiddenLayout
 from ..batch import ForwardBatch
 from ..constants import counted
 from ..draft_shape import DraftShape
+from ..model_config import ModelConfig
 from ..models.llama import LlamaModel
+from ..models.registry import load_model
 from ..sampling_batch import SamplingBatch
 from ..trees import Drafts, sample_ahead
 from ..work import BatchRow
 from .base import DraftState, MissedRows, PromptChunk, PromptTail, RoundRows
+from .family import Family, Loading, Speculation, Wanted
 
 
 class StandaloneDrafter:
     """Owns the draft model; its KV pool shares page numbers with the target's."""
 
-    name = "standalone"
     is_shifted = False
     has_kv = True
 
@@ -77,3 +81,46 @@ class StandaloneDrafter:
     ) -> DraftState:
         """The first round proposes from the bonus token."""
         return DraftState()
+
+
+# --- the family ---
+
+
+def _read(wanted: Wanted) -> Speculation:
+    draft = ModelConfig.from_dir(wanted.draft_dir)
+    _check_vocabulary(wanted, draft)
+    return Speculation(
+        algorithm=wanted.algorithm,
+        shape=wanted.shape,
+        hidden=wanted.layout(draft),
+        make=lambda loading: _load(wanted, draft, loading),
+        draft_dir=wanted.draft_dir,
+        draft=draft,
+        has_pool=True,
+    )
+
+
+def _check_vocabulary(wanted: Wanted, draft: ModelConfig) -> None:
+    """Raise ConfigError if the draft's token ids are not the target's."""
+    if wanted.target.vocab_size != draft.vocab_size:
+        raise ConfigError(
+            f"a draft model must have the target's vocabulary: {wanted.target_dir} has {wanted.target.vocab_size}"
+            f" entries, {wanted.draft_dir} has {draft.vocab_size}"
+        )
+    digests = {
+        directory: xxhash.xxh3_64_hexdigest((directory / "tokenizer.json").read_bytes())
+        for directory in (wanted.target_dir, wanted.draft_dir)
+        if (directory / "tokenizer.json").is_file()
+    }
+    if len(set(digests.values())) > 1:
+        raise ConfigError(
+            f"a draft model must have the target's tokenizer: {wanted.target_dir} and {wanted.draft_dir} differ"
+        )
+
+
+def _load(wanted: Wanted, draft: ModelConfig, loading: Loading) -> StandaloneDrafter:
+    model = load_model(wanted.draft_dir, draft, loading.dtype, loading.target.device, loading.on_progress)
+    return StandaloneDrafter(model, loading.kv, loading.hidden, loading.shape)
+
+
+FAMILY = Family(name="standalone", read=_read)

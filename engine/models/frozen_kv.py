@@ -129,9 +129,4 @@ def read_frozen_kv(directory: Path, target: ModelConfig) -> FrozenKvFile:
     for name, there, here in zip(names, theirs, ours, strict=True):
         if there != here:
             raise ConfigError(f"{directory}: {name} is {there}; the target's is {here}")
-    if target.handoff_hidden_size != width:
-        raise ConfigError(
-            f"{directory}: backbone_hidden_size is {width}; the target hands over {target.handoff_hidden_size}"
-            f" numbers a position (hc_mult {target.hc_mult})"
-        )
     return FrozenKvFile(directory, config, tuple(layers))

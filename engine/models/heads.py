@@ -6,24 +6,21 @@ and a hidden state of row i, stores KV at position i, and returns a recurrent st
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from ...kernels.norm import rms_norm
-from ...metadata.errors import ConfigError, ModelError
-from ...metadata.handoff.hidden_layout import spec_hidden_size
+from ...metadata.errors import ModelError
 from ..attention import Attention, begin_attention
 from ..batch import ForwardBatch
-from ..checkpoint import Checkpoint
 from ..layers import Linear, Residual, embed
 from ..model_config import ModelConfig
 from ..rope import RotaryEmbedding
 from ..weights import LayerWeights
+from .head_file import HeadFile
 from .hyper_eagle import load_hyper_eagle
 from .llama import LlamaModel
 from .tensors import HeadTensors
@@ -115,103 +112,31 @@ def finish_layer(
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class HeadFile:
-    """A head's directory, recognised and checked against its target, not read yet."""
-
-    directory: Path
-    algorithm: str  # eagle, eagle3 or mtp
-    config: ModelConfig
-    raw: Mapping[str, Any]
-    prefix: str  # of the layer's tensor names
-    mtp_prefixes: tuple[str, ...] = ()  # of each MTP layer's tensor names, first layer first; none for the others
-
-    @property
-    def num_mtp_layers(self) -> int:
-        return max(1, len(self.mtp_prefixes))
-
-    @property
-    def is_chained(self) -> bool:
-        """Several MTP layers: whether each takes the state of the one before it, or all take the target's."""
-        return bool(self.raw.get("mtp_chained", "mtp_layers" not in self.prefix))
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """EAGLE-3: inputs of which target layers it takes; none for the others."""
-        if self.algorithm != "eagle3":
-            return ()
-        ids = self.raw.get("eagle_aux_hidden_state_layer_ids")
-        if ids is None:
-            outputs = (self.raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-            ids = None if outputs is None else [index + 1 for index in outputs]
-        return () if ids is None else tuple(ids)
-
-
-def read_head(directory: Path, target: ModelConfig) -> HeadFile:
-    """Recognise a head by its tensors' names. Raises ModelError for a directory that holds none, ConfigError for a head
-    that does not fit the target, naming both values."""
-    names = Checkpoint(directory).names
-    algorithm, prefix = _recognise(directory, names)
-    has_streams = any(name.endswith("layers.0.attn_hc.read") for name in names)
-    config = ModelConfig.from_dir(directory, "HyperLlamaForCausalLM" if has_streams else "LlamaForCausalLM")
-    raw = json.loads((directory / "config.json").read_text())
-    mtp_prefixes = _mtp_prefixes(names) if algorithm == "mtp" else ()
-    if mtp_prefixes:  # config.json repeats the target's number of layers
-        config = replace(config, num_layers=len(mtp_prefixes), sliding_window=(None,) * len(mtp_prefixes))
-    head = HeadFile(directory, algorithm, config, raw, prefix, mtp_prefixes)
-    own = raw.get("target_hidden_size", config.hidden_size)
-    if own != target.hidden_size:
-        raise ConfigError(
-            f"{directory} is a head for a target of hidden size {own}; the target has {target.hidden_size}"
-        )
-    width = spec_hidden_size(config.hidden_size, config.hc_mult)
-    if algorithm != "eagle3" and width != target.handoff_hidden_size:
-        raise ConfigError(
-            f"{directory} takes states of {width} numbers (hc_mult {config.hc_mult}); the target hands over"
-            f" {target.handoff_hidden_size} (hc_mult {target.hc_mult})"
-        )
-    if config.vocab_size != target.vocab_size:
-        raise ConfigError(f"{directory} has a vocabulary of {config.vocab_size}; the target has {target.vocab_size}")
-    wrong = [index for index in head.aux_layers if not 0 <= index <= target.num_layers]
-    if wrong:
-        raise ConfigError(f"{directory} takes states of layers {wrong}; the target has layers 0 to {target.num_layers}")
-    return head
-
-
-def _recognise(directory: Path, names: set[str]) -> tuple[str, str]:
-    stripped = {name.removeprefix("model.") for name in names}
-    if any(name.startswith("midlayer.") for name in stripped) or "layers.0.hidden_norm.weight" in stripped:
-        return "eagle3", "midlayer" if any(name.startswith("midlayer.") for name in stripped) else "layers.0"
-    mtp_prefixes = _mtp_prefixes(names)
-    if mtp_prefixes:
-        return "mtp", mtp_prefixes[0]
-    if "fc.weight" in stripped:
-        return "eagle", "layers"
-    raise ModelError(f"{directory} holds no EAGLE, EAGLE-3 or MTP head (see docs/drafter_checkpoints.md)")
-
-
-def _mtp_prefixes(names: set[str]) -> tuple[str, ...]:
-    """`model.layers.61`, ... or `model.mtp_layers.0`, ..., by their numbers."""
-    found = {name.rsplit(".", 2)[0] for name in names if name.endswith((".eh_proj.weight", ".input_proj.weight"))}
-    return tuple(sorted(found, key=lambda prefix: int(prefix.rsplit(".", 1)[1])))
-
-
-def load_head(file: HeadFile, target: LlamaModel) -> DraftHead:
-    """Read the tensors of an EAGLE or EAGLE-3 head, in the target's dtype and on its device. Raises ModelError for
-    missing ones and for those that the layout does not know; copies of what is the target's are left alone, and so is
-    the input norm that EAGLE's first layer does not have."""
-    assert file.algorithm in ("eagle", "eagle3"), file.algorithm
-    source = HeadTensors(file.directory, target.dtype, target.device)
-    config = file.config
-    rotary = RotaryEmbedding(config.rope, config.head_dim, target.device)
-    if file.algorithm == "eagle3":
-        head, ignored = _eagle3(source, file, rotary, target), ("t2d",)
-    elif config.hc_mult > 1:
+def load_eagle(file: HeadFile, target: LlamaModel) -> DraftHead:
+    """Read the tensors of an EAGLE head, in the target's dtype and on its device. Raises ModelError for missing ones
+    and for those that the layout does not know. Copies of the target's tensors are ignored, and so is an input norm of
+    the first layer."""
+    source, config, rotary = _begin(file, target)
+    if config.hc_mult > 1:
         head, ignored = load_hyper_eagle(source, config, rotary, target), ("embed_tokens.weight", "lm_head.weight")
     else:
         head, ignored = _eagle(source, config, rotary, target), ("lm_head.weight", "layers.0.input_layernorm.weight")
     source.refuse_unknown(*ignored)
     return head
+
+
+def load_eagle3(file: HeadFile, target: LlamaModel) -> DraftHead:
+    """Read the tensors of an EAGLE-3 head, in the target's dtype and on its device. Raises ModelError as `load_eagle`
+    does."""
+    source, _, rotary = _begin(file, target)
+    head = _eagle3(source, file, rotary, target)
+    source.refuse_unknown("t2d")
+    return head
+
+
+def _begin(file: HeadFile, target: LlamaModel) -> tuple[HeadTensors, ModelConfig, RotaryEmbedding]:
+    source = HeadTensors(file.directory, target.dtype, target.device)
+    return source, file.config, RotaryEmbedding(file.config.rope, file.config.head_dim, target.device)
 
 
 def _embedding(source: HeadTensors, config: ModelConfig, target: LlamaModel) -> torch.Tensor:
@@ -230,7 +155,8 @@ def _eagle(source: HeadTensors, config: ModelConfig, rotary: RotaryEmbedding, ta
 
 
 def _eagle3(source: HeadTensors, file: HeadFile, rotary: RotaryEmbedding, target: LlamaModel) -> Eagle3Head:
-    config, raw, size = file.config, file.raw, file.config.hidden_size
+    config, raw, size = file.config, file.settings, file.config.hidden_size
+    prefix = "midlayer" if any("midlayer." in name for name in file.names) else "layers.0"
     draft_vocab = raw.get("draft_vocab_size") or config.vocab_size
     target_ids = None
     if source.has("d2t"):
@@ -250,8 +176,8 @@ def _eagle3(source: HeadTensors, file: HeadFile, rotary: RotaryEmbedding, target
         rotary,
         _embedding(source, config, target),
         source.linear("fc", size, 3 * target.config.hidden_size),
-        source.layer(file.prefix, config, qkv_in=2 * size),
-        source.tensor(f"{file.prefix}.hidden_norm.weight", size),
+        source.layer(prefix, config, qkv_in=2 * size),
+        source.tensor(f"{prefix}.hidden_norm.weight", size),
         source.tensor("norm.weight", size),
         source.linear("lm_head", draft_vocab, size) if own_head else target.weights.lm_head,
         target_ids,

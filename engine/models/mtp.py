@@ -17,7 +17,8 @@ from ..layers import Linear, embed
 from ..model_config import ModelConfig
 from ..rope import RotaryEmbedding
 from ..weights import LayerWeights
-from .heads import HeadFile, finish_layer
+from .head_file import HeadFile
+from .heads import finish_layer
 from .llama import LlamaModel
 from .tensors import HeadTensors
 
@@ -59,14 +60,26 @@ class MtpHead:
         return self.target.logits(recurrent)
 
 
+def layer_prefixes(names: frozenset[str]) -> tuple[str, ...]:
+    """Return `model.layers.61`, ... or `model.mtp_layers.0`, ..., by their numbers; none if there is no MTP layer."""
+    found = {name.rsplit(".", 2)[0] for name in names if name.endswith((".eh_proj.weight", ".input_proj.weight"))}
+    return tuple(sorted(found, key=lambda prefix: int(prefix.rsplit(".", 1)[1])))
+
+
+def takes_chained_states(file: HeadFile) -> bool:
+    """Return whether each of several layers takes the state of the one before it; otherwise all take the target's."""
+    return bool(file.settings.get("mtp_chained", "mtp_layers" not in layer_prefixes(file.names)[0]))
+
+
 def load_mtp(file: HeadFile, target: LlamaModel) -> tuple[MtpHead, ...]:
     """Read the layers' tensors, in the target's dtype and on its device. Raises ModelError for missing ones and for
     those in the layers that the layout does not know; copies of what is the target's are left alone."""
     source = HeadTensors(file.directory, target.dtype, target.device)
     config = replace(file.config, num_layers=1, sliding_window=(None,))
     rotary = RotaryEmbedding(config.rope, config.head_dim, target.device)
-    layers = tuple(_load_layer(source, prefix, config, rotary, target) for prefix in file.mtp_prefixes)
-    for prefix in file.mtp_prefixes:  # the file may hold the target's own tensors too
+    prefixes = layer_prefixes(file.names)
+    layers = tuple(_load_layer(source, prefix, config, rotary, target) for prefix in prefixes)
+    for prefix in prefixes:  # the file may hold the target's own tensors too
         copies = (f"{prefix}.embed_tokens.weight", f"{prefix}.shared_head.head.weight")
         source.refuse_unknown(*copies, within=f"{prefix}.")
     return layers

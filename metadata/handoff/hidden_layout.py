@@ -4,6 +4,13 @@ Every producer asks `HiddenLayout`: live tensors, idle (zero-row) inputs, static
 
     extend      rows that the target hands to the draft's extend pass
     recurrent   rows that the draft hands from step to step, and the prefill node hands to the decode node
+
+The rows of a phase come from one of four sources:
+
+    handoff     the state that the target's family hands to drafters; with hyper-connection streams, all streams
+    final       the target's state after its last norm, which its output matrix takes; streams are collapsed
+    aux         `num_aux` states of chosen target layers side by side; streams are collapsed
+    draft       the draft's own state; with streams of its own, all of them
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ import torch
 from ..errors import ConfigError
 
 Phase = Literal["extend", "recurrent"]
+Source = Literal["handoff", "final", "aux", "draft"]
 HiddenDtype = Literal["float32", "bfloat16", "float16"]
 
 TORCH_DTYPES = {
@@ -44,13 +52,17 @@ def spec_hidden_size(hidden_size: int, hc_mult: int | None) -> int:
 class HiddenLayout:
     """Hidden states of one (target, draft, algorithm), from plain numbers.
 
-    `hands_over_collapsed`: the target family has streams but hands over the collapsed state. `num_mtp_layers` and
-    `is_chained` (the draft passes its own hidden state on) matter to MTP alone. Raises ConfigError if the algorithm
+    The drafter says where the rows of each phase come from (`extend`, `recurrent`; None: there are none); the layout
+    answers how wide they are. `hands_over_collapsed`: the target family has streams but hands over the collapsed state.
+    `num_target_rows`: how many of the target's last rows travel with the metadata row. Raises ConfigError if a source
     lacks a size that it needs.
     """
 
     algorithm: str
     target_hidden_size: int
+    extend: Source | None = None
+    recurrent: Source | None = None
+    num_target_rows: int = 0
     target_dtype: HiddenDtype = "float32"
     hc_mult: int | None = None
     hands_over_collapsed: bool = False
@@ -58,21 +70,17 @@ class HiddenLayout:
     draft_dtype: HiddenDtype = "float32"
     draft_hc_mult: int | None = None
     num_aux: int = 0
-    num_mtp_layers: int = 1
-    is_chained: bool = False
 
     def __post_init__(self) -> None:
-        if self.algorithm == "eagle3" and self.num_aux < 1:
-            raise ConfigError(f"eagle3 needs auxiliary target rows, num_aux is {self.num_aux}; it must be 1 or more")
-        if self.algorithm in ("eagle", "eagle3") and self.draft_hidden_size < 1:
+        sources = (self.extend, self.recurrent)
+        if "aux" in sources and self.num_aux < 1:
+            raise ConfigError(
+                f"{self.algorithm} needs auxiliary target rows, num_aux is {self.num_aux}; it must be 1 or more"
+            )
+        if "draft" in sources and self.draft_hidden_size < 1:
             raise ConfigError(
                 f"{self.algorithm} needs the draft's hidden size, it is {self.draft_hidden_size}; it must be 1 or more"
             )
-
-    @property
-    def num_target_rows(self) -> int:
-        """How many of the last target rows travel with the metadata row: n - 1 for n-layer MTP, else 0."""
-        return self.num_mtp_layers - 1 if self.algorithm == "mtp" else 0
 
     def spec(self, phase: Phase) -> HiddenSpec | None:
         """Return width and dtype of the phase's rows; None if the algorithm has no such state."""
@@ -92,32 +100,25 @@ class HiddenLayout:
             wanted = "none" if spec is None else f"[num_rows, {spec.width}] {spec.dtype}"
             raise ValueError(f"{phase} state of {self.algorithm} is {wanted}, not {tuple(rows.shape)} {rows.dtype}")
 
-    def _handoff_state(self) -> HiddenSpec:
-        if self.hands_over_collapsed:
-            return HiddenSpec(self.target_hidden_size, self.target_dtype)
-        return HiddenSpec(spec_hidden_size(self.target_hidden_size, self.hc_mult), self.target_dtype)
-
     def _extend(self) -> HiddenSpec | None:
-        match self.algorithm:
-            case "eagle" | "mtp":
-                return self._handoff_state()
-            case "eagle3":
-                return HiddenSpec(self.num_aux * self.target_hidden_size, self.target_dtype)
-            case "frozen_kv_mtp":
-                return HiddenSpec(self.target_hidden_size, self.target_dtype)
-            case _:
-                return None
+        return self._from(self.extend)
 
     def _recurrent(self) -> HiddenSpec | None:
-        match self.algorithm:
-            case "eagle" | "eagle3":
-                return HiddenSpec(spec_hidden_size(self.draft_hidden_size, self.draft_hc_mult), self.draft_dtype)
-            case "mtp" if self.is_chained:
-                return HiddenSpec(spec_hidden_size(self.draft_hidden_size, self.draft_hc_mult), self.draft_dtype)
-            case "frozen_kv_mtp":
-                return HiddenSpec(self.target_hidden_size, self.target_dtype)
-            case _:
+        return self._from(self.recurrent)
+
+    def _from(self, source: Source | None) -> HiddenSpec | None:
+        match source:
+            case None:
                 return None
+            case "handoff":
+                hc_mult = None if self.hands_over_collapsed else self.hc_mult
+                return HiddenSpec(spec_hidden_size(self.target_hidden_size, hc_mult), self.target_dtype)
+            case "final":
+                return HiddenSpec(self.target_hidden_size, self.target_dtype)
+            case "aux":
+                return HiddenSpec(self.num_aux * self.target_hidden_size, self.target_dtype)
+            case "draft":
+                return HiddenSpec(spec_hidden_size(self.draft_hidden_size, self.draft_hc_mult), self.draft_dtype)
 
 
 def assign(dst: torch.Tensor, src: torch.Tensor) -> None:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 CPU_CHECKSUM, GPU_CHECKSUM = "xxh3_64", "multilinear64"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
-ALGORITHMS = ("none", "ngram", "standalone", "eagle", "eagle3", "mtp", "frozen_kv_mtp")
-WITH_DRAFT_POOL = ("standalone", "eagle", "eagle3", "mtp")
 
 
 class RowKind(NamedTuple):
@@ -97,6 +95,7 @@ def make_schema(
     algorithm: str = "none",
     hidden: HiddenLayout | None = None,
     *,
+    key_lookahead: int = 0,
     draft_topk: int = 0,
     draft_rows: int = 1,
     ranks_trees: bool = False,
@@ -105,32 +104,33 @@ def make_schema(
 ) -> HandoffSchema:
     """Return the schema of one pairing of target and draft.
 
-    `draft_topk` proposals are handed over for each of `draft_rows` rows (n-layer MTP has n), 0 for none; their scores
-    only if `ranks_trees`. Several MTP layers pass their hidden state on within a row, if at all, so none is handed
-    over. `frozen_layers` names, for each layer of a FROZEN_KV_MTP head, the target layer whose KV it attends to. Raises
-    ConfigError if the parts do not belong together.
+    `draft` is the pool of the draft's own KV, if it has any. `key_lookahead` says on how many next tokens that KV at a
+    position depends. `draft_topk` proposals are handed over for each of `draft_rows` rows (n-layer MTP has n), 0 for
+    none; their scores only if `ranks_trees`. Several MTP layers pass their hidden state on within a row, if at all, so
+    none is handed over. `frozen_layers` names, for each layer of a drafter without KV of its own, the target layer
+    whose KV it attends to. Raises ConfigError if the parts do not belong together.
     """
-    if algorithm not in ALGORITHMS:
-        raise ConfigError(f"algorithm {algorithm!r} is unknown; known are {', '.join(ALGORITHMS)}")
-    if (draft is not None) != (algorithm in WITH_DRAFT_POOL):
-        raise ConfigError(
-            f"algorithm {algorithm!r} {'hands over' if draft is None else 'has no'} draft KV pages, "
-            f"but the draft pool is {'absent' if draft is None else pool_words(draft)}"
-        )
     if hidden is not None and hidden.algorithm != algorithm:
         raise ConfigError(f"hidden layout is of algorithm {hidden.algorithm!r}, the schema of {algorithm!r}")
-    _check_frozen_layers(algorithm, target, frozen_layers)
+    if key_lookahead and draft is None:
+        raise ConfigError(f"key_lookahead is {key_lookahead}, but algorithm {algorithm!r} has no draft KV pages")
+    _check_frozen_layers(algorithm, target, draft, frozen_layers)
     fields = _sampled_fields() + _draft_fields(hidden, draft_topk * draft_rows, ranks_trees)
     return HandoffSchema(
-        algorithm=algorithm,
+        algorithm=wire_name(algorithm),
         page_size=page_size,
         target=target,
         draft=draft,
         row=tuple(fields),
-        key_lookahead=_key_lookahead(algorithm, hidden),
+        key_lookahead=key_lookahead,
         checksum=CPU_CHECKSUM if checksums else "none",
         frozen_layers=frozen_layers,
     )
+
+
+def wire_name(algorithm: str) -> str:
+    """Return the spelling of an algorithm's name in schemas and hellos: underscores for the flag's hyphens."""
+    return algorithm.replace("-", "_")
 
 
 def on_gpu(schema: HandoffSchema) -> HandoffSchema:
@@ -234,11 +234,11 @@ def digest(schema: HandoffSchema) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(schema))
 
 
-def _check_frozen_layers(algorithm: str, target: PoolLayout, layers: tuple[int, ...]) -> None:
-    if bool(layers) != (algorithm == "frozen_kv_mtp"):
+def _check_frozen_layers(algorithm: str, target: PoolLayout, draft: PoolLayout | None, layers: tuple[int, ...]) -> None:
+    if layers and draft is not None:
         raise ConfigError(
-            f"algorithm {algorithm!r} {'reads' if not layers else 'does not read'} KV of named target layers,"
-            f" but frozen_layers is {layers}"
+            f"algorithm {algorithm!r} reads KV of target layers {layer_words(layers)}, so it has no draft KV pages,"
+            f" but the draft pool is {pool_words(draft)}"
         )
     if len(layers) > MAX_FROZEN_LAYERS or not all(0 <= layer < target.num_layers for layer in layers):
         raise ConfigError(
@@ -269,14 +269,6 @@ def _draft_fields(hidden: HiddenLayout | None, num_proposals: int, ranks_trees: 
     if hidden is not None and extend is not None and hidden.num_target_rows:
         fields.append(TARGET_ROWS.field(extend.dtype, hidden.num_target_rows * extend.width))
     return fields
-
-
-def _key_lookahead(algorithm: str, hidden: HiddenLayout | None) -> int:
-    """Return on how many next tokens the KV at a position depends: 1 for shifted drafters, n for n-layer MTP, else
-    0."""
-    if algorithm == "mtp":
-        return 1 if hidden is None else hidden.num_target_rows + 1
-    return 1 if algorithm in ("eagle", "eagle3") else 0
 
 
 def _flat(schema: HandoffSchema) -> dict[str, Any]:

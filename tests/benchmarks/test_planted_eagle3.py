@@ -18,8 +18,9 @@ from planted_models import random_prompt, small
 from planted_text import PlantedText
 from solo import Running, Solo
 
+from baton.engine.drafters.eagle3 import FAMILY, aux_layers
 from baton.engine.model_config import ModelConfig
-from baton.engine.models.heads import read_head
+from baton.engine.models.head_file import read_head
 from baton.metadata.errors import ModelError
 
 STEPS = 5
@@ -142,14 +143,16 @@ def test_real_sizes_have_a_head_of_the_published_shape(tmp_path: Path, architect
 
 def test_the_layers_are_the_published_ones(headed: Headed) -> None:
     model = headed(0.8)
-    assert read_head(model / "eagle3", ModelConfig.from_dir(model)).aux_layers == (2, 2, 1)  # of four
+    target = ModelConfig.from_dir(model)
+    assert aux_layers(read_head(model / "eagle3", target), target) == (2, 2, 1)  # of four
 
 
 def test_the_command_writes_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(synthetic.ARCHITECTURES, "llama-3.2-1b", small("llama-3.2-1b", max_position_embeddings=2048))
     synthetic.main(["llama-3.2-1b", str(tmp_path), "--planted", "--acceptance", "0.5", "1"])
     for head in ("eagle3-0.5", "eagle3-1"):
-        assert read_head(tmp_path / head, ModelConfig.from_dir(tmp_path)).algorithm == "eagle3"
+        names = read_head(tmp_path / head, ModelConfig.from_dir(tmp_path)).names
+        assert FAMILY.recognises is not None and FAMILY.recognises(names)
     with pytest.raises(SystemExit):
         synthetic.main(["llama-3.2-1b", str(tmp_path), "--acceptance", "0.5"])
 

@@ -24,7 +24,7 @@ from baton.engine import prompts as engine_prompts
 from baton.engine.batch import ForwardBatch
 from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import DraftState, RoundRows
-from baton.engine.drafters.registry import read_speculation
+from baton.engine.drafters.speculation import read_speculation
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.llama import LlamaModel
 from baton.engine.trees import Drafts

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from heads import ALGORITHM, HYPER, KINDS, LAYERED, write_head
+from layouts import make_layout
 from node_pair import NodePair, node_pairs, params
 
 from baton.decode_node.config import DecodeConfig
@@ -123,9 +124,7 @@ def test_a_layout_that_asks_the_wrong_side_is_caught(
 
 def check_rows_keep_the_drafts_dtype() -> None:
     """The metadata row of a bfloat16 target keeps the state of a float32 draft bit for bit."""
-    layout = HiddenLayout(
-        algorithm="eagle", target_hidden_size=64, target_dtype="bfloat16", draft_hidden_size=32, draft_dtype="float32"
-    )
+    layout = make_layout("eagle", target_dtype="bfloat16", draft_dtype="float32")
     pools = [PoolLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype=dtype) for dtype in ("bfloat16", "float32")]
     here, there = (MetadataBuffers(make_schema(*pools, 4, "eagle", layout, draft_topk=1)) for _ in range(2))
     state = torch.linspace(0.1, 0.2, 32)

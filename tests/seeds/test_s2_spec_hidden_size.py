@@ -22,8 +22,8 @@ from baton.decode_node.config import DecodeConfig
 from baton.engine.batch import ForwardBatch
 from baton.engine.draft_row import get_draft, set_draft
 from baton.engine.drafters.base import Drafter, DraftState
-from baton.engine.drafters.registry import read_speculation
 from baton.engine.drafters.shifted import ShiftedDrafter
+from baton.engine.drafters.speculation import read_speculation
 from baton.engine.model_config import ModelConfig
 from baton.engine.startup import load_engine
 from baton.engine.work import BatchRow

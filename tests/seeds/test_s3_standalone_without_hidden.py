@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from drafters import perturbed, settings
+from layouts import WITH_DRAFT_POOL, make_layout
 from node_pair import NodePair, node_pairs, params
 from solo import Solo, caught
 
@@ -23,7 +24,7 @@ from baton.engine.engine import Engine
 from baton.engine.slots import Slots
 from baton.metadata.handoff.buffers import MetadataBuffers
 from baton.metadata.handoff.hidden_layout import HiddenLayout, HiddenSpec
-from baton.metadata.handoff.schema import WITH_DRAFT_POOL, make_schema, page_bytes, row_bytes
+from baton.metadata.handoff.schema import make_schema, page_bytes, row_bytes
 from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
 
 PROMPT = [random.Random(8).randrange(512) for _ in range(10)]
@@ -54,7 +55,7 @@ def model(checkpoint: Callable[..., Path]) -> Path:
 
 
 def schema_of(algorithm: str) -> HandoffSchema:
-    hidden = HiddenLayout(algorithm=algorithm, target_hidden_size=64)
+    hidden = make_layout(algorithm)
     return make_schema(TARGET, TARGET if algorithm in WITH_DRAFT_POOL else None, 4, algorithm, hidden)
 
 
@@ -81,7 +82,7 @@ def test_a_layout_that_gives_it_a_state_is_caught(phase: str, monkeypatch: pytes
     spec = HiddenLayout.spec
     wide = HiddenSpec(64, "float32")
     monkeypatch.setattr(HiddenLayout, "spec", lambda self, asked: wide if asked == phase else spec(self, asked))
-    layout = HiddenLayout(algorithm="standalone", target_hidden_size=64)
+    layout = make_layout("standalone")
     with caught():
         check_no_state(layout)
     if phase == "recurrent":

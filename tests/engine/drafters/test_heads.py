@@ -216,7 +216,7 @@ Damage = Callable[[Path], Path]
 REFUSED: list[tuple[str, str, Damage, type[BatonError], list[str]]] = [
     ("eagle", "eagle", lambda d: change(d, hidden_size=32), ConfigError, ["hidden size 32", "64"]),
     ("eagle", "eagle", lambda d: change(d, vocab_size=500), ConfigError, ["vocabulary of 500", "512"]),
-    ("eagle", "eagle", lambda d: change(d, {"fc.weight": None}), ModelError, ["no EAGLE"]),
+    ("eagle", "eagle", lambda d: change(d, {"fc.weight": None}), ModelError, ["no head for eagle, eagle3, mtp"]),
     ("eagle", "eagle", lambda d: change(d, {"layers.0.mlp.up_proj.weight": None}), ModelError, ["mlp.up_proj.weight"]),
     ("eagle", "eagle", lambda d: change(d, {"fc.weight": torch.zeros(64, 64)}), ModelError, ["fc.weight", "64, 128"]),
     ("eagle", "eagle3", lambda d: d, ConfigError, ["eagle3", "head for eagle"]),
@@ -311,7 +311,7 @@ REFUSED: list[tuple[str, str, Damage, type[BatonError], list[str]]] = [
         ["layers.1.self_attn.k_proj"],
     ),
     ("eagle", "frozen-kv-mtp", lambda d: d, ModelError, ["no FROZEN_KV_MTP head"]),
-    ("frozen-kv-mtp", "eagle", lambda d: d, ModelError, ["no EAGLE"]),
+    ("frozen-kv-mtp", "eagle", lambda d: d, ModelError, ["no head for eagle, eagle3, mtp"]),
 ]
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from layouts import make_layout
 
 from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.ngram import NgramDrafter
-from baton.metadata.handoff.hidden_layout import HiddenLayout
 
 
 @pytest.fixture
 def drafter() -> NgramDrafter:
-    return NgramDrafter(HiddenLayout(algorithm="ngram", target_hidden_size=8), DraftShape(4))
+    return NgramDrafter(make_layout("ngram"), DraftShape(4))
 
 
 def finish(drafter: NgramDrafter, token_ids: list[int], salt: str = "") -> None:

@@ -6,20 +6,21 @@ import itertools
 
 import pytest
 import torch
+from layouts import make_layout
 
 from baton.engine import draft_row
 from baton.metadata.errors import ProtocolError
 from baton.metadata.handoff import buffers
 from baton.metadata.handoff.buffers import MetadataBuffers, Sampled
-from baton.metadata.handoff.hidden_layout import HiddenLayout, spec_hidden_size
+from baton.metadata.handoff.hidden_layout import spec_hidden_size
 from baton.metadata.handoff.schema import ROW_KINDS, make_schema, row_bytes
 from baton.metadata.wire.node_info import PoolLayout
 from baton.metadata.wire.request import MAX_TOP_LOGPROBS, TokenLogprobs
 
 POOL = PoolLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="bfloat16")
 PLAIN = make_schema(POOL, None, 4)
-HIDDEN = HiddenLayout(
-    algorithm="eagle",
+HIDDEN = make_layout(
+    "eagle",
     target_hidden_size=16,
     draft_hidden_size=12,
     draft_dtype="bfloat16",
@@ -144,10 +145,10 @@ def test_the_page_of_the_module_lists_every_field_with_its_writer_and_reader(mon
 def test_the_page_of_the_module_states_every_width(num_mtp_layers):
     """With hyper-connection streams, so that every hidden state has the width of `spec_hidden_size`."""
     algorithm = "eagle" if num_mtp_layers is None else "mtp"
-    hidden = HiddenLayout(
-        algorithm=algorithm, target_hidden_size=8, hc_mult=4, draft_hidden_size=6, draft_hc_mult=2,
-        num_mtp_layers=num_mtp_layers or 1,
-    )  # fmt: skip
+    num_rows = 0 if num_mtp_layers is None else num_mtp_layers - 1
+    hidden = make_layout(
+        algorithm, target_hidden_size=8, hc_mult=4, draft_hidden_size=6, draft_hc_mult=2, num_target_rows=num_rows
+    )
     schema = make_schema(POOL, POOL, 4, algorithm, hidden, draft_topk=3, draft_rows=2, ranks_trees=True)
     names = {"MAX_TOP_LOGPROBS": MAX_TOP_LOGPROBS, "draft_topk": 3, "draft_rows": 2, "hidden": hidden}
     stated = {field: width for field, _, _, width in _rows_of_the_page()}

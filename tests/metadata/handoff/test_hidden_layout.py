@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from layouts import make_layout
 
 from baton.metadata.errors import ConfigError
 from baton.metadata.handoff.hidden_layout import HiddenLayout, assign, spec_hidden_size
 
 
 def layout(algorithm: str, **more) -> HiddenLayout:
-    return HiddenLayout(
-        algorithm=algorithm, target_hidden_size=64, draft_hidden_size=32, target_dtype="bfloat16", num_aux=3, **more
-    )
+    return make_layout(algorithm, **{"target_dtype": "bfloat16", **more})
 
 
 @pytest.mark.parametrize(
@@ -25,31 +24,27 @@ def test_streams_widen_only_above_one(hc_mult, width):
     assert layout("eagle", hc_mult=hc_mult).spec("extend") == (width, "bfloat16")
 
 
+@pytest.mark.parametrize("phase", ["extend", "recurrent"])
 @pytest.mark.parametrize(
-    ("algorithm", "extend", "recurrent"),
+    ("source", "spec"),
     [
-        ("none", None, None),
-        ("ngram", None, None),
-        ("standalone", None, None),
-        ("eagle", (64, "bfloat16"), (32, "float32")),
-        ("eagle3", (192, "bfloat16"), (32, "float32")),
-        ("mtp", (64, "bfloat16"), None),
-        ("frozen_kv_mtp", (64, "bfloat16"), (64, "bfloat16")),
+        (None, None),
+        ("handoff", (128, "bfloat16")),
+        ("final", (64, "bfloat16")),
+        ("aux", (192, "bfloat16")),
+        ("draft", (160, "float32")),
     ],
 )
-def test_widths_by_algorithm(algorithm, extend, recurrent):
-    assert layout(algorithm).spec("extend") == extend
-    assert layout(algorithm).spec("recurrent") == recurrent
+def test_each_source_has_the_width_and_dtype_of_its_side(phase, source, spec):
+    """With two streams of the target and five of the draft: `final` and `aux` are collapsed."""
+    numbers = {"target_hidden_size": 64, "hc_mult": 2, "draft_hidden_size": 32, "draft_hc_mult": 5, "num_aux": 3}
+    made = HiddenLayout(algorithm="x", target_dtype="bfloat16", **numbers, **{phase: source})
+    other = "recurrent" if phase == "extend" else "extend"
+    assert made.spec(phase) == spec and made.spec(other) is None
 
 
-def test_auxiliary_rows_are_collapsed_and_a_family_may_hand_over_the_collapsed_state():
-    assert layout("eagle3", hc_mult=4).spec("extend") == (192, "bfloat16")
+def test_a_family_may_hand_over_the_collapsed_state():
     assert layout("mtp", hc_mult=4, hands_over_collapsed=True).spec("extend") == (64, "bfloat16")
-
-
-def test_chained_mtp_passes_the_drafts_own_state_on():
-    chained = layout("mtp", num_mtp_layers=3, is_chained=True)
-    assert chained.spec("recurrent") == (32, "float32") and chained.num_target_rows == 2
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 5])
@@ -104,13 +99,15 @@ def test_equal_shapes_copy():
     ("numbers", "words"),
     [
         (
-            {"algorithm": "eagle3", "draft_hidden_size": 8},
+            {"algorithm": "eagle3", "extend": "aux"},
             "eagle3 needs auxiliary target rows, num_aux is 0; it must be 1 or more",
         ),
-        ({"algorithm": "eagle"}, "eagle needs the draft's hidden size, it is 0; it must be 1 or more"),
-        ({"algorithm": "eagle3", "num_aux": 1}, "eagle3 needs the draft's hidden size, it is 0; it must be 1 or more"),
+        (
+            {"algorithm": "eagle", "recurrent": "draft"},
+            "eagle needs the draft's hidden size, it is 0; it must be 1 or more",
+        ),
     ],
-    ids=["no aux", "no draft", "no draft of eagle3"],
+    ids=["no aux", "no draft"],
 )
 def test_missing_numbers_are_refused(numbers, words):
     with pytest.raises(ConfigError) as raised:
@@ -119,22 +116,18 @@ def test_missing_numbers_are_refused(numbers, words):
 
 
 def test_the_least_numbers_are_taken():
-    least = HiddenLayout(algorithm="eagle3", target_hidden_size=64, draft_hidden_size=1, num_aux=1)
+    least = HiddenLayout(
+        algorithm="x", target_hidden_size=64, extend="aux", recurrent="draft", draft_hidden_size=1, num_aux=1
+    )
     assert (least.spec("extend"), least.spec("recurrent")) == ((64, "float32"), (1, "float32"))
-    for algorithm in ("standalone", "mtp", "frozen_kv_mtp", "none"):
-        assert HiddenLayout(algorithm=algorithm, target_hidden_size=64).num_target_rows == 0
+    plain = HiddenLayout(algorithm="x", target_hidden_size=64)
+    assert (plain.spec("extend"), plain.spec("recurrent"), plain.num_target_rows) == (None, None, 0)
 
 
-@pytest.mark.parametrize("algorithm", ["eagle", "eagle3"])
+@pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "mtp"])
 def test_the_drafts_own_streams_widen_what_it_passes_on(algorithm):
     assert layout(algorithm, draft_hc_mult=4).spec("recurrent") == (128, "float32")
     assert layout(algorithm, hc_mult=4).spec("recurrent") == (32, "float32")
-    assert layout("mtp", is_chained=True, draft_hc_mult=2).spec("recurrent") == (64, "float32")
-
-
-def test_only_mtp_has_target_rows():
-    assert [layout("mtp", num_mtp_layers=num).num_target_rows for num in (1, 2, 3)] == [0, 1, 2]
-    assert layout("eagle", num_mtp_layers=3).num_target_rows == 0
 
 
 def test_rows_are_allocated_as_zeros_where_they_are_asked_for():

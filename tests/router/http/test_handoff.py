@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from layouts import LOOKAHEAD, WITH_DRAFT_POOL, make_layout
 
-from baton.metadata.handoff.hidden_layout import HiddenLayout
 from baton.metadata.handoff.schema import make_schema, row_bytes
 from baton.metadata.wire.node_info import HandoffSchema, PoolLayout, RowField
 
@@ -18,9 +18,9 @@ DRAFT = PoolLayout(num_layers=1, num_kv_heads=1, head_dim=4, dtype="bfloat16")
 
 
 def layout(algorithm: str, **more: Any) -> HandoffSchema:
-    hidden = HiddenLayout(algorithm=algorithm, target_hidden_size=16, draft_hidden_size=12, num_aux=3)
-    draft = DRAFT if algorithm in ("standalone", "eagle") else None
-    return make_schema(TARGET, draft, 16, algorithm, hidden, **more)
+    hidden = make_layout(algorithm, target_hidden_size=16, draft_hidden_size=12)
+    draft = DRAFT if algorithm in WITH_DRAFT_POOL else None
+    return make_schema(TARGET, draft, 16, algorithm, hidden, key_lookahead=LOOKAHEAD.get(algorithm, 0), **more)
 
 
 def told(make_system: Callable[..., System], schema: HandoffSchema) -> tuple[dict[str, Any], list[str]]:
@@ -91,7 +91,7 @@ def test_without_hidden_state(make_system: Callable[..., System], algorithm: str
 
 
 def test_the_layers_that_a_drafter_without_kv_reads_are_told(make_system: Callable[..., System]) -> None:
-    group, words = told(make_system, layout("frozen_kv_mtp", frozen_layers=(1, 0)))
+    group, words = told(make_system, layout("frozen-kv-mtp", frozen_layers=(1, 0)))
     assert group["schema"]["frozen_layers"] == [1, 0]
     assert "draft KV: none; the drafter attends to KV of target layers 1, 0" in words
 

@@ -1,0 +1,42 @@
+"""EAGLE: a head that predicts the target's next hidden state. The head of a target with residual streams has streams
+of its own (models/hyper_eagle.py). shifted.py drafts with it."""
+
+from __future__ import annotations
+
+from ..models.head_file import HeadFile, check_state_width, read_head, without_model
+from ..models.heads import load_eagle
+from .family import Family, Loading, Speculation, Wanted
+from .shifted import ShiftedDrafter
+
+
+def _recognises(names: frozenset[str]) -> bool:
+    """An EAGLE-3 head also has `fc`, but a norm for its states in its layer."""
+    bare = without_model(names)
+    return "fc.weight" in bare and not any(
+        name.startswith("midlayer.") or name == "layers.0.hidden_norm.weight" for name in bare
+    )
+
+
+def _read(wanted: Wanted) -> Speculation:
+    head = read_head(wanted.draft_dir, wanted.target)
+    check_state_width(head, wanted.target)
+    return Speculation(
+        algorithm=wanted.algorithm,
+        shape=wanted.shape,
+        hidden=wanted.layout(head.config, extend="handoff", recurrent="draft"),
+        make=lambda loading: _load(head, loading),
+        draft_dir=head.directory,
+        draft=head.config,
+        settings=head.settings,
+        has_pool=True,
+        key_lookahead=1,
+        num_proposing=1,
+    )
+
+
+def _load(head: HeadFile, loading: Loading) -> ShiftedDrafter:
+    model = load_eagle(head, loading.target)
+    return ShiftedDrafter(model, loading.kv, loading.hidden, loading.shape)
+
+
+FAMILY = Family(name="eagle", read=_read, drafts_trees=True, recognises=_recognises)

@@ -1,0 +1,60 @@
+"""The directory of a head that drafts from the target's hidden states: its names, and whether it fits the target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...metadata.errors import ConfigError
+from ..checkpoint import Checkpoint
+from ..model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFile:
+    """A head's directory. Its tensors are named but not read."""
+
+    directory: Path
+    config: ModelConfig
+    settings: Mapping[str, Any]  # config.json as it is
+    names: frozenset[str]  # of all tensors
+
+
+def tensor_names(directory: Path) -> frozenset[str]:
+    """Return the names of the tensors in a directory. Raises ModelError if it holds no readable *.safetensors."""
+    return frozenset(Checkpoint(directory).names)
+
+
+def without_model(names: frozenset[str]) -> frozenset[str]:
+    """Return the names without a leading `model.`, which published heads may have or not."""
+    return frozenset(name.removeprefix("model.") for name in names)
+
+
+def read_head(directory: Path, target: ModelConfig) -> HeadFile:
+    """Read a head's configuration. A head has residual streams if a layer of it has the tensors that mix them. Raises
+    ModelError for a directory without one, ConfigError if the head does not fit the target, naming both values."""
+    names = tensor_names(directory)
+    has_streams = any(name.endswith(".attn_hc.read") for name in names)
+    config = ModelConfig.from_dir(directory, "HyperLlamaForCausalLM" if has_streams else "LlamaForCausalLM")
+    settings = json.loads((directory / "config.json").read_text())
+    own = settings.get("target_hidden_size", config.hidden_size)
+    if own != target.hidden_size:
+        raise ConfigError(
+            f"{directory} is a head for a target of hidden size {own}; the target has {target.hidden_size}"
+        )
+    if config.vocab_size != target.vocab_size:
+        raise ConfigError(f"{directory} has a vocabulary of {config.vocab_size}; the target has {target.vocab_size}")
+    return HeadFile(directory, config, settings, names)
+
+
+def check_state_width(head: HeadFile, target: ModelConfig) -> None:
+    """Raise ConfigError unless the head takes states as wide as the target's family hands over."""
+    width = head.config.spec_hidden_size
+    if width != target.handoff_hidden_size:
+        raise ConfigError(
+            f"{head.directory} takes states of {width} numbers (hc_mult {head.config.hc_mult}); the target hands over"
+            f" {target.handoff_hidden_size} (hc_mult {target.hc_mult})"
+        )

@@ -1,0 +1,51 @@
+"""How many steps MTP drafts: one layer any number, n layers at most n."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from heads import write_head
+
+from baton.decode_node.config import DecodeConfig
+from baton.engine.draft_shape import DraftShape
+from baton.engine.drafters.family import Speculation
+from baton.engine.drafters.speculation import read_speculation
+from baton.engine.model_config import ModelConfig
+
+
+@pytest.fixture
+def read(checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., Speculation]:
+    model = checkpoint("llama")
+
+    def make(kind: str, **settings: Any) -> Speculation:
+        head = write_head(tmp_path / kind, kind, model)
+        config = DecodeConfig(speculative="mtp", draft_model=str(head), **settings)
+        return read_speculation(config, model, ModelConfig.from_dir(model), "float32")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "shape"),
+    [
+        ("mtp-deepseek", {}, DraftShape(5)),
+        ("mtp-mimo", {"draft_steps": 9}, DraftShape(9)),
+        ("mtp-mimo", {"draft_steps": 2, "draft_topk": 2}, DraftShape(2, 2, 6)),
+        ("mtp3-deepseek", {}, DraftShape(3)),
+        ("mtp3-mimo", {"draft_steps": 2}, DraftShape(2)),
+        ("mtp6-deepseek", {}, DraftShape(6)),
+    ],
+)
+def test_steps_by_layers(
+    read: Callable[..., Speculation], kind: str, settings: dict[str, Any], shape: DraftShape
+) -> None:
+    assert read(kind, **settings).shape == shape
+
+
+def test_the_pool_has_a_layer_for_each_mtp_layer(read: Callable[..., Speculation]) -> None:
+    """config.json of such a directory repeats the target's number of layers."""
+    drafts = [read(kind).draft for kind in ("mtp-deepseek", "mtp3-deepseek", "mtp6-deepseek")]
+    assert [draft.num_layers for draft in drafts if draft is not None] == [1, 3, 6]

@@ -1,0 +1,105 @@
+"""Nodes compare the schema and the fingerprint of their drafters, and refuse each other if these differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from handoff_nodes import make_client, make_server, named, peer_of, spin, unit
+from heads import ALGORITHM, write_head
+
+from baton.decode_node.config import DecodeConfig
+from baton.engine.drafters.family import Speculation
+from baton.engine.drafters.speculation import read_speculation
+from baton.engine.model_config import ModelConfig
+from baton.metadata.handoff.client import TransferFailed
+from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
+
+Checkpoints = Callable[..., Path]
+
+
+@pytest.fixture
+def model(checkpoint: Checkpoints) -> Path:
+    return checkpoint("llama", num_hidden_layers=3)
+
+
+def frozen_schema(model: Path, directory: Path, layers: list[int]) -> HandoffSchema:
+    """What a node with a frozen-KV head says when it meets another: all that differs is what its file names."""
+    head = write_head(directory / f"frozen-{layers}", "frozen-kv-mtp", model, target_layers=layers)
+    config = DecodeConfig(speculative="frozen-kv-mtp", draft_model=str(head))
+    target = ModelConfig.from_dir(model)
+    pool = PoolLayout(num_layers=3, num_kv_heads=target.num_kv_heads, head_dim=target.head_dim, dtype="float32")
+    return read_speculation(config, model, target, "float32").schema(pool, 4, checksums=True)
+
+
+def test_nodes_whose_heads_read_other_layers_refuse_each_other(model: Path, tmp_path: Path) -> None:
+    """Same tensors, same settings: without the map in the schema they would pair, and draft from other layers."""
+    here, there = (frozen_schema(model, tmp_path, layers) for layers in ([0, 2], [0, 1]))
+    server, source = make_server(here)
+    client, target = make_client(there)
+    try:
+        server.open(unit(), 1)
+        client.claim(unit(), peer_of(server), 0, [3])
+        events = spin([server, client], lambda events: named(events, TransferFailed), timeout_s=1.0)
+        failed = named(events, TransferFailed)[0]
+        assert failed.is_refused and "frozen_layers: 0, 2 here, 0, 1 there" in failed.reason, failed
+    finally:
+        for each in (*source, *target, server, client):
+            each.close()
+
+
+def fingerprint(model: Path, directory: Path, kind: str, **changes: Any) -> str | None:
+    head = write_head(directory, kind, model, **changes)
+    config = DecodeConfig(speculative=ALGORITHM[kind], draft_model=str(head))
+    return read_speculation(config, model, ModelConfig.from_dir(model), "float32").fingerprint
+
+
+UNLIKE = [
+    ("mtp3-deepseek", {"mtp_chained": False}),
+    ("eagle3", {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}),
+    (
+        "eagle3",
+        {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 0]}},
+    ),
+    ("eagle3", {"norm_before_residual": True}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"), UNLIKE, ids=lambda each: each if isinstance(each, str) else list(each)[-1]
+)
+def test_nodes_whose_heads_have_the_same_weights_and_other_settings_refuse_each_other(
+    kind: str, changes: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    """The schema does not show these settings: without them in the fingerprint the nodes would pair."""
+    plain, again = (fingerprint(model, tmp_path / name, kind) for name in ("plain", "again"))
+    other = fingerprint(model, tmp_path / "other", kind, **changes)
+    assert plain == again and None not in (plain, other)
+    server, source = make_server(fingerprints=("f" * 16, plain))
+    client, target = make_client(fingerprints=("f" * 16, other))
+    try:
+        server.open(unit(), 1)
+        client.claim(unit(), peer_of(server), 0, [3])
+        events = spin([server, client], lambda events: named(events, TransferFailed), timeout_s=1.0)
+        failed = named(events, TransferFailed)[0]
+        assert failed.is_refused and f"draft weights: {plain} here, {other} there" in failed.reason, failed
+    finally:
+        for each in (*source, *target, server, client):
+            each.close()
+
+
+def test_a_head_of_other_weights_has_another_fingerprint(model: Path, tmp_path: Path) -> None:
+    for kind in ("eagle", "frozen-kv-mtp"):
+        assert fingerprint(model, tmp_path / f"{kind}0", kind) != fingerprint(
+            model, tmp_path / f"{kind}1", kind, seed=1
+        )
+
+
+def read(model: Path, **settings: Any) -> Speculation:
+    return read_speculation(DecodeConfig(model=str(model), **settings), model, ModelConfig.from_dir(model), "float32")
+
+
+def test_drafting_from_the_own_text_has_no_fingerprint(model: Path) -> None:
+    assert read(model, speculative="ngram").fingerprint is None
