@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ..engine.device_executor import DeviceExecutor
+from ..engine.graphs import graph_sizes
 from ..engine.startup import load_engine, load_keys, node_id, serve, transports
 from ..metadata.bus.membership import Membership
 from ..metadata.bus.sockets import new_epoch
@@ -28,8 +30,10 @@ def run(config: DecodeConfig) -> int:
     )
 
     def make_node(membership: Membership) -> DecodeNode:
+        buckets = graph_sizes(engine.kv, config.max_running)
         return DecodeNode(
-            engine,
+            DeviceExecutor(engine, config.max_running, buckets),
+            engine.cache,
             membership,
             handoff,
             config.max_running,

@@ -10,6 +10,7 @@ chooses. Host decisions, such as the length of drafts, are made before the work 
     Chunk       computes prompt tokens, and their log-probabilities         Scores
     Tails       samples first tokens, and drafts after them                 FirstTokens, then HandoffRows
     LoadSlot    gives a slot to a sequence                                  -
+    Recompute   computes tokens of sequences that have a slot               -
     CatchUp     lets the drafter see rows that rounds left out              -
     Round       drafts, verifies, accepts                                   Tokens
     CopyPages   copies pages within every pool                              -
@@ -22,7 +23,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..metadata.wire.request import TokenLogprobs
-from .sampling_state import SamplingState
+from .draft_shape import DraftShape
+from .sampling_state import Needs, SamplingState
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,76 @@ class BatchRow:
 MAX_MISSED = 64  # rows that a drafter can catch up on: the device keeps so many for each slot
 
 
+@dataclass(frozen=True, slots=True)
+class LoadSlot:
+    """The state of a sequence for a slot, from which rounds go on.
+
+    When the sequence's first round begins, all its tokens but the last have KV. The drafter's state comes from `row`,
+    the metadata row of a handoff in the bytes of the schema; without one it is zeros.
+    """
+
+    slot: int
+    token_ids: Sequence[int]  # the whole sequence
+    sampling: SamplingState  # after the last token
+    row: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Tokens whose KV is computed again, or for the first time for a local prompt; in the drafter's pool too.
+
+    Row i continues the sequence `token_ids[i]`. The slot of a sequence keeps its state.
+    """
+
+    rows: Sequence[BatchRow]
+    token_ids: Sequence[Sequence[int]]  # of each row, the whole sequence
+
+
+@dataclass(frozen=True, slots=True)
+class TableChange:
+    """New columns of a slot's block table: `pages` from column `first` on. Columns behind them hold no pages."""
+
+    slot: int
+    first: int
+    pages: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUp:
+    """Rows that rounds without drafts left out, for the drafter: the oldest of each sequence, as if a round had brought
+    them. Each field has one entry per sequence."""
+
+    slots: Sequence[int]
+    num_pages: Sequence[int]
+    changes: Sequence[TableChange]  # of any slots, since the work before
+    firsts: Sequence[int]  # of the rows that the slot has kept, the first that the drafter lacks
+    num_missed: Sequence[int]  # rows that the drafter lacks, at least one
+    num_rows: int  # the most rows that this work brings to each
+    needs: Needs
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round of drafting and verifying. Each field of sequences has one entry per sequence.
+
+    Pages must cover the tokens of a sequence, and `shape.num_slots` more if its limit is not 0 (in a chain: limit + 1
+    more), counted from the most that the round before may have brought.
+    """
+
+    slots: Sequence[int]
+    num_pages: Sequence[int]
+    changes: Sequence[TableChange]  # of any slots, since the work before
+    limits: Sequence[int]  # drafts that may be accepted
+    num_missed: Sequence[int]  # rows that the slot has kept, before one that this round may leave out
+    shape: DraftShape
+    needs: Needs  # of all sequences together
+    num_logprobs: Sequence[int | None]
+    proposed: Sequence[Sequence[int]] = ()  # drafts that were found on the host, num_steps of each
+
+
+RoundWork = LoadSlot | Recompute | CatchUp | Round
+
+
 class Accepted(NamedTuple):
     """Result of a round for one sequence."""
 
@@ -51,6 +123,19 @@ class Accepted(NamedTuple):
     logprobs: list[TokenLogprobs | None]
     num_accepted: int  # a: drafts that equal the target's tokens
     num_drafted: int  # at most K: drafts that the sequence could have accepted
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The report of a round: what it brought each sequence, in order. None: the sequence has left its slot."""
+
+    rows: Sequence[Accepted | None]
+
+
+def catch_up_sizes(shape: DraftShape) -> tuple[int, int]:
+    """Return the numbers of rows that a `CatchUp` may have: one, after a round that only measured, or as many as a
+    round of `shape` brings at most."""
+    return 1, shape.num_steps + 1
 
 
 # --- prompts: what a prefill node asks for ---

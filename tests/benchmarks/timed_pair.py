@@ -108,7 +108,7 @@ class TimedPair(NodePair):
         return self.decode.rounds.shape.num_steps
 
     def handoff_bytes(self, prompt_len: int) -> HandoffBytes:
-        return handoff_bytes(self.decode.engine.schema, prompt_len)
+        return handoff_bytes(self.decode.executor.engine.schema, prompt_len)
 
     def step(self) -> None:
         """Step as the base class does, and take the time of the decode node."""
@@ -158,7 +158,7 @@ class TimedPair(NodePair):
 
         def collect_and_count(submitted: Any) -> Any:
             results = collect(submitted)
-            for sequence, result in zip(submitted.sequences, results, strict=True):
+            for sequence, result in zip(submitted.sequences, results.rows, strict=True):
                 if result is not None and 0 < result.num_drafted == self.num_steps:
                     count, num_accepted = self._rounds[sequence.unit.rid]
                     self._rounds[sequence.unit.rid] = Rounds(count + 1, num_accepted + result.num_accepted)

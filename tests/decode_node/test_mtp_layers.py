@@ -112,7 +112,7 @@ class Checked:
 
     def __init__(self, pair: NodePair, head: Path, plain: dict[str, list[int]]) -> None:
         self.pair, self.plain, self.num_checked = pair, plain, 0
-        engine = pair.decode.engine
+        engine = pair.decode.executor.engine
         self._layers = ScratchLayers(head, engine.model)
         self._num_right = itertools.cycle([0, 2, 3, 1, 3, 3, 0, 1])
         self.drafter = engine.drafter
@@ -144,7 +144,7 @@ class Checked:
 
     def _check(self, sequence: Any, draft: DraftState, proposed: list[int]) -> None:
         self.num_checked += 1
-        engine, num_rows = self.pair.decode.engine, sequence.num_computed
+        engine, num_rows = self.pair.decode.executor.engine, sequence.num_computed
         page_size = engine.pool.page_size
         pages = list(range(1, 2 + num_rows // page_size))
         batch = ForwardBatch.build([BatchRow(sequence.token_ids[:num_rows], 0, pages)], page_size, "cpu")

@@ -296,7 +296,7 @@ def test_logits_that_are_nan_fail_only_their_request(
     settings = {"page_size": 4, "speculative": speculative}
     pair = make_pair(checkpoint("llama"), prefill=settings, decode=settings)
     bad, good = prompts(50, (6, 7))
-    model = (pair.prefill.prompts if node == "prefill" else pair.decode).engine.model
+    model = (pair.prefill.prompts if node == "prefill" else pair.decode.executor).engine.model
     logits = model.logits
 
     def broken(hidden: Any) -> Any:

@@ -128,8 +128,8 @@ def spoil_rounds(node: Any) -> None:
 
     def spoilt(sequences: Any, *rest: Any) -> Any:
         for sequence in sequences:
-            for page in sequence.pages[: sequence.num_computed // node.engine.pool.page_size]:
-                node.engine.kv[0, page, 0].fill_(3.0)
+            for page in sequence.pages[: sequence.num_computed // engine_of(node).pool.page_size]:
+                engine_of(node).kv[0, page, 0].fill_(3.0)
         return submit(sequences, *rest)
 
     node.rounds.submit = spoilt

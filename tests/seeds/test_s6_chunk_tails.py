@@ -66,7 +66,7 @@ def asked(index: int) -> Any:
 
 def run(pair: NodePair, name: str) -> list[Seen]:
     """Run all prompts one after the other, because the last bits of matrix products depend on the batch."""
-    engine, rounds = pair.decode.engine, pair.decode.rounds
+    engine, rounds = pair.decode.executor.engine, pair.decode.rounds
     assert engine.drafter is not None
     seen = [Seen() for _ in prompts()]
     submit, collect = rounds.submit, rounds.collect

@@ -8,6 +8,8 @@ from typing import Any
 
 from baton.decode_node.config import DecodeConfig
 from baton.decode_node.node import DecodeNode
+from baton.engine.device_executor import DeviceExecutor
+from baton.engine.graphs import graph_sizes
 from baton.engine.prompts import Prompts
 from baton.engine.startup import load_engine, make_membership, transports
 from baton.metadata.bus.membership import Membership
@@ -52,8 +54,9 @@ def start_decode(name: str, config: DecodeConfig, **more: Any) -> DecodeNode:
         device=engine.device_pool,
     )
     membership = make_membership(config, name, "decode", engine, None, epoch, "")
-    sizes = config.max_running, config.chunk(engine.device.type)
-    return _started(membership, handoff, lambda: DecodeNode(engine, membership, handoff, *sizes, **more))
+    executor = DeviceExecutor(engine, config.max_running, graph_sizes(engine.kv, config.max_running))
+    parts = executor, engine.cache, membership, handoff, config.max_running, config.chunk(engine.device.type)
+    return _started(membership, handoff, lambda: DecodeNode(*parts, **more))
 
 
 def _started(membership: Membership, handoff: HandoffServer | HandoffClient, make: Callable[[], Any]) -> Any:

@@ -23,7 +23,7 @@ def decode_of(served: Served) -> DecodeNode:
 
 def engine_of(node: Node) -> Engine:
     """Return the engine that computes for the node."""
-    return node.prompts.engine if isinstance(node, PrefillNode) else node.engine
+    return node.prompts.engine if isinstance(node, PrefillNode) else node.executor.engine  # type: ignore[attr-defined]
 
 
 def num_generated(served: Served) -> int:
