@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ..engine.device_executor import DeviceExecutor
+from ..engine.graphs import graph_sizes
 from ..engine.startup import load_engine, load_keys, make_endpoint, node_id, serve
 from ..metadata.bus.membership import Membership
 from ..metadata.bus.sockets import new_epoch
@@ -19,8 +21,10 @@ def run(config: DecodeConfig) -> int:
     handoff = HandoffClient(make_endpoint(config, name, engine, keys, epoch))
 
     def make_node(membership: Membership) -> DecodeNode:
+        buckets = graph_sizes(engine.kv, config.max_running)
         return DecodeNode(
-            engine,
+            DeviceExecutor(engine, config.max_running, buckets),
+            engine.cache,
             membership,
             handoff,
             config.max_running,

@@ -19,26 +19,27 @@ GPU the node submits the next round in between, so the device computes while the
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from ..engine.adaptive import StepChooser
-from ..engine.draft_row import get_draft
 from ..engine.draft_shape import DraftShape
-from ..engine.drafters.base import DraftState
-from ..engine.engine import NO_NUMBERS, Engine
-from ..engine.graphs import graph_sizes
+from ..engine.executor import Executor
+from ..engine.prefix_cache import PrefixCache
 from ..engine.progress import ProgressBar
-from ..engine.rounds import Accepted, Rounds, Submitted
+from ..engine.round_timing import measure_round
+from ..engine.rounds import Rounds, Submitted
 from ..engine.step_times import StepTimes
+from ..engine.work import NO_NUMBERS, Accepted
 from ..metadata.bus.membership import Membership, RouterGone
 from ..metadata.bus.session import RouterWork
-from ..metadata.errors import ProtocolError
-from ..metadata.handoff.buffers import MetadataBuffers, Sampled
+from ..metadata.errors import OutOfMemory, ProtocolError
 from ..metadata.handoff.client import HandoffClient
 from ..metadata.handoff.transfer import Arrived, Revoked, TransferFailed
 from ..metadata.wire.messages import Admitted, Cancel, Cancelled, Compute, Failed, Resend, Reserve
@@ -49,6 +50,9 @@ from .reservations import Reservations
 from .round_clock import RoundClock
 from .scheduler import DecodeScheduler, StepPlan
 from .sequence import Sequence
+
+if TYPE_CHECKING:
+    from ..metadata.handoff.buffers import Sampled
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +76,6 @@ class SubmittedRound(NamedTuple):
     """A round that the device computes or has computed."""
 
     sequences: list[Sequence]
-    slots: list[int]
     submitted: Submitted
     since: float  # monotonic seconds
 
@@ -82,7 +85,8 @@ class DecodeNode:
 
     def __init__(
         self,
-        engine: Engine,
+        executor: Executor,
+        cache: PrefixCache,
         membership: Membership,
         handoff: HandoffClient,
         max_running: int,
@@ -91,35 +95,44 @@ class DecodeNode:
         is_adaptive: bool = False,
         overlaps: bool | None = None,
     ):
-        """`is_adaptive`: adapt the draft length to the measured benefit; otherwise draft all steps.
+        """`cache` owns the pages of the pool that `executor` writes; `executor` has `max_running` slots.
+        `is_adaptive`: adapt the draft length to the measured benefit; otherwise draft all steps.
         `overlaps`: submit a round before the results of the last one are read; None: if the device is a GPU."""
-        self.engine = engine
-        self.cache = engine.cache
+        self.executor = executor
+        self.cache = cache
         self.membership = membership
         self.handoff = handoff
-        self.rounds = Rounds(engine, max_running, buckets=graph_sizes(engine.kv, max_running))
         with ProgressBar("capturing round graphs") as progress:
-            self.rounds.warm_up(progress)
+            executor.warm_up(progress)
+        self.rounds = Rounds(executor)
         self.chooser: StepChooser | None = None
-        if is_adaptive and self.rounds.shape.num_steps:
-            times = StepTimes.measure(self.rounds.measure, min(max_running, _MAX_MEASURED), self.rounds.shape.choices)
-            self.chooser = StepChooser(self.rounds.shape, times, max_running)
+        if is_adaptive and executor.shape.num_steps:
+            measure = functools.partial(measure_round, executor)
+            times = StepTimes.measure(measure, min(max_running, _MAX_MEASURED), executor.shape.choices)
+            self.chooser = StepChooser(executor.shape, times, max_running)
         self.scheduler = DecodeScheduler(
-            engine.cache,
+            cache,
             max_running,
             chunk,
-            shape=self.rounds.shape,
-            context_len=engine.context_len,
+            shape=executor.shape,
+            context_len=executor.context_len,
             choose=None if self.chooser is None else self._choose,
             rests=None if self.chooser is None else self.chooser.rests,
             on_finish=self.rounds.release,
         )
-        self._overlaps = engine.device.type != "cpu" if overlaps is None else overlaps
+        self._overlaps = executor.runs_ahead if overlaps is None else overlaps
         self._under_way: SubmittedRound | None = None
         self._clock = RoundClock(self._overlaps)
         self.outbox = Outbox()
-        self._row_buffer = MetadataBuffers(engine.schema)
-        self._reservations = Reservations(engine, self.scheduler, self.outbox, self.load, membership.send, self._fail)
+        self._reservations = Reservations(
+            self.scheduler,
+            self.outbox,
+            self.load,
+            membership.send,
+            self._fail,
+            vocab_size=executor.vocab_size,
+            context_len=executor.context_len,
+        )
         self._counts = _Counts()
 
     def step(self) -> bool:
@@ -143,7 +156,7 @@ class DecodeNode:
     @property
     def is_idle(self) -> bool:
         """Whether the node holds no sequence."""
-        return self._under_way is None and not any(True for _ in self.scheduler)
+        return self._under_way is None and not self.scheduler
 
     def load(self) -> Load:
         scheduler = self.scheduler
@@ -202,7 +215,7 @@ class DecodeNode:
                 self._start_local(sequence)
             else:
                 assert sequence.lease is not None
-                num_prompt_pages = -(-len(sequence.token_ids) // self.engine.pool.page_size)
+                num_prompt_pages = -(-len(sequence.token_ids) // self.cache.pool.page_size)
                 num_cached_pages = len(sequence.lease.pages)
                 self.handoff.claim(sequence.unit, message.prefill, num_cached_pages, sequence.pages[:num_prompt_pages])
 
@@ -210,22 +223,28 @@ class DecodeNode:
         """Run a sequence whose prompt is computed here. Only a prefill node can make the state that a drafter with its
         own KV needs after a prompt, so such a drafter leaves the sequence behind."""
         self.scheduler.start_local(sequence.unit)
-        drafter = self.engine.drafter
-        if drafter is not None and drafter.has_kv:
+        if self.executor.keeps_missed_rows:
             sequence.leave_behind()
-        self._take_slot(sequence, None if drafter is None else drafter.allocate(1))
-        logger.info("computes %d tokens of a prompt", sequence.num_to_compute, extra={"rid": sequence.unit.rid})
+        if self._take_slot(sequence, None):
+            logger.info("computes %d tokens of a prompt", sequence.num_to_compute, extra={"rid": sequence.unit.rid})
 
-    def _take_slot(self, sequence: Sequence, draft: DraftState | None) -> None:
-        """Give a running sequence a slot in rounds. At its first round all its tokens but the last will have KV."""
-        self.rounds.admit(sequence, len(sequence.token_ids) - 1, draft)
-        if self.chooser is not None and sequence.slot is not None:
+    def _take_slot(self, sequence: Sequence, row: bytes | None) -> bool:
+        """Give a running sequence a slot in rounds, with the drafter's state in `row` if it has one. False: there is no
+        memory for it, and the sequence has ended."""
+        try:
+            self.rounds.admit(sequence, row)
+        except OutOfMemory as error:
+            self._end_for_memory([sequence], error)
+            return False
+        assert sequence.slot is not None
+        if self.chooser is not None:
             self.chooser.admit(sequence.slot)
         sequence.clock.start(sequence.num_generated)
+        return True
 
     def _resend(self, unit: Unit, first: int) -> None:
         """Send the unit's tokens from number `first` on again. If its pages do not come, ask for the offers again."""
-        sequence = next((each for each in self.scheduler if each.unit == unit), None) or self.outbox.find_ended(unit)
+        sequence = self.scheduler.get(unit) or self.outbox.find_ended(unit)
         if sequence is None:
             self._fail(unit, "unavailable", "the node does not know this request any more", is_retryable=True)
         elif first > sequence.num_generated and unit in self.scheduler.reserved and not self.handoff.ask_offers(unit):
@@ -254,14 +273,12 @@ class DecodeNode:
         match event:
             case Arrived(unit=unit, row=row):
                 try:
-                    self._row_buffer.unpack(row)
-                    sampled = self._row_buffer.get_sampled(self.engine.model_config.vocab_size)
+                    sampled = self.executor.read_row(row)
                 except ProtocolError as error:
                     self.scheduler.finish(sequence)
                     self._fail(unit, error.code, str(error), is_retryable=False)
                 else:
-                    self._admit(sequence, event, sampled)
-                    return sequence
+                    return sequence if self._admit(sequence, event, sampled) else None
             case TransferFailed(unit=unit, reason=reason, is_refused=is_refused):
                 self.scheduler.finish(sequence)
                 self._fail(unit, "transfer_error", reason, is_retryable=not is_refused)
@@ -269,15 +286,15 @@ class DecodeNode:
                 self.scheduler.finish(sequence)
         return None
 
-    def _admit(self, sequence: Sequence, event: Arrived, sampled: Sampled) -> None:
+    def _admit(self, sequence: Sequence, event: Arrived, sampled: Sampled) -> bool:
+        """Run a sequence whose pages have arrived. False: there is no memory for it, and the sequence has ended."""
         begun = time.monotonic()
         assert sequence.lease is not None
         num_cached_pages = len(sequence.lease.pages)
         self.scheduler.start_pulled(event.unit)
         sequence.append_first(sampled.first_token, sampled.logprobs, sampled.num_cached)
-        drafter = self.engine.drafter
-        draft = None if drafter is None else get_draft(self._row_buffer, drafter, sequence.token_ids)
-        self._take_slot(sequence, draft)
+        if not self._take_slot(sequence, event.row):
+            return False
         self._counts.pages_moved += event.num_pages
         self._counts.bytes_moved += event.num_bytes
         self._counts.transfer_seconds += event.transfer_s
@@ -292,6 +309,7 @@ class DecodeNode:
                 times=msgspec.structs.replace(event.times, admit_s=time.monotonic() - begun),
             )
         )
+        return True
 
     # --- rounds ---
 
@@ -309,35 +327,47 @@ class DecodeNode:
         """Submit the planned step, then settle the round before. If rounds do not overlap, settle the new one too."""
         self._counts.steps += 1
         if plan.rows:
-            computed = self.engine.compute(plan.rows)
-            self.rounds.recompute(plan.sequences, plan.rows, computed.extend)
-            for sequence, row in zip(plan.sequences, plan.rows, strict=True):
-                sequence.compute(len(row.input_ids))
-                self._counts.computed_tokens += len(row.input_ids)
+            self._recompute(plan)
         begun = self._submit_round(plan) if plan.decoding else None
-        self.settle()
         if begun is not None:
+            self.settle()
             for sequence, limit in zip(begun.sequences, begun.submitted.limits, strict=True):
                 sequence.join_round(limit)
-        self._under_way = begun
-        if not self._overlaps:
+            self._under_way = begun
+        if begun is None or not self._overlaps:
             self.settle()
 
-    def _submit_round(self, plan: StepPlan) -> SubmittedRound:
-        since, slots = self._clock.submit(), _slots(plan.decoding)
-        submitted = self.rounds.submit(plan.decoding, plan.shape, plan.limits)
-        return SubmittedRound(plan.decoding, slots, submitted, since)
+    def _recompute(self, plan: StepPlan) -> None:
+        try:
+            self.rounds.recompute(plan.sequences, plan.rows)
+        except OutOfMemory as error:
+            self._end_for_memory(plan.sequences, error)
+            return
+        for sequence, row in zip(plan.sequences, plan.rows, strict=True):
+            sequence.compute(len(row.input_ids))
+            self._counts.computed_tokens += len(row.input_ids)
+
+    def _submit_round(self, plan: StepPlan) -> SubmittedRound | None:
+        """Submit a round. If the device has no memory for it, its sequences end, and None is returned."""
+        since = self._clock.submit()
+        try:
+            submitted = self.rounds.submit(plan.decoding, plan.shape, plan.limits)
+        except OutOfMemory as error:
+            self.settle()  # the round before has tokens for them
+            self._end_for_memory([each for each in plan.decoding if each.slot is not None], error)
+            return None
+        return SubmittedRound(plan.decoding, submitted, since)
 
     def settle(self) -> None:
         """Wait for the round under way, if there is one, and process its results."""
         done, self._under_way = self._under_way, None
         if done is None:
             return
-        results = self.rounds.collect(done.submitted)
+        results = self.rounds.collect(done.submitted).rows
         seconds = self._clock.settle(done.since)
         for sequence in done.sequences:
             sequence.leave_round()
-        rows = zip(done.sequences, done.slots, results, strict=True)
+        rows = zip(done.sequences, done.submitted.slots, results, strict=True)
         live = [(sequence, slot, accepted) for sequence, slot, accepted in rows if accepted is not None]
         for sequence, _, accepted in live:
             self._accept(sequence, accepted)
@@ -357,11 +387,12 @@ class DecodeNode:
         """Return how much the next round drafts. `usable`: the number of drafts that each sequence could accept."""
         assert self.chooser is not None
         num_missed = self.rounds.num_missed(sequences)
-        return self.rounds.shape.with_steps(self.chooser.choose(_slots(sequences), usable, num_missed))
+        slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
+        return self.executor.shape.with_steps(self.chooser.choose(slots, usable, num_missed))
 
     def _accept(self, sequence: Sequence, accepted: Accepted) -> None:
         """Append the tokens of a round, and end the sequence if one of them ends it or the logits were NaN."""
-        self._counts.generated_tokens += sequence.accept(accepted, self.engine.context_len)
+        self._counts.generated_tokens += sequence.accept(accepted, self.executor.context_len)
         if sequence.ended is not None:
             logger.info("ended: %s", sequence.ended.reason, extra={"rid": sequence.unit.rid})
             self.scheduler.finish(sequence)
@@ -370,11 +401,12 @@ class DecodeNode:
             message = NO_NUMBERS.format(position=len(sequence.token_ids))
             self._fail(sequence.unit, "model_error", message, is_retryable=False)
 
+    def _end_for_memory(self, sequences: Iterable[Sequence], error: OutOfMemory) -> None:
+        """End sequences with one error each. Another node, or this one later, may have the memory."""
+        for sequence in list(sequences):
+            self.scheduler.finish(sequence)
+            self._fail(sequence.unit, error.code, str(error), is_retryable=True)
+
     def _send(self, sequences: list[Sequence]) -> None:
         for tokens in self.outbox.unsent(sequences):
             self.membership.send(tokens)
-
-
-def _slots(sequences: list[Sequence]) -> list[int]:
-    """Return the slots of running sequences."""
-    return [sequence.slot for sequence in sequences if sequence.slot is not None]

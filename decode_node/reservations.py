@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable
 from typing import Protocol
 
-from ..engine.engine import Engine
 from ..metadata.errors import RequestError
 from ..metadata.wire.messages import CapacityFreed, Compute, Reserve, Reserved, ToRouter
 from ..metadata.wire.node_info import Load
@@ -27,14 +26,17 @@ class Reservations:
 
     def __init__(
         self,
-        engine: Engine,
         scheduler: DecodeScheduler,
         outbox: Outbox,
         load: Callable[[], Load],
         send: Callable[[ToRouter], object],
         fail: Fail,
+        *,
+        vocab_size: int,
+        context_len: int,
     ) -> None:
-        self._engine = engine
+        """`vocab_size` and `context_len` are the model's: a request beyond them fails."""
+        self._vocab_size, self._context_len = vocab_size, context_len
         self._scheduler = scheduler
         self._outbox = outbox
         self._load, self._send, self._fail = load, send, fail
@@ -44,15 +46,18 @@ class Reservations:
     def grant(self, message: Reserve | Compute) -> list[Sequence]:
         """Reserve choices in order while they fit, and answer. Return the sequences that are reserved now."""
         units = [Unit(message.rid, choice, message.attempt) for choice in message.choices]
-        held = {sequence.unit for sequence in self._scheduler}
-        known = [unit for unit in units if unit in held or self._outbox.find_ended(unit) is not None]
+        known = [
+            unit for unit in units if self._scheduler.get(unit) is not None or self._outbox.find_ended(unit) is not None
+        ]
         if known:  # the message came twice, or the answer was lost
             self._answer(message, known)
             return []
         granted: list[Sequence] = []
         for choice in message.choices:
             try:
-                sequence = new_sequence(message, choice, next(self._orders), self._engine)
+                sequence = new_sequence(
+                    message, choice, next(self._orders), vocab_size=self._vocab_size, context_len=self._context_len
+                )
             except RequestError as error:
                 self._fail(Unit(message.rid, choice, message.attempt), error.code, str(error), is_retryable=False)
                 continue

@@ -23,16 +23,16 @@ import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ..engine.draft_shape import DraftShape
+from ..engine.draft_shape import NO_DRAFTS, DraftShape
 from ..engine.pages import Owner
 from ..engine.prefix_cache import PrefixCache
-from ..engine.work import BatchRow
+from ..engine.work import MAX_MISSED, BatchRow
 from ..metadata.errors import OutOfPages
 from ..metadata.handoff.needs import decode_len, pages_of
 from ..metadata.wire.request import Unit
 from .sequence import Sequence
 
-NO_DRAFTS = DraftShape(0)
+Choose = Callable[[list[Sequence], list[int]], DraftShape]
 
 
 @dataclass(slots=True)
@@ -46,6 +46,7 @@ class StepPlan:
     rows: list[BatchRow] = field(default_factory=list)
     failed: list[Sequence] = field(default_factory=list)  # they can never go on: the pool is too small for them
     is_premature: bool = False  # settle the round under way first, then plan again
+    is_overlapping: bool = False  # a round is under way, so the plan preempts no sequence
 
 
 class DecodeScheduler:
@@ -59,7 +60,7 @@ class DecodeScheduler:
         *,
         shape: DraftShape = NO_DRAFTS,
         context_len: int = 1 << 30,
-        choose: Callable[[list[Sequence], list[int]], DraftShape] | None = None,
+        choose: Choose | None = None,
         rests: Callable[[], bool] | None = None,
         on_finish: Callable[[Sequence], None] | None = None,
     ) -> None:
@@ -77,6 +78,8 @@ class DecodeScheduler:
         self.reserved: dict[Unit, Sequence] = {}
         self.running: list[Sequence] = []  # oldest first
         self.preempted: list[Sequence] = []  # oldest first
+        self._by_rid: dict[str, list[Sequence]] = {}  # in any phase
+        self._left: set[Sequence] = set()  # sequences that were preempted or failed since the plan was begun
         self.num_preemptions = 0
         self.num_releases = 0  # how often a sequence gave its pages back
 
@@ -89,6 +92,7 @@ class DecodeScheduler:
         if not self._take_pages(sequence):
             return False
         self.reserved[sequence.unit] = sequence
+        self._by_rid.setdefault(sequence.unit.rid, []).append(sequence)
         return True
 
     def start_pulled(self, unit: Unit) -> Sequence:
@@ -112,24 +116,29 @@ class DecodeScheduler:
         """Resume what fits, find pages for all running sequences (preempt the youngest if needed), and make the rows.
 
         `shape`: the draft shape that an earlier plan chose for this round; None: choose it now."""
-        if not self._is_under_way:
+        is_under_way = any(sequence.num_coming for sequence in self.running)
+        if not is_under_way:
             self._resume()
-        plan = StepPlan(shape=self._round_shape(shape), is_premature=bool(self.preempted) and self._is_under_way)
-        budget = self.chunk_tokens
-        for sequence in list(self.running):
-            if sequence not in self.running:  # it was preempted for an older one
+        plan = StepPlan(is_premature=bool(self.preempted) and is_under_way, is_overlapping=is_under_way)
+        running, left, budget = list(self.running), self._left, self.chunk_tokens
+        left.clear()
+        plan.shape, usable = self._choose_shape(running, shape)
+        for sequence, num_usable in zip(running, usable, strict=True):
+            if left and sequence in left:  # it was preempted for an older one
                 continue
-            if sequence.num_to_compute == 1:
-                self._plan_round(sequence, plan)
+            if len(sequence.token_ids) - sequence.num_computed == 1:
+                self._plan_round(sequence, num_usable, plan)
             elif budget > 0:
                 budget -= self._plan_chunk(sequence, budget, plan)
-        still = [(each, limit) for each, limit in zip(plan.decoding, plan.limits, strict=True) if each in self.running]
-        plan.decoding, plan.limits = [each for each, _ in still], [limit for _, limit in still]
+        if left:
+            still = [(each, limit) for each, limit in zip(plan.decoding, plan.limits, strict=True) if each not in left]
+            plan.decoding, plan.limits = [each for each, _ in still], [limit for _, limit in still]
         return plan
 
     def preempt(self, sequence: Sequence) -> None:
         """Take all pages from a running sequence. It is resumed later, before any reservation is granted."""
-        self.running.remove(sequence)
+        _remove(self.running, sequence)
+        self._left.add(sequence)
         self._release(sequence)
         sequence.preempt()
         self.num_preemptions += 1
@@ -137,7 +146,14 @@ class DecodeScheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """End a sequence in any phase. The prefix cache gets its full computed pages; all others become free."""
-        self._remove(sequence)
+        if self.reserved.pop(sequence.unit, None) is None:
+            is_held = _remove(self.running, sequence) or _remove(self.preempted, sequence)
+            assert is_held, sequence.unit
+        self._left.add(sequence)
+        of_rid = self._by_rid[sequence.unit.rid]
+        of_rid.remove(sequence)
+        if not of_rid:
+            del self._by_rid[sequence.unit.rid]
         self._release(sequence)
         if self._on_finish is not None:
             self._on_finish(sequence)
@@ -146,22 +162,28 @@ class DecodeScheduler:
         """Return the sequences of this rid and of this or an earlier attempt, in any phase. `choices` None: all."""
         return [
             sequence
-            for sequence in self
-            if sequence.unit.rid == rid
-            and sequence.unit.attempt <= attempt
-            and (choices is None or sequence.unit.choice in choices)
+            for sequence in self._by_rid.get(rid, ())
+            if sequence.unit.attempt <= attempt and (choices is None or sequence.unit.choice in choices)
         ]
+
+    def get(self, unit: Unit) -> Sequence | None:
+        """Return the sequence of this unit, in any phase; None: no such sequence is held."""
+        return next((sequence for sequence in self._by_rid.get(unit.rid, ()) if sequence.unit == unit), None)
+
+    def __len__(self) -> int:
+        return len(self.reserved) + len(self.running) + len(self.preempted)
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from list(self.reserved.values())
         yield from list(self.running)
         yield from list(self.preempted)
 
-    def _plan_round(self, sequence: Sequence, plan: StepPlan) -> None:
-        if self._ends(sequence):
+    def _plan_round(self, sequence: Sequence, num_usable: int, plan: StepPlan) -> None:
+        if sequence.num_coming and self._ends(sequence):
             return
-        limit = self._draft_limit(sequence, plan.shape)
-        if self._grow(sequence, sequence.num_computed + sequence.num_coming + 1, plan):
+        limit = self._draft_limit(sequence, min(plan.shape.num_steps, num_usable), plan.shape) if num_usable else 0
+        num_tokens = sequence.num_computed + sequence.num_coming + 1
+        if num_tokens <= len(sequence.pages) * self.page_size or self._grow(sequence, num_tokens, plan):
             plan.decoding.append(sequence)
             plan.limits.append(limit)
 
@@ -176,54 +198,62 @@ class DecodeScheduler:
 
     # --- what a round may do ---
 
-    @property
-    def _is_under_way(self) -> bool:
-        return any(sequence.num_coming for sequence in self.running)
-
     def _ends(self, sequence: Sequence) -> bool:
         """Whether the round under way certainly ends the sequence, by max_tokens or by the context."""
-        if not sequence.num_coming:
-            return False
-        return sequence.num_generated + 1 >= sequence.request.params.max_tokens or self._context_left(sequence) < 0
+        num_tokens = len(sequence.token_ids)
+        num_generated = num_tokens - sequence.prompt_len
+        return num_generated + 1 >= sequence.request.params.max_tokens or num_tokens + sequence.num_coming > (
+            self.context_len
+        )
 
-    def _context_left(self, sequence: Sequence) -> int:
-        """Tokens that still fit into the context."""
-        return self.context_len - len(sequence.token_ids) - sequence.num_coming
-
-    def _round_shape(self, chosen: DraftShape | None) -> DraftShape:
-        """Return how much to draft now: no more than the sequence that can use most."""
-        if chosen is None and self._rests is not None and self._rests():
-            return NO_DRAFTS
-        decoding = [each for each in self.running if each.num_to_compute == 1 and not self._ends(each)]
-        usable = [self._usable(sequence) for sequence in decoding]
-        if not any(usable):
-            return NO_DRAFTS
+    def _choose_shape(self, running: list[Sequence], chosen: DraftShape | None) -> tuple[DraftShape, list[int]]:
+        """Return how much to draft now, no more than the sequence that can use most, and the number of drafts that each
+        sequence can use. `chosen`: the shape that was chosen before for this round."""
+        nothing = NO_DRAFTS, [0] * len(running)
+        rests = chosen is None and self._rests is not None and self._rests()
+        if rests or self.shape.num_steps == 0:
+            return nothing
+        usable = [self._usable(sequence) for sequence in running]
+        most = max(usable, default=0)
+        if not most:
+            return nothing
         shape = chosen
         if shape is None:
-            shape = self.shape if self._choose is None else self._choose(decoding, usable)
-        return shape.with_steps(min(shape.num_steps, max(usable))) if shape.is_chain else shape
+            shape = self.shape if self._choose is None else self._ask(running, usable, self._choose)
+        return (shape.with_steps(min(shape.num_steps, most)) if shape.is_chain else shape), usable
+
+    def _ask(self, running: list[Sequence], usable: list[int], choose: Choose) -> DraftShape:
+        """Return the shape that `choose` wants for the sequences of the next round."""
+        decoding = [
+            (sequence, num)
+            for sequence, num in zip(running, usable, strict=True)
+            if sequence.num_to_compute == 1 and not (sequence.num_coming and self._ends(sequence))
+        ]
+        return choose([sequence for sequence, _ in decoding], [num for _, num in decoding])
 
     def _usable(self, sequence: Sequence) -> int:
-        """Return how many drafts the sequence could accept: limited by its context, max_tokens and draft_steps."""
-        if sequence.is_left_behind:
+        """Return how many drafts the sequence can accept in the next round: limited by its context, max_tokens and
+        draft_steps. A sequence that takes no part in the round can accept none."""
+        num_tokens, num_coming, params = len(sequence.token_ids), sequence.num_coming, sequence.request.params
+        if num_tokens - sequence.num_computed != 1 or sequence.num_missed > MAX_MISSED:
             return 0
-        params = sequence.request.params
-        wanted = self.shape.num_steps if params.draft_steps is None else params.draft_steps
-        left = params.max_tokens - sequence.num_generated - 1 - bool(sequence.num_coming)
-        return max(0, min(self.shape.num_steps, wanted, self._context_left(sequence), left))
+        num_left = params.max_tokens - num_tokens + sequence.prompt_len - 1 - (num_coming > 0)
+        num_left = min(num_left, self.context_len - num_tokens - num_coming)
+        if params.draft_steps is not None:
+            num_left = min(num_left, params.draft_steps)
+        return max(0, min(self.shape.num_steps, num_left))
 
-    def _draft_limit(self, sequence: Sequence, shape: DraftShape) -> int:
-        """Return how many drafts the sequence may accept in a round of `shape`, and take the pages for their slots.
-
-        Nobody is preempted for drafts: without free pages the limit is 0."""
-        limit = min(shape.num_steps, self._usable(sequence)) if shape.num_steps else 0
+    def _draft_limit(self, sequence: Sequence, limit: int, shape: DraftShape) -> int:
+        """Return `limit`, the drafts that the sequence may accept in a round of `shape`, and take the pages for their
+        slots. Nobody is preempted for drafts: without free pages the limit is 0."""
         if limit == 0:
             return 0
         num_slots = 1 + limit if shape.is_chain else shape.num_slots
-        num_missing = self._num_missing(sequence, sequence.num_computed + sequence.num_coming + num_slots)
-        if num_missing > self.cache.available:
-            return 0
-        if num_missing > 0:
+        num_tokens = sequence.num_computed + sequence.num_coming + num_slots
+        if num_tokens > len(sequence.pages) * self.page_size:
+            num_missing = self._num_missing(sequence, num_tokens)
+            if num_missing > self.cache.available:
+                return 0
             sequence.add_pages(self.cache.allocate(num_missing, Owner.REQUEST))
         return limit
 
@@ -242,7 +272,7 @@ class DecodeScheduler:
                 sequence.add_pages(self.cache.allocate(num_missing, Owner.REQUEST))
                 break
             except OutOfPages:
-                if self._is_under_way:
+                if plan.is_overlapping:
                     plan.is_premature = True
                     return False
                 youngest = self.running[-1]
@@ -301,10 +331,15 @@ class DecodeScheduler:
         self.cache.release(sequence.lease, sequence.pages)
         sequence.give_up_pages()
 
-    def _remove(self, sequence: Sequence) -> None:
-        if self.reserved.pop(sequence.unit, None) is None:
-            (self.running if sequence in self.running else self.preempted).remove(sequence)
-
 
 def _order(sequence: Sequence) -> int:
     return sequence.order
+
+
+def _remove(by_age: list[Sequence], sequence: Sequence) -> bool:
+    """Remove a sequence from a list in which the oldest is first. Return whether it was there."""
+    index = bisect.bisect_left(by_age, sequence.order, key=_order)
+    if index == len(by_age) or by_age[index] is not sequence:
+        return False
+    del by_age[index]
+    return True

@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ..engine.engine import Engine
 from ..engine.prefix_cache import Lease
-from ..engine.rounds import Accepted
 from ..engine.sampling_state import SamplingState
-from ..engine.slots import MAX_MISSED
 from ..engine.stopping import ended
+from ..engine.work import MAX_MISSED, Accepted
 from ..metadata.wire.messages import Dispatch
 from ..metadata.wire.request import Ended, GenerationRequest, TokenLogprobs, Unit
 from .sequence_clock import SequenceClock
@@ -163,13 +161,11 @@ class Sequence:
         return self.num_computed
 
 
-def new_sequence(message: Dispatch, choice: int, order: int, engine: Engine) -> Sequence:
+def new_sequence(message: Dispatch, choice: int, order: int, *, vocab_size: int, context_len: int) -> Sequence:
     """Return a choice that the router asks for, without pages yet. Raises RequestError if the model cannot run it."""
-    request, vocab_size = message.request, engine.model_config.vocab_size
-    prompt_ids, received_ids = request.token_ids(vocab_size, engine.context_len)
-    sampling = SamplingState(
-        request.params, prompt_ids, received_ids, vocab_size=vocab_size, choice=choice, device=engine.device
-    )
+    request = message.request
+    prompt_ids, received_ids = request.token_ids(vocab_size, context_len)
+    sampling = SamplingState(request.params, prompt_ids, received_ids, vocab_size=vocab_size, choice=choice)
     return Sequence(
         unit=Unit(message.rid, choice, message.attempt),
         order=order,

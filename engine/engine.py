@@ -43,7 +43,6 @@ from .work import BatchRow
 logger = logging.getLogger(__name__)
 
 MIN_LEASE_S = 1.0
-NO_NUMBERS = "the model's logits at position {position} are not numbers; try another dtype, or check the weights"
 LEASE_STEPS = 8  # a decode node that recomputes a chunk renews no lease meanwhile
 _DEFAULT_POOL_TOKENS = 65_536
 _MEMORY_SHARE = 0.25  # of what is free, for a pool of the default size
@@ -106,7 +105,7 @@ class Engine:
             started = time.monotonic()
             computed = self.compute([BatchRow([0] * num_new, 0, pages)])
             for params in _WARM_UP:
-                state = SamplingState(params, [0], vocab_size=self.model_config.vocab_size, device=self.device)
+                state = SamplingState(params, [0], vocab_size=self.model_config.vocab_size)
                 self.sample(computed.logits, [state])
             self._warm_up_drafter(num_new, pages, computed.extend)
             step_s = time.monotonic() - started
@@ -137,7 +136,7 @@ class Engine:
         if self.drafter is None or self.device.type != "cuda":
             return
         ids, num_rows = [0] * num_tokens, self.drafter.hidden.num_target_rows
-        state = SamplingState(_WARM_UP[0], ids, [0], vocab_size=self.model_config.vocab_size, device=self.device)
+        state = SamplingState(_WARM_UP[0], ids, [0], vocab_size=self.model_config.vocab_size)
         rows, last = (None, None) if extend is None else (extend[-1 - num_rows : -1], extend[-1:])
         with torch.inference_mode():
             self.drafter.observe_prompt([PromptChunk(ids, 0, num_tokens, pages)], extend)

@@ -1,8 +1,8 @@
 """CUDA graphs of rounds: one for each bucket, number of steps and kind of sampling, replayed in one launch.
 
-What is captured is `run_round` itself, or `catch_up`, over the bucket's static inputs and the slots. Capturing runs it
-over padding alone, so it reaches nobody. Requests that ask for different steps of sampling share a few kinds: to do
-more than a row asks for changes nothing of it.
+A graph holds `run_round` itself, or `catch_up`, over the bucket's static inputs and the slots. Capturing runs it over
+padding alone, so it changes no sequence. Requests with different sampling share a few kinds: extra processing does not
+change a row that did not ask for it.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product, starmap
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from ..kernels import gpu
 from ..metadata.wire.request import MAX_TOP_LOGPROBS
 from .capture import captured
-from .draft_shape import DraftShape
 from .progress import Progress, tracked
-from .round_inputs import RoundInputs
+from .round_inputs import InputBlock
 from .sampling_state import Needs
 
 logger = logging.getLogger(__name__)
 
+Step = TypeVar("Step")  # which of its graphs: the draft shape of a round, the number of rows to catch up on
 Result = TypeVar("Result")
 
 GREEDY = Needs()
@@ -36,7 +36,7 @@ KINDS = (GREEDY, SAMPLED, FILTERED, EVERYTHING)
 
 
 def covering(needs: Needs) -> Needs:
-    """The least of KINDS that does all that `needs` asks for."""
+    """Return the least of KINDS that does all that `needs` asks for."""
     if needs.processes or needs.num_logprobs is not None:
         return EVERYTHING
     if needs.ranks or needs.cuts:
@@ -45,7 +45,8 @@ def covering(needs: Needs) -> Needs:
 
 
 def graph_sizes(kv: torch.Tensor, max_running: int) -> list[int]:
-    """Buckets worth a graph: powers of two and `max_running`; none where kernels would read values on the host."""
+    """Return the buckets worth a graph: powers of two and `max_running`; none if kernels would read values on the
+    host."""
     if not gpu.compiled(kv):
         return []
     return sorted(
@@ -53,15 +54,9 @@ def graph_sizes(kv: torch.Tensor, max_running: int) -> list[int]:
     )
 
 
-class CatchUp(NamedTuple):
-    """Not a round: catching up on so many rows that rounds without drafts left out, before one that drafts."""
-
-    num_rows: int
-
-
-class _Key(NamedTuple):
+class _Key(NamedTuple, Generic[Step]):
     size: int  # of the bucket
-    work: DraftShape | CatchUp
+    step: Step
     kind: Needs
 
 
@@ -71,49 +66,55 @@ class _Captured(Generic[Result]):
     result: Result  # static tensors that every replay writes
 
 
-class RoundGraphs(Generic[Result]):
-    """Owns the graphs, their inputs on the device and their memory, which all share: one runs at a time."""
+class RoundGraphs(Generic[Step, Result]):
+    """Owns the graphs of one function. Graphs share their inputs on the device and their memory with other
+    `RoundGraphs` that get the same: one graph runs at a time."""
 
     def __init__(
         self,
-        run: Callable[[RoundInputs, DraftShape | CatchUp, Needs], Result],
-        inputs: Sequence[RoundInputs],
+        name: str,
+        run: Callable[[InputBlock, Step, Needs], Result],
+        inputs: Sequence[InputBlock],
         padding: int,
+        pool: Any,
     ) -> None:
-        """`run` reads nothing of a tensor on the host; `inputs` of each bucket, on the device; `padding` a slot."""
+        """`run` reads nothing of a tensor on the host; `inputs` of each bucket, on the device; `padding` a slot; `pool`
+        the memory (`torch.cuda.graph_pool_handle`)."""
+        self._name = name
         self._run = run
-        self._inputs = {len(each.slots): each for each in inputs}
+        self._inputs = {each.num_seqs: each for each in inputs}
         self._padding = padding
-        self._captured: dict[_Key, _Captured[Result]] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[_Key[Step], _Captured[Result]] = {}
+        self._pool = pool
 
-    def capture(
-        self, works: Sequence[DraftShape | CatchUp], kinds: Sequence[Needs], progress: Progress | None = None
-    ) -> None:
-        """All buckets, largest first, so that the smaller ones fit in its memory. `progress` counts graphs."""
+    def capture(self, steps: Sequence[Step], kinds: Sequence[Needs], progress: Progress | None = None) -> None:
+        """Capture the graphs of all buckets, largest first, so that the smaller ones fit in its memory. `progress`
+        counts graphs."""
         started, before = time.monotonic(), torch.cuda.memory_reserved()
-        for key in tracked(list(starmap(_Key, product(sorted(self._inputs, reverse=True), works, kinds))), progress):
+        for key in tracked(list(starmap(_Key, product(sorted(self._inputs, reverse=True), steps, kinds))), progress):
             self._capture(key)
         logger.info(
-            "%d round graphs captured in %.1f s, %d MiB",
+            "%d graphs of %s captured in %.1f s, %d MiB",
             len(self._captured),
+            self._name,
             time.monotonic() - started,
             (torch.cuda.memory_reserved() - before) >> 20,
         )
 
-    def replay(self, inputs: RoundInputs, work: DraftShape | CatchUp, needs: Needs) -> Result:
-        """Of a bucket's size, in host memory that stays as it is until the device has read it. The result is static:
-        read it before the next replay. A kind of sampling that nobody asked for before is captured now."""
-        key = _Key(len(inputs.slots), work, covering(needs))
+    def replay(self, inputs: InputBlock, step: Step, needs: Needs) -> Result:
+        """Run the graph of a step. `inputs` have a bucket's size, and lie in host memory that stays as it is until the
+        device has read it. The result is static: read it before the next replay. A kind of sampling that came never
+        before is captured now."""
+        key = _Key(inputs.num_seqs, step, covering(needs))
         found = self._captured.get(key) or self._capture(key)
         self._inputs[key.size].copy_(inputs)
         found.graph.replay()
         return found.result
 
-    def _capture(self, key: _Key) -> _Captured[Result]:
+    def _capture(self, key: _Key[Step]) -> _Captured[Result]:
         inputs = self._inputs[key.size]
         inputs.block.zero_()
-        inputs.slots.fill_(self._padding)
-        found = _Captured(*captured(lambda: self._run(inputs, key.work, key.kind), self._pool))
+        inputs.for_round.slots.fill_(self._padding)
+        found = _Captured(*captured(lambda: self._run(inputs, key.step, key.kind), self._pool))
         self._captured[key] = found
         return found

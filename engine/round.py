@@ -1,12 +1,12 @@
 """One round of decoding: propose, verify, accept, observe (positions: drafters/base.py).
 
-The output is the target's own whatever the drafter proposes: every emitted token is the one that the target samples at
-its position, with that position's noise, given the tokens before it. A drafter decides only how many come at once;
-without one, or without drafts, a round brings one token.
+The output is the target's own, whatever the drafter proposes: every emitted token is the one that the target samples at
+its position, with that position's noise, given the tokens before it. A drafter decides only how many come at once.
+Without a drafter, or without drafts, a round brings one token.
 
-`run_round` is one function over the static tensors of a bucket and the slots (slots.py); no value is read on the host
-before its result is. Above the largest bucket the same function runs over tensors of the batch's own size. So is
-`catch_up`, which makes up for what rounds without drafts left out.
+`run_round` is one function over the static tensors of a bucket and the slots (slots.py). The host reads no value before
+the result. Above the largest bucket the same function runs over tensors of the batch's own size. `catch_up` is such a
+function too: it makes up for what rounds without drafts left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .draft_shape import DraftShape
 from .drafters.base import Drafter, DraftState, MissedRows, RoundRows
 from .engine import Engine
 from .logprobs import Logprobs, compute_logprobs
-from .round_inputs import RoundInputs
+from .round_inputs import CatchUpInputs, RoundInputs
 from .sampling import sample
 from .sampling_batch import SamplingBatch
 from .sampling_state import Needs
@@ -37,14 +37,14 @@ from .trees import Drafts, Path, accept_chain, accept_tree
 class RoundResult(NamedTuple):
     """Result of a round, still on the device."""
 
-    numbers: Tensor  # [num_seqs, K + 3] int64: a, how many tokens come before one without numbers, t_0 .. t_a, waste
-    logprobs: Logprobs | None  # of num_seqs * (K + 1) rows; None: nobody asks
+    numbers: Tensor  # [num_seqs, K + 3] int64: a, number of tokens before one whose logits are NaN, t_0 .. t_a, waste
+    logprobs: Logprobs | None  # of num_seqs * (K + 1) rows; None: no row asks for them
 
 
 def run_round(
     engine: Engine, drafter: Drafter | None, slots: Slots, inputs: RoundInputs, shape: DraftShape, needs: Needs
 ) -> RoundResult:
-    """Stores the KV of all verified tokens and advances the slots. With `shape.num_steps` 0 nothing is drafted."""
+    """Store the KV of all verified tokens and advance the slots. With `shape.num_steps` 0 nothing is drafted."""
     observes = drafter is not None and (shape.num_steps > 0 or not drafter.has_kv)
     rows = slots.read(inputs.slots, inputs.block_table, needs, inputs.proposed, with_draft=observes)
     drafts, tree = Drafts(rows.lengths.new_empty(len(rows.lengths), 0)), None
@@ -72,7 +72,7 @@ def run_round(
 
 
 def _verify(engine: Engine, rows: RoundRows, drafts: Drafts, tree: Ancestry | None) -> tuple[Tensor | None, Tensor]:
-    """The target's extend state [num_seqs, N + 1, width] (None where nobody wants it) and its logits
+    """Return the target's extend state [num_seqs, N + 1, width] (None if no drafter takes it) and its logits
     [num_seqs * (N + 1), vocab_size] at the bonus token and the drafts."""
     input_ids, positions, visible = rows.last_tokens.unsqueeze(1), rows.lengths.unsqueeze(1), None
     num_nodes = drafts.tokens.shape[1] + 1
@@ -90,7 +90,7 @@ def _verify(engine: Engine, rows: RoundRows, drafts: Drafts, tree: Ancestry | No
 
 
 def _node_sampling(rows: RoundRows, drafts: Drafts, tree: Ancestry | None) -> SamplingBatch:
-    """Each node's own: its position, and the drafts up to it in its history."""
+    """Return the sampling of each node: at its own position, with the drafts up to it in its history."""
     num_nodes = drafts.tokens.shape[1] + 1
     if num_nodes == 1:
         return rows.sampling
@@ -104,7 +104,8 @@ def _node_sampling(rows: RoundRows, drafts: Drafts, tree: Ancestry | None) -> Sa
 def _along(
     path: Path, targets: Tensor, is_valid: Tensor, hidden: Tensor | None, logits: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """What the nodes have, [num_seqs, N + 1, ...], of those on the path: [num_seqs, K + 1, ...]; `logits` of rows."""
+    """Return the values of the nodes on the path, [num_seqs, K + 1, ...], given those of all nodes,
+    [num_seqs, N + 1, ...]. `logits` has one row per node instead."""
     assert path.nodes is not None
     num_seqs, num_nodes = targets.shape
     first = counted(num_seqs, targets.device, num_nodes).unsqueeze(1)
@@ -118,7 +119,8 @@ def _along(
 
 
 def _moves(rows: RoundRows, path: Path) -> tuple[Tensor, Tensor]:
-    """Slots from which and to which the accepted nodes' KV goes, each [num_seqs, K]; what is beyond is nobody's."""
+    """Return the token slots from which and to which the KV of accepted nodes goes, each [num_seqs, K]. Behind the
+    accepted ones are slots of no token."""
     assert path.nodes is not None
     step = counted(path.nodes.shape[1], path.nodes.device)[1:]
     return rows.lengths.unsqueeze(1) + path.nodes[:, 1:], rows.lengths.unsqueeze(1) + step
@@ -134,7 +136,7 @@ def _observe(
     num_accepted: Tensor,
     observes: bool,
 ) -> DraftState | None:
-    """The drafter's state for the next round. A round without drafts runs no draft extend: it keeps the row."""
+    """Return the drafter's state for the next round. A round without drafts runs no draft extend: it keeps the row."""
     if drafter is None:
         return None
     if observes:
@@ -143,12 +145,11 @@ def _observe(
     return None
 
 
-def catch_up(drafter: Drafter, slots: Slots, inputs: RoundInputs, num_rows: int, needs: Needs) -> None:
+def catch_up(drafter: Drafter, slots: Slots, inputs: CatchUpInputs, num_rows: int, needs: Needs) -> None:
     """Run the drafter over the oldest `num_rows` rows that each sequence lacks, or all if they are fewer: as after a
-    round that brought as many tokens. `inputs.limits` says how many a sequence lacks, at least one, and
-    `inputs.missed_rows` where the first is kept."""
+    round that brought as many tokens."""
     rows = slots.read(inputs.slots, inputs.block_table, needs)
-    num_missed = inputs.limits.clamp(min=1)  # padding has 0
-    tokens, hidden = slots.missed(inputs.missed_rows, num_missed, rows.last_tokens, num_rows)
+    num_missed = inputs.num_missed.clamp(min=1)  # padding has 0
+    tokens, hidden = slots.missed(inputs.first_rows, num_missed, rows.last_tokens, num_rows)
     before = MissedRows(rows.lengths - num_missed, tokens[:, 0], rows.block_table, rows.sampling, rows.draft)
     slots.load_draft(inputs.slots, drafter.observe(before, hidden, tokens[:, 1:], num_missed.clamp(max=num_rows) - 1))

@@ -1,4 +1,8 @@
-"""Inputs that the host writes before a round: one block of numbers, so that one copy moves it to the device."""
+"""Inputs that the host writes before a step on the device: one block of numbers, so that one copy moves them there.
+
+A block has one row per sequence. `RoundInputs` and `CatchUpInputs` are the two ways to read it: each names its own
+columns, and both end in the block table.
+"""
 
 from __future__ import annotations
 
@@ -13,45 +17,67 @@ _PER_SEQUENCE = 3  # columns of one number
 
 
 class RoundInputs(NamedTuple):
-    """Inputs of a bucket or of one batch. Rows beyond its sequences are padding. All tensors are views of `block`."""
+    """Inputs of a round. Rows beyond its sequences are padding. All tensors are views of one block."""
 
-    block: Tensor  # [num_seqs, 3 + max_steps + num_columns] int64
-    num_used: int  # columns of `block` that a round may read; what others hold is of a round before
     slots: Tensor  # [num_seqs] int64
-    limits: Tensor  # [num_seqs] int64, drafts that may be accepted; when catching up, rows that the drafter lacks
-    missed_rows: Tensor  # [num_seqs] int64, where a row that the drafter does not see is kept (Slots.missed_row), or
-    # when catching up, the oldest of those
+    limits: Tensor  # [num_seqs] int64, drafts that may be accepted
+    missed_rows: Tensor  # [num_seqs] int64, where a row that the drafter does not see is kept (Slots.missed_row)
     proposed: Tensor  # [num_seqs, max_steps] int64, by a drafter on the host
     block_table: Tensor  # [num_seqs, num_columns] int64
+
+
+class CatchUpInputs(NamedTuple):
+    """Inputs of catching up. Rows beyond its sequences are padding. All tensors are views of one block."""
+
+    slots: Tensor  # [num_seqs] int64
+    num_missed: Tensor  # [num_seqs] int64, rows that the drafter lacks; 0 in padding
+    first_rows: Tensor  # [num_seqs] int64, where the first of these rows is kept (Slots.missed_row)
+    block_table: Tensor  # [num_seqs, num_columns] int64
+
+
+class InputBlock(NamedTuple):
+    """Memory for the inputs of one step of a bucket, or of one batch."""
+
+    block: Tensor  # [num_seqs, 3 + max_steps + num_columns] int64
+    max_steps: int
+    num_used: int  # columns of `block` that the step may read; what others hold is of a step before
 
     @classmethod
     def allocate(
         cls, num_seqs: int, num_columns: int, max_steps: int, device: torch.device | str, *, pinned: bool = False
-    ) -> RoundInputs:
-        """Zeros."""
+    ) -> InputBlock:
+        """Return zeros."""
         width = _PER_SEQUENCE + max_steps + num_columns
-        return cls._of(
-            torch.zeros(num_seqs, width, dtype=torch.int64, device=device, pin_memory=pinned), width, max_steps
-        )
+        block = torch.zeros(num_seqs, width, dtype=torch.int64, device=device, pin_memory=pinned)
+        return cls(block, max_steps, width)
 
-    def using(self, num_columns: int) -> RoundInputs:
-        """Itself, with so many columns of the table in use."""
-        return self._replace(num_used=_PER_SEQUENCE + self.proposed.shape[1] + num_columns)
+    @property
+    def num_seqs(self) -> int:
+        return self.block.shape[0]
 
-    def to(self, device: torch.device) -> RoundInputs:
-        """Itself where it is there already."""
+    @property
+    def for_round(self) -> RoundInputs:
+        slots, limits, missed_rows = self.block[:, :_PER_SEQUENCE].unbind(1)
+        proposed, table = self.block[:, _PER_SEQUENCE:].tensor_split((self.max_steps,), dim=1)
+        return RoundInputs(slots, limits, missed_rows, proposed, table)
+
+    @property
+    def for_catch_up(self) -> CatchUpInputs:
+        slots, num_missed, first_rows = self.block[:, :_PER_SEQUENCE].unbind(1)
+        return CatchUpInputs(slots, num_missed, first_rows, self.block[:, _PER_SEQUENCE + self.max_steps :])
+
+    def using(self, num_columns: int) -> InputBlock:
+        """Return the same block, with so many columns of the table in use."""
+        return self._replace(num_used=_PER_SEQUENCE + self.max_steps + num_columns)
+
+    def to(self, device: torch.device) -> InputBlock:
+        """Return a copy on `device`, or the same block if it is there."""
         if self.block.device == device:
             return self
-        return self._of(to_device(self.block, device), self.num_used, self.proposed.shape[1])
+        return self._replace(block=to_device(self.block, device))
 
-    def copy_(self, source: RoundInputs) -> None:
+    def copy_(self, source: InputBlock) -> None:
         """Copy the columns in use from pinned memory to the device."""
         from ..kernels.triton_copies import copy_columns_
 
         copy_columns_(self.block, source.block, source.num_used)
-
-    @classmethod
-    def _of(cls, block: Tensor, num_used: int, max_steps: int) -> RoundInputs:
-        slots, limits, missed_rows = block[:, :_PER_SEQUENCE].unbind(1)
-        proposed, table = block[:, _PER_SEQUENCE:].tensor_split((max_steps,), dim=1)
-        return cls(block, num_used, slots, limits, missed_rows, proposed, table)

@@ -1,13 +1,14 @@
-"""The rows to sample in one step as columns of tensors: one pass samples them all, and nothing waits on the host.
+"""Rows to sample in one step, as columns of tensors: one pass samples them all, and nothing waits on the host.
 
-Built from the states of requests (`SamplingBatch.of`) or read from the slots of running ones (slots.py). `ahead` makes
-the rows of draft tokens from those of their sequences: later positions, with the tokens before them counted.
+A batch is built from the states of requests (`SamplingBatch.of`) or read from the slots of running ones (slots.py).
+`ahead` makes the rows of draft tokens from those of their sequences: later positions, with the tokens before them
+counted. The functions `fill_..._` write what states say about each token of the vocabulary, for batches and for slots.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -26,7 +27,7 @@ _ALL_TOKENS = 2**31 - 1  # top_k that cuts nothing
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
-    """Rows as they are when it is built: append tokens to the states afterwards. What nobody needs is None."""
+    """Rows of sampling. Tokens that are appended to a state later do not change it. What no row needs is None."""
 
     needs: Needs
     ints: Tensor  # [len(INTS), num_rows] int64
@@ -39,18 +40,26 @@ class SamplingBatch:
 
     @classmethod
     def of(cls, states: Sequence[SamplingState], device: torch.device | str = "cpu") -> Self:
-        """One row per state, in order. `device` is that of the logits."""
+        """Return one row per state, in order, on `device`, which is that of the logits."""
         needs = Needs.any_of(state.needs for state in states)
         rows = [columns(state) for state in states]
+
+        def filled(fill_: Fill, dtype: torch.dtype, is_needed: bool) -> Tensor | None:
+            if not is_needed:
+                return None
+            column = torch.zeros(len(states), states[0].vocab_size, dtype=dtype, device=device)
+            fill_(column, states)
+            return column
+
         return cls(
             needs,
             _transposed([ints for ints, _, _ in rows], torch.int64, device),
             _transposed([floats for _, floats, _ in rows], torch.float32, device),
             to_device(torch.tensor([top_p for _, _, top_p in rows], dtype=torch.float64), device).unsqueeze(1),
-            torch.stack([state.seen_in_prompt() for state in states]) if needs.penalizes else None,
-            torch.stack([state.counted_output() for state in states]) if needs.penalizes else None,
-            torch.stack([state.dense_bias() for state in states]) if needs.biases else None,
-            torch.stack([state.dense_stops() for state in states]) if needs.bans else None,
+            filled(fill_prompt_mask_, torch.bool, needs.penalizes),
+            filled(fill_output_counts_, torch.int32, needs.penalizes),
+            filled(fill_bias_, torch.float32, needs.biases),
+            filled(fill_stops_, torch.bool, needs.bans),
         )
 
     @property
@@ -94,7 +103,7 @@ class SamplingBatch:
         return (self.ints[_NUM_GENERATED] < self.ints[_MIN_TOKENS]).unsqueeze(1)
 
     def ahead(self, num_ahead: Tensor, tokens: Tensor, is_before: Tensor | None = None) -> Self:
-        """Rows for positions further on, n for each row of this: [num_rows * n] rows, a row's n together.
+        """Return rows for positions further on, n for each row of this: [num_rows * n] rows, a row's n together.
 
         Args:
             num_ahead: [num_rows or 1, n] int64, how many tokens come between.
@@ -102,7 +111,7 @@ class SamplingBatch:
             is_before: [num_rows or 1, n, m] bool, which of them come before a new row and are counted by its
                 penalties; None: all.
 
-        Where all rows are plainly greedy nothing of them is ever read, and the result is this itself.
+        If all rows are plainly greedy, nothing of them is ever read, and the result is this itself.
         """
         if self.needs.is_plain_greedy:
             return self
@@ -136,7 +145,7 @@ class SamplingBatch:
 
 
 def columns(state: SamplingState) -> tuple[list[int], list[float], float]:
-    """A row's INTS, FLOATS and top_p."""
+    """Return a row's INTS, FLOATS and top_p."""
     params = state.params
     return (
         [state.seed, state.position, state.num_generated, params.min_tokens, params.top_k or _ALL_TOKENS],
@@ -151,6 +160,53 @@ def columns(state: SamplingState) -> tuple[list[int], list[float], float]:
     )
 
 
+Fill = Callable[[Tensor, Sequence[SamplingState]], None]
+
+
+def fill_prompt_mask_(mask: Tensor, states: Sequence[SamplingState]) -> None:
+    """Mark the prompt's ids that a repetition penalty counts in `mask` [num_states, vocab_size] bool, all False."""
+    cells = _cells(states, [state.prompt_ids for state in states])
+    if cells:
+        mask.view(-1).index_fill_(0, _ids(cells, mask.device), True)
+
+
+def fill_output_counts_(counts: Tensor, states: Sequence[SamplingState]) -> None:
+    """Count the generated ids that a penalty counts in `counts` [num_states, vocab_size] int32, all 0."""
+    cells = _cells(states, [state.output_ids for state in states])
+    if cells:
+        ids = _ids(cells, counts.device)
+        counts.view(-1).index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+
+
+def fill_bias_(bias: Tensor, states: Sequence[SamplingState]) -> None:
+    """Write the bias of each id into `bias` [num_states, vocab_size] float32, all 0."""
+    cells = _cells(states, [list(state.bias) for state in states])
+    if cells:
+        values = torch.tensor([value for state in states for value in state.bias.values()], dtype=torch.float32)
+        bias.view(-1).index_copy_(0, _ids(cells, bias.device), to_device(values, bias.device))
+
+
+def fill_stops_(stops: Tensor, states: Sequence[SamplingState]) -> None:
+    """Mark the ids that min_tokens bans at first in `stops` [num_states, vocab_size] bool, all False."""
+    cells = _cells(states, [state.banned_ids for state in states])
+    if cells:
+        stops.view(-1).index_fill_(0, _ids(cells, stops.device), True)
+
+
+def _cells(states: Sequence[SamplingState], rows: Sequence[Sequence[int]]) -> list[int]:
+    """Return the flat indices of each row's ids in a column [num_states, vocab_size]."""
+    return [
+        row * state.vocab_size + token_id
+        for row, (state, ids) in enumerate(zip(states, rows, strict=True))
+        for token_id in ids
+    ]
+
+
+def _ids(cells: list[int], device: torch.device) -> Tensor:
+    """Return the indices on the device, without waiting for it."""
+    return to_device(torch.tensor(cells, dtype=torch.int64), device)
+
+
 def _transposed(rows: list[list[int]] | list[list[float]], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Columns lie contiguous, as kernels take them."""
+    """Return the rows as columns, which lie contiguous, as kernels take them."""
     return to_device(torch.tensor(list(zip(*rows, strict=True)), dtype=dtype), device)

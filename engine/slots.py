@@ -1,13 +1,15 @@
 """Slots: the state of each running sequence on the device. A slot is a row of tensors.
 
-A round reads the rows of its sequences, and writes back what it brought. So nothing of a sequence but its pages is
-copied to the device a second time, and a round could follow another before the host has seen the first's tokens. The
-last row is padding's: sequences that a bucket has too few of read it, and it stays as it is.
+A round reads the rows of its sequences and writes back what it brought. So only the pages of a sequence are copied to
+the device again, and a round can follow another before the host has seen the tokens of the first. The last row is
+padding's: if a bucket has more rows than sequences, the other rows read it. It never changes.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..kernels.advance import Columns, advance_
@@ -15,10 +17,20 @@ from ..kernels.rows import assign_rows_, gather_rows
 from .constants import counted
 from .copies import to_device
 from .drafters.base import Drafter, DraftState, RoundRows
-from .sampling_batch import FLOATS, INTS, SamplingBatch, columns
+from .sampling_batch import (
+    FLOATS,
+    INTS,
+    Fill,
+    SamplingBatch,
+    columns,
+    fill_bias_,
+    fill_output_counts_,
+    fill_prompt_mask_,
+    fill_stops_,
+)
 from .sampling_state import Needs, SamplingState
+from .work import MAX_MISSED
 
-MAX_MISSED = 64  # rows that a drafter can catch up on (the ring of DESIGN.md section 5)
 _LENGTH, _LAST_TOKEN = 0, 1  # before INTS
 _POSITION, _NUM_GENERATED, _TOP_K = (2 + INTS.index(name) for name in ("position", "num_generated", "top_k"))
 _COLUMNS = Columns((_LENGTH, _POSITION, _NUM_GENERATED), _LAST_TOKEN)
@@ -27,7 +39,7 @@ _PADDING_LENGTH = 1
 
 
 class Slots:
-    """Owns the rows. Per-vocabulary columns exist once a request asks for what they serve."""
+    """Owns the rows. Columns of one number per token of the vocabulary exist once a request needs them."""
 
     def __init__(self, num_slots: int, vocab_size: int, drafter: Drafter | None, device: torch.device) -> None:
         self.num_slots = num_slots
@@ -43,8 +55,8 @@ class Slots:
         self._bias: Tensor | None = None
         self._stops: Tensor | None = None
         self._draft = DraftState() if drafter is None else drafter.allocate(num_rows)
-        # What rounds without drafts keep for a drafter with KV, MAX_MISSED + 1 rows of each slot, the last a waste bin:
-        # the token at the row's position [.., 1] and the extend state [.., width], where it takes one.
+        # Rows that rounds without drafts keep for a drafter with KV, MAX_MISSED + 1 of each slot, the last for waste:
+        # the token at the row's position [.., 1] and the extend state [.., width], if the drafter takes one.
         self._missed: list[Tensor] = []
         if drafter is not None and drafter.has_kv:
             num_missed = num_rows * (MAX_MISSED + 1)
@@ -54,25 +66,15 @@ class Slots:
         column = torch.zeros(2 + len(INTS), dtype=torch.int64)  # padding: a greedy sequence of one token
         column[_LENGTH], column[_TOP_K] = _PADDING_LENGTH, 1  # of any rank but 0, which no row has
         self._padding_ints = column.to(device)
-        self._free = list(range(num_slots - 1, -1, -1))
         self._ints[:, self.padding] = self._padding_ints
 
     @property
     def padding(self) -> int:
         return self.num_slots
 
-    def take(self) -> int:
-        """A free slot; whoever takes it loads it, and gives it back."""
-        assert self._free, "more sequences run than there are slots"
-        return self._free.pop()
-
-    def give_back(self, slot: int) -> None:
-        assert slot not in self._free and 0 <= slot < self.num_slots, slot
-        self._free.append(slot)
-
     def load(self, slot: int, length: int, last_token: int, state: SamplingState, draft: DraftState | None) -> None:
-        """A sequence of `length` tokens with KV and the one after them, `state` with both; `draft` of one row, None
-        without speculation."""
+        """Load a sequence of `length` tokens with KV and the one after them; `state` is after that one. `draft` has one
+        row, and is None without speculation."""
         assert state.position == length + 1, (state.position, length)
         ints, floats, top_p = columns(state)
         self._ints[:, slot] = to_device(torch.tensor([length, last_token, *ints]), self.device)
@@ -80,23 +82,25 @@ class Slots:
         self._top_p[slot] = top_p
         if state.penalizes and self._prompt_mask is None:
             self._prompt_mask, self._output_counts = self._per_token(torch.bool), self._per_token(torch.int32)
-        if state.bias_ids is not None and self._bias is None:
+        if state.bias and self._bias is None:
             self._bias = self._per_token(torch.float32)
-        if state.stop_ids is not None and self._stops is None:
+        if state.banned_ids and self._stops is None:
             self._stops = self._per_token(torch.bool)
-        if self._prompt_mask is not None and self._output_counts is not None:
-            self._prompt_mask[slot] = state.seen_in_prompt()
-            self._output_counts[slot] = state.counted_output()
-        if self._bias is not None:
-            self._bias[slot] = state.dense_bias()
-        if self._stops is not None:
-            self._stops[slot] = state.dense_stops()
+        fills: list[tuple[Tensor | None, Fill]] = [
+            (self._prompt_mask, fill_prompt_mask_),
+            (self._output_counts, fill_output_counts_),
+            (self._bias, fill_bias_),
+            (self._stops, fill_stops_),
+        ]
+        for column, fill_ in fills:
+            if column is not None:
+                fill_(column[slot].zero_(), [state])
         if draft is not None:
             self.load_draft(to_device(torch.tensor([slot]), self.device), draft)
 
     def load_draft(self, index: Tensor, draft: DraftState) -> None:
-        """Of the slots `index` [num_rows] int64, all different. Raises ValueError for a state of another shape or dtype
-        than the drafter's."""
+        """Store the drafter's state of the slots `index` [num_rows] int64, all different. Raises ValueError for a state
+        of another shape or dtype than the drafter's."""
         self._draft.store(index, draft.to(self.device))
 
     def read(
@@ -108,8 +112,8 @@ class Slots:
         *,
         with_draft: bool = True,
     ) -> RoundRows:
-        """The rows `index` [num_seqs] int64, copied; what `needs` does not ask for is left out, and the drafter's state
-        without `with_draft`."""
+        """Return copies of the rows `index` [num_seqs] int64. They lack the columns that `needs` does not ask for, and
+        the drafter's state if `with_draft` is False."""
         ints = self._ints[:, index]  # torch's index_select takes one after the other of up to 16
         floats, top_p = self._floats, self._top_p
         if not needs.is_plain_greedy:
@@ -132,7 +136,7 @@ class Slots:
         return RoundRows(ints[_LENGTH], ints[_LAST_TOKEN], block_table, sampling, draft, proposed)
 
     def allocate_all(self) -> None:
-        """All per-vocabulary columns, for graphs that must find them where they are for good."""
+        """Allocate all columns of the vocabulary, for graphs, which need them at fixed addresses."""
         if self._prompt_mask is None:
             self._prompt_mask, self._output_counts = self._per_token(torch.bool), self._per_token(torch.int32)
         self._bias = self._per_token(torch.float32) if self._bias is None else self._bias
@@ -147,9 +151,9 @@ class Slots:
         draft: DraftState | None,
         needs: Needs,
     ) -> Tensor:
-        """A round brought `targets` [num_seqs, K + 1] int64 up to column `num_accepted` [num_seqs], where they are
-        `is_valid`, and the state for the next one, None where nothing was drafted. Returns what the host reads, as
-        `advance_ref_`."""
+        """Record that a round brought `targets` [num_seqs, K + 1] int64 up to column `num_accepted` [num_seqs], if they
+        are `is_valid`, and the state for the next round, None if nothing was drafted. Return the numbers that the host
+        reads, as `advance_ref_`."""
         numbers = advance_(self._ints, _COLUMNS, index, targets, is_valid, num_accepted, self._padding_ints)
         if needs.penalizes and self._output_counts is not None:
             step = counted(targets.shape[1], targets.device)
@@ -160,23 +164,19 @@ class Slots:
             self._draft.store(index, draft)
         return numbers
 
-    def missed_row(self, slot: int, num_missed: int) -> int:
-        """Return where `keep_missed` puts a row after `num_missed` others; from MAX_MISSED on they are lost."""
-        return slot * (MAX_MISSED + 1) + min(num_missed, MAX_MISSED)
-
     def keep_missed(self, rows: Tensor, tokens: Tensor, extend: Tensor | None) -> None:
-        """What a round without drafts left out, at `rows` [num_seqs] int64: the `tokens` [num_seqs] int64 that it ran,
-        and their states [num_seqs, extend width], None where the drafter takes none."""
+        """Keep the rows that a round without drafts left out, at `rows` [num_seqs] int64: the `tokens` [num_seqs] int64
+        that it ran, and their states [num_seqs, extend width], None if the drafter takes none."""
         kept = [tokens.unsqueeze(1)]
         assign_rows_(self._missed, rows, kept if extend is None else [*kept, extend])
 
     def missed(
         self, first: Tensor, num_missed: Tensor, last_tokens: Tensor, num_rows: int
     ) -> tuple[Tensor, Tensor | None]:
-        """`num_rows` of what was kept from the rows `first` [num_seqs] int64 on, of sequences that lack as many as
-        `num_missed` [num_seqs] int64 from there: tokens [num_seqs, num_rows + 1], `last_tokens` [num_seqs] int64 behind
-        those that they lack, and states [num_seqs, num_rows, extend width] or None. Beyond are any tokens and zeros:
-        rows of others might hold no numbers, and a masked key that is none spoils the rows that do not see it."""
+        """Return `num_rows` of the kept rows from `first` [num_seqs] int64 on, of sequences that lack `num_missed`
+        [num_seqs] int64 rows from there: tokens [num_seqs, num_rows + 1], with `last_tokens` [num_seqs] int64 behind
+        those that they lack, and states [num_seqs, num_rows, extend width] or None. Behind these are any tokens, and
+        states of zeros: kept rows of others may hold NaN, and a masked NaN spoils rows that do not see it."""
         assert num_rows <= MAX_MISSED, num_rows  # what is beyond a slot's rows is another's, not the end
         step = counted(num_rows + 1, first.device)
         index = first.unsqueeze(1) + step
@@ -189,3 +189,9 @@ class Slots:
 
     def _per_token(self, dtype: torch.dtype) -> Tensor:
         return torch.zeros(self.num_slots + 1, self._vocab_size, dtype=dtype, device=self.device)
+
+
+def missed_row(slot: NDArray[np.int64], num_missed: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where each slot keeps a row that the drafter does not see, after `num_missed` others. The rows from
+    MAX_MISSED on are lost: they share one place."""
+    return slot * (MAX_MISSED + 1) + np.minimum(num_missed, MAX_MISSED)

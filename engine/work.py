@@ -8,8 +8,9 @@ chooses. Host decisions, such as the length of drafts, are made before the work 
 
     work        does                                                        report
     Chunk       computes prompt tokens, and their log-probabilities         Scores
-    Tails       samples first tokens, and drafts after them                 FirstTokens, then Tails' drafts
+    Tails       samples first tokens, and drafts after them                 FirstTokens, then HandoffRows
     LoadSlot    gives a slot to a sequence                                  -
+    Recompute   computes tokens of sequences that have a slot               -
     CatchUp     lets the drafter see rows that rounds left out              -
     Round       drafts, verifies, accepts                                   Tokens
     CopyPages   copies pages within every pool                              -
@@ -19,6 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..metadata.wire.request import TokenLogprobs
+from .draft_shape import DraftShape
+from .sampling_state import Needs, SamplingState
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +39,194 @@ class BatchRow:
     position: int  # of the first new token: as many tokens have KV in the pages
     pages: Sequence[int]
     num_logits: int = 1
+
+
+# --- rounds: what a decode node asks for ---
+
+MAX_MISSED = 64  # rows that a drafter can catch up on: the device keeps so many for each slot
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSlot:
+    """The state of a sequence for a slot, from which rounds go on.
+
+    When the sequence's first round begins, all its tokens but the last have KV. The drafter's state comes from `row`,
+    the metadata row of a handoff in the bytes of the schema; without one it is zeros.
+    """
+
+    slot: int
+    token_ids: Sequence[int]  # the whole sequence
+    sampling: SamplingState  # after the last token
+    row: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Tokens whose KV is computed again, or for the first time for a local prompt; in the drafter's pool too.
+
+    Row i continues the sequence `token_ids[i]`. The slot of a sequence keeps its state.
+    """
+
+    rows: Sequence[BatchRow]
+    token_ids: Sequence[Sequence[int]]  # of each row, the whole sequence
+
+
+@dataclass(frozen=True, slots=True)
+class TableChange:
+    """New columns of a slot's block table: `pages` from column `first` on. Columns behind them hold no pages."""
+
+    slot: int
+    first: int
+    pages: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUp:
+    """Rows that rounds without drafts left out, for the drafter: the oldest of each sequence, as if a round had brought
+    them. Each field has one entry per sequence."""
+
+    slots: Sequence[int]
+    num_pages: Sequence[int]
+    changes: Sequence[TableChange]  # of any slots, since the work before
+    firsts: Sequence[int]  # of the rows that the slot has kept, the first that the drafter lacks
+    num_missed: Sequence[int]  # rows that the drafter lacks, at least one
+    num_rows: int  # the most rows that this work brings to each
+    needs: Needs
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round of drafting and verifying. Each field of sequences has one entry per sequence.
+
+    Pages must cover the tokens of a sequence, and `shape.num_slots` more if its limit is not 0 (in a chain: limit + 1
+    more), counted from the most that the round before may have brought.
+    """
+
+    slots: Sequence[int]
+    num_pages: Sequence[int]
+    changes: Sequence[TableChange]  # of any slots, since the work before
+    limits: Sequence[int]  # drafts that may be accepted
+    num_missed: Sequence[int]  # rows that the slot has kept, before one that this round may leave out
+    shape: DraftShape
+    needs: Needs  # of all sequences together
+    num_logprobs: Sequence[int | None]
+    proposed: Sequence[Sequence[int]] = ()  # drafts that were found on the host, num_steps of each
+
+
+RoundWork = LoadSlot | Recompute | CatchUp | Round
+
+
+class Accepted(NamedTuple):
+    """Result of a round for one sequence."""
+
+    token_ids: list[int]  # t_0 .. t_a, at least one; fewer if the target's logits are not numbers
+    logprobs: list[TokenLogprobs | None]
+    num_accepted: int  # a: drafts that equal the target's tokens
+    num_drafted: int  # at most K: drafts that the sequence could have accepted
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The report of a round: what it brought each sequence, in order. None: the sequence has left its slot."""
+
+    rows: Sequence[Accepted | None]
+
+
+def catch_up_sizes(shape: DraftShape) -> tuple[int, int]:
+    """Return the numbers of rows that a `CatchUp` may have: one, after a round that only measured, or as many as a
+    round of `shape` brings at most."""
+    return 1, shape.num_steps + 1
+
+
+# --- prompts: what a prefill node asks for ---
+
+NO_NUMBERS = "the model's logits at position {position} are not numbers; try another dtype, or check the weights"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRow:
+    """The next tokens of one prompt.
+
+    The executor keeps states of the prompt's last positions under `key` until the prompt's Tail is submitted or the key
+    is forgotten. The first `num_scored` of the new positions score the token that follows them in the prompt, which
+    needs logits at all new positions.
+    """
+
+    key: int  # names the prompt on the device
+    token_ids: Sequence[int]  # the whole prompt
+    row: BatchRow  # its new tokens
+    num_scored: int = 0
+    num_logprobs: int = 0  # likeliest tokens that are reported with each score
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPages:
+    """Copies of pages within every pool: page sources[i] into page targets[i], in this order."""
+
+    sources: Sequence[int]
+    targets: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """A prompt whose last token is in the chunk, and its choices: each samples its own first token.
+
+    `copies` gives the choices after the first one their own copies of the pages that a first token changes.
+    """
+
+    row: int  # index into the chunk's rows
+    states: Sequence[SamplingState]  # of each choice, before its first token
+    block_tables: Sequence[Sequence[int]]  # of each choice
+    copies: CopyPages
+    is_handed_over: bool  # whether a decode node continues: then the drafter works, and metadata rows are reported
+    num_cached: int  # prompt tokens found in the prefix cache, for the metadata rows
+
+
+@dataclass(frozen=True, slots=True)
+class Tails:
+    """Prompts whose first tokens are sampled in one pass, with one row of logits for each choice."""
+
+    tails: Sequence[Tail]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The prompt tokens of one step, and the prompts that end in it."""
+
+    rows: Sequence[ChunkRow]
+    tails: Sequence[Tails]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(each.row.input_ids) for each in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The report of a chunk whose KV is computed.
+
+    `logprobs` has, for each row of the chunk, the log-probabilities of its scored tokens. The times are monotonic
+    seconds: when the chunk was begun, and when the host saw that it was computed.
+    """
+
+    begun: float
+    computed: float
+    logprobs: Sequence[Sequence[TokenLogprobs]]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokens:
+    """The first tokens of one prompt's choices, in order. None: the logits of the choice are not numbers."""
+
+    token_ids: Sequence[int | None]
+    logprobs: Sequence[TokenLogprobs | None]
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffRows:
+    """The metadata rows of one prompt's choices, in order, with first tokens and drafts, in the bytes of the schema.
+
+    None: the choice has no first token. A prompt that is not handed over has no rows.
+    """
+
+    rows: Sequence[bytes | None]

@@ -64,6 +64,12 @@ class OutOfPages(BatonError):
     code = "out_of_pages"
 
 
+class OutOfMemory(BatonError):
+    """A device has no memory left for the work that it was asked to do. Other work may still fit."""
+
+    code = "out_of_memory"
+
+
 class ProtocolError(BatonError):
     """A frame is not a message of this protocol, or arrived where such messages are not allowed."""
 

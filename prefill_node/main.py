@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..engine.prompts import Prompts
 from ..engine.startup import load_engine, load_keys, make_endpoint, node_id, serve
 from ..metadata.bus.addresses import any_port_of
 from ..metadata.bus.membership import Membership
@@ -28,6 +29,7 @@ def run(config: PrefillConfig) -> int:
     handoff = HandoffServer(endpoint, config.bind_host, lease_s=engine.lease_s)
 
     def make_node(membership: Membership) -> PrefillNode:
-        return PrefillNode(engine, membership, handoff, config.max_running, config.chunk(engine.device.type))
+        sizes = config.max_running, config.chunk(engine.device.type)
+        return PrefillNode(Prompts(engine), engine.cache, membership, handoff, *sizes)
 
     return serve(config, name, "prefill", engine, keys, epoch, handoff.address, make_node)

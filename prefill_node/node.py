@@ -22,26 +22,31 @@ has settled their chunk.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ..engine.engine import NO_NUMBERS, Engine
+from ..engine.prefix_cache import PrefixCache
 from ..engine.progress import ProgressBar
 from ..engine.stopping import ended
+from ..engine.work import NO_NUMBERS, FirstTokens, HandoffRows
 from ..metadata.bus.membership import Membership, RouterGone
 from ..metadata.bus.session import RouterWork
-from ..metadata.errors import RequestError
-from ..metadata.handoff.buffers import Sampled
+from ..metadata.errors import OutOfMemory, RequestError
 from ..metadata.handoff.server import HandoffServer
 from ..metadata.wire.messages import Cancel, Cancelled, Failed, Prefill, PrefillDone, Resend
 from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import TokenLogprobs, Unit
-from .chunks import SubmittedChunk, submit
+from .chunks import ChunkUnderWay, submit
 from .outbox import FirstToken, Outbox
-from .prompt_ends import FirstSample, PromptEnd, PromptEnds
+from .prompt_ends import PromptEnd
 from .request import Request, new_request
 from .scheduler import PrefillScheduler, StepPlan
 from .tickets import Tickets
+
+if TYPE_CHECKING:
+    from ..engine.prompts import Prompts, SubmittedTails
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +69,8 @@ class PrefillNode:
 
     def __init__(
         self,
-        engine: Engine,
+        prompts: Prompts,
+        cache: PrefixCache,
         membership: Membership,
         handoff: HandoffServer,
         max_running: int,
@@ -72,19 +78,21 @@ class PrefillNode:
         *,
         overlaps: bool | None = None,
     ):
-        """`overlaps`: submit a chunk before the results of the last one are read; None: if the device is a GPU."""
-        self.engine = engine
-        self.cache = engine.cache
+        """`cache` owns the pages of the pool that `prompts` writes. `overlaps`: submit a chunk before the results of
+        the last one are read; None: if the device is a GPU."""
+        self.prompts = prompts
+        self.cache = cache
         self.membership = membership
         self.handoff = handoff
-        self.scheduler = PrefillScheduler(engine.cache, max_running, chunk)
+        self.scheduler = PrefillScheduler(cache, max_running, chunk)
         self.outbox = Outbox()
         with ProgressBar("capturing prompt graphs") as progress:
-            engine.capture_prompts(progress)
-        self._tickets = Tickets(engine, handoff)
+            prompts.warm_up(progress)
+        self._tickets = Tickets(cache.pool, handoff)
         self._counts = _Counts()
-        self._overlaps = engine.device.type != "cpu" if overlaps is None else overlaps
-        self._under_way: SubmittedChunk | None = None
+        self._keys = itertools.count()
+        self._overlaps = prompts.runs_ahead if overlaps is None else overlaps
+        self._under_way: ChunkUnderWay | None = None
         self._computed_at = 0.0  # monotonic seconds: when the last settled chunk was computed
 
     def step(self) -> bool:
@@ -155,14 +163,19 @@ class PrefillNode:
             logger.warning("dropped a Prefill message that came twice", extra={"rid": message.rid})
             return
         try:
-            request = new_request(message, self.engine)
+            request = new_request(
+                message,
+                key=next(self._keys),
+                vocab_size=self.prompts.vocab_size,
+                context_len=self.prompts.context_len,
+            )
         except RequestError as error:
             for choice in message.choices:
                 self._fail(Unit(message.rid, choice, message.attempt), error.code, str(error))
             return
         num_tokens = len(request.token_ids)
         logger.info("prompt of %d tokens, %d choices", num_tokens, len(request.choices), extra={"rid": request.rid})
-        if self.scheduler.num_pages(request) > self.engine.pool.num_usable:
+        if self.scheduler.num_pages(request) > self.cache.pool.num_usable:
             self._refuse(request, f"a prompt of {num_tokens} tokens cannot be computed here")
             return
         self._tickets.open(request)
@@ -191,9 +204,11 @@ class PrefillNode:
         elif not request.choices:
             self.scheduler.stop(request)
 
-    def _refuse(self, request: Request, reason: str, code: str = "invalid_request_error") -> None:
+    def _refuse(
+        self, request: Request, reason: str, code: str = "invalid_request_error", *, is_retryable: bool = False
+    ) -> None:
         for unit in request.choices:
-            self._fail(unit, code, reason)
+            self._fail(unit, code, reason, is_retryable=is_retryable)
 
     def _fail(self, unit: Unit, code: str, message: str, *, is_retryable: bool = False) -> None:
         self.membership.send(Failed(unit=unit, code=code, message=message, retryable=is_retryable))
@@ -221,18 +236,24 @@ class PrefillNode:
         The new chunk is settled too if chunks do not overlap, or if no further chunk is left to submit before that:
         then waiting would only delay first tokens.
         """
-        if self._under_way is not None and self._under_way.is_done:  # the device is faster than the host
+        if self._under_way is not None and self._under_way.submitted.is_done:  # the device is faster than the host
             self._settle()
         chunk = self._submit_chunk(plan) if plan else None
         self._settle()
         self._under_way = chunk
         if chunk is not None and self._overlaps and self.scheduler.computing:
-            chunk.draft()
+            chunk.submitted.draft()
         else:
             self._settle()
 
-    def _submit_chunk(self, plan: StepPlan) -> SubmittedChunk:
-        chunk = submit(self.engine, plan)
+    def _submit_chunk(self, plan: StepPlan) -> ChunkUnderWay | None:
+        """Submit a chunk. If the device has no memory for it, its requests end here, and None is returned."""
+        try:
+            chunk = submit(self.prompts, plan)
+        except OutOfMemory as error:
+            for request, _ in plan:
+                self._end_for_memory(request, error)
+            return None
         self._counts.steps += 1
         for request, row in plan:
             self._counts.computed_tokens += len(row.input_ids)
@@ -246,29 +267,54 @@ class PrefillNode:
         chunk, self._under_way = self._under_way, None
         if chunk is None:
             return
-        begun, computed = max(chunk.begun, self._computed_at), chunk.wait()  # the device did the last chunk until then
-        self._computed_at = computed
-        for request, row in chunk.plan:
-            request.finish_chunk(len(row.input_ids), begun, computed)
-        for scores in chunk.scores:
-            scores.request.add_prompt_logprobs(scores.read())
-        for ends in chunk.ends:
-            self._settle_ends(ends, computed)
+        report = chunk.submitted.wait()
+        begun = max(report.begun, self._computed_at)  # the device did the last chunk until then
+        self._computed_at = report.computed
+        for (request, row), logprobs in zip(chunk.plan, report.logprobs, strict=True):
+            request.finish_chunk(len(row.input_ids), begun, report.computed)
+            request.add_prompt_logprobs(logprobs)
+        for ends, submitted in zip(chunk.ends, chunk.submitted.tails, strict=True):
+            self._settle_ends(ends, submitted, report.computed)
         for request, _ in chunk.plan:
             if not request.is_computed:
                 self._tickets.offer_computed(request)
 
-    def _settle_ends(self, ends: PromptEnds, computed: float) -> None:
+    def _settle_ends(self, ends: list[PromptEnd], submitted: SubmittedTails, computed: float) -> None:
         """Send first tokens as soon as they are known, then hand the last pages over when the drafts are done."""
-        samples = zip(ends.ends, ends.tokens(), strict=True)
+        samples = zip(ends, submitted.first_tokens(), strict=True)
         first_tokens = [self._send_first(end, sample, computed) for end, sample in samples]
-        ends.draft()
-        ends.wait()
-        self._tickets.digest_last(ends.ends)
-        for end, choices in zip(ends.ends, first_tokens, strict=True):
-            self._hand_over(end, choices, ends)
+        submitted.draft()
+        try:
+            rows = submitted.wait_rows()
+        except OutOfMemory as error:
+            self._end_without_drafts(ends, first_tokens, error)
+            return
+        self._tickets.digest_last(ends)
+        for end, choices, own in zip(ends, first_tokens, rows, strict=True):
+            self._hand_over(end, choices, own)
 
-    def _send_first(self, end: PromptEnd, sample: FirstSample, computed: float) -> list[FirstToken]:
+    def _end_without_drafts(
+        self, ends: list[PromptEnd], first_tokens: list[list[FirstToken]], error: OutOfMemory
+    ) -> None:
+        """End the choices that a decode node would continue, since there was no memory for the drafts after them."""
+        for end, choices in zip(ends, first_tokens, strict=True):
+            request = end.request
+            for unit, _, _, over in choices:
+                if over is not None:
+                    self._tickets.revoke(request, unit, is_finished=True, reason=over.reason)
+                elif unit in request.tickets:
+                    self._fail(unit, error.code, str(error), is_retryable=True)
+                    self._drop(request, {unit}, str(error))
+            if request.choices and not request.tickets:
+                self._finish(request)
+
+    def _end_for_memory(self, request: Request, error: OutOfMemory) -> None:
+        """End all choices of a request with one error each. Another node, or this one later, may have the memory."""
+        logger.warning("out of memory: %s", error, extra={"rid": request.rid})
+        self._refuse(request, str(error), error.code, is_retryable=True)
+        self._drop(request, set(request.choices), str(error))
+
+    def _send_first(self, end: PromptEnd, sample: FirstTokens, computed: float) -> list[FirstToken]:
         """Send the first tokens of the choices that are still wanted, or a failure. Return the tokens sent."""
         request = end.request
         request.finish_prompt(computed)
@@ -281,7 +327,7 @@ class PrefillNode:
             return []
         choices = [
             self._begin_choice(request, unit, token, entry)
-            for unit, token, entry in zip(end.units, *sample, strict=True)
+            for unit, token, entry in zip(end.units, sample.token_ids, sample.logprobs, strict=True)
             if unit in request.choices and token is not None
         ]
         if choices:
@@ -293,24 +339,27 @@ class PrefillNode:
     def _begin_choice(self, request: Request, unit: Unit, token: int, logprobs: TokenLogprobs | None) -> FirstToken:
         state = request.choices[unit]
         state.append(token)
-        end = ended(state, token, self.engine.context_len, request.num_cached)
-        return FirstToken(unit, Sampled(token, request.num_cached, logprobs), end)
+        end = ended(state, token, self.prompts.context_len, request.num_cached)
+        return FirstToken(unit, token, logprobs, end)
 
-    def _hand_over(self, end: PromptEnd, choices: list[FirstToken], ends: PromptEnds) -> None:
+    def _hand_over(self, end: PromptEnd, choices: list[FirstToken], packed: HandoffRows) -> None:
         """Offer the last pages and the rows of the choices that go on, and revoke the tickets of the others."""
         request = end.request
+        by_unit = dict(zip(end.units, packed.rows, strict=False))  # a prompt that is not handed over has none
         rows: dict[Unit, bytes] = {}
-        for unit, sampled, over in choices:
+        for unit, _, _, over in choices:
+            row = by_unit.get(unit)
             if over is not None:
                 self._tickets.revoke(request, unit, is_finished=True, reason=over.reason)
-            elif unit in request.tickets:
-                rows[unit] = self._tickets.pack_row(sampled, ends.drafted(unit))
+            elif unit in request.tickets and row is not None:
+                rows[unit] = row
         self._tickets.offer_last(end, rows)
         if request.choices and not request.tickets:
             self._finish(request)
 
     def _finish(self, request: Request) -> None:
         self.scheduler.remove(request)
+        self.prompts.forget(request.key)
         logger.info("prompt done", extra={"rid": request.rid})
         self.membership.send(
             PrefillDone(

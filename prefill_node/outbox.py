@@ -6,9 +6,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..metadata.handoff.buffers import Sampled
 from ..metadata.wire.messages import Tokens
-from ..metadata.wire.request import Ended, Unit, pack_ids, unpack_ids
+from ..metadata.wire.request import Ended, TokenLogprobs, Unit, pack_ids, unpack_ids
 from .request import Request
 
 _KEPT = 1024  # units
@@ -18,7 +17,8 @@ class FirstToken(NamedTuple):
     """The first token of a choice. `ended` is not None if it is also the last one."""
 
     unit: Unit
-    sampled: Sampled
+    token_id: int
+    logprobs: TokenLogprobs | None
     ended: Ended | None
 
 
@@ -34,8 +34,8 @@ class Outbox:
             units=tuple(choice.unit for choice in choices),
             firsts=pack_ids([request.num_received] * len(choices)),
             counts=pack_ids([1] * len(choices)),
-            ids=pack_ids(choice.sampled.first_token for choice in choices),
-            logprobs={i: (entry,) for i, (_, (_, _, entry), _) in enumerate(choices) if entry is not None},
+            ids=pack_ids(choice.token_id for choice in choices),
+            logprobs={i: (choice.logprobs,) for i, choice in enumerate(choices) if choice.logprobs is not None},
             ended={i: choice.ended for i, choice in enumerate(choices) if choice.ended is not None},
             num_cached=request.num_cached,
         )

@@ -10,9 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
-from ..engine.engine import Engine
 from ..engine.prefix_cache import Lease
 from ..engine.sampling_state import SamplingState
 from ..metadata.wire.messages import Prefill
@@ -30,6 +27,7 @@ class Request:
 
     rid: str
     attempt: int
+    key: int  # names the prompt on the device
     choices: dict[Unit, SamplingState]  # those that are still wanted
     generation: GenerationRequest
     decode: Peer | None  # None: the first token is the last, and no page is handed over
@@ -50,7 +48,6 @@ class Request:
     num_offered: int = 0  # pages
     num_offers: int = 0
     num_early_pages: int = 0  # pages offered before the whole prompt was computed
-    extend_rows: torch.Tensor | None = None  # [<= num_target_rows + 1, extend width] of the last computed positions
     tickets: set[Unit] = field(default_factory=set)  # open ones
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     sample_s: float = 0.0
@@ -103,13 +100,6 @@ class Request:
         """Record that the device was asked to compute the next `num_tokens` tokens."""
         self.num_submitted += num_tokens
 
-    def keep_rows(self, extend: torch.Tensor, num_rows: int) -> None:
-        """Remember the extend states of the last `num_rows` positions; `extend` [num_new, width] are the newest."""
-        kept = extend[-num_rows:]
-        if self.extend_rows is not None:
-            kept = torch.cat([self.extend_rows, kept])[-num_rows:]
-        self.extend_rows = kept.clone()
-
     def finish_chunk(self, num_tokens: int, begun: float, done: float) -> None:
         """Record that the device computed `num_tokens` tokens between these times (monotonic seconds)."""
         times = ChunkTimes(1, num_tokens, max(0.0, begun - self._idle_since), done - begun)
@@ -146,19 +136,23 @@ class Request:
             self.num_early_pages = num_pages
 
 
-def new_request(message: Prefill, engine: Engine) -> Request:
-    """Return what a Prefill message asks for, without pages yet. Raises RequestError if the model cannot run it."""
-    generation, vocab_size = message.request, engine.model_config.vocab_size
-    prompt_ids, received_ids = generation.token_ids(vocab_size, engine.context_len)
+def new_request(message: Prefill, *, key: int, vocab_size: int, context_len: int) -> Request:
+    """Return the request of a Prefill message, without pages yet. Raises RequestError if the model cannot run it.
+
+    `key` names the prompt on the device. No other request that the node holds may have it.
+    """
+    generation = message.request
+    prompt_ids, received_ids = generation.token_ids(vocab_size, context_len)
     choices = {
         Unit(message.rid, choice, message.attempt): SamplingState(
-            generation.params, prompt_ids, received_ids, vocab_size=vocab_size, choice=choice, device=engine.device
+            generation.params, prompt_ids, received_ids, vocab_size=vocab_size, choice=choice
         )
         for choice in message.choices
     }
     return Request(
         rid=message.rid,
         attempt=message.attempt,
+        key=key,
         choices=choices,
         generation=generation,
         decode=message.decode,

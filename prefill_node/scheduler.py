@@ -27,6 +27,11 @@ class PlannedChunk(NamedTuple):
     request: Request
     row: BatchRow
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the prompt ends with these tokens."""
+        return self.row.position + len(self.row.input_ids) == len(self.request.token_ids)
+
 
 StepPlan = list[PlannedChunk]
 

@@ -10,10 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ..engine.draft_row import set_draft
-from ..engine.drafters.base import DraftState
-from ..engine.engine import Engine
-from ..metadata.handoff.buffers import MetadataBuffers, Sampled
+from ..engine.pages import PagePool
 from ..metadata.handoff.server import HandoffServer
 from ..metadata.handoff.tickets import TicketEnded
 from ..metadata.wire.request import Unit
@@ -31,10 +28,9 @@ class EndedUnit(NamedTuple):
 class Tickets:
     """Opens, fills and ends the tickets of all requests by the handoff server."""
 
-    def __init__(self, engine: Engine, handoff: HandoffServer) -> None:
-        self._engine = engine
+    def __init__(self, pool: PagePool, handoff: HandoffServer) -> None:
+        self._pool = pool
         self._handoff = handoff
-        self._row_buffer = MetadataBuffers(engine.schema)
         self._requests: dict[Unit, Request] = {}  # by open ticket
 
     def units(self) -> tuple[Unit, ...]:
@@ -45,7 +41,7 @@ class Tickets:
         """Open a ticket for each choice. A request without a decode node has none."""
         if request.decode is None:
             return
-        num_pages = -(-len(request.token_ids) // self._engine.pool.page_size)
+        num_pages = -(-len(request.token_ids) // self._pool.page_size)
         for unit in request.choices:
             self._handoff.open(unit, num_pages, request.decode.epoch)
             self._requests[unit] = request
@@ -66,7 +62,7 @@ class Tickets:
 
     def offer_computed(self, request: Request) -> None:
         """Offer every page of a prompt under way that will not be written again."""
-        num_ready = min(request.num_computed // self._engine.pool.page_size, request.num_shared)
+        num_ready = min(request.num_computed // self._pool.page_size, request.num_shared)
         self._offer(request, num_ready, dict.fromkeys(request.choices, request.pages), {})
 
     def digest_last(self, ends: Sequence[PromptEnd]) -> None:
@@ -84,13 +80,6 @@ class Tickets:
         """Offer the last pages of a prompt, with the metadata rows of the choices that go on."""
         block_tables = dict(zip(end.units, end.block_tables, strict=True))
         self._offer(end.request, len(end.request.pages), block_tables, rows)
-
-    def pack_row(self, sampled: Sampled, draft: DraftState | None) -> bytes:
-        """Return a choice's metadata row."""
-        self._row_buffer.set_sampled(sampled)
-        if draft is not None:
-            set_draft(self._row_buffer, draft)
-        return self._row_buffer.pack()
 
     def _offer(
         self,
@@ -111,4 +100,4 @@ class Tickets:
         request.offer_pages(num_ready)
 
     def _generations(self, pages: Sequence[int]) -> list[int]:
-        return [self._engine.pool.generation(page) for page in pages]
+        return [self._pool.generation(page) for page in pages]

@@ -40,6 +40,7 @@ from ...metadata.handoff.hidden_layout import HiddenLayout, assign
 from ..constants import counted
 from ..copies import to_device, to_host
 from ..draft_shape import DraftShape
+from ..executor import HostProposer
 from ..sampling_batch import SamplingBatch
 from ..trees import Drafts
 
@@ -112,6 +113,11 @@ class RoundRows:
     draft: DraftState
     proposed: Tensor | None = None  # [num_seqs, max_steps] int64, by a drafter that proposes on the host
 
+    @property
+    def was_drafted(self) -> bool:
+        """Whether `propose` saw these rows: then the draft KV that it stored is there."""
+        return True
+
     def after(self, targets: Tensor, num_accepted: Tensor) -> SamplingBatch:
         """Return the sampling of the token after t_a, given `targets` [num_seqs, K + 1], `num_accepted` [num_seqs]."""
         is_new = None
@@ -124,6 +130,10 @@ class RoundRows:
 class MissedRows(RoundRows):
     """Sequences as they were before rounds without drafts: nothing was proposed, and `sampling` is of the token that
     follows all those rounds."""
+
+    @property
+    def was_drafted(self) -> bool:
+        return False
 
     def after(self, targets: Tensor, num_accepted: Tensor) -> SamplingBatch:
         return self.sampling
@@ -149,6 +159,12 @@ class Drafter(Protocol):
     @property
     def has_kv(self) -> bool:
         """Whether a round that skips `observe` leaves holes in its KV, which a later call must fill."""
+        ...
+
+    @property
+    def proposer(self) -> HostProposer | None:
+        """The part that proposes on the host, whose drafts `propose` gets as `RoundRows.proposed`; None: `propose`
+        makes them on the device."""
         ...
 
     def allocate(self, num_rows: int) -> DraftState:

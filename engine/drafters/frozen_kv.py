@@ -29,6 +29,7 @@ class FrozenKvDrafter:
 
     is_shifted = False
     has_kv = False
+    proposer = None
 
     def __init__(self, head: FrozenKvHead, target_kv: Tensor, hidden: HiddenLayout, shape: DraftShape) -> None:
         self.shape = shape

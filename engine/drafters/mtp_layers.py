@@ -41,6 +41,7 @@ class MtpLayersDrafter:
 
     is_shifted = True
     has_kv = True
+    proposer = None
 
     def __init__(self, layers: Sequence[DraftHead], kv: Tensor, hidden: HiddenLayout, shape: DraftShape) -> None:
         """`kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim]. The layers are chained if `hidden` has a

@@ -8,6 +8,7 @@ tokens on the CPU before a round, which is the declared path without overlap.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 from torch import Tensor
 
@@ -30,6 +31,11 @@ class NgramDrafter:
     is_shifted = False
     has_kv = False
 
+    @property
+    def proposer(self) -> Self:
+        """The drafter itself, which looks texts up on the host."""
+        return self
+
     def __init__(self, hidden: HiddenLayout, shape: DraftShape) -> None:
         self.shape = shape
         self.hidden = hidden
@@ -46,7 +52,8 @@ class NgramDrafter:
 
     def lookup(self, slot: int, token_ids: Sequence[int], salt: str, num_steps: int) -> list[int]:
         """Return likely tokens after `token_ids`, which have grown since the slot's last lookup. The last token pads
-        them to `num_steps`. If only a short suffix was found in the own text, finished requests are searched too."""
+        them to `num_steps` tokens. If only a short suffix was found in the own text, finished requests are searched
+        too."""
         own = self._own.setdefault(slot, OwnSuffixes())
         own.extend(token_ids[len(own) :])
         found = own.lookup(num_steps, MIN_MATCH, MAX_NGRAM) or self._shared.lookup(token_ids, salt, num_steps)

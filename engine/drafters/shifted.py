@@ -36,6 +36,7 @@ class ShiftedDrafter:
 
     is_shifted = True
     has_kv = True
+    proposer = None
 
     def __init__(self, head: DraftHead, kv: Tensor, hidden: HiddenLayout, shape: DraftShape) -> None:
         """`kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim], as the head has them."""

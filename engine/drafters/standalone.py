@@ -24,7 +24,7 @@ from ..models.registry import load_model
 from ..sampling_batch import SamplingBatch
 from ..trees import Drafts, sample_ahead
 from ..work import BatchRow
-from .base import DraftState, MissedRows, PromptChunk, PromptTail, RoundRows
+from .base import DraftState, PromptChunk, PromptTail, RoundRows
 from .family import Family, Loading, Speculation, Wanted
 
 
@@ -33,6 +33,7 @@ class StandaloneDrafter:
 
     is_shifted = False
     has_kv = True
+    proposer = None
 
     def __init__(self, model: DecoderModel, kv: Tensor, hidden: HiddenLayout, shape: DraftShape) -> None:
         """`kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim], as the draft model has them."""
@@ -59,9 +60,9 @@ class StandaloneDrafter:
         return Drafts(tokens[:, 1:])
 
     def observe(self, rows: RoundRows, hidden: Tensor | None, targets: Tensor, num_accepted: Tensor) -> DraftState:
-        """The draft's KV of accepted tokens is there already, where it proposed any."""
+        """Store the draft's KV of missed rows. The KV of accepted drafts is there, since `propose` stored it."""
         assert hidden is None, hidden
-        if isinstance(rows, MissedRows):
+        if not rows.was_drafted:
             tokens = torch.cat([rows.last_tokens.unsqueeze(1), targets[:, :-1]], dim=1)
             positions = rows.lengths.unsqueeze(1) + counted(tokens.shape[1], tokens.device)
             end = rows.lengths + tokens.shape[1]

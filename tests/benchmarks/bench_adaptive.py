@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +13,10 @@ from bench_sequences import CONTEXT, Running, run_rounds, start, stop
 
 from baton.engine.adaptive import StepChooser
 from baton.engine.engine import Engine
+from baton.engine.round_timing import measure_round
 from baton.engine.rounds import Rounds, Submitted
-from baton.engine.slots import MAX_MISSED
 from baton.engine.step_times import StepTimes
+from baton.engine.work import MAX_MISSED
 
 NUM_NEW = 256  # tokens a sequence, on average where they differ
 NUM_TURNS = 3
@@ -31,8 +33,10 @@ def adaptive(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
 
     Both kinds take turns on the same prompts. The first turn, in which the chooser knows nothing yet, is separate.
     """
-    times = StepTimes.measure(rounds.measure, min(rounds.slots.num_slots, _MAX_MEASURED), rounds.shape.choices)
-    chooser = StepChooser(rounds.shape, times, rounds.slots.num_slots)
+    executor = rounds.executor
+    measure = partial(measure_round, executor)
+    times = StepTimes.measure(measure, min(executor.num_slots, _MAX_MEASURED), rounds.shape.choices)
+    chooser = StepChooser(rounds.shape, times, executor.num_slots)
     plain: list[float] = []
     chosen: list[float] = []
     steps: Counter[int] = Counter()
@@ -69,7 +73,7 @@ def _run(rounds: Rounds, chooser: StepChooser, sequences: Sequence[Running]) -> 
 
     def take(done: _UnderWay) -> None:
         nonlocal settled, left
-        results = rounds.collect(done.submitted)
+        results = rounds.collect(done.submitted).rows
         now = time.perf_counter()
         num_accepted: list[int] = []
         for sequence, result in zip(sequences, results, strict=True):

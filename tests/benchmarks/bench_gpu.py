@@ -34,6 +34,7 @@ from roofline import Limits, best_s, floor_s, measure_limits, weight_bytes
 from baton.deploy.logs import setup_logging
 from baton.engine.config import EngineConfig
 from baton.engine.copies import to_host
+from baton.engine.device_executor import DeviceExecutor
 from baton.engine.draft_shape import DraftShape
 from baton.engine.engine import Engine
 from baton.engine.pages import Owner
@@ -72,18 +73,19 @@ def main() -> None:
     }
     say(f"{report}")
     started = time.monotonic()
-    rounds = Rounds(engine, max(options.batches), buckets=options.batches)
+    executor = DeviceExecutor(engine, max(options.batches), buckets=options.batches)
+    rounds = Rounds(executor)
     with ProgressBar("capturing round graphs") as progress:
-        rounds.warm_up(progress)
+        executor.warm_up(progress)
     report["capture_s"] = round(time.monotonic() - started, 2)
     with ProgressBar("capturing prompt graphs") as progress:
         engine.capture_prompts(progress)
     freeze()  # as a node
     parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "decode": lambda: [decode(engine, rounds, batch, limits) for batch in options.batches],
+        "decode": lambda: [decode(executor, rounds, batch, limits) for batch in options.batches],
         "mixed": lambda: [mixed(engine, rounds, batch, limits) for batch in options.batches if batch <= 64],
         "idle": lambda: [idle(engine, rounds, batch) for batch in options.batches if batch <= 64],
-        "rounds": lambda: [speculate(rounds, batch) for batch in options.batches if batch <= 64],
+        "rounds": lambda: [speculate(engine, rounds, batch) for batch in options.batches if batch <= 64],
         "adaptive": lambda: [_adaptive(engine, rounds, batch) for batch in options.batches if batch <= 64],
         "prefill": lambda: [prefill(engine, limits, *each) for each in ((1, 1024), (1, 8192), (16, 2048))],
         "small-prompts": lambda: [_small_prompt(engine, num_tokens) for num_tokens in LENGTHS],
@@ -121,14 +123,15 @@ def _load(options: argparse.Namespace) -> Engine:
         return Engine(config, progress)
 
 
-def decode(engine: Engine, rounds: Rounds, batch: int, limits: Limits) -> dict[str, Any]:
+def decode(executor: DeviceExecutor, rounds: Rounds, batch: int, limits: Limits) -> dict[str, Any]:
     """Time a step that decodes one token per sequence."""
+    engine = executor.engine
     sequences = start(engine, rounds, batch, 4 * NUM_STEPS + 64)
     shape = rounds.shape.with_steps(0)
     run_rounds(rounds, sequences, shape, 8)
     step_s = statistics.median(run_rounds(rounds, sequences, shape, NUM_STEPS) for _ in range(3))
     length = len(sequences[0].token_ids) - 1.5 * NUM_STEPS
-    graph_s = _graph_seconds(rounds, sequences, shape)
+    graph_s = _graph_seconds(executor, rounds, sequences, shape)
     num_checked = stop(engine, rounds, sequences)
     floor = floor_s(engine, batch, int(batch * length), limits)
     row = {
@@ -160,14 +163,14 @@ def mixed(engine: Engine, rounds: Rounds, batch: int, limits: Limits) -> dict[st
     return row
 
 
-def _graph_seconds(rounds: Rounds, sequences: Sequence[Running], shape: DraftShape) -> float:
+def _graph_seconds(executor: DeviceExecutor, rounds: Rounds, sequences: Sequence[Running], shape: DraftShape) -> float:
     """Time the graph of a round alone, replayed back to back."""
-    inputs = rounds._fill(sequences, [shape.num_steps] * len(sequences), [0] * len(sequences))
-    needs = sequences[0].sampling.needs
+    work = rounds.make_round(sequences, shape, [shape.num_steps] * len(sequences))
+    inputs = executor.buckets.fill_round(work)
 
     def several() -> None:
         for _ in range(16):
-            rounds._run(inputs, shape, needs)
+            executor.run_round(inputs, shape, work.needs)
 
     return best_s(several, 3) / 16
 
@@ -212,23 +215,23 @@ def idle(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
     return row
 
 
-def speculate(rounds: Rounds, batch: int) -> dict[str, Any]:
+def speculate(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
     """Time a round with all steps against a step without drafts, and count tokens per second."""
-    sequences = start(rounds.engine, rounds, batch, 8 * NUM_STEPS + 64)
+    sequences = start(engine, rounds, batch, 8 * NUM_STEPS + 64)
     row: dict[str, Any] = {"batch": batch}
     run_rounds(rounds, sequences, rounds.shape.with_steps(0), 4)
     plain_s = run_rounds(rounds, sequences, rounds.shape.with_steps(0), 24)
-    row["checked_tokens"] = stop(rounds.engine, rounds, sequences)
+    row["checked_tokens"] = stop(engine, rounds, sequences)
     for steps in sorted({2, 3, rounds.shape.num_steps}):
         if steps not in rounds.shape.choices:
             continue
         shape, times, accepted = rounds.shape.with_steps(steps), list[float](), list[int]()
         for seed in range(-(-8 // batch)):  # texts differ in how often the head is right
-            sequences = start(rounds.engine, rounds, batch, 8 * NUM_STEPS + 64, seed)
+            sequences = start(engine, rounds, batch, 8 * NUM_STEPS + 64, seed)
             run_rounds(rounds, sequences, shape, 4)
             times.append(run_rounds(rounds, sequences, shape, 40))
             accepted += [number for each in sequences for number in each.num_accepted[4:]]
-            row["checked_tokens"] += stop(rounds.engine, rounds, sequences)
+            row["checked_tokens"] += stop(engine, rounds, sequences)
         round_s, mean = statistics.median(times), statistics.mean(accepted)
         row |= {
             f"k{steps}_ms": round_s * 1e3,

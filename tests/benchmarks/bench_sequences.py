@@ -18,6 +18,7 @@ import torch
 from planted_text import PlantedText
 
 from baton.engine.batch import Computed
+from baton.engine.draft_row import pack_draft
 from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import PromptChunk, PromptTail
 from baton.engine.engine import Engine
@@ -92,9 +93,9 @@ def _admit(
     params = SamplingParams(max_tokens=num_new, temperature=0.0)
     sequences: list[Running] = []
     for row, (ids, own, token) in enumerate(zip(prompts, pages, computed.logits.argmax(1).tolist(), strict=True)):
-        state = SamplingState(params, ids, [token], vocab_size=engine.model_config.vocab_size, device=engine.device)
+        state = SamplingState(params, ids, [token], vocab_size=engine.model_config.vocab_size)
         sequence = Running([*ids, token], len(ids), own, state)
-        rounds.admit(sequence, len(ids), None if draft is None else draft.row(row))
+        rounds.admit(sequence, None if draft is None else pack_draft(engine.schema, draft.row(row)))
         sequences.append(sequence)
     return sequences
 
@@ -159,7 +160,7 @@ def run_rounds(rounds: Rounds, sequences: Sequence[Running], shape: DraftShape, 
     assert num_rounds > 1, num_rounds
 
     def take(submitted: Submitted) -> None:
-        for sequence, result in zip(sequences, rounds.collect(submitted), strict=True):
+        for sequence, result in zip(sequences, rounds.collect(submitted).rows, strict=True):
             assert result is not None
             sequence.token_ids.extend(result.token_ids)
             sequence.num_accepted.append(result.num_accepted)

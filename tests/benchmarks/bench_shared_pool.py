@@ -22,6 +22,7 @@ from bench_tables import heading
 from baton.engine import cuda_memory
 from baton.engine import engine as engines
 from baton.engine.config import EngineConfig
+from baton.engine.device_executor import DeviceExecutor
 from baton.engine.rounds import Rounds
 
 BATCHES = (1, 16, 64)
@@ -77,8 +78,8 @@ def _make(model: str, num_pages: int, *, is_shared: bool) -> tuple[engines.Engin
     finally:
         cuda_memory.can_share = can_share
     assert engine.device_pool is not None and bool(engine.device_pool.shared) == is_shared
-    rounds = Rounds(engine, max(BATCHES), buckets=BATCHES)
-    rounds.warm_up()
+    rounds = Rounds(DeviceExecutor(engine, max(BATCHES), buckets=BATCHES))
+    rounds.executor.warm_up()
     return engine, rounds
 
 

@@ -36,6 +36,7 @@ from cluster import Cluster
 from planted_text import PlantedText
 
 from baton.engine.config import EngineConfig
+from baton.engine.device_executor import DeviceExecutor
 from baton.engine.engine import Engine
 from baton.engine.rounds import Rounds
 from baton.engine.startup import freeze
@@ -172,8 +173,8 @@ def add_engine(options: argparse.Namespace, points: list[dict[str, Any]]) -> Non
         speculative="none",
     )
     engine = Engine(config)
-    rounds = Rounds(engine, max(options.streams), buckets=options.streams)
-    rounds.warm_up()
+    rounds = Rounds(DeviceExecutor(engine, max(options.streams), buckets=options.streams))
+    rounds.executor.warm_up()
     freeze()  # as a node
     for point in points:
         sequences = bench_sequences.start(engine, rounds, point["streams"], options.tokens + 4 * _TIMED_STEPS)

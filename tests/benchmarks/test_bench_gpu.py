@@ -21,20 +21,21 @@ from planted_models import small
 from roofline import Limits
 
 from baton.engine.config import EngineConfig
+from baton.engine.device_executor import DeviceExecutor
 from baton.engine.engine import Engine
 from baton.engine.rounds import Rounds
 
 LIMITS = Limits(1e12, 1e12)
 Part = Callable[[Engine, Rounds], dict[str, Any]]
 PARTS: dict[str, Part] = {
-    "decode": lambda engine, rounds: bench_gpu.decode(engine, rounds, 2, LIMITS),
+    "decode": lambda _, rounds: bench_gpu.decode(rounds.executor, rounds, 2, LIMITS),
     "mixed": lambda engine, rounds: bench_gpu.mixed(engine, rounds, 2, LIMITS),
     "prefill": lambda engine, _: bench_gpu.prefill(engine, LIMITS, 2, 24),
     "small-prompts": lambda engine, _: bench_gpu._small_prompt(engine, 16),
     "turns": lambda engine, _: bench_gpu.turn(engine, 16),
 }
 DRAFTING: dict[str, Part] = {
-    "rounds": lambda _, rounds: bench_gpu.speculate(rounds, 2),
+    "rounds": lambda engine, rounds: bench_gpu.speculate(engine, rounds, 2),
     "adaptive": lambda engine, rounds: bench_gpu._adaptive(engine, rounds, 2),
 }
 
@@ -61,8 +62,8 @@ def run(part: str, model: Path, **settings: Any) -> dict[str, Any]:
         model=str(model), device="cpu", threads=1, num_pages=300, context_len=1280, prefix_cache=False, **settings
     )
     engine = Engine(config)
-    rounds = Rounds(engine, 2, buckets=(2,))
-    rounds.warm_up()
+    rounds = Rounds(DeviceExecutor(engine, 2, buckets=(2,)))
+    rounds.executor.warm_up()
     return (PARTS | DRAFTING)[part](engine, rounds)
 
 

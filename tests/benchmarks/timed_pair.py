@@ -108,7 +108,7 @@ class TimedPair(NodePair):
         return self.decode.rounds.shape.num_steps
 
     def handoff_bytes(self, prompt_len: int) -> HandoffBytes:
-        return handoff_bytes(self.decode.engine.schema, prompt_len)
+        return handoff_bytes(self.decode.executor.engine.schema, prompt_len)
 
     def step(self) -> None:
         """Step as the base class does, and take the time of the decode node."""
@@ -142,7 +142,7 @@ class TimedPair(NodePair):
         return Run([result.ids for result in results], rounds, self._decode_s, self._steps)
 
     def _watch(self) -> None:
-        sample, rounds = self.prefill.engine.sample, self.decode.rounds
+        sample, rounds = self.prefill.prompts.engine.sample, self.decode.rounds
         submit, collect = rounds.submit, rounds.collect
 
         def sample_and_stamp(*args: Any) -> Any:
@@ -158,13 +158,13 @@ class TimedPair(NodePair):
 
         def collect_and_count(submitted: Any) -> Any:
             results = collect(submitted)
-            for sequence, result in zip(submitted.sequences, results, strict=True):
+            for sequence, result in zip(submitted.sequences, results.rows, strict=True):
                 if result is not None and 0 < result.num_drafted == self.num_steps:
                     count, num_accepted = self._rounds[sequence.unit.rid]
                     self._rounds[sequence.unit.rid] = Rounds(count + 1, num_accepted + result.num_accepted)
             return results
 
-        self.prefill.engine.sample = sample_and_stamp
+        self.prefill.prompts.engine.sample = sample_and_stamp
         rounds.submit, rounds.collect = stamp_and_submit, collect_and_count
 
 
@@ -212,5 +212,5 @@ class Judge:
         logits = engine.forward([BatchRow(ids, 0, pages)])
         engine.pool.release(pages)
         vocab_size, device = engine.model_config.vocab_size, engine.device
-        state = SamplingState(one, prompt, theirs[:at], vocab_size=vocab_size, device=device)
+        state = SamplingState(one, prompt, theirs[:at], vocab_size=vocab_size)
         return float(tie_gap(logits, SamplingBatch.of([state], device)))

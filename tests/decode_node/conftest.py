@@ -58,6 +58,7 @@ def make_sequence(engine: Engine) -> MakeSequence:
         prompt_ids, received_ids = pack_ids(ids[: num_tokens - received]), pack_ids(ids[num_tokens - received :])
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **more)
         message = Compute("router", rid, attempt, (choice,), GenerationRequest(prompt_ids, params, received_ids))
-        return new_sequence(message, choice, next(orders), engine)
+        sizes = {"vocab_size": engine.model_config.vocab_size, "context_len": engine.context_len}
+        return new_sequence(message, choice, next(orders), **sizes)
 
     return make

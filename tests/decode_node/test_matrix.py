@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import drafters
+import local_nodes
 import pytest
 from heads import ALGORITHM, HYPER, HYPER_FROZEN, HYPER_LAYERED, HYPER_MTP, write_head
 from matrix import CELLS, PAGE_SIZE, Ask, Plain, Watch, coach, run_cell
 from node_pair import NodePair, node_pairs, params, replace
-
-from baton.decode_node import node
 
 CHAINS = {
     "ngram": 3,
@@ -72,7 +71,7 @@ def make_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NodePai
     with node_pairs() as start:
 
         def make(model: Path, buckets: tuple[int, ...] = (), *, overlaps: bool = False, **both: Any) -> NodePair:
-            monkeypatch.setattr(node, "graph_sizes", lambda *_: list(buckets))
+            monkeypatch.setattr(local_nodes, "graph_sizes", lambda *_: list(buckets))
             both = {"page_size": PAGE_SIZE, "num_pages": NUM_PAGES, "max_running": 8, **both}
             return start(model, prefill=both, decode=both, overlaps=overlaps)
 
@@ -99,7 +98,7 @@ def test_output_is_that_of_speculation_off(
     truths = reference.truths
     if name == "standalone":  # it is often right by itself; what it is told is not what its own KV is of
         truths = {case.params.seed: truths[case.params.seed] for case in reference.cases if case.ask.name == "stopped"}
-    coach(pair.decode.engine.drafter, truths)
+    coach(pair.decode.executor.engine.drafter, truths)
     watch = Watch.of(pair)
     for cell in CELLS:
         run_cell(pair, cell, reference.cases)
@@ -149,7 +148,7 @@ def test_a_request_can_end_inside_an_accepted_run(
     reference = plain_ends(model)
     buckets = BUCKETS["buckets" if is_even else "direct"]
     pair = make_pair(model, buckets, overlaps=is_even, context_len=CONTEXT, **settings(name, topk, model))
-    coach(pair.decode.engine.drafter, reference.truths, lambda *_: True)
+    coach(pair.decode.executor.engine.drafter, reference.truths, lambda *_: True)
     watch = Watch.of(pair)
     for case in reference.cases:
         wants = case.params if case.ask not in CONTEXT_ENDS else replace(case.params, max_tokens=CONTEXT)

@@ -16,7 +16,7 @@ from matrix import ASKS, PAGE_SIZE, Plain, Watch, coach, force_steps, start_toge
 from node_pair import NodePair, node_pairs, params
 from solo import gather
 
-from baton.decode_node import node, sequence
+from baton.decode_node import node, scheduler, sequence
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine import rounds, slots
 from baton.engine.step_times import StepTimes
@@ -44,7 +44,7 @@ SCHEDULES = {
 @pytest.fixture
 def make_pair(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[MakePair]:
     """`make_pair(name, model)`: an adaptive pair with a drafter of that kind. The test chooses its draft lengths."""
-    for module in (slots, rounds, sequence):
+    for module in (slots, rounds, sequence, scheduler):
         monkeypatch.setattr(module, "MAX_MISSED", MAX_MISSED)
     monkeypatch.setattr(node.StepTimes, "measure", lambda *_: StepTimes({(1, 0): 1.0, (1, 1): 1.0}))
 
@@ -64,13 +64,13 @@ def make_pair(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[..., Path], 
 def count_caught_up(pair: NodePair) -> list[int]:
     """Return a list that grows by the number of missed rows of each sequence whenever the drafter catches up."""
     counts: list[int] = []
-    catch_up = pair.decode.rounds._catch_up
+    catch_up = pair.decode.rounds.catch_up
 
-    def counting(sequences: Sequence[Any], needs: Any) -> Any:
+    def counting(sequences: Sequence[Any]) -> None:
         counts.extend(each.num_missed for each in sequences if 0 < each.num_missed <= MAX_MISSED)
-        return catch_up(sequences, needs)
+        catch_up(sequences)
 
-    pair.decode.rounds._catch_up = counting
+    pair.decode.rounds.catch_up = counting
     return counts
 
 
@@ -85,7 +85,7 @@ def test_output_is_that_of_speculation_off(
         settings["draft_model"] = str(drafters.perturbed(model, tmp_path / name, 0.03))
     pair = make_pair(name, model, overlaps=schedule == "catches up", **settings)
     if name != "standalone":
-        coach(pair.decode.engine.drafter, reference.truths)
+        coach(pair.decode.executor.engine.drafter, reference.truths)
     watch, caught_up, shape = Watch.of(pair), count_caught_up(pair), pair.decode.rounds.shape
     planned = [min(each, shape.num_steps) for each in SCHEDULES[schedule]]
     if not shape.is_chain:
@@ -96,7 +96,7 @@ def test_output_is_that_of_speculation_off(
         run_all(pair, phase, reference)
     stats = pair.decode.rounds.stats
     assert stats.num_accepted > 0 and any(0 in limits and len(limits) > 1 for limits in watch.limits), watch.limits
-    if pair.decode.engine.drafter.has_kv:
+    if pair.decode.executor.engine.drafter.has_kv:
         assert max(caught_up) > 2, caught_up
         assert bool(left_behind) == (schedule == "is left behind"), left_behind
     else:
@@ -181,7 +181,7 @@ def draft_kv_of(pair: NodePair, rid: str, prompt: list[int], num_rows: int) -> t
     pair.submit(rid, prompt, params(3))
     pair.step_until(lambda: pair.decode.scheduler.running)
     [running] = pair.decode.scheduler.running
-    kv = gather(pair.decode.engine._kvs[1], running.pages, num_rows)
+    kv = gather(pair.decode.executor.engine._kvs[1], running.pages, num_rows)
     pair.run()
     return pair.admitted[0].num_cached_pages, kv
 
@@ -248,6 +248,6 @@ def pair_with_holes(name: str, plain: Any, make_pair: MakePair, tmp_path: Path) 
     if name == "standalone":
         more["draft_model"] = str(drafters.perturbed(model, tmp_path / name, 10.0))
     pair = make_pair(name, model, **more)
-    for kv in pair.decode.engine._kvs[1:]:
+    for kv in pair.decode.executor.engine._kvs[1:]:
         kv.fill_(3.0)  # a slot that was never computed is far from right
     return pair

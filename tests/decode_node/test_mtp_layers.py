@@ -21,6 +21,7 @@ from node_pair import NodePair, node_pairs, params
 from safetensors.torch import load_file
 
 from baton.decode_node.config import DecodeConfig
+from baton.engine import prompts as engine_prompts
 from baton.engine.batch import ForwardBatch
 from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import DraftState, RoundRows
@@ -31,7 +32,6 @@ from baton.engine.trees import Drafts
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ConfigError
 from baton.prefill_node import scheduler as prefill_scheduler
-from baton.prefill_node.request import Request
 
 from .test_speculation import SETTINGS, prompts
 
@@ -156,7 +156,7 @@ class Checked:
 
     def __init__(self, pair: NodePair, head: Path, plain: dict[str, list[int]]) -> None:
         self.pair, self.plain, self.num_checked = pair, plain, 0
-        engine = pair.decode.engine
+        engine = pair.decode.executor.engine
         self._layers = ScratchLayers(head, engine.model)
         self._num_right = itertools.cycle([0, 2, 3, 1, 3, 3, 0, 1])
         self.drafter = engine.drafter
@@ -188,7 +188,7 @@ class Checked:
 
     def _check(self, sequence: Any, draft: DraftState, proposed: list[int]) -> None:
         self.num_checked += 1
-        engine, num_rows = self.pair.decode.engine, sequence.num_computed
+        engine, num_rows = self.pair.decode.executor.engine, sequence.num_computed
         page_size = engine.pool.page_size
         pages = list(range(1, 2 + num_rows // page_size))
         batch = ForwardBatch.build([BatchRow(sequence.token_ids[:num_rows], 0, pages)], page_size, "cpu")
@@ -294,11 +294,11 @@ def _other_chaining(checked: Checked) -> None:
 def _rows_of_the_last_chunk_alone(checked: Checked) -> None:
     """The defect: the prefill node forgets the states of earlier chunks."""
 
-    def mutated(request: Request, extend: torch.Tensor, num_rows: int) -> None:
-        missing = extend.new_zeros(num_rows, extend.shape[1])
-        request.extend_rows = torch.cat([missing, extend])[-num_rows:]
+    def mutated(kept: torch.Tensor | None, states: torch.Tensor, num_rows: int) -> torch.Tensor:
+        missing = states.new_zeros(num_rows, states.shape[1])
+        return torch.cat([missing, states])[-num_rows:]
 
-    Request.keep_rows = mutated  # type: ignore[method-assign]
+    engine_prompts._latest = mutated
 
 
 def _shared_tail_pages(checked: Checked) -> None:
@@ -320,7 +320,7 @@ DEFECTS = (
 def test_a_recompute_catches_each_known_defect(
     kind: str, defect: Callable[[Checked], None], make_checked: MakeChecked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Request, "keep_rows", Request.keep_rows)  # put back afterwards
+    monkeypatch.setattr(engine_prompts, "_latest", engine_prompts._latest)  # put back afterwards
     monkeypatch.setattr(prefill_scheduler, "shared_pages", prefill_scheduler.shared_pages)
     checked = make_checked(kind, chunk_tokens=1)
     defect(checked)

@@ -34,7 +34,7 @@ def test_a_sequence_does_not_inherit_the_acceptance_of_the_slot_it_gets(pair: No
     wants = params(24, temperature=1.0, seed=3)
     pair.submit("plain", PROMPT, replace(wants, draft_steps=0))
     truth = PROMPT + pair.run()["plain", 0].ids
-    coach(pair.decode.engine.drafter, {3: truth}, lambda *_: True)
+    coach(pair.decode.executor.engine.drafter, {3: truth}, lambda *_: True)
     pair.submit("mostly wrong", PROMPT, params(60, temperature=1.0, seed=4))
     pair.submit("always right", PROMPT, wants)
     with rounds_paused(pair):
@@ -54,7 +54,7 @@ def test_a_sequence_does_not_inherit_the_acceptance_of_the_slot_it_gets(pair: No
 
 def proposals_of(pair: NodePair, rid: str, prompt: Sequence[int], cache_salt: str) -> list[list[int]]:
     """Return the proposals for a request, round by round."""
-    drafter, found = pair.decode.engine.drafter, list[list[int]]()
+    drafter, found = pair.decode.executor.engine.drafter, list[list[int]]()
     lookup = drafter.lookup
 
     def looking(*rest: Any) -> list[int]:
@@ -75,4 +75,4 @@ def test_no_proposal_comes_from_another_salt_or_from_the_last_sequence_in_the_sl
     for cache_salt in ("", "a third", "a fourth"):
         assert proposals_of(pair, f"of {cache_salt}", PROMPT, cache_salt) == alone
     assert proposals_of(pair, "again", PROMPT, "one") != alone
-    assert not pair.decode.engine.drafter._own, "texts of ended sequences"
+    assert not pair.decode.executor.engine.drafter._own, "texts of ended sequences"

@@ -49,7 +49,7 @@ def test_greedy_output_equals_transformers(
         decode={"page_size": 4, "chunk_tokens": 6, "transport": transport},
         overlaps=transport == "zmq",
     )
-    cases = prompts(pair.prefill.engine.card.vocab_size, (1, 3, 4, 5, 8, 9, 13, 24, 25))
+    cases = prompts(pair.prefill.prompts.engine.card.vocab_size, (1, 3, 4, 5, 8, 9, 13, 24, 25))
     for i, prompt in enumerate(cases):
         pair.submit(f"r{i}", prompt, params(12))
     results = pair.run()
@@ -299,7 +299,7 @@ def test_logits_that_are_nan_fail_only_their_request(
     settings = {"page_size": 4, "speculative": speculative}
     pair = make_pair(checkpoint("llama"), prefill=settings, decode=settings)
     bad, good = prompts(50, (6, 7))
-    model = (pair.prefill if node == "prefill" else pair.decode).engine.model
+    model = (pair.prefill.prompts if node == "prefill" else pair.decode.executor).engine.model
     logits = model.logits
 
     def broken(hidden: Any) -> Any:

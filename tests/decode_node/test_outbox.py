@@ -7,7 +7,7 @@ import pytest
 from baton.decode_node import outbox
 from baton.decode_node.outbox import Outbox
 from baton.decode_node.sequence import Sequence
-from baton.engine.rounds import Accepted
+from baton.engine.work import Accepted
 from baton.metadata.wire.messages import Tokens
 from baton.metadata.wire.request import TokenLogprobs, unpack_ids
 

@@ -25,12 +25,13 @@ class Desk:
         self.outbox = Outbox()
         self.scheduler = DecodeScheduler(engine.cache, 4, 64, context_len=engine.context_len)
         self.reservations = Reservations(
-            engine,
             self.scheduler,
             self.outbox,
             lambda: Load(free_pages=engine.cache.available, running=0, waiting=0),
             self.sent.append,
             self._fail,
+            vocab_size=engine.model_config.vocab_size,
+            context_len=engine.context_len,
         )
 
     def ask(self, rid: str, num_tokens: int, choices: tuple[int, ...] = (0,), token: int = 1) -> tuple[int, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +13,7 @@ from baton.decode_node.scheduler import DecodeScheduler, StepPlan
 from baton.decode_node.sequence import Sequence
 from baton.engine.draft_shape import DraftShape
 from baton.engine.engine import Engine
-from baton.engine.rounds import Accepted
+from baton.engine.work import Accepted
 
 from .conftest import MakeSequence
 
@@ -201,3 +203,30 @@ def test_no_sequence_is_preempted_while_a_round_is_under_way(
         plan = next_plan
     assert plan.is_premature and scheduler.running == sequences
     assert scheduler.plan().decoding == sequences[:1] and scheduler.preempted == sequences[1:]
+
+
+def test_sequences_are_found_in_every_phase_until_they_finish(
+    make_scheduler: MakeScheduler, make_sequence: MakeSequence
+) -> None:
+    scheduler = make_scheduler()
+    reserved, running, preempted = (make_sequence("r", 5, choice=choice, attempt=1) for choice in range(3))
+    other = start(scheduler, make_sequence("other", 5))
+    start(scheduler, preempted)
+    start(scheduler, running)
+    assert scheduler.reserve(reserved)
+    scheduler.preempt(preempted)
+    assert set(scheduler.find("r", 1, None)) == {reserved, running, preempted} == set(scheduler) - {other}
+    assert scheduler.find("r", 0, None) == [] == scheduler.find("s", 1, None)
+    assert scheduler.find("r", 2, (1,)) == [running]
+    assert all(scheduler.get(each.unit) is each for each in (reserved, running, preempted, other))
+    for left, sequence in ((3, running), (2, preempted), (1, reserved)):
+        scheduler.finish(sequence)
+        assert scheduler.get(sequence.unit) is None and sequence not in scheduler.find("r", 1, None)
+        assert len(scheduler) == len(list(scheduler)) == left
+    assert scheduler.find("other", 0, None) == [other]
+
+
+@pytest.mark.parametrize("module", ["scheduler", "sequence", "reservations", "outbox"])
+def test_scheduling_imports_no_torch(module: str) -> None:
+    program = f"import sys, baton.decode_node.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.decode_node.sequence import new_sequence
-from baton.engine.engine import Engine
-from baton.engine.rounds import Accepted
-from baton.engine.slots import MAX_MISSED
+from baton.engine.work import MAX_MISSED, Accepted
 from baton.metadata.errors import RequestError
 from baton.metadata.wire.messages import Compute
 from baton.metadata.wire.request import GenerationRequest, SamplingParams, TokenLogprobs, Unit, pack_ids
@@ -27,10 +25,15 @@ def test_a_message_becomes_a_sequence(make_sequence: MakeSequence) -> None:
     assert sequence.num_to_compute == 9
 
 
-def test_a_token_outside_the_vocabulary_is_refused(engine: Engine) -> None:
-    generation = GenerationRequest(pack_ids([1, 1 << 20]), SamplingParams(max_tokens=1))
+@pytest.mark.parametrize(
+    "sizes", [{"vocab_size": 60, "context_len": 9}, {"vocab_size": 100, "context_len": 1}], ids=str
+)
+def test_a_prompt_outside_the_vocabulary_or_the_context_is_refused(sizes: dict[str, int]) -> None:
+    generation = GenerationRequest(pack_ids([1, 60]), SamplingParams(max_tokens=1))
+    message = Compute("router", "r", 0, (0,), generation)
+    assert new_sequence(message, 0, 0, vocab_size=61, context_len=9).token_ids == [1, 60]
     with pytest.raises(RequestError):
-        new_sequence(Compute("router", "r", 0, (0,), generation), 0, 0, engine)
+        new_sequence(message, 0, 0, **sizes)
 
 
 def test_a_round_appends_its_tokens_and_counts_its_drafts(make_sequence: MakeSequence) -> None:

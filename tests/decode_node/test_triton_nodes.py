@@ -16,8 +16,8 @@ from heads import write_head
 from matrix import PAGE_SIZE
 from node_pair import NodePair, params
 
+from baton.engine.device_executor import DeviceExecutor
 from baton.engine.engine import Engine
-from baton.engine.rounds import Rounds
 from baton.kernels import gpu
 
 pytestmark = pytest.mark.skipif(
@@ -53,6 +53,6 @@ def test_output_is_that_of_the_cpu_kernels(
         settings = {"speculative": name, "draft_model": str(write_head(tmp_path / name, name, model)), "draft_steps": 2}
     expected = outputs(model)
     monkeypatch.setattr(gpu, "compiled", lambda tensor: True)
-    monkeypatch.setattr(Rounds, "warm_up", lambda self, progress: None)
+    monkeypatch.setattr(DeviceExecutor, "warm_up", lambda self, progress: None)
     monkeypatch.setattr(Engine, "capture_prompts", lambda self, progress: None)
     assert outputs(model, **settings) == expected

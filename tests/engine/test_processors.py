@@ -92,26 +92,3 @@ def test_masked_logits_stay_masked_and_nothing_becomes_nan() -> None:
     result = processed(logits, row)
     assert not result.isnan().any()
     assert (result > -INF).nonzero().tolist() == [[0, 3]]
-
-
-def test_a_state_advanced_equals_one_rebuilt() -> None:
-    params: dict[str, object] = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "min_tokens": 9, "stop_ids": (1,)}
-    advanced = state([4, 5, 5], [], **params)
-    output = [9, 9, 5, 0, 9]
-    for i, token_id in enumerate(output):
-        assert advanced.position == 3 + i
-        advanced.append(token_id)
-    rebuilt = state([4, 5, 5], output, **params)
-    assert (advanced.position, advanced.num_generated, advanced.seed) == (8, 5, rebuilt.seed)
-    assert (rebuilt.position, rebuilt.num_generated) == (8, 5)
-    assert advanced.output_counts is not None and rebuilt.output_counts is not None
-    assert torch.equal(advanced.output_counts, rebuilt.output_counts)
-    assert advanced.prompt_mask is not None and rebuilt.prompt_mask is not None
-    assert torch.equal(advanced.prompt_mask, rebuilt.prompt_mask)
-
-
-def test_nothing_is_allocated_where_nothing_asks() -> None:
-    plain = state([1, 2, 3], [4], temperature=0.7, top_k=5, stop_ids=(2,))
-    assert plain.prompt_mask is plain.output_counts is plain.bias_ids is plain.stop_ids is None
-    assert not plain.needs.processes
-    assert state([1], [], presence_penalty=1.0).prompt_mask is None

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from drafters import settings, target_of
@@ -15,8 +16,9 @@ from node_pair import params
 from solo import Solo
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from baton.engine.drafters.base import DraftState, MissedRows, RoundRows
-from baton.engine.graphs import GREEDY
+from baton.engine.drafters.base import DraftState, RoundRows
+from baton.engine.round_inputs import InputBlock
+from baton.engine.slots import missed_row
 
 
 def test_columns_that_a_round_allocated_take_sequences(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -24,7 +26,7 @@ def test_columns_that_a_round_allocated_take_sequences(checkpoint: Callable[...,
     model = target_of("eagle", checkpoint)
     solo, other = (Solo(model, num_pages=40, **settings("eagle", model, tmp_path / each)) for each in ("a", "b"))
     with torch.inference_mode():
-        solo.rounds.slots.allocate_all()
+        solo.rounds.executor.slots.allocate_all()
     wants = params(20, temperature=0.8, seed=3, repetition_penalty=1.3, logit_bias={5: 1.5}, min_tokens=4)
     outputs = [each.run(each.start([1, 2, 3, 4], wants), 16, 2) for each in (solo, other)]
     assert outputs[0] == outputs[1]
@@ -35,48 +37,62 @@ def test_a_bucket_takes_the_columns_that_a_round_may_reach(checkpoint: Callable[
     model = target_of("eagle", checkpoint)
     solo = Solo(model, num_pages=60, context_len=400, buckets=(3,), **settings("eagle", model, tmp_path))
     long, short = (solo.start(list(range(1, num_tokens)), params(4)) for num_tokens in (40, 4))
-    [free] = solo.rounds._buckets.values()
-    used = [solo.rounds._fill([long, short], [0, 0], [0, 0]) for _ in free.copy()]  # all there are
+    buckets, shape = solo.executor.buckets, solo.rounds.shape.with_steps(0)
+    both = solo.rounds.make_round([long, short], shape, [0, 0])
+    used = [buckets.fill_round(both) for _ in buckets.free_blocks]  # all there are
     for each in used:
-        solo.rounds._free(each)
-    inputs = solo.rounds._fill([short], [0], [0])
+        buckets.free(each)
+    inputs = buckets.fill_round(solo.rounds.make_round([short], shape, [0]))
     assert any(inputs.block is each.block for each in used)
     page_size = solo.engine.pool.page_size
     reach = -(-(len(short.pages) * page_size + 2 * solo.rounds.shape.num_slots) // page_size)
-    table = inputs.block[:, : inputs.num_used][:, 3 + inputs.proposed.shape[1] :]
-    assert len(short.pages) < reach <= table.shape[1] < inputs.block_table.shape[1]
+    table = inputs.block[:, : inputs.num_used][:, 3 + inputs.max_steps :]
+    assert len(short.pages) < reach <= table.shape[1] < inputs.for_round.block_table.shape[1]
     assert table[0].tolist() == [*short.pages, *[0] * (table.shape[1] - len(short.pages))]
     assert not table[1:].any()
 
 
-def test_what_the_device_may_still_read_is_not_written(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_what_the_device_may_still_read_is_not_written(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Until a round is collected its inputs, and those of catching up before it, belong to nobody else; then they are
     free, and none is lost."""
     model = target_of("eagle", checkpoint)
     solo = Solo(model, num_pages=100, buckets=(2,), **settings("eagle", model, tmp_path))
     rounds, sequence = solo.rounds, solo.start([1, 2, 3, 4], params(40))
-    [free] = rounds._buckets.values()
+    buckets = solo.executor.buckets
+    filled: list[int] = []
+
+    def noting(fill: Callable[[Any], InputBlock]) -> Callable[[Any], InputBlock]:
+        def fill_and_note(work: Any) -> InputBlock:
+            block = fill(work)
+            filled.append(block.block.data_ptr())
+            return block
+
+        return fill_and_note
+
+    monkeypatch.setattr(buckets, "fill_round", noting(buckets.fill_round))
+    monkeypatch.setattr(buckets, "fill_catch_up", noting(buckets.fill_catch_up))
     for _ in range(2):
         under_way = []
         for num_steps in (0, *[0] * 7, 2):
             under_way.append(rounds.submit([sequence], rounds.shape.with_steps(num_steps), [num_steps]))
             while len(under_way) > 1 + (num_steps > 0):
                 solo.take([sequence], rounds.collect(under_way.pop(0)))
-        used = [inputs for each in under_way for inputs in each.inputs]
-        blocks = {each.block.data_ptr() for each in used}
-        assert len(blocks) == len(used) == 4 and not blocks & {each.block.data_ptr() for each in free}
+        blocks = set(filled[-4:])  # of a round, of catching up twice, and of the round after it
+        assert len(blocks) == 4 and not blocks & {each.block.data_ptr() for each in buckets.free_blocks}
         for submitted in under_way:
             solo.take([sequence], rounds.collect(submitted))
-        assert len(free) == 4 and blocks <= {each.block.data_ptr() for each in free}
+        assert {each.block.data_ptr() for each in buckets.free_blocks} == blocks
 
 
 def test_rows_that_a_sequence_does_not_lack_are_zeros(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Those of others, or of who had the slot before, may hold no numbers."""
     model = target_of("eagle", checkpoint)
-    slots = Solo(model, num_pages=40, **settings("eagle", model, tmp_path)).rounds.slots
+    slots = Solo(model, num_pages=40, **settings("eagle", model, tmp_path)).rounds.executor.slots
     tokens, states = slots._missed
     states.fill_(float("nan"))
-    first = torch.tensor([slots.missed_row(slot, 0) for slot in (3, 5)])
+    first = torch.from_numpy(missed_row(np.array([3, 5]), np.array([0, 0])))
     for row in range(3):
         slots.keep_missed(first + row, torch.tensor([10 + row, 20 + row]), torch.full((2, states.shape[1]), row + 1.0))
     kept = tokens[first + 2].flatten().tolist()
@@ -127,7 +143,7 @@ def test_catching_up_asks_as_much_for_many_sequences_as_for_two(
         for _ in range(3):
             solo.round(sequences, 0)
         with torch.inference_mode(), Operations() as operations:
-            solo.rounds._catch_up(sequences, GREEDY)
+            solo.rounds.catch_up(sequences)
         assert not any(each.num_missed for each in sequences)
         counts.append(operations.counts)
     assert sum(counts[0].values()) > 10 and counts[0] == counts[1]
@@ -145,7 +161,7 @@ def test_catching_up_is_warmed_up_with_padding(
 
     def observing(rows: RoundRows, hidden: Any, targets: torch.Tensor, num_accepted: torch.Tensor) -> DraftState:
         num_pages = -(-targets.shape[1] // solo.engine.pool.page_size)
-        assert isinstance(rows, MissedRows) and not rows.block_table[:, :num_pages].any()
+        assert not rows.was_drafted and not rows.block_table[:, :num_pages].any()
         sizes.append(tuple(targets.shape))
         return observe(rows, hidden, targets, num_accepted)
 
@@ -156,6 +172,6 @@ def test_catching_up_is_warmed_up_with_padding(
     solo.round([sequence], 0)
     with monkeypatch.context() as patched:
         patched.setattr(solo.drafter, "observe", observing)
-        solo.rounds.warm_up()
+        solo.rounds.executor.warm_up()
     assert sizes == [(1, 1), (1, solo.drafter.shape.num_steps + 1)] * (name != "ngram")
     assert solo.run(sequence, 30, 2) == expected

@@ -239,7 +239,5 @@ def test_cuda_draws_the_same_tokens() -> None:
     for length in range(1, 40):
         prompt = list(range(length))
         states = [state(prompt, [1, 2], **fields) for fields in MIXED]
-        on_cpu, params = SamplingBatch.of(states), [row.params for row in states]
-        on_cuda = [SamplingState(p, prompt, [1, 2], vocab_size=VOCAB, device="cuda") for p in params]
-        result = sample(logits.cuda(), SamplingBatch.of(on_cuda, "cuda"))
-        assert result.token_ids.tolist() == sample(logits, on_cpu).token_ids.tolist()
+        result = sample(logits.cuda(), SamplingBatch.of(states, "cuda"))
+        assert result.token_ids.tolist() == sample(logits, SamplingBatch.of(states)).token_ids.tolist()

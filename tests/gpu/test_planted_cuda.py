@@ -66,7 +66,7 @@ def test_other_kv_gives_another_text(planted: tuple[PlantedModel, Path]) -> None
         pair.step_until(lambda: len(pair.decode.scheduler.running) == 1)
         pair.decode.settle()
         pages = pair.decode.scheduler.running[0].pages
-        kv = pair.decode.engine.kv
+        kv = pair.decode.executor.engine.kv
         kv[:, pages[2:10]] = kv[:, pages[10:18]].clone()
         results = pair.run()
         assert results["spoilt", 0].ids != model.text.continuation(prompt, NUM_TOKENS)

@@ -58,7 +58,7 @@ def test_graphs_bring_what_direct_calls_bring(
     drafting = settings(name, model, tmp_path) | shape
     direct = run(Solo(model, device="cuda", num_pages=200, **drafting))
     captured = Solo(model, device="cuda", num_pages=200, num_slots=5, buckets=(1, 2), **drafting)
-    captured.rounds.warm_up()
+    captured.rounds.executor.warm_up()
     assert run(captured) == direct
 
 
@@ -75,7 +75,7 @@ def test_rounds_that_overlap_bring_what_rounds_alone_bring(
     for overlaps in (False, True):
         drafting = settings(name, model, tmp_path / str(overlaps))
         solo = Solo(model, device="cuda", num_pages=400, num_slots=4, buckets=(1, 4), **drafting)
-        solo.rounds.warm_up()
+        solo.rounds.executor.warm_up()
         sequences = [solo.start(prompt, params(300, seed=i, **PARAMS[i])) for i, prompt in enumerate(PROMPTS)]
         under_way: list[Any] = []
         for num_steps in STEPS * 2:

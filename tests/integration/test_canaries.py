@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from served import Node, Served
+from served_nodes import engine_of
 
 from baton.engine.work import BatchRow
 
@@ -21,17 +22,18 @@ BODY = {"prompt": "def main(args): return", "max_tokens": 12, "temperature": 0, 
 
 def spoil(node: Node) -> Callable[[], None]:
     """Overwrite the keys of every page that the node computes, in one layer. Return a function that mends the node."""
-    compute = node.engine.compute
+    engine = engine_of(node)
+    compute = engine.compute
 
     def spoilt(rows: Sequence[BatchRow]) -> Any:
         computed = compute(rows)
         for row in rows:
-            for page in row.pages[: (row.position + len(row.input_ids)) // node.engine.pool.page_size]:
-                node.engine.kv[0, page, 0].fill_(3.0)
+            for page in row.pages[: (row.position + len(row.input_ids)) // engine.pool.page_size]:
+                engine.kv[0, page, 0].fill_(3.0)
         return computed
 
-    node.engine.compute = spoilt
-    return lambda: setattr(node.engine, "compute", compute)
+    engine.compute = spoilt
+    return lambda: setattr(engine, "compute", compute)
 
 
 def states(served: Served) -> dict[str, str]:
@@ -126,8 +128,8 @@ def spoil_rounds(node: Any) -> None:
 
     def spoilt(sequences: Any, *rest: Any) -> Any:
         for sequence in sequences:
-            for page in sequence.pages[: sequence.num_computed // node.engine.pool.page_size]:
-                node.engine.kv[0, page, 0].fill_(3.0)
+            for page in sequence.pages[: sequence.num_computed // engine_of(node).pool.page_size]:
+                engine_of(node).kv[0, page, 0].fill_(3.0)
         return submit(sequences, *rest)
 
     node.rounds.submit = spoilt

@@ -90,7 +90,7 @@ def test_the_move(page_size: int, head_dim: int, num_moves: int, dtype: torch.dt
 def test_drafts_are_ranked_alike(params: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """By a kernel where nothing but noise is asked for, with the noise of each row's own place; else by torch."""
     states = [
-        SamplingState(SamplingParams(max_tokens=9, seed=seed, **params), [seed, 5], vocab_size=300, device=DEVICE)  # type: ignore[arg-type]
+        SamplingState(SamplingParams(max_tokens=9, seed=seed, **params), [seed, 5], vocab_size=300)  # type: ignore[arg-type]
         for seed in range(4)
     ]
     batch, logits = SamplingBatch.of(states, DEVICE), random(4, 300, scale=2.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def engine(checkpoint: Callable[..., Path]) -> Engine:
 @pytest.fixture
 def make_request(engine: Engine) -> MakeRequest:
     """`make_request("r", 9, n=2)`: a request of nine tokens with two choices, which a decode node takes over."""
+    keys = itertools.count()
 
     def make(
         rid: str,
@@ -44,6 +46,8 @@ def make_request(engine: Engine) -> MakeRequest:
         params = SamplingParams(max_tokens=8, temperature=0.0)
         generation = GenerationRequest(prompt_ids, params, received_ids, cache_salt, prompt_logprobs)
         decode = Peer(node_id="decode", epoch=DECODE_EPOCH) if has_decode else None
-        return new_request(Prefill("router", rid, attempt, tuple(range(n)), generation, decode), engine)
+        message = Prefill("router", rid, attempt, tuple(range(n)), generation, decode)
+        sizes = {"vocab_size": engine.model_config.vocab_size, "context_len": engine.context_len}
+        return new_request(message, key=next(keys), **sizes)
 
     return make

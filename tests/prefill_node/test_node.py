@@ -1,19 +1,27 @@
 """The prefill node submits a chunk before it reads the results of the last one.
 
-The tests check the order of events, and what happens to a request that is dropped while its chunk is under way."""
+The tests check the order of events, what happens to a request that is dropped while its chunk is under way, and that a
+chunk for which the device has no memory ends its own requests only.
+"""
 
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from node_pair import NodePair, node_pairs, params
+import torch
+from drafters import settings
+from node_pair import NodePair, Result, node_pairs, params
 
+from baton.engine.prompts import Prompts, SubmittedChunk
+from baton.engine.work import Scores
 from baton.metadata.wire.membership import Welcome
-from baton.metadata.wire.messages import PrefillDone, Tokens
+from baton.metadata.wire.messages import Failed, PrefillDone, Tokens
 from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.metadata.wire.request import Unit
 from baton.prefill_node import chunks, node
@@ -25,9 +33,9 @@ MakePair = Callable[..., NodePair]
 
 @pytest.fixture
 def make_pair(checkpoint: Callable[..., Path]) -> Iterator[MakePair]:
-    settings = {"page_size": 4, "chunk_tokens": CHUNK}
+    both = {"page_size": 4, "chunk_tokens": CHUNK}
     with node_pairs() as start:
-        yield lambda *, overlaps=True: start(checkpoint("llama"), prefill=settings, decode=settings, overlaps=overlaps)
+        yield lambda *, overlaps=True: start(checkpoint("llama"), prefill=both, decode=both, overlaps=overlaps)
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -56,18 +64,20 @@ def submit(
 def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
     """The chunks that prefill nodes submit and wait for, with their rids."""
     found: list[tuple[str, list[str]]] = []
-    begin, wait = chunks.submit, chunks.SubmittedChunk.wait
+    names: dict[int, str] = {}
+    begin, wait = chunks.submit, SubmittedChunk.wait
 
-    def submitted(engine: Any, plan: StepPlan) -> chunks.SubmittedChunk:
+    def submitted(prompts: Prompts, plan: StepPlan) -> chunks.ChunkUnderWay:
+        names.update({request.key: request.rid for request, _ in plan})
         found.append(("submit", [request.rid for request, _ in plan]))
-        return begin(engine, plan)
+        return begin(prompts, plan)
 
-    def waited(self: chunks.SubmittedChunk) -> float:
-        found.append(("wait", [request.rid for request, _ in self.plan]))
+    def waited(self: SubmittedChunk) -> Scores:
+        found.append(("wait", [names[row.key] for row in self.chunk.rows]))
         return wait(self)
 
     monkeypatch.setattr(node, "submit", submitted)
-    monkeypatch.setattr(chunks.SubmittedChunk, "wait", waited)
+    monkeypatch.setattr(SubmittedChunk, "wait", waited)
     return found
 
 
@@ -94,7 +104,7 @@ def test_the_next_chunk_is_submitted_before_first_tokens_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The last chunk is settled at once. If a chunk is already done, it is settled before the next is submitted."""
-    monkeypatch.setattr(chunks.SubmittedChunk, "is_done", property(lambda _: is_done))
+    monkeypatch.setattr(SubmittedChunk, "is_done", property(lambda _: is_done))
     pair = make_pair(overlaps=overlaps)
     watch_sent(pair, events)
     submit(pair, [CHUNK, CHUNK, CHUNK], max_tokens=1)
@@ -120,16 +130,16 @@ def watch_offers(pair: NodePair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows by the offered pages, and check that their chunks have been waited for."""
     offered: list[int] = []
     unsettled: dict[int, set[int]] = {}  # by chunk
-    begin, wait, offer = chunks.submit, chunks.SubmittedChunk.wait, pair.prefill.handoff.offer
+    begin, wait, offer = chunks.submit, SubmittedChunk.wait, pair.prefill.handoff.offer
 
-    def submitted(engine: Any, plan: StepPlan) -> chunks.SubmittedChunk:
-        chunk = begin(engine, plan)
+    def submitted(prompts: Prompts, plan: StepPlan) -> chunks.ChunkUnderWay:
+        chunk = begin(prompts, plan)
         spans = [(request, row.position // 4, -(-(row.position + len(row.input_ids)) // 4)) for request, row in plan]
-        unsettled[id(chunk.plan)] = {page for request, first, stop in spans for page in request.pages[first:stop]}
+        unsettled[id(chunk.submitted)] = {page for request, first, stop in spans for page in request.pages[first:stop]}
         return chunk
 
-    def waited(self: chunks.SubmittedChunk) -> float:
-        unsettled.pop(id(self.plan))
+    def waited(self: SubmittedChunk) -> Scores:
+        unsettled.pop(id(self))
         return wait(self)
 
     def checked(unit: Unit, indices: Any, pages: list[int], *more: Any) -> None:
@@ -139,7 +149,7 @@ def watch_offers(pair: NodePair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         offer(unit, indices, pages, *more)
 
     monkeypatch.setattr(node, "submit", submitted)
-    monkeypatch.setattr(chunks.SubmittedChunk, "wait", waited)
+    monkeypatch.setattr(SubmittedChunk, "wait", waited)
     monkeypatch.setattr(pair.prefill.handoff, "offer", checked)
     return offered
 
@@ -169,7 +179,7 @@ def under_way(make_pair: MakePair) -> NodePair:
     submit(pair, [3, 3, CHUNK])
     pair.prefill.step()
     chunk = pair.prefill._under_way
-    assert chunk is not None and [len(each.ends) for each in chunk.ends] == [2] and len(chunk.plan) == 3
+    assert chunk is not None and [len(ends) for ends in chunk.ends] == [2] and len(chunk.plan) == 3
     return pair
 
 
@@ -234,3 +244,150 @@ def test_a_new_router_under_way_ends_the_requests_of_the_old_one(make_pair: Make
     pair.results.clear()
     pair._take = lambda *_: None  # type: ignore[method-assign]
     pair.run(timeout_s=10)
+
+
+# --- what the device keeps of prompts ---
+
+
+@pytest.fixture
+def make_layered_pair(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[MakePair]:
+    """Pairs whose drafter reads states of several prompt positions, so that some are kept between chunks."""
+    model = checkpoint("llama")
+    drafter = settings("mtp3-deepseek", model, tmp_path, steps=3)
+    both = {"page_size": 4, "chunk_tokens": CHUNK, **drafter}
+    with node_pairs() as start:
+        yield lambda *, overlaps=True: start(model, prefill=both, decode=both, overlaps=overlaps)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_nothing_is_kept_of_prompts_that_are_computed_or_dropped(overlaps: bool, make_layered_pair: MakePair) -> None:
+    pair = make_layered_pair(overlaps=overlaps)
+    kept = pair.prefill.prompts
+    submit(pair, [3 * CHUNK, 3 * CHUNK, 5])
+    first, dropped, _ = pair.prefill.scheduler.waiting
+    pair.step_until(lambda: first.is_submitted and dropped.num_submitted)
+    assert kept.keys == {dropped.key}, "the first prompt has handed its states to its end"
+    pair.prefill._cancel("1", 9, None)
+    forget(pair, "1")
+    results = pair.run()
+    assert not kept.keys
+    assert all(len(result.ids) == 6 for result in results.values())
+
+
+# --- out of memory ---
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, is_too_big: Callable[..., bool]) -> None:
+    """Let a device function run out of memory if `is_too_big` says so of its arguments."""
+    function = getattr(owner, name)
+
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        if is_too_big(*args):
+            raise torch.OutOfMemoryError("tried to allocate 376 MiB")
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, limited)
+
+
+def check_failed(result: Result) -> None:
+    assert result.failed is not None and (result.failed.code, result.failed.retryable) == ("out_of_memory", True)
+    assert "no memory left" in result.failed.message and "lower chunk_tokens" in result.failed.message
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("bad_position", [0, CHUNK])
+def test_a_chunk_that_does_not_fit_ends_its_requests_alone(
+    bad_position: int,
+    overlaps: bool,
+    make_layered_pair: MakePair,
+    events: list[tuple[str, list[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if earlier chunks of a request were computed and offered."""
+    pair = make_layered_pair(overlaps=overlaps)
+    failures: list[Unit] = []
+    send = pair.prefill.membership.send
+
+    def sent(message: Any) -> None:
+        if isinstance(message, Failed):
+            failures.append(message.unit)
+        send(message)
+
+    pair.prefill.membership.send = sent  # type: ignore[method-assign]
+    bad = prompt(2 * CHUNK + 3, seed=9)
+    reference = make_layered_pair(overlaps=overlaps)
+    submit(reference, [6, 7, CHUNK])
+    expected = {rid: result.ids for (rid, _), result in reference.run().items()}
+
+    def is_bad(batch: Any, *_: Any) -> bool:
+        """Return whether the chunk holds this position of the bad prompt."""
+        return bool((batch.input_ids == bad[bad_position]).logical_and(batch.positions == bad_position).any())
+
+    with monkeypatch.context() as patch:
+        fail_once(patch, pair.prefill.prompts.engine.model, "forward_with_aux", is_bad)
+        pair.submit("bad", bad, params(6), n=2)
+        pair.run()
+        for choice in range(2):
+            check_failed(pair.results.pop(("bad", choice)))
+        assert sorted(unit.choice for unit in failures) == [0, 1], "each choice has one error"
+        submit(pair, [6, 7, CHUNK])
+        assert {rid: result.ids for (rid, _), result in pair.run().items()} == expected
+    assert not pair.prefill.prompts.keys and not pair.prefill.tickets()
+    pair.check_books()
+    pair.results.clear()
+    pair.submit("again", bad, params(6), n=2)
+    assert all(len(result.ids) == 6 for result in pair.run().values()), "the memory is there now"
+
+
+def test_prompts_of_a_chunk_that_does_not_fit_end_together(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunk before it is under way, and its prompt is served."""
+    pair = make_pair()
+    submit(pair, [CHUNK, 3, 4])
+    with monkeypatch.context() as patch:
+        fail_once(patch, pair.prefill.prompts.engine.model, "forward_with_aux", lambda batch, *_: batch.num_tokens == 7)
+        results = pair.run()
+    assert len(results["0", 0].ids) == 6
+    for rid in "12":
+        check_failed(results[rid, 0])
+        assert not results[rid, 0].ids
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_drafts_that_do_not_fit_end_only_what_a_decode_node_would_continue(
+    overlaps: bool, make_layered_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_layered_pair(overlaps=overlaps)
+    drafter = pair.prefill.prompts.engine.drafter
+    with monkeypatch.context() as patch:
+        fail_once(patch, drafter, "finish_prompt", lambda *_: True)
+        pair.submit("whole", prompt(4, 3), params(1))
+        submit(pair, [5, 2 * CHUNK], already=1)
+        results = dict(pair.run())
+    whole = results["whole", 0]
+    assert whole.failed is None and len(whole.ids) == 1
+    for rid in "01":
+        check_failed(results[rid, 0])
+        assert len(results[rid, 0].ids) == 1, "the first token was sent, so the request goes on elsewhere after it"
+    pair.check_books()
+    pair.results.clear()
+    submit(pair, [5])
+    assert len(pair.run()["0", 0].ids) == 6
+
+
+# --- imports ---
+
+
+def test_the_node_imports_no_torch() -> None:
+    """Imports every module of prefill_node/ but main, which loads the engine, in a new interpreter."""
+    folder = Path(node.__file__).parent
+    modules = sorted(path.stem for path in folder.glob("*.py") if path.stem not in ("__init__", "main"))
+    code = (
+        f"import importlib, sys\nfor name in {modules}: importlib.import_module('baton.prefill_node.' + name)\n"
+        "bad = {'torch', 'triton', 'transformers', 'safetensors', 'baton.engine.prompts'} & set(sys.modules)\n"
+        "assert not bad, bad"
+    )
+    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "node" in modules and "scheduler" in modules

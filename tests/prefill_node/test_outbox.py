@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from baton.metadata.handoff.buffers import Sampled
 from baton.metadata.wire.request import Ended, TokenLogprobs, Unit, unpack_ids
 from baton.prefill_node import outbox
 from baton.prefill_node.outbox import FirstToken, Outbox
@@ -16,7 +15,7 @@ def test_one_message_has_all_choices(make_request: MakeRequest) -> None:
     request = make_request("r", 7, n=2, received=2)
     one, two = request.choices
     logprobs = TokenLogprobs(-0.5, (8,), (-0.5,))
-    choices = [FirstToken(one, Sampled(8, 4, logprobs), None), FirstToken(two, Sampled(9, 4, None), ENDED)]
+    choices = [FirstToken(one, 8, logprobs, None), FirstToken(two, 9, None, ENDED)]
     tokens = Outbox().first_tokens(request, choices)
     assert tokens.units == (one, two)
     assert (unpack_ids(tokens.firsts), unpack_ids(tokens.counts), unpack_ids(tokens.ids)) == ([2, 2], [1, 1], [8, 9])
@@ -26,7 +25,7 @@ def test_one_message_has_all_choices(make_request: MakeRequest) -> None:
 def test_a_message_is_sent_again_while_the_router_lacks_its_token(make_request: MakeRequest) -> None:
     box, request = Outbox(), make_request("r", 7, received=2)
     (unit,) = request.choices
-    tokens = box.first_tokens(request, [FirstToken(unit, Sampled(8, 0, None), None)])
+    tokens = box.first_tokens(request, [FirstToken(unit, 8, None, None)])
     assert box.again(unit, 0) is box.again(unit, 2) is tokens
     assert box.again(unit, 3) is None, "a later token is the decode node's"
     assert box.again(Unit("other", 0, 0), 0) is None
@@ -36,6 +35,6 @@ def test_the_oldest_messages_are_forgotten(make_request: MakeRequest) -> None:
     box, request = Outbox(), make_request("r", 4)
     units = [Unit("r", choice, 0) for choice in range(outbox._KEPT + 1)]
     for unit in units:
-        box.first_tokens(request, [FirstToken(unit, Sampled(8, 0, None), None)])
+        box.first_tokens(request, [FirstToken(unit, 8, None, None)])
     assert box.again(units[0], 0) is None
     assert box.again(units[1], 0) is not None

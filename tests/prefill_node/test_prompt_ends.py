@@ -1,4 +1,4 @@
-"""Prompts that end in one step are sampled and drafted together, with the same results as each alone."""
+"""Ends of prompts as work for the device. Prompts that end in one step give the same results as each alone."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ import pytest
 import torch
 from heads import ALGORITHM, write_head
 from node_pair import NodePair, Result, node_pairs, params
+
+from baton.engine.engine import Engine
+from baton.prefill_node.prompt_ends import PromptEnd, batches, tails
+
+from .conftest import MakeRequest
 
 SAMPLED = {"temperature": 1.0, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "num_logprobs": 2}
 
@@ -53,6 +58,35 @@ def by_name(results: dict[tuple[str, int], Result]) -> dict[tuple[str, int], Any
     }
 
 
+def test_every_choice_but_the_first_copies_the_pages_that_differ(engine: Engine, make_request: MakeRequest) -> None:
+    request = make_request("r", 16, n=3)
+    lease = engine.cache.acquire([], "", 0)
+    request.start(lease, [1, 2, 3, 4], [11, 12, 21, 22], num_shared=2, num_cached=0)
+    tail = PromptEnd.of(5, request).tail
+    assert tail.row == 5 and tail.block_tables == [[1, 2, 3, 4], [1, 2, 11, 12], [1, 2, 21, 22]]
+    assert (tail.copies.sources, tail.copies.targets) == ([3, 4, 3, 4], [11, 12, 21, 22])
+    engine.cache.release(lease)
+
+
+def test_only_a_prompt_with_open_tickets_is_handed_over(make_request: MakeRequest) -> None:
+    request = make_request("r", 5, n=2)
+    first, _ = request.choices
+    assert not PromptEnd.of(0, request).tail.is_handed_over
+    request.open_ticket(first)
+    tail = PromptEnd.of(0, request).tail
+    assert tail.is_handed_over and list(tail.states) == list(request.choices.values())
+    assert list(tail.copies.sources) == []
+
+
+def test_a_batch_holds_whole_prompts(make_request: MakeRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.prefill_node.prompt_ends._MAX_CHOICES", 4)
+    ends = [PromptEnd.of(row, make_request("r", 5, n=n)) for row, n in enumerate((2, 2, 1, 9, 1))]
+    found = batches(ends)
+    assert [[end.row for end in batch] for batch in found] == [[0, 1], [2], [3], [4]]
+    assert [tail.row for batch in found for tail in tails(batch).tails] == [0, 1, 2, 3, 4]
+    assert batches([]) == []
+
+
 @pytest.mark.parametrize("speculative", ["none", "eagle", "mtp3-deepseek"])
 def test_prompts_that_end_in_one_step(
     speculative: str, make_pair: Callable[..., NodePair], monkeypatch: pytest.MonkeyPatch
@@ -83,15 +117,15 @@ def test_logits_that_are_nan_fail_only_their_prompt(
     good = by_name(pair.run())
     pair.results.clear()
     together(pair, len(names), monkeypatch)
-    engine = pair.prefill.engine
-    logits = engine.model.logits
+    model = pair.prefill.prompts.engine.model
+    logits = model.logits
 
     def broken(hidden: torch.Tensor) -> torch.Tensor:
         found = logits(hidden)
         found[1, 7] = float("nan")
         return found
 
-    monkeypatch.setattr(engine.model, "logits", broken)
+    monkeypatch.setattr(model, "logits", broken)
     submit(pair, names, " again")
     results = pair.run()
     bad = {(rid[0], choice): each for (rid, choice), each in results.items() if each.failed is not None}

@@ -1,9 +1,8 @@
-"""A request on the prefill node: its block tables, its kept rows, and the times that it reports."""
+"""A request on the prefill node: its choices, its block tables, and the times that it reports."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
 from baton.engine.engine import Engine
 from baton.engine.prefix_cache import Lease
@@ -27,10 +26,10 @@ def test_a_message_becomes_a_request(make_request: MakeRequest) -> None:
     assert [state.num_generated for state in request.choices.values()] == [2, 2]
 
 
-def test_a_token_outside_the_vocabulary_is_refused(engine: Engine) -> None:
+def test_a_token_outside_the_vocabulary_is_refused() -> None:
     generation = GenerationRequest(pack_ids([1, 1 << 20]), SamplingParams(max_tokens=1))
     with pytest.raises(RequestError):
-        new_request(Prefill("router", "r", 0, (0,), generation, None), engine)
+        new_request(Prefill("router", "r", 0, (0,), generation, None), key=0, vocab_size=512, context_len=64)
 
 
 def test_choices_share_all_pages_but_the_tail(engine: Engine, make_request: MakeRequest) -> None:
@@ -39,14 +38,6 @@ def test_choices_share_all_pages_but_the_tail(engine: Engine, make_request: Make
     assert [request.block_table(index) for index in range(3)] == [[1, 2, 3, 4], [1, 2, 11, 12], [1, 2, 21, 22]]
     request.give_up_pages()
     assert request.lease is None and request.block_table(0) == []
-
-
-def test_rows_of_the_last_positions_are_kept_across_chunks(make_request: MakeRequest) -> None:
-    request, rows = make_request("r", 9), torch.arange(18.0).view(9, 2)
-    for start, stop in ((0, 4), (4, 5), (5, 9)):
-        request.keep_rows(rows[start:stop], 3)
-        assert request.extend_rows is not None
-        assert torch.equal(request.extend_rows, rows[max(0, stop - 3) : stop])
 
 
 def test_chunks_of_a_long_prompt_are_joined_in_the_report(engine: Engine, make_request: MakeRequest) -> None:

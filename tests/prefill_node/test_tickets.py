@@ -15,6 +15,7 @@ from baton.metadata.handoff.client import HandoffClient
 from baton.metadata.handoff.endpoint import Endpoint
 from baton.metadata.handoff.server import HandoffServer
 from baton.metadata.handoff.transfer import Arrived, Revoked
+from baton.metadata.wire.request import Unit
 from baton.prefill_node.prompt_ends import PromptEnd
 from baton.prefill_node.request import Request
 from baton.prefill_node.scheduler import PrefillScheduler
@@ -28,7 +29,7 @@ class Link:
 
     def __init__(self, engine: Engine, handoff: HandoffServer, client: HandoffClient) -> None:
         self.engine, self.handoff, self.client = engine, handoff, client
-        self.tickets = Tickets(engine, handoff)
+        self.tickets = Tickets(engine.pool, handoff)
         self.scheduler = PrefillScheduler(engine.cache, 4, 64)
         self.ended: list[Any] = []
 
@@ -87,15 +88,17 @@ def test_full_pages_are_offered_early_and_the_last_one_with_the_row(link: Link, 
         link.compute(request, num_tokens)
         assert request.num_offered == num_offered
     link.compute(request, 1)
-    rows = {unit: link.tickets.pack_row(Sampled(40 + unit.choice, 0, None), None) for unit in request.choices}
-    end = PromptEnd.of(request)
+    buffer, rows = MetadataBuffers(link.engine.schema), dict[Unit, bytes]()
+    for unit in request.choices:
+        buffer.set_sampled(Sampled(40 + unit.choice, 0, None))
+        rows[unit] = buffer.pack()
+    end = PromptEnd.of(0, request)
     link.tickets.digest_last([end])
     link.tickets.offer_last(end, rows)
     arrived = named(link.spin(2), Arrived)
     assert {event.unit: event.row for event in arrived} == rows
     assert {event.num_pages for event in arrived} == {3}
     assert {ended.unit for ended in link.ended} == set(request.choices) and not request.tickets
-    buffer = MetadataBuffers(link.engine.schema)
     buffer.unpack(arrived[0].row)
     assert buffer.get_sampled(512).first_token == 40 + arrived[0].unit.choice
     assert (request.times.num_offers, request.times.early_pages) == (2, 2)

@@ -20,6 +20,7 @@ from node_pair import NodePair, node_pairs, params
 
 from baton.decode_node.config import DecodeConfig
 from baton.decode_node.scheduler import StepPlan
+from baton.engine.device_executor import DeviceExecutor
 from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import Drafter, DraftState, PromptChunk
 from baton.engine.engine import Engine
@@ -151,12 +152,12 @@ def test_the_dtype_of_the_wrong_side_is_caught(monkeypatch: pytest.MonkeyPatch) 
 
 def check_idle(rounds: Rounds) -> None:
     """Run idle inputs before and after live ones: zero rows give no result and change nothing."""
-    engine, drafter = rounds.engine, rounds.drafter
+    engine, drafter = rounds.executor.engine, rounds.executor.drafter
     assert drafter is not None
     layout = engine.speculation.hidden
     pools = [kv.clone() for kv in engine._kvs]
     nobody, none = SamplingBatch.of([]), torch.zeros(0, dtype=torch.int64)
-    assert rounds.run([], DraftShape(0), []) == rounds.run([], rounds.shape, []) == []
+    assert not rounds.run([], DraftShape(0), []).rows and not rounds.run([], rounds.shape, []).rows
     check_empty(drafter, drafter.finish_prompt([], none, layout.allocate("extend", 0), nobody))
     drafter.observe_prompt([PromptChunk([5, 6, 7], 2, 3, [1])], layout.allocate("extend", 1))  # no next token yet
     check_empty(drafter, drafter.finish_prompt([], none, layout.allocate("extend", 0), nobody))
@@ -183,7 +184,8 @@ def idle(request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path: Path)
         drafting = {"speculative": "standalone", "draft_model": str(model)}
     else:
         drafting = settings(request.param, model, tmp_path)
-    return Rounds(Engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting)), 2)
+    engine = Engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting))
+    return Rounds(DeviceExecutor(engine, 2))
 
 
 def test_idle_inputs_give_no_result_and_change_nothing(idle: Rounds) -> None:
@@ -197,7 +199,7 @@ def test_idle_inputs_of_the_wrong_width_are_caught(idle: Rounds, monkeypatch: py
         return None if layout.spec(phase) is None else torch.zeros(num_rows, 16)
 
     monkeypatch.setattr(HiddenLayout, "allocate", allocate)
-    if idle.engine.speculation.hidden.spec("extend") is None:
+    if idle.executor.engine.speculation.hidden.spec("extend") is None:
         check_idle(idle)  # nothing to be wide
     else:
         with pytest.raises(ValueError, match=r"extend state of .*not .*16"):
@@ -268,7 +270,7 @@ def check_filter_and_join(pair: NodePair) -> None:
 def record_rounds(pair: NodePair) -> list[dict[str, list[int]]]:
     """Return a list that grows by the proposals of each round, by rid."""
     rounds: list[dict[str, list[int]]] = []
-    drafter, of_node = pair.decode.engine.drafter, pair.decode.rounds
+    drafter, of_node = pair.decode.executor.engine.drafter, pair.decode.rounds
     propose, submit = drafter.propose, of_node.submit
 
     def submitting(sequences: Any, *rest: Any) -> Any:
@@ -299,7 +301,7 @@ def test_a_batch_can_finish_in_the_round_in_which_others_join(joining_pair: Node
 
 def test_states_of_the_batch_before_are_caught(joining_pair: NodePair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The defect: after sequences have left, the states of the others are read at their old rows."""
-    drafter = joining_pair.decode.engine.drafter
+    drafter = joining_pair.decode.executor.engine.drafter
     observe = type(drafter).observe
 
     def at_old_rows(self: Any, *rest: Any) -> DraftState:

@@ -108,11 +108,11 @@ def test_a_standalone_draft_has_no_state_in_layout_rounds_or_row(
     for num_steps in (3, 0, 2):
         solo.round([sequence], num_steps)
         assert solo.draft(sequence).present() == []
-    check_no_tensors(solo.rounds.slots)
+    check_no_tensors(solo.rounds.executor.slots)
     pair = make_pair(model, **drafter)
     pair.submit("r", PROMPT, params(60))
     pair.step_until(lambda: pair.decode.scheduler.running)
-    check_no_tensors(pair.decode.rounds.slots)
+    check_no_tensors(pair.decode.rounds.executor.slots)
     pair.run()
 
 

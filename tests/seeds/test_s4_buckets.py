@@ -21,9 +21,9 @@ from scratch import check_against_scratch, check_state
 from solo import Running, Solo, caught, coach, spoil
 
 from baton.engine import slots
-from baton.engine.round_inputs import RoundInputs
+from baton.engine.round_inputs import InputBlock, RoundInputs
 from baton.engine.rounds import Rounds
-from baton.engine.slots import MAX_MISSED
+from baton.engine.work import MAX_MISSED, Round
 from baton.kernels.advance import advance_ref_
 from baton.metadata.wire.request import SamplingParams
 
@@ -91,7 +91,7 @@ class Outsiders:
             assert torch.equal(before, after)
 
     def _bytes(self) -> list[torch.Tensor]:
-        slots, pages = self._solo.rounds.slots, [page for each in self._sequences for page in each.pages]
+        slots, pages = self._solo.rounds.executor.slots, [page for each in self._sequences for page in each.pages]
         rows = [each.slot for each in self._sequences]
         columns = [slots._top_p, slots._prompt_mask, slots._output_counts, slots._bias]
         columns += [value for _, value in slots._draft.present()]
@@ -137,7 +137,7 @@ def test_several_buckets_are_each_used(make_solo: MakeSolo, monkeypatch: pytest.
     """A round uses the smallest bucket that holds its batch; a bucket of three may have two rows of padding."""
     bucketed = make_solo("eagle3", 1, 3)
     check(bucketed, make_solo("eagle3"), monkeypatch)
-    assert set(bucketed.rounds._buckets) == {1, 3}
+    assert bucketed.executor.buckets.sizes == [1, 3]
 
 
 # --- the defects put back ---
@@ -168,15 +168,15 @@ def test_wrong_static_inputs_are_caught(
     defect: Callable[[RoundInputs, int], None], make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucketed = make_solo("eagle3", 2)
-    fill = bucketed.rounds._fill
+    fill = bucketed.executor.buckets.fill_round
 
-    def wrong(sequences: Sequence[Any], *rest: Any) -> RoundInputs:
-        inputs = fill(sequences, *rest)
-        if len(sequences) <= 2:
-            defect(inputs, len(sequences))
-        return inputs
+    def wrong(work: Round) -> InputBlock:
+        block = fill(work)
+        if len(work.slots) <= 2:
+            defect(block.for_round, len(work.slots))
+        return block
 
-    monkeypatch.setattr(bucketed.rounds, "_fill", wrong)
+    monkeypatch.setattr(bucketed.executor.buckets, "fill_round", wrong)
     with caught():
         check(bucketed, make_solo("eagle3"), monkeypatch)
 
@@ -215,16 +215,15 @@ def test_the_drafter_catches_up(
         solo.round(sequences if at else sequences[:1], 0)
     assert [sequence.num_missed for sequence in sequences] == [num_missed, num_missed - 1]
     caught_up: list[int] = []
-    catch_up = Rounds._catch_up
+    catch_up = Rounds.catch_up
 
-    def checking(self: Rounds, *rest: Any) -> list[RoundInputs]:
-        used = catch_up(self, *rest)
+    def checking(self: Rounds, running: Sequence[Any]) -> None:
+        catch_up(self, running)
         for sequence in sequences:
             caught_up.append(sequence.num_missed)
             check_against_scratch(solo, sequence)
-        return used
 
-    monkeypatch.setattr(Rounds, "_catch_up", checking)
+    monkeypatch.setattr(Rounds, "catch_up", checking)
     for sequence in sequences:
         solo.poison(sequence)
     for num_steps in (1, 3):

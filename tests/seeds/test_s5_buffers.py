@@ -18,7 +18,7 @@ from heads import LAYERED
 from node_pair import params
 from solo import Running, Solo, caught, frozen_fields
 
-from baton.engine import rounds
+from baton.engine import device_executor as rounds
 from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import DraftState
 from baton.engine.round_inputs import RoundInputs
@@ -56,10 +56,10 @@ class Buffers:
             assert value.numpy().tobytes() == after[name].numpy().tobytes(), name
 
     def _copies(self) -> dict[str, torch.Tensor]:
-        slots, engine = self._solo.rounds.slots, self._solo.engine
+        slots, engine = self._solo.rounds.executor.slots, self._solo.engine
         fixed = [row for row in range(len(slots._ints)) if row not in ADVANCED]
         idle = [row for row in range(slots.num_slots) if row not in [each.slot for each in self._sequences]]
-        copies = {"inputs": self._inputs.block.clone()}
+        copies = {f"input {name}": value.clone() for name, value in self._inputs._asdict().items()}
         for name in ("_floats", "_top_p", "_prompt_mask", "_bias", "_stops"):
             if getattr(slots, name) is not None:
                 copies[name] = getattr(slots, name).clone()

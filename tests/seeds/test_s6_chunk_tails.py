@@ -66,7 +66,7 @@ def asked(index: int) -> Any:
 
 def run(pair: NodePair, name: str) -> list[Seen]:
     """Run all prompts one after the other, because the last bits of matrix products depend on the batch."""
-    engine, rounds = pair.decode.engine, pair.decode.rounds
+    engine, rounds = pair.decode.executor.engine, pair.decode.rounds
     assert engine.drafter is not None
     seen = [Seen() for _ in prompts()]
     submit, collect = rounds.submit, rounds.collect
@@ -219,7 +219,7 @@ def test_a_page_matched_without_its_next_token_is_caught(
 
     def forget(pair: NodePair) -> None:
         for node in (pair.prefill, pair.decode):
-            node.engine.cache.lookahead = 0
+            node.cache.lookahead = 0
 
     with caught():
         check_against_whole("eagle", checkpoint("llama"), tmp_path, make_pair, PAGE, forget)
@@ -249,18 +249,18 @@ def test_a_tail_offered_before_the_first_token_is_caught(
     """The defect: the last page is offered before the draft row after the sampled token is written into it."""
 
     def mutate(pair: NodePair) -> None:
-        node = pair.prefill
-        finish = node.engine.drafter.finish_prompt  # type: ignore[union-attr]
+        engine = pair.prefill.prompts.engine
+        finish = engine.drafter.finish_prompt  # type: ignore[union-attr]
 
         def late(tails: Any, *rest: Any) -> Any:
-            kvs = node.engine._kvs
+            kvs = engine._kvs
             kept = [kvs[1][:, tail.pages[-1]].clone() for tail in tails]
             drafts = finish(tails, *rest)
             for tail, page in zip(tails, kept, strict=True):
                 kvs[1][:, tail.pages[-1]] = page
             return drafts
 
-        node.engine.drafter.finish_prompt = late  # type: ignore[union-attr, method-assign]
+        engine.drafter.finish_prompt = late  # type: ignore[union-attr, method-assign]
 
     with caught():
         check_against_whole("mtp-deepseek", checkpoint("llama"), tmp_path, make_pair, WHOLE, mutate)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from baton.engine.adaptive import StepChooser
 from baton.engine.draft_shape import DraftShape
-from baton.engine.slots import MAX_MISSED
 from baton.engine.step_times import StepTimes
+from baton.engine.work import MAX_MISSED
 
 SIZES, MEASURED_STEPS = (1, 4, 16), (0, 1, 5)
 Table = Mapping[tuple[int, int], float]

@@ -8,6 +8,9 @@ from typing import Any
 
 from baton.decode_node.config import DecodeConfig
 from baton.decode_node.node import DecodeNode
+from baton.engine.device_executor import DeviceExecutor
+from baton.engine.graphs import graph_sizes
+from baton.engine.prompts import Prompts
 from baton.engine.startup import load_engine, make_endpoint, make_membership
 from baton.metadata.bus.membership import Membership
 from baton.metadata.bus.sockets import new_epoch
@@ -23,7 +26,9 @@ def start_prefill(name: str, config: PrefillConfig, *, lease_s: float, **more: A
     handoff = HandoffServer(make_endpoint(config, name, engine, None, epoch), "127.0.0.1", lease_s=lease_s)
     membership = make_membership(config, name, "prefill", engine, None, epoch, handoff.address)
     sizes = config.max_running, config.chunk(engine.device.type)
-    return _started(membership, handoff, lambda: PrefillNode(engine, membership, handoff, *sizes, **more))
+    return _started(
+        membership, handoff, lambda: PrefillNode(Prompts(engine), engine.cache, membership, handoff, *sizes, **more)
+    )
 
 
 def start_decode(name: str, config: DecodeConfig, **more: Any) -> DecodeNode:
@@ -31,8 +36,9 @@ def start_decode(name: str, config: DecodeConfig, **more: Any) -> DecodeNode:
     engine, epoch = load_engine(config), new_epoch()
     handoff = HandoffClient(make_endpoint(config, name, engine, None, epoch))
     membership = make_membership(config, name, "decode", engine, None, epoch, "")
-    sizes = config.max_running, config.chunk(engine.device.type)
-    return _started(membership, handoff, lambda: DecodeNode(engine, membership, handoff, *sizes, **more))
+    executor = DeviceExecutor(engine, config.max_running, graph_sizes(engine.kv, config.max_running))
+    parts = executor, engine.cache, membership, handoff, config.max_running, config.chunk(engine.device.type)
+    return _started(membership, handoff, lambda: DecodeNode(*parts, **more))
 
 
 def _started(membership: Membership, handoff: HandoffServer | HandoffClient, make: Callable[[], Any]) -> Any:

@@ -19,12 +19,13 @@ from baton.decode_node.scheduler import StepPlan
 from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import RoundRows
 from baton.engine.pages import Owner
-from baton.engine.rounds import Accepted, Submitted
+from baton.engine.round_inputs import InputBlock
+from baton.engine.rounds import Submitted
 from baton.engine.sampling import sample, tie_gap
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
 from baton.engine.trees import Drafts
-from baton.engine.work import BatchRow
+from baton.engine.work import BatchRow, CatchUp, Round, Tokens
 from baton.metadata.wire.request import SamplingParams, choice_seed
 
 PAGE_SIZE = 4
@@ -145,7 +146,7 @@ def run_single(pair: NodePair, rid: str, prompt: list[int], asked: SamplingParam
 
 def _least_gap(pair: NodePair, case: Case) -> float:
     """Return the least gap between the two best scores of any token. Check every token by one forward over all."""
-    engine, gaps = pair.prefill.engine, []
+    engine, gaps = pair.prefill.prompts.engine, []
     vocab_size = engine.model_config.vocab_size
     longest = len(case.prompt) + case.params.max_tokens
     pages = engine.pool.allocate(-(-longest // PAGE_SIZE), Owner.REQUEST)
@@ -222,7 +223,9 @@ class Watch:
     @classmethod
     def of(cls, pair: NodePair) -> Watch:
         watch, rounds = cls(), pair.decode.rounds
-        submit, collect, fill, move = rounds.submit, rounds.collect, rounds._fill, pair.decode.engine.move_kv
+        submit, collect, move = rounds.submit, rounds.collect, pair.decode.executor.engine.move_kv
+        buckets = pair.decode.executor.buckets
+        fill_round, fill_catch_up = buckets.fill_round, buckets.fill_catch_up
 
         def submitting(sequences: Any, shape: DraftShape, limits: Sequence[int]) -> Submitted:
             watch.members.append({sequence.unit.rid for sequence in sequences})
@@ -230,9 +233,9 @@ class Watch:
             watch.limits.append(set(limits))
             return submit(sequences, shape, limits)
 
-        def collecting(submitted: Submitted) -> list[Accepted | None]:
+        def collecting(submitted: Submitted) -> Tokens:
             results = collect(submitted)
-            for sequence, result in zip(submitted.sequences, results, strict=True):
+            for sequence, result in zip(submitted.sequences, results.rows, strict=True):
                 watch.num_dead += result is None
                 stops = set(sequence.sampling.params.stop_ids)
                 watch.num_stops_inside += result is not None and bool(stops.intersection(result.token_ids[:-1]))
@@ -244,21 +247,20 @@ class Watch:
                         watch.crossings.add(sequence.unit.rid)
             return results
 
-        def filling(sequences: Any, *rest: Any) -> Any:
-            inputs = fill(sequences, *rest)
-            watch.sizes.append((len(sequences), len(inputs.slots)))
-            return inputs
+        def filling(fill: Callable[[Any], InputBlock]) -> Callable[[Any], InputBlock]:
+            def filled(work: Round | CatchUp) -> InputBlock:
+                inputs = fill(work)
+                watch.sizes.append((len(work.slots), inputs.num_seqs))
+                return inputs
+
+            return filled
 
         def moving(block_table: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
             watch.num_moves += int((sources != targets).sum())
             move(block_table, sources, targets)
 
-        rounds.submit, rounds.collect, rounds._fill, pair.decode.engine.move_kv = (
-            submitting,
-            collecting,
-            filling,
-            moving,
-        )
+        rounds.submit, rounds.collect, pair.decode.executor.engine.move_kv = submitting, collecting, moving
+        buckets.fill_round, buckets.fill_catch_up = filling(fill_round), filling(fill_catch_up)
         return watch
 
     @property
@@ -277,7 +279,7 @@ class Watch:
 @contextmanager
 def scarce_pages(pair: NodePair, num_left: int) -> Iterator[None]:
     """Leave the decode node only `num_left` pages to give, cached ones included."""
-    engine = pair.decode.engine
+    engine = pair.decode.executor.engine
     held = engine.cache.allocate(engine.cache.available - num_left, Owner.REQUEST)
     try:
         yield

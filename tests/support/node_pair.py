@@ -193,7 +193,7 @@ class NodePair:
             assert ledger.request == ledger.ticket == ledger.cache_referenced == 0, ledger
             node.cache.flush()
             ledger = node.cache.ledger()
-            assert ledger.free + ledger.padding == node.engine.pool.num_pages, ledger
+            assert ledger.free + ledger.padding == node.cache.pool.num_pages, ledger
 
     def inspect(self, node: str) -> LedgerReport:
         """Return the node's books as the router gets them."""

@@ -269,7 +269,7 @@ class Served:
         for node in self.nodes.values():
             node.cache.flush()
             ledger = node.cache.ledger()
-            assert ledger.free + ledger.padding == node.engine.pool.num_pages, ledger
+            assert ledger.free + ledger.padding == node.cache.pool.num_pages, ledger
 
     def held_by_nodes(self) -> list[str]:
         """Return in words what each node holds."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from served import Served
+from served import Node, Served
 
 from baton.decode_node.node import DecodeNode
+from baton.engine.engine import Engine
 from baton.prefill_node.node import PrefillNode
 
 
@@ -18,6 +19,11 @@ def decode_of(served: Served) -> DecodeNode:
     """Return the only decode node."""
     (node,) = (node for node in served.nodes.values() if isinstance(node, DecodeNode))
     return node
+
+
+def engine_of(node: Node) -> Engine:
+    """Return the engine that computes for the node."""
+    return node.prompts.engine if isinstance(node, PrefillNode) else node.executor.engine  # type: ignore[attr-defined]
 
 
 def num_generated(served: Served) -> int:

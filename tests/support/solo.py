@@ -8,7 +8,6 @@ solo.round([sequence], 4)
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,15 +20,16 @@ import torch
 from baton.decode_node.config import DecodeConfig
 from baton.engine import trees
 from baton.engine.batch import ForwardBatch
+from baton.engine.device_executor import DeviceExecutor
+from baton.engine.draft_row import pack_draft
 from baton.engine.drafters import frozen_kv, mtp_layers, shifted, standalone
 from baton.engine.drafters.base import Drafter, DraftState, PromptChunk, PromptTail
 from baton.engine.engine import Engine
 from baton.engine.pages import Owner
-from baton.engine.rounds import Accepted, Rounds
+from baton.engine.rounds import Rounds
 from baton.engine.sampling_batch import INTS, SamplingBatch
 from baton.engine.sampling_state import SamplingState
-from baton.engine.slots import MAX_MISSED
-from baton.engine.work import BatchRow
+from baton.engine.work import MAX_MISSED, Accepted, BatchRow, Tokens
 from baton.metadata.wire.request import SamplingParams
 
 POISON = 1e4  # written where no kernel may read; finite, so that a masked score stays masked
@@ -58,11 +58,12 @@ class Running:
 def spoil(solo: Solo, victim: Running) -> None:
     """Overwrite everything that a round must not read: static inputs name `victim`, and the rows and the page of
     padding hold large numbers."""
-    for inputs in itertools.chain(*solo.rounds._buckets.values()):
+    for block in solo.executor.buckets.free_blocks:
+        inputs = block.for_round
         named = (inputs.slots, inputs.limits, inputs.missed_rows, inputs.proposed, inputs.block_table)
         for each, value in zip(named, (victim.slot, 5, 3, 1, victim.pages[0]), strict=True):
             each.fill_(value)
-    slots = solo.rounds.slots
+    slots = solo.executor.slots
     for _, value in slots._draft.present():
         value[slots.padding] = POISON if value.is_floating_point() else 7
     for kept in slots._missed:
@@ -79,7 +80,8 @@ class Solo:
         self.engine = Engine(DecodeConfig(model=str(model), **(common | settings)))
         assert self.engine.drafter is not None
         self.drafter: Drafter = self.engine.drafter
-        self.rounds = Rounds(self.engine, num_slots, buckets)
+        self.executor = DeviceExecutor(self.engine, num_slots, buckets)
+        self.rounds = Rounds(self.executor)
 
     def start(self, prompt: Sequence[int], params: SamplingParams, *, chunk: int = 64) -> Running:
         """Compute the prompt, `chunk` tokens at a time, and sample the first token."""
@@ -90,10 +92,7 @@ class Solo:
     ) -> list[Running]:
         """Start prompts of one length in one batch."""
         vocab_size = self.engine.model_config.vocab_size
-        states = [
-            SamplingState(p, ids, vocab_size=vocab_size, device=self.engine.device)
-            for ids, p in zip(prompts, params, strict=True)
-        ]
+        states = [SamplingState(p, ids, vocab_size=vocab_size) for ids, p in zip(prompts, params, strict=True)]
         pages = [self._allocate(len(ids) + p.max_tokens + 16) for ids, p in zip(prompts, params, strict=True)]
         extend, logits = self._compute(prompts, pages, chunk)
         tokens, _ = self.engine.sample(logits, states)
@@ -106,7 +105,7 @@ class Solo:
         ]
         draft = self._finish(started, extend)
         for row, sequence in enumerate(started):
-            self.rounds.admit(sequence, sequence.num_computed, draft.row(row))
+            self.rounds.admit(sequence, pack_draft(self.engine.schema, draft.row(row)))
         return started
 
     def round(
@@ -115,18 +114,20 @@ class Solo:
         """Run one round of all `sequences`, and append its tokens to them."""
         shape = self.rounds.shape.with_steps(num_steps)
         results = self.rounds.run(sequences, shape, limits or [num_steps] * len(sequences))
-        self.take(sequences, results)
-        return results
+        return self.take(sequences, results)
 
-    def take(self, sequences: Sequence[Running], results: Sequence[Accepted | None]) -> None:
-        """Append the results of a round to its sequences."""
-        for sequence, result in zip(sequences, results, strict=True):
+    def take(self, sequences: Sequence[Running], results: Tokens) -> list[Accepted]:
+        """Append the results of a round to its sequences, and return them."""
+        taken: list[Accepted] = []
+        for sequence, result in zip(sequences, results.rows, strict=True):
             assert result is not None
+            taken.append(result)
             for token in result.token_ids:
                 sequence.token_ids.append(token)
                 sequence.sampling.append(token)
             sequence.num_computed += len(result.token_ids)
             sequence.num_accepted.append(result.num_accepted)
+        return taken
 
     def run(self, sequence: Running, num_tokens: int, num_steps: int) -> list[int]:
         """Run rounds of one sequence until it has generated `num_tokens`, and return these."""
@@ -141,17 +142,15 @@ class Solo:
         extend, _ = self._compute([known], [pages], len(known))
         prompt, output = sequence.token_ids[: sequence.prompt_len], sequence.generated
         known_by = sequence.sampling
-        sampling = SamplingState(
-            known_by.params, prompt, output, vocab_size=known_by.vocab_size, device=self.engine.device
-        )
+        sampling = SamplingState(known_by.params, prompt, output, vocab_size=known_by.vocab_size)
         scratch = Running(sequence.prompt_len, list(sequence.token_ids), len(known), pages, sampling)
-        self.rounds.admit(scratch, len(known), self._finish([scratch], extend))
+        self.rounds.admit(scratch, pack_draft(self.engine.schema, self._finish([scratch], extend)))
         return scratch
 
     def draft(self, sequence: Running) -> DraftState:
         """Return the sequence's draft state, one row."""
         assert sequence.slot is not None
-        return self.rounds.slots._draft.select(torch.tensor([sequence.slot], device=self.engine.device))
+        return self.executor.slots._draft.select(torch.tensor([sequence.slot], device=self.engine.device))
 
     def draft_kv(self, sequence: Running) -> torch.Tensor | None:
         """Return the drafter's own KV of all tokens with target KV: [num_layers, 2, num_kv_heads, L, head_dim]."""

@@ -178,7 +178,7 @@ def test_the_drafter_equals_the_plain_head(target_dir: Path, head_dir: Path, chu
     for start in range(0, 40, chunk_tokens):
         chunk = PromptChunk(ids, start, min(40, start + chunk_tokens), run.pages)
         drafter.observe_prompt([chunk], states[chunk.start : chunk.stop])
-    sampling = SamplingState(SamplingParams(max_tokens=9, temperature=0.0), ids, vocab_size=VOCAB_SIZE, device="cpu")
+    sampling = SamplingState(SamplingParams(max_tokens=9, temperature=0.0), ids, vocab_size=VOCAB_SIZE)
     sampling.append(bonus)
     batch = SamplingBatch.of([sampling])
     state = drafter.finish_prompt([PromptTail(ids, run.pages)], torch.tensor([bonus]), states[-1:], batch)

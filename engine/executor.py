@@ -1,0 +1,82 @@
+"""The executor of a decode node, as the node sees it: work goes in, reports come out. Without torch.
+
+    Rounds --LoadSlot, Recompute, CatchUp, Round--> Executor --Tokens--> Rounds
+
+device_executor.py has the executor for this process's device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from .draft_shape import DraftShape
+from .progress import Progress
+from .work import RoundWork, Tokens
+
+if TYPE_CHECKING:
+    from ..metadata.handoff.buffers import Sampled
+
+
+class HostProposer(Protocol):
+    """A drafter that proposes on the host, from the tokens of sequences."""
+
+    def lookup(self, slot: int, token_ids: Sequence[int], salt: str, num_steps: int) -> list[int]:
+        """Return `num_steps` likely tokens after `token_ids`, which have grown since the slot's last lookup."""
+        ...
+
+    def forget(self, slot: int, token_ids: Sequence[int], salt: str) -> None:
+        """Record that the slot's sequence is over. Others of the same salt may learn from its text."""
+        ...
+
+
+class Executor(Protocol):
+    """Does work in the order of submission. One thread."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots for sequences, 0 to num_slots - 1. Slot num_slots is padding's: no sequence is loaded there."""
+        ...
+
+    @property
+    def shape(self) -> DraftShape:
+        """The most that a round drafts; no steps without a drafter."""
+        ...
+
+    @property
+    def keeps_missed_rows(self) -> bool:
+        """Whether a round without drafts leaves out rows, on which the drafter catches up later."""
+        ...
+
+    @property
+    def proposer(self) -> HostProposer | None:
+        """The drafter, if it proposes on the host."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def context_len(self) -> int: ...
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the device works while the host goes on, so that rounds may overlap."""
+        ...
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile, load and capture what rounds need, so that no sequence waits for it. `progress` counts graphs."""
+        ...
+
+    def submit(self, work: RoundWork) -> None:
+        """Ask the device for `work`. Raises OutOfMemory if the device has no memory for it; then the sequences of the
+        work must be finished, since their slots hold no defined state. At most two rounds are not collected."""
+        ...
+
+    def collect(self) -> Tokens:
+        """Wait for the oldest round that was not collected, and return its report."""
+        ...
+
+    def read_row(self, row: bytes) -> Sampled:
+        """Return the first token of a metadata row. Raises ProtocolError if a peer's row cannot be used."""
+        ...

@@ -1,0 +1,322 @@
+"""Prompts on this process's device: the part of a prefill node that uses torch.
+
+    Chunk --submit--> SubmittedChunk --wait--> Scores
+                            |
+                      SubmittedTails --first_tokens--> FirstTokens --wait_rows--> HandoffRows
+
+The node's scheduler describes a chunk (work.py). `Prompts.submit` asks the device for the target's forward over the
+chunk and for the drafter's forward. For prompts whose last token is in the chunk, it also asks for first tokens.
+`draft` asks for the drafts after them. None of these calls waits for the device. The host waits twice, however many
+prompts end: first for the tokens, then for the drafts.
+
+One pass samples the first tokens of all choices of a `Tails`, and a second pass drafts after them. Every row is
+computed by itself, so a prompt whose logits are NaN does not affect others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from ..metadata.errors import OutOfMemory
+from ..metadata.handoff.buffers import MetadataBuffers, Sampled
+from ..metadata.wire.request import TokenLogprobs
+from .batch import Computed
+from .copies import recorded_event, to_device
+from .draft_row import set_draft
+from .drafters.base import DraftState, PromptChunk, PromptTail
+from .engine import Engine
+from .logprobs import Logprobs, compute_logprobs
+from .progress import Progress
+from .sampling import SubmittedSample
+from .sampling_batch import SamplingBatch
+from .work import Chunk, ChunkRow, FirstTokens, HandoffRows, Scores, Tail, Tails
+
+
+class Prompts:
+    """Computes chunks of prompts on one engine. One thread; the device works in the order of submission.
+
+    `Prompts` owns what is kept of a prompt between two chunks: the target's states of its last positions, which some
+    drafters read after the last chunk.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._kept: dict[int, Tensor] = {}  # by key: [<= num_target_rows + 1, extend width]
+        self._row_buffer = MetadataBuffers(engine.schema)
+
+    @property
+    def context_len(self) -> int:
+        return self.engine.context_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self.engine.model_config.vocab_size
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the device works while the host goes on, so that the next chunk is submitted meanwhile."""
+        return self.engine.device.type != "cpu"
+
+    @property
+    def keys(self) -> frozenset[int]:
+        """Keys of the prompts of which states are kept."""
+        return frozenset(self._kept)
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Capture the graphs of small chunks if the device has graphs. `progress` counts them."""
+        self.engine.capture_prompts(progress)
+
+    def submit(self, chunk: Chunk) -> SubmittedChunk:
+        """Submit a chunk and the sampling of the prompts that end in it.
+
+        Raises OutOfMemory if the device has no memory for it. Then nothing of the chunk can be read, and its pages
+        hold no defined KV beyond the tokens of earlier chunks.
+        """
+        try:
+            return self._submit(chunk)
+        except torch.OutOfMemoryError:
+            raise _out_of_memory(f"{chunk.num_tokens} prompt tokens") from None
+
+    def forget(self, key: int) -> None:
+        """Free what is kept of a prompt, if there is anything."""
+        self._kept.pop(key, None)
+
+    def _submit(self, chunk: Chunk) -> SubmittedChunk:
+        begun, engine = time.monotonic(), self.engine
+        rows = [each.row for each in chunk.rows]
+        with torch.inference_mode():
+            computed = engine.compute(rows)
+            if engine.drafter is not None:
+                chunks = [
+                    PromptChunk(each.token_ids, row.position, row.position + len(row.input_ids), row.pages)
+                    for each, row in zip(chunk.rows, rows, strict=True)
+                ]
+                engine.drafter.observe_prompt(chunks, computed.extend)
+            self._keep_states(chunk, computed.extend)
+            logits = computed.logits.split([row.num_logits for row in rows])
+            scored = [_score(row, own) for row, own in zip(chunk.rows, logits, strict=True)]
+            submitted, event = time.monotonic(), recorded_event(engine.device)
+            tails = [self._submit_tails(each, chunk, computed) for each in chunk.tails]
+        return SubmittedChunk(chunk, begun, submitted, event, scored, tails)
+
+    def _keep_states(self, chunk: Chunk, extend: Tensor | None) -> None:
+        """Keep the target's states of the last positions of each prompt: its last one, and those that the drafter reads
+        before it."""
+        num_rows = 0 if self.engine.drafter is None else self.engine.drafter.hidden.num_target_rows
+        if num_rows == 0 or extend is None:
+            return
+        own = extend.split([len(each.row.input_ids) for each in chunk.rows])
+        for row, states in zip(chunk.rows, own, strict=True):
+            self._kept[row.key] = _latest(self._kept.get(row.key), states, 1 + num_rows)
+
+    def _submit_tails(self, work: Tails, chunk: Chunk, computed: Computed) -> SubmittedTails:
+        """Submit the sampling of first tokens. What was kept of these prompts goes to the result."""
+        last_tokens = list(accumulate(len(each.row.input_ids) for each in chunk.rows))
+        last_logits = list(accumulate(each.row.num_logits for each in chunk.rows))
+        index = torch.tensor([[ends[tail.row] - 1 for tail in work.tails] for ends in (last_tokens, last_logits)])
+        index = to_device(index, computed.logits.device)
+        hidden = None if computed.extend is None else computed.extend.index_select(0, index[0])
+        prompts = [chunk.rows[tail.row] for tail in work.tails]
+        kept = [self._kept.pop(prompt.key, None) for prompt in prompts]
+        logits = computed.logits.index_select(0, index[1])
+        return SubmittedTails(self.engine, self._row_buffer, work.tails, prompts, kept, logits, hidden)
+
+
+@dataclass(slots=True)
+class SubmittedChunk:
+    """A chunk that the device computes or has computed."""
+
+    chunk: Chunk
+    begun: float  # monotonic seconds
+    submitted: float
+    event: torch.cuda.Event | None  # recorded after the chunk's KV; None: the KV was computed before `submit` returned
+    scored: list[Logprobs | None]  # of each row, readable when `event` has happened
+    tails: list[SubmittedTails]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a device reports that it has computed everything. Always False on a CPU."""
+        events = [self.event, *(each.event for each in self.tails)]
+        return all(event is not None and event.query() for event in events)
+
+    def wait(self) -> Scores:
+        """Wait until the chunk's KV is computed, and report it."""
+        computed = self.submitted
+        if self.event is not None:
+            self.event.synchronize()
+            computed = time.monotonic()
+        rows = zip(self.chunk.rows, self.scored, strict=True)
+        return Scores(self.begun, computed, [_read_scores(row, scored) for row, scored in rows])
+
+    def draft(self) -> None:
+        """Submit the drafter's work after the first tokens, too."""
+        for each in self.tails:
+            each.draft()
+
+
+class SubmittedTails:
+    """Submits the sampling and the drafting after prompts that end in one chunk, and reads the results."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        row_buffer: MetadataBuffers,
+        tails: Sequence[Tail],
+        prompts: Sequence[ChunkRow],
+        kept: Sequence[Tensor | None],
+        logits: Tensor,
+        hidden: Tensor | None,
+    ) -> None:
+        """Submit the sampling. The caller has entered inference mode.
+
+        Args:
+            row_buffer: one metadata row on the host, to pack rows in.
+            prompts: the tails' rows of the chunk.
+            kept: for each prompt the states of its last positions, [<= num_target_rows + 1, extend width]. None: the
+                drafter reads none.
+            logits: [num_tails, vocab_size], of the last prompt positions.
+            hidden: [num_tails, extend width], extend states of the last prompt positions. None: the drafter reads none.
+        """
+        assert tails and len(logits) == len(tails), (len(tails), logits.shape)
+        self._engine = engine
+        self._row_buffer = row_buffer
+        self._tails = tails
+        self._prompts = prompts
+        self._kept = kept
+        self._hidden = hidden
+        states = [state for tail in tails for state in tail.states]
+        self._num_logprobs = [state.params.num_logprobs for state in states]
+        sampling = SamplingBatch.of(states, engine.device)
+        self._sample = SubmittedSample.of(self._per_choice(logits, range(len(tails))), sampling)
+        self._handed = [index for index, tail in enumerate(tails) if tail.is_handed_over]
+        if len(self._handed) < len(tails):
+            states = [state for index in self._handed for state in tails[index].states]
+            sampling = SamplingBatch.of(states, engine.device)
+        self._sampling = sampling  # before the first tokens, for the choices that are handed over
+        self._first_tokens: list[FirstTokens] | None = None  # None: the host has not read them
+        self._draft: DraftState | None = None
+        self._event: torch.cuda.Event | None = None
+        self._failure: OutOfMemory | None = None
+
+    @property
+    def event(self) -> torch.cuda.Event | None:
+        """The event after the work that was submitted last; None on a CPU."""
+        return self._sample.event if self._event is None else self._event
+
+    def draft(self) -> None:
+        """Submit the drafter's work for all choices that are handed over, before their first tokens are known on the
+        host. It stores the draft KV of the last prompt positions. A second call does nothing."""
+        is_done = self._draft is not None or self._failure is not None
+        if self._engine.drafter is None or not self._handed or is_done:
+            return
+        try:
+            with torch.inference_mode():
+                self._draft = self._finish_prompts().to_host()
+        except torch.OutOfMemoryError:
+            self._failure = _out_of_memory(f"the drafts after {len(self._handed)} prompts")
+        self._event = recorded_event(self._engine.device)
+
+    def first_tokens(self) -> list[FirstTokens]:
+        """Wait for the first tokens and return them, prompt by prompt."""
+        if self._first_tokens is None:
+            ids, logprobs = self._sample.read(self._num_logprobs)
+            self._first_tokens = [FirstTokens(ids[start:stop], logprobs[start:stop]) for start, stop in self._spans()]
+        return self._first_tokens
+
+    def wait_rows(self) -> list[HandoffRows]:
+        """Wait until the drafts are computed, and return the metadata rows, prompt by prompt. The draft KV is then in
+        the pages. Submit the drafts first.
+
+        Raises OutOfMemory if the device had no memory for the drafts. First tokens can be read all the same.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        if self._failure is not None:
+            raise self._failure
+        assert self._draft is not None or self._engine.drafter is None or not self._handed, "call `draft` first"
+        num_packed, rows = 0, [HandoffRows([]) for _ in self._tails]
+        first_tokens = self.first_tokens()
+        for index in self._handed:
+            rows[index] = self._pack(self._tails[index], first_tokens[index], num_packed)
+            num_packed += len(self._tails[index].states)
+        return rows
+
+    def _pack(self, tail: Tail, first: FirstTokens, start: int) -> HandoffRows:
+        """Return the metadata rows of a prompt. The drafter's states of its choices begin at row `start`."""
+        buffer, packed = self._row_buffer, list[bytes | None]()
+        for choice, (token, logprobs) in enumerate(zip(first.token_ids, first.logprobs, strict=True)):
+            if token is None:
+                packed.append(None)
+                continue
+            buffer.set_sampled(Sampled(token, tail.num_cached, logprobs))
+            if self._draft is not None:
+                set_draft(buffer, self._draft.row(start + choice))
+            packed.append(buffer.pack())
+        return HandoffRows(packed)
+
+    def _finish_prompts(self) -> DraftState:
+        drafter = self._engine.drafter
+        assert drafter is not None
+        tails: list[PromptTail] = []
+        for index in self._handed:
+            tail, prompt, kept = self._tails[index], self._prompts[index], self._kept[index]
+            for source, target in zip(tail.copies.sources, tail.copies.targets, strict=True):
+                self._engine.copy_page(source, target)
+            before = None if kept is None else kept[:-1]
+            tails += [PromptTail(prompt.token_ids, block_table, before) for block_table in tail.block_tables]
+        tokens = self._sample.token_ids
+        if len(self._handed) < len(self._tails):
+            spans = self._spans()
+            tokens = _rows(tokens, [row for index in self._handed for row in range(*spans[index])])
+        hidden = None if self._hidden is None else self._per_choice(self._hidden, self._handed)
+        after = self._sampling.ahead(torch.ones_like(tokens[:1, None]), tokens[:, None])
+        return drafter.finish_prompt(tails, tokens, hidden, after)
+
+    def _spans(self) -> list[tuple[int, int]]:
+        """Return the first row of each prompt's choices, and the row after the last one."""
+        return list(pairwise(accumulate((len(tail.states) for tail in self._tails), initial=0)))
+
+    def _per_choice(self, values: Tensor, prompts: Sequence[int]) -> Tensor:
+        """Return the rows of these prompts, repeated for each of their choices."""
+        return _rows(values, [index for index in prompts for _ in self._tails[index].states])
+
+
+def _latest(kept: Tensor | None, states: Tensor, num_rows: int) -> Tensor:
+    """Return a copy of the last `num_rows` rows of `kept` and then `states`, each [num_positions, width]."""
+    latest = states[-num_rows:]
+    if kept is not None:
+        latest = torch.cat([kept, latest])[-num_rows:]
+    return latest.clone()
+
+
+def _score(row: ChunkRow, logits: Tensor) -> Logprobs | None:
+    """Submit the log-probabilities of a row's scored tokens, by the logits of the positions before them."""
+    if row.num_scored == 0:
+        return None
+    assert len(logits) == len(row.row.input_ids) >= row.num_scored, (len(logits), row)
+    start = row.row.position + 1
+    ids = to_device(torch.tensor(row.token_ids[start : start + row.num_scored]), logits.device)
+    return compute_logprobs(logits[: row.num_scored], ids, row.num_logprobs).to_host()
+
+
+def _read_scores(row: ChunkRow, scored: Logprobs | None) -> list[TokenLogprobs]:
+    if scored is None:
+        return []
+    return [entry for entry in scored.to_rows([row.num_logprobs] * row.num_scored) if entry is not None]
+
+
+def _rows(values: Tensor, index: Sequence[int]) -> Tensor:
+    """Select rows. If `index` names all rows in order, return `values` itself."""
+    if list(index) == list(range(len(values))):
+        return values
+    return values.index_select(0, to_device(torch.tensor(index), values.device))
+
+
+def _out_of_memory(what: str) -> OutOfMemory:
+    return OutOfMemory(f"the device has no memory left for {what}; lower chunk_tokens or num_pages")

@@ -1,0 +1,84 @@
+"""The sampling state of a choice: what it records, what it asks for, and that it needs no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from baton.engine.sampling_state import Needs, SamplingState
+from baton.metadata.wire.request import SamplingParams
+
+VOCAB = 12
+
+
+def state(prompt: list[int], output: list[int], choice: int = 0, **params: object) -> SamplingState:
+    return SamplingState(SamplingParams(max_tokens=64, **params), prompt, output, vocab_size=VOCAB, choice=choice)  # type: ignore[arg-type]
+
+
+def facts(of: SamplingState) -> dict[str, object]:
+    return {name: getattr(of, name) for name in SamplingState.__slots__}
+
+
+PENALTIES = [{}, {"repetition_penalty": 1.2}, {"presence_penalty": 0.5}, {"frequency_penalty": -1.0}]
+
+
+@pytest.mark.parametrize("penalty", PENALTIES, ids=str)
+def test_a_state_advanced_equals_one_rebuilt(penalty: dict[str, float]) -> None:
+    params: dict[str, object] = {**penalty, "min_tokens": 9, "stop_ids": (1,), "seed": 7}
+    advanced = state([4, 5, 5], [], choice=2, **params)
+    output = [9, 9, 5, 0, 9]
+    for i, token_id in enumerate(output):
+        assert advanced.position == 3 + i
+        advanced.append(token_id)
+    rebuilt = state([4, 5, 5], output, choice=2, **params)
+    assert (rebuilt.position, rebuilt.num_generated) == (8, 5)
+    assert facts(advanced) == facts(rebuilt)
+    assert rebuilt.output_ids == (output if penalty else [])
+    assert rebuilt.prompt_ids == ((4, 5, 5) if "repetition_penalty" in penalty else ())
+
+
+def test_a_state_keeps_its_history_when_the_callers_lists_change() -> None:
+    prompt, output = [4, 5], [6]
+    kept = state(prompt, output, repetition_penalty=1.2)
+    kept.append(7)
+    prompt.append(8)
+    assert (kept.prompt_ids, kept.output_ids, output) == ((4, 5), [6, 7], [6])
+
+
+def test_a_state_holds_no_history_that_no_penalty_counts() -> None:
+    plain = state([1, 2, 3], [4], temperature=0.7, top_k=5, stop_ids=(2,))
+    assert not plain.prompt_ids and not plain.output_ids and not plain.bias and not plain.banned_ids
+    assert not plain.needs.processes
+    assert not state([1], [], presence_penalty=1.0).prompt_ids
+
+
+@pytest.mark.parametrize(
+    ("params", "needs"),
+    [
+        ({"temperature": 0.0, "top_k": 3, "min_p": 0.1}, Needs()),
+        ({"temperature": 1.0, "top_k": 3}, Needs(is_random=True, ranks=True)),
+        ({"temperature": 1.0, "top_p": 0.5, "min_p": 0.1}, Needs(is_random=True, ranks=True, cuts=True)),
+        ({"temperature": 0.0, "frequency_penalty": 0.1}, Needs(penalizes=True)),
+        ({"temperature": 0.0, "logit_bias": {3: 1.0}, "num_logprobs": 0}, Needs(biases=True, num_logprobs=0)),
+        ({"temperature": 0.0, "logit_bias": {VOCAB: 1.0}}, Needs()),
+        ({"temperature": 0.0, "min_tokens": 3, "stop_ids": (1, VOCAB)}, Needs(bans=True)),
+        ({"temperature": 0.0, "min_tokens": 3, "stop_ids": (VOCAB,)}, Needs()),
+        ({"temperature": 0.0, "min_tokens": 2, "stop_ids": (1,)}, Needs()),
+    ],
+    ids=str,
+)
+def test_a_state_needs_what_its_parameters_ask_for_now(params: dict[str, object], needs: Needs) -> None:
+    assert state([1], [4, 4], **params).needs == needs
+
+
+def test_the_needs_of_a_batch_are_those_of_any_row() -> None:
+    rows = [Needs(is_random=True, num_logprobs=2), Needs(bans=True, num_logprobs=0), Needs()]
+    assert Needs.any_of(rows) == Needs(is_random=True, bans=True, num_logprobs=2)
+    assert Needs.any_of([]) == Needs()
+
+
+def test_the_module_imports_no_torch() -> None:
+    program = "import sys, baton.engine.sampling_state; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
