@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -78,10 +79,10 @@ class Prompts:
         Raises OutOfMemory if the device has no memory for it. Then nothing of the chunk can be read, and its pages
         hold no defined KV beyond the tokens of earlier chunks.
         """
-        try:
+        with suppress(torch.OutOfMemoryError):
             return self._submit(chunk)
-        except torch.OutOfMemoryError:
-            raise _out_of_memory(f"{chunk.num_tokens} prompt tokens") from None
+        # raised out here, so that the error holds no frame of the chunk: tensors of a frame would stay allocated
+        raise _out_of_memory(f"{chunk.num_tokens} prompt tokens")
 
     def forget(self, key: int) -> None:
         """Free what is kept of a prompt, if there is anything."""
@@ -219,7 +220,7 @@ class SubmittedTails:
             with torch.inference_mode():
                 self._draft = self._finish_prompts().to_host()
         except torch.OutOfMemoryError:
-            self._failure = _out_of_memory(f"the drafts after {len(self._handed)} prompts")
+            self._failure = _out_of_memory("the drafts after the first tokens")
         self._event = recorded_event(self._engine.device)
 
     def first_tokens(self) -> list[FirstTokens]:
