@@ -80,10 +80,10 @@ def _all_pages_free(make_prompts: MakePrompts) -> Iterator[None]:
 def compute(prompts: Prompts, prompt: Prompt, chunk_tokens: int) -> SubmittedChunk:
     """Compute a prompt in chunks of this size, with its first tokens and drafts. Return the last chunk."""
     num_tokens = len(prompt.token_ids)
-    for start in range(0, num_tokens, chunk_tokens):
-        stop = min(start + chunk_tokens, num_tokens)
-        tails = [Tails([prompt.tail(0)])] if stop == num_tokens else []
-        submitted = prompts.submit(Chunk([prompt.row(start, stop)], tails))
+    last = (num_tokens - 1) // chunk_tokens * chunk_tokens
+    for start in range(0, last, chunk_tokens):
+        prompts.submit(Chunk([prompt.row(start, start + chunk_tokens)], []))
+    submitted = prompts.submit(Chunk([prompt.row(last, num_tokens)], [Tails([prompt.tail(0)])]))
     submitted.draft()
     return submitted
 
