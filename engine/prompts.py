@@ -108,7 +108,7 @@ class Prompts:
 
     def _keep_states(self, chunk: Chunk, extend: Tensor | None) -> None:
         """Keep the target's states of the last positions of each prompt: its last one, and those that the drafter reads
-        before it."""
+        before it. `extend` [num_tokens, extend width] are the chunk's."""
         num_rows = 0 if self.engine.drafter is None else self.engine.drafter.hidden.num_target_rows
         if num_rows == 0 or extend is None:
             return
@@ -297,7 +297,8 @@ def _latest(kept: Tensor | None, states: Tensor, num_rows: int) -> Tensor:
 
 
 def _score(row: ChunkRow, logits: Tensor) -> Logprobs | None:
-    """Submit the log-probabilities of a row's scored tokens, by the logits of the positions before them."""
+    """Submit the log-probabilities of a row's scored tokens. `logits` [num_new, vocab_size] are those of its new
+    positions, or of fewer if no token is scored."""
     if row.num_scored == 0:
         return None
     assert len(logits) == len(row.row.input_ids) >= row.num_scored, (len(logits), row)
@@ -313,7 +314,7 @@ def _read_scores(row: ChunkRow, scored: Logprobs | None) -> list[TokenLogprobs]:
 
 
 def _rows(values: Tensor, index: Sequence[int]) -> Tensor:
-    """Select rows. If `index` names all rows in order, return `values` itself."""
+    """Select rows of `values` [num_rows, ...]. If `index` names all rows in order, return `values` itself."""
     if list(index) == list(range(len(values))):
         return values
     return values.index_select(0, to_device(torch.tensor(index), values.device))
