@@ -1,4 +1,4 @@
-"""A slot of the decode node keeps nothing of an ended sequence for the next one."""
+"""The decode node: what a sequence leaves in a slot, and what happens when the device has no memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from matrix import coach, force_steps, rounds_paused
-from node_pair import NodePair, params, replace
+from node_pair import NodePair, node_pairs, params, replace
 
 from baton.decode_node import node
 from baton.engine.step_times import StepTimes
+from baton.metadata.wire.messages import Failed
 
 PROMPT = [17, 4, 250, 33, 17, 4, 250, 99, 8]
 SETTINGS = {"page_size": 4, "max_running": 3, "speculative": "ngram", "draft_steps": 3}
@@ -76,3 +78,107 @@ def test_no_proposal_comes_from_another_salt_or_from_the_last_sequence_in_the_sl
         assert proposals_of(pair, f"of {cache_salt}", PROMPT, cache_salt) == alone
     assert proposals_of(pair, "again", PROMPT, "one") != alone
     assert not pair.decode.executor.engine.drafter._own, "texts of ended sequences"
+
+
+def no_memory(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 376.00 MiB")
+
+
+MakePair = Callable[..., NodePair]
+
+
+@pytest.fixture
+def make_pair(checkpoint: Callable[..., Path]) -> Iterator[MakePair]:
+    """`make_pair(overlaps=True)`: a pair of which the test takes the device's memory away."""
+    with node_pairs() as start:
+
+        def make(**more: Any) -> NodePair:
+            settings = {"page_size": 4, "max_running": 3, "chunk_tokens": 4}
+            return start(checkpoint("llama"), prefill=settings, decode=settings, **more)
+
+        yield make
+
+
+def check_that_it_goes_on(pair: NodePair, expected: list[int]) -> None:
+    pair.check_books()
+    pair.submit("after", PROMPT, params(12, temperature=1.0, seed=3))
+    assert pair.run()["after", 0].ids == expected
+
+
+def failures(pair: NodePair, monkeypatch: pytest.MonkeyPatch) -> list[Failed]:
+    """Return a list that grows by each Failed message that the decode node sends."""
+    sent, send = list[Failed](), pair.decode.membership.send
+
+    def noting(message: Any) -> Any:
+        if isinstance(message, Failed):
+            sent.append(message)
+        return send(message)
+
+    monkeypatch.setattr(pair.decode.membership, "send", noting)
+    return sent
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_round_without_memory_ends_its_sequences_with_one_error_each(
+    overlaps: bool, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of the round before still come, and the node goes on."""
+    pair = make_pair(overlaps=overlaps)
+    wants = params(12, temperature=1.0, seed=3)
+    pair.submit("alone", PROMPT, wants)
+    expected = pair.run()["alone", 0].ids
+    sent = failures(pair, monkeypatch)
+    for rid in ("one", "two"):
+        pair.submit(rid, PROMPT, wants)
+    pair.step_until(lambda: len(pair.decode.scheduler.running) == 2)
+    pair.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.decode.executor.engine.model, "logits", no_memory)
+        pair.run()
+    assert sorted((each.unit.rid, each.code, each.retryable) for each in sent) == [
+        ("one", "out_of_memory", True),
+        ("two", "out_of_memory", True),
+    ]
+    assert all("no memory left for a round of" in each.message for each in sent)
+    for rid in ("one", "two"):
+        result = pair.results[rid, 0]
+        assert result.failed is not None and 0 < len(result.ids) < 12
+        assert result.ids == expected[: len(result.ids)]
+    check_that_it_goes_on(pair, expected)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_local_prompt_without_memory_ends_alone(
+    overlaps: bool, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair(overlaps=overlaps)
+    wants = params(12, temperature=1.0, seed=3)
+    pair.submit("other", PROMPT, wants)
+    pair.step_until(lambda: pair.decode.scheduler.running)
+    sent = failures(pair, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.decode.executor.engine, "compute", no_memory)
+        pair.submit("local", PROMPT[::-1], wants, is_local=True)
+        pair.run()
+    assert [(each.unit.rid, each.code) for each in sent] == [("local", "out_of_memory")]
+    expected = pair.results["other", 0].ids
+    assert len(expected) == 12 and pair.results["other", 0].failed is None
+    check_that_it_goes_on(pair, expected)
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_sequence_without_memory_for_its_parameters_ends_alone(
+    is_local: bool, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair()
+    wants = params(12, temperature=1.0, seed=3)
+    pair.submit("other", PROMPT, wants)
+    pair.step_until(lambda: pair.decode.scheduler.running)
+    sent = failures(pair, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.decode.executor.slots, "_per_token", no_memory)
+        pair.submit("penalized", PROMPT, replace(wants, repetition_penalty=1.2), is_local=is_local)
+        pair.run()
+    assert [(each.unit.rid, each.code) for each in sent] == [("penalized", "out_of_memory")]
+    expected = pair.results["other", 0].ids
+    check_that_it_goes_on(pair, expected)

@@ -226,7 +226,7 @@ def test_sequences_are_found_in_every_phase_until_they_finish(
     assert scheduler.find("other", 0, None) == [other]
 
 
-@pytest.mark.parametrize("module", ["scheduler", "sequence", "reservations", "outbox"])
+@pytest.mark.parametrize("module", ["node", "scheduler", "sequence", "reservations", "outbox"])
 def test_scheduling_imports_no_torch(module: str) -> None:
     program = f"import sys, baton.decode_node.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

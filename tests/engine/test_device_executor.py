@@ -1,0 +1,103 @@
+"""The executor reports rounds in the order of submission, and says in words that the device has no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafters import settings, target_of
+from node_pair import params
+from solo import Solo
+
+from baton.engine.draft_row import pack_draft
+from baton.metadata.errors import OutOfMemory
+
+PROMPT = [1, 2, 3, 4, 5]
+
+
+@pytest.fixture
+def solo(checkpoint: Callable[..., Path], tmp_path: Path) -> Solo:
+    model = target_of("eagle", checkpoint)
+    return Solo(model, num_slots=3, num_pages=200, buckets=(2,), **settings("eagle", model, tmp_path))
+
+
+class Memory:
+    """Makes a function fail as if the device had no memory left, while `is_full`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+        self.is_full = False
+        self._allocate = getattr(owner, name)
+        monkeypatch.setattr(owner, name, self._run)
+
+    def _run(self, *args: Any, **options: Any) -> Any:
+        if self.is_full:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 376.00 MiB")
+        return self._allocate(*args, **options)
+
+
+def test_reports_come_in_the_order_of_submission(solo: Solo) -> None:
+    wants = params(40, temperature=1.0, seed=3)
+    sequence, alone = (solo.start(PROMPT, wants) for _ in range(2))
+    expected = solo.run(alone, 12, 0)
+    under_way: list[Any] = []
+    for _ in range(11):
+        under_way.append(solo.rounds.submit([sequence], solo.rounds.shape.with_steps(0), [0]))
+        if len(under_way) > 1:
+            solo.take([sequence], solo.rounds.collect(under_way.pop(0)))
+    solo.take([sequence], solo.rounds.collect(under_way.pop(0)))
+    assert sequence.generated == expected
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_a_round_without_memory_can_be_followed_by_others(
+    solo: Solo, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sequences of such a round are over; others in the same slots, and a round submitted before, are not."""
+    memory = Memory(monkeypatch, solo.engine.model, "logits")
+    wants = params(40, temperature=1.0, seed=3)
+    expected = solo.run(solo.start(PROMPT, wants), 10, 2)
+    victims = [solo.start([index, *PROMPT], wants) for index in range(2)]
+    blocks = len(solo.executor.buckets.free_blocks)
+    shape = solo.rounds.shape.with_steps(num_steps)
+    before = solo.rounds.submit(victims[:1], shape, [num_steps])
+    memory.is_full = True
+    with pytest.raises(OutOfMemory, match=f"no memory left for a round of 2 sequences with {num_steps} drafts each"):
+        solo.rounds.submit(victims, shape, [num_steps] * 2)
+    memory.is_full = False
+    [result] = solo.rounds.collect(before).rows
+    assert result is not None and len(result.token_ids) == result.num_accepted + 1
+    for victim in victims:
+        solo.rounds.release(victim)
+    assert solo.run(solo.start(PROMPT, wants), 10, 2) == expected
+    assert len(solo.executor.buckets.free_blocks) >= blocks
+
+
+def test_a_sequence_without_memory_for_its_parameters_gets_no_slot(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penalties need columns as large as the vocabulary for all slots."""
+    memory = Memory(monkeypatch, solo.executor.slots, "_per_token")
+    memory.is_full = True
+    wants = params(20, seed=1, temperature=0.9, repetition_penalty=1.2)
+    for _ in range(5):  # more often than there are slots
+        with pytest.raises(OutOfMemory, match="sampling parameters"):
+            solo.start(PROMPT, wants)
+    memory.is_full = False
+    assert len(solo.run(solo.start(PROMPT, wants), 8, 2)) == 8
+
+
+def test_catching_up_without_memory_leaves_no_defined_state(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(monkeypatch, solo.executor.drafter, "observe")
+    victim = solo.start(PROMPT, params(40))
+    solo.round([victim], 0)
+    memory.is_full = True
+    with pytest.raises(OutOfMemory, match="catch up"):
+        solo.rounds.submit([victim], solo.rounds.shape, [solo.rounds.shape.num_steps])
+    assert victim.num_missed == 1, "it counts as not caught up"
+
+
+def test_a_metadata_row_says_its_first_token(solo: Solo) -> None:
+    sequence = solo.start(PROMPT, params(4))
+    sampled = solo.executor.read_row(pack_draft(solo.engine.schema, solo.draft(sequence)))
+    assert (sampled.first_token, sampled.num_cached, sampled.logprobs) == (0, 0, None)
