@@ -187,7 +187,7 @@ def read_head(directory: Path, target: ModelConfig) -> HeadFile:
     return head
 
 
-def _recognise(directory: Path, names: set[str]) -> tuple[str, str]:
+def _recognise(directory: Path, names: frozenset[str]) -> tuple[str, str]:
     """Return the algorithm and the prefix of the first layer's names."""
     stripped = {name.removeprefix("model.") for name in names}
     if any(name.startswith("midlayer.") for name in stripped) or "layers.0.hidden_norm.weight" in stripped:
@@ -200,7 +200,7 @@ def _recognise(directory: Path, names: set[str]) -> tuple[str, str]:
     raise ModelError(f"{directory} holds no EAGLE, EAGLE-3 or MTP head (see docs/drafter_checkpoints.md)")
 
 
-def _mtp_prefixes(names: set[str]) -> tuple[str, ...]:
+def _mtp_prefixes(names: frozenset[str]) -> tuple[str, ...]:
     """Return `model.layers.61`, ... or `model.mtp_layers.0`, ..., ordered by their numbers."""
     found = {name.rsplit(".", 2)[0] for name in names if name.endswith((".eh_proj.weight", ".input_proj.weight"))}
     return tuple(sorted(found, key=lambda prefix: int(prefix.rsplit(".", 1)[1])))
