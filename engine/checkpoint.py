@@ -43,11 +43,7 @@ class Checkpoint:
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{path} is damaged or cut short ({error}); copy the checkpoint again") from None
             self._file_of.update(dict.fromkeys(file.keys(), file))
-
-    @property
-    def names(self) -> set[str]:
-        """Return the names of all tensors."""
-        return set(self._file_of)
+        self.names = frozenset(self._file_of)  # of all tensors
 
     def check(self, specs: Sequence[TensorSpec]) -> int:
         """Return the bytes that the tensors take in the files. Raises ModelError if one is missing, or has another

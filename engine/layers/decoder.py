@@ -19,7 +19,7 @@ class FeedForward(Protocol):
     """The second half of a decoder layer."""
 
     def __call__(self, normed: Tensor) -> Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
+        """Return the layer's output: [num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
         ...
 
     def add_to(self, stream: Residual, norm: Tensor) -> None:
