@@ -16,6 +16,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from ..metadata.errors import ModelError
+from .text_tensors import text_tensors
 
 _BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "I32": 4}
 FLOATS = ("F32", "BF16", "F16")  # dtypes, as safetensors names them, that every backend converts
@@ -31,18 +32,22 @@ class TensorSpec:
 
 
 class Checkpoint:
-    """The *.safetensors files of a directory, opened but not read."""
+    """The *.safetensors files of a directory, opened but not read. If they hold other models beside the text model, its
+    tensors alone are here, under the names that they have in a checkpoint of its own."""
 
     def __init__(self, model_dir: Path) -> None:
         """Raises ModelError if the files are missing or damaged."""
         self.model_dir = Path(model_dir)
-        self._file_of: dict[str, safe_open] = {}
+        file_of: dict[str, safe_open] = {}
         for path in safetensors_files(self.model_dir):
             try:
                 file = safe_open(path, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{path} is damaged or cut short ({error}); copy the checkpoint again") from None
-            self._file_of.update(dict.fromkeys(file.keys(), file))
+            file_of.update(dict.fromkeys(file.keys(), file))
+        self._stored_name = text_tensors(file_of, self.model_dir)
+        self._file_of = {name: file_of[stored] for name, stored in self._stored_name.items()}
+        self.num_left_out = len(file_of) - len(self._file_of)  # tensors of other models
         self.names = frozenset(self._file_of)  # of all tensors
 
     def check(self, specs: Sequence[TensorSpec]) -> int:
@@ -56,7 +61,7 @@ class Checkpoint:
             )
         num_bytes = 0
         for spec in specs:
-            tensor = self._file_of[spec.name].get_slice(spec.name)
+            tensor = self._file_of[spec.name].get_slice(self._stored_name[spec.name])
             shape = tuple(tensor.get_shape())
             if shape != spec.shape:
                 raise ModelError(
@@ -71,7 +76,7 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor, which is mapped from the file: copy it before the file may change."""
-        return self._file_of[name].get_tensor(name)
+        return self._file_of[name].get_tensor(self._stored_name[name])
 
 
 def safetensors_files(model_dir: Path) -> list[Path]:

@@ -63,6 +63,7 @@ class EngineConfig(NodeConfig):
         "load the drafter from this checkpoint directory (default: the one inside the model's directory)",
         metavar="DIR",
     )
+    draft_dtype: DtypeChoice = setting("auto", "computation type of the drafter; auto: the target's")
     draft_steps: int | None = setting(
         None, "draft this many tokens per round, or a tree of this depth (default: what speculation.json says, else 5)"
     )

@@ -10,7 +10,9 @@ from typing import Any, Literal, cast, get_args
 from ..metadata.errors import ModelError
 from ..metadata.handoff.hidden_layout import spec_hidden_size
 from .rope import ROPE_TYPES, RopeConfig, RopeType, yarn_attention_factor
+from .text_tensors import TEXT_MODELS
 
+_OF_THE_WHOLE = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
 _NUM_EXPERTS = ("num_experts", "num_local_experts")  # both spellings of one key
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -165,7 +167,8 @@ class ModelConfig:
 
 
 class _RawConfig:
-    """One JSON object on disk, read with typed getters whose errors name file, key and value."""
+    """One JSON object on disk, read with typed getters whose errors name file, key and value. If it describes a text
+    model inside a larger one, in `text_config`, the getters read that."""
 
     def __init__(self, path: Path, architecture: str | None = None) -> None:
         self.path = path
@@ -178,9 +181,18 @@ class _RawConfig:
         if not isinstance(raw, dict):
             raise ModelError(f"{path} holds a {type(raw).__name__}, not a JSON object; copy the checkpoint again")
         self._raw = cast(dict[str, Any], raw)
+        text = self._raw.get("text_config")
+        self._text = cast(dict[str, Any], text) if isinstance(text, dict) else None
+        if self._text is not None:
+            self._raw = _text_fields(self._raw, self._text)
         architectures = self._raw.get("architectures")
         first: Any = cast(list[Any], architectures)[0] if isinstance(architectures, list) and architectures else None
         self.architecture = architecture or (first if isinstance(first, str) else "")
+
+    @property
+    def is_inside_another(self) -> bool:
+        """Whether the text model is part of a larger one."""
+        return self._text is not None
 
     def get(self, key: str) -> Any:
         """The value, or None where it is null or absent."""
@@ -190,7 +202,8 @@ class _RawConfig:
         return key in self._raw
 
     def error(self, key: str, what: str, *, value: Any = None) -> ModelError:
-        return ModelError(f"{self.path}: {key} = {self.get(key) if value is None else value!r} {what}")
+        where = "text_config." if self._text is not None and key in self._text else ""
+        return ModelError(f"{self.path}: {where}{key} = {self.get(key) if value is None else value!r} {what}")
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
         value = default if self.get(key) is None else self.get(key)
@@ -208,6 +221,17 @@ class _RawConfig:
         return value
 
 
+def _text_fields(outer: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the text model, with those that a wrapper states for the whole model."""
+    fields = dict(text)
+    for key in _OF_THE_WHOLE:
+        if fields.get(key) is None and key in outer:
+            fields[key] = outer[key]
+    if isinstance(outer.get("tie_word_embeddings"), bool):  # the wrapper owns the head
+        fields["tie_word_embeddings"] = outer["tie_word_embeddings"]
+    return fields | {"architectures": [TEXT_MODELS.get(str(text.get("model_type")))]}
+
+
 def _positive(raw: _RawConfig, key: str, value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
         raise raw.error(key, "must be a positive number", value=value)
@@ -216,6 +240,8 @@ def _positive(raw: _RawConfig, key: str, value: Any) -> float:
 
 def _check_supported(raw: _RawConfig) -> _Family:
     family = FAMILIES.get(raw.architecture)
+    if family is None and raw.is_inside_another:
+        raise raw.error("model_type", f"is not served; Baton serves the text models {', '.join(TEXT_MODELS)}")
     if family is None:
         raise raw.error("architectures", f"is not served; Baton serves {', '.join(FAMILIES)}")
     if raw.get("quantization_config") is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.rows import gather_rows
+from ...metadata.errors import ConfigError
 from ...metadata.handoff.hidden_layout import HiddenLayout
 from ..batch import ForwardBatch
 from ..constants import counted
@@ -92,6 +93,11 @@ class FrozenKvDrafter:
 
 
 def _read(wanted: Wanted) -> Speculation:
+    if wanted.draft_dtype != wanted.target_dtype:
+        raise ConfigError(
+            f"speculative {wanted.algorithm} attends to the target's KV, so it computes in the target's dtype"
+            f" {wanted.target_dtype}, but draft_dtype is {wanted.draft_dtype}"
+        )
     file = read_frozen_kv(wanted.draft_dir, wanted.target)
     return Speculation(
         algorithm=wanted.algorithm,

@@ -96,7 +96,7 @@ class MtpLayersDrafter:
             if not found:
                 return
             rows = [BatchRow(tokens[i], chunks[i].start, chunks[i].pages, 0) for i in found]
-            inputs = torch.cat([states[i][: len(tokens[i])] for i in found])
+            inputs = self.hidden.to_draft(torch.cat([states[i][: len(tokens[i])] for i in found]))
             batch = ForwardBatch.build(rows, self._kv.shape[4], self._kv.device)
             outputs = layer.forward(batch, self._kv[ahead - 1 : ahead], inputs, is_extend=True)
             if self._is_chained:
@@ -163,6 +163,7 @@ class MtpLayersDrafter:
         )
 
         inputs = states.gather(1, used.unsqueeze(2).expand(-1, -1, states.shape[2])).flatten(0, 1)
+        inputs = self.hidden.to_draft(inputs)
         drafted = targets[:, :0]
         next_column = num_accepted.unsqueeze(1) + num_before + 1  # of d_1 in `tokens`
         for m, layer in enumerate(self._layers):

@@ -24,10 +24,10 @@ from ..layers.residual import Residual
 from ..model_config import ModelConfig
 from ..products.linear import Linear
 from ..rope import RotaryEmbedding
-from .decoder import DecoderModel
 from .head_file import HeadFile
 from .hyper_eagle import load_hyper_eagle
 from .llama import read_body, read_layer
+from .target_ends import TargetEnds
 from .tensors import HeadTensors
 
 Embed = Callable[[Tensor], Tensor]  # [num_tokens] int64 -> [num_tokens, hidden_size]: the target's, or the head's own
@@ -60,7 +60,7 @@ class EagleHead:
 
     config: ModelConfig
     rotary: RotaryEmbedding
-    target: DecoderModel
+    target: TargetEnds
     embed: Embed
     fc: Linear  # 2 * hidden_size -> hidden_size
     first: DecoderBody
@@ -120,8 +120,8 @@ def run_body(body: DecoderBody, hidden: Tensor, x: Tensor, context: AttentionCon
     return stream.settled()
 
 
-def load_eagle(file: HeadFile, target: DecoderModel) -> DraftHead:
-    """Read an EAGLE head, in the target's dtype and on its device.
+def load_eagle(file: HeadFile, target: TargetEnds) -> DraftHead:
+    """Read an EAGLE head, in the dtype and on the device of `target`.
 
     Raises ModelError for tensors that are missing, and for tensors that the layout does not know. Copies of the
     target's tensors are not read, nor is an input norm of the first layer, which has none."""
@@ -134,20 +134,20 @@ def load_eagle(file: HeadFile, target: DecoderModel) -> DraftHead:
     return head
 
 
-def load_eagle3(file: HeadFile, target: DecoderModel) -> DraftHead:
-    """Read an EAGLE-3 head, in the target's dtype and on its device. Raises ModelError as `load_eagle` does."""
+def load_eagle3(file: HeadFile, target: TargetEnds) -> DraftHead:
+    """Read an EAGLE-3 head, in the dtype and on the device of `target`. Raises ModelError as `load_eagle` does."""
     source, _, rotary = _begin(file, target)
     head = _eagle3(source, file, rotary, target)
     source.refuse_unknown("t2d")
     return head
 
 
-def _begin(file: HeadFile, target: DecoderModel) -> tuple[HeadTensors, ModelConfig, RotaryEmbedding]:
+def _begin(file: HeadFile, target: TargetEnds) -> tuple[HeadTensors, ModelConfig, RotaryEmbedding]:
     source = HeadTensors(file.directory, target.dtype, target.device)
     return source, file.config, RotaryEmbedding(file.config.rope, file.config.head_dim, target.device)
 
 
-def _embedding(source: HeadTensors, config: ModelConfig, target: DecoderModel) -> Embed:
+def _embedding(source: HeadTensors, config: ModelConfig, target: TargetEnds) -> Embed:
     """Return the head's own embedding, or the target's if it has none."""
     if source.has("embed_tokens.weight"):
         return Embedding(source.tensor("embed_tokens.weight", config.vocab_size, config.hidden_size))
@@ -156,7 +156,7 @@ def _embedding(source: HeadTensors, config: ModelConfig, target: DecoderModel) -
     return target.embed
 
 
-def _eagle(source: HeadTensors, config: ModelConfig, rotary: RotaryEmbedding, target: DecoderModel) -> EagleHead:
+def _eagle(source: HeadTensors, config: ModelConfig, rotary: RotaryEmbedding, target: TargetEnds) -> EagleHead:
     size, biased = config.hidden_size, source.with_biases(config, "layers.0")
     first = read_body(biased, source, "layers.0", 0)
     rest = [
@@ -167,7 +167,7 @@ def _eagle(source: HeadTensors, config: ModelConfig, rotary: RotaryEmbedding, ta
     return EagleHead(config, rotary, target, embed, fc, first, tuple(rest))
 
 
-def _eagle3(source: HeadTensors, file: HeadFile, rotary: RotaryEmbedding, target: DecoderModel) -> Eagle3Head:
+def _eagle3(source: HeadTensors, file: HeadFile, rotary: RotaryEmbedding, target: TargetEnds) -> Eagle3Head:
     config, raw, size = file.config, file.settings, file.config.hidden_size
     prefix = "midlayer" if any("midlayer." in name for name in file.names) else "layers.0"
     draft_vocab = raw.get("draft_vocab_size") or config.vocab_size

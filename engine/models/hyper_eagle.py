@@ -18,8 +18,8 @@ from ..layers.hyper_decoder import HyperDecoderLayer
 from ..model_config import ModelConfig
 from ..products.linear import Linear
 from ..rope import RotaryEmbedding
-from .decoder import DecoderModel
 from .hyper_llama import read_hyper_layer
+from .target_ends import TargetEnds
 from .tensors import HeadTensors
 
 
@@ -29,7 +29,7 @@ class HyperEagleHead:
 
     config: ModelConfig
     rotary: RotaryEmbedding
-    target: DecoderModel
+    target: TargetEnds
     hidden_norm: torch.Tensor  # [hc_mult * hidden_size]
     fc: Linear  # (1 + hc_mult) * hidden_size -> hc_mult * hidden_size, the embedding's part first
     layers: tuple[HyperDecoderLayer, ...]
@@ -55,7 +55,7 @@ class HyperEagleHead:
 
 
 def load_hyper_eagle(
-    source: HeadTensors, config: ModelConfig, rotary: RotaryEmbedding, target: DecoderModel
+    source: HeadTensors, config: ModelConfig, rotary: RotaryEmbedding, target: TargetEnds
 ) -> HyperEagleHead:
     """Read the head. Raises ModelError for tensors that are missing or of a wrong shape."""
     size, wide = config.hidden_size, config.hc_mult * config.hidden_size

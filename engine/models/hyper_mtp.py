@@ -20,9 +20,9 @@ from ..layers.hyper_decoder import HyperDecoderLayer
 from ..model_config import ModelConfig
 from ..products.linear import Linear
 from ..rope import RotaryEmbedding
-from .decoder import DecoderModel
 from .head_file import HeadFile
 from .hyper_llama import read_hyper_layer
+from .target_ends import TargetEnds
 from .tensors import HeadTensors
 
 
@@ -32,7 +32,7 @@ class HyperMtpHead:
 
     config: ModelConfig  # of one layer
     rotary: RotaryEmbedding
-    target: DecoderModel
+    target: TargetEnds
     embedding_norm: torch.Tensor  # [hidden_size]
     hidden_norm: torch.Tensor  # [hidden_size], for each stream
     embedding_projection: Linear  # hidden_size -> hidden_size
@@ -61,10 +61,10 @@ class HyperMtpHead:
         return wide.unflatten(1, (self.config.hc_mult, self.config.hidden_size))
 
 
-def load_hyper_mtp(file: HeadFile, prefixes: tuple[str, ...], target: DecoderModel) -> tuple[HyperMtpHead, ...]:
-    """Read the layers' tensors, in the target's dtype and on its device. `prefixes` are those of their names, first
-    layer first. Raises ModelError for missing ones and for those in the layers that the layout does not know; copies of
-    the target's embedding and head are ignored."""
+def load_hyper_mtp(file: HeadFile, prefixes: tuple[str, ...], target: TargetEnds) -> tuple[HyperMtpHead, ...]:
+    """Read the layers' tensors, in the dtype and on the device of `target`. `prefixes` are those of their names,
+    first layer first. Raises ModelError for missing ones and for those in the layers that the layout does not know;
+    copies of the target's embedding and head are ignored."""
     source = HeadTensors(file.directory, target.dtype, target.device)
     config = replace(file.config, num_layers=1, sliding_window=(None,))
     rotary = RotaryEmbedding(config.rope, config.head_dim, target.device)
@@ -75,7 +75,7 @@ def load_hyper_mtp(file: HeadFile, prefixes: tuple[str, ...], target: DecoderMod
 
 
 def _load_layer(
-    source: HeadTensors, prefix: str, config: ModelConfig, rotary: RotaryEmbedding, target: DecoderModel
+    source: HeadTensors, prefix: str, config: ModelConfig, rotary: RotaryEmbedding, target: TargetEnds
 ) -> HyperMtpHead:
     size = config.hidden_size
     return HyperMtpHead(

@@ -17,10 +17,10 @@ from ..layers.decoder import DecoderLayer
 from ..model_config import ModelConfig
 from ..products.linear import Linear
 from ..rope import RotaryEmbedding
-from .decoder import DecoderModel
 from .head_file import HeadFile
 from .heads import run_body
 from .llama import read_layer
+from .target_ends import TargetEnds
 from .tensors import HeadTensors
 
 _DEEPSEEK_NAMES = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
@@ -34,7 +34,7 @@ class MtpHead:
 
     config: ModelConfig  # of one layer
     rotary: RotaryEmbedding
-    target: DecoderModel
+    target: TargetEnds
     embedding_norm: torch.Tensor  # [hidden_size]
     hidden_norm: torch.Tensor  # [hidden_size]
     projection: Linear  # 2 * hidden_size -> hidden_size
@@ -74,10 +74,10 @@ def takes_chained_states(file: HeadFile) -> bool:
     return bool(file.settings.get("mtp_chained", "mtp_layers" not in layer_prefixes(file.names)[0]))
 
 
-def load_mtp(file: HeadFile, prefixes: tuple[str, ...], target: DecoderModel) -> tuple[MtpHead, ...]:
-    """Read the layers' tensors, in the target's dtype and on its device. `prefixes` are those of their names, first
-    layer first. Raises ModelError for missing ones and for those in the layers that the layout does not know; copies of
-    the target's embedding and head are ignored."""
+def load_mtp(file: HeadFile, prefixes: tuple[str, ...], target: TargetEnds) -> tuple[MtpHead, ...]:
+    """Read the layers' tensors, in the dtype and on the device of `target`. `prefixes` are those of their names,
+    first layer first. Raises ModelError for missing ones and for those in the layers that the layout does not know;
+    copies of the target's embedding and head are ignored."""
     source = HeadTensors(file.directory, target.dtype, target.device)
     config = replace(file.config, num_layers=1, sliding_window=(None,))
     rotary = RotaryEmbedding(config.rope, config.head_dim, target.device)
@@ -89,7 +89,7 @@ def load_mtp(file: HeadFile, prefixes: tuple[str, ...], target: DecoderModel) ->
 
 
 def _load_layer(
-    source: HeadTensors, prefix: str, config: ModelConfig, rotary: RotaryEmbedding, target: DecoderModel
+    source: HeadTensors, prefix: str, config: ModelConfig, rotary: RotaryEmbedding, target: TargetEnds
 ) -> MtpHead:
     is_mimo = source.has(f"{prefix}.input_proj.weight")
     embedding_norm, hidden_norm, projection, final_norm = _MIMO_NAMES if is_mimo else _DEEPSEEK_NAMES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from .decoder import DecoderModel
 from .hyper_llama import read_hyper_llama
 from .llama import read_llama
 from .qwen3_moe import read_qwen3_moe
+
+logger = logging.getLogger(__name__)
 
 # A family reads its model from weights of any kind: the same call lists the tensors and loads them.
 Family = Callable[[ModelConfig, Weights], DecoderModel]
@@ -46,6 +49,12 @@ def load_model(
     specs = tensor_specs(config, checkpoint.names)
     bytes_total = checkpoint.check(specs)
     _refuse_unknown(checkpoint, config, specs)
+    if checkpoint.num_left_out:
+        logger.info(
+            "%s holds more than a text model: %d tensors of other parts are left out",
+            checkpoint.model_dir,
+            checkpoint.num_left_out,
+        )
     return family(config, CheckpointWeights(checkpoint, dtype, torch.device(device), progress, bytes_total))
 
 
