@@ -124,7 +124,7 @@ def attend(
                 _hide(scores, begin, tree_start, seq_len, visible[token], positions[first:stop], window_start)
             for head in range(num_heads):
                 _softmax(scores[head, : end - begin])
-            _weighted_values(scores, kv, layer, table, begin, end, out[token])
+            _weighted_values(scores, kv, layer, table, begin, end, visible.shape[0] > 0, out[token])
 
 
 @compiled(_SUMS)
@@ -138,7 +138,7 @@ def attend_stored(q, kv, layer, block_table, seq_lens, out):
         _scores(q[seq], scale, kv, layer, block_table[seq], 0, end, scores)
         for head in range(num_heads):
             _softmax(scores[head, :end])
-        _weighted_values(scores, kv, layer, block_table[seq], 0, end, out[seq])
+        _weighted_values(scores, kv, layer, block_table[seq], 0, end, False, out[seq])
 
 
 @compiled(_SUMS)
@@ -238,9 +238,10 @@ def _maximum(scores):
 
 
 @compiled(_SUMS)
-def _weighted_values(weights, kv, layer, table, begin, end, sums):
-    """sums[head] = sum of weights[head, j - begin] * V[j] for j in [begin, end); four keys at a time, so that a sum is
-    loaded and stored once for four products."""
+def _weighted_values(weights, kv, layer, table, begin, end, has_hidden, sums):
+    """Compute sums[head] = sum of weights[head, j - begin] * V[j] for j in [begin, end), four keys at a time, so that a
+    sum is loaded and stored once for four products. If keys may be hidden, those of weight 0 add 0, even if their
+    values are NaN."""
     num_kv_heads, page_size = kv.shape[3:5]
     group = sums.shape[0] // num_kv_heads
     for head in range(sums.shape[0]):
@@ -259,11 +260,25 @@ def _weighted_values(weights, kv, layer, table, begin, end, sums):
                 p, y = weights[head, low - begin : high - begin], sums[head]
                 for j in range(0, num_in_fours, 4):
                     a, b, c, d = p[j], p[j + 1], p[j + 2], p[j + 3]
+                    if has_hidden and (a == _ZERO or b == _ZERO or c == _ZERO or d == _ZERO):
+                        for i in range(y.shape[0]):
+                            y[i] += (_product(a, v[j, i]) + _product(b, v[j + 1, i])) + (
+                                _product(c, v[j + 2, i]) + _product(d, v[j + 3, i])
+                            )
+                        continue
                     for i in range(y.shape[0]):
                         y[i] += (a * v[j, i] + b * v[j + 1, i]) + (c * v[j + 2, i] + d * v[j + 3, i])
                 for j in range(num_in_fours, v.shape[0]):
+                    if has_hidden and p[j] == _ZERO:
+                        continue
                     for i in range(y.shape[0]):
                         y[i] += p[j] * v[j, i]
+
+
+@compiled(_SUMS)
+def _product(weight, value):
+    """Return weight * value; 0 if the weight is 0."""
+    return weight * value if weight != _ZERO else _ZERO
 
 
 @compiled({"contract"})

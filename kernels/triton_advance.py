@@ -22,8 +22,8 @@ def advance_(
     num_accepted: Tensor,
     resting: Tensor,
 ) -> Tensor:
-    """Advance sequences as `advance_ref_` does; all tensors but `index` are contiguous. The table's last row is set only
-    if a sequence names it."""
+    """Advance sequences as `advance_ref_` does; all tensors but `index` are contiguous. The table's last row is set
+    only if a sequence names it."""
     (num_columns, num_rows), (num_seqs, num_targets) = table.shape, targets.shape
     assert index.shape == num_accepted.shape == (num_seqs,) and is_valid.shape == targets.shape, targets.shape
     assert resting.shape == (num_columns,) and table.is_contiguous() and resting.is_contiguous(), resting.shape
