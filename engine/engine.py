@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from ..kernels import gpu, prompt_attention
+from ..kernels import prompt_attention
+from ..kernels.operations import captures
 from ..kernels.rows import gather_rows
 from ..kernels.trees import move_slots_
 from ..metadata.errors import ConfigError
@@ -116,7 +117,7 @@ class Engine:
     def capture_prompts(self, progress: Progress | None = None) -> None:
         """For a node that computes prompts, after `warm_up`: on CUDA, small chunks are graphs from now on, which
         `progress` counts."""
-        if gpu.compiled(self.kv):
+        if captures(self.device):
             sizes = bucket_sizes(self.model_config.layer_products)
             page_size, context_len = self.pool.page_size, self.context_len
             self._prompt_graphs = PromptGraphs(self.compute_batch, sizes, page_size, context_len, progress)
@@ -124,7 +125,7 @@ class Engine:
     def _plan_prompts(self, num_tokens: int) -> None:
         """The fused attention of prompts plans every shape that it will meet."""
         config = self.model_config
-        if not gpu.compiled(self.kv) or not prompt_attention.serves(self.device, self.kv.dtype, config.head_dim):
+        if not captures(self.device) or not prompt_attention.serves(self.device, self.kv.dtype, config.head_dim):
             return
         num_heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         qkv = torch.zeros(num_tokens, sum(num_heads), config.head_dim, dtype=self.kv.dtype, device=self.device)

@@ -15,8 +15,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ..kernels import gpu
 from ..kernels.noise import add_gumbel_noise_
+from ..kernels.sample import perturbed_argmax
 from ..metadata.wire.request import TokenLogprobs
 from .copies import recorded_event, to_host
 from .filters import keep_likely
@@ -29,29 +29,29 @@ class SampleResult(NamedTuple):
     """One token for each row of the batch."""
 
     token_ids: Tensor  # [num_rows] int64
-    is_valid: Tensor  # [num_rows] bool; False: the row's logits are no numbers, and neither is its token a choice
+    is_valid: Tensor  # [num_rows] bool; False: the row's logits are not numbers, and its token is no choice
     logprobs: Logprobs | None  # None when no row asks
 
 
 class SubmittedSample(NamedTuple):
-    """Tokens that were sampled, or will be before anything that is submitted to the device later."""
+    """Tokens that the device samples before anything that is submitted to it later."""
 
-    token_ids: Tensor  # [num_rows] int64, on the device; no choice where the logits are no numbers
-    numbers: Tensor  # [2, num_rows] int64, `token_ids` and whether they are valid, on the host once `event` happened
-    logprobs: Logprobs | None  # likewise
-    event: torch.cuda.Event | None  # None where the device is the host
+    token_ids: Tensor  # [num_rows] int64, on the device; no choice if the logits are not numbers
+    numbers: Tensor  # [2, num_rows] int64, `token_ids` and whether they are valid, on the host after `event`
+    logprobs: Logprobs | None  # on the host after `event`
+    event: torch.cuda.Event | None  # None if the device is the host
 
     @classmethod
     def of(cls, logits: Tensor, batch: SamplingBatch) -> Self:
-        """As `sample`."""
+        """Submit what `sample` computes, and the copies of its results to the host."""
         result = sample(logits, batch)
         numbers = to_host(torch.stack([result.token_ids, result.is_valid.long()]))
         logprobs = None if result.logprobs is None else result.logprobs.to_host()
         return cls(result.token_ids, numbers, logprobs, recorded_event(logits.device))
 
     def read(self, num_logprobs: Sequence[int | None]) -> tuple[list[int | None], list[TokenLogprobs | None]]:
-        """Waits. One token for each row, None where the logits are not numbers; log-probabilities where a row asks for
-        some, as `Logprobs.to_rows`."""
+        """Wait for the results. Return one token for each row, None if its logits are not numbers, and what
+        `Logprobs.to_rows` returns for the log-probabilities that rows ask for."""
         if self.event is not None:
             self.event.synchronize()
         ids = [token if is_valid else None for token, is_valid in self.numbers.t().tolist()]
@@ -59,12 +59,12 @@ class SubmittedSample(NamedTuple):
 
 
 def sample(logits: Tensor, batch: SamplingBatch, *, with_logprobs: bool = True) -> SampleResult:
-    """Sample one token a row; `logits` is left as it was.
+    """Sample one token per row; `logits` is left as it was.
 
     Args:
         logits: [num_rows, vocab_size] float32, bfloat16 or float16; rows as in `batch`.
         batch: see `SamplingBatch.of`.
-        with_logprobs: False for a draft, whose log-probabilities nobody wants.
+        with_logprobs: False for drafts, because no client reads their log-probabilities.
     """
     token_ids, is_valid = _choose(logits, batch)
     logprobs, num_logprobs = None, batch.needs.num_logprobs
@@ -74,23 +74,20 @@ def sample(logits: Tensor, batch: SamplingBatch, *, with_logprobs: bool = True) 
 
 
 def _choose(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """Token and whether it is one, each [num_rows]; on CUDA in one pass where nothing but noise is asked for."""
+    """Return each row's token and whether it is valid, each [num_rows]."""
     needs = batch.needs
-    if gpu.compiled(logits) and not (needs.processes or needs.ranks or needs.cuts):
-        from ..kernels.triton_sample import perturbed_argmax
+    if needs.processes or needs.ranks or needs.cuts:
+        return perturbed_scores(logits, batch).argmax(-1), logits.isnan().any(1).logical_not_()
+    return perturbed_argmax(logits, *noise_columns(batch))
 
-        if needs.is_random:
-            return perturbed_argmax(logits, batch.seeds, batch.positions, batch.temperature.squeeze(1))
-        return perturbed_argmax(logits)
-    if needs.is_plain_greedy:
-        token_ids = logits.argmax(-1)  # promises the first of equals
-        found = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)  # argmax finds a NaN first
-        return token_ids, found.isnan().logical_not_()
-    return perturbed_scores(logits, batch).argmax(-1), logits.isnan().any(1).logical_not_()
+
+def noise_columns(batch: SamplingBatch) -> tuple[Tensor, Tensor, Tensor] | tuple[()]:
+    """Return seeds, positions and temperatures, each [num_rows], or nothing if all rows are greedy."""
+    return (batch.seeds, batch.positions, batch.temperature.squeeze(1)) if batch.needs.is_random else ()
 
 
 def perturbed_scores(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """What `sample` takes the argmax of: a new [num_rows, vocab_size] float32, -inf where a token is excluded."""
+    """Return the scores whose argmax `sample` takes, a new [num_rows, vocab_size] float32; -inf: excluded."""
     assert logits.ndim == 2 and len(logits) == batch.num_rows, (logits.shape, batch.num_rows)
     scores = logits.to(torch.float32, copy=True)
     process_logits(scores, batch)
@@ -106,10 +103,10 @@ def perturbed_scores(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def tie_gap(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Difference of each row's two best scores, [num_rows] float32; inf where only one token may be drawn.
+    """Return the difference of each row's two best scores, [num_rows] float32; inf if only one token may be drawn.
 
-    The unit is that of the processed logits for greedy rows, of logits / temperature for the others. Below the bound
-    of promise P1, another order of summation may choose the other token.
+    The unit is that of the processed logits for greedy rows, and of logits / temperature for the others. Below the
+    bound of promise P1, another order of summation may choose the other token.
     """
     best = perturbed_scores(logits, batch).topk(2).values
     return best[:, 0] - best[:, 1]

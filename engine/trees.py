@@ -1,10 +1,10 @@
-"""Draft trees: what a round proposes, how a dynamic tree grows, and which path through it the target accepts.
+"""Draft trees: a round's proposals, the growth of a dynamic tree, and the path that the target accepts.
 
-Node 0 is the bonus token, nodes 1 .. N the drafts, parents before children. A chain of K is the tree in which node i
-hangs on node i - 1; its parents are not written down. A dynamic tree is EAGLE-2's (Li et al. 2024, arXiv:2406.16858):
-each step expands the `topk` best nodes into `topk` children each, and of all candidates the N best are verified. A
-branch's score is the sum of log-softmax of the drafter's *perturbed* logits (DESIGN.md section 6): given the noise that
-the target will draw with, not on average.
+Node 0 is the bonus token, nodes 1 .. N are the drafts, parents before children. A chain of K is the tree in which node
+i is the child of node i - 1; its parents are not stored. A dynamic tree is EAGLE-2's (Li et al. 2024,
+arXiv:2406.16858): each step expands the `topk` best nodes into `topk` children each, and the N best of all candidates
+are verified. A branch's score is the sum of log-softmax of the drafter's *perturbed* logits (DESIGN.md section 6). So
+the score uses the noise that the target will draw with, and is no average over noise.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels import gpu
+from ..kernels.sample import perturbed_topk, perturbed_topk_ref
 from ..kernels.tree_types import Candidates, Frontier
 from ..kernels.trees import choose, grow_, walk_chain, walk_tree
 from .constants import counted
 from .draft_shape import DraftShape
-from .sampling import perturbed_scores, sample
+from .sampling import noise_columns, perturbed_scores, sample
 from .sampling_batch import SamplingBatch
 
 
@@ -34,13 +34,13 @@ class Drafts(NamedTuple):
 class Path(NamedTuple):
     """Nodes that the target accepted."""
 
-    nodes: Tensor | None  # [num_seqs, K + 1] int64, the root first; beyond the accepted ones any; None: 0 .. K
+    nodes: Tensor | None  # [num_seqs, K + 1] int64, the root first, any nodes after the accepted ones; None: 0 .. K
     num_accepted: Tensor  # [num_seqs] int64, without the root
 
 
 def accept_chain(drafts: Tensor, targets: Tensor, limits: Tensor) -> Path:
-    """`drafts` [num_seqs, K], `targets` [num_seqs, K + 1] what the target samples after each node; at most `limits`
-    [num_seqs] are accepted."""
+    """Return how many of `drafts` [num_seqs, K] equal `targets` [num_seqs, K + 1], which the target samples after each
+    node; at most `limits` [num_seqs]."""
     return Path(None, walk_chain(drafts, targets, limits) if drafts.shape[1] else torch.zeros_like(limits))
 
 
@@ -51,26 +51,22 @@ def accept_tree(drafts: Drafts, targets: Tensor, limits: Tensor, num_steps: int)
 
 
 def sample_ahead(logits: Tensor, base: SamplingBatch, drafted: Tensor) -> Tensor:
-    """A drafter's choice after `drafted` [num_rows, j] int64, which follow what `base` knows: [num_rows] int64.
+    """Return a drafter's choice [num_rows] int64 after `drafted` [num_rows, j] int64, which follow `base`'s tokens.
 
     A draft token is accepted exactly when it equals the target's, so the drafter asks the same question of its own
-    `logits` [num_rows, vocab_size] in the target's vocabulary: same processing, noise of the position proposed for."""
+    `logits` [num_rows, vocab_size] in the target's vocabulary: the same processing, and the noise of the proposed
+    token's position."""
     num_ahead = counted(drafted.shape[1] + 1, logits.device)[-1:].unsqueeze(0)
     return sample(logits, base.ahead(num_ahead, drafted), with_logprobs=False).token_ids
 
 
 def top_of(logits: Tensor, batch: SamplingBatch, topk: int) -> tuple[Tensor, Tensor]:
-    """The `topk` best tokens of each row and log-softmax of their perturbed logits, [num_rows, topk] int64, float32."""
+    """Return the `topk` best tokens of each row and log-softmax of their perturbed logits, [num_rows, topk] int64 and
+    float32."""
     needs = batch.needs
-    if gpu.compiled(logits) and not (needs.processes or needs.ranks or needs.cuts):
-        from ..kernels.triton_sample import MAX_TOPK, perturbed_topk
-
-        if topk <= MAX_TOPK:
-            noise = (batch.seeds, batch.positions, batch.temperature.squeeze(1)) if needs.is_random else ()
-            return perturbed_topk(logits, topk, *noise)
-    scores = logits.float() if needs.is_plain_greedy else perturbed_scores(logits, batch)
-    best, tokens = scores.topk(topk)
-    return tokens, best - scores.logsumexp(1, keepdim=True)
+    if needs.processes or needs.ranks or needs.cuts:
+        return perturbed_topk_ref(perturbed_scores(logits, batch), topk)
+    return perturbed_topk(logits, topk, *noise_columns(batch))
 
 
 # Runs the drafter over a step's frontier: (step, tokens [num_seqs, topk], states [num_seqs, topk, width], visible
@@ -81,8 +77,8 @@ Expand = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 def grow_tree(
     shape: DraftShape, first: tuple[Tensor, Tensor], state: Tensor, base: SamplingBatch, expand: Expand
 ) -> Drafts:
-    """A dynamic tree from the `first` tokens and scores, each [num_seqs, topk], and the state [num_seqs, width] that
-    proposed them; `base` samples the token at depth 1."""
+    """Grow a dynamic tree from the `first` tokens and scores, each [num_seqs, topk], and the state [num_seqs, width]
+    that proposed them; `base` samples the token at depth 1."""
     candidates = Candidates.allocate(len(state), shape.max_drafts, state.device)
     frontier = grow_(candidates, Frontier.root(state), *first)
     for step in range(1, shape.num_steps):
@@ -93,7 +89,7 @@ def grow_tree(
 
 
 def _ahead(base: SamplingBatch, frontier: Frontier) -> SamplingBatch:
-    """Of the tokens that follow a frontier's nodes, each with its own path in its history."""
+    """Return the batch of the tokens that follow a frontier's nodes; each has its own path in its history."""
     (_, topk, depth), device = frontier.paths.shape, frontier.paths.device
     own_path = None
     if base.needs.penalizes:

@@ -48,14 +48,25 @@ def paged_attention_ref(
         grouped = q_seq.view(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         scores = torch.einsum("tkgd,kjd->kgtj", grouped, k) * head_dim**-0.5
         if tree is None:
-            scores += _mask(query_lens[seq], seq_lens[seq], window, seq_lens[seq], q.device)
+            mask = _mask(query_lens[seq], seq_lens[seq], window, seq_lens[seq], q.device)
         else:
             assert positions is not None
             tokens = slice(sum(query_lens[:seq]), sum(query_lens[: seq + 1]))
             start, seq_len = int(tree.starts[seq]), seq_lens[seq]
-            scores += _tree_mask(positions[tokens], tree.visible[tokens, : seq_len - start], seq_len, window)
-        outputs.append(torch.einsum("kgtj,kjd->tkgd", scores.softmax(-1), v).reshape(-1, num_heads, head_dim))
+            mask = _tree_mask(positions[tokens], tree.visible[tokens, : seq_len - start], seq_len, window)
+        weights = scores.masked_fill(mask < 0, float("-inf")).softmax(-1)
+        outputs.append(_weighted(weights, v, mask).reshape(-1, num_heads, head_dim))
     return torch.cat(outputs).to(q.dtype)
+
+
+def _weighted(weights: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the sums of values `v` [num_kv_heads, seq_len, head_dim] with `weights` [num_kv_heads, group_size,
+    query_len, seq_len]: [query_len, num_kv_heads, group_size, head_dim]. A hidden value adds nothing, even if it is
+    NaN; a value that is not finite makes the rows that see it NaN."""
+    is_bad = ~v.isfinite().all(-1)  # [num_kv_heads, seq_len]
+    sums = torch.einsum("kgtj,kjd->tkgd", weights, v.masked_fill(is_bad.unsqueeze(-1), 0.0))
+    sees_bad = (is_bad.unsqueeze(1) & (mask == 0)).any(-1)  # [num_kv_heads, query_len]
+    return sums.masked_fill(sees_bad.t()[:, :, None, None], float("nan"))
 
 
 class Tree(NamedTuple):

@@ -1,35 +1,32 @@
-"""Whether the Triton kernels serve a tensor: on CUDA, unless BATON_TRITON=0 asks for torch's own operations.
-
-Triton is imported where it is used first: a node on a CPU does without.
-"""
+"""Facts about the GPU that launches depend on. The table (operations.py) says which backend serves an operation."""
 
 from __future__ import annotations
 
 import functools
-import logging
 import os
 
 import torch
 
-logger = logging.getLogger(__name__)
+from . import operations
 
-# Beyond, kernels take longer than launching them does, and without a graph such a launch asks more of the host.
+# Kernels of more rows take longer than their launch. Without a graph, such a launch also costs the host more.
 _MAX_DEPENDENT_ROWS = 512
 
 
 def compiled(tensor: torch.Tensor) -> bool:
-    """Whether the kernels of kernels/triton_*.py serve tensors of this device."""
-    return tensor.is_cuda and _has_triton()
+    """Return `operations.captures` of a tensor's device. New code asks that, or calls an operation."""
+    return operations.captures(tensor.device)
 
 
 def dependent_launch(num_rows: int) -> bool:
-    """Whether kernels of so many rows are launched while the one before still runs (programmatic dependent launch,
-    compute capability 9.0). Such a kernel fetches what no kernel of a layer writes, weights and the plan of a forward,
-    and then waits for the end of the one before it, as that one did; a plan is written by kernels launched plainly.
+    """Return whether a kernel of so many rows starts while the kernel before it still runs (programmatic dependent
+    launch, compute capability 9.0). BATON_DEPENDENT_LAUNCH=0 switches this off, for comparing.
 
-    When it lets the next one start is a matter of speed alone: at once where it is short or all its loads are under
-    way, at its end where programs of the next would take the place of its own. BATON_DEPENDENT_LAUNCH=0 is for
-    comparing."""
+    Such a kernel first loads what no kernel of a layer writes: weights and the plan of a forward. Then it waits for the
+    end of the kernel before it. A plan is written by kernels that are launched plainly.
+
+    A kernel may let the next one start at any point: at once if it is short or if all its loads are under way, at its
+    end if the next kernel's programs would take the place of its own. The point changes the speed and nothing else."""
     return num_rows <= _MAX_DEPENDENT_ROWS and _has_dependent_launch()
 
 
@@ -38,16 +35,3 @@ def _has_dependent_launch() -> bool:
     if os.environ.get("BATON_DEPENDENT_LAUNCH") == "0" or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability() >= (9, 0)
-
-
-@functools.cache
-def _has_triton() -> bool:
-    if os.environ.get("BATON_TRITON") == "0":
-        return False
-    try:
-        import triton
-    except ImportError as error:
-        logger.warning("triton cannot be used (%s); kernels are torch's, and slower", error)
-        return False
-    logger.info("kernels by triton %s", triton.__version__)
-    return True

@@ -4,9 +4,9 @@
     u     = (r + 0.5) * 2^-32                                   in (0, 1), never 0 or 1
     noise = -log(-log1p(-u))
 
-so ``argmax(logits + noise)`` draws from ``softmax(logits)``, and draws the same token wherever it is computed.
+So ``argmax(logits + noise)`` draws from ``softmax(logits)``, and draws the same token wherever it is computed.
 
-Three steps keep that true bit for bit on every device:
+Three rules keep that true bit for bit on every device:
 
 - The hash uses 32-bit wrapping multiplications, additions, xors and logical shifts only.
 - With s = r for r < 2^31 and s = 2^32 - 1 - r above, v = (s + 0.5) * 2^-32 lies in (0, 0.5] and
@@ -16,9 +16,8 @@ Three steps keep that true bit for bit on every device:
       -log(x)    = Q(1 - m) - k * ln 2      where x = m * 2^k, m in [0.5, 1), read from x's bits
 
   with one function Q(f) = -log1p(-f) on [0, 0.5]. No r gives an infinity; small tails stay precise.
-- Q(f) = f * P(f), P by Horner with separate multiplications and additions in float32. A kernel beside this reference
-  must switch off fusion into FMA, and may use nothing but IEEE additions and multiplications and integer operations;
-  kernels/numba_noise.py is one, for the CPU.
+- Q(f) = f * P(f), P by Horner with separate multiplications and additions in float32. A backend must switch off fusion
+  into FMA, and may use nothing but IEEE additions and multiplications and integer operations.
 
 P is the degree 8 least-squares polynomial of -log1p(-f) / f at 400 Chebyshev nodes of [0, 0.5], fitted in float64 and
 rounded to float32 (its relative error is 5e-8; ``tests/kernels/test_noise.py`` repeats the fit). The whole noise is
@@ -30,7 +29,7 @@ import math
 import torch
 from torch import Tensor
 
-from . import cpu
+from .operations import Operation
 
 _LOG1P_COEFFICIENTS = (
     1.0,
@@ -56,8 +55,8 @@ _HALF_BITS = 0x3F000000  # 0.5 as float32 bits
 _BLOCK_SIZE = 1 << 16  # elements worked on at once on CPU, so that the scratch stays in cache
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Noise of every token id below ``vocab_size``.
+def gumbel_noise_ref(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Return the noise of every token id below ``vocab_size``.
 
     Args:
         seeds: [num_rows] int64, each in 0 .. 2^63 - 1.
@@ -66,54 +65,45 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
     Returns: [num_rows, vocab_size] float32, finite, on the device of ``seeds``.
     """
-    noise = torch.empty((seeds.shape[0], vocab_size), dtype=torch.float32, device=seeds.device)
-    if not cpu.compiled(noise):
-        return gumbel_noise_ref(seeds, positions, vocab_size)
-    return add_gumbel_noise_(noise.zero_(), seeds, positions)  # no noise is -0, which alone would lose its sign here
+    token_ids = torch.arange(vocab_size, dtype=torch.int32, device=seeds.device)
+    return gumbel_noise_at(seeds, positions, token_ids[None])
 
 
-def add_gumbel_noise_(scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """scores += ``gumbel_noise`` in place, to the bit; on a CPU in one compiled pass where numba can be used.
+def add_gumbel_noise_ref_(scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Add ``gumbel_noise`` to ``scores`` in place.
 
     Args:
         scores: [num_rows, vocab_size] float32, contiguous; -inf stays -inf.
-        seeds, positions: as for ``gumbel_noise``.
+        seeds, positions: as for ``gumbel_noise_ref``.
 
     Returns: ``scores``.
     """
+    check_scores(scores, seeds, positions)
+    return scores.add_(gumbel_noise_ref(seeds, positions, scores.shape[1]))
+
+
+gumbel_noise = Operation("gumbel_noise", gumbel_noise_ref)
+add_gumbel_noise_ = Operation("add_gumbel_noise_", add_gumbel_noise_ref_)
+
+
+def check_scores(scores: Tensor, seeds: Tensor, positions: Tensor) -> None:
+    """Assert the shapes and dtypes that ``add_gumbel_noise_`` takes."""
     assert scores.ndim == 2 and scores.dtype is torch.float32 and scores.is_contiguous(), (scores.shape, scores.dtype)
     assert seeds.dtype == positions.dtype == torch.int64, (seeds.dtype, positions.dtype)
     assert seeds.shape == positions.shape == scores.shape[:1], (seeds.shape, positions.shape, scores.shape)
-    if not cpu.compiled(scores):
-        return scores.add_(gumbel_noise_ref(seeds, positions, scores.shape[1]))
-    from . import numba_noise
-
-    numba_noise.add_gumbel_noise(scores.numpy(), seeds.contiguous().numpy(), positions.contiguous().numpy())
-    return scores
 
 
 def gumbel_noise_at(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Noise of the given ids: equal to ``gumbel_noise(...).gather(1, token_ids)``, without computing the rest.
+    """Return the noise of the given ids: ``gumbel_noise(...).gather(1, token_ids)``, without computing the rest.
 
     A drafter whose vocabulary is a permutation or a part of the target's passes the *target's* ids.
 
     Args:
-        seeds, positions: as for ``gumbel_noise``.
+        seeds, positions: as for ``gumbel_noise_ref``.
         token_ids: [num_rows, num_ids] or [1, num_ids] int64 or int32.
 
     Returns: [num_rows, num_ids] float32.
     """
-    return gumbel_noise_at_ref(seeds, positions, token_ids)
-
-
-def gumbel_noise_ref(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """The specification of ``gumbel_noise``."""
-    token_ids = torch.arange(vocab_size, dtype=torch.int32, device=seeds.device)
-    return gumbel_noise_at_ref(seeds, positions, token_ids[None])
-
-
-def gumbel_noise_at_ref(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """The specification of ``gumbel_noise_at``."""
     key_1, key_2 = _row_keys(seeds, positions)  # each [num_rows, 1] int32
     num_rows, num_ids = key_1.shape[0], token_ids.shape[-1]
     assert token_ids.ndim == 2 and token_ids.shape[0] in (1, num_rows), (token_ids.shape, num_rows)
@@ -132,14 +122,14 @@ def gumbel_noise_at_ref(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> 
 
 
 def random_bits_ref(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """r as int32 bits, [num_rows, num_ids]; arguments as for ``gumbel_noise_at``."""
+    """Return r as int32 bits, [num_rows, num_ids]; arguments as for ``gumbel_noise_at``."""
     key_1, key_2 = _row_keys(seeds, positions)
     bits = token_ids.to(torch.int32) ^ key_1
     return _mix(bits, torch.empty_like(bits), key_2)
 
 
 def gumbel_from_bits_ref(bits: Tensor) -> Tensor:
-    """-log(-log1p(-u)) for u = (r + 0.5) * 2^-32, r given as int32 bits, any shape; float32, same shape."""
+    """Return -log(-log1p(-u)) for u = (r + 0.5) * 2^-32, r given as int32 bits of any shape: float32, same shape."""
     assert bits.dtype == torch.int32, bits.dtype
     noise = torch.empty_like(bits, dtype=torch.float32)
     _gumbel_from_bits(noise, bits.clone(), *torch.empty((4, *bits.shape), dtype=torch.int32, device=bits.device))
@@ -147,7 +137,7 @@ def gumbel_from_bits_ref(bits: Tensor) -> Tensor:
 
 
 def _gumbel_from_bits(noise: Tensor, s: Tensor, upper: Tensor, f: Tensor, x: Tensor, k: Tensor) -> None:
-    """Writes the noise of the bits ``s`` to ``noise``. All arguments but it are int32, of its shape, and scratch."""
+    """Write the noise of the bits ``s`` to ``noise``. All other arguments are int32 of its shape, and scratch."""
     f_value, x_value, k_value = (scratch.view(torch.float32) for scratch in (f, x, k))
     torch.bitwise_right_shift(s, 31, out=upper)  # arithmetic: all ones where r >= 2^31, else 0
     s ^= upper
@@ -170,7 +160,7 @@ def _gumbel_from_bits(noise: Tensor, s: Tensor, upper: Tensor, f: Tensor, x: Ten
 
 
 def _row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Two 32-bit keys of (seed, position), so that 64 bits tell rows apart; each [num_rows, 1] int32."""
+    """Return two 32-bit keys of (seed, position), so that 64 bits tell rows apart; each [num_rows, 1] int32."""
     assert seeds.dtype == positions.dtype == torch.int64, (seeds.dtype, positions.dtype)
     assert seeds.ndim == 1 and seeds.shape == positions.shape, (seeds.shape, positions.shape)
     words = seeds.contiguous().view(torch.int32).view(-1, 2, 1)  # [num_rows, low | high, 1], little-endian
@@ -188,7 +178,7 @@ def _row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mix(x: Tensor, scratch: Tensor, key: Tensor | None = None) -> Tensor:
-    """Bijective mixing of int32 in place; ``key`` is added half way, so that no two keys give shifted sequences."""
+    """Mix int32 bijectively, in place. ``key`` is added half way, so that no two keys give shifted sequences."""
     _xor_shift(x, 16, scratch)
     x *= _MULTIPLIER_1
     _xor_shift(x, 15, scratch)
@@ -200,14 +190,14 @@ def _mix(x: Tensor, scratch: Tensor, key: Tensor | None = None) -> Tensor:
 
 
 def _xor_shift(x: Tensor, shift: int, shifted: Tensor) -> None:
-    """x ^= x >>> shift, a logical shift made of an arithmetic one and a mask."""
+    """Do x ^= x >>> shift, a logical shift made of an arithmetic one and a mask."""
     torch.bitwise_right_shift(x, shift, out=shifted)
     shifted &= (1 << (32 - shift)) - 1
     x ^= shifted
 
 
 def _split(x: Tensor, f: Tensor, k: Tensor) -> None:
-    """From the bits of x = m * 2^k, m in [0.5, 1): the bits of 1 - m, which is exact, to f; k * 2^23 to k."""
+    """Split the bits of x = m * 2^k, m in [0.5, 1): the bits of 1 - m, which is exact, go to f, k * 2^23 to k."""
     torch.sub(x, _HALF_BITS, out=k)
     k &= ~_MANTISSA_MASK
     torch.sub(x, k, out=f)
@@ -215,7 +205,7 @@ def _split(x: Tensor, f: Tensor, k: Tensor) -> None:
 
 
 def _log1p_negated(f: Tensor, out: Tensor) -> Tensor:
-    """Q(f) = -log1p(-f) for f in [0, 0.5], float32."""
+    """Write Q(f) = -log1p(-f) to ``out`` for f in [0, 0.5], float32, and return it."""
     *rest, highest = _LOG1P_COEFFICIENTS
     torch.mul(f, highest, out=out)
     for coefficient in reversed(rest[1:]):

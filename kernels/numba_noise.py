@@ -1,17 +1,20 @@
-"""kernels/noise.py compiled for the CPU: a row's noise in blocks that stay in cache, with the bits of the reference.
+"""The operations of kernels/noise.py on a CPU: a row's noise in blocks that stay in cache, with the reference's bits.
 
-No `fastmath`: so LLVM neither fuses multiplications into additions nor reorders, and vectorises all the same, as token
-ids do not depend on one another. Numba widens results of 32-bit operations to 64 bits; each is cast back at once, and
-LLVM makes 32-bit instructions of that.
+No `fastmath` flag is set, so LLVM neither fuses multiplications into additions nor reorders them. It vectorises all the
+same, because token ids do not depend on one another. Numba widens results of 32-bit operations to 64 bits; each is cast
+back at once, and LLVM makes 32-bit instructions of that.
 
-The constants repeat those of noise.py, as numba's cache on disk notices changes of this file only.
+The constants repeat those of noise.py, because numba's cache on disk notices changes of this file only.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from .numba_kernels import _compiled
+from .noise import check_scores
+from .numba_kernels import compiled
 
 _EXACT: set[str] = set()  # no liberties with floating point
 
@@ -42,9 +45,22 @@ _EXPONENT_MASK = np.int32(~0x007FFFFF)  # of a float32, and its sign
 _HALF_BITS = np.int32(0x3F000000)  # 0.5 as float32 bits
 
 
-@_compiled(_EXACT)
-def add_gumbel_noise(scores, seeds, positions):
-    """scores += noise: `scores` [num_rows, vocab_size] float32, `seeds`, `positions` [num_rows] int64."""
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Return `gumbel_noise_ref`, to the bit."""
+    noise = torch.zeros((seeds.shape[0], vocab_size), dtype=torch.float32)
+    return add_gumbel_noise_(noise, seeds, positions)  # no noise is -0, which alone would lose its sign here
+
+
+def add_gumbel_noise_(scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Add noise to `scores` as `add_gumbel_noise_ref_` does, to the bit, and return it."""
+    check_scores(scores, seeds, positions)
+    _add_noise(scores.numpy(), seeds.contiguous().numpy(), positions.contiguous().numpy())
+    return scores
+
+
+@compiled(_EXACT)
+def _add_noise(scores, seeds, positions):
+    """Add noise to `scores` [num_rows, vocab_size] float32; `seeds`, `positions` [num_rows] int64."""
     bits, f, k = _scratch()
     for row in range(scores.shape[0]):
         key_1, key_2 = _row_keys(seeds[row], positions[row])
@@ -57,9 +73,9 @@ def add_gumbel_noise(scores, seeds, positions):
                 block[i] += f[i]
 
 
-@_compiled(_EXACT)
+@compiled(_EXACT)
 def gumbel_from_bits(r, noise):
-    """`gumbel_from_bits_ref`: `r` [count] int32 -> `noise` [count] float32."""
+    """Write `gumbel_from_bits_ref` of `r` [count] int32 to `noise` [count] float32. For tests."""
     bits, f, k = _scratch()
     for start in range(0, r.shape[0], _BLOCK_SIZE):
         block = r[start : start + _BLOCK_SIZE]
@@ -69,12 +85,12 @@ def gumbel_from_bits(r, noise):
         noise[start : start + _BLOCK_SIZE] = f[: block.shape[0]]
 
 
-@_compiled(_EXACT)
+@compiled(_EXACT)
 def _scratch():
     return np.zeros(_BLOCK_SIZE, np.uint32), np.empty(_BLOCK_SIZE, np.float32), np.empty(_BLOCK_SIZE, np.float32)
 
 
-@_compiled(_EXACT)
+@compiled(_EXACT)
 def _row_keys(seed, position):
     low, high, offset = np.uint32(seed), np.uint32(seed >> 32), np.uint32(position)
     nothing = np.uint32(0)
@@ -83,18 +99,18 @@ def _row_keys(seed, position):
     return _mix(np.uint32(key_1 ^ offset), nothing), _mix(np.uint32(key_2 + offset), nothing)
 
 
-@_compiled(_EXACT)
+@compiled(_EXACT)
 def _mix(x, key):
-    """Of uint32, as `_mix` of the reference."""
+    """Mix uint32 as the reference does."""
     x = np.uint32(np.uint32(x ^ (x >> np.uint32(16))) * _MULTIPLIER_1)
     x = np.uint32(np.uint32(x ^ (x >> np.uint32(15))) + key)
     x = np.uint32(x * _MULTIPLIER_2)
     return np.uint32(x ^ (x >> np.uint32(16)))
 
 
-@_compiled(_EXACT)
+@compiled(_EXACT)
 def _gumbel(bits, f, k):
-    """-log(-log1p(-u)) of `bits` to `f`; `k` is scratch. Both logarithms as noise.py derives them."""
+    """Write -log(-log1p(-u)) of `bits` to `f`; `k` is scratch. noise.py derives both logarithms."""
     for i in range(bits.shape[0]):
         is_upper = np.int32(bits[i]) < 0
         s = np.int32(~bits[i] if is_upper else bits[i])
@@ -109,18 +125,18 @@ def _gumbel(bits, f, k):
     _logarithm(f, k)
 
 
-@_compiled(_EXACT)
+@compiled(_EXACT)
 def _split(x):
-    """x = m * 2^k, m in [0.5, 1) -> (1 - m, k * ln 2)."""
+    """Return (1 - m, k * ln 2) of x = m * 2^k, m in [0.5, 1)."""
     bits = np.float32(x).view(np.int32)
     k = np.int32(np.int32(bits - _HALF_BITS) & _EXPONENT_MASK)
     return _ONE - np.int32(bits - k).view(np.float32), np.float32(k) * _LN_2_PER_EXPONENT
 
 
-@_compiled(_EXACT)
+@compiled(_EXACT)
 def _logarithm(f, k):
-    """f = Q(f) - k in place. Four polynomials side by side, as each operation of one waits for the one before: with
-    them, and in blocks, a row takes 0.6 of the time."""
+    """Compute f = Q(f) - k in place. Four polynomials run side by side, because each operation of one polynomial waits
+    for the operation before it."""
     quarter = f.shape[0] // 4
     a, b, c, d = f[:quarter], f[quarter : 2 * quarter], f[2 * quarter : 3 * quarter], f[3 * quarter :]
     for i in range(quarter):
@@ -138,8 +154,8 @@ def _logarithm(f, k):
         f[i] -= k[i]
 
 
-@_compiled(_EXACT)
+@compiled(_EXACT)
 def _horner_step(p, coefficient, x):
-    """(p + coefficient) * x of four."""
+    """Return (p + coefficient) * x of four numbers each."""
     p = p[0] + coefficient, p[1] + coefficient, p[2] + coefficient, p[3] + coefficient
     return p[0] * x[0], p[1] * x[1], p[2] * x[2], p[3] * x[3]

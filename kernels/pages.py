@@ -6,75 +6,67 @@ The checksum of a block w of n words is multilinear, with odd 64-bit multipliers
 
     sum = m(0) + m(1) w[0] + m(2) w[1] + ... + m(n) w[n - 1]  mod 2^64,     m(i) = splitmix64(i) | 1
 
-so a change within one word always shows (m is odd, the difference is not 0 and below 2^32), and any other change is
+A change within one word always shows, because m is odd and the difference is not 0 and below 2^32. Any other change is
 missed about once in 2^32 at worst (multilinear hashing: L. Carter and M. Wegman, 1979; D. Lemire and O. Kaser, 2014).
-The sum may be taken in any order. The multipliers are public: it finds faults, not attackers.
-
-kernels/triton_pages.py has the kernels.
+The sum may be taken in any order. The multipliers are public, so the checksum finds faults and no attackers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 
 import torch
+
+from .operations import Operation, is_installed
 
 _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64 (S. Vigna, public domain)
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 _MULTIPLIER_2 = 0x94D049BB133111EB
 
 
-@functools.cache
 def has_kernels() -> bool:
-    """Whether Triton is there. Without it pages are digested by torch, slowly, and no peer's pool can be read."""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    """Return whether Triton is installed. Without it torch digests pages, slowly, and no peer's pool can be read."""
+    return is_installed("triton")
 
 
-def page_checksums(
+def page_checksums_ref(pool: torch.Tensor, pages: torch.Tensor, block_words: int) -> torch.Tensor:
+    """Return the checksums of all blocks of `block_words` words of the pages, [num_pages, num_layers * page_words /
+    block_words] int64 with the bits of uint64. Arguments are as in `store_checksums_ref`."""
+    words = pool[:, pages.long()].transpose(0, 1).flatten(1).unflatten(1, (-1, block_words)).long() & 0xFFFFFFFF
+    factors = multipliers(block_words + 1).to(pool.device)
+    return (words * factors[1:]).sum(-1) + factors[0]
+
+
+def store_checksums_ref(
     pool: torch.Tensor,
     pages: torch.Tensor,
     block_words: int,
     sums: torch.Tensor,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Checksums of all blocks of `block_words` words of the pages, into `sums` [num_pages, num_layers * page_words /
-    block_words], int64 with the bits of uint64, contiguous, on the device or in pinned memory, by work on `stream`
-    (None: the current one).
+    """Write `page_checksums_ref` to `sums`, contiguous, on the device or in pinned memory, by work on `stream` (None:
+    the current one).
 
-    `pool` [num_layers, pool_pages, page_words] int32, contiguous; `pages` [num_pages] int32 on its device or in pinned
-    memory."""
-    if pool.is_cuda and has_kernels():
-        from . import triton_pages
-
-        triton_pages.page_checksums(pool, pages, block_words, sums, stream)
-        return
+    `pool` [num_layers, pool_pages, page_words] int32 is contiguous; `pages` [num_pages] int32 are on its device or in
+    pinned memory."""
     with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
         sums.copy_(page_checksums_ref(pool, pages, block_words), non_blocking=True)
 
 
-def page_checksums_ref(pool: torch.Tensor, pages: torch.Tensor, block_words: int) -> torch.Tensor:
-    """What `page_checksums` stores."""
-    words = pool[:, pages.long()].transpose(0, 1).flatten(1).unflatten(1, (-1, block_words)).long() & 0xFFFFFFFF
-    factors = multipliers(block_words + 1).to(pool.device)
-    return (words * factors[1:]).sum(-1) + factors[0]
+page_checksums = Operation("page_checksums", store_checksums_ref)
+
+
+def gather_pages_ref(peer: torch.Tensor, pool: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    """Copy all layers of the pages `sources` of `peer` to the pages `targets` of `pool`, [num_moves] int32 each."""
+    pool[:, targets.long()] = peer[:, sources.long()].to(pool.device)
 
 
 def multipliers(count: int) -> torch.Tensor:
-    """m(0) to m(count - 1), [count] int64 with the bits of uint64."""
+    """Return m(0) to m(count - 1), [count] int64 with the bits of uint64."""
     state = (torch.arange(count, dtype=torch.int64) + 1) * _signed(_GOLDEN)
     state = (state ^ ((state >> 30) & ((1 << 34) - 1))) * _signed(_MULTIPLIER_1)
     state = (state ^ ((state >> 27) & ((1 << 37) - 1))) * _signed(_MULTIPLIER_2)
     return (state ^ ((state >> 31) & ((1 << 33) - 1))) | 1
-
-
-def gather_pages_ref(peer: torch.Tensor, pool: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """All layers of pages `sources` of `peer` into pages `targets` of `pool`, both pools, [num_moves] int32 each."""
-    pool[:, targets.long()] = peer[:, sources.long()].to(pool.device)
 
 
 def _signed(bits: int) -> int:

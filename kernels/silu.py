@@ -5,19 +5,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from . import cpu, gpu
+from .operations import Operation
 
 
 def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
-    """The specification: `gate_up` [num_rows, 2 * size], gate first -> [num_rows, size], a new tensor."""
+    """Return silu(gate) * up of `gate_up` [num_rows, 2 * size], gate first: a new tensor [num_rows, size]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`silu_mul_ref`, in one call where a compiled kernel serves."""
-    if gpu.compiled(gate_up) and gate_up.is_contiguous():
-        from . import triton_silu
-
-        return triton_silu.silu_mul(gate_up)
-    return cpu.silu_mul(gate_up) if cpu.compiled(gate_up) else silu_mul_ref(gate_up)
+silu_mul = Operation("silu_mul", silu_mul_ref)

@@ -1,20 +1,25 @@
-"""Trees on the device: how one grows, who descends from whom, which path the target accepts, and the accepted nodes' KV
-on its way to where the sequence goes on (engine/trees.py)."""
+"""Operations on draft trees (engine/trees.py): grow a tree, find ancestors, walk the path that the target accepts, and
+move the KV of accepted nodes to the slots where the sequence continues."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from . import gpu
+from .operations import Operation
 from .tree_types import Ancestry, Candidates, Frontier
 
 
+def _tokens(candidates: Candidates, *_: object, **__: object) -> Tensor:
+    return candidates.tokens
+
+
 def grow_ref_(candidates: Candidates, frontier: Frontier, tokens: Tensor, scores: Tensor) -> Frontier:
-    """The specification. The children of a frontier, `tokens` [num_seqs * num_nodes, topk] int64 with the `scores` of
-    each below its parent, float32, at most 0, go to the candidates, with those above them counted; what is no number is
-    the least. Returns the `topk` best, the first of equals: the next frontier, with `frontier.states` of their parents.
-    """
+    """Add the children of a frontier to the candidates, in place, and return the next frontier.
+
+    `tokens` [num_seqs * num_nodes, topk] int64 are the children. `scores`, float32 and at most 0, are relative to their
+    parents; the candidates get the sums along the path. A score that is not a number counts as -inf. The next frontier
+    holds the `topk` best children, the first of equals, with `frontier.states` of their parents."""
     num_seqs, num_nodes = frontier.scores.shape
     topk = tokens.shape[1]
     tokens = tokens.view(num_seqs, -1)
@@ -41,35 +46,24 @@ def grow_ref_(candidates: Candidates, frontier: Frontier, tokens: Tensor, scores
     )
 
 
-def grow_(candidates: Candidates, frontier: Frontier, tokens: Tensor, scores: Tensor) -> Frontier:
-    """`grow_ref_`, in one launch on CUDA."""
-    if gpu.compiled(tokens):
-        from . import triton_growth
-
-        return triton_growth.grow_(candidates, frontier, tokens, scores)
-    return grow_ref_(candidates, frontier, tokens, scores)
+grow_ = Operation("grow_", grow_ref_, by=_tokens)
 
 
 def choose_ref(candidates: Candidates, num_drafts: int) -> tuple[Tensor, Tensor]:
-    """The specification. The `num_drafts` best candidates, N, the first of equals, as nodes 1 .. N in the order in
-    which they stand; no candidate scores more than its parent, so a node's parent is among them. Returns tokens and
-    parents, [num_seqs, N] int64, 0 for the root."""
+    """Return tokens and parents of the N = `num_drafts` best candidates, each [num_seqs, N] int64; parent 0: the root.
+
+    The first of equals is taken. The candidates become nodes 1 .. N in the order in which they stand. No candidate
+    scores more than its parent, so the parent of a chosen one is chosen too."""
     chosen = candidates.scores.sort(dim=1, descending=True, stable=True).indices[:, :num_drafts].sort(1).values
     parents = torch.searchsorted(chosen, candidates.parents.gather(1, chosen), right=True)
     return candidates.tokens.gather(1, chosen), parents
 
 
-def choose(candidates: Candidates, num_drafts: int) -> tuple[Tensor, Tensor]:
-    """`choose_ref`, in one launch on CUDA."""
-    if gpu.compiled(candidates.tokens):
-        from . import triton_growth
-
-        return triton_growth.choose(candidates, num_drafts)
-    return choose_ref(candidates, num_drafts)
+choose = Operation("choose", choose_ref, by=_tokens)
 
 
 def ancestry_ref(parents: Tensor, num_steps: int) -> Ancestry:
-    """The specification. Of a tree at most `num_steps` deep, `parents` [num_seqs, N] int64 of nodes 1 .. N."""
+    """Return the ancestors of nodes 1 .. N with `parents` [num_seqs, N] int64, in a tree at most `num_steps` deep."""
     num_seqs, num_drafts = parents.shape
     up = torch.cat([parents.new_zeros(num_seqs, 1), parents], dim=1)  # the root is its own parent
     node = torch.arange(num_drafts + 1, device=parents.device).expand_as(up)
@@ -80,38 +74,27 @@ def ancestry_ref(parents: Tensor, num_steps: int) -> Ancestry:
     return Ancestry(visible, visible.sum(2) - 1)
 
 
-def ancestry(parents: Tensor, num_steps: int) -> Ancestry:
-    """`ancestry_ref`, in one launch on CUDA."""
-    if gpu.compiled(parents):
-        from . import triton_trees
-
-        return triton_trees.ancestry(parents, num_steps)
-    return ancestry_ref(parents, num_steps)
+ancestry = Operation("ancestry", ancestry_ref)
 
 
 def walk_chain_ref(tokens: Tensor, targets: Tensor, limits: Tensor) -> Tensor:
-    """The specification. How many of `tokens` [num_seqs, K] equal `targets` [num_seqs, K + 1] from the start, at most
-    `limits` [num_seqs]: [num_seqs]. All int64."""
+    """Return how many of `tokens` [num_seqs, K] equal `targets` [num_seqs, K + 1] from the start, at most `limits`
+    [num_seqs]: [num_seqs]. All are int64."""
     num_equal = (tokens == targets[:, :-1]).long().cumprod(1).sum(1)
     return torch.minimum(num_equal, limits)
 
 
-def walk_chain(tokens: Tensor, targets: Tensor, limits: Tensor) -> Tensor:
-    """`walk_chain_ref`, in one launch on CUDA."""
-    if gpu.compiled(tokens):
-        from . import triton_trees
-
-        return triton_trees.walk_chain(tokens, targets, limits)
-    return walk_chain_ref(tokens, targets, limits)
+walk_chain = Operation("walk_chain", walk_chain_ref)
 
 
 def walk_tree_ref(
     tokens: Tensor, parents: Tensor, targets: Tensor, limits: Tensor, num_steps: int
 ) -> tuple[Tensor, Tensor]:
-    """The specification. From the root to the child that the target samples, the first of several, while there is one
-    and no more than `limits` [num_seqs]: `tokens`, `parents` [num_seqs, N] of nodes 1 .. N, `targets` [num_seqs, N + 1]
-    -> nodes [num_seqs, num_steps + 1], the root first and, beyond the path, the one of its number (at most N); and how
-    many are below the root, [num_seqs]. All int64."""
+    """Walk from the root to the child that the target samples, the first of several, while there is one, for at most
+    `limits` [num_seqs] steps. Return the nodes [num_seqs, num_steps + 1] and how many are below the root [num_seqs].
+
+    `tokens` and `parents` are [num_seqs, N], of nodes 1 .. N; `targets` [num_seqs, N + 1] follow each node. Nodes begin
+    with the root. Beyond the path, column i holds node i (at most N). All are int64."""
     node = torch.zeros_like(limits).unsqueeze(1)
     count, nodes = torch.zeros_like(limits), [node]
     is_on = limits > 0
@@ -124,20 +107,13 @@ def walk_tree_ref(
     return torch.cat(nodes, dim=1), count
 
 
-def walk_tree(
-    tokens: Tensor, parents: Tensor, targets: Tensor, limits: Tensor, num_steps: int
-) -> tuple[Tensor, Tensor]:
-    """`walk_tree_ref`, in one launch on CUDA."""
-    if gpu.compiled(tokens):
-        from . import triton_trees
-
-        return triton_trees.walk_tree(tokens, parents, targets, limits, num_steps)
-    return walk_tree_ref(tokens, parents, targets, limits, num_steps)
+walk_tree = Operation("walk_tree", walk_tree_ref)
 
 
 def move_slots_ref_(kv: Tensor, block_table: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """The specification. In every layer, KV of slots `sources` into slots `targets`, each [num_seqs, n] int64, by
-    sequence; all sources are read before any target is written, so the two may overlap, and targets are different.
+    """Copy the KV of slots `sources` to slots `targets` of the same sequence, each [num_seqs, n] int64, in all layers.
+
+    All sources are read before any target is written, so the two may overlap. The targets of a sequence differ.
 
     `kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim], `block_table` [num_seqs, num_columns] int64."""
     page_size = kv.shape[4]
@@ -147,11 +123,4 @@ def move_slots_ref_(kv: Tensor, block_table: Tensor, sources: Tensor, targets: T
         layer[new_pages, :, :, new_rows] = layer[pages, :, :, rows]
 
 
-def move_slots_(kv: Tensor, block_table: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """`move_slots_ref_`, in one launch on CUDA."""
-    if gpu.compiled(kv):
-        from . import triton_trees
-
-        triton_trees.move_slots_(kv, block_table, sources, targets)
-    else:
-        move_slots_ref_(kv, block_table, sources, targets)
+move_slots_ = Operation("move_slots_", move_slots_ref_)

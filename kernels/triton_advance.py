@@ -1,4 +1,4 @@
-"""`advance_` of kernels/advance.py: a program for each sequence."""
+"""`advance_` of kernels/advance.py on a GPU: one launch, one program per sequence."""
 
 # ruff: noqa: N803
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -10,18 +10,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .advance import Columns
+
 
 def advance_(
     table: Tensor,
-    counts: tuple[int, ...],
-    last_token: int,
+    columns: Columns,
     index: Tensor,
     targets: Tensor,
     is_valid: Tensor,
     num_accepted: Tensor,
     resting: Tensor,
 ) -> Tensor:
-    """`advance_ref_` with the columns one by one; all tensors are contiguous but `index`."""
+    """Advance sequences as `advance_ref_` does; all tensors but `index` are contiguous. The table's last row is set
+    only if a sequence names it."""
     (num_columns, num_rows), (num_seqs, num_targets) = table.shape, targets.shape
     assert index.shape == num_accepted.shape == (num_seqs,) and is_valid.shape == targets.shape, targets.shape
     assert resting.shape == (num_columns,) and table.is_contiguous() and resting.is_contiguous(), resting.shape
@@ -33,7 +35,7 @@ def advance_(
     _advance_kernel[(num_seqs,)](
         numbers, table, index, targets, is_valid, num_accepted, resting,
         index.stride(0), num_rows, num_targets, num_columns,
-        COUNTS=sum(1 << column for column in counts), LAST_TOKEN=last_token,
+        COUNTS=sum(1 << column for column in columns.counts), LAST_TOKEN=columns.last_token,
         COLUMNS=triton.next_power_of_2(num_columns), TARGETS=triton.next_power_of_2(num_targets), num_warps=1,
     )  # fmt: skip
     return numbers
@@ -45,7 +47,7 @@ def _advance_kernel(
     index_stride, num_rows, num_targets, num_columns,
     COUNTS: tl.constexpr, LAST_TOKEN: tl.constexpr, COLUMNS: tl.constexpr, TARGETS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (num_seqs). Bit c of COUNTS: column c counts."""
+    """Grid: (num_seqs). Bit c of COUNTS is set if column c counts."""
     seq = tl.program_id(0)
     row, num_accepted = tl.load(index_ptr + seq * index_stride), tl.load(num_accepted_ptr + seq)
     step, column = tl.arange(0, TARGETS), tl.arange(0, COLUMNS)

@@ -29,14 +29,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import gpu
 from .attention import Tree
-from .triton_shares import MAX_SPLITS, MIN_SPLIT, Shares, work
-from .triton_softmax import combine_kernel, nothing_seen, quotient, store_heads, store_part, weigh
+from .triton_shares import MIN_SPLIT, Shares, max_splits, work
+from .triton_softmax import combine_kernel, has_nan, nothing_seen, quotient, store_heads, store_part, weigh, weigh_seen
 from .triton_store import token_rows
 from .triton_visibility import in_window, pack, seen_in_tree, span
 
 MAX_DECODE_QUERY_LEN = 64  # causal tokens a sequence beyond which tiles are full enough without splits
 _TILE_BYTES = 16 * 1024  # of keys, and of values; half of it in float32, which has no tensor cores and spills
-_COMBINED_DIMS = 64  # by one program of one warp, whose threads exchange nothing through shared memory
+# A program combines 64 dimensions of 32 splits by one warp, whose threads exchange nothing through shared memory.
+_COMBINED_DIMS, _COMBINED_SPLITS = 64, 32
 _INTERPRETED_SMS = 4
 _RUN_TIME = ("query_len", "window", "num_splits", "table_stride", "num_words")
 
@@ -141,11 +142,11 @@ def decode_attention(
     assert plan.visible is None or tiles.block_n <= 64, tiles
     group, visible = num_heads // num_kv_heads, plan.visible
     num_tiles = num_kv_heads * triton.cdiv(query_len * group, tiles.block_m)
-    max_splits = min(MAX_SPLITS, triton.cdiv(max_pages * page_size, MIN_SPLIT))
-    num_splits = min(tiles.num_slots, max_splits)  # the most of a sequence
+    most_splits = min(max_splits(num_sms(q.device), num_tiles), triton.cdiv(max_pages * page_size, MIN_SPLIT))
+    num_splits = min(tiles.num_slots, most_splits)  # of a sequence
     shares = None
     if num_seqs > 1 and num_splits > 1:
-        shares = plan.shares(_shares, tiles.num_slots, max_splits, num_tiles)
+        shares = plan.shares(_shares, tiles.num_slots, most_splits, num_tiles)
     num_items = num_seqs * num_splits if shares is None else len(shares.items)
     items, firsts, arrivals = (None, None, None) if shares is None else (shares.items, shares.firsts, shares.arrivals)
     grid = (num_splits, num_seqs) if shares is None else (num_items, 1)
@@ -163,15 +164,17 @@ def decode_attention(
         query_len, window or 0, num_splits, q.stride(0), plan.block_table.stride(0),
         0 if visible is None else visible.shape[1], softmax_scale(head_dim),
         IS_TREE=visible is not None, HAS_WINDOW=window is not None, HAS_PARTS=parts is not None, DEPENDENT=dependent,
+        HAS_HIDDEN=query_len > 1 or visible is not None or window is not None,
         NUM_KV_HEADS=num_kv_heads, GROUP=group, PAGE_SIZE=page_size, HEAD_DIM=head_dim,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(head_dim), MIN_SPLIT=MIN_SPLIT,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=dependent,
     )  # fmt: skip
     if parts is not None and arrivals is None:
+        combined = triton.next_power_of_2(num_splits)
         combine_kernel[(query_len * num_heads, num_seqs, triton.cdiv(head_dim, _COMBINED_DIMS))](
             out, parts, stats, firsts, plan.seq_lens, num_splits, num_items * query_len * num_heads,
-            HEAD_DIM=head_dim, SPLITS=triton.next_power_of_2(num_splits),
-            MIN_SPLIT=MIN_SPLIT, BLOCK_D=_COMBINED_DIMS, DEPENDENT=dependent, num_warps=1, launch_pdl=dependent,
+            HEAD_DIM=head_dim, SPLITS=combined, MIN_SPLIT=MIN_SPLIT, BLOCK_D=_COMBINED_DIMS, DEPENDENT=dependent,
+            num_warps=max(1, combined // _COMBINED_SPLITS), launch_pdl=dependent,
         )  # fmt: skip
     return out
 
@@ -240,10 +243,11 @@ def _decode_kernel(
     visible_ptr, positions_ptr,
     query_len, window, num_splits, q_stride, table_stride, num_words, scale,
     IS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_HIDDEN: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MIN_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (kv heads * tiles of rows, and what `work` says)."""
+    """Grid: (kv heads * tiles of rows, then as `work` says). HAS_HIDDEN: a row may not see all keys of its program."""
     kv_head, tile = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
     item, seq, split, num_splits, seq_len = work(items_ptr, seq_lens_ptr, num_splits, MIN_SPLIT)
     if num_splits < 0:
@@ -268,7 +272,44 @@ def _decode_kernel(
     if IS_TREE:
         tree_start = tl.load(tree_starts_ptr + seq).to(tl.int32)
         visible_ptrs = visible_ptr + batch_tokens * num_words
+    else:
+        tree_start, visible_ptrs = 0, visible_ptr
+    sums, total, highest = _weighted(
+        q, k_ptrs, table_ptr, visible_ptrs, positions_ptr, pages, begin, end, last_seen, lowest, first_new,
+        seq * query_len, tree_start, num_words, scale, False,
+        IS_TREE, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, BLOCK_M, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    if HAS_HIDDEN:  # noqa: SIM102
+        if has_nan(sums):
+            pages = load_pages(table_ptr, begin, end, PAGE_SIZE, BLOCK_N)
+            sums, total, highest = _weighted(
+                q, k_ptrs, table_ptr, visible_ptrs, positions_ptr, pages, begin, end, last_seen, lowest, first_new,
+                seq * query_len, tree_start, num_words, scale, True,
+                IS_TREE, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, BLOCK_M, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+
+    if DEPENDENT:
+        gdc_launch_dependents()
+    if HAS_PARTS:
+        sums, total, is_row = store_part(
+            parts_ptr, stats_ptr, arrivals_ptr, item, seq, split, num_splits, out_rows,
+            query_len * (NUM_KV_HEADS * GROUP), sums, total, highest, is_row, dims, begin < end, HEAD_DIM,
+        )  # fmt: skip
+    if not HAS_PARTS or arrivals_ptr is not None:
+        store_heads(out_ptr, out_rows, quotient(sums, total).to(out_ptr.dtype.element_ty), is_row, dims, HEAD_DIM)
+
+
+@triton.jit
+def _weighted(
+    q, k_ptrs, table_ptr, visible_ptrs, positions_ptr, pages, begin, end, last_seen, lowest, first_new, first_token,
+    tree_start, num_words, scale, SELECTS: tl.constexpr,
+    IS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    V_OFFSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Return the running softmax (triton_softmax.py) of rows `q` [BLOCK_M, BLOCK_D] over slots begin .. end - 1.
+    `pages` are those of the first tile. SELECTS: keys that a row does not see may be NaN."""
     sums, total, highest = nothing_seen(BLOCK_M, BLOCK_D)
+    is_dim = tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM
     for first in range(begin, end, BLOCK_N):
         slots = first + tl.arange(0, BLOCK_N)
         is_inside = slots < end
@@ -282,16 +323,10 @@ def _decode_kernel(
         else:
             is_seen = slots[None, :] <= tl.minimum(last_seen, end - 1)[:, None]
         if HAS_WINDOW:
-            is_seen &= in_window(positions_ptr, seq * query_len, slots, is_inside, first_new, lowest, IS_TREE)
+            is_seen &= in_window(positions_ptr, first_token, slots, is_inside, first_new, lowest, IS_TREE)
         v = tl.load(tile_ptrs + V_OFFSET, mask=is_loaded, other=0.0)
-        sums, total, highest = weigh(tl.where(is_seen, scores, float("-inf")), scale, v, sums, total, highest)
-
-    if DEPENDENT:
-        gdc_launch_dependents()
-    if HAS_PARTS:
-        sums, total, is_row = store_part(
-            parts_ptr, stats_ptr, arrivals_ptr, item, seq, split, num_splits, out_rows,
-            query_len * (NUM_KV_HEADS * GROUP), sums, total, highest, is_row, dims, begin < end, HEAD_DIM,
-        )  # fmt: skip
-    if not HAS_PARTS or arrivals_ptr is not None:
-        store_heads(out_ptr, out_rows, quotient(sums, total).to(out_ptr.dtype.element_ty), is_row, dims, HEAD_DIM)
+        if SELECTS:
+            sums, total, highest = weigh_seen(scores, is_seen, scale, v, sums, total, highest)
+        else:
+            sums, total, highest = weigh(tl.where(is_seen, scores, float("-inf")), scale, v, sums, total, highest)
+    return sums, total, highest

@@ -1,8 +1,7 @@
-"""Small copies between a device and pinned memory of the host, by kernels that read or write it over the bus.
+"""The operations of kernels/copies.py on a GPU: kernels that read or write pinned memory of the host over the bus.
 
-A copy engine takes some five microseconds to begin and as many to end while the device stands still; a kernel of a
-few numbers does not, and can leave out what nobody reads. Who asks must keep the host's memory until the copy is done:
-torch's allocator does not know of it.
+A copy engine takes about five microseconds to begin and as many to end, and the device stands still meanwhile. A kernel
+of a few numbers does not, and it can leave out what nobody reads.
 """
 
 # ruff: noqa: N803
@@ -18,7 +17,7 @@ _BLOCK = 256  # a constant: a kernel that compiles when tables grow would hold u
 
 
 def copy_numbers_(target: Tensor, source: Tensor) -> Tensor:
-    """target = source, both contiguous, of one shape and dtype, one of them pinned."""
+    """Copy as `copy_numbers_ref_` does."""
     assert target.shape == source.shape and target.dtype == source.dtype, (target.shape, source.shape)
     assert target.is_contiguous() and source.is_contiguous(), (target.stride(), source.stride())
     if source.numel():
@@ -27,7 +26,7 @@ def copy_numbers_(target: Tensor, source: Tensor) -> Tensor:
 
 
 def copy_columns_(target: Tensor, source: Tensor, num_columns: int) -> Tensor:
-    """target[:, :num_columns] = source[:, :num_columns], both [num_rows, width], contiguous, one of them pinned."""
+    """Copy as `copy_columns_ref_` does."""
     num_rows, width = target.shape
     assert target.shape == source.shape and target.dtype == source.dtype, (target.shape, source.shape)
     assert target.is_contiguous() and source.is_contiguous() and 0 < num_columns <= width, (num_columns, width)
@@ -37,6 +36,7 @@ def copy_columns_(target: Tensor, source: Tensor, num_columns: int) -> Tensor:
 
 @triton.jit(do_not_specialize=("num_numbers",))
 def _copy_kernel(target_ptr, source_ptr, num_numbers, BLOCK: tl.constexpr):
+    """Grid: (numbers / BLOCK)."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target_ptr + at, tl.load(source_ptr + at, mask=at < num_numbers), mask=at < num_numbers)
 

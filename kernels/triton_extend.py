@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 
 from .triton_attention import Plan, check_shapes, load_pages, num_sms, padded, softmax_scale, tile_keys, tile_rows
-from .triton_shares import MAX_SPLITS, Shares, unpacked
-from .triton_softmax import nothing_seen, quotient, store_heads, store_part, weigh
+from .triton_shares import Shares, max_splits, unpacked
+from .triton_softmax import has_nan, nothing_seen, quotient, store_heads, store_part, weigh, weigh_seen
 
 _SEQS = 32
 _MIN_SPLIT = 512  # keys; a tile has many rows to combine
@@ -88,7 +88,8 @@ def _shares(plan: Plan, num_tiles: int, group: int, block_m: int, num_slots: int
     _keys_kernel[(num_tiles,)](
         num_keys, plan.seq_lens, plan.starts, len(plan.seq_lens), GROUP=group, BLOCK_M=block_m, SEQS=_SEQS, num_warps=1
     )
-    return Shares.of(num_keys, num_slots, MAX_SPLITS, num_kv_heads, _MIN_SPLIT, gathers=True)
+    most = max_splits(num_sms(plan.seq_lens.device), num_kv_heads)
+    return Shares.of(num_keys, num_slots, most, num_kv_heads, _MIN_SPLIT, gathers=True)
 
 
 @triton.jit(do_not_specialize=("num_seqs", "window", "table_stride"))
@@ -126,20 +127,17 @@ def _extend_kernel(
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             v = _load(tile_ptrs + V_OFFSET, is_dim, HEAD_DIM == BLOCK_D)
             sums, total, highest = weigh(scores, scale, v, sums, total, highest)
-        for first in range(full, end, BLOCK_N):
-            slots = first + tl.arange(0, BLOCK_N)
-            is_inside = slots < end
-            offsets = pages.to(tl.int64) * (2 * V_OFFSET) + slots % PAGE_SIZE * HEAD_DIM
-            tile_ptrs = k_ptrs + offsets[:, None]
-            pages = load_pages(table_ptr, first + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
-            k = tl.load(tile_ptrs, mask=is_inside[:, None] & is_dim, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-            is_seen = slots[None, :] <= last_seen[:, None]
-            if HAS_WINDOW:
-                is_seen = is_seen & (slots[None, :] > (last_seen - window)[:, None])
-            scores = tl.where(is_seen, scores, float("-inf"))
-            v = tl.load(tile_ptrs + V_OFFSET, mask=is_inside[:, None] & is_dim, other=0.0)
-            sums, total, highest = weigh(scores, scale, v, sums, total, highest)
+        sums, total, highest = _weighted(
+            q, k_ptrs, table_ptr, pages, full, end, last_seen, window, scale, sums, total, highest, False,
+            HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        if has_nan(sums):
+            pages = load_pages(table_ptr, begin, end, PAGE_SIZE, BLOCK_N)
+            sums, total, highest = nothing_seen(BLOCK_M, BLOCK_D)
+            sums, total, highest = _weighted(
+                q, k_ptrs, table_ptr, pages, begin, end, last_seen, window, scale, sums, total, highest, True,
+                HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
         if items_ptr is not None:
             sums, total, is_row = store_part(
                 parts_ptr, stats_ptr, arrivals_ptr, tl.program_id(1), tile, split, num_splits,
@@ -149,6 +147,34 @@ def _extend_kernel(
         out = quotient(sums, total).to(out_ptr.dtype.element_ty)
         out_rows = batch_tokens * (NUM_KV_HEADS * GROUP) + heads
         store_heads(out_ptr, out_rows, out, is_row, dims, HEAD_DIM)
+
+
+@triton.jit
+def _weighted(
+    q, k_ptrs, table_ptr, pages, begin, end, last_seen, window, scale, sums, total, highest, SELECTS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, V_OFFSET: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Continue the running softmax (triton_softmax.py) over slots begin .. end - 1, of which a row may not see all;
+    `pages` are those of the first tile. SELECTS: keys that a row does not see may be NaN."""
+    is_dim = tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM
+    for first in range(begin, end, BLOCK_N):
+        slots = first + tl.arange(0, BLOCK_N)
+        is_inside = slots < end
+        offsets = pages.to(tl.int64) * (2 * V_OFFSET) + slots % PAGE_SIZE * HEAD_DIM
+        tile_ptrs = k_ptrs + offsets[:, None]
+        pages = load_pages(table_ptr, first + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
+        k = tl.load(tile_ptrs, mask=is_inside[:, None] & is_dim, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        is_seen = slots[None, :] <= last_seen[:, None]
+        if HAS_WINDOW:
+            is_seen = is_seen & (slots[None, :] > (last_seen - window)[:, None])
+        v = tl.load(tile_ptrs + V_OFFSET, mask=is_inside[:, None] & is_dim, other=0.0)
+        if SELECTS:
+            sums, total, highest = weigh_seen(scores, is_seen & is_inside[None, :], scale, v, sums, total, highest)
+        else:
+            sums, total, highest = weigh(tl.where(is_seen, scores, float("-inf")), scale, v, sums, total, highest)
+    return sums, total, highest
 
 
 @triton.jit

@@ -1,8 +1,8 @@
-"""kernels/noise.py for CUDA: the same bits.
+"""The noise of kernels/noise.py on a GPU, with the reference's bits.
 
-The same IEEE operations in the same order on 32-bit numbers. Every kernel that uses these functions is launched with
-`enable_fp_fusion=False`: each multiplication and addition becomes a PTX instruction that rounds by itself (mul.rn,
-add.rn), which no later pass fuses.
+The kernels do the same IEEE operations in the same order on 32-bit numbers. Every kernel that uses these functions is
+launched with `enable_fp_fusion=False`: each multiplication and addition becomes a PTX instruction that rounds by itself
+(mul.rn, add.rn), which no later pass fuses.
 """
 
 # Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
@@ -43,7 +43,7 @@ _W1, _W2 = tl.constexpr(_WEIGHT_1), tl.constexpr(_WEIGHT_2)
 
 
 def perturb_(scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """`add_gumbel_noise_` of kernels/noise.py: scores += noise in place; [num_rows, vocab_size] float32."""
+    """Add noise as `add_gumbel_noise_ref_` does, in place; `scores` [num_rows, vocab_size] float32."""
     assert scores.ndim == 2 and scores.dtype is torch.float32 and scores.is_contiguous(), (scores.shape, scores.dtype)
     num_rows, vocab_size = scores.shape
     check_columns(num_rows, seeds, positions)
@@ -54,7 +54,7 @@ def perturb_(scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def gumbel_from_bits(bits: Tensor) -> Tensor:
-    """`gumbel_from_bits_ref` of kernels/noise.py; for tests. `bits` [count] int32 -> [count] float32."""
+    """Return `gumbel_from_bits_ref` of `bits` [count] int32: [count] float32. For tests."""
     assert bits.ndim == 1 and bits.dtype is torch.int32 and bits.is_contiguous(), (bits.shape, bits.dtype)
     out = torch.empty_like(bits, dtype=torch.float32)
     grid = (triton.cdiv(bits.numel(), _BLOCK),)
@@ -63,6 +63,7 @@ def gumbel_from_bits(bits: Tensor) -> Tensor:
 
 
 def check_columns(num_rows: int, seeds: Tensor, positions: Tensor) -> None:
+    """Assert that seeds and positions are contiguous [num_rows] int64."""
     assert seeds.dtype == positions.dtype == torch.int64, (seeds.dtype, positions.dtype)
     assert seeds.shape == positions.shape == (num_rows,), (seeds.shape, positions.shape, num_rows)
     assert seeds.is_contiguous() and positions.is_contiguous(), (seeds.stride(), positions.stride())
@@ -70,7 +71,7 @@ def check_columns(num_rows: int, seeds: Tensor, positions: Tensor) -> None:
 
 @triton.jit
 def _mix(x, key):
-    """Of uint32, wrapping."""
+    """Mix uint32, wrapping."""
     x = (x ^ (x >> 16)) * _M1
     x = (x ^ (x >> 15)) + key
     x = x * _M2
@@ -79,7 +80,7 @@ def _mix(x, key):
 
 @triton.jit
 def random_bits(seed, position, ids):
-    """`random_bits_ref`: seed and position int64 scalars, `ids` int32 -> int32 bits."""
+    """Return `random_bits_ref` of the scalars seed and position, int64, and of `ids` int32: int32 bits."""
     low, high, offset = seed.to(tl.uint32), (seed >> 32).to(tl.uint32), position.to(tl.uint32)
     zero = low ^ low
     key_1 = _mix((low + high * _W1) ^ _S1, zero)
@@ -90,7 +91,7 @@ def random_bits(seed, position, ids):
 
 @triton.jit
 def _log1p_negated(f):
-    """Q(f) by Horner, additions and multiplications apart."""
+    """Return Q(f) by Horner, additions and multiplications apart."""
     q = f * _C8
     q = (q + _C7) * f
     q = (q + _C6) * f
@@ -104,7 +105,7 @@ def _log1p_negated(f):
 
 @triton.jit
 def _split_float(x):
-    """x = m * 2^k, m in [0.5, 1) -> (1 - m, k * ln 2)."""
+    """Return (1 - m, k * ln 2) of x = m * 2^k, m in [0.5, 1)."""
     bits = x.to(tl.int32, bitcast=True)
     k = (bits - _HALF) & _EXPONENT_MASK
     return 1.0 - (bits - k).to(tl.float32, bitcast=True), k.to(tl.float32) * _LN_2
@@ -112,6 +113,7 @@ def _split_float(x):
 
 @triton.jit
 def gumbel_from_bits_of(bits):
+    """Return the noise of int32 bits, float32."""
     is_upper = bits < 0
     s = tl.where(is_upper, ~bits, bits)
     low = s & 0xFF
@@ -124,6 +126,7 @@ def gumbel_from_bits_of(bits):
 
 @triton.jit
 def _gumbel_kernel(bits_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    """Grid: (bits / BLOCK)."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     bits = tl.load(bits_ptr + at, mask=at < count, other=0)
     tl.store(out_ptr + at, gumbel_from_bits_of(bits), mask=at < count)

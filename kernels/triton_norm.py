@@ -1,8 +1,8 @@
-"""`rms_norm` and `add_rms_norm_` of kernels/norm.py, one pass each.
+"""`rms_norm` and `add_rms_norm_` of kernels/norm.py on a GPU, one pass each.
 
     y = x * rsqrt(mean(x^2) + eps) rounded to x's dtype, * weight
 
-Sums are float32. A row is summed by one program in an order that depends on its size alone, so a row's result does not
+Sums are float32. One program sums a row, in an order that depends on the row's size alone. So a row's result does not
 depend on the rows beside it.
 """
 
@@ -24,9 +24,14 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TILE = 1024  # elements of a program that works on several short rows
 
 
-def serves(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether these functions take such tensors."""
+def serves(x: torch.Tensor, weight: torch.Tensor, *_: object) -> bool:
+    """Return whether `rms_norm` takes these tensors, with any eps."""
     return x.dtype == weight.dtype and x.dtype in _DTYPES and 0 < x.shape[-1] <= MAX_SIZE and x.stride(-1) == 1
+
+
+def serves_sum(hidden: torch.Tensor, _: torch.Tensor | None, weight: torch.Tensor, *__: object) -> bool:
+    """Return whether `add_rms_norm_` takes these tensors, with any delta and eps."""
+    return serves(hidden, weight)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

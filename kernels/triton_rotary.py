@@ -1,4 +1,4 @@
-"""`turns` of kernels/rotary.py in one launch: a program for some tokens."""
+"""`turns` of kernels/rotary.py on a GPU: one launch, one program per few tokens."""
 
 # ruff: noqa: N803
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -14,7 +14,7 @@ _TILE = 512  # numbers of a program
 
 
 def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`turns_ref`: positions [num_tokens] int64, of any stride."""
+    """Return `turns_ref`; `positions` [num_tokens] int64 may have any stride."""
     num_tokens, head_dim = len(positions), frequencies.shape[1]
     assert frequencies.is_contiguous() and frequencies.shape[0] == 2, frequencies.shape
     cos, sin = torch.empty((2, num_tokens, 1, head_dim), dtype=dtype, device=positions.device).unbind()

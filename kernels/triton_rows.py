@@ -1,4 +1,4 @@
-"""Copies of rows on a GPU (kernels/rows.py), of several tensors: a program for each row and block of columns."""
+"""The operations of kernels/rows.py on a GPU: one launch per four tensors, one program per row and block of columns."""
 
 # Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
 # ruff: noqa: N803
@@ -13,15 +13,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .rows import empty_block, unpacked
+
 _AT_ONCE = 4  # pairs of tensors of one launch
 _BLOCK = 1024  # elements of a row
+
+
+def gather_rows(tables: Sequence[Tensor], index: Tensor) -> list[Tensor]:
+    """Return `gather_rows_ref`."""
+    rows = [table.new_empty((len(index), *table.shape[1:])) for table in tables]
+    copy_rows_(rows, tables, of=index)
+    return rows
+
+
+def assign_rows_(tables: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
+    """Write rows as `assign_rows_ref_` does; `tables` are contiguous."""
+    copy_rows_(tables, rows, to=index)
+
+
+def packed(tables: Sequence[Tensor]) -> Tensor:
+    """Return `packed_ref`."""
+    block = empty_block(tables)
+    copy_rows_(unpacked(block, tables), tables)
+    return block
 
 
 def copy_rows_(
     new: Sequence[Tensor], old: Sequence[Tensor], *, to: Tensor | None = None, of: Tensor | None = None
 ) -> None:
-    """Rows `of` [n] int64 of each of `old` become rows `to` [n] int64 of those of `new`, which are alike; None: 0, 1
-    and so on. `new` is contiguous."""
+    """Copy the rows `of` [n] int64 of each of `old` to the rows `to` [n] int64 of its partner in `new`.
+
+    None stands for 0, 1, 2 and so on. Partners have the same width and dtype. `new` is contiguous."""
     index = of if to is None else to
     num_rows = len(old[0]) if index is None else len(index)
     pairs = [(_numbers(target), _numbers(source.contiguous())) for target, source in zip(new, old, strict=True)]
@@ -41,7 +63,7 @@ def copy_rows_(
 
 
 def _numbers(rows: Tensor) -> Tensor:
-    """[num_rows, elements of a row], of a dtype that kernels copy as it is."""
+    """Return a view [num_rows, elements of a row], of a dtype that kernels copy as it is."""
     assert rows.is_contiguous(), rows.stride()
     rows = rows.view(torch.uint8) if rows.dtype is torch.bool else rows
     return rows.view(len(rows), rows[0].numel() if len(rows) else 0)

@@ -1,15 +1,12 @@
-"""Sampling over a vocabulary without leaving the GPU: argmax and top-k of logits plus Gumbel noise, split over it.
+"""The operations of kernels/sample.py on a GPU: a row is split over the vocabulary, and nothing is read on the host.
 
-    score = logits                                                greedy rows, temperature 0
-    score = (logits - max) / temperature + noise                  the others, as engine/sampling.py without filters
+The noise has the bits of kernels/noise.py: the same IEEE operations in the same order, compiled without fusion of
+multiplications into additions. Differences and divisions round as torch's do.
 
-The noise is kernels/noise.py's to the bit: the same IEEE operations in the same order, compiled with fusion of
-multiplications into additions off; differences and divisions round as torch's do.
-
-A score and its id are packed into one int64 whose order is that of (score, then lower id); NaN is above all scores, as
-for torch's argmax. So a maximum is exact in any order, and a row's token does not depend on how a row is split. Three
-launches: `_row_max_kernel` finds the maximum of each split of a row, the second the best scores of each split, the
-third the best of the splits; rows that are all greedy skip one. Nothing is read on the host.
+A score and its id are packed into one int64 whose order is that of (score, then lower id). NaN is above all scores, as
+in torch's argmax. So a maximum is exact in any order, and a row's token does not depend on how a row is split. There
+are three launches. `_row_max_kernel` finds the maximum of each split of a row, the second kernel the best scores of
+each split, the third the best of the splits. If all rows are greedy, one launch is left out.
 """
 
 # Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
@@ -25,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .sample import Choice
 from .triton_noise import check_columns, gumbel_from_bits_of, random_bits
 
 MAX_TOPK = 16
@@ -34,15 +32,8 @@ LOWEST = tl.constexpr(-(2**63))  # below every packed score
 _NAN_KEY = tl.constexpr(2**31 - 1)
 
 
-class Choice(NamedTuple):
-    """One token for each row."""
-
-    token_ids: Tensor  # [num_rows] int64
-    is_valid: Tensor  # [num_rows] bool; False: a logit of the row is NaN, and the token is no choice
-
-
 class Noise(NamedTuple):
-    """How rows are drawn; columns as in `SamplingBatch`."""
+    """The columns that rows are drawn with."""
 
     seeds: Tensor  # [num_rows] int64
     positions: Tensor  # [num_rows] int64
@@ -52,13 +43,7 @@ class Noise(NamedTuple):
 def perturbed_argmax(
     logits: Tensor, seeds: Tensor | None = None, positions: Tensor | None = None, temperatures: Tensor | None = None
 ) -> Choice:
-    """The token of each row, the lowest id of equal scores.
-
-    Args:
-        logits: [num_rows, vocab_size] float32, bfloat16 or float16, rows contiguous; left as it was.
-        seeds, positions: [num_rows] int64, as for `gumbel_noise`; None (all three): all rows are greedy.
-        temperatures: [num_rows] float32, 0 for greedy rows.
-    """
+    """Return `perturbed_argmax_ref`."""
     noise = _checked(logits, seeds, positions, temperatures)
     num_rows, vocab_size = logits.shape
     splits = triton.cdiv(vocab_size, _SPLIT_SIZE)
@@ -79,6 +64,11 @@ def perturbed_argmax(
     return Choice(token_ids, is_valid)
 
 
+def serves_topk(_: Tensor, k: int, *__: Tensor) -> bool:
+    """Return whether `perturbed_topk` finds so many."""
+    return k <= MAX_TOPK
+
+
 def perturbed_topk(
     logits: Tensor,
     k: int,
@@ -86,11 +76,7 @@ def perturbed_topk(
     positions: Tensor | None = None,
     temperatures: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The `k` best ids of each row, best first, and log-softmax of all scores at them: [num_rows, k] int64, float32.
-
-    Arguments as for `perturbed_argmax`; `k` is at most MAX_TOPK and the size of the vocabulary. Scores that are
-    perturbed already, as where filters apply, are given alone.
-    """
+    """Return `perturbed_topk_ref`; `k` is at most MAX_TOPK and the size of the vocabulary."""
     noise = _checked(logits, seeds, positions, temperatures)
     num_rows, vocab_size = logits.shape
     assert 1 <= k <= min(MAX_TOPK, vocab_size), (k, vocab_size)
@@ -129,12 +115,10 @@ def _checked(
     return Noise(seeds, positions, temperatures)
 
 
-# --- a score and its id as one int64 ----------------------------------------------------------------------------------
-
-
 @triton.jit
 def pack(score, ids):
-    """Larger for a larger score (float32), then for a lower id (int32); NaN above all; 0 and -0 are equal."""
+    """Return an int64 that is larger for a larger score (float32), then for a lower id (int32). NaN is above all; 0 and
+    -0 are equal."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     key = tl.where(score == score, key, _NAN_KEY)
@@ -143,35 +127,34 @@ def pack(score, ids):
 
 @triton.jit
 def id_of(packed):
-    """int64."""
+    """Return the id of a packed score, int64."""
     return 0x7FFFFFFF - (packed & 0x7FFFFFFF)
 
 
 @triton.jit
 def score_of(packed):
+    """Return the score of a packed score, float32."""
     key = (packed >> 32).to(tl.int32)
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _row_max(largest_ptr, row, splits, SPLITS: tl.constexpr):
-    """The packed maximum of a row's splits, [num_rows, splits]."""
+    """Return the packed maximum of a row's splits; `largest` [num_rows, splits]."""
     split = tl.arange(0, SPLITS)
     return tl.max(tl.load(largest_ptr + row.to(tl.int64) * splits + split, mask=split < splits, other=LOWEST), axis=0)
 
 
 @triton.jit
 def _perturbed(logits, maximum, temperature, seed, position, ids):
-    """(logits - max) / temperature + noise, rounded at each step as torch rounds."""
+    """Return (logits - max) / temperature + noise, rounded at each step as torch rounds."""
     noise = gumbel_from_bits_of(random_bits(seed, position, ids))
     return tl.div_rn(logits - maximum, tl.zeros_like(logits) + temperature) + noise
 
 
-# --- the launches; grid (num_rows, splits), and (num_rows,) for the last ----------------------------------------------
-
-
 @triton.jit
 def _row_max_kernel(logits_ptr, largest_ptr, stride, vocab_size, BLOCK: tl.constexpr):
+    """Grid: (num_rows, splits)."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = split * BLOCK + tl.arange(0, BLOCK)
     logits = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=0.0).to(tl.float32)
@@ -193,6 +176,7 @@ def _perturbed_max_kernel(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
+    """Grid: (num_rows, splits)."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures_ptr + row)
     if temperature == 0.0:
@@ -209,6 +193,7 @@ def _perturbed_max_kernel(
 
 @triton.jit
 def _choose_kernel(largest_ptr, best_ptr, token_ids_ptr, is_valid_ptr, splits, SPLITS: tl.constexpr):
+    """Grid: (num_rows)."""
     row = tl.program_id(0)
     maximum = score_of(_row_max(largest_ptr, row, splits, SPLITS))  # NaN when a logit is
     tl.store(token_ids_ptr + row, id_of(_row_max(best_ptr, row, splits, SPLITS)))
@@ -232,6 +217,7 @@ def _perturbed_topk_kernel(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
+    """Grid: (num_rows, splits)."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = split * BLOCK + tl.arange(0, BLOCK)
     scores = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
@@ -264,6 +250,7 @@ def _choose_topk_kernel(
     SPLITS: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
+    """Grid: (num_rows)."""
     row = tl.program_id(0).to(tl.int64)
     split, candidate = tl.arange(0, SPLITS), tl.arange(0, CANDIDATES)
     tops = score_of(tl.load(best_ptr + (row * splits + split) * K, mask=split < splits, other=LOWEST))

@@ -1,15 +1,14 @@
-"""Who looks at which keys in the attention of a forward (triton_attention.py, triton_extend.py) whose sequences differ
-in length.
+"""The division of keys among programs in the attention of a forward whose sequences differ in length
+(triton_attention.py, triton_extend.py).
 
-A program works on an *item*: a sequence (of prompts, a tile of rows), or one of the splits of its keys. Splits are as
-short as there is room for items, but hold no less than an equal part of all keys for each program that runs at once.
-So nobody waits long for one long sequence among short ones, and equal ones are cut as they would be by their number.
-All of it is found on the device: a CUDA graph holds it. (63 sequences of 1,090 keys and one of 15,360: 104 us a layer
-of Llama-3.1-8B on an H200, and 538 us without splits.)
+A program works on an *item*: a sequence (for prompts, a tile of rows), or one of the splits of its keys. Splits are as
+short as the number of items allows, but hold no less than an equal part of all keys for each program that runs at once.
+So a long sequence among short ones makes nobody wait, and equal sequences are cut equally. The device computes the
+division, so a CUDA graph can hold it.
 
-There are no more items than run at once, unless nearly all of those are sequences: programs too many, even those
-without work, make all wait. Those without work come first, while the kernel before ends; behind the others they cost
-5 % of a step (64 sequences of Llama-3.2-1B). Next are splits, which are of the longest sequences.
+There are no more items than programs that run at once, unless nearly all items are whole sequences, because every
+program too many makes all wait, even one without work. Items without work come first and pass while the kernel before
+ends. Next are the splits, which belong to the longest sequences.
 """
 
 # ruff: noqa: N803, RET505
@@ -24,20 +23,29 @@ import triton
 import triton.language as tl
 
 MIN_SPLIT = 64  # keys; shorter ones cost more to combine than they save
-MAX_SPLITS = 32  # one program combines so many
+_MAX_SPLITS, _MOST_SPLITS = 32, 128  # one program combines so many
 _LEFT_FOR_LONG = 8  # items that run at once beyond one for each sequence; with fewer, more are launched
 _SEQS = 64  # one kernel for all batches of up to so many
 _RUN_TIME = ("num_seqs", "num_items", "num_slots", "max_splits", "num_arrivals")
 
 
+def max_splits(num_sms: int, num_tiles: int) -> int:
+    """Return the most splits of a sequence that has `num_tiles` programs per split, on so many processors.
+
+    It is 32, or, if those would leave processors without work, the largest power of two that gives each processor no
+    more than one program; at most 128. A power of two, because the kernel that combines splits has one for each."""
+    per_tile = max(1, num_sms // num_tiles)
+    return min(_MOST_SPLITS, max(_MAX_SPLITS, 1 << (per_tile.bit_length() - 1)))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Shares:
-    """Of one forward. Tensors on the device."""
+    """The shares of one forward. Tensors are on the device."""
 
     items: torch.Tensor  # [num_items] int64: sequence, split << 20, number of splits << 40; -1: no work
     lens: torch.Tensor  # [num_items] int64: of the sequence
     firsts: torch.Tensor  # [num_seqs] int64: a sequence's first item, number of splits << 40
-    arrivals: torch.Tensor | None  # int32 zeros, by sequence and tile of rows: how many of its splits are done
+    arrivals: torch.Tensor | None  # [num_seqs * num_tiles] int32 zeros: how many splits of a tile of rows are done
 
     @classmethod
     def of(
@@ -50,8 +58,10 @@ class Shares:
         *,
         gathers: bool = False,
     ) -> Shares:
-        """`seq_lens` [num_seqs] int64; `num_slots` items run at once, of `num_tiles` programs each. Where few sequences
-        will be split, or it `gathers`, the last program to finish one combines its splits: `arrivals` are for that."""
+        """Divide sequences of `seq_lens` [num_seqs] int64; `num_slots` items run at once, of `num_tiles` programs each.
+
+        If few sequences will be split, or if it `gathers`, the last program of a sequence combines its splits. It finds
+        by `arrivals` that it is the last."""
         num_seqs, device = len(seq_lens), seq_lens.device
         assert seq_lens.dtype == torch.int64 and seq_lens.is_contiguous() and num_seqs < 1 << 20, seq_lens
         are_few = num_slots >= 2 * num_seqs
@@ -99,8 +109,8 @@ def _share_kernel(
 
 @triton.jit
 def _fewest(sizes, is_seq, num_items, num_slots, max_splits):
-    """By sequence its number of splits (0: not a sequence), none longer than the least length of which `num_items` hold
-    all, and that is no less than an equal part for each of `num_slots`."""
+    """Return each sequence's number of splits (0: not a sequence). Splits have the least length for which `num_items`
+    suffice, and no less than an equal part for each of `num_slots`."""
     longest = tl.max(sizes, 0)
     low = tl.maximum(tl.cdiv(tl.sum(sizes, 0), num_slots), tl.maximum(tl.cdiv(longest, max_splits), 1))
     high = tl.maximum(low, longest)
@@ -113,8 +123,8 @@ def _fewest(sizes, is_seq, num_items, num_slots, max_splits):
 
 @triton.jit
 def work(items_ptr, seq_lens_ptr, num_splits, MIN_SPLIT: tl.constexpr):
-    """Of a program: its item, sequence, split, number of splits (-1: no work) and length of the sequence. Grid: (..,
-    items, 1), lengths by item; without items (.., splits, sequences), lengths by sequence."""
+    """Return a program's item, sequence, split, number of splits (-1: no work) and length of the sequence. Grid: (..,
+    items, 1) with lengths by item; without items (.., splits, sequences) with lengths by sequence."""
     item = tl.program_id(1)
     if items_ptr is None:
         seq = tl.program_id(2)
@@ -128,19 +138,20 @@ def work(items_ptr, seq_lens_ptr, num_splits, MIN_SPLIT: tl.constexpr):
 
 @triton.jit
 def splits_of(seq_len, most, MIN_SPLIT: tl.constexpr):
-    """How many a sequence has where nothing is shared."""
+    """Return the number of splits of a sequence if there are no items."""
     return tl.maximum(tl.minimum(tl.cdiv(seq_len, MIN_SPLIT), most), 1)
 
 
 @triton.jit
 def unpacked(word):
-    """The low two numbers of `Shares.items` or `firsts`, and the number of splits; int32."""
+    """Return the low two numbers of `Shares.items` or `firsts`, and the number of splits; int32."""
     return (word & 0xFFFFF).to(tl.int32), ((word >> 20) & 0xFFFFF).to(tl.int32), (word >> 40).to(tl.int32)
 
 
 @triton.jit
 def is_last(arrivals_ptr, number):
-    """Whether the others of `number` programs were here before, whose stores this one sees then. Leaves 0 behind."""
+    """Return whether this is the last of `number` programs to come here. It sees the stores of the others, and sets the
+    counter to 0."""
     tl.debug_barrier()  # all of this program has stored
     is_end = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == number - 1
     tl.store(arrivals_ptr, 0, mask=is_end)

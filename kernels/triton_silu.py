@@ -1,4 +1,4 @@
-"""`silu_mul` of kernels/silu.py in one pass: silu(gate) * up, each rounded to the tensor's dtype as torch does."""
+"""`silu_mul` of kernels/silu.py on a GPU in one pass: silu(gate) * up, each rounded to the dtype as torch does."""
 
 # Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
 # ruff: noqa: N803
@@ -17,8 +17,13 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 1024
 
 
+def serves(gate_up: torch.Tensor) -> bool:
+    """Return whether `silu_mul` takes such a tensor."""
+    return gate_up.is_contiguous()
+
+
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`silu_mul_ref`: `gate_up` [num_rows, 2 * size] contiguous, gate first -> [num_rows, size], a new tensor."""
+    """Return `silu_mul_ref` of `gate_up` [num_rows, 2 * size], contiguous, gate first: a new [num_rows, size]."""
     assert gate_up.ndim == 2 and gate_up.shape[1] % 2 == 0 and gate_up.is_contiguous(), gate_up.shape
     assert gate_up.dtype in _DTYPES, gate_up.dtype
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
@@ -33,7 +38,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def silu_mul_of(gate, up):
-    """Of two tiles of one dtype. The division is IEEE's: x / (1 + exp(-x))."""
+    """Return silu(gate) * up of two tiles of one dtype. The division is IEEE's: x / (1 + exp(-x))."""
     wide = gate.to(tl.float32)
     silu = tl.div_rn(wide, 1.0 + tl.exp(-wide)).to(gate.dtype)
     return (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)

@@ -1,7 +1,7 @@
-"""The running softmax of attention on a GPU (FlashAttention-2, arXiv:2307.08691), and how its parts become one.
+"""The running softmax of attention on a GPU (FlashAttention-2, arXiv:2307.08691), and the sum of its parts.
 
-A program that has seen some of a row's keys holds `sums` [BLOCK_M, BLOCK_D] of weighed values, and by row the `total`
-of the weights and the `highest` score, in base 2. Parts of items (triton_shares.py) lie in memory as `parts`
+A program that has seen some of a row's keys holds `sums` [BLOCK_M, BLOCK_D] of weighted values and, for each row, the
+`total` of the weights and the `highest` score, in base 2. Parts of items (triton_shares.py) lie in memory as `parts`
 [num_items * num_rows, HEAD_DIM] and `stats` [2, num_items * num_rows]: highest scores, then totals; float32.
 """
 
@@ -19,16 +19,18 @@ from .triton_shares import is_last, splits_of, unpacked
 
 @triton.jit
 def nothing_seen(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """What `weigh` begins with: sums [BLOCK_M, BLOCK_D], totals and highest scores [BLOCK_M], float32."""
+    """Return the start of `weigh`: sums [BLOCK_M, BLOCK_D], totals and highest scores [BLOCK_M], float32."""
     total = tl.zeros([BLOCK_M], tl.float32)
     return tl.zeros([BLOCK_M, BLOCK_D], tl.float32), total, tl.full([BLOCK_M], -3.4028234663852886e38, tl.float32)
 
 
 @triton.jit
 def weigh(scores, scale, values, sums, total, highest):
-    """One tile of the running softmax in base 2: `scores` [BLOCK_M, BLOCK_N], to be multiplied by `scale`, -inf where
-    unseen. A row starts with the least float32 as `highest`, so that one that has seen nothing makes no NaN; NaN of
-    scores stays."""
+    """Add one tile to the running softmax in base 2. `scores` [BLOCK_M, BLOCK_N] are multiplied by `scale`; -inf:
+    unseen.
+
+    A row starts with the least float32 as `highest`, so that a row that has seen nothing makes no NaN. NaN of scores
+    stays."""
     new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
     weights = tl.exp2(scores * scale - new_highest[:, None])
     correction = tl.exp2(highest - new_highest)
@@ -38,21 +40,41 @@ def weigh(scores, scale, values, sums, total, highest):
 
 
 @triton.jit
+def weigh_seen(scores, is_seen, scale, values, sums, total, highest):
+    """Do `weigh` so that keys of which `is_seen` [BLOCK_M, BLOCK_N] is False have no influence, even if they are NaN. A
+    row that sees a value that is not finite becomes NaN."""
+    is_number = tl.abs(values.to(tl.float32)) <= 3.4028234663852886e38
+    is_bad = tl.max(tl.where(is_number, 0, 1), 1) != 0  # [BLOCK_N]
+    values = tl.where(is_number, values, 0.0).to(values.dtype)
+    scores = tl.where(is_seen, scores, float("-inf"))
+    sums, total, highest = weigh(scores, scale, values, sums, total, highest)
+    sees_bad = tl.max((is_seen & is_bad[None, :]).to(tl.int32), 1) != 0
+    return tl.where(sees_bad[:, None], float("nan"), sums), total, highest
+
+
+@triton.jit
+def has_nan(sums):
+    """Return whether a row may have met a NaN or an infinity, of its own or of a key that it does not see, because 0
+    times either is NaN. Then the tiles are weighed once more, by `weigh_seen`."""
+    return tl.max(tl.max((sums != sums).to(tl.int32), 1), 0) != 0
+
+
+@triton.jit
 def quotient(sums, total):
-    """Sums over totals; 0 where nothing was seen."""
+    """Return sums over totals; 0 if nothing was seen."""
     return sums / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 @triton.jit
 def _store_stats(ptr, rows, stride, highest, total, is_row):
-    """As `combine_kernel` reads them."""
+    """Store the numbers of rows where `combine_kernel` reads them."""
     tl.store(ptr + rows, highest, mask=is_row)
     tl.store(ptr + stride + rows, total, mask=is_row)
 
 
 @triton.jit
 def store_heads(ptr, rows, values, is_row, dims, HEAD_DIM: tl.constexpr):
-    """`values` [rows, BLOCK_D], as far as there are rows and dimensions."""
+    """Store `values` [rows, BLOCK_D], as far as there are rows and dimensions."""
     is_stored = is_row[:, None] & (dims[None, :] < HEAD_DIM)
     tl.store(ptr + rows[:, None] * HEAD_DIM + dims[None, :], values, mask=is_stored)
 
@@ -62,8 +84,10 @@ def store_part(
     parts_ptr, stats_ptr, arrivals_ptr, item, seq, split, num_splits, out_rows, num_rows, sums, total, highest, is_row,
     dims, has_keys, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """What a split brings to `out_rows` goes where `combine_kernel` reads it, `num_rows` an item. With arrivals, unless
-    it is the only one: the last of a sequence's splits returns (sums, total) of all and its rows, the others none."""
+    """Store a split's part of `out_rows` where `combine_kernel` reads it, `num_rows` per item.
+
+    With arrivals, a split that is alone stores nothing and returns its own (sums, total, rows). The last of several
+    returns (sums, total) of all; the others return no rows."""
     stats_stride = tl.num_programs(1) * tl.num_programs(2) * num_rows
     rows = out_rows + (item - seq) * num_rows
     if arrivals_ptr is None or num_splits > 1:
@@ -82,8 +106,8 @@ def store_part(
 
 @triton.jit
 def _gathered(parts_ptr, stats_ptr, rows, num_rows, num_splits, stats_stride, is_row, dims, HEAD_DIM: tl.constexpr):
-    """(sums, total) over all splits, of which the first one's are at `rows`; one without keys has total 0 and no
-    sums."""
+    """Return (sums, total) over all splits. Those of the first split are at `rows`. A split without keys has total 0
+    and no sums."""
     sums, total, highest = nothing_seen(rows.shape[0], dims.shape[0])
     is_dim = dims[None, :] < HEAD_DIM
     for _ in range(num_splits):

@@ -67,7 +67,7 @@ UNTESTED = [
     (_NEXT, "engine", "model_card round_inputs slots step_times stopping"),
     (_NEXT, "engine/drafters", "frozen_kv mtp_layers shifted standalone"),
     (_NEXT, "engine/models", "frozen_kv hyper_eagle mtp"),
-    (_NEXT, "kernels", "advance gpu numba_kernels pages rotary rows silu tree_types trees triton_advance"),
+    (_NEXT, "kernels", "advance gpu pages rotary rows silu tree_types trees triton_advance"),
     (
         _NEXT,
         "kernels",

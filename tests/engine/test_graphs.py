@@ -9,7 +9,7 @@ import torch
 
 from baton.engine.graphs import EVERYTHING, FILTERED, GREEDY, KINDS, SAMPLED, covering, graph_sizes
 from baton.engine.sampling_state import Needs
-from baton.kernels import gpu
+from baton.kernels.operations import preferring
 from baton.metadata.wire.request import MAX_TOP_LOGPROBS
 
 NUMS = (None, 0, 1, MAX_TOP_LOGPROBS)
@@ -61,10 +61,8 @@ def test_a_batch_is_served_by_a_kind_that_serves_each_of_its_rows(others: tuple[
 @pytest.mark.parametrize(
     ("max_running", "sizes"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (13, [1, 2, 4, 8, 13])]
 )
-def test_buckets_are_powers_of_two_and_the_largest_batch(
-    max_running: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buckets_are_powers_of_two_and_the_largest_batch(max_running: int, sizes: list[int]) -> None:
     kv = torch.zeros(1)
     assert graph_sizes(kv, max_running) == [], "there are no graphs on a CPU"
-    monkeypatch.setattr(gpu, "compiled", lambda _: True)
-    assert graph_sizes(kv, max_running) == sizes
+    with preferring("triton"):
+        assert graph_sizes(kv, max_running) == sizes

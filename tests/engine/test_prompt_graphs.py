@@ -19,7 +19,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.prompt_graphs import BUCKETS, MAX_SEQS, PromptInputs, bucket, bucket_sizes, own
 from baton.engine.work import BatchRow
-from baton.kernels import gpu
+from baton.kernels.operations import preferring
 
 PAGE_SIZE = 4
 NUM_COLUMNS = 12
@@ -89,8 +89,7 @@ def check(engine: Engine, chunk: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = PromptInputs.of(rows, PAGE_SIZE, num_tokens, NUM_COLUMNS)
     static = PromptInputs.allocate(num_tokens, NUM_COLUMNS, DEVICE)
     static.block.copy_(inputs.block)
-    with monkeypatch.context() as patch:
-        patch.setattr(gpu, "compiled", lambda _: True)
+    with preferring("triton"):
         computed = own(engine.compute_batch(static.batch(PAGE_SIZE)), rows)
 
     torch.testing.assert_close(computed.logits, expected.logits, atol=TOLERANCE, rtol=0)

@@ -15,7 +15,7 @@ from gpu_nodes import SPECULATIONS
 from matrix import CELLS, PAGE_SIZE, Plain, run_cell
 from node_pair import NodePair
 
-from baton.kernels import gpu
+from baton.kernels.operations import preferring
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo"
 
@@ -28,15 +28,12 @@ def plain() -> Callable[[], Plain]:
 
 @pytest.mark.parametrize("chunk", [PAGE_SIZE, 64])
 @pytest.mark.parametrize("name", SPECULATIONS)
-def test_output_is_that_of_the_cpu(
-    name: str, chunk: int, plain: Callable[[], Plain], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_is_that_of_the_cpu(name: str, chunk: int, plain: Callable[[], Plain]) -> None:
     reference = plain()
-    monkeypatch.setattr(gpu, "_has_triton", lambda: True)
     torch.backends.cuda.matmul.allow_tf32 = False
     both = {"device": "cuda", "dtype": "float32", "page_size": PAGE_SIZE, "num_pages": 160, "max_running": 8}
     both |= {"chunk_tokens": chunk, **SPECULATIONS[name]}
-    with closing(NodePair(DEMO, prefill=both, decode=both)) as pair:
+    with preferring("triton"), closing(NodePair(DEMO, prefill=both, decode=both)) as pair:
         for cell in CELLS:
             run_cell(pair, cell, reference.cases)
         pair.check_books()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.prompt_graphs import BUCKETS, MAX_SEQS
 from baton.engine.work import BatchRow
-from baton.kernels import gpu
+from baton.kernels.operations import preferring
 
 PAGE_SIZE = 16
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.35}  # as of logits against transformers (test_engine_cuda.py)
@@ -41,10 +41,11 @@ CHUNKS = (
 
 
 @pytest.fixture(autouse=True)
-def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def _kernels() -> Iterator[None]:
     """Only with our kernels can a chunk be captured."""
-    monkeypatch.setattr(gpu, "_has_triton", lambda: True)
     torch.backends.cuda.matmul.allow_tf32 = False
+    with preferring("triton"):
+        yield
 
 
 def make_engine(model: Path, dtype: Any = "float32", **drafting: Any) -> Engine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from drafters import settings, target_of
 from node_pair import params
 from solo import Solo, spoil
 
-from baton.kernels import gpu
+from baton.kernels.operations import preferring
 
 PROMPTS = [[random.Random(i).randrange(512) for _ in range(num)] for i, num in enumerate((7, 12, 3))]
 PARAMS: list[dict[str, Any]] = [
@@ -29,10 +29,11 @@ CASES = [
 
 
 @pytest.fixture(autouse=True)
-def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def _kernels() -> Iterator[None]:
     """Only with our kernels can a round be captured."""
-    monkeypatch.setattr(gpu, "_has_triton", lambda: True)
     torch.backends.cuda.matmul.allow_tf32 = False
+    with preferring("triton"):
+        yield
 
 
 def run(solo: Solo) -> tuple[list[list[int]], list[list[int]]]:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from baton.kernels import cpu, noise
+from baton.kernels import operations
 from baton.kernels.noise import add_gumbel_noise_, gumbel_from_bits_ref, gumbel_noise, gumbel_noise_ref
+from baton.kernels.operations import preferring
 
 SEED_LIMIT, POSITION_LIMIT = 2**63 - 1, 2**31 - 1
-pytestmark = pytest.mark.skipif(not cpu.compiled(torch.empty(0)), reason="needs numba")
+pytestmark = pytest.mark.skipif(not operations.is_installed("numba"), reason="needs numba")
 
 
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -103,17 +104,14 @@ def test_other_scores_are_refused(scores: torch.Tensor) -> None:
         add_gumbel_noise_(scores, *random_rows(4))
 
 
-def test_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_adds_the_same_bits() -> None:
     seeds, positions = random_rows(6)
     scores = torch.randn(6, 1000, generator=torch.Generator().manual_seed(3))
-    expected = add_gumbel_noise_(scores.clone(), seeds, positions), gumbel_noise(seeds, positions, 1000)
-    calls = []
-    monkeypatch.setattr(cpu, "compiled", lambda _: False)
-    monkeypatch.setattr(noise, "gumbel_noise_ref", lambda *args: calls.append(args) or gumbel_noise_ref(*args))
-    assert add_gumbel_noise_(scores, seeds, positions) is scores
-    assert_same_bits(scores, expected[0])
-    assert_same_bits(gumbel_noise(seeds, positions, 1000), expected[1])
-    assert len(calls) == 2
+    compiled = add_gumbel_noise_(scores.clone(), seeds, positions), gumbel_noise(seeds, positions, 1000)
+    with preferring("reference"):
+        assert add_gumbel_noise_(scores, seeds, positions) is scores
+        assert_same_bits(scores, compiled[0])
+        assert_same_bits(gumbel_noise(seeds, positions, 1000), compiled[1])
 
 
 def test_without_numba_torch_serves() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_device import DEVICE, IS_INTERPRETED, ULP, random
+from triton_device import IS_INTERPRETED, ULP, random
 
 pytest.importorskip("triton")
 
-from baton.kernels import gpu, norm, triton_norm
+from baton.kernels import norm, triton_norm
 from baton.kernels.norm import rms_norm_ref
+from baton.kernels.operations import preferring
 
 EPS = 1e-5
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -98,32 +99,14 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     assert torch.equal(together, alone)
 
 
-def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """norm.py takes these kernels where they serve, and torch elsewhere."""
-    monkeypatch.setattr(gpu, "compiled", lambda _: True)
-    monkeypatch.setattr(norm.cpu, "compiled", lambda _: False)
-    calls: list[str] = []
-    for name in ("rms_norm", "add_rms_norm_"):
-        kernel = getattr(triton_norm, name)
-        monkeypatch.setattr(triton_norm, name, lambda *args, n=name, k=kernel: calls.append(n) or k(*args))
-    x, delta, weight = random(2, 32), random(2, 32, seed=2), random(32, seed=1)
-    assert_normed(norm.rms_norm(x, weight, EPS), x, weight)
-    assert_normed(norm.add_rms_norm_(x.clone(), delta, weight, EPS), x + delta, weight)
-    assert calls == ["rms_norm", "add_rms_norm_"]
-    strided = random(2, 64)[:, ::2]
-    torch.testing.assert_close(norm.rms_norm(strided, weight, EPS), rms_norm_ref(strided, weight, EPS))
+def test_rows_that_are_not_contiguous_are_not_served() -> None:
+    """The operation computes them otherwise, parts of a sum too."""
+    strided, weight = random(2, 64)[:, ::2], random(32, seed=1)
     parts = random(3, 2, 32, seed=3)
-    expected = strided + parts.sum(0)
-    actual = norm.add_rms_norm_(strided, parts, weight, EPS)
+    assert not triton_norm.serves(strided, weight, EPS) and not triton_norm.serves_sum(strided, parts, weight, EPS)
+    with preferring("triton"):
+        torch.testing.assert_close(norm.rms_norm(strided, weight, EPS), rms_norm_ref(strided, weight, EPS))
+        expected = strided + parts.sum(0)
+        actual = norm.add_rms_norm_(strided, parts, weight, EPS)
     torch.testing.assert_close(actual, rms_norm_ref(expected, weight, EPS))
-    assert torch.equal(strided, expected) and len(calls) == 2
-
-
-def test_off_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu._has_triton.cache_clear()
-    monkeypatch.setenv("BATON_TRITON", "0")
-    assert not gpu.compiled(torch.empty(1, device=DEVICE))
-    assert not gpu._has_triton()
-    gpu._has_triton.cache_clear()
-    monkeypatch.delenv("BATON_TRITON")
-    assert gpu._has_triton() and gpu.compiled(torch.empty(1, device=DEVICE)) == (DEVICE == "cuda")
+    assert torch.equal(strided, expected)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,8 @@ from triton_device import DEVICE, random
 pytest.importorskip("triton")
 
 from baton.engine.drafters.base import DraftState
-from baton.kernels import gpu, rows, triton_rows
+from baton.kernels import rows, triton_rows
+from baton.kernels.operations import preferring
 
 NUM_ROWS = 7
 
@@ -25,8 +28,9 @@ def tables(num_tables: int, num_rows: int = NUM_ROWS, seed: int = 0) -> list[Ten
 
 
 @pytest.fixture(autouse=True)
-def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "compiled", lambda tensor: True)
+def by_triton() -> Iterator[None]:
+    with preferring("triton"):
+        yield
 
 
 @pytest.mark.parametrize("num_tables", [0, 1, 4, 6])

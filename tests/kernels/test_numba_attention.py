@@ -1,22 +1,19 @@
-"""The compiled CPU kernels against the specifications of attention, norm, rotation and gate."""
+"""Attention that numba compiles, against the specifications of attention, norm and rotation."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from baton.kernels import cpu
+from baton.kernels import operations
 from baton.kernels.attention import Tree, paged_attention_ref
 from baton.kernels.norm import rms_norm_ref
+from baton.kernels.numba_attention import attend, attend_stored
+from baton.kernels.paged_rows import PagedRows
 from baton.kernels.rotary import rotary_ref
-from baton.kernels.silu import silu_mul_ref
 
 SPARE_PAGES = 5  # owned by nobody, NaN
 NUM_LAYERS, LAYER = 2, 1
@@ -27,7 +24,7 @@ SHAPES = {  # query_lens, seq_lens
     "verify": ((5, 5, 5), (9, 64, 5)),
     "mixture": ((1, 9, 2, 7, 3), (40, 9, 33, 23, 36)),
 }
-pytestmark = pytest.mark.skipif(not cpu.compiled(torch.empty(0)), reason="needs numba")
+pytestmark = pytest.mark.skipif(not operations.is_installed("numba"), reason="needs numba")
 
 
 class Case:
@@ -80,14 +77,14 @@ class Case:
             row += query_len
         return torch.tensor(positions), Tree(torch.tensor(starts), visible)
 
-    def rows(self) -> cpu.PagedRows:
+    def rows(self) -> PagedRows:
         rotary = (self.cos, self.sin)
         lens = torch.tensor(self.seq_lens)
-        return cpu.PagedRows.build(rotary, self.table, self.query_lens, lens, self.positions, self.tree)
+        return PagedRows.build(rotary, self.table, self.query_lens, lens, self.positions, self.tree)
 
     def run(self, window: int | None) -> torch.Tensor:
         qkv = self.qkv.clone()
-        return cpu.attend(qkv, self.kv.numpy(), LAYER, self.rows(), window, self.norms, 1e-6)
+        return attend(qkv, self.kv.numpy(), LAYER, self.rows(), window, self.norms, 1e-6)
 
     def expected(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(output, layer's pages after it with zeros for NaN), by the specifications."""
@@ -163,12 +160,12 @@ def test_a_row_is_the_same_alone_and_in_a_batch() -> None:
     together = case.run(7)
     starts = np.cumsum((0, *case.query_lens))
     for seq, (start, stop) in enumerate(itertools.pairwise(starts)):
-        rows = cpu.PagedRows.build(
+        rows = PagedRows.build(
             (case.cos[start:stop], case.sin[start:stop]), case.table[seq : seq + 1], case.query_lens[seq : seq + 1],
             torch.tensor(case.seq_lens[seq : seq + 1]), case.positions[start:stop],
             Tree(case.tree.starts[seq : seq + 1], case.tree.visible[start:stop]),
         )  # fmt: skip
-        alone = cpu.attend(case.qkv[start:stop].clone(), case.kv.numpy(), LAYER, rows, 7)
+        alone = attend(case.qkv[start:stop].clone(), case.kv.numpy(), LAYER, rows, 7)
         assert torch.equal(alone, together[start:stop])
 
 
@@ -188,68 +185,12 @@ def test_threads_share_a_batch(num_threads: int) -> None:
     assert torch.equal(ours, alone)
 
 
-@pytest.mark.parametrize("shape", [(1, 256), (5, 64), (3, 7), (0, 8)])
-@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
-@pytest.mark.parametrize("has_delta", [False, True])
-def test_add_rms_norm(shape: tuple[int, int], scale: float, has_delta: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    hidden, delta = scale * torch.randn(2, *shape, generator=generator)
-    weight = torch.randn(shape[1], generator=generator)
-    total = hidden + delta if has_delta else hidden.clone()
-    normed = cpu.add_rms_norm_(hidden, delta if has_delta else None, weight, 1e-6)
-    torch.testing.assert_close(normed, rms_norm_ref(total, weight, 1e-6), atol=2e-6, rtol=0)
-    assert torch.equal(hidden, total)
-
-
-def test_silu_mul() -> None:
-    gate = torch.tensor([0.0, -0.0, 1.0, -1.0, 30.0, -30.0, 88.0, -88.0, 500.0, -500.0, 1e30, -1e30, float("nan")])
-    generator = torch.Generator().manual_seed(0)
-    gate = torch.cat((gate, 20 * torch.randn(987, generator=generator)))
-    gate_up = torch.cat((gate, torch.ones(1000))).repeat(2, 1)
-    expected = silu_mul_ref(gate_up)
-    torch.testing.assert_close(cpu.silu_mul(gate_up), expected, atol=1e-30, rtol=1e-6, equal_nan=True)
-
-
-def test_kernels_compile_where_nothing_can_be_cached(tmp_path: Path) -> None:
-    """A copy of the kernels in a place that cannot be written, and a home that cannot either."""
-    source = Path(cpu.__file__).with_name("numba_kernels.py").read_text()
-    package = tmp_path / "package"
-    package.mkdir()
-    (package / "numba_kernels.py").write_text(source)
-    (package / "__pycache__").write_text("a file: no cache can be here")
-    code = (
-        "import numpy as np, numba_kernels as k; out = np.empty((1, 2), np.float32);"
-        "k.silu_mul(np.array([[1, 2, 3, 4]], np.float32), out); print(out.tolist())"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(package), "HOME": "/dev/null", "XDG_CACHE_HOME": "/dev/null/x"}
-    done = subprocess.run(
-        [sys.executable, "-B", "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("[[2.19"), done.stdout
-
-
-def test_without_numba_torch_serves() -> None:
-    code = (
-        "import sys; sys.modules['numba'] = None\n"
-        "import logging, torch; logging.basicConfig()\n"
-        "from baton.kernels import cpu; from baton.kernels.norm import add_rms_norm_\n"
-        "from baton.kernels.silu import silu_mul\n"
-        "one = torch.ones(1, 4); normed = add_rms_norm_(one, one.clone(), torch.ones(4), 0.0)\n"
-        "print(cpu.compiled(one), normed[0, 0])\n"
-        "print(silu_mul(torch.ones(1, 2)).item())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.splitlines() == ["False tensor(1.)", "0.7310585975646973"]
-    assert done.stderr.count("numba cannot be used") == 1
-
-
 @pytest.mark.parametrize("shape", ["ragged decode", "first token"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_attention_to_stored_keys_equals_the_reference(shape: str, page_size: int) -> None:
     case = Case(*SHAPES[shape], page_size=page_size)
     q = case.qkv.view(len(case.qkv), -1, case.head_dim)[:, : case.num_heads]
     kv = case.kv.nan_to_num()
-    ours = cpu.attend_stored(q, kv, LAYER, case.table, torch.tensor(case.seq_lens))
+    ours = attend_stored(q, kv, LAYER, case.table, torch.tensor(case.seq_lens))
     expected = paged_attention_ref(q, kv[LAYER], case.table, case.query_lens, case.seq_lens, None)
     torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=0)

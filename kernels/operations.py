@@ -1,0 +1,238 @@
+"""The table of operations: which backend serves which operation.
+
+An operation has a file of its own with the formula, the types, and `name_ref`, the specification in plain torch. The
+file declares `name = Operation("name", name_ref)`, which is what callers call. Each backend has a file for it:
+`triton_<file>.py` (kernels for CUDA), `numba_<file>.py` (kernels for a CPU) or `torch_<file>.py` (fewer torch calls
+than the specification). TABLE lists the backends in the order in which they are asked. The reference serves the rest.
+
+A backend's module is imported at the first call that it serves, so a node on a CPU imports no triton and a node on CUDA
+no numba. `BATON_TRITON=0` switches Triton off. If triton or numba is missing, one warning says so.
+
+To add a backend, write its file and add a row here. To add an operation, also declare it in its own file.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType, ModuleType
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Kind = Literal["triton", "numba", "torch"]
+
+_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_FLOAT32 = frozenset({torch.float32})
+_INT32 = frozenset({torch.int32})
+
+
+class Backend(NamedTuple):
+    """One implementation of an operation: the function of the operation's name in a module of kernels/."""
+
+    kind: Kind
+    module: str
+    device: Literal["cuda", "cpu"] | None  # of the tensor that decides; None: any
+    dtypes: frozenset[torch.dtype] | None = None  # of the tensor that decides; None: any
+    serves: str | None = None  # a function of `module`: takes a call's arguments, returns whether it can serve the call
+    has_switch: bool = True  # False: BATON_TRITON=0 does not switch it off
+
+
+def _triton(module: str, dtypes: frozenset[torch.dtype] | None = None, serves: str | None = None) -> Backend:
+    return Backend("triton", module, "cuda", dtypes, serves)
+
+
+def _numba(module: str, dtypes: frozenset[torch.dtype] | None = _FLOAT32) -> Backend:
+    return Backend("numba", module, "cpu", dtypes)
+
+
+TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
+    {
+        # norm.py, silu.py, rotary.py
+        "rms_norm": (_triton("triton_norm", _FLOATS, "serves"), Backend("torch", "torch_norm", None, _FLOAT32)),
+        "add_rms_norm_": (_numba("numba_norm"), _triton("triton_norm", _FLOATS, "serves_sum")),
+        "silu_mul": (_triton("triton_silu", _FLOATS, "serves"), _numba("numba_silu")),
+        "turns": (_triton("triton_rotary"),),
+        # paged_rows.py
+        "attend": (_numba("numba_attention"),),
+        "attend_stored": (_numba("numba_attention", None),),
+        # attention.py; a caller asks `function`, because the plan of a forward depends on the backend
+        "decode_attention": (_triton("triton_attention", _FLOATS),),
+        "extend_attention": (_triton("triton_extend", _FLOATS),),
+        "norm_rotate_store": (_triton("triton_store", _FLOATS),),
+        # linear.py
+        "linear": (_triton("triton_linear"),),
+        "gated_linear": (_triton("triton_linear"),),
+        "linear_parts": (_triton("triton_linear"),),
+        "sum_parts": (_triton("triton_linear"),),
+        "fuses": (_triton("triton_linear"),),
+        # sample.py, noise.py
+        "perturbed_argmax": (_triton("triton_sample", _FLOATS),),
+        "perturbed_topk": (_triton("triton_sample", _FLOATS, "serves_topk"),),
+        "gumbel_noise": (_numba("numba_noise", frozenset({torch.int64})),),
+        "add_gumbel_noise_": (_numba("numba_noise"),),
+        # advance.py, rows.py, trees.py
+        "advance_": (_triton("triton_advance"),),
+        "gather_rows": (_triton("triton_rows"),),
+        "assign_rows_": (_triton("triton_rows"),),
+        "packed": (_triton("triton_rows"),),
+        "grow_": (_triton("triton_growth"),),
+        "choose": (_triton("triton_growth"),),
+        "ancestry": (_triton("triton_trees"),),
+        "walk_chain": (_triton("triton_trees"),),
+        "walk_tree": (_triton("triton_trees"),),
+        "move_slots_": (_triton("triton_trees"),),
+        # copies.py, pages.py; torch cannot read a peer's pool, so BATON_TRITON=0 leaves pages as they are
+        "copy_numbers_": (_triton("triton_copies"),),
+        "copy_columns_": (_triton("triton_copies"),),
+        "gather_pages": (_triton("triton_pages", _INT32)._replace(has_switch=False),),
+        "page_checksums": (_triton("triton_pages", _INT32)._replace(has_switch=False),),
+    }
+)
+
+
+class Operation(Generic[P, R]):
+    """An operation that can be called like its reference. The device and dtype of one tensor choose the backend."""
+
+    def __init__(self, name: str, reference: Callable[P, R], by: Callable[P, torch.Tensor] | None = None) -> None:
+        """`by` returns the tensor that decides, from a call's arguments. Without `by` it is the first argument."""
+        assert name in TABLE and name not in _operations, name
+        self.name, self.reference, self.__doc__ = name, reference, reference.__doc__
+        self._by = by
+        self._on_cpu: dict[torch.dtype, Callable[P, R]] = {}
+        self._elsewhere: dict[tuple[bool, torch.dtype], Callable[P, R]] = {}  # on CUDA or not, as on "meta"
+        _operations[name] = self
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        by = self._by
+        tensor: Any = args[0] if by is None else by(*args, **kwargs)
+        if tensor.is_cpu:
+            function = self._on_cpu.get(tensor.dtype)
+        else:
+            function = self._elsewhere.get((tensor.is_cuda, tensor.dtype))
+        return (function or self._choose(tensor))(*args, **kwargs)
+
+    def forget(self) -> None:
+        """Choose anew at the next call."""
+        self._on_cpu.clear()
+        self._elsewhere.clear()
+
+    def _choose(self, tensor: torch.Tensor) -> Callable[P, R]:
+        """Return the first backend's function, or one that asks predicates and falls through to the next backend."""
+        function: Callable[P, R] = self.reference
+        for backend in reversed(backends(self.name, tensor)):
+            module = _module(backend.module)
+            own = getattr(module, self.name)
+            function = own if backend.serves is None else _if(getattr(module, backend.serves), own, function)
+        if tensor.is_cpu:
+            self._on_cpu[tensor.dtype] = function
+        else:
+            self._elsewhere[tensor.is_cuda, tensor.dtype] = function
+        return function
+
+
+_operations: dict[str, Operation[Any, Any]] = {}  # by name, those whose file has been imported
+_preferred: Kind | Literal["reference"] | None = None
+
+
+def backends(name: str, tensor: torch.Tensor) -> list[Backend]:
+    """Return the backends of an operation that can be used for a tensor of this device and dtype, in order."""
+    if _preferred == "reference":
+        return []
+    fitting = [each for each in TABLE[name] if _fits(each, tensor) and _is_usable(each)]
+    return sorted(fitting, key=lambda each: each.kind != _preferred)
+
+
+def function(name: str, tensor: torch.Tensor) -> Callable[..., Any] | None:
+    """Return a backend's function of an operation for a tensor of this device and dtype; None: there is none."""
+    found = backends(name, tensor)
+    return getattr(_module(found[0].module), name) if found else None
+
+
+@functools.cache
+def captures(device: torch.device) -> bool:
+    """Return whether forwards and rounds on this device read no tensor on the host, so that a CUDA graph can hold
+    them."""
+    return _serves("triton", "cuda", device)
+
+
+@functools.cache
+def reads_pages(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether compiled kernels of the CPU read pages of this device and dtype where they lie."""
+    return dtype is torch.float32 and _serves("numba", "cpu", device)
+
+
+@contextmanager
+def preferring(kind: Kind | Literal["reference"]) -> Iterator[None]:
+    """Serve tensors of any device by this kind of backend where there is one, whatever the environment says.
+
+    "reference" switches all backends off. For tests, which run Triton's interpreter on a CPU, and for comparing."""
+    global _preferred
+    before, _preferred = _preferred, kind
+    forget()
+    try:
+        yield
+    finally:
+        _preferred = before
+        forget()
+
+
+def forget() -> None:
+    """Choose all backends anew, after a change of the environment."""
+    captures.cache_clear()
+    reads_pages.cache_clear()
+    for operation in _operations.values():
+        operation.forget()
+
+
+@functools.cache
+def is_installed(kind: Kind) -> bool:
+    """Import what a kind of backend needs. If it is missing, warn once."""
+    if kind == "torch":
+        return True
+    try:
+        version = importlib.import_module(kind).__version__
+    except ImportError as error:
+        logger.warning("%s cannot be used (%s); torch computes instead, which is slower", kind, error)
+        return False
+    logger.info("kernels by %s %s", kind, version)
+    return True
+
+
+def _fits(backend: Backend, tensor: torch.Tensor) -> bool:
+    is_there = backend.device in (None, tensor.device.type) or backend.kind == _preferred
+    return is_there and (backend.dtypes is None or tensor.dtype in backend.dtypes)
+
+
+def _serves(kind: Kind, device_type: str, device: torch.device) -> bool:
+    if _preferred == "reference":
+        return False
+    return (device.type == device_type or kind == _preferred) and _is_on(kind) and is_installed(kind)
+
+
+def _is_usable(backend: Backend) -> bool:
+    return (_is_on(backend.kind) or not backend.has_switch) and is_installed(backend.kind)
+
+
+def _is_on(kind: Kind) -> bool:
+    return kind != "triton" or kind == _preferred or os.environ.get("BATON_TRITON") != "0"
+
+
+@functools.cache
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f".{name}", __package__)
+
+
+def _if(serves: Callable[..., bool], own: Callable[P, R], other: Callable[P, R]) -> Callable[P, R]:
+    def chosen(*args: P.args, **kwargs: P.kwargs) -> R:
+        return own(*args, **kwargs) if serves(*args, **kwargs) else other(*args, **kwargs)
+
+    return chosen

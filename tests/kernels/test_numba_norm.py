@@ -1,0 +1,25 @@
+"""The norm that numba compiles, against its specification."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from baton.kernels import operations
+from baton.kernels.norm import rms_norm_ref
+from baton.kernels.numba_norm import add_rms_norm_
+
+pytestmark = pytest.mark.skipif(not operations.is_installed("numba"), reason="needs numba")
+
+
+@pytest.mark.parametrize("shape", [(1, 256), (5, 64), (3, 7), (0, 8)])
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("has_delta", [False, True])
+def test_add_rms_norm(shape: tuple[int, int], scale: float, has_delta: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, delta = scale * torch.randn(2, *shape, generator=generator)
+    weight = torch.randn(shape[1], generator=generator)
+    total = hidden + delta if has_delta else hidden.clone()
+    normed = add_rms_norm_(hidden, delta if has_delta else None, weight, 1e-6)
+    torch.testing.assert_close(normed, rms_norm_ref(total, weight, 1e-6), atol=2e-6, rtol=0)
+    assert torch.equal(hidden, total)

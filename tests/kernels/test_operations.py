@@ -1,0 +1,221 @@
+"""The table of operations: what it says, which backend it chooses, and that it imports nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.kernels import gpu, operations
+from baton.kernels.norm import add_rms_norm_, rms_norm, rms_norm_ref
+from baton.kernels.operations import TABLE, Operation, backends, captures, function, preferring, reads_pages
+
+pytest.importorskip("triton")
+pytest.importorskip("numba")
+
+KERNELS = Path(operations.__file__).parent
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+# Operations with a reference file, by file: importing it declares them.
+DECLARED = {
+    "norm": ["rms_norm", "add_rms_norm_"],
+    "silu": ["silu_mul"],
+    "rotary": ["turns"],
+    "paged_rows": ["attend", "attend_stored"],
+    "linear": ["linear", "gated_linear", "linear_parts", "sum_parts", "fuses"],
+    "sample": ["perturbed_argmax", "perturbed_topk"],
+    "noise": ["gumbel_noise", "add_gumbel_noise_"],
+    "advance": ["advance_"],
+    "rows": ["gather_rows", "assign_rows_", "packed"],
+    "trees": ["grow_", "choose", "ancestry", "walk_chain", "walk_tree", "move_slots_"],
+    "copies": ["copy_numbers_", "copy_columns_"],
+    "pages": ["page_checksums"],
+}
+# Operations whose arguments depend on the backend: callers ask `function`.
+ASKED_FOR = ["decode_attention", "extend_attention", "norm_rotate_store", "gather_pages"]
+NUMBA = ["add_rms_norm_", "silu_mul", "attend", "attend_stored", "gumbel_noise", "add_gumbel_noise_"]
+TORCH = ["rms_norm"]
+NOT_TRITON = ["attend", "attend_stored", "gumbel_noise", "add_gumbel_noise_"]
+NAMES = [(file, name) for file, names in DECLARED.items() for name in names]
+
+
+@pytest.fixture(autouse=True)
+def chosen_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("BATON_TRITON", raising=False)
+    operations.forget()
+    yield
+    monkeypatch.undo()
+    operations.forget()
+
+
+def declared(file: str, name: str) -> Operation[..., object]:
+    return getattr(importlib.import_module(f"baton.kernels.{file}"), name)
+
+
+def test_every_operation_is_in_the_table() -> None:
+    assert sorted(TABLE) == sorted([name for _, name in NAMES] + ASKED_FOR)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_backends_of_an_operation(name: str) -> None:
+    kinds = {backend.kind for backend in TABLE[name]}
+    wanted = {"numba"} if name in NUMBA else set()
+    wanted |= {"torch"} if name in TORCH else set()
+    wanted |= set() if name in NOT_TRITON else {"triton"}
+    assert kinds == wanted
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_backend_has_a_function_of_the_operation_and_serves_a_device(name: str) -> None:
+    for backend in TABLE[name]:
+        assert backend.module.startswith(f"{backend.kind}_")
+        assert backend.device == {"triton": "cuda", "numba": "cpu", "torch": None}[backend.kind]
+        module = importlib.import_module(f"baton.kernels.{backend.module}")
+        assert callable(getattr(module, name))
+        assert backend.serves is None or callable(getattr(module, backend.serves))
+
+
+@pytest.mark.parametrize(("file", "name"), NAMES)
+def test_a_backend_can_be_called_like_the_reference(file: str, name: str) -> None:
+    """The same parameters in the same order; a backend may have more, with defaults."""
+    operation = declared(file, name)
+    assert isinstance(operation, Operation) and operation.name == name
+    wanted = list(inspect.signature(operation.reference).parameters)
+    for backend in TABLE[name]:
+        module = importlib.import_module(f"baton.kernels.{backend.module}")
+        own = inspect.signature(getattr(module, name)).parameters
+        assert [each for each in own if each in wanted] == wanted, backend
+        assert all(parameter.default is not parameter.empty for each, parameter in own.items() if each not in wanted)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_first_backend_of_a_device(name: str) -> None:
+    """On a CPU numba or torch, on CUDA Triton; the tensor that decides is of the first dtype that a backend lists."""
+    for device in ("cpu", "cuda"):
+        dtypes = {dtype for each in TABLE[name] for dtype in each.dtypes or ()} or {torch.float32}
+        for dtype in dtypes:
+            tensor = torch.empty(0, dtype=dtype) if device == "cpu" else _OnCuda(dtype)
+            kinds = [each.kind for each in backends(name, tensor)]  # type: ignore[arg-type]
+            assert ("triton" in kinds) == (device == "cuda" and name not in NOT_TRITON)
+            assert "numba" not in kinds or device == "cpu"
+
+
+class _OnCuda:
+    """Device and dtype of a tensor that cannot be made here."""
+
+    device = CUDA
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes_that_no_backend_serves_are_the_references(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(3, 8).to(dtype), torch.randn(8).to(dtype)
+    assert backends("rms_norm", x) == []
+    assert torch.equal(rms_norm(x, weight, 1e-5), rms_norm_ref(x, weight, 1e-5))
+
+
+def test_a_switch_turns_triton_off_but_not_what_reads_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert captures(CUDA) and backends("silu_mul", _OnCuda(torch.float16))  # type: ignore[arg-type]
+    monkeypatch.setenv("BATON_TRITON", "0")
+    operations.forget()
+    assert not captures(CUDA) and not backends("silu_mul", _OnCuda(torch.float16))  # type: ignore[arg-type]
+    assert [each.kind for each in backends("page_checksums", _OnCuda(torch.int32))] == ["triton"]  # type: ignore[arg-type]
+    assert function("gather_pages", _OnCuda(torch.int32)) is not None  # type: ignore[arg-type]
+    assert reads_pages(CPU, torch.float32)
+
+
+def test_questions_about_a_device() -> None:
+    assert captures(CUDA) and not captures(CPU)
+    assert reads_pages(CPU, torch.float32) and not reads_pages(CPU, torch.bfloat16)
+    assert not reads_pages(CUDA, torch.float32)
+    assert not gpu.compiled(torch.empty(0))
+
+
+def test_a_preferred_backend_serves_any_device_and_only_inside() -> None:
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    assert [each.kind for each in backends("add_rms_norm_", x)] == ["numba"]
+    with preferring("triton"):
+        assert [each.kind for each in backends("add_rms_norm_", x)] == ["triton", "numba"]
+        assert captures(CPU) and gpu.compiled(x)
+        with preferring("reference"):
+            assert backends("add_rms_norm_", x) == [] and function("decode_attention", x) is None
+            assert not captures(CPU) and not reads_pages(CPU, torch.float32)
+        by_triton = add_rms_norm_(x.clone(), None, weight, 1e-5)
+    assert not captures(CPU)
+    torch.testing.assert_close(by_triton, add_rms_norm_(x.clone(), None, weight, 1e-5))
+
+
+def test_a_call_that_a_backend_cannot_serve_goes_to_the_next_one() -> None:
+    """Triton takes a row only if its numbers lie together in memory."""
+    strided, weight = torch.randn(2, 64)[:, ::2], torch.randn(32)
+    with preferring("triton"):
+        actual = rms_norm(strided, weight, 1e-5)
+    torch.testing.assert_close(actual, rms_norm_ref(strided, weight, 1e-5))
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+
+
+EVERY_FILE = "\n".join(f"import baton.kernels.{file}" for file in (*DECLARED, "cpu", "gpu", "attention"))
+
+
+def test_a_cpu_imports_no_triton_and_nothing_imports_numba_before_a_call() -> None:
+    code = (
+        f"import sys, torch\n{EVERY_FILE}\n"
+        "print('numba' in sys.modules, 'triton' in sys.modules)\n"
+        "baton.kernels.norm.add_rms_norm_(torch.ones(1, 4), None, torch.ones(4), 0.0)\n"
+        "baton.kernels.silu.silu_mul(torch.ones(1, 4, dtype=torch.bfloat16))\n"
+        "print('baton.kernels.numba_kernels' in sys.modules)\n"
+        "print([name for name in sys.modules if name.startswith('baton.kernels.triton_')])\n"
+    )
+    assert run(code).stdout.splitlines() == ["False False", "True", "[]"]
+
+
+@pytest.mark.parametrize("kind", ["numba", "triton"])
+def test_one_warning_says_that_a_backend_is_missing(kind: str) -> None:
+    code = (
+        f"import sys; sys.modules['{kind}'] = None\n"
+        "import logging, torch; logging.basicConfig()\n"
+        "from baton.kernels import operations\n"
+        "from baton.kernels.norm import add_rms_norm_\n"
+        "from baton.kernels.silu import silu_mul\n"
+        f"operations.preferring('{kind}').__enter__()\n"
+        "one = torch.ones(1, 4); normed = add_rms_norm_(one, one.clone(), torch.ones(4), 0.0)\n"
+        f"print(normed[0, 0].item(), silu_mul(torch.ones(1, 2)).item(), operations.captures(torch.device('cuda')))\n"
+    )
+    done = run(code)
+    assert done.stdout.split()[::2] == ["1.0", str(kind != "triton")]
+    assert float(done.stdout.split()[1]) == pytest.approx(0.7310586)
+    assert done.stderr.count(f"{kind} cannot be used") == 1
+
+
+def test_installed_backends_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    operations.is_installed.cache_clear()
+    with caplog.at_level(logging.INFO):
+        assert operations.is_installed("numba") and operations.is_installed("numba")
+    assert len([record for record in caplog.records if record.message.startswith("kernels by numba")]) == 1
+
+
+def test_nothing_but_the_table_asks_for_a_backend() -> None:
+    """Neither kernels/ nor the sampler ask whether something is compiled."""
+    engine = KERNELS.parent / "engine"
+    files = [*KERNELS.glob("*.py"), *(engine / f"{name}.py" for name in ("sampling", "trees", "engine", "filters"))]
+    asking = [path.name for path in files if ".compiled(" in path.read_text()]
+    assert asking == []
