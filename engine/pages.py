@@ -1,4 +1,4 @@
-"""The books of a KV pool: which page is whose. The KV tensors lie elsewhere and share these page numbers.
+"""The books of a KV pool: the owner of each page. The KV tensors lie elsewhere and share these page numbers.
 
 free --allocate--> request | ticket --insert--> cache --evict--> free
                       '-----------release-----------------------^
@@ -16,7 +16,7 @@ from ..metadata.wire.node_info import PoolLedger
 
 
 class Owner(IntEnum):
-    """The one kind of owner that a page has at any time. FREE is zero: `PagePool` searches its books for it."""
+    """Kinds of owner. A page has exactly one at any time. FREE is zero: `PagePool` searches its books for zeros."""
 
     FREE = 0
     PADDING = 1
@@ -25,19 +25,20 @@ class Owner(IntEnum):
     CACHE = 4
 
 
-_HOLDERS = (Owner.REQUEST, Owner.TICKET)  # who may allocate, hand over and release pages
+_HOLDERS = (Owner.REQUEST, Owner.TICKET)  # the owners that allocate, hand over and release pages
 
 
 class PagePool:
     """Pages 0 .. num_pages - 1 of `page_size` tokens each; page 0 is padding and never allocated.
 
-    Host memory only, one thread. Whoever allocates a page releases it, or hands it to the prefix cache, which then
-    frees it by itself. Freeing a page that work in flight still names is the caller's error, which nobody can see here.
+    Host memory only, one thread. The caller that allocates a page releases it, or hands it to the prefix cache, which
+    frees it later. The pool does not know which pages the device still uses: the caller must not free these.
     """
 
     def __init__(self, num_pages: int, page_size: int, generations: np.ndarray | None = None) -> None:
-        """`generations` [num_pages] int64, zeros, is where allocations are counted: the pool's shared memory, so that a
-        peer that reads a page notices its new life at once; None for an array of its own."""
+        """`generations` [num_pages] int64, zeros, counts the allocations of each page. It lies in the pool's shared
+        memory, so that a peer that reads a page notices at once that the page was allocated again. None: the pool
+        makes an array."""
         assert num_pages >= 1 and page_size >= 1, (num_pages, page_size)
         self.num_pages = num_pages
         self.page_size = page_size
@@ -52,20 +53,21 @@ class PagePool:
 
     @property
     def num_usable(self) -> int:
-        """All pages but the padding: what one request alone could ever get."""
+        """All pages but the padding: the most that one request alone could get."""
         return self.num_pages - 1
 
     def owner(self, page: int) -> Owner:
         return Owner(self._owners[page])
 
     def generation(self, page: int) -> int:
-        """Return how often `page` was allocated so far. This tells a page's present content from an earlier one."""
+        """Return how often `page` was allocated. The number tells a page's present content from earlier contents."""
         return int(self._generations[page])
 
     def allocate(self, n: int, owner: Owner) -> list[int]:
-        """Take `n` pages for a request or ticket: ascending, and one run where there is a run of `n`.
+        """Take `n` pages for a request or ticket, in ascending order. They are neighbours if the pool has a free run
+        of `n` pages.
 
-        Raises `OutOfPages`, taking nothing, when fewer are free. `PrefixCache.allocate` also uses evictable pages.
+        Raises OutOfPages and takes nothing if fewer are free. `PrefixCache.allocate` also uses evictable pages.
         """
         assert n >= 0 and owner in _HOLDERS, (n, owner)
         if n > self._num_free:
@@ -78,21 +80,21 @@ class PagePool:
         return pages
 
     def release(self, pages: Iterable[int], owner: Owner | None = None) -> None:
-        """Free pages that a request or ticket holds. Only the prefix cache frees its own, by `owner=Owner.CACHE`."""
+        """Free pages that a request or ticket holds. The prefix cache frees its own with `owner=Owner.CACHE`."""
         for page in pages:
             self._assert_held(page, _HOLDERS if owner is None else (owner,))
             self._owners[page] = Owner.FREE
             self._num_free += 1
 
     def transfer(self, pages: Iterable[int], to: Owner) -> None:
-        """Hand pages of a request or ticket to a request, a ticket or the cache. Their generation stays."""
+        """Give pages of a request or ticket to a request, a ticket or the cache. Their generation stays."""
         assert to in (*_HOLDERS, Owner.CACHE), to
         for page in pages:
             self._assert_held(page, _HOLDERS)
             self._owners[page] = to
 
     def ledger(self, cache_referenced: int = 0) -> PoolLedger:
-        """The owners' counts, counted afresh. `PrefixCache.ledger` fills in `cache_referenced`."""
+        """Count the pages of each owner. `PrefixCache.ledger` gives `cache_referenced`."""
         free, padding, request, ticket, cache = (self._owners.count(owner) for owner in Owner)
         assert free == self._num_free, (free, self._num_free)
         assert free + padding + request + ticket + cache == self.num_pages, bytes(self._owners)

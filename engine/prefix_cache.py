@@ -1,16 +1,18 @@
 """The prefix cache: a radix tree over whole KV pages, shared by all requests of a node.
 
-A node of the tree is one page. Its edge is keyed by the page's tokens and the next `lookahead` tokens, since a shifted
-drafter's KV at position i depends on tokens up to i + lookahead; the first edge is keyed by the salt as well, so
-tenants share nothing. A `Lease` holds one reference on every page from the root to its last page:
+A node of the tree is one page. Its edge is keyed by the page's tokens and the next `lookahead` tokens, because a
+shifted drafter's KV at position i depends on tokens up to i + lookahead. The first edge is keyed by the salt as well,
+so requests of different salts share no page. A `Lease` holds one reference on every page from the root to its last
+page:
 
-    lease = cache.acquire(prompt, salt, limit)               # what is cached already, pinned
-    table = lease.pages + cache.allocate(n, Owner.REQUEST)   # evicts when free pages do not suffice
-    cache.insert(tokens, table[:num_computed // page_size], salt, lease)   # any time, again and again
-    cache.release(lease, table)                              # and everything of the request is given back
+    lease = cache.acquire(prompt, salt, limit)               # pins the pages that are cached already
+    table = lease.pages + cache.allocate(n, Owner.REQUEST)   # evicts pages if too few are free
+    cache.insert(tokens, table[:num_computed // page_size], salt, lease)   # at any time, as often as wanted
+    cache.release(lease, table)                              # gives back all pages of the request
 
-A page without references can be evicted. `_idle` lists those, longest idle first and, as releases run from the last
-page towards the root, every page before its parent: so the first entry is always a leaf, and evicting takes O(1).
+A page without references can be evicted. `_idle` lists these pages, the longest idle first. Releases run from the last
+page towards the root, so every page comes before its parent. Therefore the first entry is always a leaf, and an
+eviction takes O(1).
 """
 
 from __future__ import annotations
@@ -36,21 +38,21 @@ class _Node:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """References on the cached pages that cover a sequence from its start. Made and ended by `PrefixCache` only."""
+    """References on the cached pages that cover a sequence from its start. Only `PrefixCache` makes and ends leases."""
 
     salt: str
     pages: list[int]  # read-only to others; page i covers tokens i * page_size ..
-    node: _Node | None  # of the last page (the root when there is none); None once released
+    node: _Node | None  # of the last page (the root if there is none); None after the release
 
     def private(self, block_table: Sequence[int]) -> list[int]:
-        """The pages of `block_table` that belong to its owner, not to the cache: those that lease page i is not."""
+        """Return the pages of `block_table` that belong to the request: those that are not the lease's own."""
         assert self.node is not None, "the lease was released"
         covered = [own for own, cached in zip(block_table, self.pages, strict=False) if own != cached]
         return covered + list(block_table[len(self.pages) :])
 
 
 class PrefixCache:
-    """Owns the pages of `pool` that outlive their request. With `enabled=False` it finds and keeps nothing."""
+    """Owns the pages of `pool` that outlive their request. With `enabled=False` it finds and keeps no page."""
 
     def __init__(self, pool: PagePool, lookahead: int = 0, enabled: bool = True) -> None:
         assert lookahead >= 0, lookahead
@@ -75,16 +77,20 @@ class PrefixCache:
 
     @property
     def available(self) -> int:
-        """Pages that `allocate` can give: free ones and cached ones without references."""
+        """Number of pages that `allocate` can give: free ones and cached ones without references."""
         return self.pool.num_free + len(self._idle)
 
     def ledger(self) -> PoolLedger:
+        """Count the pool's pages by owner, and the cached pages that have references."""
         ledger = self.pool.ledger(cache_referenced=self.num_referenced)
         assert ledger.cache == self._num_pages, (ledger, self._num_pages)
         return ledger
 
     def allocate(self, n: int, owner: Owner) -> list[int]:
-        """`PagePool.allocate`, evicting first what is missing. Raises `OutOfPages` and then evicts nothing."""
+        """Take `n` pages as `PagePool.allocate` does, and evict cached pages first if too few are free.
+
+        Raises OutOfPages if even that does not suffice. Then nothing is evicted.
+        """
         if n > self.available:
             raise OutOfPages(
                 f"{n} pages were asked for; of {self.pool.num_usable}, {self.pool.num_free} are free"
@@ -94,14 +100,15 @@ class PrefixCache:
         return self.pool.allocate(n, owner)
 
     def match(self, token_ids: Sequence[int], salt: str = "", limit_pages: int | None = None) -> int:
-        """How many pages `acquire` would find now. Pins nothing and does not count as a use."""
+        """Return how many pages `acquire` would find now. It pins no page, and it does not count as a use."""
         return sum(1 for _ in self._walk(token_ids, salt, limit_pages))
 
     def acquire(self, token_ids: Sequence[int], salt: str = "", limit_pages: int | None = None) -> Lease:
-        """Find the longest cached prefix and pin it, until `release`.
+        """Find the longest cached prefix, pin it until `release`, and return its lease.
 
-        At most `limit_pages`: callers pass (prompt_len - 1) // page_size, so that the last prompt position is computed
-        and yields logits. A page whose next `lookahead` tokens are not in `token_ids` is not matched.
+        The lease has at most `limit_pages` pages. Callers pass (prompt_len - 1) // page_size, so that the last prompt
+        position is computed and yields logits. A page is matched only if `token_ids` has the `lookahead` tokens after
+        it.
         """
         lease = Lease(salt, [], self._root)
         for node in self._walk(token_ids, salt, limit_pages):
@@ -111,16 +118,16 @@ class PrefixCache:
     def insert(
         self, token_ids: Sequence[int], pages: Sequence[int], salt: str = "", lease: Lease | None = None
     ) -> Lease:
-        """Hand computed pages of a sequence over to the cache; they stay valid, pinned and where they are.
+        """Give computed pages of a sequence to the cache. They stay valid and pinned, under their page numbers.
 
-        `pages` covers `token_ids` from the start and holds only pages computed in every slot and written no more;
-        `token_ids` may run on. Taken are those beyond `lease` whose next `lookahead` tokens are known. Returns `lease`
-        extended in place (or a new one), which the caller releases.
+        `pages` covers `token_ids` from the start. Every slot of these pages is computed and will not be written again.
+        `token_ids` may be longer. The cache takes the pages beyond `lease` whose next `lookahead` tokens are known. It
+        extends `lease` in place (None: it makes one) and returns it. The caller releases it.
 
-        Where the cache already holds an equal page, its own is leased and the one given stays with its owner. So
-        afterwards pages[i] is the cache's where lease.pages[i] == pages[i], and any other page is still the caller's
-        to free, once: `lease.private(table)` lists them. A request may go on with its own copies until it ends, or put
-        lease.pages into its block table and free the private ones when no work in flight names them.
+        If the cache already holds an equal page, the lease gets that page, and the given one stays with the caller. So
+        pages[i] belongs to the cache if lease.pages[i] == pages[i]. The caller frees every other page, once;
+        `lease.private(table)` lists these. A request may continue with its own copies until it ends. Or it puts
+        lease.pages into its block table, and frees the private ones when no work under way uses them.
         """
         lease = lease or Lease(salt, [], self._root)
         assert lease.node is not None and lease.salt == salt, (lease.salt, salt, lease.node)
@@ -136,14 +143,15 @@ class PrefixCache:
         return lease
 
     def share(self, lease: Lease) -> Lease:
-        """A second lease on the same pages, released by itself: for the choices of one prompt."""
+        """Return a second lease on the same pages, for another choice of one prompt. It is released separately."""
         shared = Lease(lease.salt, [], self._root)
         for node in reversed(list(self._path(lease))):
             self._extend(shared, node)
         return shared
 
     def release(self, lease: Lease, block_table: Sequence[int] = ()) -> None:
-        """End a lease, once, and free the pages of `block_table` that are its owner's. No work may still name them."""
+        """End a lease, once, and free the pages of `block_table` that belong to the request. No work may use them any
+        more."""
         self.pool.release(lease.private(block_table))
         for node in self._path(lease):
             node.num_references -= 1
@@ -152,7 +160,7 @@ class PrefixCache:
         lease.node = None
 
     def evict(self, n: int) -> int:
-        """Free up to `n` pages without references, those first that were released longest ago. Returns how many."""
+        """Free up to `n` pages without references, the longest idle first. Return how many were freed."""
         n = min(n, len(self._idle))
         for _ in range(n):
             node, _ = self._idle.popitem(last=False)
@@ -163,14 +171,15 @@ class PrefixCache:
         return n
 
     def flush(self) -> int:
-        """Free every page without references; returns how many."""
+        """Free every page without references. Return how many were freed."""
         return self.evict(len(self._idle))
 
     def _num_keyed(self, num_tokens: int) -> int:
         return max(0, num_tokens - self.lookahead) // self.pool.page_size
 
     def _keys(self, token_ids: Sequence[int], salt: str, start: int, stop: int) -> Iterator[bytes]:
-        """The keys of pages start .. stop - 1. Token parts are of one length, so a salt before one is unambiguous."""
+        """Yield the keys of pages start .. stop - 1. All token parts have one length, so a salt in front of one cannot
+        be mistaken for tokens."""
         page_size = self.pool.page_size
         tokens = array("i", token_ids[start * page_size : stop * page_size + self.lookahead])
         data, step = tokens.tobytes(), page_size * tokens.itemsize
@@ -190,7 +199,7 @@ class PrefixCache:
             yield (node := child)
 
     def _path(self, lease: Lease) -> Iterator[_Node]:
-        """The leased nodes, last page first."""
+        """Yield the leased nodes, last page first."""
         assert lease.node is not None, "the lease was released"
         node = lease.node
         while node.parent is not None:

@@ -1,9 +1,9 @@
 """CUDA graphs of small prompt chunks: one for each bucket of tokens, replayed in one launch.
 
-Up to some hundred tokens, more with small layers, the kernels of a forward take less time than asking for them one by
-one does. What is captured is the forward of any chunk, over static inputs of the bucket's size. Tokens beyond the
-chunk's form one more sequence, of no slots: they are stored nowhere, see nothing, and nobody reads what becomes of
-them. Sequences beyond the chunk's are empty.
+The kernels of a forward over a small chunk take less time than their launches one by one. A graph holds the forward of
+any chunk, over static inputs of the bucket's size. The tokens that pad the chunk form one more sequence without KV
+slots: nothing stores them, they attend to nothing, and nothing reads their results. Sequences that the chunk does not
+have are empty.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from .work import BatchRow
 logger = logging.getLogger(__name__)
 
 BUCKETS = (16, 32, 64, 128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)  # tokens; cuBLAS is slow at 448
-MAX_PRODUCTS = 1.2e11  # of a layer and a bucket: 0.4 ms on an H200, for which asking for its kernels one by one takes
+MAX_PRODUCTS = 1.2e11  # of one layer over a bucket: 0.4 ms on an H200, as long as the launches of its kernels take
 MAX_SEQS = 8  # of a chunk
 
 
 class PromptInputs(NamedTuple):
-    """Inputs of a bucket or of one chunk: a block of numbers, which one copy moves to the device, and views of it."""
+    """Inputs of a bucket or of one chunk: a block of numbers, which one copy moves to the device, and its views."""
 
     block: Tensor  # [num_numbers] int64
     input_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64
-    seq_lens: Tensor  # [MAX_SEQS + 1] int64, the last of the padding: 0
+    seq_lens: Tensor  # [MAX_SEQS + 1] int64, the last one is the padding's: 0
     starts: Tensor  # [MAX_SEQS + 2] int64
     logit_rows: Tensor  # [MAX_SEQS] int64
     block_table: Tensor  # [MAX_SEQS + 1, num_columns] int64
@@ -44,7 +44,7 @@ class PromptInputs(NamedTuple):
     def allocate(
         cls, num_tokens: int, num_columns: int, device: torch.device | str, *, pinned: bool = False
     ) -> PromptInputs:
-        """Zeros. A chunk of `num_tokens`, padding included."""
+        """Return zeros for a chunk of `num_tokens` tokens, padding included."""
         sizes = [num_tokens, num_tokens, MAX_SEQS + 1, MAX_SEQS + 2, MAX_SEQS, (MAX_SEQS + 1) * num_columns]
         offsets = aligned(sizes)
         block = torch.zeros(offsets[-1], dtype=torch.int64, device=device, pin_memory=pinned)
@@ -56,7 +56,7 @@ class PromptInputs(NamedTuple):
     def of(
         cls, rows: Sequence[BatchRow], page_size: int, num_tokens: int, num_columns: int, *, pinned: bool = False
     ) -> PromptInputs:
-        """In host memory, of the chunk `rows`, which may be none, laid end to end."""
+        """Return the inputs of a chunk in host memory. Its `rows` lie end to end; there may be none."""
         inputs = cls.allocate(num_tokens, num_columns, "cpu", pinned=pinned)
         ids, positions, seq_lens, starts, logit_rows, table = (each.numpy() for each in inputs[1:])
         stops = list(itertools.accumulate(len(row.input_ids) for row in rows))
@@ -74,7 +74,8 @@ class PromptInputs(NamedTuple):
         return inputs
 
     def batch(self, page_size: int) -> ForwardBatch:
-        """Over these tensors. The host knows no lengths of it: for our compiled kernels only."""
+        """Return a batch over these tensors. The host does not know its lengths, so only our compiled kernels can
+        compute it."""
         return ForwardBatch(
             input_ids=self.input_ids,
             positions=self.positions,
@@ -88,7 +89,7 @@ class PromptInputs(NamedTuple):
 
 
 def own(computed: Computed, rows: Sequence[BatchRow]) -> Computed:
-    """Copies of what belongs to `rows`: the next replay writes where `computed` lies."""
+    """Return copies of the results of `rows`. The next replay overwrites the tensors of `computed`."""
     num_tokens, num_logits = sum(len(row.input_ids) for row in rows), sum(row.num_logits for row in rows)
     extend = None if computed.extend is None else computed.extend[:num_tokens].clone()
     return Computed(extend, computed.logits[:num_logits].clone())
@@ -101,7 +102,7 @@ class _Captured(NamedTuple):
 
 
 class PromptGraphs:
-    """Owns the graphs, their inputs on the device and their memory, which all share: one runs at a time."""
+    """Owns the graphs, their inputs on the device, and the memory that all graphs share: one runs at a time."""
 
     def __init__(
         self,
@@ -111,8 +112,8 @@ class PromptGraphs:
         context_len: int,
         progress: Progress | None = None,
     ) -> None:
-        """Captures buckets of `sizes` tokens, largest first, so that the smaller ones fit in its memory; `progress`
-        counts them. `run` reads nothing of a tensor on the host."""
+        """Capture buckets of `sizes` tokens, the largest first, so that the others fit in its memory. `progress`
+        counts them. `run` must not read any tensor on the host."""
         self._run = run
         self._sizes = sorted(sizes)
         self._page_size = page_size
@@ -128,7 +129,7 @@ class PromptGraphs:
         )
 
     def compute(self, rows: Sequence[BatchRow]) -> Computed | None:
-        """Submitted, not awaited; tensors of the caller's own. None where `rows` fit no bucket."""
+        """Submit the forward of `rows` and return its results, which the caller owns. None: no bucket holds `rows`."""
         size = bucket(rows, self._sizes, self._num_columns * self._page_size)
         if size is None:
             return None
@@ -147,13 +148,13 @@ class PromptGraphs:
 
 
 def bucket_sizes(layer_products: int) -> list[int]:
-    """Tokens of the chunks that are worth a graph, for `ModelConfig.layer_products`."""
+    """Return the buckets for which a graph saves time, by the model's `layer_products`."""
     return [size for size in BUCKETS if size * layer_products <= MAX_PRODUCTS]
 
 
 def bucket(rows: Sequence[BatchRow], sizes: Sequence[int], max_len: int) -> int | None:
-    """The least of `sizes`, in rising order, that holds `rows`, of which none grows beyond `max_len` tokens or wants
-    more than its last logits."""
+    """Return the smallest of `sizes` (in rising order) that holds `rows`. None: no size does, a sequence grows beyond
+    `max_len` tokens, or a row wants more than its last logits."""
     if len(rows) > MAX_SEQS or any(row.num_logits > 1 or row.position + len(row.input_ids) > max_len for row in rows):
         return None
     num_tokens = sum(len(row.input_ids) for row in rows)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -78,10 +79,10 @@ class Prompts:
         Raises OutOfMemory if the device has no memory for it. Then nothing of the chunk can be read, and its pages
         hold no defined KV beyond the tokens of earlier chunks.
         """
-        try:
+        with suppress(torch.OutOfMemoryError):
             return self._submit(chunk)
-        except torch.OutOfMemoryError:
-            raise _out_of_memory(f"{chunk.num_tokens} prompt tokens") from None
+        # raised out here, so that the error holds no frame of the chunk: tensors of a frame would stay allocated
+        raise _out_of_memory(f"{chunk.num_tokens} prompt tokens")
 
     def forget(self, key: int) -> None:
         """Free what is kept of a prompt, if there is anything."""
@@ -107,7 +108,7 @@ class Prompts:
 
     def _keep_states(self, chunk: Chunk, extend: Tensor | None) -> None:
         """Keep the target's states of the last positions of each prompt: its last one, and those that the drafter reads
-        before it."""
+        before it. `extend` [num_tokens, extend width] are the chunk's."""
         num_rows = 0 if self.engine.drafter is None else self.engine.drafter.hidden.num_target_rows
         if num_rows == 0 or extend is None:
             return
@@ -219,7 +220,7 @@ class SubmittedTails:
             with torch.inference_mode():
                 self._draft = self._finish_prompts().to_host()
         except torch.OutOfMemoryError:
-            self._failure = _out_of_memory(f"the drafts after {len(self._handed)} prompts")
+            self._failure = _out_of_memory("the drafts after the first tokens")
         self._event = recorded_event(self._engine.device)
 
     def first_tokens(self) -> list[FirstTokens]:
@@ -296,7 +297,8 @@ def _latest(kept: Tensor | None, states: Tensor, num_rows: int) -> Tensor:
 
 
 def _score(row: ChunkRow, logits: Tensor) -> Logprobs | None:
-    """Submit the log-probabilities of a row's scored tokens, by the logits of the positions before them."""
+    """Submit the log-probabilities of a row's scored tokens. `logits` [num_new, vocab_size] are those of its new
+    positions, or of fewer if no token is scored."""
     if row.num_scored == 0:
         return None
     assert len(logits) == len(row.row.input_ids) >= row.num_scored, (len(logits), row)
@@ -312,7 +314,7 @@ def _read_scores(row: ChunkRow, scored: Logprobs | None) -> list[TokenLogprobs]:
 
 
 def _rows(values: Tensor, index: Sequence[int]) -> Tensor:
-    """Select rows. If `index` names all rows in order, return `values` itself."""
+    """Select rows of `values` [num_rows, ...]. If `index` names all rows in order, return `values` itself."""
     if list(index) == list(range(len(values))):
         return values
     return values.index_select(0, to_device(torch.tensor(index), values.device))

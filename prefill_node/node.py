@@ -299,6 +299,7 @@ class PrefillNode:
         """End the choices that a decode node would continue, since there was no memory for the drafts after them."""
         for end, choices in zip(ends, first_tokens, strict=True):
             request = end.request
+            logger.warning("out of memory: %s", error, extra={"rid": request.rid})
             for unit, _, _, over in choices:
                 if over is not None:
                     self._tickets.revoke(request, unit, is_finished=True, reason=over.reason)

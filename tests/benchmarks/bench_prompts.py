@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from baton.engine.engine import Engine
+from baton.engine.prompts import Prompts
 from baton.metadata.wire.messages import Prefill
 from baton.metadata.wire.node_info import Peer
 from baton.metadata.wire.request import GenerationRequest, SamplingParams, pack_ids
@@ -39,10 +40,10 @@ def small_prompt(engine: Engine, num_tokens: int, times: int = _TIMES) -> dict[s
     `idle_share` is the share of the host's time in which no kernel ran. The time is taken without a trace, the kernels
     with one. On a CPU there are no device figures.
     """
-    scheduler = PrefillScheduler(engine.cache, 1, max(num_tokens, 8192))
+    prompts, scheduler = Prompts(engine), PrefillScheduler(engine.cache, 1, max(num_tokens, 8192))
 
     def call() -> _Call:
-        return _prefill(engine, scheduler, num_tokens)
+        return _prefill(prompts, scheduler, num_tokens)
 
     for _ in range(_WARM_UP):
         call()
@@ -70,25 +71,25 @@ def busy(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def _prefill(engine: Engine, scheduler: PrefillScheduler, num_tokens: int) -> _Call:
-    request = _request(engine, num_tokens)
+def _prefill(prompts: Prompts, scheduler: PrefillScheduler, num_tokens: int) -> _Call:
+    request = _request(prompts, num_tokens)
     scheduler.submit(request)
     scheduler.start()
     plan = scheduler.plan()
     assert len(plan) == 1, "the pool has no room for the prompt"
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if engine.device.type == "cuda" else []
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if prompts.runs_ahead else []
     if marks:
         torch.cuda.synchronize()
         marks[0].record()
     begun = time.perf_counter()
-    chunk = submit(engine, plan)
+    chunk = submit(prompts, plan).submitted
     chunk.draft()
     submitted = time.perf_counter()
     if marks:
         marks[1].record()
-    for ends in chunk.ends:
-        ends.tokens()
-        ends.wait()
+    for tails in chunk.tails:
+        tails.first_tokens()
+        tails.wait_rows()
     done = time.perf_counter()
     if marks:
         marks[1].synchronize()
@@ -98,12 +99,13 @@ def _prefill(engine: Engine, scheduler: PrefillScheduler, num_tokens: int) -> _C
     return _Call(done - begun, submitted - begun, marks[0].elapsed_time(marks[1]) / 1e3 if marks else 0.0)
 
 
-def _request(engine: Engine, num_tokens: int) -> Request:
-    ids = [at % min(1000, engine.model_config.vocab_size) for at in range(num_tokens)]
+def _request(prompts: Prompts, num_tokens: int) -> Request:
+    ids = [at % min(1000, prompts.vocab_size) for at in range(num_tokens)]
     params = SamplingParams(max_tokens=2, temperature=0.0)
     generation = GenerationRequest(prompt_ids=pack_ids(ids), params=params)
     peer = Peer(node_id="nobody", epoch="0" * 16)
-    request = new_request(Prefill("router", "bench", 0, (0,), generation, peer), engine)
+    message = Prefill("router", "bench", 0, (0,), generation, peer)
+    request = new_request(message, key=0, vocab_size=prompts.vocab_size, context_len=prompts.context_len)
     for unit in request.choices:
         request.open_ticket(unit)
     return request

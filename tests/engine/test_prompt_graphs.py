@@ -1,6 +1,6 @@
-"""What a graph of a bucket captures brings, over any chunk, what `compute` brings over the chunk alone.
+"""The forward that a bucket's graph captures gives, for any chunk, the results of `compute` over the chunk alone.
 
-Our kernels run in Triton's interpreter where there is no GPU. tests/gpu/test_prompt_graphs_cuda.py has the graphs.
+Without a GPU our kernels run in Triton's interpreter. tests/gpu/test_prompt_graphs_cuda.py tests the graphs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def make_engine(model: Path, **drafting: Any) -> Engine:
 
 
 def make_rows(sequences: Sequence[tuple[int, int, int]]) -> list[BatchRow]:
-    """Pages from 3 on, each sequence's with one to spare, in falling order."""
+    """Return rows whose pages begin at 3. Each sequence has one page more than it needs, in falling order."""
     rows: list[BatchRow] = []
     first = 3
     for index, (position, num_new, num_logits) in enumerate(sequences):
@@ -67,7 +67,7 @@ def make_rows(sequences: Sequence[tuple[int, int, int]]) -> list[BatchRow]:
 
 
 def check(engine: Engine, chunk: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results and the KV of all pages; page 0 and what no sequence has filled is NaN before and after."""
+    """Return the results and the KV of all pages. Page 0 and slots that no sequence fills are NaN before and after."""
     sequences, num_tokens = CHUNKS[chunk]
     rows = make_rows(sequences)
     generator = torch.Generator().manual_seed(0)
@@ -105,7 +105,7 @@ def check(engine: Engine, chunk: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _slots(kv: torch.Tensor) -> torch.Tensor:
-    """[num_layers, num_pages, page_size, 2, num_kv_heads, head_dim]."""
+    """Return the KV as [num_layers, num_pages, page_size, 2, num_kv_heads, head_dim]."""
     return kv.permute(0, 1, 4, 2, 3, 5)
 
 
@@ -140,7 +140,7 @@ def test_buckets() -> None:
 
 
 def test_larger_layers_have_fewer_buckets() -> None:
-    """Of the shapes of Llama-3.2-1B, Llama-3.1-8B and Llama-3.1-70B."""
+    """The models have the shapes of Llama-3.2-1B, Llama-3.1-8B and Llama-3.1-70B."""
     largest = [bucket_sizes(products)[-1] for products in (60_817_408, 218_103_808, 855_638_016)]
     assert largest == [1536, 512, 128]
     assert bucket_sizes(1) == list(BUCKETS)
@@ -153,7 +153,7 @@ def test_inputs_begin_where_kernels_were_compiled_for() -> None:
 
 
 def test_results_are_copies() -> None:
-    """The next replay writes where this one's results lie."""
+    """The next replay overwrites the results of this one."""
     static = Computed(torch.ones(16, 3), torch.ones(MAX_SEQS, 5))
     computed = own(static, [BatchRow([1, 2], 0, [1]), BatchRow([1, 2, 3], 0, [1], 0)])
     static.logits.zero_()

@@ -11,10 +11,11 @@ from gpu_nodes import SPECULATIONS
 from waits import no_waiting
 
 from baton.engine.engine import Engine
+from baton.engine.prompts import Prompts
 from baton.metadata.wire.messages import Prefill
 from baton.metadata.wire.node_info import Peer
 from baton.metadata.wire.request import GenerationRequest, SamplingParams, pack_ids
-from baton.prefill_node.chunks import SubmittedChunk, submit
+from baton.prefill_node.chunks import ChunkUnderWay, submit
 from baton.prefill_node.config import PrefillConfig
 from baton.prefill_node.request import new_request
 from baton.prefill_node.scheduler import PrefillScheduler, StepPlan
@@ -37,7 +38,9 @@ def make_plan(engine: Engine) -> tuple[PrefillScheduler, StepPlan]:
         params = SamplingParams(max_tokens=4, **settings)
         generation = GenerationRequest(prompt_ids=pack_ids(ids), params=params, prompt_logprobs=index == 0)
         decode = Peer(node_id="d", epoch="e" * 16)
-        request = new_request(Prefill("router", str(index), 0, tuple(range(n)), generation, decode), engine)
+        message = Prefill("router", str(index), 0, tuple(range(n)), generation, decode)
+        sizes = {"vocab_size": engine.model_config.vocab_size, "context_len": engine.context_len}
+        request = new_request(message, key=index, **sizes)
         for unit in request.choices:
             request.open_ticket(unit)
         scheduler.submit(request)
@@ -45,16 +48,12 @@ def make_plan(engine: Engine) -> tuple[PrefillScheduler, StepPlan]:
     return scheduler, scheduler.plan()
 
 
-def read(chunk: SubmittedChunk) -> list[Any]:
-    """Everything that it brought."""
-    chunk.wait()
-    found: list[Any] = [scores.read() for scores in chunk.scores]
-    for ends in chunk.ends:
-        found += ends.tokens()
-        ends.wait()
-        for unit in [unit for end in ends.ends for unit in end.units]:
-            draft = ends.drafted(unit)
-            found.append([] if draft is None else [(name, each.tolist()) for name, each in draft.present()])
+def read(chunk: ChunkUnderWay) -> list[Any]:
+    """Return everything that it brought."""
+    found: list[Any] = list(chunk.submitted.wait().logprobs)
+    for tails in chunk.submitted.tails:
+        found += tails.first_tokens()
+        found += tails.wait_rows()
     return found
 
 
@@ -62,16 +61,17 @@ def read(chunk: SubmittedChunk) -> list[Any]:
 def test_a_chunk_and_the_ends_of_its_prompts_are_submitted_without_waiting(name: str) -> None:
     settings = {"device": DEVICE, "dtype": "float32", "num_pages": 200, "prefix_cache": False, **SPECULATIONS[name]}
     engine = Engine(PrefillConfig(model=str(DEMO), **settings))
-    expected: list[Any] = []
+    prompts, expected = Prompts(engine), list[Any]()
     for is_checked in (False, True):
         scheduler, plan = make_plan(engine)
         with no_waiting() if is_checked else nullcontext():
-            chunk = submit(engine, plan)
-            chunk.draft()
+            chunk = submit(prompts, plan)
+            chunk.submitted.draft()
         found = read(chunk)
         expected = expected or found
-        assert found == expected and len(found) == 1 + 3 + 4
+        assert found == expected and len(found) == 4 + 3 + 3
         for request in list(scheduler):
             for unit in request.choices:
                 request.end_ticket(unit)
             scheduler.remove(request)
+            prompts.forget(request.key)

@@ -273,7 +273,7 @@ def test_nothing_is_kept_of_prompts_that_are_computed_or_dropped(overlaps: bool,
 # --- out of memory ---
 
 
-def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, is_too_big: Callable[..., bool]) -> None:
+def limit_memory(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, is_too_big: Callable[..., bool]) -> None:
     """Let a device function run out of memory if `is_too_big` says so of its arguments."""
     function = getattr(owner, name)
 
@@ -320,7 +320,7 @@ def test_a_chunk_that_does_not_fit_ends_its_requests_alone(
         return bool((batch.input_ids == bad[bad_position]).logical_and(batch.positions == bad_position).any())
 
     with monkeypatch.context() as patch:
-        fail_once(patch, pair.prefill.prompts.engine.model, "forward_with_aux", is_bad)
+        limit_memory(patch, pair.prefill.prompts.engine.model, "forward_with_aux", is_bad)
         pair.submit("bad", bad, params(6), n=2)
         pair.run()
         for choice in range(2):
@@ -342,7 +342,9 @@ def test_prompts_of_a_chunk_that_does_not_fit_end_together(
     pair = make_pair()
     submit(pair, [CHUNK, 3, 4])
     with monkeypatch.context() as patch:
-        fail_once(patch, pair.prefill.prompts.engine.model, "forward_with_aux", lambda batch, *_: batch.num_tokens == 7)
+        limit_memory(
+            patch, pair.prefill.prompts.engine.model, "forward_with_aux", lambda batch, *_: batch.num_tokens == 7
+        )
         results = pair.run()
     assert len(results["0", 0].ids) == 6
     for rid in "12":
@@ -357,7 +359,7 @@ def test_drafts_that_do_not_fit_end_only_what_a_decode_node_would_continue(
     pair = make_layered_pair(overlaps=overlaps)
     drafter = pair.prefill.prompts.engine.drafter
     with monkeypatch.context() as patch:
-        fail_once(patch, drafter, "finish_prompt", lambda *_: True)
+        limit_memory(patch, drafter, "finish_prompt", lambda *_: True)
         pair.submit("whole", prompt(4, 3), params(1))
         submit(pair, [5, 2 * CHUNK], already=1)
         results = dict(pair.run())

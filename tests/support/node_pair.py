@@ -192,7 +192,8 @@ class NodePair:
         self._socket.send_multipart([self._ids[node], encode(message)])
 
     def check_books(self) -> None:
-        """Check that the nodes hold no request and no ticket, and that every page can be freed."""
+        """Check that the nodes hold no request, ticket or state of a prompt, and that every page can be freed."""
+        assert not self.prefill.prompts.keys, self.prefill.prompts.keys
         for node in (self.prefill, self.decode):
             ledger = node.cache.ledger()
             assert not node.units() and not node.tickets(), (node.units(), node.tickets())

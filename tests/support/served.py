@@ -267,6 +267,7 @@ class Served:
         """Nothing is held for anybody within a second or so, and every page can be freed."""
         self.run(lambda: not self.held_by_nodes() and not self.call(lambda: self.dispatcher.requests), 10.0)
         for node in self.nodes.values():
+            assert not isinstance(node, PrefillNode) or not node.prompts.keys, node.prompts.keys
             node.cache.flush()
             ledger = node.cache.ledger()
             assert ledger.free + ledger.padding == node.cache.pool.num_pages, ledger
