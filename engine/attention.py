@@ -38,7 +38,7 @@ class HeadNorms(NamedTuple):
 
 
 class AttentionContext(Protocol):
-    """Whatever the attention layers of one forward share: positions, pages, masks, plans of kernels."""
+    """State that the attention layers of one forward share: positions, pages, masks, plans of kernels."""
 
     def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
         """Attend in layer `index` of the pool: `qkv` [num_tokens, q_size + 2 * kv_size] -> [num_tokens, q_size].

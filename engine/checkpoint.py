@@ -47,12 +47,8 @@ class Checkpoint:
             file_of.update(dict.fromkeys(file.keys(), file))
         self._stored_name = text_tensors(file_of, self.model_dir)
         self._file_of = {name: file_of[stored] for name, stored in self._stored_name.items()}
+        self.names = frozenset(self._file_of)  # of all tensors
         self.num_left_out = len(file_of) - len(self._file_of)  # tensors of other models
-
-    @property
-    def names(self) -> set[str]:
-        """Return the names of all tensors."""
-        return set(self._file_of)
 
     def check(self, specs: Sequence[TensorSpec]) -> int:
         """Return the bytes that the tensors take in the files. Raises ModelError if one is missing, or has another

@@ -62,11 +62,11 @@ UNTESTED = [
     (_TRAINS, "deploy/demo/training", "corpus evaluate model muon vocabulary"),
     (_TRAINS, "deploy/demo/training", "drafters_files drafters_layers drafters_models"),
     (_TRAINS, "deploy/demo/training", "drafters_reference drafters_training"),
-    (_NEXT, "engine", "attention batch capture checkpoint config copies cuda_memory cuda_pool draft_shape"),
+    (_NEXT, "engine", "batch capture checkpoint config copies cuda_memory cuda_pool draft_shape"),
     (_NEXT, "engine", "engine work"),
     (_NEXT, "engine", "model_card round_inputs sampling_state slots step_times stopping"),
     (_NEXT, "engine/drafters", "frozen_kv mtp_layers shifted standalone"),
-    (_NEXT, "engine/models", "frozen_kv heads hyper_eagle mtp tensors"),
+    (_NEXT, "engine/models", "frozen_kv hyper_eagle mtp"),
     (_NEXT, "kernels", "advance gpu numba_kernels pages rotary rows silu tree_types trees triton_advance"),
     (
         _NEXT,

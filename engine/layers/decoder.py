@@ -19,7 +19,7 @@ class FeedForward(Protocol):
     """The second half of a decoder layer."""
 
     def __call__(self, normed: Tensor) -> Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
+        """Return the layer's output: [num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
         ...
 
     def add_to(self, stream: Residual, norm: Tensor) -> None:
@@ -43,11 +43,8 @@ class DecoderBody:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """A decoder layer whose attention reads the normed stream."""
+    """A decoder layer whose attention reads the stream normed by `norm`. The caller norms it, because it may want to
+    keep the layer's input."""
 
     norm: Tensor  # [hidden_size]
     body: DecoderBody
-
-    def __call__(self, stream: Residual, context: AttentionContext) -> None:
-        """Add the outputs of both sublayers to the stream."""
-        self.body(stream, stream.normed(self.norm), context)

@@ -43,7 +43,7 @@ class HyperDecoderLayer:
     eps: float  # of the norms
 
     def __call__(self, streams: Tensor, context: AttentionContext) -> Tensor:
-        """[num_tokens, hc_mult, hidden_size] to the same, a new tensor; `streams` stays as it is."""
+        """Return the streams after the layer, a new tensor [num_tokens, hc_mult, hidden_size]; `streams` is kept."""
         body, site = self.layer.body, self.attention_site
         normed = add_rms_norm_(site.input(streams), None, self.layer.norm, self.eps)
         streams = site.output(streams, body.attention.out(body.attention(normed, context)))

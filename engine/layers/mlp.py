@@ -18,7 +18,7 @@ class Mlp:
     down: Linear  # intermediate_size -> hidden_size
 
     def __call__(self, normed: Tensor) -> Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
+        """Return the layer's output: [num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
         return self.down(self.gate_up.gated(normed))
 
     def add_to(self, stream: Residual, norm: Tensor) -> None:

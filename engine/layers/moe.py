@@ -26,7 +26,7 @@ class MoeMlp:
     norm_topk_prob: bool  # the weights of a token's experts sum to one
 
     def __call__(self, normed: Tensor) -> Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
+        """Return the layer's output: [num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
         probabilities = self.router(normed).softmax(-1, dtype=torch.float32)
         weights, chosen = probabilities.topk(self.num_active)  # [num_tokens, num_active]
         if self.norm_topk_prob:
@@ -40,9 +40,10 @@ class MoeMlp:
 
 
 def _mix_grouped(x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Mlp]) -> Tensor:
-    """Run each expert on the tokens that chose it. The host reads `chosen`, which costs nothing on a CPU.
+    """Run each expert on the tokens that chose it: [num_tokens, hidden_size] -> [num_tokens, hidden_size].
 
-    `x` [num_tokens, hidden_size]; `chosen` [num_tokens, num_active] int64 and `weights`: the experts of each token."""
+    `chosen` and `weights` [num_tokens, num_active]: the experts of each token, int64, and their shares. The host reads
+    `chosen`, which costs nothing on a CPU."""
     out = torch.zeros_like(x)
     for index in sorted(set(chosen.flatten().tolist())):
         tokens, place = (chosen == index).nonzero(as_tuple=True)
@@ -59,5 +60,5 @@ def _mix_all(x: Tensor, chosen: Tensor, weights: Tensor, experts: Sequence[Mlp])
     out = torch.zeros_like(x)
     for index, expert in enumerate(experts):
         y = expert(x) * share[:, index : index + 1]
-        out += y.masked_fill(~is_chosen[:, index : index + 1], 0.0)  # not a product: what was not asked may overflow
+        out += y.masked_fill(~is_chosen[:, index : index + 1], 0.0)  # a product by 0 would keep an infinity
     return out

@@ -36,9 +36,9 @@ class WeightSource(ABC):
     device: torch.device
 
     @property
+    @abstractmethod
     def bias(self) -> Tensor | None:
-        """Return the bias [sum of out_sizes] in `dtype` on `device`, or None."""
-        raise NotImplementedError
+        """Bias [sum of out_sizes] in `dtype` on `device`, or None."""
 
     @abstractmethod
     def has(self, name: str) -> bool:

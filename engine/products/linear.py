@@ -37,15 +37,15 @@ class Linear:
         return self.product.out_size
 
     def __call__(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
-        """[num_rows, in_size] -> [num_rows, out_size]; `norm` and `residual` only if the product `fuses`."""
+        """Return the product, [num_rows, in_size] -> [num_rows, out_size]; `norm` and `residual` only if it `fuses`."""
         return self.product(x, norm=norm, residual=residual)
 
     def parts(self, x: Tensor) -> Tensor:
-        """[num_rows, in_size] -> [num_rows, out_size], or float32 summands [num_parts, num_rows, out_size]."""
+        """Return the product [num_rows, out_size], or float32 summands of it, [num_parts, num_rows, out_size]."""
         return self.product.parts(x)
 
     def gated(self, x: Tensor, *, norm: Norm | None = None) -> Tensor:
-        """[num_rows, in_size] -> [num_rows, out_size / 2]; `norm` only if the product `fuses`."""
+        """Return `silu_mul` of the product, [num_rows, out_size / 2]; `norm` only if the product `fuses`."""
         return self.product.gated(x, norm=norm)
 
     def fuses(self, x: Tensor, *, is_gated: bool = False) -> bool:

@@ -12,7 +12,7 @@ from .half import HalfProduct
 
 # The tensors of a weight fix its format: the first whose tensors are all there. Of the products that read this format,
 # the first that serves the device holds the weight. A format with more tensors stands before those with fewer.
-PRODUCTS: list[type[Product]] = [HalfProduct, BlockedProduct, DenseProduct]
+PRODUCTS: tuple[type[Product], ...] = (HalfProduct, BlockedProduct, DenseProduct)
 
 
 def stored_tensors(has: Callable[[str], bool], out_size: int, in_size: int) -> Mapping[str, StoredTensor]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file, save_file
 
+from baton.engine.checkpoint import tensor_digests
 from baton.engine.layers.decoder import DecoderBody
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.decoder import DecoderModel, DecoderStack
@@ -104,6 +107,17 @@ def test_fingerprint_is_of_the_content(model_dir: Path, checkpoint: Checkpoint) 
     assert fingerprint(model_dir) != original
     assert fingerprint(checkpoint("llama", seed=1)) != original
     assert fingerprint(checkpoint("llama", "bfloat16")) != original
+
+
+def test_what_other_families_have_is_not_in_the_fingerprint(model_dir: Path) -> None:
+    """Dense models keep the digest of releases that knew no experts, so that nodes of both find each other."""
+    fields = asdict(ModelConfig.from_dir(model_dir))
+    assert fields.pop("experts") is None
+    digest = xxhash.xxh3_128(json.dumps(fields, sort_keys=True).encode())
+    tensors = tensor_digests(model_dir / "model.safetensors")
+    for name in sorted(tensors):
+        digest.update(tensors[name])
+    assert fingerprint(model_dir) == digest.hexdigest()
 
 
 def test_fingerprint_sees_one_byte(model_dir: Path) -> None:

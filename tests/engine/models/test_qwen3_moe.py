@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -103,6 +104,27 @@ def test_an_expert_too_many_is_refused(checkpoint: Checkpoint, tmp_path: Path) -
     save_file(tensors | routers, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"does not use \(model.layers.0.mlp.experts.3"):
         forward(tmp_path, prompt(4), (4,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_experts_per_tok": 5}, r"num_experts_per_tok = 5 is more than there are experts \(4\)"),
+        ({"num_local_experts": 0}, "num_local_experts = 0 must be a whole number of at least 1"),
+        ({"mlp_only_layers": ["1"]}, "mlp_only_layers = .* must be a list of layer numbers"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob = 1 must be true or false"),
+        ({"sliding_window": 7}, "sliding_window = 7 is not served for Qwen3MoeForCausalLM"),
+        ({"norm_topk_prob": None}, "norm_topk_prob is missing"),
+    ],
+)
+def test_a_configuration_that_is_not_served_is_refused(
+    changes: dict[str, Any], words: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    config = json.loads((checkpoint("qwen3_moe") / "config.json").read_text()) | changes
+    config = {key: value for key, value in config.items() if key not in changes or value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=words):
+        ModelConfig.from_dir(tmp_path)
 
 
 def test_the_fingerprint_counts_how_experts_are_used(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_without_the_format_the_checkpoint_is_refused(scaled: Path) -> None:
 
 
 def test_a_new_format_is_one_line(scaled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "PRODUCTS", [ScaledProduct, *registry.PRODUCTS])
+    monkeypatch.setattr(registry, "PRODUCTS", (ScaledProduct, *registry.PRODUCTS))
     names = load_file(scaled / "model.safetensors").keys()
     assert {spec.name for spec in tensor_specs(ModelConfig.from_dir(scaled), names)} == set(names)
     ours, plain, x = load(scaled), load(scaled.parent / "plain"), torch.randn(3, 64)
@@ -99,7 +99,7 @@ def test_a_new_format_is_one_line(scaled: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_scale_of_another_shape_is_refused(scaled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "PRODUCTS", [ScaledProduct, *registry.PRODUCTS])
+    monkeypatch.setattr(registry, "PRODUCTS", (ScaledProduct, *registry.PRODUCTS))
     path = scaled / "model.safetensors"
     name = "model.layers.0.mlp.down_proj.weight_scale"
     save_file(load_file(path) | {name: torch.ones(2)}, path, {"format": "pt"})
@@ -109,7 +109,7 @@ def test_a_scale_of_another_shape_is_refused(scaled: Path, monkeypatch: pytest.M
 
 def test_a_layer_of_two_formats_is_refused(scaled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One projection of q, k and v is plain: no format has all tensors, and nothing is misread."""
-    monkeypatch.setattr(registry, "PRODUCTS", [ScaledProduct, *registry.PRODUCTS])
+    monkeypatch.setattr(registry, "PRODUCTS", (ScaledProduct, *registry.PRODUCTS))
     path, name = scaled / "model.safetensors", "model.layers.0.self_attn.k_proj.weight"
     tensors = load_file(path)
     del tensors[f"{name}_scale"]
@@ -124,7 +124,7 @@ def test_a_format_that_no_product_serves_here_is_refused(scaled: Path, monkeypat
         def build(cls, source: WeightSource) -> Self | None:
             return None
 
-    monkeypatch.setattr(registry, "PRODUCTS", [Elsewhere, *registry.PRODUCTS])
+    monkeypatch.setattr(registry, "PRODUCTS", (Elsewhere, *registry.PRODUCTS))
     with pytest.raises(ModelError, match=r"weights of weight and weight_scale in torch.float32 are not served on cpu"):
         load(scaled)
 
