@@ -1,8 +1,9 @@
-"""The attention of one forward, layer by layer: from fused q, k, v to the attended values, keeping KV in its pages.
+"""The attention of one forward, layer by layer: from fused q, k, v to the attended values, with KV in pages.
 
-Three ways to the same numbers: compiled kernels that read pages where they lie, on CUDA (Triton) and on a CPU (float32,
-few new tokens a sequence), and torch operations that gather them first (all else: 16 bits and prefill chunks on a CPU,
-where the copy is small beside the products)."""
+There are three ways to the same numbers. Compiled kernels read pages in place: Triton on CUDA, and numba on a CPU in
+float32 for few new tokens per sequence. Torch operations gather the pages first: on a CPU in 16 bits and for prefill
+chunks, where the copy is small beside the products.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,6 @@ from ..kernels.rotary import apply_rotary_
 from .batch import ForwardBatch, upload
 from .model_config import ModelConfig
 from .rope import RotaryEmbedding
-from .weights import LayerWeights
 
 if TYPE_CHECKING:
     from ..kernels.triton_attention import Plan
@@ -30,15 +30,29 @@ if TYPE_CHECKING:
 _MAX_COMPILED_QUERY_LEN = 16  # beyond, torch's matrix products win
 
 
-class Attention(Protocol):
-    def __call__(self, index: int, layer: LayerWeights, qkv: torch.Tensor) -> torch.Tensor:
-        """Layer `index` of the forward: `qkv` [num_tokens, q_size + 2 * kv_size], which may be overwritten ->
-        [num_tokens, q_size]. The new tokens' KV is stored on return."""
+class HeadNorms(NamedTuple):
+    """Weights that norm q and k per head before their rotation."""
+
+    q: torch.Tensor  # [head_dim]
+    k: torch.Tensor  # [head_dim]
+
+
+class AttentionContext(Protocol):
+    """State that the attention layers of one forward share: positions, pages, masks, plans of kernels."""
+
+    def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
+        """Attend in layer `index` of the pool: `qkv` [num_tokens, q_size + 2 * kv_size] -> [num_tokens, q_size].
+
+        `qkv` may be overwritten. `window`: positions that a query sees, its own included; None: all. On return the new
+        tokens' KV is stored."""
         ...
 
 
-def begin_attention(config: ModelConfig, rotary: RotaryEmbedding, batch: ForwardBatch, kv: torch.Tensor) -> Attention:
-    """`kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim] of the model's dtype and device."""
+def begin_attention(
+    config: ModelConfig, rotary: RotaryEmbedding, batch: ForwardBatch, kv: torch.Tensor
+) -> AttentionContext:
+    """Return the context of a forward over `kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim], of the
+    model's dtype and device."""
     shape = (config.num_layers, 2, config.num_kv_heads, batch.page_size, config.head_dim)
     assert (kv.shape[0], *kv.shape[2:]) == shape, (kv.shape, shape)
     cos_sin = rotary(batch.positions, kv.dtype)
@@ -60,16 +74,16 @@ def begin_attention(config: ModelConfig, rotary: RotaryEmbedding, batch: Forward
 class _CompiledAttention:
     config: ModelConfig
     rows: cpu.PagedRows
-    kv: np.ndarray  # as `begin_attention` takes it
+    kv: np.ndarray  # [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim] float32
 
-    def __call__(self, index: int, layer: LayerWeights, qkv: torch.Tensor) -> torch.Tensor:
-        norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
-        window = self.config.sliding_window[index]
+    def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
         return cpu.attend(qkv, self.kv, index, self.rows, window, norms, self.config.rms_norm_eps)
 
 
 def triton_plan(batch: ForwardBatch, *, is_stored: bool = False) -> Plan:
-    """Of the kernels on CUDA. Prompts and their chunks, of whatever lengths, share one kernel; rounds have another."""
+    """Return the plan of the kernels on CUDA. Prompts and chunks of any lengths share one kernel; rounds have another.
+
+    `is_stored`: the queries have no KV of their own, all that they see is in pages already."""
     from ..kernels.triton_attention import Plan
 
     table, seq_lens = batch.block_table, batch.seq_lens
@@ -80,24 +94,24 @@ def triton_plan(batch: ForwardBatch, *, is_stored: bool = False) -> Plan:
 
 
 class Piece(NamedTuple):
-    """Tokens that follow one another in a batch."""
+    """Consecutive tokens of a batch."""
 
     first: int
     num_tokens: int
-    num_prompts: int  # that they begin, all of one length; 0: tokens that see others in their pages
+    num_prompts: int  # prompts of one length that begin here; 0: the tokens see others in their pages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompts:
-    """Division of a batch that begins prompts, for `prompt_attention`."""
+    """Division of a batch that begins prompts into pieces for `prompt_attention` and a rest that reads pages."""
 
     pieces: tuple[Piece, ...]  # all tokens, in order
-    rest: Plan | None  # of those that see others in pages, end to end
+    rest: Plan | None  # plan of the tokens that see others in pages, end to end
     index: torch.Tensor | None  # [num_rest] int64, these tokens
 
     @classmethod
     def of(cls, batch: ForwardBatch, kv: torch.Tensor) -> Prompts | None:
-        """None where it takes no sequence of the batch, or does not serve here."""
+        """Return None if `prompt_attention` takes no sequence of the batch, or does not serve on this device."""
         from ..kernels.triton_attention import Plan
 
         if not batch.prefix_lens:  # a round
@@ -120,7 +134,7 @@ class Prompts:
 
 
 def _pieces(query_lens: Sequence[int], prefix_lens: Sequence[int]) -> list[Piece]:
-    """Neighbours of one length go together."""
+    """Return the pieces of a batch in order; neighbours of one length go together."""
     pieces: list[Piece] = []
     first = 0
     for (query_len, prefix_len), same in itertools.groupby(zip(query_lens, prefix_lens, strict=True)):
@@ -145,19 +159,18 @@ class _TritonAttention:
     cos: torch.Tensor  # [num_tokens, 1, head_dim]
     sin: torch.Tensor  # [num_tokens, 1, head_dim], signed
 
-    def __call__(self, index: int, layer: LayerWeights, qkv: torch.Tensor) -> torch.Tensor:
+    def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
         from ..kernels.triton_attention import decode_attention
         from ..kernels.triton_extend import extend_attention
         from ..kernels.triton_store import norm_rotate_store
 
         assert self.plan.rows is not None
-        norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
         kv_layer, eps = self.kv_layers[index], self.config.rms_norm_eps
         q = norm_rotate_store(qkv, self.cos, self.sin, kv_layer, self.plan.rows, norms, eps)
         if self.prompts is not None:
             return self._attend_prompts(self.prompts, q, qkv, kv_layer)
         attend = decode_attention if self.plan.starts is None else extend_attention
-        return attend(q, kv_layer, self.plan, self.config.sliding_window[index]).flatten(1)
+        return attend(q, kv_layer, self.plan, window).flatten(1)
 
     def _attend_prompts(
         self, prompts: Prompts, q: torch.Tensor, qkv: torch.Tensor, kv_layer: torch.Tensor
@@ -189,15 +202,15 @@ class _GatheredAttention:
     cos: torch.Tensor  # [num_tokens, 1, head_dim]
     sin: torch.Tensor  # [num_tokens, 1, head_dim], signed
 
-    def __call__(self, index: int, layer: LayerWeights, qkv: torch.Tensor) -> torch.Tensor:
+    def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
         config = self.config
         num_tokens, num_heads, num_rotated = qkv.shape[0], config.num_heads, config.num_heads + config.num_kv_heads
         qkv = qkv.view(num_tokens, num_rotated + config.num_kv_heads, config.head_dim)
         q, k = qkv[:, :num_heads], qkv[:, num_heads:num_rotated]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q.copy_(rms_norm(q, layer.q_norm, config.rms_norm_eps))
-            k.copy_(rms_norm(k, layer.k_norm, config.rms_norm_eps))
+        if norms is not None:
+            q.copy_(rms_norm(q, norms.q, config.rms_norm_eps))
+            k.copy_(rms_norm(k, norms.k, config.rms_norm_eps))
         apply_rotary_(qkv[:, :num_rotated], self.cos, self.sin)
         kv_layer = self.kv_layers[index]
         store_kv(qkv[:, num_heads:], kv_layer, self.plan)
-        return paged_attention(q, kv_layer, self.plan, config.sliding_window[index]).view(num_tokens, -1)
+        return paged_attention(q, kv_layer, self.plan, window).view(num_tokens, -1)

@@ -1,9 +1,12 @@
-"""The *.safetensors files of a model directory: found, checked, read and digested. Pickles are never opened."""
+"""The *.safetensors files of a model directory: how they are found, checked, read and digested.
+
+Pickles are never opened."""
 
 from __future__ import annotations
 
 import json
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,36 +16,43 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from ..metadata.errors import ModelError
+from .text_tensors import text_tensors
+
+_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "I32": 4}
+FLOATS = ("F32", "BF16", "F16")  # dtypes, as safetensors names them, that every backend converts
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor of the checkpoint."""
+    """A tensor that a model needs of its checkpoint."""
 
     name: str
     shape: tuple[int, ...]
+    dtypes: tuple[str, ...] = FLOATS  # those that its reader understands
 
 
 class Checkpoint:
-    """The *.safetensors files of a directory, opened (not read). Raises ModelError if they are missing or damaged."""
+    """The *.safetensors files of a directory, opened but not read. If they hold other models beside the text model, its
+    tensors alone are here, under the names that they have in a checkpoint of its own."""
 
     def __init__(self, model_dir: Path) -> None:
+        """Raises ModelError if the files are missing or damaged."""
         self.model_dir = Path(model_dir)
-        self._file_of: dict[str, safe_open] = {}
+        file_of: dict[str, safe_open] = {}
         for path in safetensors_files(self.model_dir):
             try:
                 file = safe_open(path, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{path} is damaged or cut short ({error}); copy the checkpoint again") from None
-            self._file_of.update(dict.fromkeys(file.keys(), file))
+            file_of.update(dict.fromkeys(file.keys(), file))
+        self._stored_name = text_tensors(file_of, self.model_dir)
+        self._file_of = {name: file_of[stored] for name, stored in self._stored_name.items()}
+        self.names = frozenset(self._file_of)  # of all tensors
+        self.num_left_out = len(file_of) - len(self._file_of)  # tensors of other models
 
-    @property
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self._file_of)
-
-    def check(self, specs: list[TensorSpec]) -> int:
-        """Every spec is there in its shape and a readable dtype. Returns their bytes in the files."""
+    def check(self, specs: Sequence[TensorSpec]) -> int:
+        """Return the bytes that the tensors take in the files. Raises ModelError if one is missing, or has another
+        shape or dtype."""
         missing = [spec.name for spec in specs if spec.name not in self._file_of]
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -51,26 +61,27 @@ class Checkpoint:
             )
         num_bytes = 0
         for spec in specs:
-            tensor = self._file_of[spec.name].get_slice(spec.name)
+            tensor = self._file_of[spec.name].get_slice(self._stored_name[spec.name])
             shape = tuple(tensor.get_shape())
             if shape != spec.shape:
                 raise ModelError(
                     f"{self.model_dir}: {spec.name} has shape {list(shape)}, config.json calls for {list(spec.shape)}"
                 )
-            if tensor.get_dtype() not in ("F32", "BF16", "F16"):
+            if tensor.get_dtype() not in spec.dtypes:
                 raise ModelError(
-                    f"{self.model_dir}: {spec.name} is {tensor.get_dtype()}; only F32, BF16, F16 are served"
+                    f"{self.model_dir}: {spec.name} is {tensor.get_dtype()}; only {', '.join(spec.dtypes)} are served"
                 )
-            num_bytes += torch.Size(shape).numel() * (4 if tensor.get_dtype() == "F32" else 2)
+            num_bytes += torch.Size(shape).numel() * _BYTES[tensor.get_dtype()]
         return num_bytes
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, mapped from the file: copy it before the file may change."""
-        return self._file_of[name].get_tensor(name)
+        """Return one tensor, which is mapped from the file: copy it before the file may change."""
+        return self._file_of[name].get_tensor(self._stored_name[name])
 
 
 def safetensors_files(model_dir: Path) -> list[Path]:
-    """The files that the index names, or model.safetensors, or all there are. Raises ModelError, also for pickles."""
+    """Return the files that the index names, or model.safetensors, or all that there are. Raises ModelError, also if
+    there are only pickles."""
     if not model_dir.is_dir():
         raise ModelError(f"model directory {model_dir} does not exist; give one with config.json and *.safetensors")
     index = model_dir / "model.safetensors.index.json"
@@ -95,7 +106,8 @@ def safetensors_files(model_dir: Path) -> list[Path]:
 
 
 def tensor_digests(path: Path) -> dict[str, bytes]:
-    """Per tensor of a file, XXH3-128 of its name, dtype, shape and bytes. Raises ModelError for a damaged file.
+    """Return XXH3-128 of the name, dtype, shape and bytes of each tensor of a file, by name. Raises ModelError if the
+    file is damaged.
 
     Format: 8 bytes little-endian header length, a JSON header of {name: {dtype, shape, data_offsets}}, the data."""
     try:

@@ -42,6 +42,7 @@ class EngineConfig(NodeConfig):
     draft_model: str | None = setting(
         None, "checkpoint directory of the drafter (default: one that lies in the model's directory)", metavar="DIR"
     )
+    draft_dtype: DtypeChoice = setting("auto", "computation type of the drafter; auto: the target's")
     draft_steps: int | None = setting(
         None, "tokens drafted in a round, or depth of a tree (default: as speculation.json says, else 5)"
     )

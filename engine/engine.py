@@ -82,12 +82,12 @@ class Engine:
         self.pool = PagePool(num_pages, config.page_size, self.memory[0].generations)
         self.cache = PrefixCache(self.pool, self.schema.key_lookahead, enabled=config.prefix_cache)
         self._kvs = [
-            torch.from_numpy(memory.pages).view(dtype).view(_kv_shape(layout, num_pages, config.page_size))
+            _pool_view(memory, layout, config.page_size)
             for memory, layout in zip(self.memory, pools(self.schema), strict=True)
         ]
         self.device_pool: CudaPool | None = None
         if self.device.type == "cuda":  # `memory` is the host mirror then
-            self._kvs = [pool_zeros(tuple(each.shape), dtype, self.device) for each in self._kvs]
+            self._kvs = [pool_zeros(tuple(each.shape), each.dtype, self.device) for each in self._kvs]
             self.device_pool = CudaPool(self._kvs, self.memory, has_checksums=config.checksums)
         draft_kv = self._kvs[1] if len(self._kvs) > 1 else None
         self.drafter = self.speculation.load(self.model, self._kvs[0], draft_kv, progress)
@@ -259,6 +259,12 @@ def _default_num_pages(context_len: int, schema: HandoffSchema, device: torch.de
 
 def _kv_shape(layout: PoolLayout, num_pages: int, page_size: int) -> tuple[int, ...]:
     return (layout.num_layers, num_pages, 2, layout.num_kv_heads, page_size, layout.head_dim)
+
+
+def _pool_view(memory: PageMemory, layout: PoolLayout, page_size: int) -> torch.Tensor:
+    """Return the pages as a tensor, [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim]."""
+    pages = torch.from_numpy(memory.pages)
+    return pages.view(_DTYPES[layout.dtype]).view(_kv_shape(layout, pages.shape[1], page_size))
 
 
 def _allocate_memory(layout: PoolLayout, num_pages: int, page_size: int) -> PageMemory:

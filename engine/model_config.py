@@ -10,7 +10,10 @@ from typing import Any, Literal, cast, get_args
 from ..metadata.errors import ModelError
 from ..metadata.handoff.hidden_layout import spec_hidden_size
 from .rope import ROPE_TYPES, RopeConfig, RopeType, yarn_attention_factor
+from .text_tensors import TEXT_MODELS
 
+_OF_THE_WHOLE = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
+_NUM_EXPERTS = ("num_experts", "num_local_experts")  # both spellings of one key
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -24,6 +27,7 @@ class _Family:
     needs: tuple[str, ...] = ()  # keys whose default differs between versions, so that it must not be guessed
     has_streams: bool = False  # hc_mult residual streams (hyper-connections)
     hands_over_collapsed: bool = False  # it has streams, but drafters get the one state that they collapse to
+    has_experts: bool = False
 
 
 FAMILIES = {
@@ -35,8 +39,26 @@ FAMILIES = {
     "Qwen3ForCausalLM": _Family(
         qkv_bias=None, qk_norm=True, window="by_layer", needs=("num_key_value_heads", "head_dim")
     ),
+    "Qwen3MoeForCausalLM": _Family(
+        qkv_bias=None,
+        qk_norm=True,
+        window="refused",
+        needs=("num_key_value_heads", "head_dim", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+        has_experts=True,
+    ),
     "HyperLlamaForCausalLM": _Family(qkv_bias=None, qk_norm=False, window="refused", has_streams=True),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The mixtures of experts of a model."""
+
+    num_experts: int
+    num_active: int  # experts of a token
+    inner_size: int  # hidden units of an expert
+    norm_topk_prob: bool  # the weights of a token's experts sum to one
+    layers: tuple[int, ...]  # layers with experts; the others are dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +87,7 @@ class ModelConfig:
     bos_token_id: int | None
     hc_mult: int = 1  # residual streams; 1 where config.json says none, null, 0 or 1
     hands_over_collapsed: bool = False  # the family has streams and hands the collapsed state to drafters
+    experts: ExpertsConfig | None = None
 
     @property
     def spec_hidden_size(self) -> int:
@@ -88,9 +111,11 @@ class ModelConfig:
 
     @property
     def layer_products(self) -> int:
-        """Weights in the matrices of one layer: what it multiplies for a token, attention aside."""
+        """Weights in the matrices of one layer that a token is multiplied by, attention aside."""
         qkv = self.hidden_size * (self.q_size + 2 * self.kv_size)
-        return qkv + self.q_size * self.hidden_size + 3 * self.hidden_size * self.intermediate_size
+        experts = self.experts
+        inner_size = self.intermediate_size if experts is None else experts.num_active * experts.inner_size
+        return qkv + self.q_size * self.hidden_size + 3 * self.hidden_size * inner_size
 
     @classmethod
     def from_dir(cls, path: Path, architecture: str | None = None) -> ModelConfig:
@@ -137,11 +162,13 @@ class ModelConfig:
             bos_token_id=raw.integer("bos_token_id", minimum=0) if raw.get("bos_token_id") is not None else None,
             hc_mult=_hc_mult(raw, family),
             hands_over_collapsed=family.hands_over_collapsed,
+            experts=_experts(raw) if family.has_experts else None,
         )
 
 
 class _RawConfig:
-    """One JSON object on disk, read with typed getters whose errors name file, key and value."""
+    """One JSON object on disk, read with typed getters whose errors name file, key and value. If it describes a text
+    model inside a larger one, in `text_config`, the getters read that."""
 
     def __init__(self, path: Path, architecture: str | None = None) -> None:
         self.path = path
@@ -154,9 +181,18 @@ class _RawConfig:
         if not isinstance(raw, dict):
             raise ModelError(f"{path} holds a {type(raw).__name__}, not a JSON object; copy the checkpoint again")
         self._raw = cast(dict[str, Any], raw)
+        text = self._raw.get("text_config")
+        self._text = cast(dict[str, Any], text) if isinstance(text, dict) else None
+        if self._text is not None:
+            self._raw = _text_fields(self._raw, self._text)
         architectures = self._raw.get("architectures")
         first: Any = cast(list[Any], architectures)[0] if isinstance(architectures, list) and architectures else None
         self.architecture = architecture or (first if isinstance(first, str) else "")
+
+    @property
+    def is_inside_another(self) -> bool:
+        """Whether the text model is part of a larger one."""
+        return self._text is not None
 
     def get(self, key: str) -> Any:
         """The value, or None where it is null or absent."""
@@ -166,7 +202,8 @@ class _RawConfig:
         return key in self._raw
 
     def error(self, key: str, what: str, *, value: Any = None) -> ModelError:
-        return ModelError(f"{self.path}: {key} = {self.get(key) if value is None else value!r} {what}")
+        where = "text_config." if self._text is not None and key in self._text else ""
+        return ModelError(f"{self.path}: {where}{key} = {self.get(key) if value is None else value!r} {what}")
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
         value = default if self.get(key) is None else self.get(key)
@@ -184,6 +221,17 @@ class _RawConfig:
         return value
 
 
+def _text_fields(outer: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the text model, with those that a wrapper states for the whole model."""
+    fields = dict(text)
+    for key in _OF_THE_WHOLE:
+        if fields.get(key) is None and key in outer:
+            fields[key] = outer[key]
+    if isinstance(outer.get("tie_word_embeddings"), bool):  # the wrapper owns the head
+        fields["tie_word_embeddings"] = outer["tie_word_embeddings"]
+    return fields | {"architectures": [TEXT_MODELS.get(str(text.get("model_type")))]}
+
+
 def _positive(raw: _RawConfig, key: str, value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
         raise raw.error(key, "must be a positive number", value=value)
@@ -192,19 +240,35 @@ def _positive(raw: _RawConfig, key: str, value: Any) -> float:
 
 def _check_supported(raw: _RawConfig) -> _Family:
     family = FAMILIES.get(raw.architecture)
+    if family is None and raw.is_inside_another:
+        raise raw.error("model_type", f"is not served; Baton serves the text models {', '.join(TEXT_MODELS)}")
     if family is None:
         raise raw.error("architectures", f"is not served; Baton serves {', '.join(FAMILIES)}")
     if raw.get("quantization_config") is not None:
         raise raw.error("quantization_config", "is not served; use the checkpoint in bfloat16, float16 or float32")
     if raw.get("hidden_act") not in (None, "silu"):
         raise raw.error("hidden_act", "is not served; only silu is")
-    for key in ("num_experts", "num_local_experts"):
-        if raw.get(key):
-            raise raw.error(key, "is not served: mixtures of experts are not; use a dense checkpoint")
+    for key in _NUM_EXPERTS:
+        if raw.get(key) and not family.has_experts:
+            raise raw.error(key, f"is not served for {raw.architecture}; use a dense checkpoint")
     for key in family.needs:
         if not raw.has(key):
             raise ModelError(f"{raw.path}: {key} is missing, and its default is not certain; write it into the file")
     return family
+
+
+def _experts(raw: _RawConfig) -> ExpertsConfig:
+    num_layers = raw.integer("num_hidden_layers")
+    num_experts = raw.integer(next((key for key in _NUM_EXPERTS if raw.has(key)), _NUM_EXPERTS[0]))
+    num_active = raw.integer("num_experts_per_tok")
+    if num_active > num_experts:
+        raise raw.error("num_experts_per_tok", f"is more than there are experts ({num_experts})")
+    step, dense = raw.integer("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise raw.error("mlp_only_layers", "must be a list of layer numbers")
+    layers = tuple(layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in dense)
+    inner_size = raw.integer("moe_intermediate_size")
+    return ExpertsConfig(num_experts, num_active, inner_size, raw.flag("norm_topk_prob"), layers)
 
 
 def _rope(raw: _RawConfig) -> RopeConfig:

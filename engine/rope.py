@@ -1,8 +1,8 @@
-"""Rotary position embeddings: which frequencies a checkpoint uses, and their cosines and sines.
+"""Rotary position embeddings: the frequencies of a checkpoint, and their cosines and sines.
 
-A pair (i, i + head_dim / 2) of a head at position p is turned by the angle p * inv_freq[i]. The scaling variants change
-`inv_freq` (and yarn also scales the result): default and linear (RoFormer, arXiv:2104.09864), yarn (arXiv:2309.00071),
-llama3 (as published with Llama 3.1). All are static: they do not depend on the length of a sequence.
+The pair (i, i + head_dim / 2) of a head at position p is rotated by the angle p * inv_freq[i]. The scaling variants
+change `inv_freq`, and yarn also scales the result: default and linear (RoFormer, arXiv:2104.09864), yarn
+(arXiv:2309.00071), llama3 (as published with Llama 3.1). None depends on the length of a sequence.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Fields that a `rope_type` does not use keep their defaults, so equal embeddings compare equal."""
+    """Parameters of an embedding. Fields that a `rope_type` does not use keep their defaults, so that equal embeddings
+    compare equal."""
 
     rope_type: RopeType = "default"
     theta: float = 10_000.0
@@ -36,7 +37,7 @@ class RopeConfig:
 
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """The factor of yarn where config.json does not name one (section 3.4 of the paper)."""
+    """Return yarn's factor for a config.json that does not name one (section 3.4 of the paper)."""
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -45,7 +46,7 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Radians per position of each pair: [head_dim / 2] float32 on the CPU."""
+    """Return the radians per position of each pair: [head_dim / 2] float32 on the CPU."""
     inv_freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     match rope.rope_type:
         case "default":
@@ -59,7 +60,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 class RotaryEmbedding:
-    """Cosines and sines for given positions; holds only the frequencies, so it costs no memory per context length."""
+    """Makes cosines and sines for given positions. It holds the frequencies only, no table per context length."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
         inv_freq = inverse_frequencies(rope, head_dim)
@@ -68,8 +69,8 @@ class RotaryEmbedding:
         self._scale = rope.attention_factor
 
     def __call__(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """`positions` [num_tokens] int64 -> (cos, signed sin), each [num_tokens, 1, head_dim] of `dtype`, as
-        `kernels.rotary.apply_rotary_` takes them."""
+        """Return cosines and signed sines of `positions` [num_tokens] int64, each [num_tokens, 1, head_dim] of `dtype`:
+        the arguments of `kernels.rotary.apply_rotary_`."""
         return turns(positions, self._frequencies, self._scale, dtype)
 
 

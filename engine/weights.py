@@ -1,200 +1,204 @@
-"""Checkpoint files to tensors: which names a model needs, in which shapes, and how they are fused."""
+"""The weights of a model by name: a model family asks for tensors and linear layers, and these classes provide them.
+
+The same code of a family lists the tensors that a checkpoint must have (`ListedWeights`) and then reads them
+(`CheckpointWeights`), so the two can never differ.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import xxhash
+from torch import Tensor
 
-from ..metadata.errors import ModelError
 from .checkpoint import Checkpoint, TensorSpec, safetensors_files, tensor_digests
-from .layers import Linear
 from .model_config import ModelConfig
+from .products.base import WeightSource
+from .products.linear import Linear
+from .products.registry import choose, stored_tensors
 from .progress import Progress
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StreamSite:
-    """Weights by which one branch of a layer reads the residual streams and adds to them (models/hyper_llama.py)."""
+class Weights(ABC):
+    """Provides weights in `dtype` on `device`. Every method raises ModelError for a tensor that is missing, or of
+    another shape or dtype."""
 
-    read: torch.Tensor  # [hc_mult]
-    write: torch.Tensor  # [hc_mult]
-    mix: torch.Tensor  # [hc_mult, hc_mult], from, to
+    dtype: torch.dtype
+    device: torch.device
 
+    @abstractmethod
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor of this name."""
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerWeights:
-    """One decoder layer; q, k, v and gate, up are fused by rows in that order."""
+    @abstractmethod
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor of this shape, in memory of its own."""
 
-    attention_norm: torch.Tensor  # [hidden_size]
-    qkv: Linear  # hidden_size -> q_size + 2 * kv_size
-    q_norm: torch.Tensor | None  # [head_dim]
-    k_norm: torch.Tensor | None  # [head_dim]
-    attention_out: Linear  # q_size -> hidden_size
-    mlp_norm: torch.Tensor  # [hidden_size]
-    gate_up: Linear  # hidden_size -> 2 * intermediate_size
-    down: Linear  # intermediate_size -> hidden_size
-    attention_site: StreamSite | None = None  # both None with one residual stream
-    mlp_site: StreamSite | None = None
+    @abstractmethod
+    def fused(self, out_sizes: Mapping[str, int], in_size: int, *, bias: bool | None = None) -> Linear:
+        """Return one layer that computes several projections of the same input, one below the other.
 
+        `out_sizes`: the projections' names without ".weight", in this order. `bias`: whether they have biases; None:
+        they have those that the checkpoint holds."""
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Weights:
-    """A whole decoder. With tied embeddings `lm_head` multiplies by `embedding`."""
-
-    embedding: torch.Tensor  # [vocab_size, hidden_size]
-    layers: tuple[LayerWeights, ...]
-    norm: torch.Tensor  # [hidden_size]
-    lm_head: Linear  # hidden_size -> vocab_size
+    def linear(self, name: str, out_size: int, in_size: int, *, bias: bool | None = None) -> Linear:
+        """Return the layer of one projection, as `fused` does."""
+        return self.fused({name: out_size}, in_size, bias=bias)
 
 
-def tensor_specs(config: ModelConfig) -> list[TensorSpec]:
-    """Every tensor of a checkpoint of this configuration, by its Hugging Face name."""
-    hidden = config.hidden_size
-    specs = [
-        TensorSpec("model.embed_tokens.weight", (config.vocab_size, hidden)),
-        TensorSpec("model.norm.weight", (hidden,)),
+class ListedWeights(Weights):
+    """Lists the tensors that are asked for, in `specs`. What it returns has shapes but no values."""
+
+    def __init__(self, names: Collection[str] = ()) -> None:
+        """`names`: tensors of the checkpoint, which decide the formats and the biases that are listed."""
+        self.dtype, self.device = torch.float32, torch.device("meta")
+        self.specs: list[TensorSpec] = []
+        self._names = names
+
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        self.specs.append(TensorSpec(name, shape))
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def fused(self, out_sizes: Mapping[str, int], in_size: int, *, bias: bool | None = None) -> Linear:
+        for specs in _stored_specs(self, out_sizes, in_size):
+            self.specs += specs.values()
+        total = sum(out_sizes.values())
+        biases = None
+        if _has_bias(self, out_sizes, bias):
+            self.specs += [TensorSpec(f"{name}.bias", (out_size,)) for name, out_size in out_sizes.items()]
+            biases = torch.empty(total, dtype=self.dtype, device=self.device)
+        return Linear.dense(torch.empty((total, in_size), dtype=self.dtype, device=self.device), biases)
+
+
+class CheckpointWeights(Weights):
+    """Reads tensors of a checkpoint, and remembers their names."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None = None,
+        bytes_total: int = 0,
+        prefixes: tuple[str, ...] = ("",),
+    ) -> None:
+        """`progress(bytes_done, bytes_total)` is called after each tensor and layer. `prefixes`: what may stand before
+        a name in this checkpoint; the last one counts if the tensor is missing."""
+        self.dtype, self.device = dtype, device
+        self.checkpoint = checkpoint
+        self.asked: set[str] = set()  # names of the checkpoint
+        self._prefixes = prefixes
+        self._progress, self._bytes_total, self._bytes_done = progress, bytes_total, 0
+
+    def has(self, name: str) -> bool:
+        return self.full_name(name) in self.checkpoint.names
+
+    def full_name(self, name: str) -> str:
+        """Return the name that the checkpoint has for this tensor."""
+        names = [prefix + name for prefix in self._prefixes]
+        return next((each for each in names if each in self.checkpoint.names), names[-1])
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        [stored] = self.stored([TensorSpec(name, shape)])
+        self._count(stored.nbytes)
+        return out.copy_(stored)
+
+    def fused(self, out_sizes: Mapping[str, int], in_size: int, *, bias: bool | None = None) -> Linear:
+        source = _StoredWeight(self, out_sizes, in_size, has_bias=_has_bias(self, out_sizes, bias))
+        linear = Linear(choose(source))  # at once: plain and packed forms of more than one layer never exist together
+        self._count(source.bytes_read)
+        return linear
+
+    def stored(self, specs: Collection[TensorSpec]) -> list[Tensor]:
+        """Return tensors as they are in the file, mapped: copy them."""
+        found = [TensorSpec(self.full_name(spec.name), spec.shape, spec.dtypes) for spec in specs]
+        self.checkpoint.check(found)
+        self.asked |= {spec.name for spec in found}
+        return [self.checkpoint.read(spec.name) for spec in found]
+
+    def _count(self, num_bytes: int) -> None:
+        self._bytes_done += num_bytes
+        if self._progress is not None:
+            self._progress(self._bytes_done, self._bytes_total)
+
+
+class _StoredWeight(WeightSource):
+    """The weight of a linear layer in a checkpoint."""
+
+    def __init__(
+        self, weights: CheckpointWeights, projections: Mapping[str, int], in_size: int, *, has_bias: bool
+    ) -> None:
+        self.out_sizes, self.in_size = tuple(projections.values()), in_size
+        self.dtype, self.device = weights.dtype, weights.device
+        self.bytes_read = 0
+        self._weights, self._names, self._has_bias = weights, tuple(projections), has_bias
+        self._specs = _stored_specs(weights, projections, in_size)
+        self._fused: dict[str, Tensor] = {}
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.fused("bias") if self._has_bias else None
+
+    def has(self, name: str) -> bool:
+        return all(self._weights.has(f"{each}.{name}") for each in self._names)
+
+    def parts(self, name: str) -> list[Tensor]:
+        if name == "bias":
+            sizes = zip(self._names, self.out_sizes, strict=True)
+            specs = [TensorSpec(f"{projection}.bias", (out_size,)) for projection, out_size in sizes]
+        else:
+            specs = [each[name] for each in self._specs]
+        parts = self._weights.stored(specs)
+        self.bytes_read += sum(part.nbytes for part in parts)
+        return parts
+
+    def fused(self, name: str) -> Tensor:
+        if name not in self._fused:
+            parts = self.parts(name)
+            rows = [len(part) for part in parts]
+            out = torch.empty((sum(rows), *parts[0].shape[1:]), dtype=self.dtype, device=self.device)
+            for part, own in zip(parts, out.split(rows), strict=True):
+                own.copy_(part)
+            self._fused[name] = out
+        return self._fused[name]
+
+
+def _stored_specs(weights: Weights, projections: Mapping[str, int], in_size: int) -> list[dict[str, TensorSpec]]:
+    """Return the tensors that hold the weight of each projection, by the last part of their names. All projections of
+    a layer are in one format."""
+
+    def has(last: str) -> bool:
+        return all(weights.has(f"{name}.{last}") for name in projections)
+
+    return [
+        {last: TensorSpec(f"{name}.{last}", *tensor) for last, tensor in stored_tensors(has, out, in_size).items()}
+        for name, out in projections.items()
     ]
-    if not config.tie_word_embeddings:
-        specs.append(TensorSpec("lm_head.weight", (config.vocab_size, hidden)))
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}"
-        specs += [TensorSpec(f"{prefix}.{name}", shape) for name, shape in layer_tensors(config)]
-    return specs
 
 
-def load_weights(
-    model_dir: Path,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress | None = None,
-) -> Weights:
-    """Read, check, convert and fuse. `progress(bytes_done, bytes_total)` is called after each fused tensor.
-
-    Raises ModelError for files or tensors that are missing, damaged, or of a wrong shape or kind."""
-    checkpoint = Checkpoint(model_dir)
-    specs = tensor_specs(config)
-    total = checkpoint.check(specs)
-    _refuse_unknown(checkpoint, config, specs)
-    reader = TensorReader(checkpoint, {spec.name: spec for spec in specs}, dtype, device, total, progress)
-    embedding = reader.fused("model.embed_tokens.weight")
-    lm_head = Linear(embedding if config.tie_word_embeddings else reader.fused("lm_head.weight"), None)
-    lm_head.pack()
-    return Weights(
-        embedding=embedding,
-        layers=tuple(read_layer(reader, f"model.layers.{layer}", config) for layer in range(config.num_layers)),
-        norm=reader.fused("model.norm.weight"),
-        lm_head=lm_head,
-    )
+def _has_bias(weights: Weights, projections: Collection[str], bias: bool | None) -> bool:
+    return any(weights.has(f"{name}.bias") for name in projections) if bias is None else bias
 
 
 def fingerprint(model_dir: Path, config: ModelConfig | None = None) -> str:
-    """32 hexadecimal digits that are equal for equal models, on every host and however the files are split: XXH3-128
-    over the checked configuration and every tensor's name, dtype, shape and bytes. All bytes are read, at several GB/s
-    from the page cache, else as fast as the disk gives them. `config`: as read already, for a drafter's head. Raises
-    ModelError as loading does."""
-    digest = xxhash.xxh3_128(json.dumps(asdict(config or ModelConfig.from_dir(model_dir)), sort_keys=True).encode())
+    """Return 32 hexadecimal digits that are equal for equal models, on every host and however the files are split.
+
+    XXH3-128 over the checked configuration and every tensor's name, dtype, shape and bytes. All bytes are read.
+    `config`: as read already, for a drafter's head. Raises ModelError as loading does."""
+    fields = asdict(config or ModelConfig.from_dir(model_dir))
+    if fields["experts"] is None:  # a field that releases without experts do not have; nodes of both must agree
+        del fields["experts"]
+    digest = xxhash.xxh3_128(json.dumps(fields, sort_keys=True).encode())
     tensors = {name: value for path in safetensors_files(model_dir) for name, value in tensor_digests(path).items()}
     for name in sorted(tensors):
         digest.update(tensors[name])
     return digest.hexdigest()
-
-
-@dataclass(slots=True)
-class TensorReader:
-    """Reads tensors that `checkpoint` was checked for, counting bytes for a progress line."""
-
-    checkpoint: Checkpoint
-    specs: dict[str, TensorSpec]
-    dtype: torch.dtype
-    device: torch.device
-    bytes_total: int
-    progress: Progress | None
-    bytes_done: int = 0
-
-    def fused(self, *names: str) -> torch.Tensor:
-        """The named tensors, one below the other, in memory of their own."""
-        shapes = [self.specs[name].shape for name in names]
-        rows = [shape[0] for shape in shapes]
-        out = torch.empty((sum(rows), *shapes[0][1:]), dtype=self.dtype, device=self.device)
-        for name, part in zip(names, out.split(rows), strict=True):
-            tensor = self.checkpoint.read(name)
-            part.copy_(tensor)
-            self.bytes_done += tensor.nbytes
-        if self.progress is not None:
-            self.progress(self.bytes_done, self.bytes_total)
-        return out
-
-    def linear(self, prefix: str, *parts: str, bias: bool) -> Linear:
-        weight = self.fused(*(f"{prefix}.{part}.weight" for part in parts))
-        linear = Linear(weight, self.fused(*(f"{prefix}.{part}.bias" for part in parts)) if bias else None)
-        linear.pack()  # at once: a plain and a packed copy never exist of more than one layer
-        return linear
-
-
-def read_layer(
-    reader: TensorReader, prefix: str, config: ModelConfig, attention_norm: torch.Tensor | None = None
-) -> LayerWeights:
-    """One layer by its names; `attention_norm` stands in where a drafter's layer has none."""
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    return LayerWeights(
-        attention_norm=reader.fused(f"{prefix}.input_layernorm.weight") if attention_norm is None else attention_norm,
-        qkv=reader.linear(attention, "q_proj", "k_proj", "v_proj", bias=config.qkv_bias),
-        q_norm=reader.fused(f"{attention}.q_norm.weight") if config.qk_norm else None,
-        k_norm=reader.fused(f"{attention}.k_norm.weight") if config.qk_norm else None,
-        attention_out=reader.linear(attention, "o_proj", bias=config.attention_bias),
-        mlp_norm=reader.fused(f"{prefix}.post_attention_layernorm.weight"),
-        gate_up=reader.linear(mlp, "gate_proj", "up_proj", bias=config.mlp_bias),
-        down=reader.linear(mlp, "down_proj", bias=config.mlp_bias),
-        attention_site=_read_site(reader, f"{prefix}.attn_hc") if config.hc_mult > 1 else None,
-        mlp_site=_read_site(reader, f"{prefix}.ffn_hc") if config.hc_mult > 1 else None,
-    )
-
-
-def _read_site(reader: TensorReader, prefix: str) -> StreamSite:
-    return StreamSite(*(reader.fused(f"{prefix}.{name}") for name in ("read", "write", "mix")))
-
-
-def layer_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name within the layer, shape) of one layer's tensors."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    yield "input_layernorm.weight", (hidden,)
-    yield "post_attention_layernorm.weight", (hidden,)
-    linears = (
-        ("self_attn.q_proj", config.q_size, hidden, config.qkv_bias),
-        ("self_attn.k_proj", config.kv_size, hidden, config.qkv_bias),
-        ("self_attn.v_proj", config.kv_size, hidden, config.qkv_bias),
-        ("self_attn.o_proj", hidden, config.q_size, config.attention_bias),
-        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-        ("mlp.up_proj", inner, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, inner, config.mlp_bias),
-    )
-    for name, out_size, in_size, has_bias in linears:
-        yield f"{name}.weight", (out_size, in_size)
-        if has_bias:
-            yield f"{name}.bias", (out_size,)
-    if config.qk_norm:
-        yield "self_attn.q_norm.weight", (config.head_dim,)
-        yield "self_attn.k_norm.weight", (config.head_dim,)
-    if config.hc_mult > 1:
-        for site in ("attn_hc", "ffn_hc"):
-            yield f"{site}.read", (config.hc_mult,)
-            yield f"{site}.write", (config.hc_mult,)
-            yield f"{site}.mix", (config.hc_mult, config.hc_mult)
-
-
-def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, specs: list[TensorSpec]) -> None:
-    """A tensor inside our layers that we would not use means that our output would be wrong."""
-    layers = tuple(f"model.layers.{layer}." for layer in range(config.num_layers))
-    unknown = checkpoint.names - {spec.name for spec in specs}
-    unknown = {name for name in unknown if name.startswith(layers) and not name.endswith("rotary_emb.inv_freq")}
-    if unknown:
-        raise ModelError(
-            f"{checkpoint.model_dir} has tensors that {config.architecture} does not use "
-            f"({', '.join(sorted(unknown)[:3])}); is config.json that of another model?"
-        )

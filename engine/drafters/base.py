@@ -1,26 +1,29 @@
-"""Drafters: a node has one if it speculates. A drafter proposes the next tokens of sequences.
+"""Drafters: a node that speculates has one. A drafter proposes the next tokens of sequences.
 
-Positions (DESIGN.md section 4). A sequence has L tokens with target KV, positions 0 .. L - 1, and its bonus token, the
-last one sampled, belongs at position L. A round of K steps:
+Positions. A sequence has L tokens with target KV, at positions 0 .. L - 1. Its bonus token, the last one sampled,
+belongs at position L. A round of K steps:
 
     propose   d_1 .. d_K for positions L + 1 .. L + K, or a tree K deep
     verify    the target runs bonus, d_1 .. d_K at positions L .. L + K and samples t_0 .. t_K for L + 1 .. L + K + 1
-    accept    a = how many d_j equal t_(j-1) from the start; t_0 .. t_a are new, t_a is the next bonus, L grows by a + 1
+    accept    a is the number of leading d_j that equal t_(j-1); t_0 .. t_a are new, t_a is the next bonus, L grows by
+              a + 1
     observe   the drafter sees the target's hidden states and tokens of L .. L + K along the accepted path and makes its
               own state for L + a + 1
 
-`propose` and `observe` run on tensors alone, of a fixed number of rows: no value of a tensor is read on the host, here
-or in what follows.
+`propose` and `observe` work on tensors with a fixed number of rows: neither they nor the functions that they call read
+a value of a tensor on the host.
 
-Rounds without drafts leave `observe` out where it stores KV. What they left out is made up for as if one round had
-brought it: `observe` with `MissedRows`.
+A round without drafts skips `observe` if that would store KV. The drafter catches up later, as if one round had brought
+all skipped tokens: `observe` with `MissedRows`.
 
-Prompts are computed by the same drafter: `observe_prompt` for each chunk and `finish_prompt` once the token after the
-prompt is known, on a prefill node, and when a decode node recomputes a preempted sequence.
+The same drafter computes prompts. A prefill node calls `observe_prompt` for each chunk, and `finish_prompt` once the
+token after the prompt is sampled. A decode node that recomputes a preempted sequence calls `observe_prompt` alone,
+because the sequence's slot has kept its state.
 
-Zero rows. A node without work runs nothing, so `propose` and `observe` always have a sequence. `finish_prompt` has none
-when a recomputed chunk ends no prompt: its `hidden` is then [0, width], of the same width as ever. And the one token of
-a prompt's last chunk leaves `observe_prompt` without a row of its own.
+Zero rows. A node without work runs nothing, so `propose` and `observe` always have a sequence, and the nodes call
+`finish_prompt` only if a prompt ends. `finish_prompt` takes zero tails all the same: it stores no KV, returns a state
+of zero rows with the fields, widths and dtypes of any other, and refuses `hidden` [0, width] of a wrong width. The last
+token of a prompt leaves `observe_prompt` without a row of its own if the drafter is shifted.
 """
 
 from __future__ import annotations
@@ -44,38 +47,38 @@ from ..trees import Drafts
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftState:
-    """A drafter's state between rounds, besides KV, which prefill hands to decode. One row per sequence;
-    what an algorithm does not have is None."""
+    """A drafter's state between rounds, besides KV, which prefill hands to decode. One row per sequence; a field that
+    the drafter does not have is None."""
 
     tokens: Tensor | None = None  # [num_rows, num_proposals] int64: d_1 .. of the next round, or topk choices for d_1
-    scores: Tensor | None = None  # [num_rows, topk] float32, where trees rank
+    scores: Tensor | None = None  # [num_rows, topk] float32, if trees rank
     hidden: Tensor | None = None  # [num_rows, recurrent width]
     rows: Tensor | None = None  # [num_rows, num_target_rows, extend width] of positions .. L - 1; zeros before 0
     recent: Tensor | None = None  # [num_rows, num_target_rows] int64: tokens .. L, the bonus last; zeros before 0
 
     def __len__(self) -> int:
-        """Rows; 0 where there is no field at all."""
+        """Return the number of rows; 0 if there is no field at all."""
         return next((len(value) for _, value in self.present()), 0)
 
     def present(self) -> list[tuple[str, Tensor]]:
-        """The fields there are."""
+        """Return the names and values of the fields that the drafter has."""
         values = [(field.name, getattr(self, field.name)) for field in fields(self)]
         return [(name, value) for name, value in values if value is not None]
 
     def row(self, index: int) -> Self:
-        """One sequence's, a copy [1, ...]."""
+        """Return one sequence's state, a copy [1, ...]."""
         return type(self)(**{name: value[index : index + 1].clone() for name, value in self.present()})
 
     def to(self, device: torch.device) -> Self:
-        """Itself where it is there."""
+        """Return the state on `device`: itself if it is there."""
         return self._moved(device.type, lambda block: to_device(block, device))
 
     def to_host(self) -> Self:
-        """Itself, or copies that are there after the next `recorded_event` (copies.py)."""
+        """Return itself, or copies that are complete after the next `recorded_event` (copies.py)."""
         return self._moved("cpu", to_host)
 
     def select(self, index: Tensor) -> Self:
-        """Rows `index` [n] int64, copies."""
+        """Return copies of the rows `index` [n] int64."""
         present = dict(self.present())
         return type(self)(**dict(zip(present, gather_rows(list(present.values()), index), strict=True)))
 
@@ -91,7 +94,7 @@ class DraftState:
         assign_rows_(list(ours.values()), index, [theirs[name] for name in ours])
 
     def _moved(self, device_type: str, copied: Callable[[Tensor], Tensor]) -> Self:
-        """All fields by one copy."""
+        """Return the state with all fields moved in one copy."""
         present = dict(self.present())
         values = list(present.values())
         if not values or values[0].device.type == device_type:
@@ -105,7 +108,7 @@ class RoundRows:
 
     lengths: Tensor  # [num_seqs] int64, L
     last_tokens: Tensor  # [num_seqs] int64, the bonus
-    block_table: Tensor  # [num_seqs, num_columns] int64; those that a round reaches beyond a row's pages name page 0
+    block_table: Tensor  # [num_seqs, num_columns] int64; columns that a round reaches beyond a row's pages name page 0
     sampling: SamplingBatch  # of the token at L + 1
     draft: DraftState
     proposed: Tensor | None = None  # [num_seqs, max_steps] int64, by a drafter that proposes on the host
@@ -141,7 +144,7 @@ class Drafter(Protocol):
 
     @property
     def shape(self) -> DraftShape:
-        """The most that a round drafts."""
+        """The largest drafts of a round."""
         ...
 
     @property
@@ -149,13 +152,13 @@ class Drafter(Protocol):
 
     @property
     def is_shifted(self) -> bool:
-        """Whether its KV at position i depends on tokens after i (the schema's `key_lookahead` says on how many): at
-        the last prompt positions thus on the first token."""
+        """Whether its KV at position i depends on tokens after i, so that the KV at the last prompt positions depends
+        on the first sampled token. The schema's `key_lookahead` says on how many tokens."""
         ...
 
     @property
     def has_kv(self) -> bool:
-        """Whether a round that leaves out `observe` leaves holes, which another must fill."""
+        """Whether a round that skips `observe` leaves holes in its KV, which a later call must fill."""
         ...
 
     @property
@@ -165,28 +168,30 @@ class Drafter(Protocol):
         ...
 
     def allocate(self, num_rows: int) -> DraftState:
-        """Zeros for `num_rows` sequences."""
+        """Return zeros for `num_rows` sequences."""
         ...
 
     def propose(self, rows: RoundRows, shape: DraftShape) -> Drafts:
-        """At least one step."""
+        """Return drafts of at least one step."""
         ...
 
     def observe(self, rows: RoundRows, hidden: Tensor | None, targets: Tensor, num_accepted: Tensor) -> DraftState:
-        """After a verify: `hidden` [num_seqs, K + 1, extend width] of the target, `targets` [num_seqs, K + 1] int64 its
-        tokens, both along the accepted path, `num_accepted` [num_seqs] int64. Returns the state for the next round.
-        With `MissedRows` after as many rounds without drafts as `num_accepted` + 1."""
+        """Return the state for the next round, after a verify: `hidden` [num_seqs, K + 1, extend width] of the target
+        and its tokens `targets` [num_seqs, K + 1] int64, both along the accepted path, and `num_accepted` [num_seqs]
+        int64. With `MissedRows` it is called after `num_accepted` + 1 rounds without drafts."""
         ...
 
     def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: Tensor | None) -> None:
-        """Prompt tokens were computed: `hidden` [num_tokens, extend width], chunks end to end."""
+        """Store KV of prompt tokens that the target has computed: `hidden` [num_tokens, extend width], chunks end to
+        end."""
         ...
 
     def finish_prompt(
         self, tails: Sequence[PromptTail], tokens: Tensor, hidden: Tensor | None, sampling: SamplingBatch
     ) -> DraftState:
-        """The token after each prompt is sampled: `tokens` [num_tails] int64, the bonus tokens, which the host need not
-        know; `hidden` [num_tails, extend width] of the last prompt positions, `sampling` of the tokens that follow."""
+        """Return the state after each prompt whose next token is sampled: `tokens` [num_tails] int64, the bonus tokens,
+        which the host need not know; `hidden` [num_tails, extend width] of the last prompt positions; `sampling` of the
+        tokens that follow. There may be zero tails."""
         ...
 
 

@@ -35,7 +35,7 @@ def _read(wanted: Wanted) -> Speculation:
 
 
 def _load(head: HeadFile, loading: Loading) -> ShiftedDrafter:
-    model = load_eagle(head, loading.target)
+    model = load_eagle(head, loading.ends)
     return ShiftedDrafter(model, loading.kv, loading.hidden, loading.shape)
 
 

@@ -52,7 +52,7 @@ def _read(wanted: Wanted) -> Speculation:
 
 
 def _load(head: HeadFile, loading: Loading) -> ShiftedDrafter:
-    model = load_eagle3(head, loading.target)
+    model = load_eagle3(head, loading.ends)
     return ShiftedDrafter(model, loading.kv, loading.hidden, loading.shape)
 
 

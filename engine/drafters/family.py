@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from ...metadata.handoff.hidden_layout import HiddenDtype, HiddenLayout, Source
+from ...metadata.handoff.hidden_layout import TORCH_DTYPES, HiddenDtype, HiddenLayout, Source
 from ...metadata.handoff.schema import make_schema
 from ...metadata.wire.node_info import HandoffSchema, PoolLayout
 from ..draft_shape import DraftShape
 from ..model_config import ModelConfig
-from ..models.llama import LlamaModel
+from ..models.decoder import DecoderModel
+from ..models.target_ends import TargetEnds, ends_in
 from ..progress import Progress
 from ..weights import fingerprint
 from .base import Drafter
@@ -70,11 +71,20 @@ class Loading(NamedTuple):
 
     shape: DraftShape
     hidden: HiddenLayout
-    target: LlamaModel
+    target: DecoderModel
     target_kv: torch.Tensor  # the target's pool, [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim]
     draft_kv: torch.Tensor | None  # the drafter's own pool, if it has one
-    dtype: torch.dtype  # of the draft
     on_progress: Progress | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The draft's."""
+        return TORCH_DTYPES[self.hidden.draft_dtype]
+
+    @property
+    def ends(self) -> TargetEnds:
+        """The target's embedding and output matrix, in the draft's dtype."""
+        return ends_in(self.dtype, self.target)
 
     @property
     def kv(self) -> torch.Tensor:
@@ -131,12 +141,12 @@ class Speculation:
         return xxhash.xxh3_128_hexdigest(json.dumps([weights, self.settings], sort_keys=True).encode())
 
     def load(
-        self, target: LlamaModel, target_kv: torch.Tensor, draft_kv: torch.Tensor | None, on_progress: Progress | None
+        self, target: DecoderModel, target_kv: torch.Tensor, draft_kv: torch.Tensor | None, on_progress: Progress | None
     ) -> Drafter | None:
         """Return the drafter, its own KV in `draft_kv` if it has any; None without speculation."""
         if self.make is None:
             return None
-        return self.make(Loading(self.shape, self.hidden, target, target_kv, draft_kv, target.dtype, on_progress))
+        return self.make(Loading(self.shape, self.hidden, target, target_kv, draft_kv, on_progress))
 
     def _pool(self) -> PoolLayout | None:
         if not self.has_pool:

@@ -1,7 +1,8 @@
 """FROZEN_KV_MTP: drafts by attending to the target's own KV; it has none, and extend is the choice of a row.
 
 All K forwards of a round stand at position L - 1 and see the target's KV of rows 0 .. L - 1: only the token (the bonus,
-then d_1, d_2, ...) and the recurrent state change from one to the next. The first state is the target's own at L - 1.
+then d_1, d_2, ...) and the recurrent state change from one to the next. The first state is the target's own at L - 1,
+after its last norm; with residual streams, collapsed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.rows import gather_rows
+from ...metadata.errors import ConfigError
 from ...metadata.handoff.hidden_layout import HiddenLayout
 from ..batch import ForwardBatch
 from ..constants import counted
@@ -91,6 +93,11 @@ class FrozenKvDrafter:
 
 
 def _read(wanted: Wanted) -> Speculation:
+    if wanted.draft_dtype != wanted.target_dtype:
+        raise ConfigError(
+            f"speculative {wanted.algorithm} attends to the target's KV, so it computes in the target's dtype"
+            f" {wanted.target_dtype}, but draft_dtype is {wanted.draft_dtype}"
+        )
     file = read_frozen_kv(wanted.draft_dir, wanted.target)
     return Speculation(
         algorithm=wanted.algorithm,

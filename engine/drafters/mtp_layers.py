@@ -29,7 +29,7 @@ from ..batch import ForwardBatch
 from ..constants import counted
 from ..copies import to_device
 from ..draft_shape import DraftShape
-from ..models.mtp import MtpHead
+from ..models.heads import DraftHead
 from ..sampling_batch import SamplingBatch
 from ..trees import Drafts, sample_ahead
 from ..work import BatchRow
@@ -43,7 +43,7 @@ class MtpLayersDrafter:
     has_kv = True
     proposer = None
 
-    def __init__(self, layers: Sequence[MtpHead], kv: Tensor, hidden: HiddenLayout, shape: DraftShape) -> None:
+    def __init__(self, layers: Sequence[DraftHead], kv: Tensor, hidden: HiddenLayout, shape: DraftShape) -> None:
         """`kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim]. The layers are chained if `hidden` has a
         recurrent state: then each layer takes the state of the one before it."""
         num_layers = len(layers)
@@ -96,9 +96,9 @@ class MtpLayersDrafter:
             if not found:
                 return
             rows = [BatchRow(tokens[i], chunks[i].start, chunks[i].pages, 0) for i in found]
-            inputs = torch.cat([states[i][: len(tokens[i])] for i in found])
+            inputs = self.hidden.to_draft(torch.cat([states[i][: len(tokens[i])] for i in found]))
             batch = ForwardBatch.build(rows, self._kv.shape[4], self._kv.device)
-            outputs = layer.forward(batch, self._kv[ahead - 1 : ahead], inputs)
+            outputs = layer.forward(batch, self._kv[ahead - 1 : ahead], inputs, is_extend=True)
             if self._is_chained:
                 for i, output in zip(found, outputs.split([len(tokens[i]) for i in found]), strict=True):
                     states[i] = output
@@ -163,11 +163,12 @@ class MtpLayersDrafter:
         )
 
         inputs = states.gather(1, used.unsqueeze(2).expand(-1, -1, states.shape[2])).flatten(0, 1)
+        inputs = self.hidden.to_draft(inputs)
         drafted = targets[:, :0]
         next_column = num_accepted.unsqueeze(1) + num_before + 1  # of d_1 in `tokens`
         for m, layer in enumerate(self._layers):
             fed = tokens.gather(1, used + m).flatten()
-            outputs = layer.forward(replace(batch, input_ids=fed), self._kv[m : m + 1], inputs)
+            outputs = layer.forward(replace(batch, input_ids=fed), self._kv[m : m + 1], inputs, is_extend=True)
             [final] = gather_rows([outputs], last)
             proposed = sample_ahead(layer.logits(final), sampling, drafted).unsqueeze(1)
             drafted = torch.cat([drafted, proposed], dim=1)

@@ -145,6 +145,8 @@ class ShiftedDrafter:
     def _run(self, batch: ForwardBatch, hidden: Tensor, *, is_extend: bool) -> Tensor:
         """Recurrent states [num_tokens, width]."""
         self.hidden.check("extend" if is_extend else "recurrent", hidden)
+        if is_extend:
+            hidden = self.hidden.to_draft(hidden)
         recurrent = self._head.forward(batch, self._kv, hidden, is_extend=is_extend)
         self.hidden.check("recurrent", recurrent)
         return recurrent

@@ -30,8 +30,11 @@ def read_speculation(config: EngineConfig, target_dir: Path, target: ModelConfig
     family = load_family(algorithm) if algorithm in DRAFTERS else None
     shape = _shape(config, drafts_trees=family is not None and family.drafts_trees)
     draft_dir = find_drafter(config, target_dir)
+    if draft_dir is None and config.draft_dtype != "auto":
+        raise ConfigError(f"speculative {algorithm} takes no draft_dtype, but {config.draft_dtype} was given")
     is_default = config.draft_steps is None
-    wanted = Wanted(algorithm, shape, is_default, target_dir, target, dtype, draft_dir or target_dir, dtype)
+    draft_dtype = dtype if config.draft_dtype == "auto" else config.draft_dtype
+    wanted = Wanted(algorithm, shape, is_default, target_dir, target, dtype, draft_dir or target_dir, draft_dtype)
     if family is None:
         return Speculation(algorithm=algorithm, shape=shape, hidden=wanted.layout())
     if family.recognises is not None:

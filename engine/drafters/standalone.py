@@ -19,7 +19,7 @@ from ..batch import ForwardBatch
 from ..constants import counted
 from ..draft_shape import DraftShape
 from ..model_config import ModelConfig
-from ..models.llama import LlamaModel
+from ..models.decoder import DecoderModel
 from ..models.registry import load_model
 from ..sampling_batch import SamplingBatch
 from ..trees import Drafts, sample_ahead
@@ -35,7 +35,7 @@ class StandaloneDrafter:
     has_kv = True
     proposer = None
 
-    def __init__(self, model: LlamaModel, kv: Tensor, hidden: HiddenLayout, shape: DraftShape) -> None:
+    def __init__(self, model: DecoderModel, kv: Tensor, hidden: HiddenLayout, shape: DraftShape) -> None:
         """`kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim], as the draft model has them."""
         self.shape = shape
         self.hidden = hidden

@@ -1,7 +1,11 @@
-"""The FROZEN_KV_MTP head: it attends to KV of named target layers and keeps none (docs/drafter_checkpoints.md).
+"""The FROZEN_KV_MTP head: it attends to KV of named target layers and stores none (docs/drafter_checkpoints.md).
 
 y = pre_projection([E(t) ; g]);  per layer: y += o(attend(rope(q(norm(y))))), y += mlp(norm(y))
 u = norm(y);  logits = u @ output.T;  g = post_projection(u), of the target's width
+
+The first g is the state that the target's output matrix takes. If the target has residual streams, it is the collapsed
+state, never the streams: such a head is trained on the backbone's last hidden state, and backbone_hidden_size says its
+width.
 """
 
 from __future__ import annotations
@@ -21,15 +25,17 @@ from ...kernels.rotary import apply_rotary_
 from ...metadata.errors import ConfigError, ModelError
 from ..attention import triton_plan
 from ..batch import ForwardBatch
-from ..layers import Linear, embed
+from ..layers.embedding import LmHead
+from ..layers.mlp import Mlp
 from ..model_config import ModelConfig
+from ..products.linear import Linear
 from ..rope import RotaryEmbedding
-from .llama import LlamaModel
+from .decoder import DecoderModel
 from .tensors import HeadTensors
 
 
 class FrozenOutput(NamedTuple):
-    """Result of a forward."""
+    """The result of a forward."""
 
     recurrent: torch.Tensor  # [num_tokens, target's hidden_size]
     logits: torch.Tensor  # [num_tokens, vocab_size], of the model's dtype
@@ -41,7 +47,7 @@ class FrozenKvFile:
 
     directory: Path
     config: ModelConfig
-    target_layers: tuple[int, ...]  # by draft layer: whose KV it attends to
+    target_layers: tuple[int, ...]  # for each draft layer, the target layer to whose KV it attends
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,14 +56,13 @@ class _Layer:
     q: Linear  # hidden_size -> q_size
     attention_out: Linear  # q_size -> hidden_size
     mlp_norm: torch.Tensor  # [hidden_size]
-    gate_up: Linear  # hidden_size -> 2 * intermediate_size
-    down: Linear  # intermediate_size -> hidden_size
+    mlp: Mlp
 
 
 class FrozenKvHead:
     """Owns the head's weights; reads the target's pool."""
 
-    def __init__(self, file: FrozenKvFile, target: LlamaModel) -> None:
+    def __init__(self, file: FrozenKvFile, target: DecoderModel) -> None:
         """Raises ModelError for tensors that are missing or of a wrong shape."""
         config, tensors = file.config, HeadTensors(file.directory, target.dtype, target.device)
         size, width, inner = config.hidden_size, target.config.hidden_size, config.intermediate_size
@@ -66,40 +71,42 @@ class FrozenKvHead:
         self._pre_projection = tensors.linear("pre_projection", size, 2 * width)
         self._post_projection = tensors.linear("post_projection", width, size)
         self._norm = tensors.tensor("norm.weight", size)
-        output = "lm_head.weight" if tensors.has("lm_head.weight") else "embed_tokens.weight"
-        self._lm_head = Linear(tensors.tensor(output, config.vocab_size, size), None)
-        self._lm_head.pack()
+        output = "lm_head" if tensors.has("lm_head.weight") else "embed_tokens"
+        self._lm_head = LmHead(tensors.linear(output, config.vocab_size, size, bias=False))
         self._layers = [
             _Layer(
                 tensors.tensor(f"layers.{i}.input_layernorm.weight", size),
                 tensors.linear(f"layers.{i}.self_attn.q_proj", config.q_size, size),
                 tensors.linear(f"layers.{i}.self_attn.o_proj", size, config.q_size),
                 tensors.tensor(f"layers.{i}.post_attention_layernorm.weight", size),
-                tensors.fused(f"layers.{i}.mlp", ("gate_proj", "up_proj"), inner, size),
-                tensors.linear(f"layers.{i}.mlp.down_proj", size, inner),
+                Mlp(
+                    tensors.fused({f"layers.{i}.mlp.{part}": inner for part in ("gate_proj", "up_proj")}, size),
+                    tensors.linear(f"layers.{i}.mlp.down_proj", size, inner),
+                ),
             )
             for i in range(config.num_layers)
         ]
         tensors.refuse_unknown("embed_tokens.weight")
 
     def forward(self, batch: ForwardBatch, kv: torch.Tensor, hidden: torch.Tensor) -> FrozenOutput:
-        """One token a row at the last position with target KV; `kv` is the target's pool, `hidden` [num_tokens,
-        target's hidden_size]. Writes no KV."""
+        """Run one token per row at the last position with target KV, and write no KV.
+
+        `kv` is the target's pool, `hidden` [num_tokens, target's hidden_size]."""
         config = self._file.config
         eps, num_tokens = config.rms_norm_eps, batch.num_tokens
         attend = self._attention(batch, kv)
         cos, sin = self._rotary(batch.positions, self._target.dtype)
-        x = self._pre_projection(torch.cat([embed(batch.input_ids, self._target.weights.embedding), hidden], 1))
+        x = self._pre_projection(torch.cat([self._target.embed(batch.input_ids), hidden], 1))
         for layer, source in zip(self._layers, self._file.target_layers, strict=True):
             q = layer.q(rms_norm(x, layer.attention_norm, eps)).view(num_tokens, config.num_heads, config.head_dim)
             apply_rotary_(q, cos, sin)
             x = x + layer.attention_out(attend(q, source).view(num_tokens, -1))
-            x = x + layer.down(layer.gate_up.gated(rms_norm(x, layer.mlp_norm, eps)))
+            x = x + layer.mlp(rms_norm(x, layer.mlp_norm, eps))
         final = rms_norm(x, self._norm, eps)
         return FrozenOutput(self._post_projection(final), self._lm_head(final))
 
     def _attention(self, batch: ForwardBatch, kv: torch.Tensor) -> Callable[[torch.Tensor, int], torch.Tensor]:
-        """Attends queries [num_tokens, num_heads, head_dim] to a layer of the target."""
+        """Return the function that attends queries [num_tokens, num_heads, head_dim] to a layer of the target."""
         if cpu.compiled(kv):
             return lambda q, layer: cpu.attend_stored(q, kv, layer, batch.block_table, batch.seq_lens)
         if gpu.compiled(kv):
@@ -112,7 +119,8 @@ class FrozenKvHead:
 
 
 def read_frozen_kv(directory: Path, target: ModelConfig) -> FrozenKvFile:
-    """Raises ModelError for a directory that is no such head, ConfigError for one that does not fit the target."""
+    """Check a head's directory. Raises ModelError for one that is no such head, ConfigError for a head that does not
+    fit the target."""
     config = ModelConfig.from_dir(directory, "LlamaForCausalLM")
     raw = json.loads((directory / "config.json").read_text())
     width, layers = raw.get("backbone_hidden_size"), raw.get("target_layers")

@@ -1,4 +1,4 @@
-"""The EAGLE-like head of a hyper-connection target: its states are all the streams, hc_mult times hidden_size wide.
+"""The EAGLE-like head of a target with hyper-connections. A state holds all streams, hc_mult times hidden_size wide.
 
 [s_0 ; ..] = fc([E(t) ; norm(h)]);  one layer over streams;  g = [s_0 ; ..];  logits = target's lm_head(norm(sum_a s_a))
 
@@ -14,12 +14,12 @@ import torch
 from ...kernels.norm import add_rms_norm_, rms_norm
 from ..attention import begin_attention
 from ..batch import ForwardBatch
-from ..layers import Linear, embed
+from ..layers.hyper_decoder import HyperDecoderLayer
 from ..model_config import ModelConfig
+from ..products.linear import Linear
 from ..rope import RotaryEmbedding
-from ..weights import LayerWeights
-from .hyper_llama import stream_layer
-from .llama import LlamaModel
+from .hyper_llama import read_hyper_layer
+from .target_ends import TargetEnds
 from .tensors import HeadTensors
 
 
@@ -29,25 +29,24 @@ class HyperEagleHead:
 
     config: ModelConfig
     rotary: RotaryEmbedding
-    target: LlamaModel
+    target: TargetEnds
     hidden_norm: torch.Tensor  # [hc_mult * hidden_size]
     fc: Linear  # (1 + hc_mult) * hidden_size -> hc_mult * hidden_size, the embedding's part first
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[HyperDecoderLayer, ...]
     norm: torch.Tensor  # [hidden_size]
 
     def forward(self, batch: ForwardBatch, kv: torch.Tensor, hidden: torch.Tensor, *, is_extend: bool) -> torch.Tensor:
-        """States come back, and go in, in the same form in both phases."""
-        eps = self.config.rms_norm_eps
-        attend = begin_attention(self.config, self.rotary, batch, kv)
-        embedded = embed(batch.input_ids, self.target.weights.embedding)
-        wide = self.fc(torch.cat([embedded, rms_norm(hidden, self.hidden_norm, eps)], dim=1))
-        streams = self._streams(wide)
-        for index, layer in enumerate(self.layers):
-            streams = stream_layer(streams, index, layer, attend, eps)
+        """Run the layers; states have the same form in both phases."""
+        context = begin_attention(self.config, self.rotary, batch, kv)
+        embedded = self.target.embed(batch.input_ids)
+        normed = rms_norm(hidden, self.hidden_norm, self.config.rms_norm_eps)
+        streams = self._streams(self.fc(torch.cat([embedded, normed], dim=1)))
+        for layer in self.layers:
+            streams = layer(streams, context)
         return streams.flatten(1)
 
     def logits(self, recurrent: torch.Tensor) -> torch.Tensor:
-        """By the head's own norm and the target's lm_head."""
+        """Return logits of collapsed states, by the head's own norm and the target's head."""
         collapsed = self._streams(recurrent).sum(1)
         return self.target.logits(add_rms_norm_(collapsed, None, self.norm, self.config.rms_norm_eps))
 
@@ -56,11 +55,14 @@ class HyperEagleHead:
 
 
 def load_hyper_eagle(
-    source: HeadTensors, config: ModelConfig, rotary: RotaryEmbedding, target: LlamaModel
+    source: HeadTensors, config: ModelConfig, rotary: RotaryEmbedding, target: TargetEnds
 ) -> HyperEagleHead:
-    """Raises ModelError for tensors that are missing or of a wrong shape."""
+    """Read the head. Raises ModelError for tensors that are missing or of a wrong shape."""
     size, wide = config.hidden_size, config.hc_mult * config.hidden_size
-    layers = tuple(source.layer(f"layers.{index}", config) for index in range(config.num_layers))
+    layers = tuple(
+        read_hyper_layer(source.with_biases(config, f"layers.{i}"), source, f"layers.{i}", i)
+        for i in range(config.num_layers)
+    )
     return HyperEagleHead(
         config,
         rotary,

@@ -1,8 +1,6 @@
 """Llama with static hyper-connections (Zhu et al. 2024, arXiv:2409.19606): S = hc_mult residual streams instead of one.
 
-s_0 .. s_(S-1) = embedding[input_ids], each
-at both sites of every layer (attention, mlp):
-    y = branch(norm(sum_a read[a] s_a));   s_b <- sum_a mix[a, b] s_a + write[b] y
+s_0 .. s_(S-1) = embedding[input_ids], each;  the layers are those of layers/hyper_decoder.py
 handoff = [s_0 ; .. ; s_(S-1)];   hidden = norm(sum_a s_a);   logits = lm_head(hidden)
 
 The handoff state is taken before the streams collapse (docs/drafter_checkpoints.md). Streams are [num_tokens, hc_mult,
@@ -12,53 +10,67 @@ hidden_size].
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from ...kernels.norm import add_rms_norm_
-from ..attention import Attention, begin_attention
-from ..batch import ForwardBatch
-from ..layers import embed
-from ..weights import LayerWeights, StreamSite
-from .llama import LlamaModel, TargetStates
+from ..attention import AttentionContext
+from ..layers.hyper_decoder import HyperDecoderLayer, StreamSite
+from ..model_config import ModelConfig
+from ..weights import Weights
+from .decoder import DecoderModel, TargetStates
+from .llama import read_ends, read_layer, read_llama, read_norm
 
 
-class HyperLlamaModel(LlamaModel):
-    """Llama with two or more residual streams; with one stream the model is a LlamaModel (models/registry.py)."""
+@dataclass(frozen=True, slots=True, eq=False)
+class HyperStack:
+    """Layers over two or more residual streams. Auxiliary states are collapsed."""
 
-    @torch.inference_mode()
-    def forward_with_aux(self, batch: ForwardBatch, kv: torch.Tensor, aux_layers: Sequence[int]) -> TargetStates:
-        """Run LlamaModel's method of this name; the auxiliary states are collapsed."""
-        assert kv.dtype == self.dtype, (kv.dtype, self.dtype)
-        config, eps = self.config, self.config.rms_norm_eps
-        attend = begin_attention(config, self._rotary, batch, kv)
-        embedded = embed(batch.input_ids, self.weights.embedding)
-        streams = embedded.unsqueeze(1).expand(-1, config.hc_mult, -1)
-        aux: dict[int, torch.Tensor] = {}
-        for index, layer in enumerate(self.weights.layers):
+    layers: tuple[HyperDecoderLayer, ...]
+    norm: Tensor  # [hidden_size]
+    hc_mult: int
+    hands_over_collapsed: bool
+    eps: float
+
+    def __call__(self, embedded: Tensor, context: AttentionContext, aux_layers: Sequence[int]) -> TargetStates:
+        streams = embedded.unsqueeze(1).expand(-1, self.hc_mult, -1)
+        aux: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.layers):
             if index in aux_layers:
                 aux[index] = streams.sum(1)
-            streams = stream_layer(streams, index, layer, attend, eps)
-        aux[config.num_layers] = collapsed = streams.sum(1)
-        final = add_rms_norm_(collapsed, None, self.weights.norm, eps)
-        handoff = final if config.hands_over_collapsed else streams.flatten(1)
+            streams = layer(streams, context)
+        aux[len(self.layers)] = collapsed = streams.sum(1)
+        final = add_rms_norm_(collapsed, None, self.norm, self.eps)
+        handoff = final if self.hands_over_collapsed else streams.flatten(1)
         return TargetStates(final, handoff, [aux[index] for index in aux_layers])
 
 
-def stream_layer(streams: torch.Tensor, index: int, layer: LayerWeights, attend: Attention, eps: float) -> torch.Tensor:
-    """Layer `index` of a forward, [num_tokens, hc_mult, hidden_size] to the same; `streams` stays as it is."""
-    assert layer.attention_site is not None and layer.mlp_site is not None, index
-    normed = add_rms_norm_(_read(streams, layer.attention_site), None, layer.attention_norm, eps)
-    streams = _write(streams, layer.attention_site, layer.attention_out(attend(index, layer, layer.qkv(normed))))
-    normed = add_rms_norm_(_read(streams, layer.mlp_site), None, layer.mlp_norm, eps)
-    return _write(streams, layer.mlp_site, layer.down(layer.gate_up.gated(normed)))
+def read_hyper_llama(config: ModelConfig, weights: Weights) -> DecoderModel:
+    """Read a whole model. With one residual stream it is an ordinary Llama."""
+    if config.hc_mult == 1:
+        return read_llama(config, weights)
+    embedding, lm_head = read_ends(config, weights)
+    layers = tuple(read_hyper_layer(config, weights, f"model.layers.{i}", i) for i in range(config.num_layers))
+    norm = read_norm(config, weights)
+    stack = HyperStack(layers, norm, config.hc_mult, config.hands_over_collapsed, config.rms_norm_eps)
+    return DecoderModel(config, embedding, stack, lm_head)
 
 
-def _read(streams: torch.Tensor, site: StreamSite) -> torch.Tensor:
-    """Return the input of the branch, [num_tokens, hidden_size]."""
-    return torch.matmul(site.read, streams)
+def read_hyper_layer(config: ModelConfig, weights: Weights, prefix: str, index: int) -> HyperDecoderLayer:
+    """Read one decoder layer over streams, which has KV in layer `index` of the pool."""
+    return HyperDecoderLayer(
+        read_layer(config, weights, prefix, index),
+        _read_site(config, weights, f"{prefix}.attn_hc"),
+        _read_site(config, weights, f"{prefix}.ffn_hc"),
+        config.rms_norm_eps,
+    )
 
 
-def _write(streams: torch.Tensor, site: StreamSite, y: torch.Tensor) -> torch.Tensor:
-    """The streams mixed, with the branch's `y` [num_tokens, hidden_size] added to each."""
-    return torch.matmul(site.mix.T, streams).addcmul_(site.write.unsqueeze(1), y.unsqueeze(1))
+def _read_site(config: ModelConfig, weights: Weights, prefix: str) -> StreamSite:
+    num = config.hc_mult
+    return StreamSite(
+        weights.tensor(f"{prefix}.read", num),
+        weights.tensor(f"{prefix}.write", num),
+        weights.tensor(f"{prefix}.mix", num, num),
+    )

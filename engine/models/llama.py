@@ -1,76 +1,97 @@
-"""The pre-norm decoder of Llama, Mistral, Qwen2 and Qwen3; ModelConfig says where they differ.
+"""Llama, Mistral, Qwen2 and Qwen3: the tensors' names, and the layers that are made of them.
 
-h = embedding[input_ids]
-for every layer:
-    h += attention_out(attention(rotary(qkv(norm(h)))))
-    h += down(silu(gate(norm(h))) * up(norm(h)))
-hidden = norm(h);  logits = lm_head(hidden)
+The families differ in biases, head norms and windows, which ModelConfig says. Other families and draft heads that use
+the same names read their layers by the functions of this file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
 
-import torch
+from torch import Tensor
 
-from ..attention import begin_attention
-from ..batch import ForwardBatch
-from ..layers import Residual, embed
+from ..attention import HeadNorms
+from ..layers.attention import Attention
+from ..layers.decoder import DecoderBody, DecoderLayer, FeedForward
+from ..layers.embedding import Embedding, LmHead
+from ..layers.mlp import Mlp
 from ..model_config import ModelConfig
-from ..rope import RotaryEmbedding
 from ..weights import Weights
+from .decoder import DecoderModel, DecoderStack
 
 
-class TargetStates(NamedTuple):
-    """States that a forward leaves for the head and for drafters."""
-
-    final: torch.Tensor  # [num_tokens, hidden_size], after the last norm: what `logits` takes
-    handoff: torch.Tensor  # [num_tokens, handoff_hidden_size], what the family hands to a drafter
-    aux: list[torch.Tensor]  # residual streams at the inputs of chosen layers, each [num_tokens, hidden_size]
+def read_llama(config: ModelConfig, weights: Weights) -> DecoderModel:
+    """Read a whole model."""
+    layers = (read_layer(config, weights, f"model.layers.{i}", i) for i in range(config.num_layers))
+    return read_model(config, weights, layers)
 
 
-class LlamaModel:
-    """Owns weights; the KV pool belongs to the caller."""
+def read_model(config: ModelConfig, weights: Weights, layers: Iterable[DecoderLayer]) -> DecoderModel:
+    """Read a model with the given layers over one residual stream."""
+    embedding, lm_head = read_ends(config, weights)
+    stack = DecoderStack(tuple(layers), read_norm(config, weights), config.rms_norm_eps)
+    return DecoderModel(config, embedding, stack, lm_head)
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        self.config = config
-        self.weights = weights
-        self.dtype = weights.embedding.dtype
-        self.device = weights.embedding.device
-        self._rotary = RotaryEmbedding(config.rope, config.head_dim, self.device)
 
-    @property
-    def handoff_hidden_size(self) -> int:
-        """Width of the state that is handed to a drafter: for this family, the hidden state after the last norm."""
-        return self.config.handoff_hidden_size
+def read_ends(config: ModelConfig, weights: Weights) -> tuple[Embedding, LmHead]:
+    """Read the embedding and the head, which share their weight if the embeddings are tied."""
+    embedding = Embedding(weights.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size))
+    if config.tie_word_embeddings:
+        return embedding, LmHead.tied(embedding)
+    return embedding, LmHead(weights.linear("lm_head", config.vocab_size, config.hidden_size, bias=False))
 
-    def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
-        """Store the new tokens' KV in their pages and return their hidden states after the final norm,
-        [num_tokens, hidden_size].
 
-        `kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim], of the model's dtype."""
-        return self.forward_with_aux(batch, kv, ()).final
+def read_norm(config: ModelConfig, weights: Weights) -> Tensor:
+    """Read the last norm, [hidden_size]."""
+    return weights.tensor("model.norm.weight", config.hidden_size)
 
-    @torch.inference_mode()
-    def forward_with_aux(self, batch: ForwardBatch, kv: torch.Tensor, aux_layers: Sequence[int]) -> TargetStates:
-        """Run `forward`, and return also the states for drafters: the handoff state, and the residual stream at the
-        inputs of `aux_layers` (num_layers: the last layer's output)."""
-        assert kv.dtype == self.dtype, (kv.dtype, self.dtype)
-        attend = begin_attention(self.config, self._rotary, batch, kv)
-        stream = Residual(embed(batch.input_ids, self.weights.embedding), self.config.rms_norm_eps)
-        aux: dict[int, torch.Tensor] = {}
-        for index, layer in enumerate(self.weights.layers):
-            normed = stream.normed(layer.attention_norm)
-            if index in aux_layers:
-                aux[index] = stream.hidden.clone()
-            stream.add(layer.attention_out, attend(index, layer, layer.qkv(normed)))
-            stream.add(layer.down, stream.gated_product(layer.gate_up, layer.mlp_norm))
-        final = stream.normed(self.weights.norm)
-        aux[len(self.weights.layers)] = stream.settled()
-        return TargetStates(final, final, [aux[index] for index in aux_layers])
 
-    @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Rows of `forward`'s result, [num_rows, hidden_size] -> [num_rows, vocab_size] of the model's dtype."""
-        return self.weights.lm_head(hidden)
+def read_layer(
+    config: ModelConfig, weights: Weights, prefix: str, index: int, mlp: FeedForward | None = None
+) -> DecoderLayer:
+    """Read one decoder layer, which has KV in layer `index` of the pool. `mlp`: the second half, if it is another than
+    Llama's."""
+    norm = weights.tensor(f"{prefix}.input_layernorm.weight", config.hidden_size)
+    return DecoderLayer(norm, read_body(config, weights, prefix, index, mlp=mlp))
+
+
+def read_body(
+    config: ModelConfig,
+    weights: Weights,
+    prefix: str,
+    index: int,
+    *,
+    in_size: int | None = None,
+    mlp: FeedForward | None = None,
+) -> DecoderBody:
+    """Read a decoder layer without its input norm. `in_size`: width of what q, k and v read, hidden_size unless told
+    otherwise. `mlp`: the second half, if it is another than Llama's."""
+    return DecoderBody(
+        read_attention(config, weights, f"{prefix}.self_attn", index, in_size or config.hidden_size),
+        weights.tensor(f"{prefix}.post_attention_layernorm.weight", config.hidden_size),
+        mlp or read_mlp(config, weights, f"{prefix}.mlp", config.intermediate_size),
+    )
+
+
+def read_attention(config: ModelConfig, weights: Weights, prefix: str, index: int, in_size: int) -> Attention:
+    """Read an attention layer."""
+    sizes = {f"{prefix}.q_proj": config.q_size, f"{prefix}.k_proj": config.kv_size, f"{prefix}.v_proj": config.kv_size}
+    norms = None
+    if config.qk_norm:
+        norms = HeadNorms(*(weights.tensor(f"{prefix}.{head}_norm.weight", config.head_dim) for head in ("q", "k")))
+    return Attention(
+        index,
+        weights.fused(sizes, in_size, bias=config.qkv_bias),
+        norms,
+        config.sliding_window[index],
+        weights.linear(f"{prefix}.o_proj", config.hidden_size, config.q_size, bias=config.attention_bias),
+    )
+
+
+def read_mlp(config: ModelConfig, weights: Weights, prefix: str, inner_size: int) -> Mlp:
+    """Read a gated feed-forward layer of `inner_size` hidden units."""
+    sizes = {f"{prefix}.gate_proj": inner_size, f"{prefix}.up_proj": inner_size}
+    return Mlp(
+        weights.fused(sizes, config.hidden_size, bias=config.mlp_bias),
+        weights.linear(f"{prefix}.down_proj", config.hidden_size, inner_size, bias=config.mlp_bias),
+    )

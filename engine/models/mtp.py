@@ -1,7 +1,7 @@
-"""MTP layers, DeepSeek-V3-like and MiMo-like: one that is reused for every step, or several, one a step.
+"""MTP layers, DeepSeek-V3-like and MiMo-like: one layer that is reused for every step, or several, one per step.
 
-docs/drafter_checkpoints.md has both layouts' tensors, formulas and sources. Layer m of several is fed the embedding of
-token i + 1 + m in row i; otherwise a layer is a head as heads.py describes them.
+docs/drafter_checkpoints.md has both layouts' tensors, formulas and sources. In row i, layer m of several takes the
+embedding of token i + 1 + m. Apart from that, a layer is a head as heads.py describes them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import torch
 from ...kernels.norm import rms_norm
 from ..attention import begin_attention
 from ..batch import ForwardBatch
-from ..layers import Linear, embed
+from ..layers.decoder import DecoderLayer
 from ..model_config import ModelConfig
+from ..products.linear import Linear
 from ..rope import RotaryEmbedding
-from ..weights import LayerWeights
 from .head_file import HeadFile
-from .heads import finish_layer
-from .llama import LlamaModel
+from .heads import run_body
+from .llama import read_layer
+from .target_ends import TargetEnds
 from .tensors import HeadTensors
 
 _DEEPSEEK_NAMES = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
@@ -33,11 +34,11 @@ class MtpHead:
 
     config: ModelConfig  # of one layer
     rotary: RotaryEmbedding
-    target: LlamaModel
+    target: TargetEnds
     embedding_norm: torch.Tensor  # [hidden_size]
     hidden_norm: torch.Tensor  # [hidden_size]
     projection: Linear  # 2 * hidden_size -> hidden_size
-    layer: LayerWeights
+    layer: DecoderLayer
     final_norm: torch.Tensor  # [hidden_size]
     is_mimo: bool
 
@@ -45,13 +46,13 @@ class MtpHead:
         self, batch: ForwardBatch, kv: torch.Tensor, hidden: torch.Tensor, *, is_extend: bool = True
     ) -> torch.Tensor:
         eps = self.config.rms_norm_eps
-        attend = begin_attention(self.config, self.rotary, batch, kv)
-        embedded = embed(batch.input_ids, self.target.weights.embedding)
+        context = begin_attention(self.config, self.rotary, batch, kv)
+        embedded = self.target.embed(batch.input_ids)
         if self.is_mimo:
             embedded = torch.where(batch.positions.unsqueeze(1) == 0, 0.0, embedded)
         halves = [rms_norm(embedded, self.embedding_norm, eps), rms_norm(hidden, self.hidden_norm, eps)]
         x = self.projection(torch.cat(halves[::-1] if self.is_mimo else halves, dim=1))
-        x = finish_layer(x, rms_norm(x, self.layer.attention_norm, eps), 0, self.layer, attend, eps)
+        x = run_body(self.layer.body, x, rms_norm(x, self.layer.norm, eps), context, eps)
         return rms_norm(x, self.final_norm, eps) if self.is_mimo else x
 
     def logits(self, recurrent: torch.Tensor) -> torch.Tensor:
@@ -61,8 +62,10 @@ class MtpHead:
 
 
 def layer_prefixes(names: frozenset[str]) -> tuple[str, ...]:
-    """Return `model.layers.61`, ... or `model.mtp_layers.0`, ..., by their numbers; none if there is no MTP layer."""
-    found = {name.rsplit(".", 2)[0] for name in names if name.endswith((".eh_proj.weight", ".input_proj.weight"))}
+    """Return `model.layers.61`, ..., `model.mtp_layers.0`, ... or `mtp.0`, ..., by their numbers; none if there is no
+    MTP layer."""
+    inputs = (".eh_proj.weight", ".input_proj.weight", ".e_proj.weight")
+    found = {name.rsplit(".", 2)[0] for name in names if name.endswith(inputs)}
     return tuple(sorted(found, key=lambda prefix: int(prefix.rsplit(".", 1)[1])))
 
 
@@ -71,13 +74,13 @@ def takes_chained_states(file: HeadFile) -> bool:
     return bool(file.settings.get("mtp_chained", "mtp_layers" not in layer_prefixes(file.names)[0]))
 
 
-def load_mtp(file: HeadFile, target: LlamaModel) -> tuple[MtpHead, ...]:
-    """Read the layers' tensors, in the target's dtype and on its device. Raises ModelError for missing ones and for
-    those in the layers that the layout does not know; copies of what is the target's are left alone."""
+def load_mtp(file: HeadFile, prefixes: tuple[str, ...], target: TargetEnds) -> tuple[MtpHead, ...]:
+    """Read the layers' tensors, in the dtype and on the device of `target`. `prefixes` are those of their names,
+    first layer first. Raises ModelError for missing ones and for those in the layers that the layout does not know;
+    copies of the target's embedding and head are ignored."""
     source = HeadTensors(file.directory, target.dtype, target.device)
     config = replace(file.config, num_layers=1, sliding_window=(None,))
     rotary = RotaryEmbedding(config.rope, config.head_dim, target.device)
-    prefixes = layer_prefixes(file.names)
     layers = tuple(_load_layer(source, prefix, config, rotary, target) for prefix in prefixes)
     for prefix in prefixes:  # the file may hold the target's own tensors too
         copies = (f"{prefix}.embed_tokens.weight", f"{prefix}.shared_head.head.weight")
@@ -86,7 +89,7 @@ def load_mtp(file: HeadFile, target: LlamaModel) -> tuple[MtpHead, ...]:
 
 
 def _load_layer(
-    source: HeadTensors, prefix: str, config: ModelConfig, rotary: RotaryEmbedding, target: LlamaModel
+    source: HeadTensors, prefix: str, config: ModelConfig, rotary: RotaryEmbedding, target: TargetEnds
 ) -> MtpHead:
     is_mimo = source.has(f"{prefix}.input_proj.weight")
     embedding_norm, hidden_norm, projection, final_norm = _MIMO_NAMES if is_mimo else _DEEPSEEK_NAMES
@@ -98,7 +101,7 @@ def _load_layer(
         source.tensor(f"{prefix}.{embedding_norm}.weight", size),
         source.tensor(f"{prefix}.{hidden_norm}.weight", size),
         source.linear(f"{prefix}.{projection}", size, 2 * size),
-        source.layer(prefix, config),
+        read_layer(source.with_biases(config, prefix), source, prefix, 0),
         source.tensor(f"{prefix}.{final_norm}.weight", size),
         is_mimo,
     )

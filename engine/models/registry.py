@@ -1,24 +1,35 @@
-"""The registry of architectures and their classes, and the one way to load a model."""
+"""The registry of model families, and the one way to load a model."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
 
 from ...metadata.errors import ModelError
+from ..checkpoint import Checkpoint, TensorSpec
 from ..model_config import ModelConfig
 from ..progress import Progress
-from ..weights import load_weights
-from .hyper_llama import HyperLlamaModel
-from .llama import LlamaModel
+from ..weights import CheckpointWeights, ListedWeights, Weights
+from .decoder import DecoderModel
+from .hyper_llama import read_hyper_llama
+from .llama import read_llama
+from .qwen3_moe import read_qwen3_moe
 
-MODELS: dict[str, type[LlamaModel]] = {
-    "LlamaForCausalLM": LlamaModel,
-    "MistralForCausalLM": LlamaModel,
-    "Qwen2ForCausalLM": LlamaModel,
-    "Qwen3ForCausalLM": LlamaModel,
-    "HyperLlamaForCausalLM": HyperLlamaModel,
+logger = logging.getLogger(__name__)
+
+# A family reads its model from weights of any kind: the same call lists the tensors and loads them.
+Family = Callable[[ModelConfig, Weights], DecoderModel]
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": read_llama,
+    "MistralForCausalLM": read_llama,
+    "Qwen2ForCausalLM": read_llama,
+    "Qwen3ForCausalLM": read_llama,
+    "Qwen3MoeForCausalLM": read_qwen3_moe,
+    "HyperLlamaForCausalLM": read_hyper_llama,
 }
 
 
@@ -28,12 +39,47 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str,
     progress: Progress | None = None,
-) -> LlamaModel:
+) -> DecoderModel:
     """Load the checkpoint in `model_dir`, ready to run. `progress(bytes_done, bytes_total)` is called while it loads.
-    Raises ModelError as `load_weights` does, and for an architecture without a class here."""
-    model_class = MODELS.get(config.architecture)
-    if model_class is None:
-        raise ModelError(f"{config.architecture} is not served; Baton serves {', '.join(MODELS)}")
-    if config.hc_mult == 1:
-        model_class = LlamaModel  # one stream is an ordinary Llama
-    return model_class(config, load_weights(Path(model_dir), config, dtype, torch.device(device), progress))
+
+    Raises ModelError for an architecture without a family here, for files or tensors that are missing, damaged, or of
+    a wrong shape or dtype, and for tensors in the model's layers that the family does not use."""
+    family = _family(config)
+    checkpoint = Checkpoint(Path(model_dir))
+    specs = tensor_specs(config, checkpoint.names)
+    bytes_total = checkpoint.check(specs)
+    _refuse_unknown(checkpoint, config, specs)
+    if checkpoint.num_left_out:
+        logger.info(
+            "%s holds more than a text model: %d tensors of other parts are left out",
+            checkpoint.model_dir,
+            checkpoint.num_left_out,
+        )
+    return family(config, CheckpointWeights(checkpoint, dtype, torch.device(device), progress, bytes_total))
+
+
+def tensor_specs(config: ModelConfig, names: Collection[str] = ()) -> list[TensorSpec]:
+    """Return every tensor of a checkpoint of this configuration. `names`: tensors that the checkpoint has, which tell
+    the formats of its weights; plain weights unless told otherwise."""
+    listed = ListedWeights(names)
+    _family(config)(config, listed)
+    return listed.specs
+
+
+def _family(config: ModelConfig) -> Family:
+    family = FAMILIES.get(config.architecture)
+    if family is None:
+        raise ModelError(f"{config.architecture} is not served; Baton serves {', '.join(FAMILIES)}")
+    return family
+
+
+def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, specs: list[TensorSpec]) -> None:
+    """Raise ModelError for a tensor in the model's layers that is not used: the output would be wrong."""
+    layers = tuple(f"model.layers.{layer}." for layer in range(config.num_layers))
+    unknown = checkpoint.names - {spec.name for spec in specs}
+    unknown = {name for name in unknown if name.startswith(layers) and not name.endswith("rotary_emb.inv_freq")}
+    if unknown:
+        raise ModelError(
+            f"{checkpoint.model_dir} has tensors that {config.architecture} does not use "
+            f"({', '.join(sorted(unknown)[:3])}); is config.json that of another model?"
+        )

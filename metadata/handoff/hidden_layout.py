@@ -100,6 +100,11 @@ class HiddenLayout:
             wanted = "none" if spec is None else f"[num_rows, {spec.width}] {spec.dtype}"
             raise ValueError(f"{phase} state of {self.algorithm} is {wanted}, not {tuple(rows.shape)} {rows.dtype}")
 
+    def to_draft(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return extend rows in the draft's dtype. Nothing else casts a state that goes from target to draft. Rows that
+        have the dtype are returned as they are."""
+        return rows.to(TORCH_DTYPES[self.draft_dtype])
+
     def _extend(self) -> HiddenSpec | None:
         return self._from(self.extend)
 

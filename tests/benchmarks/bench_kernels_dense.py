@@ -39,7 +39,9 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from baton.engine.layers import Linear, Residual
+from baton.engine.layers.residual import Residual
+from baton.engine.products.dense import DenseProduct
+from baton.engine.products.linear import Linear
 from baton.kernels import gpu, noise, triton_linear, triton_noise, triton_norm, triton_sample, triton_silu
 from baton.kernels.norm import rms_norm_ref
 from baton.kernels.silu import silu_mul_ref
@@ -419,7 +421,7 @@ def bench_steps(model: Model, row_counts: list[int], name: str) -> Iterator[dict
 
 
 def matrix(shape: tuple[int, int]) -> Linear:
-    return Linear(random(*shape, scale=shape[1] ** -0.5), None)
+    return Linear.dense(random(*shape, scale=shape[1] ** -0.5))
 
 
 def torch_step(hidden: Tensor, layers: list[list[Linear]], head: Linear, norm: Tensor) -> Tensor:
@@ -433,7 +435,9 @@ def torch_step(hidden: Tensor, layers: list[list[Linear]], head: Linear, norm: T
 
 
 def torch_product(linear: Linear) -> Callable[[Tensor], Tensor]:
-    return lambda x: F.linear(x, linear.weight)
+    assert isinstance(linear.product, DenseProduct)
+    weight = linear.product.weight
+    return lambda x: F.linear(x, weight)
 
 
 def triton_step(hidden: Tensor, layers: list[list[Linear]], head: Linear, norm: Tensor) -> Tensor:

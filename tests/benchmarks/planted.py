@@ -36,8 +36,8 @@ from torch import Tensor
 
 from baton.engine.checkpoint import TensorSpec
 from baton.engine.model_config import ModelConfig
+from baton.engine.models.registry import tensor_specs
 from baton.engine.rope import inverse_frequencies
-from baton.engine.weights import tensor_specs
 from baton.metadata.errors import ModelError
 
 ROPE_THETA = 1e9

@@ -33,7 +33,8 @@ from torch import Tensor
 
 from baton.engine.checkpoint import TensorSpec
 from baton.engine.model_config import ModelConfig
-from baton.engine.weights import layer_tensors
+from baton.engine.models.llama import read_body
+from baton.engine.weights import ListedWeights
 from baton.metadata.errors import ModelError
 
 _ONE = 8.0  # the constant
@@ -63,12 +64,11 @@ class PlantedEagle3:
     def specs(self) -> list[TensorSpec]:
         """Return the specs of all tensors except the ids."""
         size, target_size = self.config.hidden_size, self.target.config.hidden_size
-        layer = [
-            TensorSpec(f"midlayer.{name}", (shape[0], 2 * size) if name.endswith(_READS_BOTH) else shape)
-            for name, shape in layer_tensors(self.config)
-        ]
+        layer = ListedWeights()
+        read_body(self.config, layer, "midlayer", 0, in_size=2 * size)
         return [
-            *layer,
+            *layer.specs,
+            TensorSpec("midlayer.input_layernorm.weight", (size,)),
             TensorSpec("midlayer.hidden_norm.weight", (size,)),
             TensorSpec("norm.weight", (size,)),
             TensorSpec("fc.weight", (size, 3 * target_size)),
@@ -192,9 +192,6 @@ class PlantedEagle3:
             )
         if self.text.base + self.text.num_bits + 1 > self.config.head_dim:
             raise ModelError(f"head_dim {self.config.head_dim} is too narrow for an EAGLE-3 head's own state")
-
-
-_READS_BOTH = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 
 
 def write_planted_eagle3(

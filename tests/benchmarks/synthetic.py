@@ -24,7 +24,7 @@ from torch import Tensor
 
 from baton.engine.checkpoint import TensorSpec
 from baton.engine.model_config import ModelConfig
-from baton.engine.weights import tensor_specs
+from baton.engine.models.registry import tensor_specs
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",

@@ -15,7 +15,8 @@ from planted_models import random_prompt, small
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.model_config import ModelConfig
-from baton.engine.weights import fingerprint, tensor_specs
+from baton.engine.models.registry import tensor_specs
+from baton.engine.weights import fingerprint
 from baton.engine.work import BatchRow
 from baton.router.text.tokenizer import TextTokenizer
 

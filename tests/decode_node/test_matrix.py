@@ -17,7 +17,7 @@ from typing import Any
 import drafters
 import local_nodes
 import pytest
-from heads import ALGORITHM, HYPER, write_head
+from heads import ALGORITHM, HYPER, HYPER_FROZEN, HYPER_LAYERED, HYPER_MTP, write_head
 from matrix import CELLS, PAGE_SIZE, Ask, Plain, Watch, coach, run_cell
 from node_pair import NodePair, node_pairs, params, replace
 
@@ -31,8 +31,11 @@ CHAINS = {
     "mtp3-mimo": 3,
     "frozen-kv-mtp": 4,
     HYPER: 3,
+    HYPER_MTP: 3,
+    HYPER_LAYERED: 3,
+    HYPER_FROZEN: 3,
 }  # steps
-TREES = {"eagle": 3, "eagle3": 2, "mtp-mimo": 2, "frozen-kv-mtp": 3, HYPER: 2}  # topk, of three steps
+TREES = {"eagle": 3, "eagle3": 2, "mtp-mimo": 2, "frozen-kv-mtp": 3, HYPER: 2, HYPER_MTP: 2}  # topk, of three steps
 DRAFTS = [(name, 1) for name in CHAINS] + list(TREES.items())
 TREE_TOKENS = {2: 8, 3: 10}  # by topk
 BUCKETS = {"buckets": (2, 5), "direct": ()}
@@ -49,7 +52,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str
     def draft_dir(name: str, model: Path) -> Path:
         if name == "standalone":
             return drafters.perturbed(model, directory / name, 0.03)
-        unlike = {"hidden_size": 24} if name in ("eagle3", "frozen-kv-mtp") else {}
+        unlike = {"hidden_size": 24} if name in ("eagle3", "frozen-kv-mtp", HYPER_FROZEN) else {}
         return write_head(directory / name, name, model, **unlike)
 
     def get(name: str, topk: int, model: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import drafters
 import pytest
 import torch
-from heads import ALGORITHM, HYPER, write_head
+from heads import ALGORITHM, HYPER, HYPER_LAYERED, write_head
 from matrix import ASKS, PAGE_SIZE, Plain, Watch, coach, force_steps, start_together
 from node_pair import NodePair, node_pairs, params
 from solo import gather
@@ -33,6 +33,7 @@ STEPS = {
     "mtp3-mimo": 3,
     "frozen-kv-mtp": 5,
     HYPER: 5,
+    HYPER_LAYERED: 3,
 }
 SCHEDULES = {
     "catches up": (5, 0, 0, 5, 1, 0, 5, 0, 0, 0, 1, 2),
@@ -207,7 +208,7 @@ def flush(pair: NodePair) -> None:
     pair.decode.cache.flush()
 
 
-WITH_KV = ("standalone", "eagle", "eagle3", "mtp-deepseek", "mtp3-deepseek", "mtp3-mimo", HYPER)
+WITH_KV = ("standalone", "eagle", "eagle3", "mtp-deepseek", "mtp3-deepseek", "mtp3-mimo", HYPER, HYPER_LAYERED)
 
 
 @pytest.mark.parametrize("name", WITH_KV)

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from heads import LAYERED, write_head
+from drafters import target_of
+from heads import HYPER_LAYERED, LAYERED, write_head
 from node_pair import NodePair, node_pairs, params
 from safetensors.torch import load_file
 
@@ -26,7 +27,7 @@ from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import DraftState, RoundRows
 from baton.engine.drafters.speculation import read_speculation
 from baton.engine.model_config import ModelConfig
-from baton.engine.models.llama import LlamaModel
+from baton.engine.models.decoder import DecoderModel
 from baton.engine.trees import Drafts
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ConfigError
@@ -49,7 +50,7 @@ class Scratch(NamedTuple):
 class ScratchLayers:
     """The layers of a head's directory, computed by the formulas of docs/drafter_checkpoints.md."""
 
-    def __init__(self, directory: Path, target: LlamaModel) -> None:
+    def __init__(self, directory: Path, target: DecoderModel) -> None:
         self.config = json.loads((directory / "config.json").read_text())
         self.tensors = load_file(directory / "model.safetensors")
         self.target = target
@@ -57,13 +58,17 @@ class ScratchLayers:
         first = 0 if self.is_mimo else self.config["num_hidden_layers"]
         stem = "model.mtp_layers" if self.is_mimo else "model.layers"
         self.prefixes = [f"{stem}.{first + m}" for m in range(NUM_LAYERS)]
+        self.num_streams = self.config.get("hc_mult") or 1
+        if self.num_streams > 1:
+            self.prefixes = [f"mtp.{m}" for m in range(NUM_LAYERS)]
 
     def run(self, token_ids: list[int], states: torch.Tensor) -> Scratch:
-        """Compute all layers for `token_ids` 0 .. L and the target's `states` [L, hidden_size], greedily."""
+        """Compute all layers for `token_ids` 0 .. L and the target's `states` [L, handoff width], greedily."""
         tokens, scratch, inputs = list(token_ids), Scratch([], [], []), states
         for m, prefix in enumerate(self.prefixes):
-            embedded = self.target.weights.embedding[torch.tensor(tokens[1 + m : 1 + m + len(states)])]
-            state, logits, k, v = self._layer(prefix, embedded, inputs)
+            embedded = self.target.embed(torch.tensor(tokens[1 + m : 1 + m + len(states)]))
+            layer = self._layer if self.num_streams == 1 else self._layer_over_streams
+            state, logits, k, v = layer(prefix, embedded, inputs)
             scratch.keys.append(k)
             scratch.values.append(v)
             scratch.proposals.append(int(logits[-1].argmax()))
@@ -71,7 +76,9 @@ class ScratchLayers:
             inputs = states if self.is_mimo else state  # DeepSeek's are chained
         return scratch
 
-    def _layer(self, prefix: str, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _parts(self, prefix: str) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
+        """Return a layer's norms and its linear layers, by name."""
+
         def norm(x: torch.Tensor, name: str) -> torch.Tensor:
             weight = self.tensors[f"{prefix}.{name}.weight"]
             return weight * x * (x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt()
@@ -79,6 +86,48 @@ class ScratchLayers:
         def linear(x: torch.Tensor, name: str) -> torch.Tensor:
             return F.linear(x, self.tensors[f"{prefix}.{name}.weight"], self.tensors.get(f"{prefix}.{name}.bias"))
 
+        return norm, linear
+
+    def _layer_over_streams(
+        self, prefix: str, embedded: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """s_a = e_proj(enorm(E)) + h_proj(hnorm(h_a)), one layer over streams, and the sum of them to the head."""
+        norm, linear = self._parts(prefix)
+        states = hidden.unflatten(1, (self.num_streams, -1))
+        streams = linear(norm(states, "hnorm"), "h_proj") + linear(norm(embedded, "enorm"), "e_proj").unsqueeze(1)
+
+        def site(name: str, branch: Callable[[torch.Tensor], torch.Tensor]) -> None:
+            nonlocal streams
+            read, write, mix = (self.tensors[f"{prefix}.{name}.{part}"] for part in ("read", "write", "mix"))
+            added = branch(torch.einsum("a,rah->rh", read, streams))
+            streams = torch.einsum("ab,rah->rbh", mix, streams) + torch.einsum("b,rh->rbh", write, added)
+
+        stored: list[torch.Tensor] = []
+
+        def attention(x: torch.Tensor) -> torch.Tensor:
+            out, k, v = self._attend(norm(x, "input_layernorm"), linear)
+            stored.extend((k, v))
+            return out
+
+        def mlp(x: torch.Tensor) -> torch.Tensor:
+            y = norm(x, "post_attention_layernorm")
+            return linear(F.silu(linear(y, "mlp.gate_proj")) * linear(y, "mlp.up_proj"), "mlp.down_proj")
+
+        site("attn_hc", attention)
+        site("ffn_hc", mlp)
+        return streams.flatten(1), self.target.logits(norm(streams.sum(1), "norm")), stored[0], stored[1]
+
+    def _attend(self, y: torch.Tensor, linear: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return the attention's output, K and V."""
+        q, k, v = (linear(y, f"self_attn.{name}_proj").view(len(y), -1, self.config["head_dim"]) for name in "qkv")
+        q, k = self._rotate(q), self._rotate(k)
+        groups = q.shape[1] // k.shape[1]
+        wide = [each.repeat_interleave(groups, dim=1).transpose(0, 1) for each in (k, v)]
+        attended = F.scaled_dot_product_attention(q.transpose(0, 1), *wide, is_causal=True)
+        return linear(attended.transpose(0, 1).flatten(1), "self_attn.o_proj"), k, v
+
+    def _layer(self, prefix: str, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        norm, linear = self._parts(prefix)
         if self.is_mimo:
             embedded = embedded.clone()
             embedded[0] = 0
@@ -86,13 +135,8 @@ class ScratchLayers:
         else:
             halves = [norm(embedded, "enorm"), norm(hidden, "hnorm")]
         x = linear(torch.cat(halves, dim=1), "input_proj" if self.is_mimo else "eh_proj")
-        y = norm(x, "input_layernorm")
-        q, k, v = (linear(y, f"self_attn.{name}_proj").view(len(y), -1, self.config["head_dim"]) for name in "qkv")
-        q, k = self._rotate(q), self._rotate(k)
-        groups = q.shape[1] // k.shape[1]
-        wide = [each.repeat_interleave(groups, dim=1).transpose(0, 1) for each in (k, v)]
-        attended = F.scaled_dot_product_attention(q.transpose(0, 1), *wide, is_causal=True)
-        x = x + linear(attended.transpose(0, 1).flatten(1), "self_attn.o_proj")
+        attended, k, v = self._attend(norm(x, "input_layernorm"), linear)
+        x = x + attended
         y = norm(x, "post_attention_layernorm")
         x = x + linear(F.silu(linear(y, "mlp.gate_proj")) * linear(y, "mlp.up_proj"), "mlp.down_proj")
         last = norm(x, "final_layernorm" if self.is_mimo else "shared_head.norm")
@@ -148,7 +192,8 @@ class Checked:
         page_size = engine.pool.page_size
         pages = list(range(1, 2 + num_rows // page_size))
         batch = ForwardBatch.build([BatchRow(sequence.token_ids[:num_rows], 0, pages)], page_size, "cpu")
-        states = engine.model.forward(batch, torch.zeros_like(engine.kv[:, : len(pages) + 1]))
+        kv = torch.zeros_like(engine.kv[:, : len(pages) + 1])
+        states = engine.model.forward_with_aux(batch, kv, ()).handoff
         scratch = self._layers.run(sequence.token_ids, states)
 
         kept = min(NUM_LAYERS - 1, num_rows)
@@ -171,26 +216,26 @@ MakeChecked = Callable[..., Checked]
 
 @pytest.fixture
 def make_checked(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[MakeChecked]:
-    model = checkpoint("llama")
     with node_pairs(checks_books=False) as start:
 
-        def pair_of(decode: dict[str, Any], **both: Any) -> NodePair:
+        def pair_of(model: Path, decode: dict[str, Any], **both: Any) -> NodePair:
             settings = {**SETTINGS, "num_pages": 200, **both}
             return start(model, prefill=settings, decode={**settings, **decode})
 
         def make(kind: str, decode: dict[str, Any] | None = None, **both: Any) -> Checked:
-            plain = pair_of({})
+            model = target_of(kind, checkpoint)
+            plain = pair_of(model, {})
             for i, prompt in enumerate(CASES):
                 plain.submit(str(i), prompt, params(24))
             texts = {rid: result.ids[:19] for (rid, _), result in plain.run().items()}
             head = write_head(tmp_path / kind, kind, model)
-            return Checked(pair_of(decode or {}, speculative="mtp", draft_model=str(head), **both), head, texts)
+            return Checked(pair_of(model, decode or {}, speculative="mtp", draft_model=str(head), **both), head, texts)
 
         yield make
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 4, 5, 64])
-@pytest.mark.parametrize("kind", LAYERED)
+@pytest.mark.parametrize("kind", (*LAYERED, HYPER_LAYERED))
 def test_layers_equal_a_recompute_after_handoff_and_partial_acceptance(
     kind: str, chunk_tokens: int, make_checked: MakeChecked
 ) -> None:
@@ -204,7 +249,7 @@ def test_layers_equal_a_recompute_after_handoff_and_partial_acceptance(
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 4])
-@pytest.mark.parametrize("kind", LAYERED)
+@pytest.mark.parametrize("kind", (*LAYERED, HYPER_LAYERED))
 def test_layers_equal_a_recompute_after_preemption(kind: str, page_size: int, make_checked: MakeChecked) -> None:
     checked = make_checked(kind, {"num_pages": 1 + 100 // page_size}, page_size=page_size)
     checked.generate("cold")
@@ -243,7 +288,7 @@ def _no_second_computation(checked: Checked) -> None:
 def _other_chaining(checked: Checked) -> None:
     """The defect: each layer takes the input of the other family."""
     drafter = checked.drafter
-    drafter.hidden = replace(drafter.hidden, is_chained=not drafter.hidden.is_chained)
+    drafter._is_chained = not drafter._is_chained
 
 
 def _rows_of_the_last_chunk_alone(checked: Checked) -> None:
@@ -271,7 +316,7 @@ DEFECTS = (
 
 
 @pytest.mark.parametrize("defect", DEFECTS)
-@pytest.mark.parametrize("kind", LAYERED)
+@pytest.mark.parametrize("kind", (*LAYERED, HYPER_LAYERED))
 def test_the_recompute_catches(
     kind: str, defect: Callable[[Checked], None], make_checked: MakeChecked, monkeypatch: pytest.MonkeyPatch
 ) -> None:

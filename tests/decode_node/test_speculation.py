@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from heads import ALGORITHM, HYPER, KINDS, LAYERED, write_head
+from heads import ALGORITHM, HYPER_FROZEN, HYPER_LAYERED, HYPERS, KINDS, LAYERED, write_head
 from matrix import rounds_paused
 from node_pair import NodePair, node_pairs, params
 
@@ -52,12 +52,12 @@ def generate(
     }
 
 
-NAMES = ("ngram", "standalone", *KINDS, *LAYERED, HYPER)
+NAMES = ("ngram", "standalone", *KINDS, *LAYERED, *HYPERS)
 
 
 def target(name: str, checkpoint: Callable[..., Path]) -> Path:
     """Return the model that the drafter `name` is for."""
-    return checkpoint("hyper_llama" if name == HYPER else "llama")
+    return checkpoint("hyper_llama" if name in HYPERS else "llama")
 
 
 def drafter(name: str, model: Path, checkpoint: Callable[..., Path], tmp_path: Path) -> dict[str, Any]:
@@ -67,9 +67,9 @@ def drafter(name: str, model: Path, checkpoint: Callable[..., Path], tmp_path: P
     if name == "standalone":
         draft = checkpoint("llama", hidden_size=32, num_hidden_layers=1)
         return {"speculative": "standalone", "draft_model": str(draft), "draft_steps": 4}
-    changes = {"hidden_size": 24} if name in ("eagle3", "frozen-kv-mtp") else {}  # unlike the target's
+    changes = {"hidden_size": 24} if name in ("eagle3", "frozen-kv-mtp", HYPER_FROZEN) else {}  # unlike the target's
     head = write_head(tmp_path / name, name, model, **changes)
-    steps = 3 if name.startswith("mtp3") else 4
+    steps = 3 if name in (*LAYERED, HYPER_LAYERED) else 4
     return {"speculative": ALGORITHM[name], "draft_model": str(head), "draft_steps": steps}
 
 

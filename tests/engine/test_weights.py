@@ -1,19 +1,26 @@
-"""Loading: sharded and single files, fusing, progress, packing, the fingerprint, and every damaged directory."""
+"""Loading: sharded and single files, fusing, progress, the fingerprint, and every damaged directory."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file, save_file
 
-from baton.engine.layers import Linear, fits_half
+from baton.engine.checkpoint import tensor_digests
+from baton.engine.layers.decoder import DecoderBody
 from baton.engine.model_config import ModelConfig
-from baton.engine.weights import Weights, fingerprint, load_weights, tensor_specs
+from baton.engine.models.decoder import DecoderModel, DecoderStack
+from baton.engine.models.registry import load_model, tensor_specs
+from baton.engine.products.dense import DenseProduct
+from baton.engine.weights import fingerprint
 from baton.metadata.errors import ModelError
 
 Checkpoint = Callable[..., Path]
@@ -26,8 +33,13 @@ def model_dir(checkpoint: Checkpoint, tmp_path: Path) -> Path:
     return Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
 
 
-def load(model_dir: Path, **options: object) -> Weights:
-    return load_weights(model_dir, ModelConfig.from_dir(model_dir), torch.float32, CPU, **options)
+def load(model_dir: Path, dtype: torch.dtype = torch.float32, **options: Any) -> DecoderModel:
+    return load_model(model_dir, ModelConfig.from_dir(model_dir), dtype, CPU, **options)
+
+
+def bodies(model: DecoderModel) -> list[DecoderBody]:
+    assert isinstance(model.stack, DecoderStack)
+    return [layer.body for layer in model.stack.layers]
 
 
 def shard(model_dir: Path, num_shards: int) -> None:
@@ -57,56 +69,30 @@ def test_sharded_equals_single(model_dir: Path) -> None:
     shard(model_dir, 3)
     sharded = load(model_dir)
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
-    for ours, theirs in zip(sharded.layers, single.layers, strict=True):
-        assert torch.equal(ours.qkv(x), theirs.qkv(x)) and torch.equal(ours.gate_up(x), theirs.gate_up(x))
-    assert torch.equal(sharded.lm_head(x), single.lm_head(x))
+    for ours, theirs in zip(bodies(sharded), bodies(single), strict=True):
+        assert torch.equal(ours.attention.qkv(x), theirs.attention.qkv(x)) and torch.equal(ours.mlp(x), theirs.mlp(x))
+    assert torch.equal(sharded.logits(x), single.logits(x))
 
 
 def test_progress_reaches_the_total_and_the_file_may_go(model_dir: Path) -> None:
     seen: list[tuple[int, int]] = []
-    weights = load(model_dir, progress=lambda done, total: seen.append((done, total)))
+    model = load(model_dir, progress=lambda done, total: seen.append((done, total)))
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     size = sum(tensor.nbytes for tensor in load_file(model_dir / "model.safetensors").values())
     assert seen[-1] == (size, size)
-    expected = weights.embedding.clone()
+    ids, x = torch.arange(512), torch.ones(1, 64)
+    embedded, logits = model.embed(ids), model.logits(x)
     (model_dir / "model.safetensors").write_bytes(b"")  # were anything still mapped, reading it would kill the process
-    assert torch.equal(weights.embedding, expected) and weights.norm.isfinite().all()
-
-
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 7, 33])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("sixteen_bit", [True, False])
-def test_packed_linear_equals_plain(num_rows: int, bias: bool, sixteen_bit: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight = 0.02 * torch.randn(48, 40, generator=generator)
-    weight = weight.bfloat16().float() if sixteen_bit else weight
-    plain = Linear(weight.clone(), torch.randn(48, generator=generator) if bias else None)
-    packed = Linear(weight, plain.bias)
-    packed.pack()
-    assert (packed.half is not None) == sixteen_bit
-    x = torch.randn(num_rows, 40, generator=generator)
-    torch.testing.assert_close(packed(x), plain(x), atol=1e-6, rtol=0)
-
-
-def test_fits_half() -> None:
-    weight = 0.02 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-    assert fits_half(weight.half().float()) and fits_half(weight.bfloat16().float())
-    assert not fits_half(weight)
-    assert not fits_half(1e-4 * weight.bfloat16().float())  # below float16's normal numbers
-    assert not fits_half(torch.full((2, 2), 1e5))
+    assert torch.equal(model.embed(ids), embedded) and torch.equal(model.logits(x), logits)
+    assert all(body.mlp(x).isfinite().all() and body.mlp_norm.isfinite().all() for body in bodies(model))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bit_weights_stay_plain(checkpoint: Checkpoint, dtype: torch.dtype) -> None:
-    model_dir = checkpoint("llama")
-    weights = load_weights(model_dir, ModelConfig.from_dir(model_dir), dtype, CPU)
-    assert weights.lm_head.weight is not None and weights.lm_head.weight.dtype == weights.norm.dtype == dtype
-
-
-def test_tied_embeddings_are_stored_once(checkpoint: Checkpoint) -> None:
-    model_dir = checkpoint("llama", tie_word_embeddings=True)
-    weights = load_weights(model_dir, ModelConfig.from_dir(model_dir), torch.bfloat16, CPU)
-    assert weights.lm_head.weight is weights.embedding
+def test_sixteen_bit_weights_stay_as_they_are(checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    model = load(checkpoint("llama"), dtype)
+    products = [body.attention.qkv.product for body in bodies(model)]
+    assert all(isinstance(each, DenseProduct) and each.weight.dtype == dtype for each in products)
+    assert model.embed(torch.tensor([0])).dtype == model.dtype == dtype
 
 
 def test_fingerprint_is_of_the_content(model_dir: Path, checkpoint: Checkpoint) -> None:
@@ -121,6 +107,17 @@ def test_fingerprint_is_of_the_content(model_dir: Path, checkpoint: Checkpoint) 
     assert fingerprint(model_dir) != original
     assert fingerprint(checkpoint("llama", seed=1)) != original
     assert fingerprint(checkpoint("llama", "bfloat16")) != original
+
+
+def test_what_other_families_have_is_not_in_the_fingerprint(model_dir: Path) -> None:
+    """Dense models keep the digest of releases that knew no experts, so that nodes of both find each other."""
+    fields = asdict(ModelConfig.from_dir(model_dir))
+    assert fields.pop("experts") is None
+    digest = xxhash.xxh3_128(json.dumps(fields, sort_keys=True).encode())
+    tensors = tensor_digests(model_dir / "model.safetensors")
+    for name in sorted(tensors):
+        digest.update(tensors[name])
+    assert fingerprint(model_dir) == digest.hexdigest()
 
 
 def test_fingerprint_sees_one_byte(model_dir: Path) -> None:
@@ -196,4 +193,4 @@ def test_tensors_that_would_be_ignored(model_dir: Path) -> None:
 def test_missing_directory(model_dir: Path) -> None:
     config = ModelConfig.from_dir(model_dir)
     with pytest.raises(ModelError, match="does not exist"):
-        load_weights(model_dir / "nowhere", config, torch.float32, CPU)
+        load_model(model_dir / "nowhere", config, torch.float32, CPU)

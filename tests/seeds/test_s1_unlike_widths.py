@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from heads import ALGORITHM, HYPER, KINDS, LAYERED, write_head
+from drafters import make_bigram, make_right
+from heads import ALGORITHM, HYPERS, KINDS, LAYERED, write_head
 from layouts import make_layout
 from node_pair import NodePair, node_pairs, params
 
@@ -27,11 +28,12 @@ from baton.engine.engine import Engine
 from baton.engine.rounds import Rounds
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.startup import load_engine
+from baton.metadata.errors import ConfigError
 from baton.metadata.handoff.buffers import MetadataBuffers
 from baton.metadata.handoff.client import Arrived
 from baton.metadata.handoff.hidden_layout import HiddenLayout, HiddenSpec
-from baton.metadata.handoff.schema import make_schema
-from baton.metadata.wire.node_info import PoolLayout
+from baton.metadata.handoff.schema import differences, make_schema
+from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
 
 NODE = {"page_size": 4, "chunk_tokens": 6}
 PROMPTS = [[7, 3, 11, 5, 9], [2], [4, 4, 8, 15, 16, 23, 42, 8, 15]]
@@ -147,6 +149,133 @@ def test_the_dtype_of_the_wrong_side_is_caught(monkeypatch: pytest.MonkeyPatch) 
         check_rows_keep_the_drafts_dtype()
 
 
+# --- the dtypes of two sides ---
+
+DTYPES = [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32")]  # of target and draft
+WITH_DTYPE = ["standalone", "eagle", "eagle3", "mtp-deepseek", "mtp3-deepseek", "mtp3-mimo", *HYPERS[:3]]
+
+
+def unlike_dtypes(kind: str, dtypes: tuple[str, str], model: Path, directory: Path, **shape: Any) -> dict[str, Any]:
+    """Return settings of a node whose drafter computes in another dtype than its target."""
+    if kind == "standalone":
+        drafting: dict[str, Any] = {"speculative": "standalone", "draft_model": str(model), "draft_steps": 3}
+    else:
+        drafting = settings(kind, model, directory / kind)
+    return {"dtype": dtypes[0], "draft_dtype": dtypes[1], **drafting, **shape}
+
+
+def target_for(kind: str, checkpoint: Checkpoint) -> Path:
+    return checkpoint("hyper_llama" if kind in HYPERS else "llama")
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", WITH_DTYPE)
+def test_every_state_and_pool_has_the_dtype_of_its_side(
+    kind: str, dtypes: tuple[str, str], checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    model = target_for(kind, checkpoint)
+    drafting = unlike_dtypes(kind, dtypes, model, tmp_path)
+    engine = load_engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting))
+    target, draft = (getattr(torch, name) for name in dtypes)
+    schema, layout = engine.schema, engine.speculation.hidden
+    assert schema.draft is not None and (schema.target.dtype, schema.draft.dtype) == dtypes
+    assert [kv.dtype for kv in engine._kvs] == [target, draft]
+    assert engine.drafter is not None
+    state = dict(engine.drafter.allocate(2).present())
+    fields = {field.name: field.dtype for field in schema.row}
+    if layout.num_target_rows:
+        assert (state["rows"].dtype, fields["target_rows"]) == (target, dtypes[0])
+    elif kind == "standalone":
+        assert not state
+    else:
+        assert (state["hidden"].dtype, fields["recurrent_hidden"]) == (draft, dtypes[1])
+
+
+@pytest.mark.parametrize("draft_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", WITH_DTYPE)
+def test_a_draft_of_16_bits_serves_a_float32_target(
+    kind: str, draft_dtype: str, checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path
+) -> None:
+    """Through the handoff: the text is that of the target alone."""
+    model = target_for(kind, checkpoint)
+    check_served(make_pair, model, unlike_dtypes(kind, ("float32", draft_dtype), model, tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "hyper-mtp"])
+def test_a_tree_of_16_bits_serves_a_float32_target(
+    kind: str, checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path
+) -> None:
+    model = target_for(kind, checkpoint)
+    check_served(make_pair, model, unlike_dtypes(kind, ("float32", "bfloat16"), model, tmp_path, draft_topk=2))
+
+
+@pytest.mark.parametrize("kind", ["standalone", "eagle"])
+def test_a_draft_of_16_bits_is_still_right(
+    kind: str, checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path
+) -> None:
+    """A draft that is the target in float32 is seldom wrong in bfloat16. A state that was read in the wrong dtype would
+    make it wrong nearly always."""
+    model = make_bigram(checkpoint("llama"), tmp_path / "bigram")
+    drafting = unlike_dtypes(kind, ("float32", "bfloat16"), model, tmp_path)
+    if kind == "eagle":
+        drafting["draft_model"] = str(make_right("eagle", model, tmp_path / "right"))
+    pair = make_pair(model, **drafting)
+    for i, prompt in enumerate(PROMPTS):
+        pair.submit(f"r{i}", prompt, params(24))
+    pair.run()
+    pair.check_books()
+    stats = pair.decode.rounds.stats
+    assert stats.num_drafted > 40 and stats.num_accepted > 0.9 * stats.num_drafted, stats
+
+
+@pytest.mark.parametrize("kind", ["eagle", "mtp3-mimo"])
+def test_a_state_that_is_not_cast_is_caught(
+    kind: str, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The defect: the target's rows go into the draft as they are."""
+    model = checkpoint("llama")
+    drafting = unlike_dtypes(kind, ("float32", "bfloat16"), model, tmp_path)
+    monkeypatch.setattr(HiddenLayout, "to_draft", lambda _, rows: rows)
+    rounds = Rounds(Engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting)), 2)
+    drafter, extend = rounds.drafter, rounds.engine.speculation.hidden.allocate("extend", 2)
+    assert drafter is not None and extend is not None
+    with pytest.raises(RuntimeError, match=r"dtype|BFloat16"):
+        drafter.observe_prompt([PromptChunk([5, 6, 7], 0, 2, [1])], extend)
+
+
+def test_nodes_whose_drafts_have_unlike_dtypes_refuse_each_other(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model = checkpoint("llama")
+
+    def schema(draft: str) -> HandoffSchema:
+        drafting = unlike_dtypes("eagle", ("float32", draft), model, tmp_path / draft)
+        return Engine(DecodeConfig(model=str(model), device="cpu", num_pages=8, **drafting)).schema
+
+    assert differences(schema("float32"), schema("bfloat16")) == [
+        "draft.dtype: float32 here, bfloat16 there",
+        "row.recurrent_hidden: 64 x float32 here, 64 x bfloat16 there",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (
+            "frozen-kv-mtp",
+            "attends to the target's KV, so it computes in the target's dtype float32, but draft_dtype is",
+        ),
+        ("ngram", "speculative ngram takes no draft_dtype, but bfloat16 was given"),
+        ("none", "speculative none takes no draft_dtype, but bfloat16 was given"),
+    ],
+)
+def test_a_drafter_without_a_dtype_of_its_own_refuses_one(
+    kind: str, words: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    model = checkpoint("llama")
+    drafting = {"speculative": kind} if kind in ("ngram", "none") else settings(kind, model, tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        Engine(DecodeConfig(model=str(model), device="cpu", num_pages=8, draft_dtype="bfloat16", **drafting))
+
+
 # --- zero rows ---
 
 
@@ -175,9 +304,9 @@ def check_empty(drafter: Drafter, state: DraftState) -> None:
     assert all(value.dtype == live[name].dtype for name, value in state.present())
 
 
-@pytest.fixture(params=["standalone", "ngram", *KINDS, *LAYERED, HYPER])
+@pytest.fixture(params=["standalone", "ngram", *KINDS, *LAYERED, *HYPERS])
 def idle(request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path: Path) -> Rounds:
-    model = checkpoint("hyper_llama" if request.param == HYPER else "llama")
+    model = checkpoint("hyper_llama" if request.param in HYPERS else "llama")
     if request.param == "ngram":
         drafting: dict[str, Any] = {"speculative": "ngram"}
     elif request.param == "standalone":

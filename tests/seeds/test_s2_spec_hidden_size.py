@@ -2,7 +2,8 @@
 
 Code that forgets the streams still hands over a full row of the first stream. Speculation still gives the right text;
 only the drafts get worse. So a canary value is written into the last column of the last metadata row and read back on
-the other side, for hc_mult absent, None, 0, 1, 2 and 4, and nodes with unlike values must refuse each other.
+the other side, for hc_mult absent, None, 0, 1, 2 and 4 and for every head on the target's states, and nodes with unlike
+values must refuse each other. FROZEN_KV_MTP takes the collapsed state, which streams do not widen.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from handoff_nodes import make_client, make_server, named, peer_of, spin, unit
-from heads import HYPER, write_head
+from heads import ALGORITHM, HYPER, HYPER_FROZEN, HYPER_LAYERED, HYPER_MTP, write_head
 from node_pair import NodePair, node_pairs, params
 
 from baton.decode_node.config import DecodeConfig
@@ -37,6 +38,12 @@ from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
 NODE = {"page_size": 4, "chunk_tokens": 6}
 SIZE = 64  # hidden_size of the target and of its head
 MULTS = [("absent", 1), (None, 1), (0, 1), (1, 1), (2, 2), (4, 4)]  # in config.json; streams
+KINDS = {  # the head with streams: the same without
+    HYPER: "eagle",
+    HYPER_MTP: "mtp-deepseek",
+    HYPER_LAYERED: "mtp3-deepseek",
+    HYPER_FROZEN: "frozen-kv-mtp",
+}
 Checkpoint = Callable[..., Path]
 MakePair = Callable[..., NodePair]
 
@@ -47,36 +54,55 @@ def make_pair() -> Iterator[MakePair]:
         yield lambda model, drafting: start(model, prefill=NODE | drafting, decode=NODE | drafting)
 
 
-def target_and_head(checkpoint: Checkpoint, hc_mult: Any, directory: Path) -> tuple[Path, dict[str, Any]]:
-    """Return a target, and settings with a head for it: the ordinary EAGLE head if there is one stream."""
+def target_and_head(
+    checkpoint: Checkpoint, hc_mult: Any, directory: Path, kind: str = HYPER, **shape: Any
+) -> tuple[Path, dict[str, Any]]:
+    """Return a target, and settings with a head for it: the ordinary head if there is one stream."""
     model = checkpoint("llama") if hc_mult == "absent" else checkpoint("hyper_llama", hc_mult=hc_mult)
-    kind = HYPER if hc_mult in (2, 4) else "eagle"
-    head = write_head(directory / f"head-{hc_mult}", kind, model)
-    return model, {"speculative": "eagle", "draft_model": str(head), "draft_steps": 3}
+    kind = kind if hc_mult in (2, 4) else KINDS[kind]
+    head = write_head(directory / f"{kind}-{hc_mult}", kind, model)
+    return model, {"speculative": ALGORITHM[kind], "draft_model": str(head), "draft_steps": 3, **shape}
+
+
+def width_of(kind: str, num_streams: int) -> int:
+    """Return the width of a state of this head."""
+    return SIZE if kind == HYPER_FROZEN else SIZE * num_streams
 
 
 # --- every state ---
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("hc_mult", "num_streams"), MULTS)
 def test_every_state_is_as_wide_as_all_streams(
-    hc_mult: Any, num_streams: int, checkpoint: Checkpoint, tmp_path: Path
+    hc_mult: Any, num_streams: int, kind: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    model, drafting = target_and_head(checkpoint, hc_mult, tmp_path)
+    model, drafting = target_and_head(checkpoint, hc_mult, tmp_path, kind)
     engine = load_engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting))
-    width, layout = SIZE * num_streams, engine.speculation.hidden
+    width, layout = width_of(kind, num_streams), engine.speculation.hidden
     assert engine.model_config.hc_mult == num_streams
-    assert engine.model.handoff_hidden_size == engine.model_config.handoff_hidden_size == width
+    assert engine.model.handoff_hidden_size == engine.model_config.handoff_hidden_size == SIZE * num_streams
     for phase in ("extend", "recurrent"):
         assert layout.spec(phase) == (width, "float32")
         for num_rows in (0, 2):
             idle = layout.allocate(phase, num_rows)
             assert idle is not None and idle.shape == (num_rows, width)
     row = MetadataBuffers(engine.schema, num_rows=2)
-    assert row.get("recurrent_hidden", 1).shape == (width,)
+    if layout.num_target_rows:
+        assert row.get("target_rows", 1).shape == (layout.num_target_rows * width,)
+        assert "recurrent_hidden" not in row
+    else:
+        assert row.get("recurrent_hidden", 1).shape == (width,)
+    assert engine.drafter is not None
+    assert {
+        name: value.shape[2 if name == "rows" else 1]
+        for name, value in engine.drafter.allocate(2).present()
+        if value.is_floating_point()
+    } == {"rows" if layout.num_target_rows else "hidden": width}
     batch = ForwardBatch.build([BatchRow([3, 4, 5], 0, [1])], engine.pool.page_size, "cpu")
     extend, final = engine.states(batch)
     assert extend is not None and extend.shape == (3, width) and final.shape == (3, SIZE)
+    assert torch.equal(extend, final) == (width == SIZE), "streams are collapsed for FROZEN_KV_MTP alone"
 
 
 # --- through the handoff ---
@@ -85,21 +111,22 @@ def test_every_state_is_as_wide_as_all_streams(
 def check_canaries(
     monkeypatch: pytest.MonkeyPatch, pair: NodePair, width: int, write: Any = set_draft, read_back: Any = get_draft
 ) -> None:
-    """Prefill writes a canary into the last column of each row, and decode reads all rows back unchanged."""
+    """Prefill writes a canary into the last column of each row, and decode reads all rows back unchanged. With several
+    MTP layers that is the last column of the last target row."""
     sent: dict[float, torch.Tensor] = {}
     got: dict[float, torch.Tensor] = {}
 
     def mark(row: MetadataBuffers, draft: DraftState) -> None:
-        assert draft.hidden is not None
-        marked = replace(draft, hidden=draft.hidden.clone())
-        marked.hidden[0, -1] = 1000.0 + len(sent)
-        sent[1000.0 + len(sent)] = marked.hidden[0]
-        write(row, marked)
+        name, state = state_of(draft)
+        marked = state.clone()
+        marked[0, -1] = 1000.0 + len(sent)
+        sent[1000.0 + len(sent)] = marked
+        write(row, replace(draft, **{name: marked.view(getattr(draft, name).shape)}))
 
     def read(row: MetadataBuffers, drafter: Drafter, token_ids: list[int]) -> DraftState:
         draft = read_back(row, drafter, token_ids)
-        assert draft.hidden is not None
-        got[float(draft.hidden[0, -1])] = draft.hidden[0]
+        _, state = state_of(draft)
+        got[float(state[0, -1])] = state
         return draft
 
     monkeypatch.setattr("baton.engine.prompts.set_draft", mark)
@@ -110,25 +137,43 @@ def check_canaries(
     assert all(len(result.ids) == 6 for result in results.values())
     assert len(sent) == 4 and got.keys() == sent.keys(), "a canary is missing"
     for canary, state in sent.items():
-        assert state.shape == (width,) and torch.equal(got[canary], state)
+        assert state.shape[1] % width == 0 and torch.equal(got[canary], state)
 
 
+def state_of(draft: DraftState) -> tuple[str, torch.Tensor]:
+    """Return the field that hands over hidden states, and its value [1, width], target rows side by side."""
+    name = "hidden" if draft.rows is None else "rows"
+    return name, getattr(draft, name).flatten(1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("hc_mult", "num_streams"), MULTS)
 def test_the_last_column_of_the_last_row_arrives(
     hc_mult: Any,
     num_streams: int,
+    kind: str,
     checkpoint: Checkpoint,
     make_pair: MakePair,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pair = make_pair(*target_and_head(checkpoint, hc_mult, tmp_path))
-    check_canaries(monkeypatch, pair, SIZE * num_streams)
+    pair = make_pair(*target_and_head(checkpoint, hc_mult, tmp_path, kind))
+    check_canaries(monkeypatch, pair, width_of(kind, num_streams))
+    pair.check_books()
+
+
+@pytest.mark.parametrize("kind", [HYPER, HYPER_MTP])
+def test_the_last_column_arrives_beside_the_scores_of_a_tree(
+    kind: str, checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair(*target_and_head(checkpoint, 4, tmp_path, kind, draft_topk=2))
+    assert "topk_score" in {field.name for field in pair.decode.engine.schema.row}
+    check_canaries(monkeypatch, pair, SIZE * 4)
     pair.check_books()
 
 
 def one_stream(layout: HiddenLayout) -> HiddenSpec | None:
-    return HiddenSpec(layout.draft_hidden_size, layout.draft_dtype) if layout.algorithm == "eagle" else None
+    return HiddenSpec(layout.draft_hidden_size, layout.draft_dtype) if layout.draft_hidden_size else None
 
 
 def test_a_row_without_the_streams_is_caught(
@@ -168,25 +213,26 @@ def test_a_row_that_is_cut_in_silence_is_caught_by_the_canary(
         check_canaries(monkeypatch, pair, SIZE * 4, cut, fill)
 
 
+@pytest.mark.parametrize("kind", [HYPER, HYPER_MTP, HYPER_LAYERED])
 @pytest.mark.parametrize("where", ["extend", "everywhere"])
 def test_a_layout_without_the_streams_does_not_start(
-    where: str, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, kind: str, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, drafting = target_and_head(checkpoint, 4, tmp_path)
+    model, drafting = target_and_head(checkpoint, 4, tmp_path, kind)
     if where == "extend":
         monkeypatch.setattr(HiddenLayout, "_extend", one_stream)
     else:
         monkeypatch.setattr(hidden_layout, "spec_hidden_size", lambda hidden_size, hc_mult: hidden_size)
-    with pytest.raises(ValueError, match=r"extend state of eagle is \[num_rows, 64\] float32, not \(1, 256\)"):
+    with pytest.raises(ValueError, match=r"extend state of \w+ is \[num_rows, 64\] float32, not \(1, 256\)"):
         load_engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting))
 
 
 # --- two nodes with different values ---
 
 
-def schema_of(checkpoint: Checkpoint, hc_mult: Any, directory: Path) -> HandoffSchema:
+def schema_of(checkpoint: Checkpoint, hc_mult: Any, directory: Path, kind: str = HYPER) -> HandoffSchema:
     """Return the schema that a node with this target and its head says hello with."""
-    model, drafting = target_and_head(checkpoint, hc_mult, directory)
+    model, drafting = target_and_head(checkpoint, hc_mult, directory, kind)
     target = ModelConfig.from_dir(model)
     pool = PoolLayout(num_layers=target.num_layers, num_kv_heads=2, head_dim=16, dtype="float32")
     return read_speculation(DecodeConfig(**drafting), model, target, "float32").schema(pool, 4, checksums=True)
@@ -207,6 +253,14 @@ def check_refused(here: HandoffSchema, there: HandoffSchema, words: str) -> None
             each.close()
 
 
+def test_nodes_of_different_hc_mult_refuse_each_other_for_several_mtp_layers(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Their rows have the target's states, two of them."""
+    here, there = (schema_of(checkpoint, hc_mult, tmp_path, HYPER_LAYERED) for hc_mult in (4, 2))
+    check_refused(here, there, "row.target_rows: 512 x float32 here, 256 x float32 there")
+
+
 @pytest.mark.parametrize(
     ("here", "there", "words"),
     [
@@ -221,8 +275,9 @@ def test_nodes_of_different_hc_mult_refuse_each_other(
     check_refused(schema_of(checkpoint, here, tmp_path), schema_of(checkpoint, there, tmp_path), words)
 
 
-def test_absent_none_zero_and_one_are_the_same_value(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    schemas = [schema_of(checkpoint, hc_mult, tmp_path) for hc_mult in ("absent", None, 0, 1)]
+@pytest.mark.parametrize("kind", KINDS)
+def test_absent_none_zero_and_one_are_the_same_value(kind: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    schemas = [schema_of(checkpoint, hc_mult, tmp_path, kind) for hc_mult in ("absent", None, 0, 1)]
     assert all(differences(schemas[0], other) == [] for other in schemas)
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from drafters import ALL, NAMES, SHIFTED, settings, target_of
+from heads import HYPER_FROZEN
 from node_pair import params
 from scratch import check_against_scratch
 from solo import POISON, Solo, caught, coach, spied
@@ -24,6 +25,7 @@ from baton.engine.drafters import frozen_kv, shifted, standalone
 from baton.engine.drafters.base import DraftState, RoundRows
 from baton.engine.trees import Drafts
 
+FROZEN = ("frozen-kv-mtp", HYPER_FROZEN)
 PROMPT = [random.Random(5).randrange(512) for _ in range(7)]
 
 MakeSolo = Callable[..., Solo]
@@ -71,7 +73,7 @@ def expected(name: str, num_steps: int, L: int, tokens: list[int]) -> list[list[
     assert len(tokens) == L + 1
     if name == "standalone":  # the last one only fills a slot
         return [[L + j] for j in range(num_steps + 1)]
-    if name == "frozen-kv-mtp":
+    if name in FROZEN:
         return [[L - 1]] * num_steps
     return [[L + j] for j in range(num_steps - 1)] + [list(range(L, L + num_steps + 1))]
 
@@ -81,7 +83,7 @@ def check_positions(name: str, solo: Solo, num_steps: int) -> None:
     first = before[0].token_ids[7]
     if name == "standalone":
         assert groups[0] == [(PROMPT, list(range(7)))]
-    elif name == "frozen-kv-mtp":
+    elif name in FROZEN:
         assert groups[0] == []
     else:  # row i is (state i, token i + 1); the last waits for the sampled token
         assert groups[0] == [(PROMPT[1:], list(range(6))), ([first], [6])]
@@ -104,12 +106,12 @@ def test_forwards_stand_where_they_belong(name: str, num_steps: int, make_solo: 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_forward_one_position_off_is_caught(name: str, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch) -> None:
     solo = make_solo(name)
-    module = {"standalone": standalone, "frozen-kv-mtp": frozen_kv}.get(name, shifted)
+    module = {"standalone": standalone, **dict.fromkeys(FROZEN, frozen_kv)}.get(name, shifted)
 
     class OneOff(ForwardBatch):
         @classmethod
         def uniform(cls, input_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> ForwardBatch:
-            is_off = name == "frozen-kv-mtp" or positions.shape[1] == 1
+            is_off = name in FROZEN or positions.shape[1] == 1
             return ForwardBatch.uniform(input_ids, positions + is_off, *rest)
 
     monkeypatch.setattr(module, "ForwardBatch", OneOff)

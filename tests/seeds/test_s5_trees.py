@@ -27,7 +27,7 @@ from baton.engine.sampling_batch import SamplingBatch
 from baton.kernels.trees import Ancestry, ancestry
 from baton.metadata.wire.request import SamplingParams
 
-NAMES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "hyper-eagle", "frozen-kv-mtp")
+NAMES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "hyper-eagle", "hyper-mtp", "frozen-kv-mtp")
 LENS = (7, 12, 3)
 NUM_TOKENS = 56
 PARAMS: list[dict[str, Any]] = [

@@ -15,8 +15,9 @@ END = "<|end|>"
 
 
 def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **config: Any) -> Path:
-    """A random model of `family` with a byte-level tokenizer of 512 ids, float32: llama, mistral, qwen2, qwen3, or
-    hyper_llama, which is the llama with `hc_mult` residual streams (4 unless told otherwise).
+    """Write a random model of `family` with a byte-level tokenizer of 512 ids, float32: llama, mistral, qwen2, qwen3,
+    qwen3_moe (4 experts, 2 of them active), or hyper_llama, which is the llama with `hc_mult` residual streams (4
+    unless told otherwise).
 
     `config` overrides fields of the transformers configuration. The weights are spread wide, so that the greedy
     text varies and near-ties are rare. Returns `path`.
@@ -25,7 +26,7 @@ def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **confi
     import transformers
 
     hc_mult: Any = config.pop("hc_mult", 4) if family == "hyper_llama" else None
-    class_name = {"mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}.get(family, "Llama")
+    class_name = "Llama" if family == "hyper_llama" else "".join(map(str.capitalize, family.split("_")))
     fields: dict[str, Any] = {
         "vocab_size": 512,
         "hidden_size": 64,
@@ -41,6 +42,7 @@ def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **confi
         "eos_token_id": 0,
         "pad_token_id": 0,
         **({"sliding_window": None} if family == "mistral" else {}),
+        **({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48} if "moe" in family else {}),
         **config,
     }
     torch.manual_seed(seed)

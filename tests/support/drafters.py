@@ -9,22 +9,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from heads import ALGORITHM, HYPER, KINDS, LAYERED, SIX_LAYERS, write_head
+from heads import (
+    ALGORITHM,
+    HYPER,
+    HYPER_FROZEN,
+    HYPER_LAYERED,
+    HYPER_MTP,
+    HYPERS,
+    KINDS,
+    LAYERED,
+    SIX_LAYERS,
+    write_head,
+)
 from safetensors.torch import load_file, save_file
 
-NAMES = ("standalone", *KINDS, HYPER)  # that run once a token
-ALL = (*NAMES, *LAYERED)
-SHIFTED = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "hyper-eagle")
-_UNLIKE = {"eagle3": 24, "frozen-kv-mtp": 24}  # heads of another width than their target's
+NAMES = ("standalone", *KINDS, HYPER, HYPER_MTP, HYPER_FROZEN)  # that run once a token
+ALL = (*NAMES, *LAYERED, HYPER_LAYERED)
+SHIFTED = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", HYPER, HYPER_MTP)
+_UNLIKE = {"eagle3": 24, "frozen-kv-mtp": 24, HYPER_FROZEN: 24}  # heads of another width than their target's
 
 
 def target_of(name: str, checkpoint: Callable[..., Path], **config: Any) -> Path:
     """A target that the drafter fits."""
-    return checkpoint("hyper_llama" if name == "hyper-eagle" else "llama", **config)
+    return checkpoint("hyper_llama" if name in HYPERS else "llama", **config)
 
 
 def most_steps(name: str) -> int:
-    return {SIX_LAYERS: 6, **dict.fromkeys(LAYERED, 3)}.get(name, 15)
+    return {SIX_LAYERS: 6, **dict.fromkeys((*LAYERED, HYPER_LAYERED), 3)}.get(name, 15)
 
 
 def settings(name: str, model: Path, directory: Path, *, steps: int = 5) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """What a drafter's head must compute: plain torch modules on the same files, whole sequences at once, no KV kept.
 
 The modules are those of deploy/demo/training/drafters_models.py if it has the layout. What it leaves out is added
-here: a head of another width than its target's, fc.bias, a target with an output matrix of its own, MiMo's layer.
+here: a head of another width than its target's, fc.bias, a target with an output matrix of its own, MiMo's layer, and
+the MTP layer over residual streams.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from baton.deploy.demo.training.drafters_layers import DecoderLayer, LayerSizes, rms_norm
+from baton.deploy.demo.training.drafters_layers import DecoderLayer, HyperLayer, LayerSizes, rms_norm
 from baton.deploy.demo.training.drafters_models import Eagle, Eagle3, FrozenKvMtp, HyperEagle, Mtp, Target
 
 RMS_NORM_EPS = 1e-5  # of drafters_layers.rms_norm; checkpoints under test must say the same
@@ -39,7 +40,7 @@ class Oracle:
         for every token with target KV and for each drafted one; FROZEN_KV_MTP for the bonus and each drafted one.
         """
         rows = self.target(torch.tensor([tokens[:-1]]))
-        if self.kind == "frozen-kv-mtp":
+        if self.kind.endswith("frozen-kv-mtp"):
             return self._frozen_rows(rows, tokens, drafted)
         hidden, ids = self._begin(rows), tokens[1:]
         state = features = torch.empty(0)
@@ -50,7 +51,7 @@ class Oracle:
         return state[0], self._module.logits(features, self.target)[0].float()
 
     def _begin(self, rows: Any) -> Tensor:
-        return rows.handoff if self.kind == "mtp-mimo" else self._module.begin(rows)
+        return rows.handoff if self.kind in ("mtp-mimo", "hyper-mtp") else self._module.begin(rows)
 
     def _forward(self, hidden: Tensor, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         module, target = self._module, self.target
@@ -86,6 +87,26 @@ class MimoLayer(DecoderLayer):
         x = self.input_proj(torch.cat((self.hidden_layernorm(hidden), self.token_layernorm(embedded)), dim=-1))
         state = self.final_layernorm(super().forward(x, positions))
         return state, state
+
+    def logits(self, features: Tensor, target: Any) -> Tensor:
+        return target.logits(features)
+
+
+class HyperMtpLayer(HyperLayer):
+    """The MTP layer over residual streams, which takes and returns all of them side by side."""
+
+    def __init__(self, sizes: LayerSizes, num_streams: int) -> None:
+        super().__init__(sizes, num_streams, 0)
+        self.num_streams = num_streams
+        self.enorm, self.hnorm, self.norm = (rms_norm(sizes.hidden_size) for _ in range(3))
+        self.e_proj, self.h_proj = (nn.Linear(sizes.hidden_size, sizes.hidden_size, bias=False) for _ in range(2))
+
+    def forward(self, hidden: Tensor, ids: Tensor, positions: Tensor, target: Any) -> tuple[Tensor, Tensor]:
+        """As `Eagle.forward`, with wide states."""
+        embedded = self.e_proj(self.enorm(F.embedding(ids, target.embedding)))
+        streams = self.h_proj(self.hnorm(hidden.unflatten(-1, (self.num_streams, -1))))
+        streams = super().forward(streams + embedded.unsqueeze(-2), positions)
+        return streams.flatten(2), self.norm(streams.sum(-2))
 
     def logits(self, features: Tensor, target: Any) -> Tensor:
         return target.logits(features)
@@ -144,6 +165,9 @@ def _module(kind: str, config: dict[str, Any], tensors: dict[str, Tensor], targe
             if f"self_attn.{part}.bias" in tensors:
                 linear = getattr(module.self_attn, part)
                 linear.bias = nn.Parameter(torch.zeros(linear.out_features))
+    elif kind == "hyper-mtp":
+        module = HyperMtpLayer(sizes, target.num_streams)
+        tensors = {name.removeprefix("mtp.0."): value for name, value in tensors.items()}
     elif kind == "hyper-eagle":
         module = HyperEagle(sizes, target.num_streams)
     else:

@@ -254,8 +254,8 @@ class FrozenKvMtp(nn.Module):
         initialize(self)
 
     def begin(self, rows: TargetRows) -> Tensor:
-        """The handoff states as they are."""
-        return rows.handoff
+        """The states that the target's head reads; with streams, collapsed."""
+        return rows.hidden
 
     def forward(
         self, hidden: Tensor, input_ids: Tensor, positions: Tensor, target: Target, kv: list[KeyValue]

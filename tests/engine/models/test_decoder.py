@@ -11,8 +11,9 @@ import torch
 
 from baton.engine.batch import ForwardBatch
 from baton.engine.model_config import ModelConfig
-from baton.engine.models.llama import LlamaModel
+from baton.engine.models.decoder import DecoderModel, DecoderStack
 from baton.engine.models.registry import load_model
+from baton.engine.products.half import HalfProduct
 from baton.engine.work import BatchRow
 
 PAGE_SIZE = 4
@@ -78,7 +79,7 @@ class Run:
 
     def __init__(self, model_dir: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
         config = ModelConfig.from_dir(model_dir)
-        self.model: LlamaModel = load_model(model_dir, config, dtype, "cpu")
+        self.model: DecoderModel = load_model(model_dir, config, dtype, "cpu")
         self.kv = torch.full(
             (config.num_layers, NUM_PAGES, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim),
             float("nan"),
@@ -186,7 +187,8 @@ def test_16_bit_models(checkpoint: Checkpoint, family: str, dtype: str) -> None:
     assert parts[0].dtype == getattr(torch, dtype)
     assert (torch.cat(parts).float() - exact).square().mean().sqrt() < 2 * theirs < 0.2 * exact.std()
     wide = Run(model_dir)
-    assert any(layer.qkv.half is not None for layer in wide.model.weights.layers)
+    assert isinstance(wide.model.stack, DecoderStack)
+    assert any(isinstance(layer.body.mlp.down.product, HalfProduct) for layer in wide.model.stack.layers)
     (logits,) = wide.forward([BatchRow(ids, 0, wide.pages(40), 40)])
     torch.testing.assert_close(logits, exact, atol=FLOAT32_TOLERANCE, rtol=0)
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from drafters import target_of
-from heads import ALGORITHM, HYPER, KINDS, write_head
+from heads import ALGORITHM, HYPER, HYPER_FROZEN, HYPER_MTP, KINDS, write_head
 from node_pair import params
 from oracle import RMS_NORM_EPS, Oracle
 from safetensors.torch import load_file, save_file
@@ -27,7 +27,7 @@ from baton.metadata.errors import BatonError, ConfigError, ModelError
 
 BOUND = 1e-4
 PROMPT = [random.Random(3).randrange(512) for _ in range(11)]
-WIDTHS = {"eagle3": 24, "frozen-kv-mtp": 24}  # heads of another width than their target's
+WIDTHS = {"eagle3": 24, "frozen-kv-mtp": 24, HYPER_FROZEN: 24}  # heads of another width than their target's
 
 Checkpoints = Callable[..., Path]
 
@@ -43,7 +43,7 @@ def head_of(kind: str, model: Path, directory: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", (*KINDS, HYPER))
+@pytest.mark.parametrize("kind", (*KINDS, HYPER, HYPER_MTP, HYPER_FROZEN))
 def test_states_and_logits_equal_plain_torch(
     kind: str, temperature: float, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
@@ -66,7 +66,7 @@ def check_rows(kind: str, model: Path, head: Path, temperature: float) -> None:
     solo = Solo(model, speculative=ALGORITHM[kind], draft_model=str(head))
     with spied(solo.drafter) as log:
         sequence = solo.start(PROMPT, params(30, temperature=temperature, seed=5), chunk=4)
-        if kind != "frozen-kv-mtp":
+        if ALGORITHM[kind] != "frozen-kv-mtp":
             states, theirs = oracle.rows(sequence.token_ids, [])
             assert [each.positions for each in log] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [10]]
             close(torch.cat([each.recurrent for each in log]), states)
@@ -82,7 +82,7 @@ def check_round(solo: Solo, oracle: Oracle, sequence: Any, num_steps: int, log: 
     missed = list(range(sequence.num_computed - num_missed, sequence.num_computed))
     [accepted] = solo.round([sequence], num_steps)
     own = [each for each in log if not each.is_extend]
-    if oracle.kind == "frozen-kv-mtp":
+    if ALGORITHM[oracle.kind] == "frozen-kv-mtp":
         tokens = [each.tokens[0] for each in own]  # the bonus token, then d_1 ..
         states, theirs = oracle.rows(before, tokens[1:])
         assert len(own) == num_steps and tokens[:1] == before[-1:] * (num_steps > 0)

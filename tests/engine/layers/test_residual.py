@@ -9,7 +9,9 @@ from triton_device import DEVICE, random
 
 pytest.importorskip("triton")
 
-from baton.engine.layers import Linear, Residual
+from baton.engine.layers.residual import Residual
+from baton.engine.products.dense import DenseProduct
+from baton.engine.products.linear import Linear
 from baton.kernels import gpu, triton_linear
 from baton.kernels.norm import rms_norm_ref
 from baton.kernels.silu import silu_mul_ref
@@ -21,11 +23,11 @@ PARTS = triton_linear.Config("dot", 32, 32, split_k=2)
 
 def layers(dtype: torch.dtype) -> tuple[list[Linear], list[torch.Tensor]]:
     shapes = [(SIZE, SIZE), (2 * INNER, SIZE), (SIZE, INNER)]  # mixes what it reads, gate and up, down
+    biases = [random(SIZE, dtype=dtype, seed=5), None, None]
     linears = [
-        Linear(random(*shape, dtype=dtype, seed=seed, scale=shape[1] ** -0.5), None)
+        Linear.dense(random(*shape, dtype=dtype, seed=seed, scale=shape[1] ** -0.5), biases[seed])
         for seed, shape in enumerate(shapes)
     ]
-    linears[0].bias = random(SIZE, dtype=dtype, seed=5)
     return linears, [random(SIZE, dtype=dtype, seed=seed) for seed in (6, 7, 8)]
 
 
@@ -42,8 +44,8 @@ def by_hand(hidden: torch.Tensor, num_layers: int) -> tuple[torch.Tensor, torch.
     (mix, gate_up, down), norms = layers(hidden.dtype)
 
     def product(linear: Linear, x: torch.Tensor) -> torch.Tensor:
-        assert linear.weight is not None
-        return F.linear(x, linear.weight, linear.bias)
+        assert isinstance(linear.product, DenseProduct)
+        return F.linear(x, linear.product.weight, linear.product.bias)
 
     for _ in range(num_layers):
         hidden = hidden + product(mix, product(mix, rms_norm_ref(hidden, norms[0], EPS)))

@@ -1,0 +1,50 @@
+"""The pre-norm decoder layer over one residual stream.
+
+h += attention.out(attention(norm(h)));  h += mlp(norm(h))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from ..attention import AttentionContext
+from .attention import Attention
+from .residual import Residual
+
+
+class FeedForward(Protocol):
+    """The second half of a decoder layer."""
+
+    def __call__(self, normed: Tensor) -> Tensor:
+        """Return the layer's output: [num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
+        ...
+
+    def add_to(self, stream: Residual, norm: Tensor) -> None:
+        """Read the stream normed by `norm` [hidden_size] and add the layer's output to it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderBody:
+    """A decoder layer without its input norm. Draft heads feed it inputs of their own."""
+
+    attention: Attention
+    mlp_norm: Tensor  # [hidden_size]
+    mlp: FeedForward
+
+    def __call__(self, stream: Residual, x: Tensor, context: AttentionContext) -> None:
+        """Attend from `x` [num_tokens, in_size] and add the outputs of both sublayers to the stream."""
+        stream.add(self.attention.out, self.attention(x, context))
+        self.mlp.add_to(stream, self.mlp_norm)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderLayer:
+    """A decoder layer whose attention reads the stream normed by `norm`. The caller norms it, because it may want to
+    keep the layer's input."""
+
+    norm: Tensor  # [hidden_size]
+    body: DecoderBody

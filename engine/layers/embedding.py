@@ -1,0 +1,39 @@
+"""The two ends of a model: token ids to the residual stream, and hidden states to logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...kernels.rows import gather_rows
+from ..products.linear import Linear
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Embedding:
+    """Owns the table of embeddings."""
+
+    weight: Tensor  # [vocab_size, hidden_size]
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """Return copies of the rows `token_ids` [num_tokens] int64: [num_tokens, hidden_size].
+
+        On CUDA torch's own `embedding` takes a few tokens one after the other, so a kernel of ours gathers them."""
+        return gather_rows([self.weight], token_ids)[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LmHead:
+    """Owns the product of the output layer. With tied embeddings it multiplies by the embedding's table."""
+
+    linear: Linear  # hidden_size -> vocab_size
+
+    @classmethod
+    def tied(cls, embedding: Embedding) -> LmHead:
+        """Return the head that shares the weight of `embedding`."""
+        return cls(Linear.of(embedding.weight))
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return logits of the model's dtype: [num_rows, hidden_size] -> [num_rows, vocab_size]."""
+        return self.linear(hidden)

@@ -1,0 +1,56 @@
+"""The residual stream of a forward: sublayers read it normed and add to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...kernels.norm import Norm, add_rms_norm_
+from ..products.linear import Linear
+
+
+@dataclass(slots=True, eq=False)
+class Residual:
+    """Owns the stream, and what the last sublayer brought until it is added.
+
+    With one row on CUDA, the products add their results themselves, and the product of gate and up norms its input.
+    (That of q, k and v has too few rows of weights per program to gain by it.) Otherwise the norm that reads the stream
+    next adds what the last sublayer brought."""
+
+    hidden: Tensor  # [num_tokens, hidden_size], added to in place
+    eps: float
+    _delta: Tensor | None = None  # still to be added: [num_tokens, hidden_size], or summands of it (`Linear.parts`)
+
+    def gated_product(self, linear: Linear, norm: Tensor) -> Tensor:
+        """Return `linear.gated` of the normed stream: [num_tokens, out_size / 2]. `norm` [hidden_size]."""
+        if self._delta is None and linear.fuses(self.hidden, is_gated=True):
+            return linear.gated(self.hidden, norm=Norm(norm, self.eps))
+        return linear.gated(self.normed(norm))
+
+    def add(self, linear: Linear, x: Tensor) -> None:
+        """Add the product [num_tokens, hidden_size] of `x` [num_tokens, in_size]."""
+        hidden = self.settled()
+        if linear.fuses(x):
+            linear(x, residual=hidden)
+        else:
+            self._delta = linear.parts(x)
+
+    def add_output(self, y: Tensor) -> None:
+        """Add the output `y` [num_tokens, hidden_size] of a sublayer that does not end in one product."""
+        self.settled()
+        self._delta = y
+
+    def normed(self, norm: Tensor) -> Tensor:
+        """Return the normed stream, a new tensor [num_tokens, hidden_size]. `norm` [hidden_size]."""
+        delta, self._delta = self._delta, None
+        return add_rms_norm_(self.hidden, delta, norm, self.eps)
+
+    def settled(self) -> Tensor:
+        """Return `hidden` with all that was added."""
+        delta, self._delta = self._delta, None
+        if delta is not None and delta.ndim == 3:
+            from ...kernels.triton_linear import sum_parts
+
+            delta = sum_parts(delta, self.hidden.dtype)
+        return self.hidden if delta is None else self.hidden.add_(delta)

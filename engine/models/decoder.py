@@ -1,0 +1,105 @@
+"""A decoder-only model: embedding, decoder layers over one residual stream, last norm, head.
+
+h = embedding[input_ids]
+for every layer:
+    h += attention.out(attention(norm(h)))
+    h += mlp(norm(h))
+hidden = norm(h);  logits = lm_head(hidden)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..attention import AttentionContext, begin_attention
+from ..batch import ForwardBatch
+from ..layers.decoder import DecoderLayer
+from ..layers.embedding import Embedding, LmHead
+from ..layers.residual import Residual
+from ..model_config import ModelConfig
+from ..rope import RotaryEmbedding
+
+
+class TargetStates(NamedTuple):
+    """States that a forward leaves for the head and for drafters."""
+
+    final: Tensor  # [num_tokens, hidden_size], after the last norm: what `logits` takes
+    handoff: Tensor  # [num_tokens, handoff_hidden_size], what the family hands to a drafter
+    aux: list[Tensor]  # residual streams at the inputs of chosen layers, each [num_tokens, hidden_size]
+
+
+class Stack(Protocol):
+    """All layers of a model and its last norm, over the residual stream or streams of the family."""
+
+    def __call__(self, embedded: Tensor, context: AttentionContext, aux_layers: Sequence[int]) -> TargetStates:
+        """Run the layers on `embedded` [num_tokens, hidden_size], which may be overwritten. `aux_layers`: layers whose
+        inputs are wanted (num_layers: the last layer's output)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderStack:
+    """Layers over one residual stream; the handoff state is the hidden state after the last norm."""
+
+    layers: tuple[DecoderLayer, ...]
+    norm: Tensor  # [hidden_size]
+    eps: float
+
+    def __call__(self, embedded: Tensor, context: AttentionContext, aux_layers: Sequence[int]) -> TargetStates:
+        stream = Residual(embedded, self.eps)
+        aux: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            normed = stream.normed(layer.norm)
+            if index in aux_layers:
+                aux[index] = stream.hidden.clone()
+            layer.body(stream, normed, context)
+        final = stream.normed(self.norm)
+        aux[len(self.layers)] = stream.settled()
+        return TargetStates(final, final, [aux[index] for index in aux_layers])
+
+
+class DecoderModel:
+    """Owns the weights. The KV pool belongs to the caller. Drafters call `embed` and `logits`, and read no weights."""
+
+    def __init__(self, config: ModelConfig, embedding: Embedding, stack: Stack, lm_head: LmHead) -> None:
+        self.config = config
+        self.dtype = embedding.weight.dtype
+        self.device = embedding.weight.device
+        self.stack = stack
+        self._embedding, self._lm_head = embedding, lm_head
+        self._rotary = RotaryEmbedding(config.rope, config.head_dim, self.device)
+
+    @property
+    def handoff_hidden_size(self) -> int:
+        """Width of the state that is handed to a drafter: for most families, the hidden state after the last norm."""
+        return self.config.handoff_hidden_size
+
+    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
+        """Store the new tokens' KV in their pages and return their hidden states after the last norm,
+        [num_tokens, hidden_size].
+
+        `kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim], of the model's dtype."""
+        return self.forward_with_aux(batch, kv, ()).final
+
+    @torch.inference_mode()
+    def forward_with_aux(self, batch: ForwardBatch, kv: Tensor, aux_layers: Sequence[int]) -> TargetStates:
+        """Run `forward`, and return also the states for drafters: the handoff state, and the residual stream at the
+        inputs of `aux_layers` (num_layers: the last layer's output)."""
+        assert kv.dtype == self.dtype, (kv.dtype, self.dtype)
+        context = begin_attention(self.config, self._rotary, batch, kv)
+        return self.stack(self.embed(batch.input_ids), context, aux_layers)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Return the embeddings of `token_ids` [num_tokens] int64: [num_tokens, hidden_size], a new tensor."""
+        return self._embedding(token_ids)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits of rows of `forward`'s result, [num_rows, hidden_size] -> [num_rows, vocab_size] of the model's
+        dtype."""
+        return self._lm_head(hidden)

@@ -1,0 +1,91 @@
+"""MTP layers of a target with residual streams: their states are all the streams, hc_mult times hidden_size wide.
+
+s_a = e_proj(enorm(E(t))) + h_proj(hnorm(h_a)) for every stream a;  one layer over streams;  g = [s_0 ; ..]
+logits = target's lm_head(norm(sum_a s_a))
+
+The form is that of DeepSeek-V4's MTP block: one projection of the embedding, added to each projected stream. Names and
+source: docs/drafter_checkpoints.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...kernels.norm import add_rms_norm_, rms_norm
+from ..attention import begin_attention
+from ..batch import ForwardBatch
+from ..layers.hyper_decoder import HyperDecoderLayer
+from ..model_config import ModelConfig
+from ..products.linear import Linear
+from ..rope import RotaryEmbedding
+from .head_file import HeadFile
+from .hyper_llama import read_hyper_layer
+from .target_ends import TargetEnds
+from .tensors import HeadTensors
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HyperMtpHead:
+    """One MTP layer over streams. Extend and recurrent states are both [num_tokens, hc_mult * hidden_size]."""
+
+    config: ModelConfig  # of one layer
+    rotary: RotaryEmbedding
+    target: TargetEnds
+    embedding_norm: torch.Tensor  # [hidden_size]
+    hidden_norm: torch.Tensor  # [hidden_size], for each stream
+    embedding_projection: Linear  # hidden_size -> hidden_size
+    hidden_projection: Linear  # hidden_size -> hidden_size, for each stream
+    layer: HyperDecoderLayer
+    final_norm: torch.Tensor  # [hidden_size]
+
+    def forward(
+        self, batch: ForwardBatch, kv: torch.Tensor, hidden: torch.Tensor, *, is_extend: bool = True
+    ) -> torch.Tensor:
+        """States come back, and go in, in the same form in both phases."""
+        eps, size = self.config.rms_norm_eps, self.config.hidden_size
+        context = begin_attention(self.config, self.rotary, batch, kv)
+        embedded = rms_norm(self.target.embed(batch.input_ids), self.embedding_norm, eps)
+        normed = rms_norm(hidden.reshape(-1, size), self.hidden_norm, eps)  # [num_tokens * hc_mult, hidden_size]
+        streams = self._streams(self.hidden_projection(normed).view(hidden.shape))
+        streams = streams + self.embedding_projection(embedded).unsqueeze(1)
+        return self.layer(streams, context).flatten(1)
+
+    def logits(self, recurrent: torch.Tensor) -> torch.Tensor:
+        """By the layer's own norm and the target's lm_head."""
+        collapsed = self._streams(recurrent).sum(1)
+        return self.target.logits(add_rms_norm_(collapsed, None, self.final_norm, self.config.rms_norm_eps))
+
+    def _streams(self, wide: torch.Tensor) -> torch.Tensor:
+        return wide.unflatten(1, (self.config.hc_mult, self.config.hidden_size))
+
+
+def load_hyper_mtp(file: HeadFile, prefixes: tuple[str, ...], target: TargetEnds) -> tuple[HyperMtpHead, ...]:
+    """Read the layers' tensors, in the dtype and on the device of `target`. `prefixes` are those of their names,
+    first layer first. Raises ModelError for missing ones and for those in the layers that the layout does not know;
+    copies of the target's embedding and head are ignored."""
+    source = HeadTensors(file.directory, target.dtype, target.device)
+    config = replace(file.config, num_layers=1, sliding_window=(None,))
+    rotary = RotaryEmbedding(config.rope, config.head_dim, target.device)
+    layers = tuple(_load_layer(source, prefix, config, rotary, target) for prefix in prefixes)
+    for prefix in prefixes:
+        source.refuse_unknown(f"{prefix}.emb.tok_emb.weight", f"{prefix}.head.weight", within=f"{prefix}.")
+    return layers
+
+
+def _load_layer(
+    source: HeadTensors, prefix: str, config: ModelConfig, rotary: RotaryEmbedding, target: TargetEnds
+) -> HyperMtpHead:
+    size = config.hidden_size
+    return HyperMtpHead(
+        config,
+        rotary,
+        target,
+        source.tensor(f"{prefix}.enorm.weight", size),
+        source.tensor(f"{prefix}.hnorm.weight", size),
+        source.linear(f"{prefix}.e_proj", size, size),
+        source.linear(f"{prefix}.h_proj", size, size),
+        read_hyper_layer(source.with_biases(config, prefix), source, prefix, 0),
+        source.tensor(f"{prefix}.norm.weight", size),
+    )

@@ -1,0 +1,96 @@
+"""The product of a linear layer, y = x W^T + b, in one format of W; and the weight that a product is made from.
+
+A format is a file in this folder and a line in registry.py. It names the tensors that it reads of a checkpoint, makes
+its own form of them, multiplies, and says which neighbours of the product its kernels take along.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from ...kernels.norm import Norm
+from ...kernels.silu import silu_mul
+from ..checkpoint import FLOATS
+
+
+class StoredTensor(NamedTuple):
+    """A tensor that a format keeps in a checkpoint for one projection."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...] = FLOATS  # names of safetensors that the format reads
+
+
+class WeightSource(ABC):
+    """The weight of a linear layer before a product holds it.
+
+    The layer computes one projection, or several (q, k, v) that read the same x. Their rows lie one below the other."""
+
+    out_sizes: tuple[int, ...]  # rows of each projection
+    in_size: int
+    dtype: torch.dtype  # of the model's computation
+    device: torch.device
+
+    @property
+    @abstractmethod
+    def bias(self) -> Tensor | None:
+        """Bias [sum of out_sizes] in `dtype` on `device`, or None."""
+
+    @abstractmethod
+    def has(self, name: str) -> bool:
+        """Return whether every projection has a tensor of this name ("weight")."""
+
+    @abstractmethod
+    def parts(self, name: str) -> list[Tensor]:
+        """Return the tensor of each projection as it is stored: do not keep it, its memory may be the file's."""
+
+    @abstractmethod
+    def fused(self, name: str) -> Tensor:
+        """Return the tensors of all projections, one below the other, in `dtype` on `device`. The product may keep it;
+        a second call returns the same tensor."""
+
+
+class Product(ABC):
+    """A product of one format. This class holds what is true of a format whose kernels fuse nothing."""
+
+    __slots__ = ()
+
+    in_size: int
+    out_size: int
+
+    @classmethod
+    def tensors(cls, out_size: int, in_size: int) -> Mapping[str, StoredTensor]:
+        """Return the tensors of one projection that the format reads, by the last part of their names; the bias is not
+        among them."""
+        return {"weight": StoredTensor((out_size, in_size))}
+
+    @classmethod
+    @abstractmethod
+    def build(cls, source: WeightSource) -> Self | None:
+        """Make the product of a weight that has the format's tensors. Return None if the format does not serve it on
+        its device."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+        """Return the product, [num_rows, in_size] -> [num_rows, out_size], of x's dtype.
+
+        If the product `fuses`, it norms x first by `norm` and adds the result to `residual` [num_rows, out_size] in
+        place, which it returns. Otherwise both must be None."""
+
+    def parts(self, x: Tensor) -> Tensor:
+        """Return the product, or float32 summands of it, [num_parts, num_rows, out_size], if a kernel leaves the sum to
+        the kernel that reads it (`add_rms_norm_`)."""
+        return self(x)
+
+    def gated(self, x: Tensor, *, norm: Norm | None = None) -> Tensor:
+        """Return `silu_mul` of the product, whose first half is the gate: [num_rows, out_size / 2]. `norm` as above."""
+        assert norm is None, "nothing is fused here"
+        return silu_mul(self(x))
+
+    def fuses(self, x: Tensor, *, is_gated: bool = False) -> bool:
+        """Return whether one kernel norms x, multiplies, and adds to a residual (`is_gated`: or gates)."""
+        return False

@@ -1,0 +1,76 @@
+"""The linear layer: y = x W^T + b by one product, whatever the format of W."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...kernels.norm import Norm
+from .base import Product, WeightSource
+from .dense import DenseProduct
+from .registry import choose
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Linear:
+    """Owns one product. The methods are those of `Product`."""
+
+    product: Product
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Return the layer of a weight [out_size, in_size] in the model's dtype, by the format that serves it best."""
+        return cls(choose(_GivenWeight(weight, bias)))
+
+    @classmethod
+    def dense(cls, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Return the layer that multiplies by `weight` [out_size, in_size] as it is."""
+        return cls(DenseProduct.of(weight, bias))
+
+    @property
+    def in_size(self) -> int:
+        return self.product.in_size
+
+    @property
+    def out_size(self) -> int:
+        return self.product.out_size
+
+    def __call__(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+        """Return the product, [num_rows, in_size] -> [num_rows, out_size]; `norm` and `residual` only if it `fuses`."""
+        return self.product(x, norm=norm, residual=residual)
+
+    def parts(self, x: Tensor) -> Tensor:
+        """Return the product [num_rows, out_size], or float32 summands of it, [num_parts, num_rows, out_size]."""
+        return self.product.parts(x)
+
+    def gated(self, x: Tensor, *, norm: Norm | None = None) -> Tensor:
+        """Return `silu_mul` of the product, [num_rows, out_size / 2]; `norm` only if the product `fuses`."""
+        return self.product.gated(x, norm=norm)
+
+    def fuses(self, x: Tensor, *, is_gated: bool = False) -> bool:
+        """Return whether one kernel norms x, multiplies, and adds to a residual (`is_gated`: or gates)."""
+        return self.product.fuses(x, is_gated=is_gated)
+
+
+class _GivenWeight(WeightSource):
+    """A weight that is in memory, in the dtype and on the device of the model."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_sizes, self.in_size = (weight.shape[0],), weight.shape[1]
+        self.dtype, self.device = weight.dtype, weight.device
+        self._weight, self._bias = weight, bias
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._bias
+
+    def has(self, name: str) -> bool:
+        return name == "weight"
+
+    def parts(self, name: str) -> list[Tensor]:
+        return [self.fused(name)]
+
+    def fused(self, name: str) -> Tensor:
+        assert name == "weight", name
+        return self._weight

@@ -1,0 +1,62 @@
+"""The tensors of the text model in a checkpoint that holds other models beside it, such as an image encoder.
+
+Wrappers name the text model in three ways; `lm_head` stands for the head in all of them:
+
+    language_model.model.layers.0 ..., language_model.lm_head ...     LLaVA, Mistral 3
+    model.language_model.layers.0 ..., lm_head ...                    Qwen3-VL
+    model.layers.0 ..., lm_head ...                                   Qwen2.5-VL
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..metadata.errors import ModelError
+
+# architectures by the model_type of a text_config; prompts of text alone are computed as by these families
+TEXT_MODELS = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+    "hyper_llama": "HyperLlamaForCausalLM",
+}
+_TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+_TOWERS = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "image_newline")
+_OWN_PREFIXES = ("model.", "lm_head.", "mtp.")  # names that a checkpoint of a text model alone has
+
+
+def text_tensors(names: Iterable[str], where: object) -> dict[str, str]:
+    """Return the tensors of the text model: the name that the model family knows, and the name in the file.
+
+    Tensors of other towers are left out. In a checkpoint without other towers every tensor keeps its name. Raises
+    ModelError, which names `where`, for a tensor that belongs neither to the text model nor to a known tower."""
+    names = sorted(names)
+    if not any(name.startswith(tuple(_TEXT_PREFIXES)) or is_of_tower(name) for name in names):
+        return {name: name for name in names}
+    found: dict[str, str] = {}
+    for name in names:
+        prefix = next((each for each in _TEXT_PREFIXES if name.startswith(each)), None)
+        if prefix is not None:
+            found[_TEXT_PREFIXES[prefix] + name.removeprefix(prefix)] = name
+        elif is_of_tower(name):
+            continue
+        elif name.startswith(_OWN_PREFIXES):
+            found[name] = name
+        else:
+            raise ModelError(
+                f"{where}: {name} belongs neither to the text model nor to a part that Baton leaves out"
+                f" ({', '.join(_TOWERS)})"
+            )
+    return found
+
+
+def is_of_tower(name: str) -> bool:
+    """Return whether a tensor belongs to another model than the text model."""
+    return name.removeprefix("model.").split(".", 1)[0] in _TOWERS

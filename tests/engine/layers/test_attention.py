@@ -1,0 +1,69 @@
+"""The attention layer over a paged pool against dense attention in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.engine.attention import HeadNorms, begin_attention
+from baton.engine.batch import ForwardBatch
+from baton.engine.layers.attention import Attention
+from baton.engine.model_config import ModelConfig
+from baton.engine.products.linear import Linear
+from baton.engine.rope import RotaryEmbedding
+from baton.engine.work import BatchRow
+
+PAGE_SIZE, NUM_PAGES, IN_SIZE = 4, 12, 24
+Checkpoint = Callable[..., Path]
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def dense(x: torch.Tensor, layer: Attention, config: ModelConfig, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The attended values of a whole sequence, [num_tokens, q_size]."""
+    heads = layer.qkv(x).unflatten(1, (-1, config.head_dim))
+    q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+    if layer.head_norms is not None:
+        q, k = (
+            y * (y.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt() * weight
+            for y, weight in zip((q, k), layer.head_norms, strict=True)
+        )
+    q, k = (y * cos + torch.cat(y.chunk(2, dim=-1)[::-1], dim=-1) * sin for y in (q, k))  # `sin` has the signs
+    groups = config.num_heads // config.num_kv_heads
+    k, v = (y.repeat_interleave(groups, dim=1) for y in (k, v))
+    position = torch.arange(len(x))
+    distance = position.unsqueeze(1) - position
+    seen = (distance >= 0) & (distance < (layer.window or len(x)))
+    scores = torch.einsum("qhd,khd->hqk", q, k) / config.head_dim**0.5
+    probabilities = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", probabilities, v).flatten(1)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("has_norms", [True, False])
+@pytest.mark.parametrize("chunks", [(20,), (7, 1, 1, 11), (18, 1, 1)])
+def test_equals_dense_attention(
+    window: int | None, has_norms: bool, chunks: tuple[int, ...], checkpoint: Checkpoint
+) -> None:
+    config = ModelConfig.from_dir(checkpoint("mistral", sliding_window=window))
+    norms = HeadNorms(random(config.head_dim, seed=1), random(config.head_dim, seed=2)) if has_norms else None
+    qkv = Linear.dense(random(config.q_size + 2 * config.kv_size, IN_SIZE, seed=3) / 5)
+    layer = Attention(1, qkv, norms, window, Linear.dense(torch.eye(config.q_size)))
+    rotary = RotaryEmbedding(config.rope, config.head_dim, torch.device("cpu"))
+    shape = (config.num_layers, NUM_PAGES, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim)
+    kv, x, pages = torch.full(shape, float("nan")), random(20, IN_SIZE, seed=4), [7, 2, 9, 1, 5]
+    outs, position = [], 0
+    for num in chunks:
+        batch = ForwardBatch.build([BatchRow([0] * num, position, pages)], PAGE_SIZE, "cpu")
+        context = begin_attention(config, rotary, batch, kv)
+        outs.append(layer(x[position : position + num], context))
+        position += num
+    cos, sin = rotary(torch.arange(20), torch.float32)
+    torch.testing.assert_close(torch.cat(outs), dense(x, layer, config, cos, sin), atol=1e-4, rtol=1e-4)
+    assert kv[1, pages].isfinite().all()
+    assert not kv[0].nan_to_num().any()  # the other layer's pages hold no value

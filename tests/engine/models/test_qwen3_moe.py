@@ -1,0 +1,138 @@
+"""Qwen3 with experts against transformers: logits however tokens are split, and greedy text through the engine."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from node_pair import params
+from safetensors.torch import load_file, save_file
+from solo import Solo
+from ties import Reference
+
+from baton.engine.batch import ForwardBatch
+from baton.engine.model_config import ModelConfig
+from baton.engine.models.registry import load_model, tensor_specs
+from baton.engine.weights import fingerprint
+from baton.engine.work import BatchRow
+from baton.metadata.errors import ModelError
+
+PAGE_SIZE, NUM_PAGES = 4, 30
+TOLERANCE = 1e-4
+Checkpoint = Callable[..., Path]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "all-layers": {},
+    "weights-sum-to-one": {"norm_topk_prob": True},
+    "some-layers-dense": {"num_hidden_layers": 4, "mlp_only_layers": [1], "norm_topk_prob": True},
+    "every-other-layer": {"num_hidden_layers": 4, "decoder_sparse_step": 2},
+    "one-expert": {"num_experts_per_tok": 1},
+    "biases-tied": {"attention_bias": True, "tie_word_embeddings": True},
+}
+
+
+@pytest.fixture(params=VARIANTS, scope="module")
+def model_dir(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> Path:
+    return checkpoint("qwen3_moe", **VARIANTS[request.param])
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(512), k=num_tokens)
+
+
+def forward(model_dir: Path, ids: Sequence[int], chunks: Sequence[int]) -> torch.Tensor:
+    """Logits of all tokens, [len(ids), vocab_size]."""
+    config = ModelConfig.from_dir(model_dir)
+    model = load_model(model_dir, config, torch.float32, "cpu")
+    kv = torch.full((config.num_layers, NUM_PAGES, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim), float("nan"))
+    pages, position, logits = random.Random(0).sample(range(1, NUM_PAGES), 20), 0, []
+    for num in chunks:
+        batch = ForwardBatch.build([BatchRow(ids[position : position + num], position, pages)], PAGE_SIZE, "cpu")
+        logits.append(model.logits(model.forward(batch, kv)))
+        position += num
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("chunks", [(60,), (1, 5, 13, 20, 1, 1, 1, 17, 1)], ids=["whole", "odd"])
+def test_logits_equal_transformers(model_dir: Path, chunks: tuple[int, ...]) -> None:
+    ids = prompt(60)
+    with torch.inference_mode():
+        expected = Reference(model_dir).model(torch.tensor([ids])).logits[0]
+    assert expected.std() > 0.5  # else everything is close
+    torch.testing.assert_close(forward(model_dir, ids, chunks), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_the_tensors_are_what_transformers_writes(model_dir: Path) -> None:
+    written = {name: tuple(tensor.shape) for name, tensor in load_file(model_dir / "model.safetensors").items()}
+    assert {spec.name: spec.shape for spec in tensor_specs(ModelConfig.from_dir(model_dir))} == written
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_greedy_text_equals_transformers(model_dir: Path, num_steps: int) -> None:
+    """Prompts in chunks, then rounds of several sequences, with and without drafts (every draft is its own target)."""
+    solo, reference = Solo(model_dir, speculative="standalone", draft_model=str(model_dir)), Reference(model_dir)
+    prompts = [prompt(num, seed) for seed, num in enumerate((3, 9, 17, 30))]
+    running = [solo.start(ids, params(40), chunk=7) for ids in prompts]
+    while min(len(sequence.generated) for sequence in running) < 24:
+        results = solo.round(running, num_steps)
+        assert all(result.num_accepted == num_steps for result in results)
+    for ids, sequence in zip(prompts, running, strict=True):
+        reference.assert_greedy(ids, sequence.generated[:24], reference.generate(ids, 24))
+    assert reference.num_ties <= 1, reference.num_ties
+
+
+def test_an_expert_that_is_missing_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    source, name = checkpoint("qwen3_moe"), "model.layers.1.mlp.experts.3.up_proj.weight"
+    tensors = load_file(source / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    with pytest.raises(ModelError, match=rf"lacks tensors .* {name}$"):
+        forward(tmp_path, prompt(4), (4,))
+
+
+def test_an_expert_too_many_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    source = checkpoint("qwen3_moe")
+    config = (source / "config.json").read_text().replace('"num_local_experts": 4', '"num_local_experts": 3')
+    (tmp_path / "config.json").write_text(config)
+    tensors = load_file(source / "model.safetensors")
+    routers = {name: tensor[:3].clone() for name, tensor in tensors.items() if name.endswith("mlp.gate.weight")}
+    save_file(tensors | routers, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"does not use \(model.layers.0.mlp.experts.3"):
+        forward(tmp_path, prompt(4), (4,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_experts_per_tok": 5}, r"num_experts_per_tok = 5 is more than there are experts \(4\)"),
+        ({"num_local_experts": 0}, "num_local_experts = 0 must be a whole number of at least 1"),
+        ({"mlp_only_layers": ["1"]}, "mlp_only_layers = .* must be a list of layer numbers"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob = 1 must be true or false"),
+        ({"sliding_window": 7}, "sliding_window = 7 is not served for Qwen3MoeForCausalLM"),
+        ({"norm_topk_prob": None}, "norm_topk_prob is missing"),
+    ],
+)
+def test_a_configuration_that_is_not_served_is_refused(
+    changes: dict[str, Any], words: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    config = json.loads((checkpoint("qwen3_moe") / "config.json").read_text()) | changes
+    config = {key: value for key, value in config.items() if key not in changes or value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=words):
+        ModelConfig.from_dir(tmp_path)
+
+
+def test_the_fingerprint_counts_how_experts_are_used(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Two directories of equal tensors whose routers choose differently are different models."""
+    source = checkpoint("qwen3_moe")
+    (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+    config = (source / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    assert fingerprint(tmp_path) == fingerprint(source)
+    (tmp_path / "config.json").write_text(config.replace('"num_experts_per_tok": 2', '"num_experts_per_tok": 3'))
+    assert fingerprint(tmp_path) != fingerprint(source)

@@ -1,0 +1,49 @@
+"""Every architecture that is read is served, and a family's tensors are exactly those that it loads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from baton.engine import model_config
+from baton.engine.model_config import ModelConfig
+from baton.engine.models.registry import FAMILIES, load_model, tensor_specs
+from baton.metadata.errors import ModelError
+
+Checkpoint = Callable[..., Path]
+
+
+def test_every_architecture_of_a_configuration_has_a_family() -> None:
+    assert set(FAMILIES) == set(model_config.FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("mistral", {}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("hyper_llama", {}),
+    ],
+)
+def test_the_tensors_are_what_transformers_writes(
+    family: str, changes: dict[str, bool], checkpoint: Checkpoint
+) -> None:
+    model_dir = checkpoint(family, **changes)
+    written = {name: tuple(tensor.shape) for name, tensor in load_file(model_dir / "model.safetensors").items()}
+    specs = tensor_specs(ModelConfig.from_dir(model_dir))
+    assert {spec.name: spec.shape for spec in specs} == written and len(specs) == len(written)
+
+
+def test_an_unknown_architecture_is_refused(checkpoint: Checkpoint) -> None:
+    model_dir = checkpoint("llama")
+    config = dataclasses.replace(ModelConfig.from_dir(model_dir), architecture="OtherForCausalLM")
+    with pytest.raises(ModelError, match="OtherForCausalLM is not served; Baton serves LlamaForCausalLM, "):
+        load_model(model_dir, config, torch.float32, "cpu")

@@ -1,0 +1,66 @@
+"""The three ways of attention give the same values and store the same KV: Triton, numba and gathered pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import triton_device
+
+pytest.importorskip("triton")
+
+from baton.engine.attention import HeadNorms, begin_attention
+from baton.engine.batch import ForwardBatch
+from baton.engine.model_config import ModelConfig
+from baton.engine.rope import RotaryEmbedding
+from baton.engine.work import BatchRow
+from baton.kernels import cpu, gpu
+
+pytestmark = pytest.mark.skipif(not triton_device.IS_INTERPRETED, reason="compares with the ways of a CPU")
+
+PAGE_SIZE, NUM_PAGES = 16, 8
+Checkpoint = Callable[..., Path]
+ROWS = {
+    "decode": [BatchRow([1], 20, [3, 5]), BatchRow([1], 6, [2])],
+    "chunks": [BatchRow([1] * 3, 14, [3, 5]), BatchRow([1], 6, [2])],
+    "prompts": [BatchRow([1] * 5, 0, [3]), BatchRow([1] * 9, 0, [2])],
+}
+
+
+def attend(config: ModelConfig, rows: list[BatchRow], norms: HeadNorms | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attended values of layer 1, and the pool afterwards."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (config.num_layers, NUM_PAGES, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim)
+    kv = torch.randn(shape, generator=generator)
+    num_tokens = sum(len(row.input_ids) for row in rows)
+    qkv = torch.randn(num_tokens, config.q_size + 2 * config.kv_size, generator=generator)
+    rotary = RotaryEmbedding(config.rope, config.head_dim, torch.device("cpu"))
+    context = begin_attention(config, rotary, ForwardBatch.build(rows, PAGE_SIZE, "cpu"), kv)
+    return context(1, qkv, norms, config.sliding_window[1]), kv
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("has_norms", [True, False])
+def test_all_ways_agree(
+    rows: str, window: int | None, has_norms: bool, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ModelConfig.from_dir(checkpoint("mistral", sliding_window=window))
+    norms = HeadNorms(torch.rand(config.head_dim), torch.rand(config.head_dim)) if has_norms else None
+    ways = {}
+    for way, by_gpu, by_cpu in (("triton", True, False), ("numba", False, True), ("gathered", False, False)):
+        with monkeypatch.context() as patched:
+            patched.setattr(gpu, "compiled", lambda tensor, served=by_gpu: served)
+            patched.setattr(cpu, "compiled", lambda tensor, served=by_cpu: served)
+            ways[way] = attend(config, ROWS[rows], norms)
+    used = sorted({page for row in ROWS[rows] for page in row.pages})
+    for way in ("triton", "numba"):
+        torch.testing.assert_close(ways[way][0], ways["gathered"][0], atol=1e-4, rtol=1e-4)
+        for row in ROWS[rows]:
+            for position in range(row.position + len(row.input_ids)):
+                at = (1, row.pages[position // PAGE_SIZE], slice(None), slice(None), position % PAGE_SIZE)
+                torch.testing.assert_close(ways[way][1][at], ways["gathered"][1][at], atol=1e-4, rtol=1e-4)
+        unused = [page for page in range(1, NUM_PAGES) if page not in used]
+        assert torch.equal(ways[way][1][:, unused], ways["gathered"][1][:, unused])

@@ -1,0 +1,223 @@
+"""A text model inside a larger one computes what transformers' own wrapper computes on text; other towers are ignored.
+
+The checkpoints are written by transformers, tiny and random, so their names are those that the wrappers publish.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoints import make_checkpoint
+from node_pair import node_pairs, params
+from safetensors.torch import load_file, save_file
+
+from baton.engine.batch import ForwardBatch
+from baton.engine.model_config import ModelConfig
+from baton.engine.models.registry import load_model
+from baton.engine.text_tensors import is_of_tower, text_tensors
+from baton.engine.work import BatchRow
+from baton.metadata.errors import ModelError
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+IMAGE = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+PATCHES = {"image_size": 8, "patch_size": 4}
+BLOCKS = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+PROMPT = [7, 3, 11, 5, 9, 500, 42, 8, 15, 16, 23]
+
+
+def mistral3(tied: bool) -> Any:
+    text = transformers.MistralConfig(**TEXT | {"sliding_window": None, "tie_word_embeddings": tied})
+    image = transformers.PixtralVisionConfig(**IMAGE, **PATCHES)
+    config = transformers.Mistral3Config(text_config=text, vision_config=image, image_token_index=5)
+    config.tie_word_embeddings = tied
+    return transformers.Mistral3ForConditionalGeneration(config)
+
+
+def llava(tied: bool) -> Any:
+    text = transformers.LlamaConfig(**TEXT | {"tie_word_embeddings": tied})
+    image = transformers.CLIPVisionConfig(**IMAGE, **PATCHES, projection_dim=16)
+    config = transformers.LlavaConfig(text_config=text, vision_config=image, image_token_index=5)
+    config.tie_word_embeddings = tied
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def qwen2_5_vl(tied: bool) -> Any:
+    image = BLOCKS | {"patch_size": 4, "fullatt_block_indexes": [0]}
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}  # all alike for text
+    text = TEXT | {"tie_word_embeddings": tied, "rope_parameters": rope}
+    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=image, tie_word_embeddings=tied)
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def qwen3_vl(tied: bool) -> Any:
+    image = BLOCKS | {"patch_size": 4, "deepstack_visual_indexes": [0]}
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    text = TEXT | {"head_dim": 16, "tie_word_embeddings": tied, "rope_parameters": rope}
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=image, tie_word_embeddings=tied)
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+WRAPPERS = {"mistral3": mistral3, "llava": llava, "qwen2.5-vl": qwen2_5_vl, "qwen3-vl": qwen3_vl}
+
+
+def write(name: str, directory: Path, tied: bool = False) -> tuple[Path, Any]:
+    """Write a checkpoint, and return it with transformers' model of it."""
+    torch.manual_seed(3)
+    model = WRAPPERS[name](tied).float().eval()
+    model.save_pretrained(directory)
+    return directory, model
+
+
+@torch.inference_mode()
+def logits_of(directory: Path, ids: list[int]) -> torch.Tensor:
+    """Return our logits of all positions, [num_tokens, vocab_size]."""
+    config = ModelConfig.from_dir(directory)
+    model = load_model(directory, config, torch.float32, "cpu")
+    kv = torch.zeros(config.num_layers, 6, 2, config.num_kv_heads, 4, config.head_dim)
+    hidden = model.forward(ForwardBatch.build([BatchRow(ids, 0, [1, 2, 3, 4])], 4, "cpu"), kv)
+    return model.logits(hidden)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_text_is_computed_as_by_the_wrapper(name: str, tied: bool, tmp_path: Path) -> None:
+    directory, theirs = write(name, tmp_path / name, tied)
+    with torch.inference_mode():
+        expected = theirs(input_ids=torch.tensor([PROMPT])).logits[0]
+    assert expected.std() > 0.1
+    torch.testing.assert_close(logits_of(directory, PROMPT), expected, atol=2e-4, rtol=2e-4)
+
+
+def test_a_pair_of_nodes_serves_the_wrappers_text(tmp_path: Path) -> None:
+    """With the tokenizer beside it, as every served model has."""
+    directory, theirs = write("mistral3", tmp_path / "mistral3")
+    plain = make_checkpoint(tmp_path / "plain")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(plain / name, directory / name)
+    with torch.inference_mode():
+        expected = theirs.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    settings = {"page_size": 4, "chunk_tokens": 6}
+    with node_pairs() as start:
+        pair = start(directory, prefill=settings, decode=settings)
+        pair.submit("r", PROMPT, params(12))
+        assert pair.run()["r", 0].ids == expected[0, len(PROMPT) :].tolist()
+
+
+def test_other_towers_are_left_out_and_that_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory, _ = write("llava", tmp_path / "llava")
+    caplog.set_level(logging.INFO, "baton")
+    logits_of(directory, PROMPT)
+    said = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    num = sum(is_of_tower(name) for name in load_file(directory / "model.safetensors"))
+    assert said == [f"{directory} holds more than a text model: {num} tensors of other parts are left out"] and num > 5
+
+
+# --- streams inside a wrapper -------------------------------------------------------------------------------------
+
+
+def wrap(model: Path, directory: Path, **changes: Any) -> Path:
+    """Write a text model of ours as the text model of a wrapper, with one tensor of another tower."""
+    directory.mkdir()
+    text = json.loads((model / "config.json").read_text()) | changes
+    del text["architectures"]
+    config = {"architectures": ["WrapperForConditionalGeneration"], "model_type": "wrapper", "text_config": text}
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors = {f"language_model.{name}": value for name, value in load_file(model / "model.safetensors").items()}
+    save_file(tensors | {"vision_tower.proj.weight": torch.ones(2, 2)}, directory / "model.safetensors")
+    return directory
+
+
+def test_streams_are_read_from_the_text_configuration(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    model = checkpoint("hyper_llama")
+    wrapped = wrap(model, tmp_path / "wrapped")
+    ours, plain = ModelConfig.from_dir(wrapped), ModelConfig.from_dir(model)
+    assert ours == plain and ours.handoff_hidden_size == 4 * ours.hidden_size
+    assert torch.equal(logits_of(wrapped, PROMPT), logits_of(model, PROMPT))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"model_type": "gemma3_text"},
+            r"text_config\.model_type = 'gemma3_text' is not served; Baton serves the text",
+        ),
+        ({"hidden_size": None}, r"text_config\.hidden_size = None must be a whole number"),
+        ({"hc_mult": -1}, r"text_config\.hc_mult = -1 must be"),
+    ],
+)
+def test_a_text_model_that_is_not_served_is_refused_by_its_key(
+    changes: dict[str, Any], words: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    wrapped = wrap(checkpoint("hyper_llama"), tmp_path / "wrapped", **changes)
+    with pytest.raises(ModelError, match=words):
+        ModelConfig.from_dir(wrapped)
+
+
+def test_a_quantized_wrapper_is_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """The wrapper states it for the whole model."""
+    wrapped = wrap(checkpoint("llama"), tmp_path / "wrapped")
+    config = json.loads((wrapped / "config.json").read_text())
+    (wrapped / "config.json").write_text(json.dumps(config | {"quantization_config": {"bits": 4}}))
+    with pytest.raises(ModelError, match="quantization_config"):
+        ModelConfig.from_dir(wrapped)
+
+
+# --- names --------------------------------------------------------------------------------------------------------
+
+
+def test_a_text_model_alone_keeps_every_name() -> None:
+    names = ["model.layers.0.mlp.up_proj.weight", "lm_head.weight", "anything.else"]
+    assert text_tensors(names, "here") == {name: name for name in names}
+
+
+@pytest.mark.parametrize(
+    ("stored", "name"),
+    [
+        ("language_model.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("model.language_model.embed_tokens.weight", "model.embed_tokens.weight"),
+        ("model.norm.weight", "model.norm.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+    ],
+)
+def test_names_of_the_text_model(stored: str, name: str) -> None:
+    assert text_tensors([stored, "visual.proj.weight"], "here") == {name: stored}
+
+
+@pytest.mark.parametrize("name", ["audio_tower.layers.0.weight", "language_model.other.weight", "visual_extra.weight"])
+def test_a_tensor_of_an_unknown_part_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ModelError, match=rf"^here: {name} belongs neither to the text model nor"):
+        text_tensors(["language_model.model.norm.weight", name], "here")
+
+
+def test_an_unknown_tensor_in_a_layer_is_refused_as_in_any_checkpoint(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    wrapped = wrap(checkpoint("llama"), tmp_path / "wrapped")
+    tensors = load_file(wrapped / "model.safetensors")
+    tensors["language_model.model.layers.0.self_attn.q_norm.weight"] = torch.ones(16)
+    save_file(tensors, wrapped / "model.safetensors")
+    with pytest.raises(ModelError, match=r"has tensors that LlamaForCausalLM does not use .*q_norm"):
+        load_model(wrapped, ModelConfig.from_dir(wrapped), torch.float32, "cpu")
