@@ -64,7 +64,7 @@ UNTESTED = [
     (_TRAINS, "deploy/demo/training", "drafters_reference drafters_training"),
     (_NEXT, "engine", "batch capture checkpoint config copies cuda_memory cuda_pool draft_shape"),
     (_NEXT, "engine", "engine work"),
-    (_NEXT, "engine", "model_card round_inputs slots step_times stopping"),
+    (_NEXT, "engine", "model_card slots step_times"),
     (_NEXT, "engine/drafters", "frozen_kv mtp_layers shifted standalone"),
     (_NEXT, "engine/models", "frozen_kv hyper_eagle mtp"),
     (_NEXT, "kernels", "advance gpu numba_kernels pages rotary rows silu tree_types trees triton_advance"),
