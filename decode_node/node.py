@@ -13,8 +13,9 @@ Reserve and Compute messages fill `reserved`. The events of the handoff client e
 The prompt of a Compute message is a local prompt: this node computes it in chunks, like the tokens of a resumed
 sequence.
 
-The node submits a round to the device. It settles the round later: it waits for the results and processes them. On a
-GPU the node submits the next round in between, so the device computes while the host processes tokens.
+The node submits a round to its executor (engine/executor.py). It settles the round later: it waits for the results and
+processes them. On a GPU the node submits the next round in between, so the device computes while the host processes
+tokens. If the device has no memory for a step, the sequences of this step end with one error each.
 """
 
 from __future__ import annotations

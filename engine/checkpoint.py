@@ -47,8 +47,8 @@ class Checkpoint:
             file_of.update(dict.fromkeys(file.keys(), file))
         self._stored_name = text_tensors(file_of, self.model_dir)
         self._file_of = {name: file_of[stored] for name, stored in self._stored_name.items()}
-        self.num_left_out = len(file_of) - len(self._file_of)  # tensors of other models
         self.names = frozenset(self._file_of)  # of all tensors
+        self.num_left_out = len(file_of) - len(self._file_of)  # tensors of other models
 
     def check(self, specs: Sequence[TensorSpec]) -> int:
         """Return the bytes that the tensors take in the files. Raises ModelError if one is missing, or has another

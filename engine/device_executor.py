@@ -102,8 +102,8 @@ class DeviceExecutor:
         sizes = catch_up_sizes(self.shape) if self.keeps_missed_rows else ()
         if gpu.compiled(self.engine.kv):
             shapes = [self.shape.with_steps(steps) for steps in self.shape.choices]
+            shared = self.buckets.allocate_on_device(), self.slots.padding, torch.cuda.graph_pool_handle()
             with torch.inference_mode():
-                shared = self.buckets.allocate_on_device(), self.slots.padding, torch.cuda.graph_pool_handle()
                 self._round_graphs = RoundGraphs("rounds", self._capture_round, *shared)
                 self._round_graphs.capture(shapes, (GREEDY, SAMPLED), progress)
                 if sizes:

@@ -135,6 +135,8 @@ class Rounds:
         """Let the drafter see the rows that rounds without drafts left out, oldest first, as many at a time as a round
         brings."""
         late = [sequence for sequence in sequences if 0 < sequence.num_missed <= MAX_MISSED]
+        if not late:
+            return
         needs = Needs.any_of(sequence.sampling.needs for sequence in sequences)._replace(num_logprobs=None)
         one, most = catch_up_sizes(self.shape)
         done = 0

@@ -29,7 +29,7 @@ class Needs(NamedTuple):
     @classmethod
     def any_of(cls, rows: Iterable[Self]) -> Self:
         """Return the needs of all `rows` together, with the largest number of log-probabilities."""
-        columns = list(zip(*rows, strict=True))
+        columns = list(zip(*set(rows), strict=True))
         if not columns:
             return cls()
         is_random, ranks, cuts, penalizes, biases, bans = map(any, columns[:-1])
@@ -51,6 +51,7 @@ class SamplingState:
     """Parameters and token history of one choice of a request. It holds a history only if a penalty counts it."""
 
     __slots__ = (
+        "_needs",
         "banned_ids",
         "bias",
         "num_generated",
@@ -95,6 +96,15 @@ class SamplingState:
         self.banned_ids = ()
         if params.min_tokens > 0:
             self.banned_ids = tuple(token_id for token_id in params.stop_ids if token_id < vocab_size)
+        is_random = not self.is_greedy
+        self._needs = Needs(
+            is_random,
+            is_random and (params.top_k > 0 or params.top_p < 1),
+            is_random and params.min_p > 0,
+            self.penalizes,
+            bool(self.bias),
+            num_logprobs=params.num_logprobs,
+        )
 
     @property
     def position(self) -> int:
@@ -113,16 +123,7 @@ class SamplingState:
     @property
     def needs(self) -> Needs:
         """Return the needs of the next token and those after it."""
-        params, is_random = self.params, not self.is_greedy
-        return Needs(
-            is_random,
-            is_random and (params.top_k > 0 or params.top_p < 1),
-            is_random and params.min_p > 0,
-            self.penalizes,
-            bool(self.bias),
-            self.bans_stops,
-            params.num_logprobs,
-        )
+        return self._needs._replace(bans=True) if self.bans_stops else self._needs
 
     @property
     def penalizes(self) -> bool:

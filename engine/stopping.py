@@ -1,4 +1,4 @@
-"""The end of a choice on a node: by ids, max_tokens or context. Only the router stops on strings, since it has text."""
+"""The end of a choice on a node: by token ids, max_tokens or context. Only the router stops on strings: it has text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from .sampling_state import SamplingState
 
 
 def ended(state: SamplingState, token_id: int, context_len: int, num_cached: int) -> Ended | None:
-    """Whether `token_id`, just appended to `state`, is the last. `num_cached` goes into the totals."""
+    """Return the end of the choice if `token_id`, just appended to `state`, is its last token; else None. `num_cached`
+    goes into the totals."""
     params = state.params
     is_stop = token_id in params.stop_ids
     if not is_stop and state.num_generated < params.max_tokens and state.position < context_len:

@@ -25,7 +25,7 @@ class HeadFile:
 
 def tensor_names(directory: Path) -> frozenset[str]:
     """Return the names of the tensors in a directory. Raises ModelError if it holds no readable *.safetensors."""
-    return frozenset(Checkpoint(directory).names)
+    return Checkpoint(directory).names
 
 
 def without_model(names: frozenset[str]) -> frozenset[str]:

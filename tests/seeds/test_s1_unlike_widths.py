@@ -236,8 +236,8 @@ def test_a_state_that_is_not_cast_is_caught(
     model = checkpoint("llama")
     drafting = unlike_dtypes(kind, ("float32", "bfloat16"), model, tmp_path)
     monkeypatch.setattr(HiddenLayout, "to_draft", lambda _, rows: rows)
-    rounds = Rounds(Engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting)), 2)
-    drafter, extend = rounds.drafter, rounds.engine.speculation.hidden.allocate("extend", 2)
+    engine = Engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting))
+    drafter, extend = engine.drafter, engine.speculation.hidden.allocate("extend", 2)
     assert drafter is not None and extend is not None
     with pytest.raises(RuntimeError, match=r"dtype|BFloat16"):
         drafter.observe_prompt([PromptChunk([5, 6, 7], 0, 2, [1])], extend)
