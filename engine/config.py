@@ -14,7 +14,7 @@ DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(NodeConfig):
-    """What a node loads and how much of it. `None` means: the program decides from the model and the machine."""
+    """Settings of what a node loads. None: the program decides from the model and the machine."""
 
     CUDA_CHUNK_TOKENS: ClassVar[int] = 8192
 
@@ -85,5 +85,5 @@ class EngineConfig(NodeConfig):
             at_least(self, name, 1)
 
     def chunk(self, device: str) -> int:
-        """Prompt tokens of a step on this type of device."""
+        """Return the prompt tokens of a step on this type of device."""
         return self.chunk_tokens or (self.CUDA_CHUNK_TOKENS if device == "cuda" else CHUNK_TOKENS)

@@ -195,7 +195,7 @@ class _RawConfig:
         return self._text is not None
 
     def get(self, key: str) -> Any:
-        """The value, or None where it is null or absent."""
+        """Return the value, or None if it is null or absent."""
         return self._raw.get(key)
 
     def has(self, key: str) -> bool:
@@ -272,7 +272,7 @@ def _experts(raw: _RawConfig) -> ExpertsConfig:
 
 
 def _rope(raw: _RawConfig) -> RopeConfig:
-    """Both spellings: `rope_parameters` (transformers 5), or `rope_scaling` with `rope_theta` beside it."""
+    """Read rotary settings in both spellings: `rope_parameters`, or `rope_scaling` with `rope_theta` beside it."""
     key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     fields = raw.get(key) or {}
     if not isinstance(fields, dict) or any(isinstance(value, dict) for value in fields.values()):
@@ -315,7 +315,7 @@ def _rope(raw: _RawConfig) -> RopeConfig:
 
 
 def _hc_mult(raw: _RawConfig, family: _Family) -> int:
-    """Number of residual streams; null, 0 and 1 are the ordinary one."""
+    """Return the number of residual streams; null, 0 and 1 mean one."""
     hc_mult = raw.integer("hc_mult", 1, minimum=0)
     if hc_mult > 1 and not family.has_streams:
         raise raw.error("hc_mult", f"is not served for {raw.architecture}, which has one residual stream")
@@ -323,7 +323,8 @@ def _hc_mult(raw: _RawConfig, family: _Family) -> int:
 
 
 def _context_len(raw: _RawConfig, rope: RopeConfig) -> int:
-    """max_position_embeddings, or what yarn stretches it to (some checkpoints state only the original length)."""
+    """Return max_position_embeddings, or the length that yarn stretches it to: some checkpoints state only the original
+    length."""
     stated = raw.integer("max_position_embeddings")
     return max(stated, int(rope.original_context_len * rope.factor)) if rope.rope_type == "yarn" else stated
 
@@ -364,7 +365,8 @@ def _checkpoint_dtype(raw: _RawConfig) -> CheckpointDtype:
 
 
 def _eos_token_ids(raw: _RawConfig, generation_config: Path) -> tuple[int, ...]:
-    """generation_config.json knows all ids that end a text (chat models have several); config.json is the fallback."""
+    """Return the ids that end a text. Chat models have several, which generation_config.json lists; config.json is the
+    fallback."""
     source = raw
     if generation_config.exists():
         generation = _RawConfig(generation_config)

@@ -78,7 +78,7 @@ class Loading(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The draft's."""
+        """Dtype in which the draft computes."""
         return TORCH_DTYPES[self.hidden.draft_dtype]
 
     @property
@@ -88,14 +88,14 @@ class Loading(NamedTuple):
 
     @property
     def kv(self) -> torch.Tensor:
-        """The drafter's own pool, of a drafter that has one."""
+        """The drafter's own pool, which it must have."""
         assert self.draft_kv is not None
         return self.draft_kv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """The joint configuration of target, draft and algorithm. Fields with defaults are those that not all have."""
+    """The joint configuration of target, draft and algorithm. Not every drafter has the fields with defaults."""
 
     algorithm: str
     shape: DraftShape

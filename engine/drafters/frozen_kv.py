@@ -1,4 +1,4 @@
-"""FROZEN_KV_MTP: drafts by attending to the target's own KV; it has none, and extend is the choice of a row.
+"""FROZEN_KV_MTP: a head that attends to the target's own KV. It has no KV, and its extend only chooses a row.
 
 All K forwards of a round stand at position L - 1 and see the target's KV of rows 0 .. L - 1: only the token (the bonus,
 then d_1, d_2, ...) and the recurrent state change from one to the next. The first state is the target's own at L - 1,
@@ -67,7 +67,7 @@ class FrozenKvDrafter:
         return DraftState(hidden=gather_rows([states], first + num_accepted)[0])
 
     def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: Tensor | None) -> None:
-        """Nothing: there is no KV of its own."""
+        """Do nothing: the drafter has no KV of its own."""
 
     def finish_prompt(
         self, tails: Sequence[PromptTail], tokens: Tensor, hidden: Tensor | None, sampling: SamplingBatch
@@ -77,8 +77,8 @@ class FrozenKvDrafter:
         return DraftState(hidden=hidden.clone())
 
     def _forward(self, rows: RoundRows, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """`tokens` [num_seqs, n], each with its state, `hidden` [num_seqs * n, width], all at L - 1: (states after,
-        logits)."""
+        """Return (states after, logits) of `tokens` [num_seqs, n], each with its state in `hidden` [num_seqs * n,
+        width], all at position L - 1."""
         self.hidden.check("recurrent", hidden)
         num = tokens.shape[1]
         lengths = rows.lengths.repeat_interleave(num) if num > 1 else rows.lengths

@@ -1,5 +1,5 @@
 """MTP: the target's own prediction layers. One layer is a head that is reused for every step (shifted.py); several are
-used one a step (mtp_layers.py)."""
+used one per step (mtp_layers.py)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""MTP with n layers, one a step: layer m proposes the token m + 2 places after its row, and has KV of its own.
+"""MTP with n layers, one per step: layer m proposes the token m + 2 places after its row, and has KV of its own.
 
 Row i of layer m (from 0) takes token i + 1 + m at position i, and the target's state of row i or, chained, the state of
-layer m - 1 at the same row. There are no forwards in a round: the extend runs the layers one after the other, and layer
-m at the last row proposes d_(m+1), which is what layer m + 1 needs there:
+layer m - 1 at the same row. There are no forwards in a round: the extend runs the layers one after the other. Layer m
+proposes d_(m+1) at the last row, where layer m + 1 takes it:
 
     row         L - 2      L - 1      L = bonus's position; known are tokens 0 .. L
     layer 0     t_(L-1)    t_L        -> d_1
@@ -44,8 +44,9 @@ class MtpLayersDrafter:
     proposer = None
 
     def __init__(self, layers: Sequence[DraftHead], kv: Tensor, hidden: HiddenLayout, shape: DraftShape) -> None:
-        """`kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim]. The layers are chained if `hidden` has a
-        recurrent state: then each layer takes the state of the one before it."""
+        """Take the layers' pool: `kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim].
+
+        The layers are chained if `hidden` has a recurrent state: each layer takes the state of the one before it."""
         num_layers = len(layers)
         assert 1 <= shape.num_steps <= num_layers, (shape, num_layers)
         assert num_layers == kv.shape[0] == hidden.num_target_rows + 1, (num_layers, kv.shape, hidden)
@@ -57,7 +58,7 @@ class MtpLayersDrafter:
 
     @property
     def num_before(self) -> int:
-        """n - 1, rows before L that every extend computes again."""
+        """Number of rows before L that every extend computes again, n - 1."""
         return len(self._layers) - 1
 
     def allocate(self, num_rows: int) -> DraftState:
@@ -86,7 +87,7 @@ class MtpLayersDrafter:
         )
 
     def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: Tensor | None) -> None:
-        """In every layer the rows whose token is in the prompt: the last ones wait for `finish_prompt`."""
+        """Run in every layer the rows whose token is in the prompt. The last rows wait for `finish_prompt`."""
         assert hidden is not None
         self.hidden.check("extend", hidden)
         states = list(hidden.split([chunk.stop - chunk.start for chunk in chunks]))  # what this layer takes, by chunk
@@ -138,13 +139,14 @@ class MtpLayersDrafter:
         num_accepted: Tensor,
         sampling: SamplingBatch,
     ) -> DraftState:
-        """The target ran L .. L + num_new - 1, `hidden` [num_seqs, num_new, width], and has `targets` [num_seqs,
-        num_new] after them; `sampling` is of the token that follows t_a. Run all layers over those rows and the n - 1
-        before them.
+        """Run all layers over the rows that the target has just run and the n - 1 rows before them.
 
-        Column c of a sequence is row L - (n - 1) + c; it is fed token column c + m by layer m. Where L < n - 1 the
-        first columns are rows before position 0: all move up by as many, and the last ones run past the end, where
-        everything is overwritten before it is read."""
+        The target ran L .. L + num_new - 1, with states `hidden` [num_seqs, num_new, width], and sampled `targets`
+        [num_seqs, num_new] after them; `sampling` is of the token that follows t_a.
+
+        Column c of a sequence is row L - (n - 1) + c. Layer m takes the token of column c + m there. If L < n - 1, the
+        first columns are rows before position 0. All columns then move up by as many, and the last ones run past the
+        end, where everything is overwritten before it is read."""
         assert draft.rows is not None and draft.recent is not None
         num_before, device = self.num_before, self._kv.device
         num_seqs, num_columns = len(targets), self.num_before + targets.shape[1]

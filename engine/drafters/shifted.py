@@ -6,8 +6,8 @@ the recurrent state. A round of K:
     propose   d_1 is known; rows L + j = (recurrent state, d_(j+1)) at positions L + j, j = 0 .. K - 2, yield d_2 .. d_K
     observe   rows L .. L + K = (target's states, t_0 .. t_K); row L + a (a: accepted) yields the next d_1
 
-Rows beyond L + a are wrong and are overwritten by the next round before anybody reads them. In a tree of `topk` the
-nodes of step j + 1 are at position L + j, in slots L + topk * j .. ; `observe` writes over them as well.
+Rows beyond L + a are wrong. The next round overwrites them before anything reads them. In a tree of `topk` the nodes of
+step j + 1 are at position L + j, in slots L + topk * j .. ; `observe` overwrites them, too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ShiftedDrafter:
     proposer = None
 
     def __init__(self, head: DraftHead, kv: Tensor, hidden: HiddenLayout, shape: DraftShape) -> None:
-        """`kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim], as the head has them."""
+        """Take the head's pool: `kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim]."""
         self.shape = shape
         self.hidden = hidden
         self._head = head
@@ -82,7 +82,7 @@ class ShiftedDrafter:
         return self._state(gather_rows([recurrent], last)[0], rows.after(targets, num_accepted))
 
     def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: Tensor | None) -> None:
-        """Rows of all positions whose next token is in the prompt: a prompt's last one waits for `finish_prompt`."""
+        """Run the rows whose next token is in the prompt. The prompt's last row waits for `finish_prompt`."""
         assert hidden is not None
         self.hidden.check("extend", hidden)
         rows: list[BatchRow] = []
@@ -109,7 +109,7 @@ class ShiftedDrafter:
     def _expand(
         self, rows: RoundRows, step: int, tokens: Tensor, states: Tensor, visible: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """One step of a tree (trees.py `Expand`)."""
+        """Run one step of a tree (trees.py `Expand`)."""
         topk = tokens.shape[1]
         positions = (rows.lengths + (step - 1)).unsqueeze(1).expand(-1, topk)
         tree = Tree(rows.lengths, visible.flatten(0, 1))
@@ -117,7 +117,7 @@ class ShiftedDrafter:
         return recurrent.view(*tokens.shape, -1), self._head.logits(recurrent)
 
     def _state(self, recurrent: Tensor, sampling: SamplingBatch) -> DraftState:
-        """`recurrent` [num_rows, width] of rows L - 1, `sampling` of the tokens at L + 1."""
+        """Return the state of rows L - 1: `recurrent` [num_rows, width], `sampling` of the tokens at L + 1."""
         logits, topk = self._head.logits(recurrent), self.shape.topk
         if topk > 1:
             return DraftState(*top_of(logits, sampling, topk), recurrent)
@@ -143,7 +143,7 @@ class ShiftedDrafter:
         return ForwardBatch.build(rows, self._kv.shape[4], self._kv.device)
 
     def _run(self, batch: ForwardBatch, hidden: Tensor, *, is_extend: bool) -> Tensor:
-        """Recurrent states [num_tokens, width]."""
+        """Return recurrent states [num_tokens, width], in the draft's dtype. `hidden` of an extend has the target's."""
         self.hidden.check("extend" if is_extend else "recurrent", hidden)
         if is_extend:
             hidden = self.hidden.to_draft(hidden)

@@ -50,7 +50,8 @@ def load_family(algorithm: str) -> Family:
 
 
 def _shape(config: EngineConfig, *, drafts_trees: bool) -> DraftShape:
-    """Raises ConfigError for numbers that make no chain or tree, or a tree that the drafter cannot draft."""
+    """Return what is drafted at most. Raises ConfigError for numbers that make no chain or tree, or a tree that the
+    drafter cannot draft."""
     steps = DEFAULT_STEPS if config.draft_steps is None else config.draft_steps
     topk, algorithm = config.draft_topk, config.speculative
     tree = "" if topk == 1 else f" (draft_topk {topk} asks for a tree, which has at least one step)"

@@ -1,8 +1,8 @@
 """STANDALONE: a complete small model with the target's tokenizer drafts by itself. It has no hidden state anywhere.
 
 Unshifted: the draft's KV at position i is of token i. A round feeds the bonus token and the drafts d_1 .. d_K at
-positions L .. L + K; the last of these K + 1 forwards proposes nothing, it fills the slot that a fully accepted round
-would else leave empty. Slots of rejected drafts are overwritten before they are read.
+positions L .. L + K. The last of these K + 1 forwards proposes nothing: it fills the slot that a fully accepted round
+would leave empty otherwise. Slots of rejected drafts are overwritten before they are read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StandaloneDrafter:
     proposer = None
 
     def __init__(self, model: DecoderModel, kv: Tensor, hidden: HiddenLayout, shape: DraftShape) -> None:
-        """`kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim], as the draft model has them."""
+        """Take the draft model's pool: `kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim]."""
         self.shape = shape
         self.hidden = hidden
         self.kv = kv
@@ -60,7 +60,7 @@ class StandaloneDrafter:
         return Drafts(tokens[:, 1:])
 
     def observe(self, rows: RoundRows, hidden: Tensor | None, targets: Tensor, num_accepted: Tensor) -> DraftState:
-        """Store the draft's KV of missed rows. The KV of accepted drafts is there, since `propose` stored it."""
+        """Store the draft's KV of tokens from rounds without drafts. If it drafted, its KV is there already."""
         assert hidden is None, hidden
         if not rows.was_drafted:
             tokens = torch.cat([rows.last_tokens.unsqueeze(1), targets[:, :-1]], dim=1)
@@ -72,7 +72,7 @@ class StandaloneDrafter:
         return DraftState()
 
     def observe_prompt(self, chunks: Sequence[PromptChunk], hidden: Tensor | None) -> None:
-        """Draft KV of the same tokens."""
+        """Store draft KV of the same tokens."""
         assert hidden is None, hidden
         rows = [BatchRow(chunk.token_ids[chunk.start : chunk.stop], chunk.start, chunk.pages, 0) for chunk in chunks]
         self._model.forward(ForwardBatch.build(rows, self._page_size, self.kv.device), self.kv)
@@ -80,7 +80,7 @@ class StandaloneDrafter:
     def finish_prompt(
         self, tails: Sequence[PromptTail], tokens: Tensor, hidden: Tensor | None, sampling: SamplingBatch
     ) -> DraftState:
-        """The first round proposes from the bonus token."""
+        """Return no state: the first round proposes from the bonus token."""
         return DraftState()
 
 

@@ -63,7 +63,7 @@ class FrozenKvHead:
     """Owns the head's weights; reads the target's pool."""
 
     def __init__(self, file: FrozenKvFile, target: DecoderModel) -> None:
-        """Raises ModelError for tensors that are missing or of a wrong shape."""
+        """Read the tensors. Raises ModelError for those that are missing or of a wrong shape."""
         config, tensors = file.config, HeadTensors(file.directory, target.dtype, target.device)
         size, width, inner = config.hidden_size, target.config.hidden_size, config.intermediate_size
         self._file, self._target = file, target

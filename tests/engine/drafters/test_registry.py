@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from drafters import ALL, settings, target_of
+from node_pair import node_pairs, params
 
 from baton.decode_node.config import DecodeConfig
 from baton.deploy.flags import settings_of
-from baton.engine.drafters.registry import ALGORITHMS, DRAFTERS
+from baton.engine.draft_shape import DraftShape
+from baton.engine.drafters.base import DraftState, RoundRows
+from baton.engine.drafters.family import Family, Speculation, Wanted
+from baton.engine.drafters.registry import ALGORITHMS, DRAFTERS, Line
 from baton.engine.drafters.speculation import load_family
 from baton.engine.engine import Engine
+from baton.engine.trees import Drafts
+from baton.metadata.handoff.hidden_layout import HiddenLayout
 
 
 @pytest.mark.parametrize("algorithm", DRAFTERS)
@@ -53,3 +61,59 @@ def test_every_drafter_has_a_kind_that_the_tests_over_all_drafters_run(
         assert engine.drafter is not None, kind
         found.add(engine.speculation.algorithm)
     assert found == set(DRAFTERS)
+
+
+# --- a new drafter ------------------------------------------------------------------------------------------------
+
+
+class EchoDrafter:
+    """Proposes the last token again. All that the nodes know of it is in this class and its FAMILY."""
+
+    is_shifted = False
+    has_kv = False
+
+    def __init__(self, hidden: HiddenLayout, shape: DraftShape) -> None:
+        self.hidden, self.shape = hidden, shape
+
+    def allocate(self, num_rows: int) -> DraftState:
+        return DraftState()
+
+    def propose(self, rows: RoundRows, shape: DraftShape) -> Drafts:
+        return Drafts(rows.last_tokens.unsqueeze(1).expand(-1, shape.num_steps).clone())
+
+    def observe(self, *_: Any) -> DraftState:
+        return DraftState()
+
+    def observe_prompt(self, *_: Any) -> None:
+        pass
+
+    def finish_prompt(self, *_: Any) -> DraftState:
+        return DraftState()
+
+
+def read_echo(wanted: Wanted) -> Speculation:
+    return Speculation(
+        algorithm=wanted.algorithm,
+        shape=wanted.shape,
+        hidden=wanted.layout(),
+        make=lambda loading: EchoDrafter(loading.hidden, loading.shape),
+    )
+
+
+def test_a_new_drafter_takes_one_module_and_one_line(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pair of nodes speculates with a drafter that no other code names."""
+    module = types.ModuleType("baton.engine.drafters.echo_twice")
+    module.FAMILY = Family(name="echo-twice", read=read_echo)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(DRAFTERS, "echo-twice", Line("echo_twice"))
+    model, node, texts = checkpoint("llama"), {"page_size": 4, "chunk_tokens": 6}, []
+    with node_pairs() as start:
+        for more in ({}, {"speculative": "echo-twice", "draft_steps": 2}):
+            pair = start(model, prefill=node | more, decode=node | more)
+            pair.submit("r", [5, 9, 9, 9, 2], params(20))
+            texts.append(pair.run()["r", 0].ids)
+    assert texts[0] == texts[1]
+    assert pair.decode.engine.schema.algorithm == "echo_twice"
+    assert pair.decode.rounds.stats.num_drafted > 0
