@@ -16,6 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .triton_shares import is_last, splits_of, unpacked
 
+FEW_KEYS = tl.constexpr(16)  # of a tile of `weigh_seen`, so that it needs no more registers than `weigh`
+
 
 @triton.jit
 def nothing_seen(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
@@ -49,7 +51,7 @@ def weigh_seen(scores, is_seen, scale, values, sums, total, highest):
     scores = tl.where(is_seen, scores, float("-inf"))
     sums, total, highest = weigh(scores, scale, values, sums, total, highest)
     sees_bad = tl.max((is_seen & is_bad[None, :]).to(tl.int32), 1) != 0
-    return tl.where(sees_bad[:, None], float("nan"), sums), total, highest
+    return sums, tl.where(sees_bad, float("nan"), total), highest
 
 
 @triton.jit
