@@ -31,7 +31,6 @@ from . import gpu
 from .attention import Tree
 from .triton_shares import MIN_SPLIT, Shares, max_splits, work
 from .triton_softmax import (
-    FEW_KEYS,
     combine_kernel,
     has_nan,
     nothing_seen,
@@ -291,11 +290,12 @@ def _decode_kernel(
     )  # fmt: skip
     if HAS_HIDDEN:  # noqa: SIM102
         if has_nan(sums):
+            FEW_KEYS: tl.constexpr = 16  # of a tile, which then needs no more registers than the tiles before
             its_pages = load_pages(table_ptr, begin, end, PAGE_SIZE, FEW_KEYS)
             sums, total, highest = _weighted(
                 q, k_ptrs, table_ptr, visible_ptrs, positions_ptr, its_pages, begin, end, last_seen, lowest, first_new,
                 seq * query_len, tree_start, num_words, scale, True,
-                IS_TREE, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, BLOCK_M, FEW_KEYS, BLOCK_D,
+                IS_TREE, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, BLOCK_M, BLOCK_D,
             )  # fmt: skip
 
     if DEPENDENT:

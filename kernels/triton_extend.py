@@ -22,7 +22,7 @@ import triton.language as tl
 
 from .triton_attention import Plan, check_shapes, load_pages, num_sms, padded, softmax_scale, tile_keys, tile_rows
 from .triton_shares import Shares, max_splits, unpacked
-from .triton_softmax import FEW_KEYS, has_nan, nothing_seen, quotient, store_heads, store_part, weigh, weigh_seen
+from .triton_softmax import has_nan, nothing_seen, quotient, store_heads, store_part, weigh, weigh_seen
 
 _SEQS = 32
 _MIN_SPLIT = 512  # keys; a tile has many rows to combine
@@ -139,6 +139,7 @@ def _extend_kernel(
             HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         if has_nan(sums):
+            FEW_KEYS: tl.constexpr = 16  # of a tile, which then needs no more registers than the tiles before
             its_pages = load_pages(table_ptr, begin, end, PAGE_SIZE, FEW_KEYS)
             sums, total, highest = nothing_seen(BLOCK_M, BLOCK_D)
             sums, total, highest = _weighted(

@@ -16,8 +16,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .triton_shares import is_last, splits_of, unpacked
 
-FEW_KEYS = tl.constexpr(16)  # of a tile of `weigh_seen`, so that it needs no more registers than `weigh`
-
 
 @triton.jit
 def nothing_seen(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):

@@ -12,7 +12,7 @@ from baton.kernels import operations
 from baton.kernels.attention import Tree, paged_attention_ref
 from baton.kernels.norm import rms_norm_ref
 from baton.kernels.numba_attention import attend, attend_stored
-from baton.kernels.paged_rows import PagedRows
+from baton.kernels.paged_rows import PagedRows, attend_ref, attend_stored_ref
 from baton.kernels.rotary import rotary_ref
 
 SPARE_PAGES = 5  # owned by nobody, NaN
