@@ -31,12 +31,13 @@ def paged_attention_ref(
     positions: torch.Tensor | None = None,
     tree: Tree | None = None,
 ) -> torch.Tensor:
-    """The specification, in float32 (rounded to q's dtype at the end), one sequence at a time.
+    """Return the attention of `q` [num_tokens, num_heads, head_dim], sequences end to end: a new tensor of its shape.
 
-    `q` [num_tokens, num_heads, head_dim], sequences end to end; `block_table` [num_seqs, max_pages] int64; returns the
-    shape of q. The KV of the new tokens must be stored already. Slots beyond a sequence's length have no influence.
+    Computes in float32, one sequence at a time, and rounds to q's dtype at the end. `block_table` is [num_seqs,
+    max_pages] int64. The KV of the new tokens must be stored already. Slots that a token does not see have no
+    influence, even if they hold NaN.
 
-    For new tokens of a tree `positions` [num_tokens] int64 are what a window counts by."""
+    For new tokens of a tree, a window counts by `positions` [num_tokens] int64."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = kv_layer.shape[2]
     outputs: list[torch.Tensor] = []
@@ -55,22 +56,24 @@ def paged_attention_ref(
             start, seq_len = int(tree.starts[seq]), seq_lens[seq]
             mask = _tree_mask(positions[tokens], tree.visible[tokens, : seq_len - start], seq_len, window)
         weights = scores.masked_fill(mask < 0, float("-inf")).softmax(-1)
-        outputs.append(_weighted(weights, v, mask).reshape(-1, num_heads, head_dim))
+        out = _weighted(weights, v, mask == 0)  # [num_kv_heads, group_size, query_len, head_dim]
+        outputs.append(out.permute(2, 0, 1, 3).reshape(-1, num_heads, head_dim))
     return torch.cat(outputs).to(q.dtype)
 
 
-def _weighted(weights: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the sums of values `v` [num_kv_heads, seq_len, head_dim] with `weights` [num_kv_heads, group_size,
-    query_len, seq_len]: [query_len, num_kv_heads, group_size, head_dim]. A hidden value adds nothing, even if it is
-    NaN; a value that is not finite makes the rows that see it NaN."""
-    is_bad = ~v.isfinite().all(-1)  # [num_kv_heads, seq_len]
-    sums = torch.einsum("kgtj,kjd->tkgd", weights, v.masked_fill(is_bad.unsqueeze(-1), 0.0))
-    sees_bad = (is_bad.unsqueeze(1) & (mask == 0)).any(-1)  # [num_kv_heads, query_len]
-    return sums.masked_fill(sees_bad.t()[:, :, None, None], float("nan"))
+def _weighted(weights: torch.Tensor, v: torch.Tensor, is_seen: torch.Tensor) -> torch.Tensor:
+    """Return the sums of values `v` [..., num_kv_heads, kv_len, head_dim] with `weights` [..., num_kv_heads,
+    group_size, query_len, kv_len]: [..., num_kv_heads, group_size, query_len, head_dim]. `is_seen` is [..., query_len,
+    kv_len]. A hidden value adds nothing, even if it is NaN. A value that is not finite makes the rows that see it NaN.
+    """
+    is_bad = ~v.isfinite().all(-1)  # [..., num_kv_heads, kv_len]
+    sums = torch.einsum("...kgtj,...kjd->...kgtd", weights, v.masked_fill(is_bad.unsqueeze(-1), 0.0))
+    sees_bad = (is_bad.unsqueeze(-2) & is_seen.unsqueeze(-3)).any(-1)  # [..., num_kv_heads, query_len]
+    return sums.masked_fill(sees_bad[..., None, :, None], float("nan"))
 
 
 class Tree(NamedTuple):
-    """Which slots tokens of a tree see, beside all slots before the tree."""
+    """The slots that tokens of a tree see, beside all slots before the tree."""
 
     starts: torch.Tensor  # [num_seqs] int64, each sequence's first slot of the tree
     visible: torch.Tensor  # [num_tokens, num_columns] bool: a new token sees slot start + column
@@ -78,9 +81,9 @@ class Tree(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Group:
-    """Sequences with equally many new tokens, which one call attends."""
+    """Sequences with the same number of new tokens, which one call attends."""
 
-    tokens: slice | torch.Tensor  # rows of q: a slice where they lie together, else [num_seqs * query_len] int64
+    tokens: slice | torch.Tensor  # rows of q: a slice if they lie together, else [num_seqs * query_len] int64
     num_seqs: int
     query_len: int
     kv_len: int  # of the longest sequence
@@ -91,7 +94,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionPlan:
-    """What all layers of one forward share: where new KV is stored, which blocks are gathered, and the masks."""
+    """The inputs that all layers of one forward share: slots of new KV, blocks to gather, and masks."""
 
     store: torch.Tensor  # [num_tokens * 2 * num_kv_heads] int64, slot rows in order token, K|V, head
     fresh_pages: torch.Tensor | None  # [n] int64, pages that this forward begins and does not fill
@@ -111,8 +114,8 @@ class AttentionPlan:
         positions: torch.Tensor | None = None,
         tree: Tree | None = None,
     ) -> AttentionPlan:
-        """`block_table` [num_seqs, max_pages] int64; lengths per sequence (the length after this forward). A tree has
-        as many new tokens, with their `positions`, in every sequence."""
+        """`block_table` [num_seqs, max_pages] int64; `seq_lens` are the lengths after this forward. A tree has the same
+        number of new tokens, with their `positions`, in every sequence."""
         device = block_table.device
         members: dict[tuple[int, int], list[int]] = {}
         for seq, query_len in enumerate(query_lens):
@@ -155,14 +158,16 @@ def store_kv(kv_new: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan) 
 
 
 def clear_fresh_pages(kv: torch.Tensor, plan: AttentionPlan) -> None:
-    """Zero the pages that this forward begins: slots beyond a sequence's length are gathered and masked, and what an
-    earlier owner left there must be finite for that (0 * NaN is NaN). `kv` is the whole pool, layers first."""
+    """Zero the pages that this forward begins; `kv` is the whole pool, layers first.
+
+    Slots beyond a sequence's length are gathered and masked. An earlier owner's numbers there must be finite for that,
+    because 0 * NaN is NaN."""
     if plan.fresh_pages is not None:
         kv.index_fill_(1, plan.fresh_pages, 0.0)
 
 
 def paged_attention(q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, window: int | None) -> torch.Tensor:
-    """`paged_attention_ref` by few torch operations: [num_tokens, num_heads, head_dim] -> the same shape."""
+    """Return `paged_attention_ref` by few torch operations: [num_tokens, num_heads, head_dim] -> the same shape."""
     num_pages, _, num_kv_heads, page_size, head_dim = kv_layer.shape
     assert q.shape[1] % num_kv_heads == 0 and q.shape[2] == head_dim, (q.shape, kv_layer.shape)
     blocks = kv_layer.view(num_pages * 2 * num_kv_heads, page_size * head_dim)
@@ -175,8 +180,10 @@ def paged_attention(q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan
 
 
 def decode_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """One query per sequence: `q` [num_seqs, num_heads, head_dim] -> the same shape; `k`, `v` [num_seqs, num_kv_heads,
-    kv_len, head_dim]; `mask` [num_seqs, 1, 1, kv_len] additive. The query heads of a kv head are rows of one matrix."""
+    """Return the attention of one query per sequence, `q` [num_seqs, num_heads, head_dim] -> the same shape.
+
+    `k` and `v` are [num_seqs, num_kv_heads, kv_len, head_dim]; `mask` [num_seqs, 1, 1, kv_len] is additive. The query
+    heads of a kv head are rows of one matrix."""
     num_seqs, num_heads, head_dim = q.shape
     grouped = q.view(num_seqs, k.shape[1], num_heads // k.shape[1], head_dim)
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(num_seqs, num_heads, head_dim)
@@ -185,14 +192,21 @@ def decode_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: to
 def _attend(
     q: torch.Tensor, blocks: torch.Tensor, group: _Group, num_kv_heads: int, window: int | None
 ) -> torch.Tensor:
-    num_tokens, num_heads, head_dim = q.shape
-    num_seqs, query_len = group.num_seqs, group.query_len
-    group_size = num_heads // num_kv_heads
+    head_dim, num_seqs, query_len = q.shape[2], group.num_seqs, group.query_len
     gathered = blocks.index_select(0, group.gather).view(2, num_seqs, num_kv_heads, -1, head_dim)
     k, v = gathered[:, :, :, : group.kv_len].unbind(0)  # each [num_seqs, num_kv_heads, kv_len, head_dim]
     mask = None if group.is_causal else group.masks[window]
-    if query_len == 1:
-        return decode_attention(q, k, v, mask)
+    out = decode_attention(q, k, v, mask) if query_len == 1 else _attend_several(q, k, v, mask, group, num_kv_heads)
+    if (mask is not None or group.is_causal) and out.is_cpu and out.sum().isnan():
+        return _attend_selecting(q, k, v, mask, group)
+    return out
+
+
+def _attend_several(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, group: _Group, num_kv_heads: int
+) -> torch.Tensor:
+    (num_tokens, num_heads, head_dim), (num_seqs, query_len) = q.shape, (group.num_seqs, group.query_len)
+    group_size = num_heads // num_kv_heads
     # [num_seqs * num_kv_heads, group_size, ...]: a kv head is broadcast over its query heads, not copied
     q = q.view(num_seqs, query_len, num_kv_heads, group_size, head_dim).permute(0, 2, 3, 1, 4)
     k, v = (x.flatten(0, 1).unsqueeze(1).expand(-1, group_size, -1, -1) for x in (k, v))
@@ -203,8 +217,23 @@ def _attend(
     return out.reshape(num_tokens, num_heads, head_dim)
 
 
+def _attend_selecting(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, group: _Group
+) -> torch.Tensor:
+    """Attend so that a hidden key has no influence, even if it is NaN: after a first try that gave NaN."""
+    (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
+    grouped = q.view(group.num_seqs, group.query_len, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    if mask is None:  # the plain triangle
+        mask = _mask(group.query_len, group.kv_len, None, group.kv_len, q.device).expand(group.num_seqs, 1, -1, -1)
+    is_seen = mask == 0  # [num_seqs, 1, query_len, kv_len]
+    scores = torch.einsum("stkgd,skjd->skgtj", grouped.float(), k.float()) * head_dim**-0.5
+    weights = scores.masked_fill(~is_seen.unsqueeze(1), float("-inf")).softmax(-1)
+    out = _weighted(weights, v.float(), is_seen.squeeze(1))  # [num_seqs, num_kv_heads, group_size, query_len, head_dim]
+    return out.permute(0, 3, 1, 2, 4).reshape(num_tokens, num_heads, head_dim).to(q.dtype)
+
+
 def _mask(query_len: int, seq_len: int, window: int | None, kv_len: int, device: torch.device) -> torch.Tensor:
-    """[query_len, kv_len] float32: 0 where a query sees a key, -inf elsewhere."""
+    """Return [query_len, kv_len] float32: 0 if a query sees a key, else -inf."""
     position = torch.arange(seq_len - query_len, seq_len, device=device).unsqueeze(1)
     key = torch.arange(kv_len, device=device)
     hidden = key > position if window is None else (key > position) | (key <= position - window)
@@ -220,7 +249,7 @@ def _tree_masks(
     window: int | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """[num_seqs, 1, query_len, kv_len] additive, of `seqs`; rows beyond a sequence's length are masked."""
+    """Return the additive masks of `seqs`, [num_seqs, 1, query_len, kv_len]; slots beyond a length are masked."""
     kv_len, starts, masks = max(lens), tree.starts.tolist(), []
     for seq, seq_len in zip(seqs, lens, strict=True):
         tokens = slice(seq * query_len, (seq + 1) * query_len)
@@ -230,8 +259,8 @@ def _tree_masks(
 
 
 def _tree_mask(positions: torch.Tensor, visible: torch.Tensor, seq_len: int, window: int | None) -> torch.Tensor:
-    """[query_len, seq_len] float32 of one sequence: `positions` [query_len], `visible` [query_len, num_columns] of the
-    last slots. A window counts slots before the new tokens as positions."""
+    """Return one sequence's mask [query_len, seq_len] float32. `positions` are [query_len]; `visible` [query_len,
+    num_columns] speaks of the last slots. A window counts slots before the new tokens as positions."""
     num_new, num_columns = visible.shape
     slots = torch.arange(seq_len - num_new, device=positions.device)
     seen = torch.cat((visible.new_ones(num_new, seq_len - num_columns), visible), dim=1)
@@ -260,10 +289,11 @@ def _rows(seqs: list[int], starts: list[int], query_len: int, device: torch.devi
 def gather_index(
     pages: torch.Tensor, lens: list[int], page_size: int, num_kv_heads: int, num_columns: int | None = None
 ) -> torch.Tensor:
-    """Blocks of a layer seen as [num_pages * 2 * num_kv_heads, page_size * head_dim], in order K|V, seq, head, column:
-    [2 * num_seqs * num_kv_heads * num_columns] int64; as many columns as the longest has pages, unless told.
+    """Return the blocks to gather, in order K|V, seq, head, column: [2 * num_seqs * num_kv_heads * num_columns] int64.
 
-    Where a sequence has fewer pages, its own first page stands in: finite, and masked."""
+    They index a layer that is viewed as [num_pages * 2 * num_kv_heads, page_size * head_dim]. Without `num_columns`,
+    there are as many columns as the longest sequence has pages. A sequence with fewer pages repeats its first page,
+    which is finite and masked."""
     device = pages.device
     counts = [-(-seq_len // page_size) for seq_len in lens]
     num_columns = max(counts) if num_columns is None else num_columns
@@ -283,7 +313,7 @@ def _store_index(
     page_size: int,
     num_kv_heads: int,
 ) -> torch.Tensor:
-    """Rows of a layer seen as [num_pages * 2 * num_kv_heads * page_size, head_dim]."""
+    """Return the rows of new KV in a layer that is viewed as [num_pages * 2 * num_kv_heads * page_size, head_dim]."""
     device = block_table.device
     if max(query_lens) == 1:
         position = torch.tensor(seq_lens, device=device) - 1

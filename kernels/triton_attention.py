@@ -30,7 +30,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from . import gpu
 from .attention import Tree
 from .triton_shares import MIN_SPLIT, Shares, max_splits, work
-from .triton_softmax import combine_kernel, has_nan, nothing_seen, quotient, store_heads, store_part, weigh, weigh_seen
+from .triton_softmax import (
+    combine_kernel,
+    has_nan,
+    nothing_seen,
+    quotient,
+    store_heads,
+    store_part,
+    weigh,
+    weigh_seen,
+)
 from .triton_store import token_rows
 from .triton_visibility import in_window, pack, seen_in_tree, span
 
@@ -281,11 +290,12 @@ def _decode_kernel(
     )  # fmt: skip
     if HAS_HIDDEN:  # noqa: SIM102
         if has_nan(sums):
-            pages = load_pages(table_ptr, begin, end, PAGE_SIZE, BLOCK_N)
+            FEW_KEYS: tl.constexpr = 16  # of a tile, which then needs no more registers than the tiles before
+            its_pages = load_pages(table_ptr, begin, end, PAGE_SIZE, FEW_KEYS)
             sums, total, highest = _weighted(
-                q, k_ptrs, table_ptr, visible_ptrs, positions_ptr, pages, begin, end, last_seen, lowest, first_new,
+                q, k_ptrs, table_ptr, visible_ptrs, positions_ptr, its_pages, begin, end, last_seen, lowest, first_new,
                 seq * query_len, tree_start, num_words, scale, True,
-                IS_TREE, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, BLOCK_M, BLOCK_N, BLOCK_D,
+                IS_TREE, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, BLOCK_M, BLOCK_D,
             )  # fmt: skip
 
     if DEPENDENT:
@@ -310,7 +320,7 @@ def _weighted(
     `pages` are those of the first tile. SELECTS: keys that a row does not see may be NaN."""
     sums, total, highest = nothing_seen(BLOCK_M, BLOCK_D)
     is_dim = tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM
-    for first in range(begin, end, BLOCK_N):
+    for first in tl.range(begin, end, BLOCK_N, num_stages=1 if SELECTS else None):
         slots = first + tl.arange(0, BLOCK_N)
         is_inside = slots < end
         tile_ptrs = k_ptrs + (pages.to(tl.int64) * (2 * V_OFFSET) + slots % PAGE_SIZE * HEAD_DIM)[:, None]

@@ -1,11 +1,11 @@
 """Attention of prefill chunks over paged KV on a GPU: `extend_attention`, the other half of triton_attention.py.
 
-Tiles of BLOCK_M rows (token, query head of a kv head) of one sequence run over all slots up to their last token's; a
-tile of few tokens and all query heads of a kv head meets few keys that only some of its rows see. Sequences are ragged
-and their lengths live on the device: tile t belongs to the last sequence s with starts[s] * group // BLOCK_M + s <= t,
-which leaves each sequence at least as many tiles as it has and bounds their number by the shapes.
+A tile has BLOCK_M rows (token, query head of a kv head) of one sequence and runs over all slots up to its last token's.
+It holds few tokens and all query heads of a kv head, so it meets few keys that only some of its rows see. Sequences are
+ragged and their lengths live on the device. Tile t belongs to the last sequence s with starts[s] * group // BLOCK_M + s
+<= t. So each sequence gets at least as many tiles as it needs, and the shapes bound their number.
 
-Where there are fewer tiles than run at once, as of a short prompt behind a long prefix, programs share a tile's keys
+If there are fewer tiles than run at once, as for a short prompt behind a long prefix, programs share a tile's keys
 (triton_shares.py).
 """
 
@@ -26,10 +26,11 @@ from .triton_softmax import has_nan, nothing_seen, quotient, store_heads, store_
 
 _SEQS = 32
 _MIN_SPLIT = 512  # keys; a tile has many rows to combine
+_MAX_REGISTERS = 128  # of a thread, for two programs of 8 warps on a processor
 
 
 class ExtendTiles(NamedTuple):
-    """How `extend_attention` is cut."""
+    """The sizes of `extend_attention`'s tiles."""
 
     block_m: int  # rows, of tokens and query heads
     block_n: int  # keys
@@ -39,9 +40,8 @@ class ExtendTiles(NamedTuple):
 
     @classmethod
     def choose(cls, kv_layer: torch.Tensor) -> ExtendTiles:
-        """From shapes and the device alone."""
-        per_sm = 2 if padded(kv_layer.shape[4]) * kv_layer.itemsize <= 128 else 1  # by shared memory
-        num_slots = max(1, per_sm * num_sms(kv_layer.device) // kv_layer.shape[2])
+        """Choose from shapes and the device alone."""
+        num_slots = max(1, _per_sm(kv_layer) * num_sms(kv_layer.device) // kv_layer.shape[2])
         if kv_layer.dtype == torch.float32:  # no tensor cores; for tests more than for speed
             return cls(32, min(32, tile_keys(kv_layer)), num_slots, num_warps=8, num_stages=2)
         return cls(128, tile_keys(kv_layer), num_slots, num_warps=8, num_stages=3)
@@ -54,8 +54,9 @@ def extend_attention(
     window: int | None = None,
     tiles: ExtendTiles | None = None,
 ) -> torch.Tensor:
-    """`paged_attention_ref` of a plan with `starts`, causal: [num_tokens, num_heads, head_dim] -> a new tensor. Strides
-    and dtypes as `decode_attention` takes them. Sequences may be empty, and one of length 0 sees no slot: 0."""
+    """Return `paged_attention_ref` of a causal plan with `starts`, a new tensor [num_tokens, num_heads, head_dim].
+
+    Strides and dtypes are as in `decode_attention`. Sequences may be empty. Rows of a sequence of length 0 are 0."""
     num_tokens, num_heads, head_dim = check_shapes(q, kv_layer, plan)
     num_kv_heads, page_size, starts = kv_layer.shape[2], kv_layer.shape[3], plan.starts
     num_seqs = len(plan.seq_lens)
@@ -77,12 +78,18 @@ def extend_attention(
         HAS_WINDOW=window is not None, NUM_KV_HEADS=num_kv_heads, GROUP=group, PAGE_SIZE=page_size, HEAD_DIM=head_dim,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(head_dim), SEQS=_SEQS,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        maxnreg=_MAX_REGISTERS if _per_sm(kv_layer) > 1 and tiles.num_warps == 8 else None,
     )  # fmt: skip
     return out
 
 
+def _per_sm(kv_layer: torch.Tensor) -> int:
+    """Return how many programs fit on a processor, by shared memory."""
+    return 2 if padded(kv_layer.shape[4]) * kv_layer.itemsize <= 128 else 1
+
+
 def _shares(plan: Plan, num_tiles: int, group: int, block_m: int, num_slots: int, num_kv_heads: int) -> Shares:
-    """Of tiles, by the keys that they look at."""
+    """Return the shares of tiles, by the number of keys that they look at."""
     assert plan.starts is not None
     num_keys = torch.empty(num_tiles, dtype=torch.int64, device=plan.seq_lens.device)
     _keys_kernel[(num_tiles,)](
@@ -132,11 +139,12 @@ def _extend_kernel(
             HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         if has_nan(sums):
-            pages = load_pages(table_ptr, begin, end, PAGE_SIZE, BLOCK_N)
+            FEW_KEYS: tl.constexpr = 16  # of a tile, which then needs no more registers than the tiles before
+            its_pages = load_pages(table_ptr, begin, end, PAGE_SIZE, FEW_KEYS)
             sums, total, highest = nothing_seen(BLOCK_M, BLOCK_D)
             sums, total, highest = _weighted(
-                q, k_ptrs, table_ptr, pages, begin, end, last_seen, window, scale, sums, total, highest, True,
-                HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, BLOCK_N, BLOCK_D,
+                q, k_ptrs, table_ptr, its_pages, begin, end, last_seen, window, scale, sums, total, highest, True,
+                HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, FEW_KEYS, BLOCK_D,
             )  # fmt: skip
         if items_ptr is not None:
             sums, total, is_row = store_part(
@@ -158,7 +166,7 @@ def _weighted(
     """Continue the running softmax (triton_softmax.py) over slots begin .. end - 1, of which a row may not see all;
     `pages` are those of the first tile. SELECTS: keys that a row does not see may be NaN."""
     is_dim = tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM
-    for first in range(begin, end, BLOCK_N):
+    for first in tl.range(begin, end, BLOCK_N, num_stages=1 if SELECTS else None):
         slots = first + tl.arange(0, BLOCK_N)
         is_inside = slots < end
         offsets = pages.to(tl.int64) * (2 * V_OFFSET) + slots % PAGE_SIZE * HEAD_DIM
@@ -179,7 +187,7 @@ def _weighted(
 
 @triton.jit
 def _work(items_ptr):
-    """A program's tile, kv head, split and number of splits (-1: no work)."""
+    """Return a program's tile, kv head, split and number of splits (-1: no work)."""
     if items_ptr is None:
         return tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), 0, 1
     else:
@@ -189,7 +197,8 @@ def _work(items_ptr):
 
 @triton.jit
 def _span(last_seen, window, items_ptr, split, num_splits, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Keys begin .. end - 1 of a split. Those below `full` are seen by all rows: whole tiles of them need no mask."""
+    """Return begin, full and end: a split's keys are begin .. end - 1. All rows see those below `full`, which are whole
+    tiles that need no mask."""
     end = tl.max(last_seen, 0) + 1
     begin, full = 0, tl.maximum(tl.min(last_seen, 0) + 1, 0) // BLOCK_N * BLOCK_N
     if HAS_WINDOW:
@@ -205,7 +214,7 @@ def _span(last_seen, window, items_ptr, split, num_splits, HAS_WINDOW: tl.conste
 
 @triton.jit
 def _tile(starts_ptr, num_seqs, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SEQS: tl.constexpr):
-    """Its sequence, where that starts, its number of tokens, and the first row of the tile, if it has so many."""
+    """Return a tile's sequence, its start, its number of tokens, and the tile's first row, if it has so many."""
     seq = _sequence(starts_ptr, num_seqs, tile, GROUP, BLOCK_M, SEQS)
     start = tl.load(starts_ptr + seq)
     query_len = tl.load(starts_ptr + seq + 1) - start
@@ -217,7 +226,7 @@ def _keys_kernel(
     num_keys_ptr, seq_lens_ptr, starts_ptr, num_seqs,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SEQS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tiles). Keys of each tile, 0 of one that is not there."""
+    """Grid: (tiles). Store the number of keys of each tile; 0 for a tile without rows."""
     tile = tl.program_id(0)
     seq, _, query_len, first_row = _tile(starts_ptr, num_seqs, tile, GROUP, BLOCK_M, SEQS)
     last = tl.minimum((first_row + BLOCK_M - 1) // GROUP, query_len - 1)
@@ -227,7 +236,7 @@ def _keys_kernel(
 
 @triton.jit
 def _sequence(starts_ptr, num_seqs, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SEQS: tl.constexpr):
-    """The last sequence whose tiles begin at `tile` or before."""
+    """Return the last sequence whose tiles begin at `tile` or before."""
     count = 0
     for first in range(0, num_seqs, SEQS):
         seqs = first + tl.arange(0, SEQS)

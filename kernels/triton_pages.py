@@ -1,7 +1,7 @@
-"""Pages of KV gathered from another pool, and digested, on a GPU: kernels/pages.py says what.
+"""The operations of kernels/pages.py on a GPU: pages of KV are gathered from another pool, and digested.
 
-The other pool may lie in another process or on another GPU (`PoolAddress`): all that is needed of it is where it
-begins. A gather moves as many bytes as it reads and writes; 8 loads of 16 bytes a lane are under way at a time.
+The other pool may lie in another process or on another GPU. Only its address is needed (`PoolAddress`). A gather moves
+as many bytes as it reads and writes; each lane has 8 loads of 16 bytes under way at a time.
 """
 
 # ruff: noqa: N803
@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+logger = logging.getLogger(__name__)
 
 _GATHER_WORDS = 4096  # a program of `_gather_kernel`
 _TILE_WORDS = 4096  # of a program of `_checksums_kernel` at a time, in
@@ -26,14 +29,14 @@ _FEW_PROGRAMS = 512
 
 @dataclass(frozen=True, slots=True)
 class PoolAddress:
-    """Where a pool begins that this device can read and torch knows nothing of. Not for the interpreter."""
+    """The start of a pool that this device can read and torch does not know. Not for the interpreter."""
 
     address: int
     num_pages: int
     dtype: torch.dtype = torch.int32
 
     def data_ptr(self) -> int:
-        """The address, by the name under which Triton asks for it."""
+        """Return the address. Triton asks for it by this name."""
         return self.address
 
 
@@ -44,7 +47,7 @@ def gather_pages(
     targets: torch.Tensor,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """All layers of pages `sources` of `peer` into pages `targets` of `pool`, in one launch on `stream` (None: the
+    """Copy all layers of pages `sources` of `peer` to pages `targets` of `pool`, in one launch on `stream` (None: the
     current one).
 
     `pool` [num_layers, num_pages, page_words] int32, contiguous; `peer` the same but for its number of pages;
@@ -69,7 +72,7 @@ def page_checksums(
     sums: torch.Tensor,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """kernels/pages.py: page_checksums, in one launch."""
+    """Store checksums as `store_checksums_ref` does, in one launch."""
     num_layers, pool_pages, page_words = pool.shape
     assert pool.dtype == torch.int32 and pool.is_contiguous() and pages.dtype == torch.int32, (pool.dtype, pages.dtype)
     assert page_words % block_words == 0, (page_words, block_words)
@@ -107,8 +110,10 @@ def _launch(
     device: torch.device,
     stream: torch.cuda.Stream | None,
 ) -> None:
-    """Of the arguments, `pools` and then `others`, a kernel is compiled for the alignment of `pools` alone. A launch of
-    one page would cost more in Triton's look at each argument than on the device, so only the first takes it."""
+    """Launch a kernel with the arguments `pools`, then `others`; it is compiled for the alignment of `pools` alone.
+
+    For one page, Triton's look at each argument takes longer than the device. So later launches hand the arguments to
+    the compiled kernel directly. That form is Triton's own, so if it fails the public form is used from then on."""
     if not grid[0]:
         return
     aligned = [pool.data_ptr() % 16 == 0 for pool in pools]
@@ -116,9 +121,17 @@ def _launch(
     compiled = _compiled.get(key)
     if compiled is None:
         with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
-            _compiled[key] = kernel[grid](*pools, *others, **constants, num_warps=4)  # None from the interpreter
-    else:
+            compiled = kernel[grid](*pools, *others, **constants, num_warps=4)  # None from the interpreter
+        _compiled.setdefault(key, compiled)
+        return
+    try:
         compiled[grid](*pools, *others, *constants.values(), stream=None if stream is None else stream.cuda_stream)
+    except (TypeError, AttributeError, ValueError) as error:
+        logger.warning(
+            "triton %s launches no compiled kernel directly (%s); pages cost more", triton.__version__, error
+        )
+        _compiled[key] = None
+        _launch(kernel, grid, pools, others, constants, device, stream)
 
 
 @triton.jit(
@@ -141,7 +154,7 @@ def _gather_kernel(
 
 @triton.jit
 def _multipliers(index):
-    """m(index) of int32 indices: uint64."""
+    """Return m(index) of int32 indices: uint64."""
     state = (index.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB

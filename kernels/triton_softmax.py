@@ -49,7 +49,7 @@ def weigh_seen(scores, is_seen, scale, values, sums, total, highest):
     scores = tl.where(is_seen, scores, float("-inf"))
     sums, total, highest = weigh(scores, scale, values, sums, total, highest)
     sees_bad = tl.max((is_seen & is_bad[None, :]).to(tl.int32), 1) != 0
-    return tl.where(sees_bad[:, None], float("nan"), sums), total, highest
+    return sums, tl.where(sees_bad, float("nan"), total), highest
 
 
 @triton.jit

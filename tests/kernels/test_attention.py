@@ -108,3 +108,30 @@ def test_store_and_clear() -> None:
         page, slot = table[seq, position // page_size], position % page_size
         expected[1, page, :, :, slot] = new[row].view(2, num_kv_heads, HEAD_DIM)
     assert torch.equal(kv, expected)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("half", [0, 1], ids=["key", "value"])
+@pytest.mark.parametrize(
+    ("shape", "seq", "slot"), [("chunk", 0, 26), ("fresh prompts", 1, 2), ("uniform verify", 1, 20)]
+)
+def test_a_number_that_is_none_spoils_only_rows_that_see_it(
+    shape: str, seq: int, slot: int, half: int, number: float
+) -> None:
+    """By gathered pages and by the specification."""
+    query_lens, seq_lens = SHAPES[shape]
+    q, kv, table = make_pool(query_lens, seq_lens, 4, 2, 10)
+    plan = plan_of(table, query_lens, seq_lens, 10, 2, None)
+    clean = paged_attention(q, kv[0], plan, None)
+    kv[0, table[seq, slot // 10], half, :, slot % 10] = number
+    first = sum(query_lens[:seq])
+    positions = torch.arange(seq_lens[seq] - query_lens[seq], seq_lens[seq])
+    sees = torch.zeros(len(q), dtype=torch.bool)
+    sees[first : first + query_lens[seq]] = positions >= slot
+    for out in (
+        paged_attention(q, kv[0], plan, None),
+        paged_attention_ref(q, kv[0], table, query_lens, seq_lens, None),
+    ):
+        torch.testing.assert_close(out[~sees], clean[~sees], atol=2e-6, rtol=0)
+        assert sees.any() and (~sees[first : first + query_lens[seq]]).any()
+        assert (half == 0 and number == number) or not out[sees].isfinite().any()

@@ -12,7 +12,7 @@ from baton.kernels import operations
 from baton.kernels.attention import Tree, paged_attention_ref
 from baton.kernels.norm import rms_norm_ref
 from baton.kernels.numba_attention import attend, attend_stored
-from baton.kernels.paged_rows import PagedRows
+from baton.kernels.paged_rows import PagedRows, attend_ref, attend_stored_ref
 from baton.kernels.rotary import rotary_ref
 
 SPARE_PAGES = 5  # owned by nobody, NaN
@@ -194,3 +194,47 @@ def test_attention_to_stored_keys_equals_the_reference(shape: str, page_size: in
     ours = attend_stored(q, kv, LAYER, case.table, torch.tensor(case.seq_lens))
     expected = paged_attention_ref(q, kv[LAYER], case.table, case.query_lens, case.seq_lens, None)
     torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("half", [0, 1], ids=["key", "value"])
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_number_that_is_none_spoils_only_rows_that_see_it(window: int | None, half: int, number: float) -> None:
+    """In a slot of the tree from before this forward, which some new tokens see, and in one that the window left."""
+    case = Case((7, 7), (19, 40), page_size=10, is_tree=True)
+    clean = case.run(window)
+    slot, num_before = 40 - 7 - 1, 3  # the last node of earlier forwards
+    case.kv[LAYER, case.table[1, slot // 10], half, :, slot % 10] = number
+    case.kv[LAYER, case.table[1, 0], :, :, 0] = number if window else 0.5  # left the window
+    sees = torch.cat([torch.zeros(7, dtype=torch.bool), case.tree.visible[7:, num_before - 1]])
+    out = case.run(window)
+    if window:
+        torch.testing.assert_close(out[~sees], clean[~sees])
+    else:
+        assert out[~sees].isfinite().all()
+    assert (~sees[7:]).any()
+    assert (half == 0 and number == number) or not out[sees].isfinite().any()
+
+
+def test_a_causal_row_does_not_see_what_follows() -> None:
+    case = Case((5,), (25,), page_size=10)
+    clean = case.run(None)
+    case.qkv[2, -64:] = float("nan")  # the third new token's values
+    out = case.run(None)
+    assert torch.equal(out[:2], clean[:2]) and out[2:].isnan().any(1).all()
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 10, 48])
+@pytest.mark.parametrize("heads", [(5, 1), (14, 2)], ids=["group 5", "group 7"])
+@pytest.mark.parametrize("head_dim", [10, 72, 576])
+def test_odd_shapes(page_size: int, heads: tuple[int, int], head_dim: int) -> None:
+    """The backend and the specification beside it, which also stores."""
+    case = Case(*SHAPES["verify"], heads=heads, head_dim=head_dim, page_size=page_size, with_norms=True)
+    kv, kv_ref = case.kv.nan_to_num(), case.kv.nan_to_num()
+    ours = attend(case.qkv.clone(), kv.numpy(), LAYER, case.rows(), 20, case.norms, 1e-6)
+    expected = attend_ref(case.qkv.clone(), kv_ref.numpy(), LAYER, case.rows(), 20, case.norms, 1e-6)
+    torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(kv, kv_ref, atol=TOLERANCE, rtol=TOLERANCE)
+    q = torch.randn(3, heads[0], head_dim, generator=torch.Generator().manual_seed(1))
+    stored = (q, kv, LAYER, case.table, torch.tensor(case.seq_lens))
+    torch.testing.assert_close(attend_stored(*stored), attend_stored_ref(*stored), atol=TOLERANCE, rtol=TOLERANCE)

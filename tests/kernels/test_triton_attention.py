@@ -411,3 +411,83 @@ def test_plans_hold_tensors_and_shapes_only() -> None:
     plan = Plan.uniform(case.table, case.lens, 2, case.page_size, case.tree, case.positions)
     kinds = {type(getattr(plan, field.name)) for field in dataclasses.fields(plan) if field.init}
     assert kinds <= {torch.Tensor, int, type(None)}
+
+
+NOT_NUMBERS = [float("nan"), float("inf"), -float("inf")]
+
+
+def hides(out: torch.Tensor, clean: torch.Tensor, sees: torch.Tensor) -> bool:
+    """Whether rows [num_tokens] that see a value which is not a number are not finite, and others equal `clean`."""
+    torch.testing.assert_close(out[~sees], clean[~sees])
+    return bool(sees.any() and (~sees).any() and not out[sees].isfinite().any())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("number", NOT_NUMBERS)
+@pytest.mark.parametrize("half", [0, 1], ids=["key", "value"])
+@pytest.mark.parametrize("way", ["decode", "decode split", "decode shared", "extend", "extend shared"])
+def test_a_number_that_is_none_spoils_only_rows_that_see_it(
+    way: str, half: int, number: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third of five new tokens of one sequence: the two before it do not see it, nor does the other sequence."""
+    monkeypatch.setattr(triton_extend, "_MIN_SPLIT", 32 if way == "extend shared" else 512)
+    case = Case((5, 5), (150, 40), (2, 1), page_size=10)
+    num_slots = {"decode": 1, "decode split": 9, "decode shared": 3, "extend": 1, "extend shared": 20}[way]
+
+    def run() -> torch.Tensor:
+        if way.startswith("decode"):
+            return case.decode(num_slots=num_slots, block_n=16)
+        return case.extend(num_slots=num_slots, block_m=16, block_n=16)
+
+    clean, slot = run(), 147
+    case.kv[case.table[0, slot // 10], half, :, slot % 10] = number
+    sees = torch.tensor([False, False, True, True, True] + [False] * 5, device=DEVICE)
+    if half == 0 and number != number:
+        assert hides(run(), clean, sees)
+    else:  # the score of an infinite key is an infinity of either sign, which a softmax ignores or makes NaN of
+        out = run()
+        torch.testing.assert_close(out[~sees], clean[~sees])
+        assert half == 0 or not out[sees].isfinite().any()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("number", NOT_NUMBERS)
+@pytest.mark.parametrize("half", [0, 1], ids=["key", "value"])
+def test_a_number_that_is_none_spoils_only_its_branch_of_a_tree(half: int, number: float) -> None:
+    case = Case((7, 7), (9, 120), (2, 1), page_size=3, tree_before=2)
+    assert case.tree is not None
+    clean, node, num_before = case.decode(num_slots=2, block_n=16), 2, 2
+    slot = 120 - 7 + node
+    case.kv[case.table[1, slot // 3], half, :, slot % 3] = number
+    sees = torch.cat([torch.zeros(7, dtype=torch.bool), case.tree.visible[7:, num_before + node].cpu()]).to(DEVICE)
+    out = case.decode(num_slots=2, block_n=16)
+    torch.testing.assert_close(out[~sees], clean[~sees])
+    assert sees.any() and (~sees[7:]).any()
+    assert (half == 0 and number == number) or not out[sees].isfinite().any()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_a_number_that_is_none_and_left_the_window_spoils_nothing(query_len: int) -> None:
+    case = Case((query_len,) * 2, (90, 40), (2, 1), page_size=10)
+    clean = case.decode(20, block_n=64), case.extend(20, block_m=16, block_n=64)
+    slot = 90 - query_len - 20  # one before the first that the first new token sees, in a tile with it
+    case.kv[case.table[0, slot // 10], :, :, slot % 10] = float("nan")
+    torch.testing.assert_close((case.decode(20, block_n=64), case.extend(20, block_m=16, block_n=64)), clean)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 10, 48])
+@pytest.mark.parametrize("heads", [(5, 1), (14, 2)], ids=["group 5", "group 7"])
+@pytest.mark.parametrize("head_dim", [10, 72, 576])
+def test_odd_shapes(page_size: int, heads: tuple[int, int], head_dim: int) -> None:
+    case = Case((3, 3), (40, 9), heads, head_dim=head_dim, page_size=page_size)
+    case.check(case.decode())
+    case.check(case.extend())
+
+
+@pytest.mark.parametrize("num_slots", [40, 128])
+def test_more_splits_than_a_warp_combines(num_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One KV head on a device of many processors."""
+    monkeypatch.setattr(triton_attention, "num_sms", lambda _: 132)
+    case = Case((1,), (64 * 130,), (2, 1), page_size=48)
+    case.check(case.decode(num_slots=num_slots))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from triton_device import DEVICE
 
-from baton.kernels.triton_shares import MIN_SPLIT, Shares
+from baton.kernels.triton_shares import MIN_SPLIT, Shares, max_splits
 
 NUMBER = 0xFFFFF
 
@@ -67,3 +67,14 @@ def test_few_splits_are_combined_by_the_last_to_arrive() -> None:
     assert shares_of([500] * 4, 8)[1].arrivals is None
     arrivals = shares_of([500] * 4, 7)[1].arrivals
     assert arrivals is not None and arrivals.tolist() == [0] * 12
+
+
+@pytest.mark.parametrize(
+    ("num_sms", "num_tiles", "expected"),
+    [(132, 8, 32), (132, 32, 32), (132, 4, 32), (132, 2, 64), (132, 1, 128), (148, 1, 128), (16, 1, 32), (4, 1, 32)],
+)
+def test_few_tiles_have_more_splits(num_sms: int, num_tiles: int, expected: int) -> None:
+    """Eight KV heads or more have as many as ever; with one KV head nearly all processors have work."""
+    assert max_splits(num_sms, num_tiles) == expected
+    assert num_tiles * expected <= num_sms or expected == 32
+    assert 2 * num_tiles * expected > num_sms or expected == 128
