@@ -42,12 +42,13 @@ def page_checksums(
     sums: torch.Tensor,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Checksums of all blocks of `block_words` words of the pages, into `sums` [num_pages, num_layers * page_words /
-    block_words], int64 with the bits of uint64, contiguous, on the device or in pinned memory, by work on `stream`
-    (None: the current one).
+    """Store the checksums of all blocks of `block_words` words of the pages, by work on `stream` (None: the current
+    one).
 
-    `pool` [num_layers, pool_pages, page_words] int32, contiguous; `pages` [num_pages] int32 on its device or in pinned
-    memory."""
+    `pool` [num_layers, pool_pages, num_words] int32 is a contiguous pool, or a range of the words of each of its pages.
+    `pages` [num_pages] int32 lies on its device or in pinned memory. `sums` [num_pages, num_layers, num_blocks] int64,
+    with the bits of uint64, on the device or in pinned memory, is contiguous, or a range of the blocks of each layer.
+    """
     if pool.is_cuda and has_kernels():
         from . import triton_pages
 
@@ -58,8 +59,8 @@ def page_checksums(
 
 
 def page_checksums_ref(pool: torch.Tensor, pages: torch.Tensor, block_words: int) -> torch.Tensor:
-    """What `page_checksums` stores."""
-    words = pool[:, pages.long()].transpose(0, 1).flatten(1).unflatten(1, (-1, block_words)).long() & 0xFFFFFFFF
+    """Return what `page_checksums` stores."""
+    words = pool[:, pages.long()].transpose(0, 1).unflatten(2, (-1, block_words)).long() & 0xFFFFFFFF
     factors = multipliers(block_words + 1).to(pool.device)
     return (words * factors[1:]).sum(-1) + factors[0]
 
