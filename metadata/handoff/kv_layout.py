@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from ..errors import ConfigError
@@ -68,20 +69,22 @@ class PlaneView(NamedTuple):
     dtype: str  # a name of DTYPE_BYTES, or uint8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, because it keeps derived sizes: messages and pages ask for them
 class KvLayout:
-    """The layout of one pool. Its sizes are those of the whole model; a rank's part of them is asked by `Shard`."""
+    """The layout of one pool. Its sizes are those of the whole model; `blocks_of` and `bytes_of` a shard are one rank's
+    part."""
 
     num_layers: int
     page_size: int
     planes: tuple[KvPlane, ...]
 
-    @classmethod
-    def of(cls, pool: PoolLayout, page_size: int) -> KvLayout:
+    @staticmethod
+    @lru_cache(64)
+    def of(pool: PoolLayout, page_size: int) -> KvLayout:
         """Return the layout of the pool that a schema describes."""
-        return cls(pool.num_layers, page_size, planes_of(pool))
+        return KvLayout(pool.num_layers, page_size, planes_of(pool))
 
-    @property
+    @cached_property
     def alignment(self) -> int:
         """A number of bytes; every block begins at a multiple of it. The largest alignment or element of a plane."""
         return max(max(plane.alignment, DTYPE_BYTES[plane.dtype]) for plane in self.planes)
@@ -90,22 +93,22 @@ class KvLayout:
         """Return the bytes of one block of this plane: one head of a page in one layer."""
         return self._extra_offset(plane) + self._aligned(self.page_size * plane.extra_bytes)
 
-    @property
+    @cached_property
     def page_layer_bytes(self) -> int:
         """Bytes of one page in one layer."""
         return sum(plane.num_heads * self.block_bytes(plane) for plane in self.planes)
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         """Bytes of one page in all layers."""
         return self.num_layers * self.page_layer_bytes
 
-    @property
+    @cached_property
     def blocks_per_layer(self) -> int:
         """Number of blocks, so of checksums, of one page in one layer."""
         return sum(plane.num_heads for plane in self.planes)
 
-    @property
+    @cached_property
     def runs(self) -> tuple[BlockRun, ...]:
         """All blocks of a page in one layer, in order, as few runs of equal blocks."""
         runs: list[BlockRun] = []
