@@ -58,7 +58,7 @@ class View:
     def __init__(self, device: FakeDevice, place: int) -> None:
         self.device, self.memory = device, device.memory[place]
         self.pages, self.generations = device.pools[place], self.memory.generations
-        self.layout = self.memory.layout
+        self.layout, self.page_bytes = self.memory.layout, self.memory.page_bytes
 
     def close(self) -> None:
         self.memory.close()
