@@ -1,8 +1,7 @@
 """The KV pools of a node on CUDA, for the handoff: shared with other processes, gathered, digested.
 
 Each pool lies in an allocation of its own, which other processes of this host map and can read, not write
-(cuda_memory.py). What is copied for the handoff goes over a stream of its own; rounds and chunks are submitted to the
-current one.
+(cuda_memory.py). Copies of the handoff go over a stream of its own; rounds and chunks are submitted to the current one.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import torch
 
 from ..kernels.pages import has_kernels, page_checksums
 from ..metadata.errors import TransferError
+from ..metadata.handoff.kv_layout import KvLayout
 from ..metadata.handoff.memory import PageMemory
 from ..metadata.handoff.pages import MappedPools, Shared
 from .cuda_memory import Mapping, map_shared, share
@@ -30,17 +30,28 @@ _STORE_BYTES = 64 << 20  # of pages that lie twice on the device while they are 
 _FEW_PAGES = 16  # of a launch
 
 
-class _Slip:
-    """Pinned memory of one launch for `num_pages` pages: numbers, which the device reads, checksums, which it writes.
-    `sums_lens`: checksums of a page, by pool; 0: none. It must outlive the launch, whose end `done` tells."""
+class _Digested(NamedTuple):
+    """Blocks of one size in all pages of one pool (kv_layout.py: BlockRun). The device digests them in one launch."""
 
-    def __init__(self, num_pages: int, sums_lens: Sequence[int]) -> None:
+    pool: int  # its place among the pools with checksums
+    words: torch.Tensor  # [num_layers, num_pages, num_words] int32
+    block_words: int
+    blocks: slice  # of a page in one layer
+
+
+class _Slip:
+    """Pinned memory of one launch for `num_pages` pages: numbers, which the device reads, and checksums, which it
+    writes. It must outlive the launch, which has ended when `done` has happened.
+
+    `shapes`: of a page's checksums, [num_layers, blocks_per_layer], by pool. `parts` are the checksums by run."""
+
+    def __init__(self, num_pages: int, shapes: Sequence[tuple[int, int]], runs: Sequence[_Digested]) -> None:
         self.num_pages = num_pages
         self.pages = torch.empty((2, num_pages), dtype=torch.int32, pin_memory=True)  # from, to
         self.numbers = self.pages.numpy()
         self.rows = (self.pages[0], self.pages[1])
-        shapes = [(num_pages, length) for length in sums_lens]
-        self.sums = [torch.empty(shape, dtype=torch.int64, pin_memory=True) for shape in shapes if shape[1]]
+        self.sums = [torch.empty((num_pages, *shape), dtype=torch.int64, pin_memory=True) for shape in shapes]
+        self.parts = [self.sums[run.pool][:, :, run.blocks] for run in runs]
         self.done = torch.cuda.Event()
 
 
@@ -83,20 +94,21 @@ class CudaMapping(NamedTuple):
 
 
 class CudaPool:
-    """`kvs` are the pools, [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim] each, contiguous, on one
-    device; `memory` their host mirrors. See metadata/handoff/pages.py for what it does."""
+    """The DevicePool of a node on CUDA (metadata/handoff/pages.py). `kvs` are the pools, [num_layers, num_pages, ...]
+    each, contiguous, on one device. `memory` has their host mirrors and their layouts."""
 
     def __init__(self, kvs: Sequence[torch.Tensor], memory: Sequence[PageMemory], *, has_checksums: bool) -> None:
         self._device = kvs[0].device
         self._pools = [kv.view(kv.shape[0], kv.shape[1], -1).view(torch.int32) for kv in kvs]  # words
-        self._block_words = [pool.block_bytes // 4 if has_checksums else 0 for pool in memory]
-        assert all(pool.block_bytes % 4 == 0 and kv.is_contiguous() for pool, kv in zip(memory, kvs, strict=True))
+        assert all(kv.is_contiguous() for kv in kvs), [kv.stride() for kv in kvs]
+        layouts = [pool.layout for pool in memory]
         self._mirrors = [torch.from_numpy(pool.pages).view(torch.int32) for pool in memory]
-        self._page_bytes = sum(pool.num_layers * pool.page_layer_bytes for pool in memory)
-        self._sums_lens = [  # checksums of a page, by pool
-            pool.shape[0] * pool.shape[2] // words if words else 0
-            for pool, words in zip(self._pools, self._block_words, strict=True)
-        ]
+        self._page_bytes = sum(pool.page_bytes for pool in memory)
+        self._runs: list[_Digested] = []
+        self._shapes: list[tuple[int, int]] = []  # of a page's checksums, by pool
+        if has_checksums:
+            self._runs = [run for place, layout in enumerate(layouts) for run in self._runs_of(place, layout)]
+            self._shapes = [(layout.num_layers, layout.blocks_per_layer) for layout in layouts]
         self._slips: dict[int, list[_Slip]] = {}  # not in use, by pages
         self._stream = torch.cuda.Stream(self._device)
         self._fences: dict[int, torch.cuda.Event] = {}  # by page: what was submitted before it was expected
@@ -105,7 +117,7 @@ class CudaPool:
         self._warm_up()
 
     def map(self, descriptors: Sequence[int], sizes: Sequence[int], num_pages: int) -> CudaMapping:
-        """Raises TransferError."""
+        """Map a peer's pools. Raises TransferError, with nothing left mapped, if one cannot be mapped."""
         if not has_kernels():
             raise TransferError("triton is not installed, which reads a peer's pool")
         from ..kernels.triton_pages import PoolAddress
@@ -142,7 +154,7 @@ class CudaPool:
             return CudaGather(slip, self._give_back)
 
     def digest(self, pages: Sequence[int]) -> list[bytes]:
-        if not any(self._block_words):
+        if not self._runs:
             return [b""] * len(pages)
         with torch.cuda.device(self._device):
             slip = self._take_slip(len(pages))
@@ -169,7 +181,7 @@ class CudaPool:
         return self.digest(pages)
 
     def _warm_up(self) -> None:
-        """Page 0, which is padding, into itself: kernels are compiled before the node is waited for."""
+        """Copy page 0, which is padding, into itself, so that kernels are compiled before the node says hello."""
         many = [0] * 512  # a kernel for few pages, and one for many
         self.digest([0])
         self.digest(many)
@@ -181,11 +193,19 @@ class CudaPool:
             self.gather(CudaMapping(addresses, [], self._stream), [0], [0]).wait()
 
     def _digest(self, slip: _Slip, pages: torch.Tensor) -> None:
-        """Checksums of `pages` [num_pages] int32 into the slip, as the last that is launched for it."""
-        pools = [(pool, words) for pool, words in zip(self._pools, self._block_words, strict=True) if words]
-        for (pool, words), sums in zip(pools, slip.sums, strict=True):
-            page_checksums(pool, pages, words, sums, self._stream)
+        """Compute the checksums of `pages` [num_pages] int32 into the slip. This is the last launch for it."""
+        for run, sums in zip(self._runs, slip.parts, strict=True):
+            page_checksums(run.words, pages, run.block_words, sums, self._stream)
         slip.done.record(self._stream)
+
+    def _runs_of(self, place: int, layout: KvLayout) -> list[_Digested]:
+        """Return the blocks of the pool at `place`, in as few launches as their sizes allow."""
+        runs: list[_Digested] = []
+        for run in layout.runs:
+            assert run.block_bytes % 4 == run.offset % 4 == 0, (run, "a block on a GPU is digested by words of 4 bytes")
+            words = self._pools[place][:, :, run.offset // 4 : run.end // 4]
+            runs.append(_Digested(place, words, run.block_bytes // 4, slice(run.first, run.first + run.num_blocks)))
+        return runs
 
     def _pass_fences(self, pages: Sequence[int]) -> None:
         """Make later work on the stream wait for work that may still use the pages."""
@@ -196,15 +216,16 @@ class CudaPool:
 
     def _take_slip(self, num_pages: int) -> _Slip:
         slips = self._slips.get(num_pages)
-        return slips.pop() if slips else _Slip(num_pages, self._sums_lens)
+        return slips.pop() if slips else _Slip(num_pages, self._shapes, self._runs)
 
     def _give_back(self, slip: _Slip) -> None:
-        """The device is done with it."""
+        """Keep the slip of a finished launch for the next one."""
         if slip.num_pages <= _FEW_PAGES:
             self._slips.setdefault(slip.num_pages, []).append(slip)
 
     def _readable(self, slip: _Slip) -> tuple[torch.Tensor, torch.Tensor]:
-        """The slip's numbers, each where kernels read it well: a few are read over the bus sooner than copied."""
+        """Return the slip's numbers where kernels read them fastest: a few are read over the bus sooner than they are
+        copied."""
         if slip.num_pages <= _FEW_PAGES:
             return slip.rows
         with torch.cuda.stream(self._stream):
@@ -212,7 +233,7 @@ class CudaPool:
         return moves[0], moves[1]
 
     def _share(self) -> tuple[Shared, ...]:
-        """Empty, with a word in the log, when CUDA cannot share the pools."""
+        """Return what other processes need to map the pools; nothing, with a warning, if CUDA cannot share them."""
         shared: list[Shared] = []
         try:
             for pool in self._pools:
@@ -239,5 +260,5 @@ def _as_bytes(sums: Sequence[torch.Tensor], num_pages: int) -> list[bytes]:
 
 
 def _rows(sums: torch.Tensor) -> list[bytes]:
-    data, size = sums.numpy().astype("<i8", copy=False).tobytes(), 8 * sums.shape[1]
+    data, size = sums.numpy().astype("<i8", copy=False).tobytes(), 8 * sums.shape[1] * sums.shape[2]
     return [data[start : start + size] for start in range(0, len(data), size)]

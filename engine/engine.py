@@ -18,7 +18,7 @@ from ..kernels.trees import move_slots_
 from ..metadata.errors import ConfigError
 from ..metadata.handoff.hidden_layout import HiddenDtype
 from ..metadata.handoff.memory import PageMemory
-from ..metadata.handoff.schema import block_bytes, on_gpu, page_bytes, page_layer_bytes, pools
+from ..metadata.handoff.schema import kv_layouts, on_gpu, page_bytes
 from ..metadata.wire.node_info import HandoffSchema, ModelCard, PoolLayout
 from ..metadata.wire.request import SamplingParams, TokenLogprobs
 from .batch import Computed, ForwardBatch
@@ -79,12 +79,14 @@ class Engine:
             self.model_dir, self.model_config, config.model_name or self.model_dir.resolve().name, self.context_len
         )
         self.lease_s = MIN_LEASE_S
-        self.memory = [_allocate_memory(layout, num_pages, config.page_size) for layout in pools(self.schema)]
+        self.memory = [PageMemory(layout, num_pages) for layout in kv_layouts(self.schema)]
         self.pool = PagePool(num_pages, config.page_size, self.memory[0].generations)
         self.cache = PrefixCache(self.pool, self.schema.key_lookahead, enabled=config.prefix_cache)
         self._kvs = [
-            _pool_view(memory, layout, config.page_size)
-            for memory, layout in zip(self.memory, pools(self.schema), strict=True)
+            torch.from_numpy(memory.pages)
+            .view(_DTYPES[memory.layout.planes[0].dtype])
+            .view(memory.layout.stacked_shape(num_pages))
+            for memory in self.memory
         ]
         self.device_pool: CudaPool | None = None
         if self.device.type == "cuda":  # `memory` is the host mirror then
@@ -256,20 +258,6 @@ def _default_num_pages(context_len: int, schema: HandoffSchema, device: torch.de
     if num_pages * schema.page_size < context_len:
         logger.warning("memory for %d tokens only: longer requests will be refused", num_pages * schema.page_size)
     return num_pages
-
-
-def _kv_shape(layout: PoolLayout, num_pages: int, page_size: int) -> tuple[int, ...]:
-    return (layout.num_layers, num_pages, 2, layout.num_kv_heads, page_size, layout.head_dim)
-
-
-def _pool_view(memory: PageMemory, layout: PoolLayout, page_size: int) -> torch.Tensor:
-    """Return the pages as a tensor, [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim]."""
-    pages = torch.from_numpy(memory.pages)
-    return pages.view(_DTYPES[layout.dtype]).view(_kv_shape(layout, pages.shape[1], page_size))
-
-
-def _allocate_memory(layout: PoolLayout, num_pages: int, page_size: int) -> PageMemory:
-    return PageMemory(layout.num_layers, num_pages, page_layer_bytes(layout, page_size), block_bytes(layout, page_size))
 
 
 def default_node_id(role: str) -> str:

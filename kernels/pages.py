@@ -30,9 +30,9 @@ def has_kernels() -> bool:
 
 
 def page_checksums_ref(pool: torch.Tensor, pages: torch.Tensor, block_words: int) -> torch.Tensor:
-    """Return the checksums of all blocks of `block_words` words of the pages, [num_pages, num_layers * page_words /
-    block_words] int64 with the bits of uint64. Arguments are as in `store_checksums_ref`."""
-    words = pool[:, pages.long()].transpose(0, 1).flatten(1).unflatten(1, (-1, block_words)).long() & 0xFFFFFFFF
+    """Return the checksums of all blocks of `block_words` words of the pages, [num_pages, num_layers, num_blocks] int64
+    with the bits of uint64. Arguments are as in `store_checksums_ref`."""
+    words = pool[:, pages.long()].transpose(0, 1).unflatten(2, (-1, block_words)).long() & 0xFFFFFFFF
     factors = multipliers(block_words + 1).to(pool.device)
     return (words * factors[1:]).sum(-1) + factors[0]
 
@@ -44,11 +44,13 @@ def store_checksums_ref(
     sums: torch.Tensor,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Write `page_checksums_ref` to `sums`, contiguous, on the device or in pinned memory, by work on `stream` (None:
-    the current one).
+    """Store the checksums of all blocks of `block_words` words of the pages, by work on `stream` (None: the current
+    one).
 
-    `pool` [num_layers, pool_pages, page_words] int32 is contiguous; `pages` [num_pages] int32 are on its device or in
-    pinned memory."""
+    `pool` [num_layers, pool_pages, num_words] int32 is a contiguous pool, or a range of the words of each of its pages.
+    `pages` [num_pages] int32 lies on its device or in pinned memory. `sums` [num_pages, num_layers, num_blocks] int64,
+    with the bits of uint64, on the device or in pinned memory, is contiguous, or a range of the blocks of each layer.
+    """
     with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
         sums.copy_(page_checksums_ref(pool, pages, block_words), non_blocking=True)
 

@@ -73,14 +73,17 @@ def page_checksums(
     stream: torch.cuda.Stream | None = None,
 ) -> None:
     """Store checksums as `store_checksums_ref` does, in one launch."""
-    num_layers, pool_pages, page_words = pool.shape
-    assert pool.dtype == torch.int32 and pool.is_contiguous() and pages.dtype == torch.int32, (pool.dtype, pages.dtype)
-    assert page_words % block_words == 0, (page_words, block_words)
-    num_blocks = page_words // block_words
-    assert sums.shape == (pages.shape[0], num_layers * num_blocks) and sums.dtype == torch.int64, sums.shape
-    assert sums.is_contiguous() and sums.device in (pool.device, torch.device("cpu")), sums.device
+    num_layers, pool_pages, num_words = pool.shape
+    page_words, layer_sums = pool.stride(1), sums.stride(1)
+    assert pool.dtype == torch.int32 and pool.stride() == (pool_pages * page_words, page_words, 1), pool.stride()
+    assert num_words % block_words == 0 and pages.dtype == torch.int32, (num_words, block_words, pages.dtype)
+    num_blocks = num_words // block_words
+    assert sums.shape == (pages.shape[0], num_layers, num_blocks) and sums.dtype == torch.int64, sums.shape
+    assert sums.stride() == (num_layers * layer_sums, layer_sums, 1), sums.stride()
+    assert sums.device in (pool.device, torch.device("cpu")), sums.device
     is_many = pages.shape[0] * num_layers * num_blocks >= _FEW_PROGRAMS * _ROWS
-    constants = _checksums_constants(num_blocks, block_words, _ROWS if is_many else _FEW_ROWS)
+    most_rows = _ROWS if is_many else _FEW_ROWS
+    constants = _checksums_constants(num_blocks, block_words, most_rows, page_words, layer_sums)
     grid = (pages.shape[0] * -(-num_blocks // constants["ROWS"]), num_layers, 1)
     _launch(_checksums_kernel, grid, (pool, sums), (pages, pool_pages), constants, pool.device, stream)
 
@@ -92,10 +95,13 @@ def _gather_constants(page_words: int) -> dict[str, Any]:
 
 
 @functools.cache
-def _checksums_constants(num_blocks: int, block_words: int, most_rows: int) -> dict[str, Any]:
+def _checksums_constants(
+    num_blocks: int, block_words: int, most_rows: int, page_words: int, layer_sums: int
+) -> dict[str, Any]:
     rows = min(most_rows, triton.next_power_of_2(num_blocks))
     words = min(_TILE_WORDS // rows, triton.next_power_of_2(block_words))
-    return {"NUM_BLOCKS": num_blocks, "BLOCK_WORDS": block_words, "ROWS": rows, "WORDS": words}
+    strides = {"PAGE_WORDS": page_words, "LAYER_SUMS": layer_sums}
+    return {"NUM_BLOCKS": num_blocks, "BLOCK_WORDS": block_words, **strides, "ROWS": rows, "WORDS": words}
 
 
 _compiled: dict[tuple[Any, ...], Any] = {}  # what Triton compiled, by all that it was compiled for
@@ -164,7 +170,8 @@ def _multipliers(index):
 @triton.jit(do_not_specialize=("pool_pages",), do_not_specialize_on_alignment=("pages_ptr",))
 def _checksums_kernel(
     pool_ptr, sums_ptr, pages_ptr, pool_pages,
-    NUM_BLOCKS: tl.constexpr, BLOCK_WORDS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, BLOCK_WORDS: tl.constexpr, PAGE_WORDS: tl.constexpr, LAYER_SUMS: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (pages * groups of ROWS blocks, layers). A multiplier is computed once for all rows of a program."""
     groups: tl.constexpr = (NUM_BLOCKS + ROWS - 1) // ROWS
@@ -172,7 +179,7 @@ def _checksums_kernel(
     layer = tl.program_id(1).to(tl.int64)
     blocks = tl.program_id(0) % groups * ROWS + tl.arange(0, ROWS)
     page = tl.load(pages_ptr + place)
-    start = pool_ptr + (layer * pool_pages + page) * (NUM_BLOCKS * BLOCK_WORDS)
+    start = pool_ptr + (layer * pool_pages + page) * PAGE_WORDS
     total = tl.zeros([ROWS, WORDS], tl.uint64)
     for first in range(0, BLOCK_WORDS, WORDS):
         words = first + tl.arange(0, WORDS)
@@ -180,5 +187,5 @@ def _checksums_kernel(
         data = tl.load(start + blocks[:, None] * BLOCK_WORDS + words[None, :], mask=inside, other=0)
         total += data.to(tl.uint32, bitcast=True).to(tl.uint64) * _multipliers(words + 1)[None, :]
     sums = tl.sum(total, 1) + _multipliers(tl.zeros([ROWS], tl.int32))
-    row = sums_ptr + place * (tl.num_programs(1) * NUM_BLOCKS) + layer * NUM_BLOCKS
+    row = sums_ptr + place * (tl.num_programs(1) * LAYER_SUMS) + layer * LAYER_SUMS
     tl.store(row + blocks, sums.to(tl.int64, bitcast=True), mask=blocks < NUM_BLOCKS)

@@ -29,7 +29,10 @@ MAY_IMPORT = {  # imports run downwards only
 # The parts of metadata/ that engine/ may import: schema and wire types, configuration and errors.
 ENGINE_READS = {
     *("baton.metadata.config", "baton.metadata.errors", "baton.metadata.wire"),
-    *(f"baton.metadata.handoff.{name}" for name in ("buffers", "hidden_layout", "memory", "pages", "schema")),
+    *(
+        f"baton.metadata.handoff.{name}"
+        for name in ("buffers", "hidden_layout", "kv_layout", "memory", "pages", "schema")
+    ),
 }
 ENGINE_STARTUP = "engine/startup.py"  # starts a node of either role, so it also opens the sockets of metadata/bus
 NOT_SHIPPED = {"baton.deploy.demo.training"}  # the wheel holds the demo model, not the code that trained it

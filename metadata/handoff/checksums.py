@@ -1,9 +1,9 @@
-"""Checksums of KV blocks: xxh3_64 per (layer, K|V, kv head) of a page, and one of a metadata row.
+"""Checksums of KV blocks: xxh3_64 per (layer, plane, head) of a page, and one of a metadata row.
 
-Pages on a GPU have other checksums (multilinear64, kernels/pages.py). Checksums catch faults, not attackers. A block is
-page_size * head_dim * itemsize contiguous bytes. One checksum per block is slower than one per layer, but it says which
-head is wrong, and still fits after heads are split over ranks. The decode node checks each page right after its copy,
-while it lies in the processor's cache.
+Pages on a GPU have other checksums (multilinear64, kernels/pages.py). Checksums catch faults, not attackers.
+kv_layout.py says which bytes a block has. One checksum per block is slower than one per layer, but it says which head
+is wrong, and still fits after heads are split over ranks. The decode node checks each page right after its copy, while
+it lies in the processor's cache.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
 
+from .kv_layout import KvLayout
 from .memory import PageMemory
 
 CHECKSUM_BYTES = 8
@@ -23,11 +24,11 @@ CHECKSUM_BYTES = 8
 
 def page_checksums(memory: Sequence[PageMemory], page: int) -> bytes:
     """Return the checksums of page number `page` in all pools (target, then draft), as little-endian uint64 [sum of
-    num_layers * 2 * num_kv_heads]."""
+    num_layers * blocks_per_layer]."""
     digests: list[int] = []
     for pool in memory:
-        size = pool.page_layer_bytes
-        blocks = _blocks(pool.block_bytes, size // pool.block_bytes)
+        size = pool.pages.shape[2]
+        blocks = _blocks(pool.layout)
         data = pool.pages.reshape(-1).data
         for start in range(page * size, data.nbytes, pool.num_pages * size):  # the page's offset in each layer
             digests += map(xxh3_64_intdigest, blocks.unpack_from(data, start))
@@ -52,8 +53,8 @@ def first_difference(ours: bytes, theirs: bytes) -> int | None:
     return next(i for i, s in enumerate(starts) if ours[s : s + CHECKSUM_BYTES] != theirs[s : s + CHECKSUM_BYTES])
 
 
-@functools.cache
-def _blocks(block_bytes: int, num_blocks: int) -> struct.Struct:
+@functools.cache  # of the pools of this process
+def _blocks(layout: KvLayout) -> struct.Struct:
     """Return a struct that splits a page of a layer into blocks. It copies them, and is still faster than slices: the
     copies stay in the processor's cache, and the loop runs in C."""
-    return struct.Struct(f"{block_bytes}s" * num_blocks)
+    return struct.Struct("".join(f"{run.block_bytes}s" * run.num_blocks for run in layout.runs))

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import ConfigError, TransferError
+from .kv_layout import KvLayout
 
 logger = logging.getLogger(__name__)
 
@@ -31,16 +32,16 @@ _OWNER_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE
 _ALIGNMENT = 64
 
 
-def memory_size(num_layers: int, num_pages: int, page_layer_bytes: int) -> int:
+def memory_size(layout: KvLayout, num_pages: int) -> int:
     """Return the size of a pool's memory with its generations, bytes."""
-    return _generations_offset(num_layers, num_pages, page_layer_bytes) + 8 * num_pages
+    return _generations_offset(layout, num_pages) + 8 * num_pages
 
 
 class PageMemory:
     """The pages of one pool in this process.
 
-    `pages` is uint8 [num_layers, num_pages, page_layer_bytes]. The engine's tensor is a view of it:
-    `torch.from_numpy(memory.pages).view(dtype).view(num_layers, num_pages, 2, num_kv_heads, page_size, head_dim)`.
+    `pages` is uint8 [num_layers, num_pages, page_layer_bytes]; `layout` says where the heads lie in it. The engine's
+    tensor is a view: `torch.from_numpy(memory.pages).view(dtype).view(layout.stacked_shape(num_pages))`.
     `generations` is int64 [num_pages]. The allocator of the pages may count in it; `HandoffServer.offer` writes it too.
     For a pool on a GPU this is a host mirror (pages.py). If no page travels through the host, only the generations
     take physical memory.
@@ -48,18 +49,15 @@ class PageMemory:
     Raises ConfigError if the machine does not have that much memory. The owner calls `close`.
     """
 
-    def __init__(
-        self, num_layers: int, num_pages: int, page_layer_bytes: int, block_bytes: int, *, shared: bool = True
-    ) -> None:
-        assert page_layer_bytes % block_bytes == 0, (page_layer_bytes, block_bytes)
-        self.num_layers, self.num_pages = num_layers, num_pages
-        self.page_layer_bytes, self.block_bytes = page_layer_bytes, block_bytes
-        self.size = memory_size(num_layers, num_pages, page_layer_bytes)
+    def __init__(self, layout: KvLayout, num_pages: int, *, shared: bool = True) -> None:
+        self.layout, self.num_pages = layout, num_pages
+        self.page_bytes = layout.page_bytes
+        self.size = memory_size(layout, num_pages)
         self.fd: int | None = None
         self._map = self._map_memory(shared)
         with contextlib.suppress(OSError):  # advice: a kernel without huge pages may refuse it
             self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.pages, self.generations = _views(self._map, num_layers, num_pages, page_layer_bytes)
+        self.pages, self.generations = _views(self._map, layout, num_pages)
 
     @property
     def is_shared(self) -> bool:
@@ -104,13 +102,13 @@ class PeerMemory:
     """A peer's pool, mapped read-only. `pages` and `generations` have the shapes of PageMemory's. The owner calls
     `close`. Raises TransferError if the size does not fit the layout, or as `map_readonly` does."""
 
-    def __init__(self, pid: int, fd: int, size: int, *, num_layers: int, num_pages: int, page_layer_bytes: int) -> None:
-        expected = memory_size(num_layers, num_pages, page_layer_bytes)
+    def __init__(self, pid: int, fd: int, size: int, layout: KvLayout, num_pages: int) -> None:
+        expected = memory_size(layout, num_pages)
         if size != expected:
             raise TransferError(f"peer's pool has {size} bytes, {num_pages} pages of this layout have {expected}")
         self.num_pages = num_pages
         self._map = map_readonly(pid, fd, size)
-        self.pages, self.generations = _views(self._map, num_layers, num_pages, page_layer_bytes)
+        self.pages, self.generations = _views(self._map, layout, num_pages)
 
     def close(self) -> None:
         """Unmap at once. Any later use of the views is a defect of ours and raises."""
@@ -144,14 +142,14 @@ def map_readonly(pid: int, fd: int, size: int) -> mmap.mmap:
 def pack_pages(memory: Sequence[PageMemory], pages: Sequence[int]) -> np.ndarray:
     """Return the pages as one frame, uint8. Each page holds each pool's [num_layers, page_layer_bytes], target then
     draft."""
-    page_bytes = sum(pool.num_layers * pool.page_layer_bytes for pool in memory)
+    page_bytes = sum(pool.page_bytes for pool in memory)
     frame = np.empty(len(pages) * page_bytes, np.uint8)
     at = 0
     for page in pages:
         for pool in memory:
-            size = pool.num_layers * pool.page_layer_bytes
-            frame[at : at + size].reshape(pool.num_layers, pool.page_layer_bytes)[:] = pool.pages[:, page]
-            at += size
+            source = pool.pages[:, page]
+            frame[at : at + pool.page_bytes].reshape(source.shape)[:] = source
+            at += pool.page_bytes
     return frame
 
 
@@ -159,9 +157,9 @@ def unpack_page(memory: Sequence[PageMemory], page: int, data: np.ndarray) -> No
     """Write one page of a `pack_pages` frame into page number `page`. `data` has exactly the page's bytes."""
     at = 0
     for pool in memory:
-        size = pool.num_layers * pool.page_layer_bytes
-        pool.pages[:, page] = data[at : at + size].reshape(pool.num_layers, pool.page_layer_bytes)
-        at += size
+        target = pool.pages[:, page]
+        target[:] = data[at : at + pool.page_bytes].reshape(target.shape)
+        at += pool.page_bytes
 
 
 def _check_file(fd: int, path: str, size: int) -> None:
@@ -185,13 +183,13 @@ def _total_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _generations_offset(num_layers: int, num_pages: int, page_layer_bytes: int) -> int:
-    return -(-num_layers * num_pages * page_layer_bytes // _ALIGNMENT) * _ALIGNMENT
+def _generations_offset(layout: KvLayout, num_pages: int) -> int:
+    return -(-num_pages * layout.page_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _views(mapped: mmap.mmap, num_layers: int, num_pages: int, page_layer_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-    offset = _generations_offset(num_layers, num_pages, page_layer_bytes)
+def _views(mapped: mmap.mmap, layout: KvLayout, num_pages: int) -> tuple[np.ndarray, np.ndarray]:
+    offset = _generations_offset(layout, num_pages)
     # an array of frombuffer, unlike one of ndarray(buffer=), keeps the mapping open; otherwise close() could segfault
-    pages = np.frombuffer(mapped, np.uint8, num_layers * num_pages * page_layer_bytes)
+    pages = np.frombuffer(mapped, np.uint8, num_pages * layout.page_bytes)
     generations = np.frombuffer(mapped, np.int64, num_pages, offset)
-    return pages.reshape(num_layers, num_pages, page_layer_bytes), generations
+    return pages.reshape(layout.num_layers, num_pages, layout.page_layer_bytes), generations

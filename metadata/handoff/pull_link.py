@@ -197,7 +197,7 @@ class PullLink:
 
     def _max_frame(self) -> int:
         """Return the largest frame of the link, bytes: at least one page."""
-        page_bytes = sum(pool.num_layers * pool.page_layer_bytes for pool in self._end.memory)
+        page_bytes = sum(pool.page_bytes for pool in self._end.memory)
         return max(DATA_FRAME_BYTES, page_bytes) + FRAME_SLACK_BYTES
 
     def _start(self, message: LinkWelcome) -> None:

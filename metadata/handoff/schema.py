@@ -16,12 +16,12 @@ import xxhash
 from ..errors import ConfigError
 from ..wire.node_info import MAX_FROZEN_LAYERS, HandoffSchema, PoolLayout, Role, RowField
 from ..wire.request import MAX_TOP_LOGPROBS
+from .kv_layout import DTYPE_BYTES, KvLayout, plane_words, planes_words
 
 if TYPE_CHECKING:
     from .hidden_layout import HiddenLayout
 
 CPU_CHECKSUM, GPU_CHECKSUM = "xxh3_64", "multilinear64"
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
 
 
 class RowKind(NamedTuple):
@@ -144,33 +144,22 @@ def pools(schema: HandoffSchema) -> tuple[PoolLayout, ...]:
     return (schema.target,) if schema.draft is None else (schema.target, schema.draft)
 
 
-def block_bytes(layout: PoolLayout, page_size: int) -> int:
-    """Return the bytes of one checksummed block: K or V of one KV head in one layer of a page, [page_size,
-    head_dim]."""
-    return page_size * layout.head_dim * DTYPE_BYTES[layout.dtype]
-
-
-def page_layer_bytes(layout: PoolLayout, page_size: int) -> int:
-    """Return the bytes of one layer of one page, [2, num_kv_heads, page_size, head_dim], contiguous."""
-    return 2 * layout.num_kv_heads * block_bytes(layout, page_size)
+def kv_layouts(schema: HandoffSchema) -> tuple[KvLayout, ...]:
+    """Return the layouts of the KV pools in wire order."""
+    return tuple(KvLayout.of(pool, schema.page_size) for pool in pools(schema))
 
 
 def page_bytes(schema: HandoffSchema) -> int:
     """Return the bytes of one page number over all layers of all pools: what crosses the link for it."""
-    return sum(pool_page_bytes(pool, schema.page_size) for pool in pools(schema))
-
-
-def pool_page_bytes(layout: PoolLayout, page_size: int) -> int:
-    """Return the bytes of one page of one pool, all layers."""
-    return layout.num_layers * page_layer_bytes(layout, page_size)
+    return sum(layout.page_bytes for layout in kv_layouts(schema))
 
 
 def blocks_per_page(schema: HandoffSchema) -> int:
-    """Return the number of checksums of one page: one per (layer, K|V, KV head), target then draft; 0 if the schema has
+    """Return the number of checksums of one page: one per (layer, plane, head), target then draft; 0 if the schema has
     no checksums."""
     if schema.checksum == "none":
         return 0
-    return sum(pool.num_layers * 2 * pool.num_kv_heads for pool in pools(schema))
+    return sum(layout.num_layers * layout.blocks_per_layer for layout in kv_layouts(schema))
 
 
 def row_bytes(schema: HandoffSchema) -> int:
@@ -186,11 +175,12 @@ def field_bytes(field: RowField) -> int:
 def handoff_bytes(schema: HandoffSchema, prompt_len: int) -> HandoffBytes:
     """Return what the handoff of a prompt of `prompt_len` tokens moves if the decode node has none of it cached."""
     num_pages = -(-prompt_len // schema.page_size)
+    kv_bytes = [num_pages * layout.page_bytes for layout in kv_layouts(schema)]
     is_hidden = {name for name, kind in ROW_KINDS.items() if kind.is_hidden_state}
     hidden_state = sum(field_bytes(field) for field in schema.row if field.name in is_hidden)
     return HandoffBytes(
-        target_kv=num_pages * pool_page_bytes(schema.target, schema.page_size),
-        draft_kv=num_pages * pool_page_bytes(schema.draft, schema.page_size) if schema.draft is not None else 0,
+        target_kv=kv_bytes[0],
+        draft_kv=sum(kv_bytes[1:]),
         hidden_state=hidden_state,
         rest_of_row=row_bytes(schema) - hidden_state,
     )
@@ -221,6 +211,8 @@ def describe(schema: HandoffSchema) -> str:
 
 def pool_words(pool: PoolLayout) -> str:
     """Return a pool's layout in words."""
+    if pool.planes:
+        return f"{pool.num_layers} layers x ({planes_words(pool.planes)})"
     return f"{pool.num_layers} layers x {pool.num_kv_heads} kv heads x {pool.head_dim} {pool.dtype}"
 
 
@@ -281,7 +273,10 @@ def _flat(schema: HandoffSchema) -> dict[str, Any]:
     }
     for name, pool in (("target", schema.target), ("draft", schema.draft)):
         if pool is not None:
-            flat |= {f"{name}.{key}": value for key, value in msgspec.structs.asdict(pool).items()}
+            fields = msgspec.structs.asdict(pool)
+            del fields["planes"]
+            flat |= {f"{name}.{key}": value for key, value in fields.items()}
+            flat |= {f"{name}.plane {index}": plane_words(plane) for index, plane in enumerate(pool.planes)}
     if schema.frozen_layers:
         flat["frozen_layers"] = layer_words(schema.frozen_layers)
     flat["row order"] = " ".join(field.name for field in schema.row)

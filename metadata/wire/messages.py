@@ -244,14 +244,14 @@ class Offer(Message, frozen=True, tag="offer"):
     indices: Ids  # index of each page in the ticket
     pages: Ids  # its number in the prefill node's pools
     generations: Generations  # how often the page had been allocated
-    checksums: Annotated[bytes, Meta(max_length=DATA_FRAME_BYTES)]  # uint64 by (page, pool, layer, K|V, kv head)
+    checksums: Annotated[bytes, Meta(max_length=DATA_FRAME_BYTES)]  # uint64 by (page, pool, layer, plane, head)
     row: Annotated[bytes, Meta(max_length=1 << 24)] | None = None
     row_checksum: Count = 0
 
 
 class Pages(Message, frozen=True, tag="pages"):
-    """Answer to Pull, followed by one raw frame. Each page holds the target's [num_layers, 2, num_kv_heads, page_size,
-    head_dim] and then the draft's."""
+    """Answer to Pull, followed by one raw frame. Each page holds the target's [num_layers, page_layer_bytes] and then
+    the draft's (metadata/handoff/kv_layout.py)."""
 
     unit: Unit
     indices: Ids

@@ -14,13 +14,30 @@ MAX_FROZEN_LAYERS = 256
 Role = Literal["prefill", "decode"]
 
 
-class PoolLayout(Message, frozen=True):
-    """Layout of one KV pool. A page is [num_layers, 2, num_kv_heads, page_size, head_dim] of dtype."""
+class KvPlane(Message, frozen=True):
+    """One plane of a page: the keys, values or latents of its heads (metadata/handoff/kv_layout.py)."""
+
+    name: Name
+    num_heads: Index
+    head_dim: Index  # elements per token of a head
+    dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
+    extra_bytes: Annotated[int, Meta(ge=0, le=4096)] = 0  # per token of a head, such as a scale
+    alignment: Literal[1, 2, 4, 8, 16, 32, 64, 128, 256] = 1  # of its blocks, bytes
+
+
+class PoolLayout(Message, frozen=True, omit_defaults=True):
+    """Layout of one KV pool. A page has K and V, [num_layers, 2, num_kv_heads, page_size, head_dim] of dtype.
+
+    If `planes` are listed, a page has these instead. Then num_kv_heads and head_dim are 0, and dtype is that of the
+    values as attention takes them (metadata/handoff/kv_layout.py: pool_of). A pool without them has the same bytes on
+    the wire in every protocol.
+    """
 
     num_layers: Index
     num_kv_heads: Index
     head_dim: Index
     dtype: Literal["float32", "bfloat16", "float16"]
+    planes: Annotated[tuple[KvPlane, ...], Meta(max_length=8), Since(6)] = ()
 
 
 class RowField(Message, frozen=True):

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 from aiohttp import web
 
 from ...metadata.errors import RequestError
+from ...metadata.handoff.kv_layout import KvLayout
 from ...metadata.handoff.schema import (
     ROW_KINDS,
     RowKind,
@@ -15,7 +16,6 @@ from ...metadata.handoff.schema import (
     handoff_bytes,
     layer_words,
     page_bytes,
-    pool_page_bytes,
     pool_words,
     row_bytes,
 )
@@ -105,7 +105,9 @@ def _page_words(schema: HandoffSchema) -> list[str]:
 
 
 def _pool_words(pool: PoolLayout | None, page_size: int) -> str:
-    return "none" if pool is None else f"{pool_words(pool)}, {pool_page_bytes(pool, page_size):,} bytes per page"
+    if pool is None:
+        return "none"
+    return f"{pool_words(pool)}, {KvLayout.of(pool, page_size).page_bytes:,} bytes per page"
 
 
 def _field_words(field: HandoffField) -> str:

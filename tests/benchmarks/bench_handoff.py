@@ -28,7 +28,7 @@ from bench_tables import heading, tables
 from baton.metadata.handoff.client import HandoffClient
 from baton.metadata.handoff.endpoint import Endpoint
 from baton.metadata.handoff.memory import PageMemory
-from baton.metadata.handoff.schema import block_bytes, make_schema, page_bytes, page_layer_bytes, row_bytes
+from baton.metadata.handoff.schema import kv_layouts, make_schema, page_bytes, row_bytes
 from baton.metadata.handoff.server import HandoffServer
 from baton.metadata.handoff.tickets import TicketEnded
 from baton.metadata.handoff.transfer import Arrived
@@ -55,10 +55,8 @@ CELLS = [Cell(transport, has_digest) for transport in ("local", "zmq") for has_d
 
 
 def make_memory(schema: HandoffSchema, num_pages: int) -> PageMemory:
-    layout = schema.target
-    memory = PageMemory(
-        layout.num_layers, num_pages + 1, page_layer_bytes(layout, PAGE_SIZE), block_bytes(layout, PAGE_SIZE)
-    )
+    [layout] = kv_layouts(schema)
+    memory = PageMemory(layout, num_pages + 1)
     memory.pages[:] = np.random.default_rng(0).integers(0, 256, memory.pages.shape[2], np.uint8)
     return memory
 

@@ -92,7 +92,9 @@ def test_checksums_of_device_and_reference_agree() -> None:
     pool, memory, kvs = make_pool(SCHEMA, NUM_PAGES, seed=3)
     pages = [4, 199, 1]
     expected = [
-        page_checksums_ref(kv.cpu().view(torch.int32), torch.tensor(pages), each.block_bytes // 4)
+        page_checksums_ref(
+            kv.cpu().view(torch.int32), torch.tensor(pages), each.layout.runs[0].block_bytes // 4
+        ).flatten(1)
         for kv, each in zip(kvs, memory, strict=True)
     ]
     assert pool.digest(pages) == [row.tobytes() for row in torch.cat(expected, dim=1).numpy()]

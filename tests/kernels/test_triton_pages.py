@@ -24,8 +24,8 @@ def make_pool(num_layers: int, num_pages: int, page_words: int, seed: int = 0) -
 
 
 def checksums(pool: torch.Tensor, pages: torch.Tensor, block_words: int) -> torch.Tensor:
-    num_blocks = pool.shape[0] * pool.shape[2] // block_words
-    sums = torch.empty((pages.shape[0], num_blocks), dtype=torch.int64, device=DEVICE)
+    shape = (pages.shape[0], pool.shape[0], pool.shape[2] // block_words)
+    sums = torch.empty(shape, dtype=torch.int64, device=DEVICE)
     triton_pages.page_checksums(pool, pages, block_words, sums)
     return sums
 
@@ -55,7 +55,7 @@ def test_nothing_to_gather_launches_nothing() -> None:
     before = pool.clone()
     triton_pages.gather_pages(make_pool(1, 2, 4, seed=1), pool, numbers(), numbers())
     assert torch.equal(pool, before)
-    assert checksums(pool, numbers(), 2).shape == (0, 2)
+    assert checksums(pool, numbers(), 2).shape == (0, 1, 2)
 
 
 @pytest.mark.parametrize("few", [0, 1 << 30], ids=["many", "few"])  # programs below which pages are few
@@ -72,6 +72,20 @@ def test_checksums_equal_the_reference(
     sums = checksums(pool, pages, block_words)
     assert torch.equal(sums, page_checksums_ref(pool, pages, block_words))
     assert sums.unique().numel() == sums.numel() == 2 * shape[0] * shape[2] // block_words
+
+
+def test_blocks_of_two_sizes_are_digested_in_two_launches() -> None:
+    """The blocks of a size are a range of each page's words, and their checksums are a range of each layer's."""
+    pool, pages = make_pool(3, 4, 3 * 5 + 2 * 7), numbers(2, 0, 3)
+    sums = torch.full((3, 3, 3 + 2), -1, dtype=torch.int64, device=DEVICE)
+    triton_pages.page_checksums(pool[:, :, :15], pages, 5, sums[:, :, :3])
+    assert bool((sums[:, :, 3:] == -1).all())
+    triton_pages.page_checksums(pool[:, :, 15:], pages, 7, sums[:, :, 3:])
+    expected = [
+        page_checksums_ref(pool[:, :, :15].clone(), pages, 5),
+        page_checksums_ref(pool[:, :, 15:].clone(), pages, 7),
+    ]
+    assert torch.equal(sums, torch.cat(expected, dim=2))
 
 
 def test_the_reference_is_the_formula() -> None:
@@ -95,8 +109,8 @@ def test_every_changed_bit_and_swapped_word_shows() -> None:
     pool[0, :, 0] = 0x5A5A5A5A
     for bit in range(32):
         pool[0, bit, 0] ^= -(2**31) if bit == 31 else 1 << bit
-    sums = checksums(pool, torch.arange(40, dtype=torch.int32, device=DEVICE), 1)[:, 0]
+    sums = checksums(pool, torch.arange(40, dtype=torch.int32, device=DEVICE), 1)[:, 0, 0]
     assert sums[:32].unique().numel() == 32 and sums[32] not in sums[:32]
     pair = numbers(1, 2, 2, 1, 0, 0, 1, 2).view(1, 4, 2)
-    first, second, third, fourth = checksums(pair, numbers(0, 1, 2, 3), 2)[:, 0].tolist()
+    first, second, third, fourth = checksums(pair, numbers(0, 1, 2, 3), 2)[:, 0, 0].tolist()
     assert first == fourth and len({first, second, third}) == 3

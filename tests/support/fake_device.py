@@ -58,7 +58,7 @@ class View:
     def __init__(self, device: FakeDevice, place: int) -> None:
         self.device, self.memory = device, device.memory[place]
         self.pages, self.generations = device.pools[place], self.memory.generations
-        self.num_layers, self.page_layer_bytes = self.memory.num_layers, self.memory.page_layer_bytes
+        self.layout, self.page_bytes = self.memory.layout, self.memory.page_bytes
 
     def close(self) -> None:
         self.memory.close()
@@ -150,12 +150,15 @@ class FakeDevice:
         if not self.has_checksums:
             return [b""] * len(pages)
         index = torch.tensor(list(pages))
-        words = [torch.from_numpy(pool).view(torch.int32) for pool in self.pools]
-        sums = [
-            page_checksums_ref(pool, index, memory.block_bytes // 4)
-            for pool, memory in zip(words, self.memory, strict=True)
-        ]
-        return [row.tobytes() for row in torch.cat(sums, dim=1).numpy().astype("<i8")]
+        pools: list[torch.Tensor] = []
+        for pool, memory in zip(self.pools, self.memory, strict=True):
+            words = torch.from_numpy(pool).view(torch.int32)
+            runs = memory.layout.runs
+            sums = [
+                page_checksums_ref(words[:, :, r.offset // 4 : r.end // 4], index, r.block_bytes // 4) for r in runs
+            ]
+            pools.append(torch.cat(sums, dim=2).flatten(1))
+        return [row.tobytes() for row in torch.cat(pools, dim=1).numpy().astype("<i8")]
 
     def _allocate(self, shape: tuple[int, ...]) -> None:
         size = max(1, int(np.prod(shape)))

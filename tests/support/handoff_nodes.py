@@ -15,7 +15,7 @@ import zmq
 from baton.metadata.handoff.client import ANSWER_S, HandoffClient
 from baton.metadata.handoff.endpoint import Endpoint
 from baton.metadata.handoff.memory import PageMemory
-from baton.metadata.handoff.schema import block_bytes, make_schema, on_gpu, page_layer_bytes, pools, row_bytes
+from baton.metadata.handoff.schema import kv_layouts, make_schema, on_gpu, row_bytes
 from baton.metadata.handoff.server import HandoffServer
 from baton.metadata.wire.data_link import CudaWelcome, LinkWelcome
 from baton.metadata.wire.node_info import HandoffSchema, Peer, PoolLayout
@@ -40,9 +40,8 @@ def make_memory(schema: HandoffSchema, num_pages: int, seed: int | None = None) 
     """Return one pool per layout of the schema, with random bytes if there is a seed, otherwise with zeros."""
     rng = np.random.default_rng(seed)
     memory: list[PageMemory] = []
-    for layout in pools(schema):
-        plb = page_layer_bytes(layout, schema.page_size)
-        pool = PageMemory(layout.num_layers, num_pages, plb, block_bytes(layout, schema.page_size))
+    for layout in kv_layouts(schema):
+        pool = PageMemory(layout, num_pages)
         if seed is not None:
             pool.pages[:] = rng.integers(0, 256, pool.pages.shape, np.uint8)
         memory.append(pool)

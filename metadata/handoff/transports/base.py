@@ -78,7 +78,7 @@ class Transport(ABC):
 
     def __init__(self, memory: Sequence[PageMemory]) -> None:
         self.memory = tuple(memory)
-        self.page_bytes = sum(pool.num_layers * pool.page_layer_bytes for pool in self.memory)
+        self.page_bytes = sum(pool.page_bytes for pool in self.memory)
         self._queue: deque[Move] = deque()
 
     # --- the prefill node's side -----------------------------------------------------------------------------------

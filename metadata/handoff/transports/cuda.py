@@ -100,14 +100,7 @@ class CudaTransport(Transport):
                     f"{len(welcome.pools.sizes)} pools and {len(descriptors)} descriptors on the peer's GPU, "
                     f"{len(memory)} pools on ours"
                 )
-            peer = PeerMemory(
-                welcome.pid,
-                welcome.fds[0],
-                welcome.sizes[0],
-                num_layers=memory[0].num_layers,
-                num_pages=welcome.num_pages,
-                page_layer_bytes=memory[0].page_layer_bytes,
-            )
+            peer = PeerMemory(welcome.pid, welcome.fds[0], welcome.sizes[0], memory[0].layout, welcome.num_pages)
             undo.callback(peer.close)
             pools = device.map(descriptors, welcome.pools.sizes, welcome.num_pages)
             undo.pop_all()

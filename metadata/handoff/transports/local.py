@@ -54,14 +54,7 @@ class LocalTransport(Transport):
         with contextlib.ExitStack() as undo:
             peers: list[PeerMemory] = []
             for pool, fd, size in zip(memory, welcome.fds, welcome.sizes, strict=True):
-                peer = PeerMemory(
-                    welcome.pid,
-                    fd,
-                    size,
-                    num_layers=pool.num_layers,
-                    num_pages=welcome.num_pages,
-                    page_layer_bytes=pool.page_layer_bytes,
-                )
+                peer = PeerMemory(welcome.pid, fd, size, pool.layout, welcome.num_pages)
                 undo.callback(peer.close)
                 peers.append(peer)
             undo.pop_all()

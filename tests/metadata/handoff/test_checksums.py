@@ -8,7 +8,7 @@ import xxhash
 from handoff_nodes import DRAFT_SCHEMA, SCHEMA, make_memory
 
 from baton.metadata.handoff.checksums import first_difference, page_checksums, row_checksum
-from baton.metadata.handoff.schema import block_bytes, blocks_per_page, pools
+from baton.metadata.handoff.schema import blocks_per_page, pools
 
 
 @pytest.mark.parametrize("schema", [SCHEMA, DRAFT_SCHEMA], ids=["target", "target+draft"])
@@ -16,7 +16,7 @@ def test_every_block_has_its_own_checksum_in_wire_order(schema):
     memory = make_memory(schema, 4, seed=3)
     expected = []
     for pool, layout in zip(memory, pools(schema), strict=True):
-        size = block_bytes(layout, schema.page_size)
+        size = schema.page_size * layout.head_dim * {"float32": 4, "bfloat16": 2}[layout.dtype]
         for layer in range(layout.num_layers):
             blocks = pool.pages[layer, 2].reshape(2, layout.num_kv_heads, size)
             expected += [xxhash.xxh3_64_intdigest(blocks[kv, h]) for kv in (0, 1) for h in range(layout.num_kv_heads)]
@@ -31,9 +31,10 @@ def test_any_flipped_bit_is_found_in_its_block():
     assert first_difference(page_checksums(memory, 1), before) is None
     block = 0
     for pool in memory:
-        for layer in range(pool.num_layers):
-            for start in range(0, pool.page_layer_bytes, pool.block_bytes):
-                for at in (start, start + pool.block_bytes - 1):
+        [run] = pool.layout.runs
+        for layer in range(pool.layout.num_layers):
+            for start in range(0, run.end, run.block_bytes):
+                for at in (start, start + run.block_bytes - 1):
                     pool.pages[layer, 1, at] ^= 1
                     assert first_difference(page_checksums(memory, 1), before) == block
                     pool.pages[layer, 1, at] ^= 1

@@ -103,7 +103,7 @@ def test_pages_are_pulled_as_they_are_offered_and_the_ticket_ends(nodes, way, sc
     assert same_pages(pair.target, [9, 4, 7], pair.source, [5, 3, 8])
     (arrived,) = named(events, Arrived)
     assert (arrived.unit, arrived.row, arrived.num_pages) == (unit(), make_row(schema), 3)
-    assert arrived.num_bytes == sum(p.num_layers * p.page_layer_bytes for p in pair.source) * 3
+    assert arrived.num_bytes == sum(p.layout.page_bytes for p in pair.source) * 3
     assert 0 < arrived.transfer_s < 5
     assert named(events, TicketEnded) == [TicketEnded(unit(), "acked")]
     assert not pair.server.tickets() and not pair.client.tickets()

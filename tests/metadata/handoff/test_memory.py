@@ -13,20 +13,22 @@ import pytest
 import torch
 
 from baton.metadata.errors import ConfigError, TransferError
+from baton.metadata.handoff.kv_layout import KvLayout
 from baton.metadata.handoff.memory import F_SEAL_FUTURE_WRITE, PageMemory, PeerMemory, map_readonly, memory_size
+from baton.metadata.wire.node_info import PoolLayout
 
-SHAPE = {"num_layers": 2, "num_pages": 5, "page_layer_bytes": 2 * 2 * 4 * 8 * 4}
+LAYOUT = KvLayout.of(PoolLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32"), 4)
 
 
 @pytest.fixture
 def pool():
-    memory = PageMemory(**SHAPE, block_bytes=4 * 8 * 4)
+    memory = PageMemory(LAYOUT, 5)
     yield memory
     memory.close()
 
 
 def test_the_engines_tensor_is_a_view_of_it(pool):
-    kv = torch.from_numpy(pool.pages).view(torch.float32).view(2, 5, 2, 2, 4, 8)
+    kv = torch.from_numpy(pool.pages).view(torch.float32).view(LAYOUT.stacked_shape(5))
     kv[1, 3, 0, 1] = 2.5
     block = pool.pages[1, 3].view(np.float32).reshape(2, 2, 4, 8)[0, 1]
     assert np.all(block == 2.5) and int((pool.pages != 0).any(axis=2).sum()) == 1
@@ -34,7 +36,7 @@ def test_the_engines_tensor_is_a_view_of_it(pool):
 
 def test_a_peer_sees_later_writes_of_the_owner(pool):
     assert pool.is_shared and pool.fd is not None
-    peer = PeerMemory(os.getpid(), pool.fd, pool.size, **SHAPE)
+    peer = PeerMemory(os.getpid(), pool.fd, pool.size, LAYOUT, 5)
     pool.pages[1, 4] = 7
     pool.generations[4] = 99
     assert np.all(peer.pages[1, 4] == 7) and peer.generations[4] == 99
@@ -122,7 +124,7 @@ def test_a_mapping_leaves_no_descriptor_behind(pool):
 def test_a_size_that_does_not_fit_the_layout_is_refused_before_mapping(pool):
     assert pool.fd is not None
     with pytest.raises(TransferError, match="6 pages"):
-        PeerMemory(os.getpid(), pool.fd, pool.size, **(SHAPE | {"num_pages": 6}))
+        PeerMemory(os.getpid(), pool.fd, pool.size, LAYOUT, 6)
 
 
 def test_without_memfd_the_pool_is_anonymous_and_says_so(monkeypatch, caplog):
@@ -130,22 +132,22 @@ def test_without_memfd_the_pool_is_anonymous_and_says_so(monkeypatch, caplog):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(os, "memfd_create", refuse)
-    memory = PageMemory(**SHAPE, block_bytes=128)
+    memory = PageMemory(LAYOUT, 5)
     assert not memory.is_shared and "Function not implemented" in caplog.text
     memory.pages[0, 1] = 3
-    assert memory.pages.shape == (2, 5, 512) and memory.size == memory_size(**SHAPE)
+    assert memory.pages.shape == (2, 5, 512) and memory.size == memory_size(LAYOUT, 5)
     memory.close()
 
 
 def test_without_the_seals_the_pool_is_anonymous(monkeypatch, caplog):
     monkeypatch.setattr("baton.metadata.handoff.memory._OWNER_SEALS", 1 << 20)  # a seal this kernel does not know
-    memory = PageMemory(**SHAPE, block_bytes=128)
+    memory = PageMemory(LAYOUT, 5)
     assert not memory.is_shared and "no shared memory" in caplog.text
     memory.close()
 
 
 def test_closing_with_a_tensor_alive_keeps_the_tensor_good(pool):
-    memory = PageMemory(**SHAPE, block_bytes=128)
+    memory = PageMemory(LAYOUT, 5)
     kv = torch.from_numpy(memory.pages)
     memory.close()
     kv.fill_(5)
@@ -154,4 +156,4 @@ def test_closing_with_a_tensor_alive_keeps_the_tensor_good(pool):
 
 def test_more_pages_than_the_machine_has_memory_for_is_a_plain_error():
     with pytest.raises(ConfigError, match="--num-pages"):
-        PageMemory(2, 10**12, 512, 128)
+        PageMemory(LAYOUT, 10**12)

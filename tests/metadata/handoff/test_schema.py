@@ -16,18 +16,16 @@ from baton.metadata.handoff.schema import (
     FIRST_TOKEN,
     GPU_CHECKSUM,
     ROW_KINDS,
-    block_bytes,
     blocks_per_page,
     describe,
     differences,
     digest,
     field_bytes,
     handoff_bytes,
+    kv_layouts,
     make_schema,
     on_gpu,
     page_bytes,
-    page_layer_bytes,
-    pool_page_bytes,
     pools,
     row_bytes,
     wire_name,
@@ -82,7 +80,7 @@ def test_mtp_hands_over_n_minus_one_target_rows_and_looks_n_tokens_ahead(num_lay
 
 def test_the_sizes_of_pages_blocks_and_rows_follow_from_the_schema():
     plain, both = make_schema(TARGET, None, 16), make_schema(TARGET, DRAFT, 16, "standalone")
-    assert page_layer_bytes(TARGET, 16) == 2 * 4 * 16 * 32 * 4
+    assert [layout.page_layer_bytes for layout in kv_layouts(both)] == [2 * 4 * 16 * 32 * 4, 2 * 2 * 16 * 16 * 2]
     assert page_bytes(plain) == 8 * 16384
     assert page_bytes(both) == 8 * 16384 + 2 * 2 * 16 * 16 * 2
     assert (blocks_per_page(plain), blocks_per_page(both)) == (8 * 2 * 4, 8 * 2 * 4 + 2 * 2)
@@ -95,12 +93,6 @@ def test_a_field_takes_the_bytes_of_its_numbers(dtype, num_bytes):
     field = FIRST_TOKEN.field(dtype, 7)
     assert field == RowField(name="first_token", dtype=dtype, width=7)
     assert field_bytes(field) == 7 * num_bytes
-
-
-def test_a_block_is_one_head_of_a_page():
-    assert block_bytes(TARGET, 16) == 16 * 32 * 4 and block_bytes(DRAFT, 4) == 4 * 16 * 2
-    assert pool_page_bytes(TARGET, 16) == 8 * 2 * 4 * block_bytes(TARGET, 16)
-    assert pool_page_bytes(DRAFT, 4) == 1 * 2 * 2 * block_bytes(DRAFT, 4)
 
 
 def test_pools_are_the_target_and_then_the_draft():
