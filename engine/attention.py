@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from ..kernels import cpu, gpu, prompt_attention
+from ..kernels import prompt_attention
 from ..kernels.attention import AttentionPlan, clear_fresh_pages, paged_attention, store_kv
 from ..kernels.norm import rms_norm
+from ..kernels.operations import captures, reads_pages
+from ..kernels.paged_rows import PagedRows, attend
 from ..kernels.rotary import apply_rotary_
 from .batch import ForwardBatch, upload
 from .model_config import ModelConfig
@@ -56,12 +58,12 @@ def begin_attention(
     shape = (config.num_layers, 2, config.num_kv_heads, batch.page_size, config.head_dim)
     assert (kv.shape[0], *kv.shape[2:]) == shape, (kv.shape, shape)
     cos_sin = rotary(batch.positions, kv.dtype)
-    if gpu.compiled(kv):
+    if captures(kv.device):
         prompts = Prompts.of(batch, kv) if set(config.sliding_window) == {None} else None
         return _TritonAttention(config, triton_plan(batch), prompts, kv.unbind(0), *cos_sin)
     is_short = batch.tree is not None or max(batch.query_lens) <= _MAX_COMPILED_QUERY_LEN
-    if is_short and cpu.compiled(kv):
-        rows = cpu.PagedRows.build(
+    if is_short and reads_pages(kv.device, kv.dtype):
+        rows = PagedRows.build(
             cos_sin, batch.block_table, batch.query_lens, batch.seq_lens, batch.positions, batch.tree
         )
         return _CompiledAttention(config, rows, kv.numpy())
@@ -73,11 +75,11 @@ def begin_attention(
 @dataclass(frozen=True, slots=True, eq=False)
 class _CompiledAttention:
     config: ModelConfig
-    rows: cpu.PagedRows
+    rows: PagedRows
     kv: np.ndarray  # [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim] float32
 
     def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
-        return cpu.attend(qkv, self.kv, index, self.rows, window, norms, self.config.rms_norm_eps)
+        return attend(qkv, self.kv, index, self.rows, window, norms, self.config.rms_norm_eps)
 
 
 def triton_plan(batch: ForwardBatch, *, is_stored: bool = False) -> Plan:

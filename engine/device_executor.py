@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels import gpu
+from ..kernels.copies import copy_numbers_
+from ..kernels.operations import captures
 from ..metadata.errors import OutOfMemory
 from ..metadata.handoff.buffers import MetadataBuffers, Sampled
 from ..metadata.wire.request import TokenLogprobs
@@ -100,7 +101,7 @@ class DeviceExecutor:
         """On CUDA, capture the graphs of all buckets for requests without filters and penalties, which `progress`
         counts; others are captured when they come. On a CPU, catch up once."""
         sizes = catch_up_sizes(self.shape) if self.keeps_missed_rows else ()
-        if gpu.compiled(self.engine.kv):
+        if captures(self.engine.device):
             shapes = [self.shape.with_steps(steps) for steps in self.shape.choices]
             shared = self.buckets.allocate_on_device(), self.slots.padding, torch.cuda.graph_pool_handle()
             with torch.inference_mode():
@@ -233,10 +234,8 @@ def _report(done: _UnderWay) -> Tokens:
 def _numbers_to_host(numbers: Tensor) -> Tensor:
     """Return a copy of what every round brings, as `to_host`. Every round is collected, so its memory stays until the
     copy is done."""
-    if not gpu.compiled(numbers):
+    if not captures(numbers.device):
         return to_host(numbers)
-    from ..kernels.triton_copies import copy_numbers_
-
     return copy_numbers_(torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda), numbers)
 
 

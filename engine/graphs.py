@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from ..kernels import gpu
+from ..kernels.operations import captures
 from ..metadata.wire.request import MAX_TOP_LOGPROBS
 from .capture import captured
 from .progress import Progress, tracked
@@ -47,7 +47,7 @@ def covering(needs: Needs) -> Needs:
 def graph_sizes(kv: torch.Tensor, max_running: int) -> list[int]:
     """Return the buckets worth a graph: powers of two and `max_running`; none if kernels would read values on the
     host."""
-    if not gpu.compiled(kv):
+    if not captures(kv.device):
         return []
     return sorted(
         {*(1 << power for power in range(max_running.bit_length()) if 1 << power <= max_running), max_running}

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.copies import copy_columns_
 from .copies import to_device
 
 _PER_SEQUENCE = 3  # columns of one number
@@ -78,6 +79,4 @@ class InputBlock(NamedTuple):
 
     def copy_(self, source: InputBlock) -> None:
         """Copy the columns in use from pinned memory to the device."""
-        from ..kernels.triton_copies import copy_columns_
-
         copy_columns_(self.block, source.block, source.num_used)

@@ -7,15 +7,8 @@ import os
 
 import torch
 
-from . import operations
-
 # Kernels of more rows take longer than their launch. Without a graph, such a launch also costs the host more.
 _MAX_DEPENDENT_ROWS = 512
-
-
-def compiled(tensor: torch.Tensor) -> bool:
-    """Return `operations.captures` of a tensor's device. New code asks that, or calls an operation."""
-    return operations.captures(tensor.device)
 
 
 def dependent_launch(num_rows: int) -> bool:

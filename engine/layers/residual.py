@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ...kernels.linear import sum_parts
 from ...kernels.norm import Norm, add_rms_norm_
 from ..products.linear import Linear
 
@@ -50,7 +51,5 @@ class Residual:
         """Return `hidden` with all that was added."""
         delta, self._delta = self._delta, None
         if delta is not None and delta.ndim == 3:
-            from ...kernels.triton_linear import sum_parts
-
             delta = sum_parts(delta, self.hidden.dtype)
         return self.hidden if delta is None else self.hidden.add_(delta)

@@ -18,9 +18,10 @@ from typing import NamedTuple
 
 import torch
 
-from ...kernels import cpu, gpu
 from ...kernels.attention import paged_attention
 from ...kernels.norm import rms_norm
+from ...kernels.operations import captures, reads_pages
+from ...kernels.paged_rows import attend_stored
 from ...kernels.rotary import apply_rotary_
 from ...metadata.errors import ConfigError, ModelError
 from ..attention import triton_plan
@@ -107,9 +108,9 @@ class FrozenKvHead:
 
     def _attention(self, batch: ForwardBatch, kv: torch.Tensor) -> Callable[[torch.Tensor, int], torch.Tensor]:
         """Return the function that attends queries [num_tokens, num_heads, head_dim] to a layer of the target."""
-        if cpu.compiled(kv):
-            return lambda q, layer: cpu.attend_stored(q, kv, layer, batch.block_table, batch.seq_lens)
-        if gpu.compiled(kv):
+        if reads_pages(kv.device, kv.dtype):
+            return lambda q, layer: attend_stored(q, kv, layer, batch.block_table, batch.seq_lens)
+        if captures(kv.device):
             from ...kernels.triton_attention import decode_attention
 
             on_gpu = triton_plan(batch, is_stored=True)

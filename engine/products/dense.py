@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels import gpu
+from ...kernels.linear import fuses, gated_linear, linear, linear_parts
 from ...kernels.norm import Norm
 from ...kernels.silu import silu_mul
 from .base import Product, WeightSource
@@ -33,31 +32,13 @@ class DenseProduct(Product):
         return cls(weight, bias, weight.shape[1], weight.shape[0])
 
     def __call__(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
-        if gpu.compiled(x):
-            from ...kernels.triton_linear import linear
-
-            return linear(x, self.weight, self.bias, norm=norm, residual=residual)
-        assert norm is None and residual is None, "nothing is fused here"
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, norm=norm, residual=residual)
 
     def parts(self, x: Tensor) -> Tensor:
-        if self.bias is not None or not gpu.compiled(x):
-            return self(x)
-        from ...kernels.triton_linear import linear_parts
-
-        return linear_parts(x, self.weight)
+        return linear_parts(x, self.weight) if self.bias is None else self(x)
 
     def gated(self, x: Tensor, *, norm: Norm | None = None) -> Tensor:
-        if gpu.compiled(x) and self.bias is None:
-            from ...kernels.triton_linear import gated_linear
-
-            return gated_linear(x, self.weight, norm=norm)
-        assert norm is None, "nothing is fused here"
-        return silu_mul(self(x))
+        return gated_linear(x, self.weight, norm=norm) if self.bias is None else silu_mul(self(x, norm=norm))
 
     def fuses(self, x: Tensor, *, is_gated: bool = False) -> bool:
-        if not gpu.compiled(x) or (is_gated and self.bias is not None):
-            return False
-        from ...kernels.triton_linear import fuses
-
-        return fuses(x, self.weight, is_gated=is_gated)
+        return not (is_gated and self.bias is not None) and fuses(x, self.weight, is_gated=is_gated)

@@ -16,7 +16,7 @@ from baton.engine.batch import ForwardBatch
 from baton.engine.model_config import ModelConfig
 from baton.engine.rope import RotaryEmbedding
 from baton.engine.work import BatchRow
-from baton.kernels import cpu, gpu
+from baton.kernels.operations import preferring
 
 pytestmark = pytest.mark.skipif(not triton_device.IS_INTERPRETED, reason="compares with the ways of a CPU")
 
@@ -44,16 +44,12 @@ def attend(config: ModelConfig, rows: list[BatchRow], norms: HeadNorms | None) -
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("has_norms", [True, False])
-def test_all_ways_agree(
-    rows: str, window: int | None, has_norms: bool, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ways_agree(rows: str, window: int | None, has_norms: bool, checkpoint: Checkpoint) -> None:
     config = ModelConfig.from_dir(checkpoint("mistral", sliding_window=window))
     norms = HeadNorms(torch.rand(config.head_dim), torch.rand(config.head_dim)) if has_norms else None
     ways = {}
-    for way, by_gpu, by_cpu in (("triton", True, False), ("numba", False, True), ("gathered", False, False)):
-        with monkeypatch.context() as patched:
-            patched.setattr(gpu, "compiled", lambda tensor, served=by_gpu: served)
-            patched.setattr(cpu, "compiled", lambda tensor, served=by_cpu: served)
+    for way, kind in (("triton", "triton"), ("numba", "numba"), ("gathered", "reference")):
+        with preferring(kind):
             ways[way] = attend(config, ROWS[rows], norms)
     used = sorted({page for row in ROWS[rows] for page in row.pages})
     for way in ("triton", "numba"):

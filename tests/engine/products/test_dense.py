@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,8 +12,9 @@ from triton_device import random
 pytest.importorskip("triton")
 
 from baton.engine.products.dense import DenseProduct
-from baton.kernels import gpu, triton_linear
+from baton.kernels import triton_linear
 from baton.kernels.norm import Norm, rms_norm_ref
+from baton.kernels.operations import preferring
 from baton.kernels.silu import silu_mul_ref
 
 OUT, IN = 96, 64
@@ -33,15 +36,24 @@ def test_float32_is_the_product_of_torch(has_bias: bool) -> None:
     assert (dense.out_size, dense.in_size) == (OUT, IN) and not dense.fuses(x)
 
 
-def choose(config: triton_linear.Config | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "compiled", lambda tensor: True)
-    table = {(OUT, IN): (config,) * len(triton_linear.ROW_CLASSES)}
-    monkeypatch.setattr(triton_linear, "TABLE", table)
-    monkeypatch.setattr(triton_linear, "GATED_TABLE", table)
+Choose = Callable[[triton_linear.Config], None]
 
 
-def test_a_kernel_norms_before_and_adds_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose(VECTOR, monkeypatch)
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Choose]:
+    """Return a function that has Triton serve all products, by one configuration."""
+
+    def chosen(config: triton_linear.Config) -> None:
+        table = {(OUT, IN): (config,) * len(triton_linear.ROW_CLASSES)}
+        monkeypatch.setattr(triton_linear, "TABLE", table)
+        monkeypatch.setattr(triton_linear, "GATED_TABLE", table)
+
+    with preferring("triton"):
+        yield chosen
+
+
+def test_a_kernel_norms_before_and_adds_after(choose: Choose) -> None:
+    choose(VECTOR)
     dense, x = product(torch.float16, has_bias=True), random(1, IN, dtype=torch.float16, seed=3)
     norm = Norm(random(IN, dtype=torch.float16, seed=4), 1e-5)
     residual = random(1, OUT, dtype=torch.float16, seed=5)
@@ -52,8 +64,8 @@ def test_a_kernel_norms_before_and_adds_after(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(out, expected, atol=1e-2, rtol=1e-2)
 
 
-def test_a_kernel_norms_before_and_gates_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose(VECTOR, monkeypatch)
+def test_a_kernel_norms_before_and_gates_after(choose: Choose) -> None:
+    choose(VECTOR)
     dense, x = product(torch.float16, has_bias=False), random(1, IN, dtype=torch.float16, seed=3)
     norm = Norm(random(IN, dtype=torch.float16, seed=4), 1e-5)
     assert dense.fuses(x, is_gated=True)
@@ -62,8 +74,8 @@ def test_a_kernel_norms_before_and_gates_after(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_parts_are_left_to_the_reader_unless_there_is_a_bias(has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    choose(PARTS, monkeypatch)
+def test_parts_are_left_to_the_reader_unless_there_is_a_bias(has_bias: bool, choose: Choose) -> None:
+    choose(PARTS)
     dense, x = product(torch.float16, has_bias=has_bias), random(3, IN, dtype=torch.float16, seed=3)
     expected, parts = F.linear(x, dense.weight, dense.bias), dense.parts(x)
     assert parts.ndim == (2 if has_bias else 3) and not dense.fuses(x)
