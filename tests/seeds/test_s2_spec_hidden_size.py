@@ -167,7 +167,7 @@ def test_the_last_column_arrives_beside_the_scores_of_a_tree(
     kind: str, checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make_pair(*target_and_head(checkpoint, 4, tmp_path, kind, draft_topk=2))
-    assert "topk_score" in {field.name for field in pair.decode.engine.schema.row}
+    assert "topk_score" in {field.name for field in pair.decode.executor.engine.schema.row}
     check_canaries(monkeypatch, pair, SIZE * 4)
     pair.check_books()
 
