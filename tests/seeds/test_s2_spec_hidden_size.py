@@ -130,7 +130,7 @@ def check_canaries(
         return draft
 
     monkeypatch.setattr("baton.engine.prompts.set_draft", mark)
-    monkeypatch.setattr("baton.decode_node.node.get_draft", read)
+    monkeypatch.setattr("baton.engine.device_executor.get_draft", read)
     pair.submit("r", [7, 3, 11, 5, 9], params(6, temperature=1.0, seed=3), n=3)
     pair.submit("q", [4] * 9, params(6))
     results = pair.run()
