@@ -130,7 +130,7 @@ def check_canaries(
         return draft
 
     monkeypatch.setattr("baton.engine.prompts.set_draft", mark)
-    monkeypatch.setattr("baton.decode_node.node.get_draft", read)
+    monkeypatch.setattr("baton.engine.device_executor.get_draft", read)
     pair.submit("r", [7, 3, 11, 5, 9], params(6, temperature=1.0, seed=3), n=3)
     pair.submit("q", [4] * 9, params(6))
     results = pair.run()
@@ -167,7 +167,7 @@ def test_the_last_column_arrives_beside_the_scores_of_a_tree(
     kind: str, checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make_pair(*target_and_head(checkpoint, 4, tmp_path, kind, draft_topk=2))
-    assert "topk_score" in {field.name for field in pair.decode.engine.schema.row}
+    assert "topk_score" in {field.name for field in pair.decode.executor.engine.schema.row}
     check_canaries(monkeypatch, pair, SIZE * 4)
     pair.check_books()
 
