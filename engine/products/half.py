@@ -6,7 +6,6 @@ come from 16 bits, and float16 must hold it. Products and sums stay float32.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -25,6 +24,7 @@ _TOLERANCE = 2.0**-22
 class HalfProduct(Product):
     """Holds weight and bias in FBGEMM's own form."""
 
+    multiply: Callable[[Tensor, Any], Tensor]
     packed: Any  # a torch.ScriptObject
     in_size: int
     out_size: int
@@ -38,11 +38,11 @@ class HalfProduct(Product):
             return None
         with torch.inference_mode(False):
             packed = torch.ops.quantized.linear_prepack_fp16(weight, source.bias)
-        return cls(packed, weight.shape[1], weight.shape[0])
+        return cls(_product(), packed, weight.shape[1], weight.shape[0])
 
     def __call__(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         assert norm is None and residual is None, "nothing is fused here"
-        return _product()(x, self.packed)
+        return self.multiply(x, self.packed)
 
 
 def fits_half(weight: Tensor) -> bool:
@@ -52,7 +52,6 @@ def fits_half(weight: Tensor) -> bool:
     return bool(error <= _TOLERANCE * torch.linalg.vector_norm(weight))  # an overflow makes error infinite or NaN
 
 
-@functools.cache
 def _product() -> Callable[[Tensor, Any], Tensor]:
     """Return FBGEMM's product without torch's search for fake arguments, which takes a good part of a small product."""
     overload = torch.ops.quantized.linear_dynamic_fp16.default

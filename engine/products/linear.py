@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from ...kernels.norm import Norm
@@ -12,11 +10,15 @@ from .dense import DenseProduct
 from .registry import choose
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Linear:
-    """Owns one product. The methods are those of `Product`."""
+    """Owns one product. `parts`, `gated` and `fuses` are the product's own methods, so that they cost no second call:
+    small steps on a CPU notice it."""
 
-    product: Product
+    __slots__ = ("fuses", "gated", "parts", "product")
+
+    def __init__(self, product: Product) -> None:
+        self.product = product
+        self.parts, self.gated, self.fuses = product.parts, product.gated, product.fuses
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -39,18 +41,6 @@ class Linear:
     def __call__(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         """Return the product, [num_rows, in_size] -> [num_rows, out_size]; `norm` and `residual` only if it `fuses`."""
         return self.product(x, norm=norm, residual=residual)
-
-    def parts(self, x: Tensor) -> Tensor:
-        """Return the product [num_rows, out_size], or float32 summands of it, [num_parts, num_rows, out_size]."""
-        return self.product.parts(x)
-
-    def gated(self, x: Tensor, *, norm: Norm | None = None) -> Tensor:
-        """Return `silu_mul` of the product, [num_rows, out_size / 2]; `norm` only if the product `fuses`."""
-        return self.product.gated(x, norm=norm)
-
-    def fuses(self, x: Tensor, *, is_gated: bool = False) -> bool:
-        """Return whether one kernel norms x, multiplies, and adds to a residual (`is_gated`: or gates)."""
-        return self.product.fuses(x, is_gated=is_gated)
 
 
 class _GivenWeight(WeightSource):
