@@ -67,7 +67,7 @@ UNTESTED = [
     (_NEXT, "engine", "model_card round_inputs sampling_state slots step_times stopping"),
     (_NEXT, "engine/drafters", "base choice frozen_kv mtp_layers shifted standalone"),
     (_NEXT, "engine/models", "frozen_kv heads hyper_eagle hyper_llama llama mtp registry tensors"),
-    (_NEXT, "kernels", "advance gpu pages rotary rows silu tree_types trees triton_advance"),
+    (_NEXT, "kernels", "advance pages rotary rows silu tree_types trees triton_advance"),
     (
         _NEXT,
         "kernels",

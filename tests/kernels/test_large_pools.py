@@ -16,8 +16,8 @@ pytest.importorskip("numba")
 
 from baton.kernels.attention import AttentionPlan, paged_attention, paged_attention_ref
 from baton.kernels.operations import preferring
-from baton.kernels.pages import gather_pages_ref, page_checksums, page_checksums_ref
 from baton.kernels.paged_rows import PagedRows, attend, attend_stored
+from baton.kernels.pages import gather_pages_ref, page_checksums, page_checksums_ref
 from baton.kernels.trees import move_slots_, move_slots_ref_
 from baton.kernels.triton_attention import Plan, decode_attention
 from baton.kernels.triton_extend import extend_attention
