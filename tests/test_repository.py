@@ -67,11 +67,11 @@ UNTESTED = [
     (_NEXT, "engine", "model_card round_inputs sampling_state slots step_times stopping"),
     (_NEXT, "engine/drafters", "base choice frozen_kv mtp_layers shifted standalone"),
     (_NEXT, "engine/models", "frozen_kv heads hyper_eagle hyper_llama llama mtp registry tensors"),
-    (_NEXT, "kernels", "advance pages rotary rows silu tree_types trees triton_advance"),
+    (_NEXT, "kernels", "pages tree_types trees"),
     (
         _NEXT,
         "kernels",
-        "triton_extend triton_noise triton_rotary triton_softmax triton_store triton_vector triton_visibility",
+        "triton_extend triton_softmax triton_store triton_vector triton_visibility",
     ),
 ]
 
