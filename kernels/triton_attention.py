@@ -295,7 +295,7 @@ def _decode_kernel(
             sums, total, highest = _weighted(
                 q, k_ptrs, table_ptr, visible_ptrs, positions_ptr, its_pages, begin, end, last_seen, lowest, first_new,
                 seq * query_len, tree_start, num_words, scale, True,
-                IS_TREE, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, BLOCK_M, BLOCK_D,
+                IS_TREE, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, BLOCK_M, FEW_KEYS, BLOCK_D,
             )  # fmt: skip
 
     if DEPENDENT:
