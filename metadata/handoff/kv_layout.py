@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 from ..errors import ConfigError
 from ..wire.node_info import KvPlane, PoolLayout
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int32": 4, "int64": 8}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1, "int32": 4, "int64": 8}
 
 
 class Shard(NamedTuple):
@@ -66,7 +66,7 @@ class PlaneView(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
-    dtype: str  # a name of DTYPE_BYTES, or uint8
+    dtype: str  # a name of DTYPE_BYTES
 
 
 @dataclass(frozen=True)  # without slots, because it keeps derived sizes: messages and pages ask for them
@@ -86,7 +86,7 @@ class KvLayout:
 
     @cached_property
     def alignment(self) -> int:
-        """A number of bytes; every block begins at a multiple of it. The largest alignment or element of a plane."""
+        """Every block begins at a multiple of this many bytes: the largest alignment or element of a plane."""
         return max(max(plane.alignment, DTYPE_BYTES[plane.dtype]) for plane in self.planes)
 
     def block_bytes(self, plane: KvPlane) -> int:
@@ -173,7 +173,7 @@ class KvLayout:
         return -(-size // self.alignment) * self.alignment
 
     def _view(self, plane: KvPlane, num_pages: int, offset: int, width: int, dtype: str) -> PlaneView:
-        item, page = DTYPE_BYTES.get(dtype, 1), self.page_layer_bytes
+        item, page = DTYPE_BYTES[dtype], self.page_layer_bytes
         return PlaneView(
             shape=(self.num_layers, num_pages, plane.num_heads, self.page_size, width),
             strides=(num_pages * page, page, self.block_bytes(plane), width * item, item),
