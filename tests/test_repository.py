@@ -89,7 +89,7 @@ TESTS_OF_SEVERAL = [
     (_EVERY_ROUTE, "router/http", "fuzz_http"),
     (_NEXT, "engine", "adaptive_simulation round_acceptance round_distribution"),
     (_NEXT, "engine/drafters", "shape"),
-    (_NEXT, "kernels", "triton_round"),
+    (_NEXT, "kernels", "large_pools"),
 ]
 
 
