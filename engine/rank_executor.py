@@ -5,8 +5,8 @@
                              +--frame--> rank i: DeviceExecutor
 
 Rank 0 decides everything. The other ranks do what they get, in the same order, and report nothing: every rank computes
-the same logits and samples the same tokens. If ranks have sequences of their own (`ranks.rows`), `OwnWorkExecutor` sends
-each rank its own block of the work and collects the tokens of all.
+the same logits and samples the same tokens. If ranks have sequences of their own (`ranks.rows`), `OwnWorkExecutor`
+sends each rank its own block of the work and collects the tokens of all.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, cast
 
 from ..metadata.errors import BatonError, RankLost
 
@@ -33,8 +33,9 @@ class RankProcesses:
         self._timeout_s = timeout_s
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._why: str | None = None  # all ranks were ended
         for rank in range(1, size):
-            ours, theirs = context.Pipe()
+            ours, theirs = cast(tuple[Connection, Connection], context.Pipe())
             process = context.Process(target=_run_rank, args=(run, theirs, rank, *args), name=f"rank {rank}")
             process.daemon = True
             process.start()
@@ -93,13 +94,20 @@ class RankProcesses:
         self._kill()
 
     def end(self, what: str) -> RankLost:
-        """End all ranks at once. Return the error that says why, with what each rank last said."""
-        wait([process.sentinel for process in self._processes], _EXIT_S)
-        fates = [self._fate(rank) for rank in range(1, len(self._processes) + 1)]
+        """End all ranks at once. Return the error that says which ranks have ended before, or `what` if all ran. A
+        later call returns the same error."""
+        if self._why is not None:
+            return RankLost(self._why)
+        ended = wait([process.sentinel for process in self._processes], _EXIT_S)
+        for process in self._processes:
+            if process.sentinel in ended:  # its exit code may come a moment later
+                process.join(_EXIT_S)
+        fates = [fate for rank in range(1, len(self._processes) + 1) if (fate := self._fate(rank))]
         self._kill()
         for pipe in self._pipes:
             pipe.close()
-        return RankLost(f"{what} ({'; '.join(fates)}); all ranks were ended, start the node again")
+        self._why = f"{'; '.join(fates) or what}; all ranks were ended, start the node again"
+        return RankLost(self._why)
 
     def _receive(self, rank: int, kind: bytes) -> bytes:
         pipe, process = self._pipes[rank - 1], self._processes[rank - 1]
@@ -110,20 +118,22 @@ class RankProcesses:
         except (OSError, EOFError):
             frame = b""
         if frame[:1] != kind:
-            said = frame[1:].decode(errors="replace") if frame[:1] == ERROR else "it ended"
+            said = frame[1:].decode(errors="replace") if frame[:1] == ERROR else "it has left"
             raise self.end(f"rank {rank} failed: {said}")
         return frame[1:]
 
-    def _fate(self, rank: int) -> str:
+    def _fate(self, rank: int) -> str | None:
+        """Return how a rank has ended, with the error that it sent; None if it runs."""
         process, said = self._processes[rank - 1], ""
+        if process.exitcode is None:
+            return None
         try:
             while not said and self._pipes[rank - 1].poll():
                 frame = self._pipes[rank - 1].recv_bytes()
-                said = f", {frame[1:].decode(errors='replace')}" if frame[:1] == ERROR else ""
+                said = f": {frame[1:].decode(errors='replace')}" if frame[:1] == ERROR else ""
         except (OSError, EOFError):
             pass
-        state = "was running" if process.exitcode is None else f"ended with exit code {process.exitcode}"
-        return f"rank {rank}, process {process.pid}, {state}{said}"
+        return f"rank {rank} (process {process.pid}) ended with exit code {process.exitcode}{said}"
 
     def _kill(self) -> None:
         for process in self._processes:

@@ -81,6 +81,7 @@ class ListedWeights(Weights):
     def fused(
         self, out_sizes: Mapping[str, int], in_size: int, *, bias: bool | None = None, split: Split | None = None
     ) -> Linear:
+        del split  # the checkpoint holds whole weights
         for specs in _stored_specs(self, out_sizes, in_size):
             self.specs += specs.values()
         total = sum(out_sizes.values())

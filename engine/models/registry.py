@@ -42,8 +42,9 @@ def load_model(
     """Load the checkpoint in `model_dir`, or this rank's share of it, ready to run. `progress(bytes_done, bytes_total)`
     is called while it loads.
 
-    Raises ConfigError if so many ranks cannot share the model, ModelError for an architecture without a family here, for files or tensors that are missing, damaged, or of
-    a wrong shape or dtype, and for tensors in the model's layers that the family does not use."""
+    Raises ConfigError if so many ranks cannot share the model. Raises ModelError for an architecture without a family
+    here, for files or tensors that are missing, damaged, or of a wrong shape or dtype, and for tensors in the model's
+    layers that the family does not use."""
     ranks.check(config)
     family = _family(config)
     checkpoint = Checkpoint(Path(model_dir))

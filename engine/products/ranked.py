@@ -37,6 +37,7 @@ class _Wrapped(Product):
     @classmethod
     def build(cls, source: WeightSource) -> Self | None:
         """Return None: a product of ranks is made around another (`Ranks.join`)."""
+        del source
         return None
 
 

@@ -1,9 +1,10 @@
 """Two ranks in two processes compute what one process computes. One pair of processes runs all tests of a way to
-divide the model; the last test of each file kills a rank."""
+divide the model."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,18 +22,11 @@ from baton.engine.engine import Engine
 from baton.engine.executor import Executor
 from baton.engine.pages import Owner, PagePool
 from baton.engine.prompts import Prompts, SubmittedChunk
-from baton.engine.rank_executor import RankedEngine, RankExecutor, RankPrompts
+from baton.engine.rank_executor import OwnWorkExecutor, RankedEngine, RankExecutor, RankPrompts
 from baton.engine.rounds import Rounds
 from baton.engine.sampling_state import SamplingState
-from baton.engine.work import (
-    Accepted,
-    BatchRow,
-    Chunk,
-    ChunkRow,
-    CopyPages,
-    Tail,
-    Tails,
-)
+from baton.engine.work import Accepted, BatchRow, Chunk, ChunkRow, CopyPages, LoadSlot, Recompute, Tail, Tails
+from baton.metadata.errors import RankLost
 from baton.metadata.wire.request import SamplingParams, TokenLogprobs
 
 NUM_SLOTS = 8
@@ -152,13 +146,39 @@ def one(model: Path, drafter: dict[str, Any]) -> Engine:
     return Engine(_config(model, **drafter))
 
 
+class Pairs:
+    """The pair of processes that a test asks for. It serves the tests after it until one asks for another pair: a
+    process can be in one group at a time."""
+
+    def __init__(self, model: Path, drafter: dict[str, Any]) -> None:
+        self._model, self._drafter = model, drafter
+        self._wanted: dict[str, Any] = {}
+        self._ranked: RankedEngine | None = None
+
+    def get(self, *, divides_sequences: bool = False, **settings: Any) -> RankedEngine:
+        """Return two ranks of a model with the drafter, or with other `settings`."""
+        wanted = {"divides_sequences": divides_sequences, **settings}
+        if self._ranked is None or self._wanted != wanted:
+            self.close()
+            config, self._wanted = _config(self._model, **(settings or self._drafter)), wanted
+            self._ranked = RankedEngine(config, 2, num_slots=NUM_SLOTS, divides_sequences=divides_sequences)
+        return self._ranked
+
+    def close(self) -> None:
+        if self._ranked is not None:
+            self._ranked.close()
+        self._ranked = None
+
+
 @pytest.fixture(scope="module")
-def two(model: Path, drafter: dict[str, Any]) -> Iterator[RankedEngine]:
-    with RankedEngine(_config(model, **drafter), 2, num_slots=NUM_SLOTS) as ranked:
-        yield ranked
+def pairs(model: Path, drafter: dict[str, Any]) -> Iterator[Pairs]:
+    pairs = Pairs(model, drafter)
+    yield pairs
+    pairs.close()
 
 
-def test_a_rank_has_its_heads_and_hidden_units_only(two: RankedEngine, one: Engine) -> None:
+def test_a_rank_has_its_heads_and_hidden_units_only(pairs: Pairs, one: Engine) -> None:
+    two = pairs.get()
     [pid] = two.processes.pids
     assert pid != os.getpid() and psutil.pid_exists(pid)
     assert two.engine.kv.shape[3] * 2 == one.kv.shape[3] == 2
@@ -171,8 +191,105 @@ def test_a_rank_has_its_heads_and_hidden_units_only(two: RankedEngine, one: Engi
 
 @pytest.mark.parametrize("steps", [(0,), (3, 0, 0, 1)], ids=["no drafts", "drafts"])
 @pytest.mark.parametrize("chunk", [3, 64])
-def test_two_ranks_give_the_tokens_of_one_process(two: RankedEngine, one: Engine, chunk: int, steps: Any) -> None:
+def test_two_ranks_give_the_tokens_of_one_process(pairs: Pairs, one: Engine, chunk: int, steps: Any) -> None:
+    two = pairs.get()
     ours = serve(RankPrompts(two), RankExecutor(two), two.engine.pool, chunk=chunk, steps=steps)
     theirs = serve(Prompts(one), DeviceExecutor(one, NUM_SLOTS), one.pool, chunk=chunk, steps=steps)
     assert_equal(ours, theirs)
     assert (sum(each.num_accepted for each in ours) > 0) == (steps != (0,))
+
+
+def test_a_rank_that_dies_ends_the_node_with_one_error(pairs: Pairs) -> None:
+    two = pairs.get()
+    executor = RankExecutor(two)
+    [pid] = two.processes.pids
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RankLost, match=rf"^rank 1 \(process {pid}\) ended with exit code -9; all ranks were ended"):
+        executor.submit(Recompute([BatchRow([1, 2, 3], 0, [1])], [[1, 2, 3, 4]]))
+    assert not psutil.pid_exists(pid)
+    with pytest.raises(RankLost, match="exit code -9"):  # it stays so
+        executor.submit(Recompute([BatchRow([1, 2, 3], 0, [1])], [[1, 2, 3, 4]]))
+    pairs.close()
+
+
+def test_a_drafter_on_the_host_proposes_on_rank_0_alone(pairs: Pairs, model: Path) -> None:
+    settings = {"speculative": "ngram", "draft_steps": 3}
+    alone = Engine(_config(model, **settings))
+    theirs = serve(Prompts(alone), DeviceExecutor(alone, NUM_SLOTS), alone.pool, chunk=5, steps=(3,))
+    two = pairs.get(**settings)
+    ours = serve(RankPrompts(two), RankExecutor(two), two.engine.pool, chunk=5, steps=(3,))
+    assert_equal(ours, theirs)
+    assert sum(each.num_accepted for each in ours) > 0
+
+
+# --- every rank has sequences of its own, and some hidden units of each layer ---
+
+
+class OwnSequences:
+    """Sequences of two ranks, each with pages, slots and block tables of its own. Rank 0 holds the books of both."""
+
+    def __init__(self, ranked: RankedEngine) -> None:
+        self.executor = OwnWorkExecutor(ranked)
+        self.vocab_size = ranked.engine.model_config.vocab_size
+        own = self.executor.own
+        self.page_size, self.shape = ranked.engine.pool.page_size, own.shape
+        self.books = [Rounds(own), Rounds(own)]
+        self.running: list[list[tuple[Running, Output]]] = [[], []]
+        self.lens: set[tuple[int, int]] = set()
+        self._num_started = [0, 0]
+
+    def start(self, rank: int, request: tuple[list[int], SamplingParams]) -> Output:
+        """Compute all tokens of a prompt but the last on its rank, and give it a slot there."""
+        ids, wanted = request
+        number = self._num_started[rank]
+        self._num_started[rank] += 1
+        state = SamplingState(wanted, ids, vocab_size=self.vocab_size)
+        num_pages = 64 // self.page_size
+        pages = list(range(1 + number * num_pages, 1 + (number + 1) * num_pages))  # both ranks use the same numbers
+        works = [Recompute([], []), Recompute([], [])]
+        if len(ids) > 1:
+            works[rank] = Recompute([BatchRow(ids[:-1], 0, pages)], [ids])
+            self.executor.run(works)
+        loads: list[LoadSlot | None] = [None, None]
+        loads[rank] = LoadSlot(number, ids, state)
+        self.executor.run(loads)
+        output = Output()
+        self.running[rank].append((Running(len(ids), list(ids), len(ids) - 1, pages, state, slot=number), output))
+        return output
+
+    def round(self, num_steps: int) -> None:
+        shape = self.shape.with_steps(num_steps)
+        works = [
+            book.make_round([each for each, _ in running], shape, [num_steps] * len(running))
+            for book, running in zip(self.books, self.running, strict=True)
+        ]
+        self.lens.add((len(works[0].slots), len(works[1].slots)))
+        for rank, tokens in enumerate(self.executor.run(works)):
+            for (sequence, output), accepted in zip(self.running[rank], tokens.rows, strict=True):
+                assert accepted is not None
+                output.take(sequence, accepted)
+            self.running[rank] = [
+                each for each in self.running[rank] if len(each[1].token_ids) < each[0].sampling.params.max_tokens
+            ]
+
+
+def test_ranks_with_sequences_of_their_own_give_the_tokens_of_one_process(pairs: Pairs, one: Engine) -> None:
+    """Some rounds have no sequence on rank 1, others none on rank 0. The drafter runs on zero rows there, too."""
+    divided = pairs.get(divides_sequences=True)
+    assert divided.engine.kv.shape == one.kv.shape
+    sequences = OwnSequences(divided)
+    ours = [sequences.start(0, REQUESTS[0])]
+    for _ in range(2):
+        sequences.round(3)
+    ours.append(sequences.start(0, REQUESTS[1]))
+    sequences.round(3)
+    ours.append(sequences.start(1, REQUESTS[2]))
+    while any(sequences.running):
+        sequences.round(3)
+    assert {(1, 0), (2, 0), (2, 1), (0, 1)} <= sequences.lens, sequences.lens
+    theirs = serve(Prompts(one), DeviceExecutor(one, NUM_SLOTS), one.pool, chunk=64, steps=(3,))
+    for own, other, (_, wanted) in zip(ours, theirs, REQUESTS, strict=True):
+        for each in (own, other):  # rounds may bring more than was asked for
+            del each.token_ids[wanted.max_tokens :], each.logprobs[wanted.max_tokens :]
+    assert_equal(ours, theirs)
+    assert sum(each.num_accepted for each in ours) > 0

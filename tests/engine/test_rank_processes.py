@@ -41,7 +41,7 @@ def test_a_rank_that_dies_ends_all_with_one_error() -> None:
         processes.wait_ready()
         pids = processes.pids
         os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(RankLost, match=rf"rank 2, process {pids[1]}, ended with exit code -9"):
+        with pytest.raises(RankLost, match=rf"rank 2 \(process {pids[1]}\) ended with exit code -9"):
             processes.report(2)
         assert _are_gone(pids)
 
@@ -52,7 +52,7 @@ def test_an_idle_node_learns_of_a_dead_rank() -> None:
         pids = processes.pids
         os.kill(pids[0], signal.SIGKILL)
         deadline = time.monotonic() + 10
-        with pytest.raises(RankLost, match="a rank has died"):
+        with pytest.raises(RankLost, match="ended with exit code -9"):
             while time.monotonic() < deadline:
                 processes.check()
         assert _are_gone(pids)
@@ -70,7 +70,7 @@ def test_a_rank_that_does_not_answer_is_ended() -> None:
     with RankProcesses(2, hang, timeout_s=60.0) as processes:
         processes.wait_ready()
         pids, processes._timeout_s = processes.pids, 0.2
-        with pytest.raises(RankLost, match=r"did not answer within 0\.2 s .*was running"):
+        with pytest.raises(RankLost, match=r"rank 1 did not answer within 0\.2 s; all ranks were ended"):
             processes.report(1)
         assert _are_gone(pids)
 
@@ -80,7 +80,7 @@ def test_a_rank_that_misses_an_operation_is_ended_after_the_timeout_of_the_group
         processes.wait_ready()
         pids = processes.pids
         group = CpuGroup(0, 2, tmp_path / "meeting", timeout_s=5.0)
-        with pytest.raises(RankLost, match="rank 0 could not finish its work: .*was running"), processes.guarded():
+        with pytest.raises(RankLost, match="rank 0 could not finish its work"), processes.guarded():
             group.sum(torch.ones(1))
         group.close()
         assert _are_gone(pids)
