@@ -150,6 +150,8 @@ def attend_stored(
         kv.shape,
     )
     out = np.empty(tuple(q.shape), dtype=np.float32)
+    if len(out) == 0:  # the kernel looks for the longest sequence
+        return torch.from_numpy(out)
     _compiled().attend_stored(q.contiguous().numpy(), kv.numpy(), layer, block_table.numpy(), seq_lens.numpy(), out)
     return torch.from_numpy(out)
 

@@ -282,7 +282,8 @@ def test_ranks_with_sequences_of_their_own_give_the_tokens_of_one_process(pairs:
     for _ in range(2):
         sequences.round(3)
     ours.append(sequences.start(0, REQUESTS[1]))
-    sequences.round(3)
+    for _ in range(3):
+        sequences.round(3)
     ours.append(sequences.start(1, REQUESTS[2]))
     while any(sequences.running):
         sequences.round(3)
