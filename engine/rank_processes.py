@@ -33,6 +33,7 @@ class RankProcesses:
         self._timeout_s = timeout_s
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._said: dict[int, str] = {}  # the errors that ranks sent
         self._why: str | None = None  # all ranks were ended
         for rank in range(1, size):
             ours, theirs = cast(tuple[Connection, Connection], context.Pipe())
@@ -113,26 +114,30 @@ class RankProcesses:
         pipe, process = self._pipes[rank - 1], self._processes[rank - 1]
         if not wait([pipe, process.sentinel], self._timeout_s):
             raise self.end(f"rank {rank} did not answer within {self._timeout_s:g} s")
+        frame = self._read(rank)
+        if frame[:1] != kind:
+            raise self.end(f"rank {rank} failed: {self._said.get(rank, 'it has left')}")
+        return frame[1:]
+
+    def _read(self, rank: int) -> bytes:
+        """Return the next frame of a rank, without waiting: nothing if there is none."""
+        pipe = self._pipes[rank - 1]
         try:
             frame = pipe.recv_bytes() if pipe.poll() else b""
         except (OSError, EOFError):
-            frame = b""
-        if frame[:1] != kind:
-            said = frame[1:].decode(errors="replace") if frame[:1] == ERROR else "it has left"
-            raise self.end(f"rank {rank} failed: {said}")
-        return frame[1:]
+            return b""
+        if frame[:1] == ERROR:
+            self._said[rank] = frame[1:].decode(errors="replace")
+        return frame
 
     def _fate(self, rank: int) -> str | None:
         """Return how a rank has ended, with the error that it sent; None if it runs."""
-        process, said = self._processes[rank - 1], ""
+        process = self._processes[rank - 1]
         if process.exitcode is None:
             return None
-        try:
-            while not said and self._pipes[rank - 1].poll():
-                frame = self._pipes[rank - 1].recv_bytes()
-                said = f": {frame[1:].decode(errors='replace')}" if frame[:1] == ERROR else ""
-        except (OSError, EOFError):
+        while self._read(rank):  # reports that nobody asked for, then the error
             pass
+        said = f": {self._said[rank]}" if rank in self._said else ""
         return f"rank {rank} (process {process.pid}) ended with exit code {process.exitcode}{said}"
 
     def _kill(self) -> None:
