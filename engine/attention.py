@@ -57,6 +57,8 @@ def begin_attention(
     model's dtype and device."""
     shape = (config.num_layers, 2, config.num_kv_heads, batch.page_size, config.head_dim)
     assert (kv.shape[0], *kv.shape[2:]) == shape, (kv.shape, shape)
+    if batch.num_tokens == 0:
+        return _NoAttention(config.q_size)
     cos_sin = rotary(batch.positions, kv.dtype)
     if captures(kv.device):
         prompts = Prompts.of(batch, kv) if set(config.sliding_window) == {None} else None
@@ -70,6 +72,18 @@ def begin_attention(
     plan = batch.attention_plan(config.num_kv_heads, config.sliding_window, kv.dtype)
     clear_fresh_pages(kv, plan)
     return _GatheredAttention(config, plan, kv.unbind(0), *cos_sin)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _NoAttention:
+    """The attention of a rank without rows: it stores nothing and returns no rows, of the usual width."""
+
+    q_size: int
+
+    def __call__(self, index: int, qkv: torch.Tensor, norms: HeadNorms | None, window: int | None) -> torch.Tensor:
+        del index, norms, window
+        assert len(qkv) == 0, qkv.shape
+        return qkv[:, : self.q_size]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -43,13 +43,12 @@ class ForwardBatch:
 
     @classmethod
     def build(cls, rows: Sequence[BatchRow], page_size: int, device: torch.device | str) -> ForwardBatch:
-        """Lay the rows end to end, in the order given."""
-        assert rows, "a forward needs at least one row"
+        """Lay the rows end to end, in the order given. An idle rank has no rows."""
         query_lens = tuple(len(row.input_ids) for row in rows)
         seq_lens = tuple(row.position + query_len for row, query_len in zip(rows, query_lens, strict=True))
         num_pages = [-(-seq_len // page_size) for seq_len in seq_lens]
         starts = [0, *itertools.accumulate(query_lens)]
-        table = np.zeros((len(rows), max(num_pages)), dtype=np.int64)
+        table = np.zeros((len(rows), max(num_pages, default=0)), dtype=np.int64)
         ids = np.empty(starts[-1], dtype=np.int64)
         positions = np.empty(starts[-1], dtype=np.int64)
         logit_rows: list[int] = []

@@ -83,7 +83,7 @@ class Buckets:
         size = next((each for each in self._free if each >= num_seqs), num_seqs)
         free = self._free.get(size)
         block = free.pop() if free else self._allocate(size)
-        num_columns = min(max(work.num_pages) + self._num_spare, self._tables.num_columns)
+        num_columns = min(max(work.num_pages, default=0) + self._num_spare, self._tables.num_columns)
         inputs = block.for_catch_up
         slots = inputs.slots.numpy()
         slots[:num_seqs], slots[num_seqs:] = work.slots, self._padding

@@ -17,8 +17,9 @@ from ..kernels.rows import gather_rows
 from ..kernels.trees import move_slots_
 from ..metadata.errors import ConfigError
 from ..metadata.handoff.hidden_layout import HiddenDtype
+from ..metadata.handoff.kv_layout import KvLayout
 from ..metadata.handoff.memory import PageMemory
-from ..metadata.handoff.schema import kv_layouts, on_gpu, page_bytes
+from ..metadata.handoff.schema import on_gpu, page_bytes, pools
 from ..metadata.wire.node_info import HandoffSchema, ModelCard, PoolLayout
 from ..metadata.wire.request import SamplingParams, TokenLogprobs
 from .batch import Computed, ForwardBatch
@@ -35,6 +36,7 @@ from .pages import Owner, PagePool
 from .prefix_cache import PrefixCache
 from .progress import Progress
 from .prompt_graphs import PromptGraphs, bucket_sizes
+from .ranks import ONE_RANK, Ranks
 from .sampling import SubmittedSample
 from .sampling_batch import SamplingBatch
 from .sampling_state import SamplingState
@@ -58,7 +60,7 @@ class Engine:
     Raises ModelError when the checkpoint cannot be served and ConfigError when the settings cannot work with it.
     """
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+    def __init__(self, config: EngineConfig, progress: Progress | None = None, ranks: Ranks = ONE_RANK) -> None:
         self.model_dir = resolve_model(config.model)
         self.model_config = ModelConfig.from_dir(self.model_dir)
         self.device = _choose_device(config.device)
@@ -67,19 +69,27 @@ class Engine:
         schema = _schema(self.model_config, self.dtype_name, config, self.speculation)
         self.schema = schema if self.device.type == "cpu" else on_gpu(schema)
         self.context_len = _context_len(config, self.model_config)
+        if self.speculation.frozen_layers and ranks.num_head_shards > 1:
+            raise ConfigError(
+                f"--speculative {self.speculation.algorithm} reads all KV heads of the target, and ranks divide them; "
+                "choose another drafter, or one rank"
+            )
         num_pages = config.num_pages or _default_num_pages(self.context_len, self.schema, self.device)
+        num_pages = ranks.least(num_pages)
         self.context_len = min(self.context_len, (num_pages - 1) * config.page_size)
         _check_size(num_pages)
         torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 2) // 2))
 
         dtype = _DTYPES[self.dtype_name]
-        self.model = load_model(self.model_dir, self.model_config, dtype, self.device, progress)
+        self.model = load_model(self.model_dir, self.model_config, dtype, self.device, progress, ranks)
         self.fingerprints = (fingerprint(self.model_dir), self.speculation.fingerprint)
         self.card: ModelCard = read_card(
             self.model_dir, self.model_config, config.model_name or self.model_dir.resolve().name, self.context_len
         )
         self.lease_s = MIN_LEASE_S
-        self.memory = [PageMemory(layout, num_pages) for layout in kv_layouts(self.schema)]
+        target_pool, *draft_pools = pools(self.schema)
+        own_pools = (ranks.own_pool(target_pool), *draft_pools)
+        self.memory = [PageMemory(KvLayout.of(pool, config.page_size), num_pages) for pool in own_pools]
         self.pool = PagePool(num_pages, config.page_size, self.memory[0].generations)
         self.cache = PrefixCache(self.pool, self.schema.key_lookahead, enabled=config.prefix_cache)
         self._kvs = [

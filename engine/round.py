@@ -54,7 +54,7 @@ def run_round(
         tree = ancestry(drafts.parents, shape.num_steps)
     hidden, logits = _verify(engine, rows, drafts, tree)
     sampled = sample(logits, _node_sampling(rows, drafts, tree), with_logprobs=False)
-    targets = sampled.token_ids.view(len(rows.lengths), -1)
+    targets = sampled.token_ids.view(len(rows.lengths), drafts.tokens.shape[1] + 1)
     is_valid = sampled.is_valid.view(targets.shape)
     scored = logits if needs.num_logprobs is not None else None
     if tree is None:
@@ -86,7 +86,7 @@ def _verify(engine: Engine, rows: RoundRows, drafts: Drafts, tree: Ancestry | No
         input_ids, positions, rows.lengths + num_nodes, rows.block_table, engine.pool.page_size, visible
     )
     extend, final = engine.states(batch)
-    return None if extend is None else extend.view(*input_ids.shape, -1), engine.model.logits(final)
+    return None if extend is None else extend.view(*input_ids.shape, extend.shape[-1]), engine.model.logits(final)
 
 
 def _node_sampling(rows: RoundRows, drafts: Drafts, tree: Ancestry | None) -> SamplingBatch:
@@ -114,7 +114,7 @@ def _along(
     there += [] if logits is None else [logits]
     targets, is_valid, *more = gather_rows(there, (first + path.nodes).flatten())
     shape = path.nodes.shape
-    along = None if hidden is None else more.pop(0).view(*shape, -1)
+    along = None if hidden is None else more.pop(0).view(*shape, hidden.shape[-1])
     return targets.view(shape), is_valid.view(shape), along, more.pop() if more else None
 
 

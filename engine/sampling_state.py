@@ -51,9 +51,9 @@ class SamplingState:
     """Parameters and token history of one choice of a request. It holds a history only if a penalty counts it."""
 
     __slots__ = (
-        "_needs",
         "banned_ids",
         "bias",
+        "lasting_needs",
         "num_generated",
         "output_ids",
         "params",
@@ -72,6 +72,7 @@ class SamplingState:
     output_ids: list[int]  # generated tokens that a penalty counts; else none
     bias: dict[int, float]  # `logit_bias` of ids that have a logit
     banned_ids: tuple[int, ...]  # stop ids that have a logit, if min_tokens bans them at first
+    lasting_needs: Needs  # those of every token; `bans` is not among them
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class SamplingState:
         if params.min_tokens > 0:
             self.banned_ids = tuple(token_id for token_id in params.stop_ids if token_id < vocab_size)
         is_random = not self.is_greedy
-        self._needs = Needs(
+        self.lasting_needs = Needs(
             is_random,
             is_random and (params.top_k > 0 or params.top_p < 1),
             is_random and params.min_p > 0,
@@ -123,7 +124,7 @@ class SamplingState:
     @property
     def needs(self) -> Needs:
         """Return the needs of the next token and those after it."""
-        return self._needs._replace(bans=True) if self.bans_stops else self._needs
+        return self.lasting_needs._replace(bans=True) if self.bans_stops else self.lasting_needs
 
     @property
     def penalizes(self) -> bool:

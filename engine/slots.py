@@ -185,7 +185,7 @@ class Slots:
         if not states:
             return tokens, None
         is_beyond = (step >= num_missed.unsqueeze(1)).unsqueeze(2)
-        return tokens, states[0].view(*index.shape, -1).masked_fill_(is_beyond, 0.0)[:, :-1]
+        return tokens, states[0].view(*index.shape, states[0].shape[-1]).masked_fill_(is_beyond, 0.0)[:, :-1]
 
     def _per_token(self, dtype: torch.dtype) -> Tensor:
         return torch.zeros(self.num_slots + 1, self._vocab_size, dtype=dtype, device=self.device)

@@ -16,12 +16,14 @@ import torch
 import xxhash
 from torch import Tensor
 
+from ..metadata.errors import ModelError
 from .checkpoint import Checkpoint, TensorSpec, safetensors_files, tensor_digests
 from .model_config import ModelConfig
-from .products.base import WeightSource
+from .products.base import Shard, Split, WeightSource
 from .products.linear import Linear
 from .products.registry import choose, stored_tensors
 from .progress import Progress
+from .ranks import ONE_RANK, Ranks
 
 
 class Weights(ABC):
@@ -40,15 +42,24 @@ class Weights(ABC):
         """Return a tensor of this shape, in memory of its own."""
 
     @abstractmethod
-    def fused(self, out_sizes: Mapping[str, int], in_size: int, *, bias: bool | None = None) -> Linear:
+    def fused(
+        self, out_sizes: Mapping[str, int], in_size: int, *, bias: bool | None = None, split: Split | None = None
+    ) -> Linear:
         """Return one layer that computes several projections of the same input, one below the other.
 
         `out_sizes`: the projections' names without ".weight", in this order. `bias`: whether they have biases; None:
-        they have those that the checkpoint holds."""
+        they have those that the checkpoint holds. `split`: how ranks may divide each projection; None: each rank has
+        all of it. Sizes are those of the whole weight."""
 
-    def linear(self, name: str, out_size: int, in_size: int, *, bias: bool | None = None) -> Linear:
+    def linear(
+        self, name: str, out_size: int, in_size: int, *, bias: bool | None = None, split: Split | None = None
+    ) -> Linear:
         """Return the layer of one projection, as `fused` does."""
-        return self.fused({name: out_size}, in_size, bias=bias)
+        return self.fused({name: out_size}, in_size, bias=bias, split=split)
+
+    def own(self, config: ModelConfig) -> ModelConfig:
+        """Return the configuration with the heads that this rank reads: of the whole model, unless ranks divide it."""
+        return config
 
 
 class ListedWeights(Weights):
@@ -67,7 +78,10 @@ class ListedWeights(Weights):
         self.specs.append(TensorSpec(name, shape))
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def fused(self, out_sizes: Mapping[str, int], in_size: int, *, bias: bool | None = None) -> Linear:
+    def fused(
+        self, out_sizes: Mapping[str, int], in_size: int, *, bias: bool | None = None, split: Split | None = None
+    ) -> Linear:
+        del split  # the checkpoint holds whole weights
         for specs in _stored_specs(self, out_sizes, in_size):
             self.specs += specs.values()
         total = sum(out_sizes.values())
@@ -89,13 +103,15 @@ class CheckpointWeights(Weights):
         progress: Progress | None = None,
         bytes_total: int = 0,
         prefixes: tuple[str, ...] = ("",),
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         """`progress(bytes_done, bytes_total)` is called after each tensor and layer. `prefixes`: what may stand before
-        a name in this checkpoint; the last one counts if the tensor is missing."""
+        a name in this checkpoint; the last one counts if the tensor is missing. `ranks`: those that divide the
+        weights."""
         self.dtype, self.device = dtype, device
         self.checkpoint = checkpoint
         self.asked: set[str] = set()  # names of the checkpoint
-        self._prefixes = prefixes
+        self._prefixes, self._ranks = prefixes, ranks
         self._progress, self._bytes_total, self._bytes_done = progress, bytes_total, 0
 
     def has(self, name: str) -> bool:
@@ -112,11 +128,17 @@ class CheckpointWeights(Weights):
         self._count(stored.nbytes)
         return out.copy_(stored)
 
-    def fused(self, out_sizes: Mapping[str, int], in_size: int, *, bias: bool | None = None) -> Linear:
-        source = _StoredWeight(self, out_sizes, in_size, has_bias=_has_bias(self, out_sizes, bias))
-        linear = Linear(choose(source))  # at once: plain and packed forms of more than one layer never exist together
+    def fused(
+        self, out_sizes: Mapping[str, int], in_size: int, *, bias: bool | None = None, split: Split | None = None
+    ) -> Linear:
+        shard = self._ranks.shard(split)
+        source = _StoredWeight(self, out_sizes, in_size, has_bias=_has_bias(self, out_sizes, bias), shard=shard)
+        product = choose(source)  # at once: plain and packed forms of more than one layer never exist together
         self._count(source.bytes_read)
-        return linear
+        return Linear(product if shard is None else self._ranks.join(product, shard))
+
+    def own(self, config: ModelConfig) -> ModelConfig:
+        return self._ranks.own(config)
 
     def stored(self, specs: Collection[TensorSpec]) -> list[Tensor]:
         """Return tensors as they are in the file, mapped: copy them."""
@@ -132,12 +154,25 @@ class CheckpointWeights(Weights):
 
 
 class _StoredWeight(WeightSource):
-    """The weight of a linear layer in a checkpoint."""
+    """The weight of a linear layer in a checkpoint, or this rank's share of it."""
 
     def __init__(
-        self, weights: CheckpointWeights, projections: Mapping[str, int], in_size: int, *, has_bias: bool
+        self,
+        weights: CheckpointWeights,
+        projections: Mapping[str, int],
+        in_size: int,
+        *,
+        has_bias: bool,
+        shard: Shard | None = None,
     ) -> None:
+        """`projections` and `in_size` have the sizes in the checkpoint."""
         self.out_sizes, self.in_size = tuple(projections.values()), in_size
+        if shard is not None and shard.dim == 0:
+            self.out_sizes = tuple(out_size // shard.size for out_size in self.out_sizes)
+        elif shard is not None:
+            self.in_size //= shard.size
+            has_bias = has_bias and shard.rank == 0  # the sum over the ranks has it once
+        self._projections, self._shard = projections, shard
         self.dtype, self.device = weights.dtype, weights.device
         self.bytes_read = 0
         self._weights, self._names, self._has_bias = weights, tuple(projections), has_bias
@@ -153,13 +188,16 @@ class _StoredWeight(WeightSource):
 
     def parts(self, name: str) -> list[Tensor]:
         if name == "bias":
-            sizes = zip(self._names, self.out_sizes, strict=True)
-            specs = [TensorSpec(f"{projection}.bias", (out_size,)) for projection, out_size in sizes]
+            specs = [TensorSpec(f"{name}.bias", (out_size,)) for name, out_size in self._projections.items()]
         else:
             specs = [each[name] for each in self._specs]
         parts = self._weights.stored(specs)
         self.bytes_read += sum(part.nbytes for part in parts)
-        return parts
+        if self._shard is None or (name == "bias" and self._shard.dim == 1):
+            return parts
+        if name not in ("weight", "bias"):
+            raise ModelError(f"{self._names[0]}.{name} belongs to a format that ranks cannot divide; use one rank")
+        return [self._shard.take(part) for part in parts]
 
     def fused(self, name: str) -> Tensor:
         if name not in self._fused:

@@ -13,6 +13,8 @@ chooses. Host decisions, such as the length of drafts, are made before the work 
     Recompute   computes tokens of sequences that have a slot               -
     CatchUp     lets the drafter see rows that rounds left out              -
     Round       drafts, verifies, accepts                                   Tokens
+    Forget      frees what is kept of a prompt                              -
+    WarmUp      compiles and captures what other work needs                 -
     CopyPages   copies pages within every pool                              -
 """
 
@@ -199,6 +201,18 @@ class Chunk:
     @property
     def num_tokens(self) -> int:
         return sum(len(each.row.input_ids) for each in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """A prompt of which nothing more is computed."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """The first work of a rank."""
 
 
 @dataclass(frozen=True, slots=True)

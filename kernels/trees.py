@@ -22,7 +22,7 @@ def grow_ref_(candidates: Candidates, frontier: Frontier, tokens: Tensor, scores
     holds the `topk` best children, the first of equals, with `frontier.states` of their parents."""
     num_seqs, num_nodes = frontier.scores.shape
     topk = tokens.shape[1]
-    tokens = tokens.view(num_seqs, -1)
+    tokens = tokens.view(num_seqs, num_nodes * topk)
     scores = (frontier.scores.unsqueeze(2) + scores.view(num_seqs, num_nodes, topk)).flatten(1)
     scores = scores.where(~scores.isnan(), -torch.inf)
     start = frontier.num_before(topk)

@@ -70,6 +70,12 @@ class OutOfMemory(BatonError):
     code = "out_of_memory"
 
 
+class RankLost(BatonError):
+    """A rank of the node died, hangs, or did not do what the others did. The node must start again."""
+
+    code = "rank_lost"
+
+
 class ProtocolError(BatonError):
     """A frame is not a message of this protocol, or arrived where such messages are not allowed."""
 

@@ -50,7 +50,7 @@ class FrozenKvDrafter:
 
             def expand(_step: int, nodes: Tensor, states: Tensor, _visible: Tensor) -> tuple[Tensor, Tensor]:
                 recurrent, scores = self._forward(rows, nodes, states.flatten(0, 1))
-                return recurrent.view(*nodes.shape, -1), scores
+                return recurrent.view(*nodes.shape, recurrent.shape[-1]), scores
 
             return grow_tree(shape, top_of(logits, rows.sampling, shape.topk), hidden, rows.sampling, expand)
         for step in range(shape.num_steps):

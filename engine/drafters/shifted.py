@@ -114,7 +114,7 @@ class ShiftedDrafter:
         positions = (rows.lengths + (step - 1)).unsqueeze(1).expand(-1, topk)
         tree = Tree(rows.lengths, visible.flatten(0, 1))
         recurrent = self._forward(rows, tokens, positions, rows.lengths + step * topk, states.flatten(0, 1), tree)
-        return recurrent.view(*tokens.shape, -1), self._head.logits(recurrent)
+        return recurrent.view(*tokens.shape, recurrent.shape[-1]), self._head.logits(recurrent)
 
     def _state(self, recurrent: Tensor, sampling: SamplingBatch) -> DraftState:
         """Return the state of rows L - 1: `recurrent` [num_rows, width], `sampling` of the tokens at L + 1."""

@@ -101,7 +101,7 @@ class FrozenKvHead:
         for layer, source in zip(self._layers, self._file.target_layers, strict=True):
             q = layer.q(rms_norm(x, layer.attention_norm, eps)).view(num_tokens, config.num_heads, config.head_dim)
             apply_rotary_(q, cos, sin)
-            x = x + layer.attention_out(attend(q, source).view(num_tokens, -1))
+            x = x + layer.attention_out(attend(q, source).view(num_tokens, config.q_size))
             x = x + layer.mlp(rms_norm(x, layer.mlp_norm, eps))
         final = rms_norm(x, self._norm, eps)
         return FrozenOutput(self._post_projection(final), self._lm_head(final))

@@ -54,7 +54,7 @@ def read_hyper_llama(config: ModelConfig, weights: Weights) -> DecoderModel:
     layers = tuple(read_hyper_layer(config, weights, f"model.layers.{i}", i) for i in range(config.num_layers))
     norm = read_norm(config, weights)
     stack = HyperStack(layers, norm, config.hc_mult, config.hands_over_collapsed, config.rms_norm_eps)
-    return DecoderModel(config, embedding, stack, lm_head)
+    return DecoderModel(weights.own(config), embedding, stack, lm_head)
 
 
 def read_hyper_layer(config: ModelConfig, weights: Weights, prefix: str, index: int) -> HyperDecoderLayer:

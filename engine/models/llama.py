@@ -16,6 +16,7 @@ from ..layers.decoder import DecoderBody, DecoderLayer, FeedForward
 from ..layers.embedding import Embedding, LmHead
 from ..layers.mlp import Mlp
 from ..model_config import ModelConfig
+from ..products.base import HEADS_IN, HEADS_OUT, INNER_IN, INNER_OUT
 from ..weights import Weights
 from .decoder import DecoderModel, DecoderStack
 
@@ -30,7 +31,7 @@ def read_model(config: ModelConfig, weights: Weights, layers: Iterable[DecoderLa
     """Read a model with the given layers over one residual stream."""
     embedding, lm_head = read_ends(config, weights)
     stack = DecoderStack(tuple(layers), read_norm(config, weights), config.rms_norm_eps)
-    return DecoderModel(config, embedding, stack, lm_head)
+    return DecoderModel(weights.own(config), embedding, stack, lm_head)
 
 
 def read_ends(config: ModelConfig, weights: Weights) -> tuple[Embedding, LmHead]:
@@ -81,10 +82,12 @@ def read_attention(config: ModelConfig, weights: Weights, prefix: str, index: in
         norms = HeadNorms(*(weights.tensor(f"{prefix}.{head}_norm.weight", config.head_dim) for head in ("q", "k")))
     return Attention(
         index,
-        weights.fused(sizes, in_size, bias=config.qkv_bias),
+        weights.fused(sizes, in_size, bias=config.qkv_bias, split=HEADS_OUT),
         norms,
         config.sliding_window[index],
-        weights.linear(f"{prefix}.o_proj", config.hidden_size, config.q_size, bias=config.attention_bias),
+        weights.linear(
+            f"{prefix}.o_proj", config.hidden_size, config.q_size, bias=config.attention_bias, split=HEADS_IN
+        ),
     )
 
 
@@ -92,6 +95,6 @@ def read_mlp(config: ModelConfig, weights: Weights, prefix: str, inner_size: int
     """Read a gated feed-forward layer of `inner_size` hidden units."""
     sizes = {f"{prefix}.gate_proj": inner_size, f"{prefix}.up_proj": inner_size}
     return Mlp(
-        weights.fused(sizes, config.hidden_size, bias=config.mlp_bias),
-        weights.linear(f"{prefix}.down_proj", config.hidden_size, inner_size, bias=config.mlp_bias),
+        weights.fused(sizes, config.hidden_size, bias=config.mlp_bias, split=INNER_OUT),
+        weights.linear(f"{prefix}.down_proj", config.hidden_size, inner_size, bias=config.mlp_bias, split=INNER_IN),
     )

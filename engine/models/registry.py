@@ -12,6 +12,7 @@ from ...metadata.errors import ModelError
 from ..checkpoint import Checkpoint, TensorSpec
 from ..model_config import ModelConfig
 from ..progress import Progress
+from ..ranks import ONE_RANK, Ranks
 from ..weights import CheckpointWeights, ListedWeights, Weights
 from .decoder import DecoderModel
 from .hyper_llama import read_hyper_llama
@@ -39,11 +40,15 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str,
     progress: Progress | None = None,
+    ranks: Ranks = ONE_RANK,
 ) -> DecoderModel:
-    """Load the checkpoint in `model_dir`, ready to run. `progress(bytes_done, bytes_total)` is called while it loads.
+    """Load the checkpoint in `model_dir`, or this rank's share of it, ready to run. `progress(bytes_done, bytes_total)`
+    is called while it loads.
 
-    Raises ModelError for an architecture without a family here, for files or tensors that are missing, damaged, or of
-    a wrong shape or dtype, and for tensors in the model's layers that the family does not use."""
+    Raises ConfigError if so many ranks cannot share the model. Raises ModelError for an architecture without a family
+    here, for files or tensors that are missing, damaged, or of a wrong shape or dtype, and for tensors in the model's
+    layers that the family does not use."""
+    ranks.check(config)
     family = _family(config)
     checkpoint = Checkpoint(Path(model_dir))
     specs = tensor_specs(config, checkpoint.names)
@@ -55,7 +60,8 @@ def load_model(
             checkpoint.model_dir,
             checkpoint.num_left_out,
         )
-    return family(config, CheckpointWeights(checkpoint, dtype, torch.device(device), progress, bytes_total))
+    weights = CheckpointWeights(checkpoint, dtype, torch.device(device), progress, bytes_total, ranks=ranks)
+    return family(config, weights)
 
 
 def tensor_specs(config: ModelConfig, names: Collection[str] = ()) -> list[TensorSpec]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -23,6 +23,31 @@ class StoredTensor(NamedTuple):
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOATS  # names of safetensors that the format reads
+
+
+class Split(NamedTuple):
+    """A way to divide a weight [out_size, in_size] among ranks."""
+
+    divides: Literal["heads", "inner"]  # whole KV heads with their queries, or hidden units of a feed-forward layer
+    dim: Literal[0, 1]  # 0: rows of the weight; 1: columns, whose products are summed
+
+
+HEADS_OUT, HEADS_IN = Split("heads", 0), Split("heads", 1)
+INNER_OUT, INNER_IN = Split("inner", 0), Split("inner", 1)
+
+
+class Shard(NamedTuple):
+    """One rank's share of a weight [out_size, in_size]."""
+
+    rank: int
+    size: int  # number of ranks
+    dim: Literal[0, 1]  # rows or columns
+
+    def take(self, stored: Tensor) -> Tensor:
+        """Return a view of this rank's part of dimension `dim`."""
+        length, rest = divmod(stored.shape[self.dim], self.size)
+        assert rest == 0, (stored.shape, self)
+        return stored.narrow(self.dim, self.rank * length, length)
 
 
 class WeightSource(ABC):

@@ -1,0 +1,80 @@
+"""Products of a weight that is divided among the ranks of a node (group.py). Each wraps the product of its own share.
+
+    all ranks hold the same rows             columns of W are divided:  SummedProduct
+    every rank holds rows of its own         rows of W are divided:     GatheredProduct, before the share
+                                             columns of W are divided:  ScatteredProduct, after the share
+
+Rows of W that are divided while all ranks hold the same rows need no wrapper. Nothing is fused here: the sum over ranks
+stands between the product and the residual stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor
+
+from ...kernels.norm import Norm
+from ..group import Group
+from .base import Product, WeightSource
+
+
+@dataclass(slots=True)
+class RankRows:
+    """Rows of every rank in the forward that runs. The executor writes them with each work."""
+
+    lens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wrapped(Product):
+    product: Product  # by this rank's share of the weight
+    group: Group
+    in_size: int
+    out_size: int
+
+    @classmethod
+    def build(cls, source: WeightSource) -> Self | None:
+        """Return None: a product of ranks is made around another (`Ranks.join`)."""
+        del source
+        return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SummedProduct(_Wrapped):
+    """Multiplies this rank's columns and sums over the ranks. The bias is in rank 0's share."""
+
+    def __call__(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+        """[num_rows, in_size / num_ranks] -> [num_rows, out_size], bit for bit the same on each rank."""
+        assert norm is None and residual is None, "nothing is fused here"
+        return self.group.sum(self.product(x))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatheredProduct(_Wrapped):
+    """Multiplies the rows of all ranks by this rank's rows of the weight."""
+
+    rows: RankRows
+
+    def __call__(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+        """[num_own_rows, in_size] -> [sum of num_rows, out_size / num_ranks]."""
+        assert norm is None and residual is None, "nothing is fused here"
+        return self.product(self.group.gather(x, self.rows.lens))
+
+    def gated(self, x: Tensor, *, norm: Norm | None = None) -> Tensor:
+        """[num_own_rows, in_size] -> [sum of num_rows, out_size / num_ranks / 2]."""
+        assert norm is None, "nothing is fused here"
+        return self.product.gated(self.group.gather(x, self.rows.lens))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScatteredProduct(_Wrapped):
+    """Multiplies this rank's columns for the rows of all ranks, sums, and keeps its own rows."""
+
+    rows: RankRows
+
+    def __call__(self, x: Tensor, *, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+        """[sum of num_rows, in_size / num_ranks] -> [num_own_rows, out_size]."""
+        assert norm is None and residual is None, "nothing is fused here"
+        return self.group.reduce_scatter(self.product(x), self.rows.lens)

@@ -1,0 +1,258 @@
+"""Executors of a node with several ranks: rank 0 sends the same work to the other ranks and does it on its own device.
+
+    scheduler --work--> RankExecutor --work--> DeviceExecutor of rank 0
+                             |
+                             +--frame--> rank i: DeviceExecutor
+
+Rank 0 decides everything. The other ranks do what they get, in the same order, and report nothing: every rank computes
+the same logits and samples the same tokens. If ranks have sequences of their own (`ranks.rows`), `OwnWorkExecutor`
+sends each rank its own block of the work and collects the tokens of all.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+from ..metadata.handoff.buffers import Sampled
+from .config import EngineConfig
+from .device_executor import DeviceExecutor
+from .draft_shape import DraftShape
+from .engine import Engine
+from .executor import HostProposer
+from .group import TIMEOUT_S, CpuGroup
+from .products.ranked import RankRows
+from .progress import Progress
+from .prompts import Prompts, SubmittedChunk
+from .rank_processes import READY, REPORT, RankProcesses
+from .ranks import Ranks
+from .work import CatchUp, Chunk, Forget, LoadSlot, Recompute, Round, RoundWork, Tokens, WarmUp
+from .work_frames import Work, decode, encode
+
+
+class RankedEngine:
+    """Owns rank 0's engine and the processes of the other ranks. Context manager: leaving it ends them."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        size: int,
+        *,
+        num_slots: int,
+        divides_sequences: bool = False,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """Start the ranks, and wait until all have loaded their share of the model.
+
+        `divides_sequences`: every rank attends for sequences of its own. `timeout_s`: a collective operation or a
+        report that takes longer raises RankLost. Raises RankLost if a rank cannot start."""
+        self.size, self.num_slots = size, num_slots
+        self._stack = ExitStack()
+        with ExitStack() as starting:
+            folder = starting.enter_context(tempfile.TemporaryDirectory(prefix="baton-ranks-"))
+            meeting = str(Path(folder) / "meeting")
+            self.processes = starting.enter_context(
+                RankProcesses(
+                    size, run_rank, size, meeting, config, num_slots, divides_sequences, timeout_s, timeout_s=timeout_s
+                )
+            )
+            with self.processes.guarded():
+                group = CpuGroup(0, size, Path(meeting), timeout_s=timeout_s)
+                starting.callback(group.close)
+                self.ranks = Ranks(group, RankRows() if divides_sequences else None)
+                self.engine = Engine(config, ranks=self.ranks)
+            self.processes.wait_ready()
+            self._stack = starting.pop_all()
+
+    def __enter__(self) -> RankedEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all other ranks and leave the group."""
+        self._stack.close()
+
+    def send(self, work: Work) -> None:
+        """Send work to all other ranks."""
+        frame = _frame((), work)
+        for rank in range(1, self.size):
+            self.processes.send(rank, frame)
+
+
+class RankExecutor:
+    """Runs rounds on all ranks, which hold the same sequences. An `Executor`. Every method that works raises RankLost
+    if a rank is gone or hangs; then the node must end."""
+
+    def __init__(self, ranked: RankedEngine) -> None:
+        self._ranked = ranked
+        self._own = DeviceExecutor(ranked.engine, ranked.num_slots)
+
+    @property
+    def num_slots(self) -> int:
+        return self._own.num_slots
+
+    @property
+    def shape(self) -> DraftShape:
+        return self._own.shape
+
+    @property
+    def keeps_missed_rows(self) -> bool:
+        return self._own.keeps_missed_rows
+
+    @property
+    def proposer(self) -> HostProposer | None:
+        """The drafter of rank 0: proposals are part of the work."""
+        return self._own.proposer
+
+    @property
+    def vocab_size(self) -> int:
+        return self._own.vocab_size
+
+    @property
+    def context_len(self) -> int:
+        return self._own.context_len
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._own.runs_ahead
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        self._ranked.send(WarmUp())
+        with self._ranked.processes.guarded():
+            self._own.warm_up(progress)
+
+    def submit(self, work: RoundWork) -> None:
+        """Do `work` on all ranks. A rank without memory for it raises RankLost, since others may have done it. Only a
+        sequence that rank 0 cannot load raises what `DeviceExecutor.submit` does: the others have not heard of it."""
+        if isinstance(work, LoadSlot):  # no rank waits for another here
+            self._own.submit(work)
+            self._ranked.send(work)
+            return
+        self._ranked.send(work)
+        with self._ranked.processes.guarded():
+            self._own.submit(work)
+
+    def collect(self) -> Tokens:
+        with self._ranked.processes.guarded():
+            return self._own.collect()
+
+    def read_row(self, row: bytes) -> Sampled:
+        return self._own.read_row(row)
+
+
+class RankPrompts:
+    """Computes chunks of prompts on all ranks, which hold the same sequences. Reports are rank 0's."""
+
+    def __init__(self, ranked: RankedEngine) -> None:
+        self._ranked = ranked
+        self._own = Prompts(ranked.engine)
+
+    def submit(self, chunk: Chunk) -> SubmittedChunk:
+        """Do a chunk on all ranks, its drafts too. Raises RankLost."""
+        self._ranked.send(chunk)
+        with self._ranked.processes.guarded():
+            submitted = self._own.submit(chunk)
+            submitted.draft()
+            return submitted
+
+    def forget(self, key: int) -> None:
+        """Free what the ranks keep of a prompt."""
+        self._ranked.send(Forget(key))
+        self._own.forget(key)
+
+
+class OwnWorkExecutor:
+    """Runs one work per rank at a time, for ranks that hold sequences of their own (`divides_sequences`)."""
+
+    def __init__(self, ranked: RankedEngine) -> None:
+        assert ranked.ranks.rows is not None, "the ranks hold the same sequences"
+        self._ranked, self._rows = ranked, ranked.ranks.rows
+        self.own = DeviceExecutor(ranked.engine, ranked.num_slots)
+
+    def run(self, works: Sequence[LoadSlot | None] | Sequence[Recompute] | Sequence[Round]) -> list[Tokens]:
+        """Do works[i] on rank i. Return the tokens of each rank if the works are rounds, else nothing.
+
+        A forward is collective: an idle rank gets a Recompute without rows or a Round without slots, of the same shape
+        as the others'. Raises RankLost if a rank is gone or hangs."""
+        assert len(works) == self._ranked.size, (len(works), self._ranked.size)
+        lens = tuple(map(_num_rows, works))
+        for rank, work in enumerate(works):
+            if rank and work is not None:
+                self._ranked.processes.send(rank, _frame(lens, work))
+        tokens: list[Tokens] = []
+        own = works[0]
+        with self._ranked.processes.guarded():
+            if own is not None:
+                self._rows.lens = lens
+                self.own.submit(own)
+            if isinstance(own, Round):
+                tokens.append(self.own.collect())
+        if tokens:
+            tokens += [decode(self._ranked.processes.report(rank)) for rank in range(1, self._ranked.size)]
+        return tokens
+
+
+def _num_rows(work: RoundWork | None) -> int:
+    """Return the rows of the target's forward of a work."""
+    match work:
+        case Round():
+            return len(work.slots) * (work.shape.num_drafts + 1)
+        case Recompute():
+            return sum(len(row.input_ids) for row in work.rows)
+        case LoadSlot() | CatchUp() | None:
+            return 0
+
+
+def _frame(lens: tuple[int, ...], work: Work) -> bytes:
+    """Return a message to a rank: the rows of every rank if each has its own, and the work."""
+    return msgspec.msgpack.encode((lens, encode(work)))
+
+
+_MESSAGES = msgspec.msgpack.Decoder(tuple[tuple[int, ...], bytes])
+
+
+def run_rank(
+    connection: Connection,
+    rank: int,
+    size: int,
+    meeting: str,
+    config: EngineConfig,
+    num_slots: int,
+    divides_sequences: bool,
+    timeout_s: float,
+) -> None:
+    """Run rank 1 or above: load the share of the model, then do work until the pipe is closed (EOFError)."""
+    group = CpuGroup(rank, size, Path(meeting), timeout_s=timeout_s)
+    rows = RankRows() if divides_sequences else None
+    engine = Engine(config, ranks=Ranks(group, rows))
+    executor, prompts = DeviceExecutor(engine, num_slots), Prompts(engine)
+    connection.send_bytes(READY)
+    num_under_way = 0
+    while True:
+        lens, frame = _MESSAGES.decode(connection.recv_bytes())
+        if rows is not None:
+            rows.lens = lens
+        match work := decode(frame):
+            case Chunk():
+                prompts.submit(work).draft()
+            case Forget():
+                prompts.forget(work.key)
+            case WarmUp():
+                executor.warm_up()
+            case Round():
+                executor.submit(work)
+                num_under_way += 1
+            case _:
+                executor.submit(work)
+        if num_under_way > executor.runs_ahead:
+            tokens = executor.collect()
+            num_under_way -= 1
+            if rows is not None:
+                connection.send_bytes(REPORT + encode(tokens))

@@ -1,0 +1,162 @@
+"""The processes of ranks 1 and above of a node, and the pipes to them. Rank 0 is this process.
+
+    rank 0 --frame--> rank i        work (work_frames.py), in the order of submission
+    rank i --frame--> rank 0        READY once, reports that rank 0 asked for, or the error by which the rank ended
+
+A rank ends when its pipe is closed, so none outlives this process. A rank that died or hangs ends all others: their
+pools no longer hold the same state.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from typing import Any, cast
+
+from ..metadata.errors import BatonError, RankLost
+
+READY, REPORT, ERROR = b"+", b"=", b"-"
+_LEAVE_S = 5.0  # for a rank that was told to leave
+_EXIT_S = 1.0  # between the end of a rank's pipe and the end of its process
+
+
+class RankProcesses:
+    """Owns the processes and pipes of ranks 1 to size - 1. Context manager: leaving it ends all of them."""
+
+    def __init__(self, size: int, run: Callable[..., None], *args: Any, timeout_s: float) -> None:
+        """Start `run_rank(run, connection, rank, *args)` in a new process for each rank. `run` and `args` must be
+        importable and picklable by the spawn of multiprocessing. A report that takes longer than `timeout_s` raises."""
+        context = multiprocessing.get_context("spawn")
+        self._timeout_s = timeout_s
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._said: dict[int, str] = {}  # the errors that ranks sent
+        self._why: str | None = None  # all ranks were ended
+        for rank in range(1, size):
+            ours, theirs = cast(tuple[Connection, Connection], context.Pipe())
+            process = context.Process(target=_run_rank, args=(run, theirs, rank, *args), name=f"rank {rank}")
+            process.daemon = True
+            process.start()
+            theirs.close()  # so that its end is seen here
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def pids(self) -> list[int]:
+        """Return the process ids of ranks 1 and above."""
+        return [process.pid for process in self._processes]
+
+    def wait_ready(self) -> None:
+        """Wait until every rank has loaded its share. Raises RankLost if one cannot."""
+        for rank in range(1, len(self._processes) + 1):
+            self._receive(rank, READY)
+
+    def send(self, rank: int, frame: bytes) -> None:
+        """Send work to a rank. Raises RankLost if it is gone."""
+        try:
+            self._pipes[rank - 1].send_bytes(frame)
+        except OSError:
+            raise self.end(f"rank {rank} is gone") from None
+
+    def report(self, rank: int) -> bytes:
+        """Wait for the next report of a rank. Raises RankLost if it is gone or hangs."""
+        return self._receive(rank, REPORT)
+
+    def check(self) -> None:
+        """Raise RankLost if a rank has died. A node calls it when it is idle."""
+        if any(process.exitcode is not None for process in self._processes):
+            raise self.end("a rank has died")
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Do this process's part of a work. An error that leaves the ranks with unlike states raises RankLost."""
+        try:
+            yield
+        except RankLost:
+            raise
+        except (RuntimeError, BatonError) as error:
+            raise self.end(f"rank 0 could not finish its work: {error}") from error
+
+    def stop(self) -> None:
+        """Tell all ranks to leave, and end those that do not."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(_LEAVE_S)
+        self._kill()
+
+    def end(self, what: str) -> RankLost:
+        """End all ranks at once. Return the error that says which ranks have ended before, or `what` if all ran. A
+        later call returns the same error."""
+        if self._why is not None:
+            return RankLost(self._why)
+        ended = wait([process.sentinel for process in self._processes], _EXIT_S)
+        for process in self._processes:
+            if process.sentinel in ended:  # its exit code may come a moment later
+                process.join(_EXIT_S)
+        fates = [fate for rank in range(1, len(self._processes) + 1) if (fate := self._fate(rank))]
+        self._kill()
+        for pipe in self._pipes:
+            pipe.close()
+        self._why = f"{'; '.join(fates) or what}; all ranks were ended, start the node again"
+        return RankLost(self._why)
+
+    def _receive(self, rank: int, kind: bytes) -> bytes:
+        pipe, process = self._pipes[rank - 1], self._processes[rank - 1]
+        if not wait([pipe, process.sentinel], self._timeout_s):
+            raise self.end(f"rank {rank} did not answer within {self._timeout_s:g} s")
+        frame = self._read(rank)
+        if frame[:1] != kind:
+            raise self.end(f"rank {rank} failed: {self._said.get(rank, 'it has left')}")
+        return frame[1:]
+
+    def _read(self, rank: int) -> bytes:
+        """Return the next frame of a rank, without waiting: nothing if there is none."""
+        pipe = self._pipes[rank - 1]
+        try:
+            frame = pipe.recv_bytes() if pipe.poll() else b""
+        except (OSError, EOFError):
+            return b""
+        if frame[:1] == ERROR:
+            self._said[rank] = frame[1:].decode(errors="replace")
+        return frame
+
+    def _fate(self, rank: int) -> str | None:
+        """Return how a rank has ended, with the error that it sent; None if it runs."""
+        process = self._processes[rank - 1]
+        if process.exitcode is None:
+            return None
+        while self._read(rank):  # reports that nobody asked for, then the error
+            pass
+        said = f": {self._said[rank]}" if rank in self._said else ""
+        return f"rank {rank} (process {process.pid}) ended with exit code {process.exitcode}{said}"
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.exitcode is None:
+                process.kill()  # a stopped process ends by no other signal
+            process.join()
+
+
+def _run_rank(run: Callable[..., None], connection: Connection, rank: int, *args: Any) -> None:
+    """Run a rank in its process, and send the error that ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: rank 0 decides when ranks leave
+    try:
+        run(connection, rank, *args)
+    except EOFError:
+        return  # rank 0 has closed the pipe, or is gone
+    except Exception as error:
+        try:
+            connection.send_bytes(ERROR + f"{type(error).__name__}: {error}".encode()[:4096])
+        except OSError:
+            return
+        raise SystemExit(1) from None

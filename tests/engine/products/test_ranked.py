@@ -1,0 +1,53 @@
+"""Products of a divided weight: the operation of the group that each asks for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from baton.engine.group import OneRank
+from baton.engine.products.dense import DenseProduct
+from baton.engine.products.linear import Linear
+from baton.engine.products.ranked import GatheredProduct, RankRows, ScatteredProduct, SummedProduct
+
+
+class Doubling(OneRank):
+    """A group in which another rank always has the same as this one."""
+
+    size = 2
+
+    def sum(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+    def gather(self, x: Tensor, lens: object) -> Tensor:
+        return torch.cat([x, x])
+
+    def reduce_scatter(self, x: Tensor, lens: object) -> Tensor:
+        return 2 * x[: len(x) // 2]
+
+
+WEIGHT, X = torch.randn(8, 4), torch.randn(3, 4)
+DENSE = DenseProduct.of(WEIGHT, None)
+
+
+def test_columns_are_summed() -> None:
+    linear = Linear(SummedProduct(DENSE, Doubling(), 4, 8))
+    for result in (linear(X), linear.parts(X)):
+        assert torch.equal(result, 2 * DENSE(X))
+    assert torch.equal(linear.gated(X), Linear.dense(2 * WEIGHT).gated(X))
+    assert not linear.fuses(X) and (linear.in_size, linear.out_size) == (4, 8)
+
+
+def test_rows_of_all_ranks_are_multiplied_and_each_rank_keeps_its_own() -> None:
+    rows = RankRows((3, 3))
+    up = Linear(GatheredProduct(DENSE, Doubling(), 4, 8, rows))
+    assert torch.equal(up(X), DENSE(torch.cat([X, X])))
+    assert torch.equal(up.gated(X), DENSE.gated(torch.cat([X, X])))
+    down = Linear(ScatteredProduct(DENSE, Doubling(), 4, 8, rows))
+    assert torch.equal(down(torch.cat([X, X])), 2 * DENSE(X))
+
+
+def test_a_rank_without_rows_gets_none() -> None:
+    rows = RankRows((0,))
+    up, down = (kind(DENSE, OneRank(), 4, 8, rows) for kind in (GatheredProduct, ScatteredProduct))
+    assert up(X[:0]).shape == down(X[:0]).shape == (0, 8)

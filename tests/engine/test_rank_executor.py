@@ -1,0 +1,296 @@
+"""Two ranks in two processes compute what one process computes. One pair of processes runs all tests of a way to
+divide the model."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+import pytest
+from drafters import perturbed
+from node_pair import params
+from solo import Running
+
+from baton.decode_node.config import DecodeConfig
+from baton.engine.device_executor import DeviceExecutor
+from baton.engine.engine import Engine
+from baton.engine.executor import Executor
+from baton.engine.pages import Owner, PagePool
+from baton.engine.prompts import Prompts, SubmittedChunk
+from baton.engine.rank_executor import OwnWorkExecutor, RankedEngine, RankExecutor, RankPrompts
+from baton.engine.rounds import Rounds
+from baton.engine.sampling_state import SamplingState
+from baton.engine.work import Accepted, BatchRow, Chunk, ChunkRow, CopyPages, LoadSlot, Recompute, Tail, Tails
+from baton.metadata.errors import RankLost
+from baton.metadata.wire.request import SamplingParams, TokenLogprobs
+
+NUM_SLOTS = 8
+REQUESTS = (
+    ([7, 8, 9, 7, 8, 9, 7, 8], params(24, num_logprobs=3)),
+    (list(range(40, 63)), params(24, temperature=0.9, seed=5, num_logprobs=3)),
+    ([3], params(24, temperature=0.7, seed=9, top_k=40, repetition_penalty=1.2, num_logprobs=3)),
+)
+
+
+def _config(model: Path, **more: Any) -> DecodeConfig:
+    return DecodeConfig(model=str(model), device="cpu", threads=1, page_size=4, num_pages=128, **more)
+
+
+class PromptWorker(Protocol):
+    def submit(self, chunk: Chunk) -> SubmittedChunk: ...
+
+
+@dataclass
+class Output:
+    """The tokens of a sequence, and the log-probabilities that came with them."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    num_accepted: int = 0
+
+    def take(self, sequence: Running, accepted: Accepted) -> None:
+        sequence.token_ids += accepted.token_ids
+        for token_id in accepted.token_ids:
+            sequence.sampling.append(token_id)
+        self.token_ids += accepted.token_ids
+        self.logprobs += accepted.logprobs
+        self.num_accepted += accepted.num_accepted
+
+
+def assert_equal(ours: Sequence[Output], theirs: Sequence[Output]) -> None:
+    """Check tokens exactly, and log-probabilities within the bound of float32 (DESIGN P1)."""
+    assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
+    for own, other in zip(ours, theirs, strict=True):
+        for a, b in zip(own.logprobs, other.logprobs, strict=True):
+            assert a is not None and b is not None and a.top_ids == b.top_ids
+            assert [a.logprob, *a.top_logprobs] == pytest.approx([b.logprob, *b.top_logprobs], abs=1e-4)
+
+
+def start(
+    prompts: PromptWorker,
+    rounds: Rounds,
+    pool: PagePool,
+    key: int,
+    request: tuple[list[int], SamplingParams],
+    size: int,
+) -> tuple[Running, Output]:
+    """Compute a prompt in chunks of `size`, sample its first token, and give it a slot by its metadata row."""
+    ids, wanted = request
+    pages = pool.allocate(-(-(len(ids) + wanted.max_tokens + 16) // pool.page_size), Owner.REQUEST)
+    state = SamplingState(wanted, ids, vocab_size=rounds.executor.vocab_size)
+    submitted: SubmittedChunk | None = None
+    for begin in range(0, len(ids), size):
+        stop = min(begin + size, len(ids))
+        tails = [Tails([Tail(0, [state], [pages], CopyPages((), ()), True, 0)])] if stop == len(ids) else []
+        submitted = prompts.submit(Chunk([ChunkRow(key, ids, BatchRow(ids[begin:stop], begin, pages))], tails))
+        submitted.draft()
+    assert submitted is not None
+    [tails] = submitted.tails
+    [first], [rows] = tails.first_tokens(), tails.wait_rows()
+    assert first.token_ids[0] is not None
+    state.append(first.token_ids[0])
+    sequence = Running(len(ids), [*ids, first.token_ids[0]], len(ids), pages, state)
+    rounds.admit(sequence, rows.rows[0])
+    return sequence, Output(list(first.token_ids), list(first.logprobs))  # type: ignore[arg-type]
+
+
+def serve(
+    prompts: PromptWorker, executor: Executor, pool: PagePool, *, chunk: int, steps: Sequence[int]
+) -> list[Output]:
+    """Run all requests. A request joins every second round, and rounds have `steps` in turn."""
+    rounds, outputs = Rounds(executor), list[Output]()
+    running: list[tuple[Running, Output]] = []
+    waiting, num_rounds = list(enumerate(REQUESTS)), 0
+    while waiting or running:
+        if waiting and num_rounds % 2 == 0:
+            key, request = waiting.pop(0)
+            running.append(start(prompts, rounds, pool, key, request, chunk))
+            outputs.append(running[-1][1])
+        num_steps = steps[num_rounds % len(steps)]
+        shape = rounds.shape.with_steps(num_steps)
+        result = rounds.run([each for each, _ in running], shape, [num_steps] * len(running))
+        for (sequence, output), accepted in zip(running, result.rows, strict=True):
+            assert accepted is not None
+            output.take(sequence, accepted)
+        for sequence, output in running:
+            if len(output.token_ids) >= sequence.sampling.params.max_tokens:
+                rounds.release(sequence)
+                pool.release(sequence.pages)
+        running = [each for each in running if each[0].slot is not None]
+        num_rounds += 1
+    return outputs
+
+
+# --- all ranks have all sequences, and some heads of each layer ---
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("llama", attention_bias=True, mlp_bias=True)
+
+
+@pytest.fixture(scope="module")
+def drafter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A draft model that is often right. Each rank has all of it."""
+    draft = perturbed(model, tmp_path_factory.mktemp("draft") / "standalone", 0.05)
+    return {"speculative": "standalone", "draft_model": str(draft), "draft_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def one(model: Path, drafter: dict[str, Any]) -> Engine:
+    return Engine(_config(model, **drafter))
+
+
+class Pairs:
+    """The pair of processes that a test asks for. It serves the tests after it until one asks for another pair: a
+    process can be in one group at a time."""
+
+    def __init__(self, model: Path, drafter: dict[str, Any]) -> None:
+        self._model, self._drafter = model, drafter
+        self._wanted: dict[str, Any] = {}
+        self._ranked: RankedEngine | None = None
+
+    def get(self, *, divides_sequences: bool = False, **settings: Any) -> RankedEngine:
+        """Return two ranks of a model with the drafter, or with other `settings`."""
+        wanted = {"divides_sequences": divides_sequences, **settings}
+        if self._ranked is None or self._wanted != wanted:
+            self.close()
+            config, self._wanted = _config(self._model, **(settings or self._drafter)), wanted
+            self._ranked = RankedEngine(config, 2, num_slots=NUM_SLOTS, divides_sequences=divides_sequences)
+        return self._ranked
+
+    def close(self) -> None:
+        if self._ranked is not None:
+            self._ranked.close()
+        self._ranked = None
+
+
+@pytest.fixture(scope="module")
+def pairs(model: Path, drafter: dict[str, Any]) -> Iterator[Pairs]:
+    pairs = Pairs(model, drafter)
+    yield pairs
+    pairs.close()
+
+
+def test_a_rank_has_its_heads_and_hidden_units_only(pairs: Pairs, one: Engine) -> None:
+    two = pairs.get()
+    [pid] = two.processes.pids
+    assert pid != os.getpid() and psutil.pid_exists(pid)
+    assert two.engine.kv.shape[3] * 2 == one.kv.shape[3] == 2
+    assert two.engine.schema == one.schema, "the schema describes the whole page"
+    layers = [engine.model.stack.layers[0].body for engine in (two.engine, one)]  # type: ignore[attr-defined]
+    assert layers[0].attention.qkv.out_size * 2 == layers[1].attention.qkv.out_size
+    assert layers[0].mlp.gate_up.out_size * 2 == layers[1].mlp.gate_up.out_size
+    assert layers[0].mlp.down.in_size * 2 == layers[1].mlp.down.in_size
+
+
+@pytest.mark.parametrize("steps", [(0,), (3, 0, 0, 1)], ids=["no drafts", "drafts"])
+@pytest.mark.parametrize("chunk", [3, 64])
+def test_two_ranks_give_the_tokens_of_one_process(pairs: Pairs, one: Engine, chunk: int, steps: Any) -> None:
+    two = pairs.get()
+    ours = serve(RankPrompts(two), RankExecutor(two), two.engine.pool, chunk=chunk, steps=steps)
+    theirs = serve(Prompts(one), DeviceExecutor(one, NUM_SLOTS), one.pool, chunk=chunk, steps=steps)
+    assert_equal(ours, theirs)
+    assert (sum(each.num_accepted for each in ours) > 0) == (steps != (0,))
+
+
+def test_a_rank_that_dies_ends_the_node_with_one_error(pairs: Pairs) -> None:
+    two = pairs.get()
+    executor = RankExecutor(two)
+    [pid] = two.processes.pids
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RankLost, match=rf"^rank 1 \(process {pid}\) ended with exit code -9; all ranks were ended"):
+        executor.submit(Recompute([BatchRow([1, 2, 3], 0, [1])], [[1, 2, 3, 4]]))
+    assert not psutil.pid_exists(pid)
+    with pytest.raises(RankLost, match="exit code -9"):  # it stays so
+        executor.submit(Recompute([BatchRow([1, 2, 3], 0, [1])], [[1, 2, 3, 4]]))
+    pairs.close()
+
+
+def test_a_drafter_on_the_host_proposes_on_rank_0_alone(pairs: Pairs, model: Path) -> None:
+    settings = {"speculative": "ngram", "draft_steps": 3}
+    alone = Engine(_config(model, **settings))
+    theirs = serve(Prompts(alone), DeviceExecutor(alone, NUM_SLOTS), alone.pool, chunk=5, steps=(3,))
+    two = pairs.get(**settings)
+    ours = serve(RankPrompts(two), RankExecutor(two), two.engine.pool, chunk=5, steps=(3,))
+    assert_equal(ours, theirs)
+    assert sum(each.num_accepted for each in ours) > 0
+
+
+# --- every rank has sequences of its own, and some hidden units of each layer ---
+
+
+class OwnSequences:
+    """Sequences of two ranks, each with pages, slots and block tables of its own. Rank 0 holds the books of both."""
+
+    def __init__(self, ranked: RankedEngine) -> None:
+        self.executor = OwnWorkExecutor(ranked)
+        self.vocab_size = ranked.engine.model_config.vocab_size
+        own = self.executor.own
+        self.page_size, self.shape = ranked.engine.pool.page_size, own.shape
+        self.books = [Rounds(own), Rounds(own)]
+        self.running: list[list[tuple[Running, Output]]] = [[], []]
+        self.lens: set[tuple[int, int]] = set()
+        self._num_started = [0, 0]
+
+    def start(self, rank: int, request: tuple[list[int], SamplingParams]) -> Output:
+        """Compute all tokens of a prompt but the last on its rank, and give it a slot there."""
+        ids, wanted = request
+        number = self._num_started[rank]
+        self._num_started[rank] += 1
+        state = SamplingState(wanted, ids, vocab_size=self.vocab_size)
+        num_pages = 64 // self.page_size
+        pages = list(range(1 + number * num_pages, 1 + (number + 1) * num_pages))  # both ranks use the same numbers
+        works = [Recompute([], []), Recompute([], [])]
+        if len(ids) > 1:
+            works[rank] = Recompute([BatchRow(ids[:-1], 0, pages)], [ids])
+            self.executor.run(works)
+        loads: list[LoadSlot | None] = [None, None]
+        loads[rank] = LoadSlot(number, ids, state)
+        self.executor.run(loads)
+        output = Output()
+        self.running[rank].append((Running(len(ids), list(ids), len(ids) - 1, pages, state, slot=number), output))
+        return output
+
+    def round(self, num_steps: int) -> None:
+        shape = self.shape.with_steps(num_steps)
+        works = [
+            book.make_round([each for each, _ in running], shape, [num_steps] * len(running))
+            for book, running in zip(self.books, self.running, strict=True)
+        ]
+        self.lens.add((len(works[0].slots), len(works[1].slots)))
+        for rank, tokens in enumerate(self.executor.run(works)):
+            for (sequence, output), accepted in zip(self.running[rank], tokens.rows, strict=True):
+                assert accepted is not None
+                output.take(sequence, accepted)
+            self.running[rank] = [
+                each for each in self.running[rank] if len(each[1].token_ids) < each[0].sampling.params.max_tokens
+            ]
+
+
+def test_ranks_with_sequences_of_their_own_give_the_tokens_of_one_process(pairs: Pairs, one: Engine) -> None:
+    """Some rounds have no sequence on rank 1, others none on rank 0. The drafter runs on zero rows there, too."""
+    divided = pairs.get(divides_sequences=True)
+    assert divided.engine.kv.shape == one.kv.shape
+    sequences = OwnSequences(divided)
+    ours = [sequences.start(0, REQUESTS[0])]
+    for _ in range(2):
+        sequences.round(3)
+    ours.append(sequences.start(0, REQUESTS[1]))
+    for _ in range(3):
+        sequences.round(3)
+    ours.append(sequences.start(1, REQUESTS[2]))
+    while any(sequences.running):
+        sequences.round(3)
+    assert {(1, 0), (2, 0), (2, 1), (0, 1)} <= sequences.lens, sequences.lens
+    theirs = serve(Prompts(one), DeviceExecutor(one, NUM_SLOTS), one.pool, chunk=64, steps=(3,))
+    for own, other, (_, wanted) in zip(ours, theirs, REQUESTS, strict=True):
+        for each in (own, other):  # rounds may bring more than was asked for
+            del each.token_ids[wanted.max_tokens :], each.logprobs[wanted.max_tokens :]
+    assert_equal(ours, theirs)
+    assert sum(each.num_accepted for each in ours) > 0

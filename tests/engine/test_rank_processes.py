@@ -1,0 +1,86 @@
+"""Processes of ranks: they get frames in order, and none is left when one has failed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from rank_functions import echo, fail, hang, hang_in_group
+
+from baton.engine.group import CpuGroup
+from baton.engine.rank_processes import RankProcesses
+from baton.metadata.errors import RankLost
+
+
+def _are_gone(pids: Sequence[int]) -> bool:
+    return not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_ranks_get_frames_in_order_and_leave_with_the_pipe() -> None:
+    with RankProcesses(3, echo, timeout_s=60.0) as processes:
+        processes.wait_ready()
+        pids = processes.pids
+        assert len({os.getpid(), *pids}) == 3
+        for number in range(4):
+            for rank in (1, 2):
+                processes.send(rank, bytes([number]))
+        for rank in (1, 2):
+            assert [processes.report(rank) for _ in range(4)] == [bytes([rank, number]) for number in range(4)]
+        processes.check()
+    assert _are_gone(pids)
+
+
+def test_a_rank_that_dies_ends_all_with_one_error() -> None:
+    with RankProcesses(3, echo, timeout_s=60.0) as processes:
+        processes.wait_ready()
+        pids = processes.pids
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(RankLost, match=rf"rank 2 \(process {pids[1]}\) ended with exit code -9"):
+            processes.report(2)
+        assert _are_gone(pids)
+
+
+def test_an_idle_node_learns_of_a_dead_rank() -> None:
+    with RankProcesses(2, echo, timeout_s=60.0) as processes:
+        processes.wait_ready()
+        pids = processes.pids
+        os.kill(pids[0], signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        with pytest.raises(RankLost, match="ended with exit code -9"):
+            while time.monotonic() < deadline:
+                processes.check()
+        assert _are_gone(pids)
+
+
+def test_a_rank_that_cannot_start_says_why() -> None:
+    with (
+        RankProcesses(2, fail, timeout_s=60.0) as processes,
+        pytest.raises(RankLost, match="ValueError: rank 1 has no model"),
+    ):
+        processes.wait_ready()
+
+
+def test_a_rank_that_does_not_answer_is_ended() -> None:
+    with RankProcesses(2, hang, timeout_s=60.0) as processes:
+        processes.wait_ready()
+        pids, processes._timeout_s = processes.pids, 0.2
+        with pytest.raises(RankLost, match=r"rank 1 did not answer within 0\.2 s; all ranks were ended"):
+            processes.report(1)
+        assert _are_gone(pids)
+
+
+def test_a_rank_that_misses_an_operation_is_ended_after_the_timeout_of_the_group(tmp_path: Path) -> None:
+    with RankProcesses(2, hang_in_group, str(tmp_path / "meeting"), timeout_s=60.0) as processes:
+        processes.wait_ready()
+        pids = processes.pids
+        group = CpuGroup(0, 2, tmp_path / "meeting", timeout_s=5.0)
+        with pytest.raises(RankLost, match="rank 0 could not finish its work"), processes.guarded():
+            group.sum(torch.ones(1))
+        group.close()
+        assert _are_gone(pids)

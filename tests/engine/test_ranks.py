@@ -1,0 +1,101 @@
+"""The shares of all ranks make the whole weight, and what cannot be divided is refused in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafters import settings
+
+from baton.decode_node.config import DecodeConfig
+from baton.engine.checkpoint import Checkpoint
+from baton.engine.engine import Engine
+from baton.engine.group import Group, OneRank
+from baton.engine.model_config import ModelConfig
+from baton.engine.products.base import HEADS_IN, HEADS_OUT, INNER_IN, INNER_OUT
+from baton.engine.products.ranked import GatheredProduct, RankRows, ScatteredProduct, SummedProduct
+from baton.engine.ranks import ONE_RANK, Ranks
+from baton.engine.weights import CheckpointWeights
+from baton.metadata.errors import ConfigError
+from baton.metadata.wire.node_info import PoolLayout
+
+
+class OneOf(OneRank):
+    """A rank that is asked only for its place: it has no others to talk to."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def _weights(model: Path, group: Group, rows: RankRows | None = None) -> CheckpointWeights:
+    return CheckpointWeights(Checkpoint(model), torch.float32, torch.device("cpu"), ranks=Ranks(group, rows))
+
+
+def test_the_shares_of_all_ranks_sum_to_the_whole(checkpoint: Callable[..., Path]) -> None:
+    """Rows of q, k and v lie side by side; columns of the output projection sum, and its bias counts once."""
+    model = checkpoint("llama", attention_bias=True)
+    config, x = ModelConfig.from_dir(model), torch.randn(3, 64)
+    names = {f"model.layers.0.self_attn.{part}_proj": size for part, size in zip("qkv", (64, 32, 32), strict=True)}
+    whole = _weights(model, OneRank())
+    qkv = whole.fused(names, 64, split=HEADS_OUT)
+    out = whole.linear("model.layers.0.self_attn.o_proj", 64, 64, split=HEADS_IN)
+    assert not isinstance(out.product, SummedProduct)
+    own = [_weights(model, OneOf(rank, 2)) for rank in range(2)]
+    parts = [weights.fused(names, 64, split=HEADS_OUT)(x).split([32, 16, 16], 1) for weights in own]
+    expected = qkv(x).split([64, 32, 32], 1)
+    for index, one in enumerate(expected):
+        assert torch.allclose(torch.cat([part[index] for part in parts], 1), one, atol=1e-5)
+    shares = [weights.linear("model.layers.0.self_attn.o_proj", 64, 64, split=HEADS_IN) for weights in own]
+    assert all(isinstance(share.product, SummedProduct) for share in shares)
+    halves = [share(part) for share, part in zip(shares, x.split(32, 1), strict=True)]
+    assert torch.allclose(halves[0] + halves[1], out(x), atol=1e-5)
+    assert own[1].own(config).num_kv_heads * 2 == config.num_kv_heads
+
+
+def test_ranks_with_sequences_of_their_own_have_all_heads_and_gather_rows(checkpoint: Callable[..., Path]) -> None:
+    model, rows = checkpoint("llama"), RankRows((2,))
+    weights = _weights(model, OneOf(0, 2), rows)
+    prefix = "model.layers.0."
+    assert weights.linear(f"{prefix}self_attn.o_proj", 64, 64, split=HEADS_IN).in_size == 64
+    names = {f"{prefix}mlp.gate_proj": 128, f"{prefix}mlp.up_proj": 128}
+    up = weights.fused(names, 64, split=INNER_OUT)
+    down = weights.linear(f"{prefix}mlp.down_proj", 64, 128, split=INNER_IN)
+    assert isinstance(up.product, GatheredProduct) and isinstance(down.product, ScatteredProduct)
+    assert down(up.gated(torch.randn(2, 64))).shape == (2, 64)
+    rows.lens = (3,)
+    with pytest.raises(AssertionError):
+        up.gated(torch.randn(2, 64))
+
+
+def test_a_pool_has_the_heads_of_its_rank() -> None:
+    layout = PoolLayout(num_layers=2, num_kv_heads=4, head_dim=16, dtype="float32")
+    assert Ranks(OneOf(0, 2)).own_pool(layout).num_kv_heads == 2
+    assert Ranks(OneOf(0, 2), RankRows()).own_pool(layout) == ONE_RANK.own_pool(layout) == layout
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "rows", "error"),
+    [
+        ("llama", 4, None, "2 KV heads cannot be divided among 4 ranks"),
+        ("llama", 3, RankRows(), "intermediate_size 128 cannot be divided among 3 ranks"),
+        ("qwen3_moe", 2, RankRows(), "has mixtures of experts"),
+    ],
+)
+def test_a_model_that_ranks_cannot_share_is_refused(
+    family: str, size: int, rows: RankRows | None, error: str, checkpoint: Callable[..., Path]
+) -> None:
+    with pytest.raises(ConfigError, match=error):
+        Ranks(OneOf(0, size), rows).check(ModelConfig.from_dir(checkpoint(family)))
+
+
+def test_a_drafter_that_reads_the_targets_heads_needs_all_of_them(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = checkpoint("llama")
+    drafter: dict[str, Any] = settings("frozen-kv-mtp", model, tmp_path)
+    config = DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=16, **drafter)
+    with pytest.raises(ConfigError, match="frozen-kv-mtp reads all KV heads"):
+        Engine(config, ranks=Ranks(OneOf(0, 2)))

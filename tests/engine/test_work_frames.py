@@ -1,0 +1,82 @@
+"""Work and reports survive the way through bytes, and other bytes are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.engine.draft_shape import DraftShape
+from baton.engine.sampling_state import Needs, SamplingState
+from baton.engine.work import (
+    Accepted,
+    BatchRow,
+    CatchUp,
+    Chunk,
+    ChunkRow,
+    CopyPages,
+    Forget,
+    LoadSlot,
+    Recompute,
+    Round,
+    TableChange,
+    Tail,
+    Tails,
+    Tokens,
+    WarmUp,
+)
+from baton.engine.work_frames import decode, encode
+from baton.metadata.errors import ProtocolError
+from baton.metadata.wire.request import SamplingParams, TokenLogprobs
+
+PARAMS = SamplingParams(
+    max_tokens=9, temperature=0.5, seed=2**62, logit_bias={3: 1.5}, repetition_penalty=1.2, stop_ids=(4,), min_tokens=2
+)
+ROUND = Round(
+    slots=[3],
+    num_pages=[2],
+    changes=[TableChange(3, 0, [5, 6])],
+    limits=[2],
+    num_missed=[1],
+    shape=DraftShape(2, 3, 4),
+    needs=Needs(is_random=True, num_logprobs=2),
+    num_logprobs=[None],
+    proposed=[[7, 8]],
+)
+VALUES = [
+    ROUND,
+    CatchUp([3], [2], [TableChange(3, 1, [6])], [0], [4], 2, Needs()),
+    Recompute([BatchRow([1, 2], 0, [5], 0)], [[1, 2, 3]]),
+    Forget(2**40),
+    WarmUp(),
+    Tokens([Accepted([1, 2], [TokenLogprobs(-0.5, (1,), (-0.5,)), None], 1, 2), None]),
+]
+
+
+def _states_equal(a: SamplingState, b: SamplingState) -> bool:
+    return all(getattr(a, name) == getattr(b, name) for name in SamplingState.__slots__)
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_a_value_is_what_it_was(value: object) -> None:
+    assert decode(encode(value)) == value  # type: ignore[arg-type]
+
+
+def test_states_of_sampling_are_what_they_were() -> None:
+    state = SamplingState(PARAMS, [1, 2, 3], [4, 5], vocab_size=100, choice=3)
+    load = decode(encode(LoadSlot(1, [1, 2, 3, 4, 5], state, b"\x00\xff")))
+    assert (load.slot, load.token_ids, load.row) == (1, [1, 2, 3, 4, 5], b"\x00\xff")
+    assert _states_equal(load.sampling, state)
+    tail = Tail(0, [state, state], [[5], [6]], CopyPages([5], [6]), True, 4)
+    chunk = Chunk([ChunkRow(7, [1, 2, 3], BatchRow([2, 3], 1, [5]), 1, 2)], [Tails([tail])])
+    sent = decode(encode(chunk))
+    assert sent.rows == chunk.rows
+    [[found]] = [each.tails for each in sent.tails]
+    assert (found.row, found.block_tables, found.copies) == (0, [[5], [6]], CopyPages([5], [6]))
+    assert all(_states_equal(each, state) for each in found.states)
+
+
+@pytest.mark.parametrize(
+    "frame", [b"", b"\xff", b"\x00", encode(ROUND)[:-3], encode(WarmUp())[:1] + encode(ROUND)[1:] + b"\x00"]
+)
+def test_other_bytes_are_refused(frame: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(frame)

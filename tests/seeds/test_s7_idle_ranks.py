@@ -1,0 +1,64 @@
+"""S7: a rank without rows runs the same functions on zero rows, of the widths that HiddenLayout says.
+
+Prefill, rounds, catching up and the end of prompts run on zero rows with every drafter. Collective operations of an
+idle rank are in tests/engine/test_rank_executor.py, where two processes share a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from drafters import ALL, settings, target_of
+from solo import Solo
+
+from baton.engine.sampling_batch import SamplingBatch
+from baton.engine.sampling_state import Needs
+from baton.engine.work import CatchUp, Recompute, Round, Tokens
+
+TREES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp", "hyper-eagle", "hyper-mtp")
+EVERYTHING = Needs(True, True, True, True, True, True, 2)
+
+
+@pytest.mark.parametrize(("name", "topk"), [*((name, 1) for name in ("ngram", *ALL)), *((name, 2) for name in TREES)])
+def test_a_rank_without_rows_runs_everything(
+    name: str, topk: int, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = target_of(name, checkpoint)
+    tree = {"draft_topk": topk, "draft_tokens": 4} if topk > 1 else {}
+    solo = Solo(model, num_pages=60, **settings(name, model, tmp_path, steps=3), **tree)
+    kvs = [kv.clone() for kv in solo.engine._kvs]
+    executor, shape = solo.executor, solo.rounds.shape
+    executor.slots.allocate_all()
+    for num_steps in (0, shape.num_steps):
+        for needs in (Needs(), EVERYTHING):
+            executor.submit(Round([], [], [], [], [], shape.with_steps(num_steps), needs, []))
+            assert executor.collect() == Tokens([])
+    if executor.keeps_missed_rows:
+        for num_rows in (1, shape.num_steps + 1):
+            executor.submit(CatchUp([], [], [], [], [], num_rows, Needs()))
+    executor.submit(Recompute([], []))
+    assert all(torch.equal(kv, before) for kv, before in zip(solo.engine._kvs, kvs, strict=True))
+
+
+@pytest.mark.parametrize("name", ["ngram", *ALL])
+def test_the_draft_state_of_no_prompts_has_the_widths_of_the_layout(
+    name: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = target_of(name, checkpoint)
+    solo = Solo(model, num_pages=60, **settings(name, model, tmp_path, steps=3))
+    engine = solo.engine
+    computed = engine.compute([])
+    assert computed.logits.shape == (0, engine.model_config.vocab_size)
+    width = engine.speculation.hidden.allocate("extend", 0, engine.device)
+    assert (computed.extend is None) == (width is None)
+    assert computed.extend is None or width is None or computed.extend.shape == width.shape
+    tokens = torch.zeros(0, dtype=torch.int64)
+    with torch.inference_mode():
+        draft = solo.drafter.finish_prompt([], tokens, computed.extend, SamplingBatch.of([], engine.device))
+    found, wanted = (
+        [(key, each.shape, each.dtype) for key, each in state.present()] for state in (draft, solo.drafter.allocate(0))
+    )
+    assert found == wanted

@@ -1,0 +1,35 @@
+"""Functions that ranks run in processes of their own, for the tests of how ranks end."""
+
+from __future__ import annotations
+
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from baton.engine.rank_processes import READY, REPORT
+
+
+def echo(connection: Connection, rank: int) -> None:
+    """Report every frame, with the rank's number."""
+    connection.send_bytes(READY)
+    while True:
+        connection.send_bytes(REPORT + bytes([rank]) + connection.recv_bytes())
+
+
+def fail(connection: Connection, rank: int) -> None:
+    raise ValueError(f"rank {rank} has no model")
+
+
+def hang(connection: Connection, rank: int) -> None:
+    """Say nothing after being ready."""
+    connection.send_bytes(READY)
+    time.sleep(600)
+
+
+def hang_in_group(connection: Connection, rank: int, meeting: str) -> None:
+    """Meet rank 0, and join none of its operations."""
+    from baton.engine.group import CpuGroup
+
+    connection.send_bytes(READY)
+    CpuGroup(rank, 2, Path(meeting))
+    time.sleep(600)
