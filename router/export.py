@@ -52,7 +52,7 @@ class TraceExport:
         self._waiting[recorder] = asyncio.get_running_loop().call_later(SETTLE_S, self.export, recorder)
 
     def export(self, recorder: TraceRecorder) -> None:
-        """Makes all spans of a request now, unless the sampler or the client's trace flags decide against it."""
+        """Make all spans of a request now, unless the sampler or the client's trace flags decide against it."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         self._waiting.pop(recorder, None)
@@ -60,7 +60,7 @@ class TraceExport:
         begun_ns, client = int(trace.received_at * 1e9), self._propagator.extract(recorder.trace_context)
 
         def add(name: str, parent: Context, start_s: float, end_s: float, attributes: dict[str, Any]) -> Context:
-            """Makes a span and returns the context for its children. They may end after it: all times are given."""
+            """Make a span and return the context for its children. They may end after it: all times are given."""
             start_ns = begun_ns + round(start_s * 1e9)
             span = self._tracer.start_span(name, parent, attributes=attributes, start_time=start_ns)
             span.end(begun_ns + round(end_s * 1e9))

@@ -87,12 +87,12 @@ class SequenceTrace(Struct, omit_defaults=True):
     num_forgotten: int = 0  # spans joined with the one before, because there were more than MAX_SPANS
 
     def count(self, num_tokens: int) -> None:
-        """Notes how many tokens the sequence has received until now."""
+        """Note how many tokens the sequence has received until now."""
         self.spans[-1].num_tokens += num_tokens - self.num_tokens
         self.num_tokens = num_tokens
 
     def begin(self, span: Span, num_tokens: int) -> None:
-        """Ends the open span and begins another."""
+        """End the open span and begin another."""
         self.count(num_tokens)
         self.spans.append(span)
         if len(self.spans) > MAX_SPANS:
@@ -225,7 +225,7 @@ class TraceRecorder:
         self._reports: dict[SpanKey, Report] = {}
 
     def came_from(self, client_id: str | None, headers: Mapping[str, str]) -> None:
-        """Notes the client's own id of the request, and the client's span if the headers name one."""
+        """Note the client's own id of the request, and the client's span if the headers name one."""
         self.trace.client_id = client_id
         if "traceparent" in headers:
             context = {name: headers[name] for name in CONTEXT_HEADERS if name in headers}
@@ -245,7 +245,7 @@ class TraceRecorder:
         attempt: AttemptLike | None = None,
         reason: str = "",
     ) -> None:
-        """Ends the open spans of some sequences and begins others. With an attempt, the node of a `prefill` is its
+        """End the open spans of some sequences and begin others. With an attempt, the node of a `prefill` is its
         prefill node, and that of any other span its decode node."""
         node = None if attempt is None else attempt.prefill if name == "prefill" else attempt.decode
         node_id, number = node.node_id if node is not None else "", attempt.number if attempt is not None else None

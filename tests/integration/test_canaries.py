@@ -81,7 +81,9 @@ def test_a_faulty_first_pair_serves_no_request_and_makes_no_good_pair_faulty(sta
     right = text(served)
     for index in range(4):
         served.finish(served.ask(**{**BODY, "prompt": f"{index} {BODY['prompt']}"}))
-    nodes = served.call(lambda: [recorder.trace.nodes for recorder in served.dispatcher.finished])
+    nodes = served.call(
+        lambda: [{span.node for span in recorder.trace.spans} for recorder in served.dispatcher.finished]
+    )
     assert len(nodes) == 5 and all("prefill-0" not in each for each in nodes)
     served.kill("prefill-0")
     assert text(served) == right

@@ -111,7 +111,7 @@ def test_pages_that_are_gathered_and_digested(pool: torch.Tensor) -> None:
     words = pool.view(1, NUM_PAGES, -1).view(torch.int32)
     expected = small(pool).view(1, 3, -1).view(torch.int32)
     block_words, last = PAGE_SIZE * HEAD_DIM, torch.tensor([PAGES[2], PAGES[0]], dtype=torch.int32)
-    sums = torch.empty((2, 2), dtype=torch.int64)
+    sums = torch.empty((2, 1, 2), dtype=torch.int64)
     with preferring("triton"):
         page_checksums(words, last, block_words, sums)
     assert torch.equal(sums, page_checksums_ref(expected, torch.tensor([2, 0]), block_words))

@@ -83,7 +83,7 @@ def run(pair: NodePair, name: str) -> list[Seen]:
 
     def collecting(submitted: Any) -> Any:
         results = collect(submitted)
-        seen[current[0]].num_accepted.append(results[0].num_accepted)
+        seen[current[0]].num_accepted.append(results.rows[0].num_accepted)
         return results
 
     propose = engine.drafter.propose

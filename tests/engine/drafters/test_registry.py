@@ -71,6 +71,7 @@ class EchoDrafter:
 
     is_shifted = False
     has_kv = False
+    proposer = None
 
     def __init__(self, hidden: HiddenLayout, shape: DraftShape) -> None:
         self.hidden, self.shape = hidden, shape
@@ -115,5 +116,5 @@ def test_a_new_drafter_takes_one_module_and_one_line(
             pair.submit("r", [5, 9, 9, 9, 2], params(20))
             texts.append(pair.run()["r", 0].ids)
     assert texts[0] == texts[1]
-    assert pair.decode.engine.schema.algorithm == "echo_twice"
+    assert pair.decode.executor.engine.schema.algorithm == "echo_twice"
     assert pair.decode.rounds.stats.num_drafted > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from streams import EPS, SIZE, Mixing, body, random
+from stream_layers import EPS, SIZE, Mixing, body, random
 
 from baton.engine.layers.residual import Residual
 from baton.kernels.norm import rms_norm_ref

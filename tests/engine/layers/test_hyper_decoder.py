@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from streams import EPS, SIZE, Mixing, body, random
+from stream_layers import EPS, SIZE, Mixing, body, random
 
 from baton.engine.layers.decoder import DecoderLayer
 from baton.engine.layers.hyper_decoder import HyperDecoderLayer, StreamSite

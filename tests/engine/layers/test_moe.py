@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from streams import EPS, SIZE, random
+from stream_layers import EPS, SIZE, random
 
 from baton.engine.layers import moe
 from baton.engine.layers.mlp import Mlp
