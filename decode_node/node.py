@@ -45,7 +45,7 @@ from ..metadata.handoff.client import HandoffClient
 from ..metadata.handoff.transfer import Arrived, Revoked, TransferFailed
 from ..metadata.wire.messages import Admitted, Cancel, Cancelled, Compute, Failed, Resend, Reserve
 from ..metadata.wire.node_info import Load, NodeStats
-from ..metadata.wire.request import Unit
+from ..metadata.wire.request import MAX_TEXT, Unit
 from .outbox import Outbox
 from .reservations import Reservations
 from .round_clock import RoundClock
@@ -262,7 +262,7 @@ class DecodeNode:
 
     def _fail(self, unit: Unit, code: str, message: str, *, is_retryable: bool) -> None:
         logger.warning("%s: %s", code, message, extra={"rid": unit.rid})
-        self.membership.send(Failed(unit=unit, code=code, message=message[:4096], retryable=is_retryable))
+        self.membership.send(Failed(unit=unit, code=code, message=message[:MAX_TEXT], retryable=is_retryable))
 
     # --- arrivals ---
 

@@ -37,7 +37,7 @@ from ..metadata.errors import OutOfMemory, RequestError
 from ..metadata.handoff.server import HandoffServer
 from ..metadata.wire.messages import Cancel, Cancelled, Failed, Prefill, PrefillDone, Resend
 from ..metadata.wire.node_info import Load, NodeStats
-from ..metadata.wire.request import TokenLogprobs, Unit
+from ..metadata.wire.request import MAX_TEXT, TokenLogprobs, Unit
 from .chunks import ChunkUnderWay, submit
 from .outbox import FirstToken, Outbox
 from .prompt_ends import PromptEnd
@@ -211,7 +211,7 @@ class PrefillNode:
             self._fail(unit, code, reason, is_retryable=is_retryable)
 
     def _fail(self, unit: Unit, code: str, message: str, *, is_retryable: bool = False) -> None:
-        self.membership.send(Failed(unit=unit, code=code, message=message, retryable=is_retryable))
+        self.membership.send(Failed(unit=unit, code=code, message=message[:MAX_TEXT], retryable=is_retryable))
 
     def _end_tickets(self) -> None:
         for request, unit in self._tickets.poll():
@@ -299,11 +299,11 @@ class PrefillNode:
         """End the choices that a decode node would continue, since there was no memory for the drafts after them."""
         for end, choices in zip(ends, first_tokens, strict=True):
             request = end.request
-            logger.warning("out of memory: %s", error, extra={"rid": request.rid})
             for unit, _, _, over in choices:
                 if over is not None:
                     self._tickets.revoke(request, unit, is_finished=True, reason=over.reason)
                 elif unit in request.tickets:
+                    logger.warning("out of memory: %s", error, extra={"rid": request.rid})
                     self._fail(unit, error.code, str(error), is_retryable=True)
                     self._drop(request, {unit}, str(error))
             if request.choices and not request.tickets:

@@ -30,7 +30,7 @@ class PromptEnd(NamedTuple):
 
     @property
     def tail(self) -> Tail:
-        """The end as work for the device."""
+        """Return the work for the device."""
         return Tail(
             row=self.row,
             states=self.states,

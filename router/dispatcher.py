@@ -441,12 +441,10 @@ class Dispatcher:
             attempt.prefill_done = True
             if request.num_cached is None:
                 request.num_cached = message.num_cached
-            if request.needs_prompt_logprobs:
-                request.prompt_logprobs = message.prompt_logprobs
+            request.take_prompt_logprobs(message.prompt_logprobs)
             if not attempt.choices:
                 request.attempts.pop(attempt.number, None)
-            if request.is_complete:
-                self._done(request, now)
+            self._end_if_complete(request, now)
         self._pump(node.group, now)
 
     def _admitted(self, node: Node, message: Admitted, now: float) -> None:
@@ -502,10 +500,21 @@ class Dispatcher:
             if not attempt.choices and attempt.prefill_done:
                 request.attempts.pop(attempt.number, None)
             self._room_made(request.group, now)
-        if request.is_complete:
-            self._done(request, now)
+        self._end_if_complete(request, now)
 
     # It ends
+
+    def _end_if_complete(self, request: Request, now: float) -> None:
+        """End a request that has all that it asked for, or whose prompt's log-probabilities will never come."""
+        if request.is_complete:
+            self._done(request, now)
+        elif request.lacks_prompt and not request.is_paused and not self._will_compute_prompt(request):
+            where = "a prefill node did not send the log-probabilities of the whole prompt"
+            self._fail(request, NodeFault(where, Unavailable.code), now)
+
+    def _will_compute_prompt(self, request: Request) -> bool:
+        waiting = self.queues.waiting_in(request.group)
+        return request.computes_prompt or any(entry.request is request for entry in waiting)
 
     def _done(self, request: Request, now: float) -> None:
         """Every sequence has ended as it should."""

@@ -366,6 +366,17 @@ class Request:
         """Whether the prompt's log-probabilities were asked for and are not here."""
         return self.wants_prompt_logprobs and self.prompt_logprobs is None
 
+    def take_prompt_logprobs(self, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        """Take the prompt's log-probabilities if they were asked for and are complete: one for each token but the
+        first. A prefill node that dropped the request before its prompt was computed sends fewer."""
+        if self.needs_prompt_logprobs and len(logprobs) == len(self.prompt_ids) - 1:
+            self.prompt_logprobs = logprobs
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether an attempt under way will bring the prompt's log-probabilities."""
+        return any(not attempt.prefill_done for attempt in self.attempts.values())
+
     @property
     def lacks_prompt(self) -> bool:
         """Whether only the prompt's log-probabilities are missing."""

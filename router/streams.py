@@ -81,7 +81,7 @@ class TokenStreams:
             sequence = self.find(unit, node)
             if sequence is not None and firsts[row] + count > sequence.request.params.max_tokens:
                 last, most = firsts[row] + count, sequence.request.params.max_tokens
-                yield _refused(node, sequence, f"Tokens up to number {last} of an output of at most {most}")
+                yield _refused(node, sequence, f"it sent token number {last}, but the request asked for at most {most}")
             elif sequence is not None:
                 if message.num_cached is not None and sequence.request.num_cached is None:
                     sequence.request.num_cached = message.num_cached

@@ -613,9 +613,34 @@ def test_log_probabilities_of_the_prompt_are_awaited() -> None:
     world.say("d0", m.Admitted(Unit(asked.rid, 0, 0), 0.1, 2, 4096, 0))
     world.tokens("d0", asked, 1, IDS[1:2], reason="length")
     assert not client.num_ends
-    told = (TokenLogprobs(-1.0, (), ()),)
+    told = (TokenLogprobs(-1.0, (), ()),) * 2
     world.say("p0", m.PrefillDone(asked.rid, 0, 0.0, 0.0, 0, load(100), prompt_logprobs=told))
     assert client.num_done == 1 and client.request.prompt_logprobs == told
+    world.check_books()
+
+
+@pytest.mark.parametrize("num_sent", [0, 1])
+def test_log_probabilities_of_a_part_of_the_prompt_are_not_taken(num_sent: int) -> None:
+    """A prefill node that dropped the request before its prompt was computed sends those that it has."""
+    world = World("p0", "d0", "p1", "d1")
+    client = world.submit(max_tokens=2, wants_prompt_logprobs=True)
+    asked = world.grant()
+    told = (TokenLogprobs(-1.0, (), ()),)
+    world.say("p0", m.PrefillDone(asked.rid, 0, 0.0, 0.0, 0, load(100), prompt_logprobs=told * num_sent))
+    world.say("d0", m.Failed(Unit(asked.rid, 0, 0), "transfer_error", "a link closed", retryable=True))
+    again = world.grant("d1") if world.got("d1", m.Reserve) else world.grant()
+    assert again.attempt == 1 and again.request.prompt_logprobs and client.num_ends == 0
+
+
+def test_a_node_that_never_sends_the_whole_prompts_log_probabilities_ends_the_request_with_an_error() -> None:
+    world = World("p0", "d0")
+    client = world.submit(max_tokens=2, wants_prompt_logprobs=True)
+    asked = world.grant()
+    world.tokens("p0", asked, 0, IDS[:1])
+    world.say("d0", m.Admitted(Unit(asked.rid, 0, 0), 0.1, 2, 4096, 0))
+    world.say("p0", m.PrefillDone(asked.rid, 0, 0.0, 0.0, 0, load(100), prompt_logprobs=()))
+    world.tokens("d0", asked, 1, IDS[1:2], reason="length")
+    assert (client.num_ends, client.num_done) == (1, 0) and "log-probabilities" in str(client.errors[0])
     world.check_books()
 
 
@@ -637,7 +662,7 @@ def test_a_pause_while_only_the_prompts_log_probabilities_are_missing_has_them_c
     assert not world.got("p0", m.Resend) and not client.num_ends, "no node owes it anything"
     if is_lost:
         world.join("p0")
-    told = (TokenLogprobs(-1.0, (), ()),)
+    told = (TokenLogprobs(-1.0, (), ()),) * 2
     world.do(world.dispatcher.set_paused(client.request, False, world.now))
     again = world.got("p0", m.Prefill)[-1]
     assert again.attempt == 1 and again.decode is None and again.request.prompt_logprobs

@@ -134,7 +134,7 @@ def test_a_node_that_sends_more_than_max_tokens_is_refused_for_that_sequence_alo
     ids = IDS[: max(1, 5 - first)]
     message = tokens((site.unit(0), first, ids), (site.unit(1), 0, IDS[:4]), ended={0: END, 1: END})
     refused, ended = site.streams.take(site.decode, message, 0.0)
-    words = f"decode node d0: Tokens up to number {first + len(ids)} of an output of at most 4"
+    words = f"decode node d0: it sent token number {first + len(ids)}, but the request asked for at most 4"
     assert refused == TokensRefused(site.one, words) and ended == (site.request.sequences[1], True)
     assert site.outputs == [(1, IDS[:4])] and site.one.finish_reason is None
     site.take(0, IDS[:1])
