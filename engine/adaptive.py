@@ -1,4 +1,4 @@
-"""How much to draft in the next round: what the drafter lately got right, against what rounds take; never at a loss.
+"""The choice of the draft length of the next round: recent acceptance against the times of rounds, without loss.
 
 A round of K steps brings a sequence of acceptance a (of a draft whose predecessors were right) 1 + a + .. + a^K
 tokens, and takes what the table of times says for its batch, and for catching up where rounds without drafts left rows

@@ -85,8 +85,8 @@ def serve(
 
 
 def freeze() -> None:
-    """What is there stays: full collections need not look at it. With all that torch brings one takes 0.1 s, for which
-    every stream would wait."""
+    """Exempt all present objects from garbage collection, since they stay. A collection of all that torch brings would
+    delay every stream."""
     gc.collect()
     gc.freeze()
 

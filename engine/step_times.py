@@ -108,7 +108,7 @@ class StepTimes:
         return expected * math.exp(self._log_common + self._catch_up.log)
 
     def num_seen(self, size: int, num_steps: int) -> int:
-        """How many such rounds have corrected the table."""
+        """Return the number of such rounds that have corrected the table."""
         own = self._own.get((num_steps, size.bit_length()))
         return 0 if own is None else own.count
 

@@ -1,4 +1,4 @@
-"""What numba compiles for the CPU: float32 kernels on numpy arrays, which kernels/cpu.py wraps for tensors.
+"""Kernels that numba compiles for the CPU: float32, on numpy arrays. The files numba_*.py wrap them for tensors.
 
 Most of a decode step on a CPU is many small operations; each of these is one call where torch needs three to ten. All
 kernels are in one file because numba's cache on disk notices changes of a kernel's own file only. Inner loops run over
@@ -218,7 +218,7 @@ def _hide(scores, begin, tree_start, seq_len, visible, positions, window_start):
 
 @compiled(_SUMS)
 def _softmax(scores):
-    """Of one row, [num_keys], in place."""
+    """Compute the softmax of one row [num_keys], in place."""
     highest = _maximum(scores)
     total = _ZERO
     for j in range(scores.shape[0]):

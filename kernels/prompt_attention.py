@@ -43,7 +43,7 @@ def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_seqs
 
 
 def whole_part(num_tokens: int) -> int:
-    """How many of a single prompt's first `num_tokens` tokens it takes; the rest see them in their pages."""
+    """Return how many of the first `num_tokens` tokens of a single prompt it takes. The others see them in pages."""
     return num_tokens // UNIT * UNIT if num_tokens >= LEAST else 0
 
 

@@ -53,7 +53,7 @@ _RUN_TIME = ("query_len", "window", "num_splits", "table_stride", "num_words")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What all layers of one forward share. Tensors on the device; everything else follows from shapes."""
+    """Values that all layers of one forward share. Tensors on the device; everything else follows from shapes."""
 
     block_table: torch.Tensor  # [num_seqs, max_pages] int64
     seq_lens: torch.Tensor  # [num_seqs] int64, after this forward; 0 for padding is fine
@@ -107,7 +107,7 @@ class Plan:
 
 
 class DecodeTiles(NamedTuple):
-    """How `decode_attention` is cut."""
+    """Sizes by which `decode_attention` divides its work."""
 
     block_m: int  # rows, of tokens and query heads
     block_n: int  # keys
@@ -203,12 +203,12 @@ def check_shapes(q: torch.Tensor, kv_layer: torch.Tensor, plan: Plan) -> tuple[i
 
 
 def padded(head_dim: int) -> int:
-    """What a tile holds of a head."""
+    """Return the width of a tile of one head: a power of two, at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def softmax_scale(head_dim: int) -> float:
-    """Of scores whose exponentials have base 2."""
+    """Return the scale of scores whose exponentials have base 2."""
     return head_dim**-0.5 * math.log2(math.e)
 
 

@@ -41,7 +41,7 @@ _SUM_BLOCK = 1024
 
 
 class Config(NamedTuple):
-    """How a product is launched."""
+    """Launch configuration of a product."""
 
     kind: Literal["vector", "dot"]
     block_n: int  # rows of W of a program
@@ -189,7 +189,7 @@ def linear_parts(x: Tensor, weight: Tensor, config: Config | None = None) -> Ten
 
 
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of `linear_parts`, the product: [num_parts, num_rows, out_size] float32 -> [num_rows, out_size]."""
+    """Return the product of `linear_parts`, [num_parts, num_rows, out_size] float32 -> [num_rows, out_size]."""
     return _sum(parts, None, torch.empty(parts.shape[1:], dtype=dtype, device=parts.device))
 
 
@@ -256,7 +256,7 @@ def _default(num_rows: int, out_size: int, in_size: int, is_gated: bool) -> Conf
 
 
 def _split(out_size: int, in_size: int, block_n: int, num_programs: int) -> int:
-    """How many programs share the columns of a row for so many in all."""
+    """Return the number of programs that share the columns of a row, for `num_programs` programs in all."""
     split_k = 1
     while split_k < 8 and triton.cdiv(out_size, block_n) * split_k < num_programs and in_size // (2 * split_k) >= 1024:
         split_k *= 2

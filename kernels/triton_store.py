@@ -32,7 +32,7 @@ def token_rows(
     query_len: int | None,
     starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Where new tokens go: [num_tokens] int64, page * page_size + slot in the page; -1 for a token whose slot is below
+    """Places of new tokens: [num_tokens] int64, page * page_size + slot in the page; -1 for a token whose slot is below
     0 or beyond the table, which is stored nowhere.
 
     `block_table` [num_seqs, max_pages] and `seq_lens` [num_seqs] int64 (after the forward). Sequences have `query_len`
@@ -87,7 +87,7 @@ def norm_rotate_store(
 
 @triton.jit
 def _count_up_to(starts_ptr, num_seqs, limit, SEQS: tl.constexpr):
-    """How many of starts[0 .. num_seqs - 1], which ascend, are at most `limit` [n]: [n] int32."""
+    """Return how many of the ascending starts[0 .. num_seqs - 1] are at most `limit` [n]: [n] int32."""
     count = tl.zeros_like(limit)
     for first in range(0, num_seqs, SEQS):
         seqs = first + tl.arange(0, SEQS)

@@ -1,4 +1,4 @@
-"""Who sees which key, on a GPU: masks of trees as bits, windows, and what a split looks at (triton_attention.py)."""
+"""The keys that each row sees, on a GPU: masks of trees as bits, windows, and the range of a split."""
 
 # ruff: noqa: N803, SIM108
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -58,7 +58,7 @@ def span(
 
 @triton.jit
 def seen_in_tree(visible_ptrs, slots, is_inside, first, tree_start, num_words):
-    """Of a tile's slots, which begin with `first`: [rows, BLOCK_N]."""
+    """Return what the rows see of the slots of a tile, which begin with `first`: [rows, BLOCK_N]."""
     bits = _visible_bits(visible_ptrs, first - tree_start, num_words)
     return is_inside[None, :] & ((bits[:, None] >> (slots - first)[None, :].to(tl.int64) & 1) != 0)
 

@@ -206,7 +206,7 @@ class Queues:
         return self._queues[group]
 
     def pace(self, group: Group) -> Pace:
-        """How fast a group serves."""
+        """Return the pace at which a group serves."""
         return self._paces[group]
 
     def knows(self, group: Group) -> bool:

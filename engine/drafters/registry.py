@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Line(NamedTuple):
-    """Where a drafter is found."""
+    """The place of a drafter: its module, and the name of its directory."""
 
     module: str  # in this folder; its FAMILY describes the drafter
     shipped_as: str | None = None  # how the name of its directory inside the target's begins; None: it has no files

@@ -1,4 +1,4 @@
-"""What followed the last tokens of a running request: in finished requests by hash chains, in its own text by search.
+"""Tokens that followed the last tokens of a request before: in finished requests by hash chains, in its own by search.
 
 `SharedSuffixes` is prompt lookup (Saxena 2023) over the texts of other requests. For each length in `LENGTHS`
 there is a table of buckets, as in LZ77 compressors (RFC 1951, section 4): a bucket holds the latest place whose
@@ -195,7 +195,8 @@ class OwnSuffixes:
 def _longest(
     found: list[tuple[array[int], int]], recent: array[int], matched: int
 ) -> tuple[int, list[tuple[array[int], int]]]:
-    """Of `found`, which match `matched` tokens of `recent`, those that match most, after how many that is."""
+    """Return the members of `found` that match most tokens, and how many tokens that is. All of `found` match `matched`
+    tokens of `recent`."""
     for token in recent[matched:]:
         longer = [(ids, at) for ids, at in found if matched < at and ids[at - matched - 1] == token]
         if not longer:

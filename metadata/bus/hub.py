@@ -85,7 +85,7 @@ class Hub:
 
     @property
     def dropped_frames(self) -> int:
-        """How many malformed frames were dropped so far."""
+        """Number of malformed frames dropped so far."""
         return self._dropped.count
 
     def start(self) -> None:

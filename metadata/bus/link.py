@@ -94,7 +94,7 @@ class Link:
 
     @property
     def dropped_frames(self) -> int:
-        """How many malformed frames were dropped so far."""
+        """Number of malformed frames dropped so far."""
         return self._dropped.count
 
     def receive(self, limit: int = DRAIN_LIMIT) -> list[ToNode]:

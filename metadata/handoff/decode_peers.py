@@ -36,7 +36,7 @@ class DecodePeer:
 
     @property
     def num_unsent(self) -> int:
-        """How many messages of pages wait to be sent."""
+        """Number of messages of pages that wait to be sent."""
         self.unsent = [tracker for tracker in self.unsent if not tracker.done]
         return len(self.unsent)
 

@@ -133,7 +133,7 @@ class NodeStats(Message, frozen=True):
 
 
 class PoolLedger(Message, frozen=True):
-    """How many pages each owner has. The first five sum to the pool."""
+    """Number of pages of each owner. The first five sum to the pool."""
 
     free: Count
     padding: Count

@@ -146,7 +146,7 @@ def test_rows_hold_the_first_token_and_the_count_of_cached_tokens(make_prompts: 
 
 
 def test_scores_are_of_the_tokens_that_follow(make_prompts: MakePrompts) -> None:
-    """Of two rows of a chunk, the second one is scored, up to the prompt's last token."""
+    """The second of two rows of a chunk is scored, up to the prompt's last token."""
     prompts = make_prompts("none")
     plain, scored = Prompt(prompts, 1, 5), Prompt(prompts, 2, 7)
     rows = [plain.row(0, 5), scored.row(0, 7, num_scored=6, num_logprobs=2)]

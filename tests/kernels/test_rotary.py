@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 @pytest.mark.parametrize("kind", ["reference", "triton"])
 @pytest.mark.parametrize("head_dim", [10, 64, 576])
 def test_a_rotation_turns_pairs_by_their_angle(kind: str, head_dim: int) -> None:
-    """As complex numbers: (a + ib) e^(i position frequency)."""
+    """Rotate by complex numbers: (a + ib) e^(i position frequency)."""
     half, positions = head_dim // 2, torch.tensor([0, 3, 17], device=DEVICE)
     frequencies = random(half).abs()
     both = torch.stack((frequencies.repeat(2), torch.cat((-frequencies, frequencies))))

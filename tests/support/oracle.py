@@ -101,7 +101,7 @@ class HyperMtpLayer(HyperLayer):
         self.e_proj, self.h_proj = (nn.Linear(sizes.hidden_size, sizes.hidden_size, bias=False) for _ in range(2))
 
     def forward(self, hidden: Tensor, ids: Tensor, positions: Tensor, target: Any) -> tuple[Tensor, Tensor]:
-        """As `Eagle.forward`, with wide states."""
+        """Do the same as `Eagle.forward`, with wide states."""
         embedded = self.e_proj(self.enorm(F.embedding(ids, target.embedding)))
         streams = self.h_proj(self.hnorm(hidden.unflatten(-1, (self.num_streams, -1))))
         streams = super().forward(streams + embedded.unsqueeze(-2), positions)

@@ -151,7 +151,7 @@ def _summary(docstring: str | None) -> str:
 
 
 def _request(name: str, summary: str) -> str:
-    """How a user might ask for this function; the wording is chosen by the hash of its name and summary."""
+    """Return a question for this function. The hash of its name and summary chooses the wording."""
     lowered = summary[0].lower() + summary[1:]
     wordings = (
         summary,

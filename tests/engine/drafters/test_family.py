@@ -1,4 +1,4 @@
-"""What each drafter says that it hands over, in the words of DESIGN.md section 4."""
+"""State that each drafter declares to hand over, as the table of DESIGN.md section 4 lists it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many steps MTP drafts: one layer any number, n layers at most n."""
+"""Steps that MTP drafts: any number with one layer, at most n with n layers."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def model(checkpoint: Checkpoints) -> Path:
 
 
 def frozen_schema(model: Path, directory: Path, layers: list[int]) -> HandoffSchema:
-    """What a node with a frozen-KV head says when it meets another: all that differs is what its file names."""
+    """Return the schema of a node with a frozen-KV head. Only what its file names differs."""
     head = write_head(directory / f"frozen-{layers}", "frozen-kv-mtp", model, target_layers=layers)
     config = DecodeConfig(speculative="frozen-kv-mtp", draft_model=str(head))
     target = ModelConfig.from_dir(model)

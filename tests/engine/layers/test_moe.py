@@ -25,7 +25,7 @@ def layer(num_active: int, *, norm_topk_prob: bool) -> MoeMlp:
 
 
 def formula(mlp: MoeMlp, token: torch.Tensor) -> torch.Tensor:
-    """Of one token, [hidden_size] -> [hidden_size]."""
+    """Return the output for one token, [hidden_size] -> [hidden_size]."""
     scores = mlp.router(token.unsqueeze(0))[0].double().softmax(0)
     best = sorted(range(NUM_EXPERTS), key=lambda index: -scores[index])[: mlp.num_active]
     total = sum(scores[index] for index in best) if mlp.norm_topk_prob else 1.0

@@ -1,4 +1,4 @@
-"""What a node says of itself, and why two nodes cannot hand over."""
+"""The hello of a data link, and the reasons why two nodes cannot hand over."""
 
 from __future__ import annotations
 
