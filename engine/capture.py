@@ -20,9 +20,11 @@ def captured(run: Callable[[], Result], pool: Any) -> tuple[torch.cuda.CUDAGraph
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()  # compiles kernels and allocates what outlives a run
-    torch.cuda.current_stream().wait_stream(side)
+    try:
+        with torch.cuda.stream(side):
+            run()  # compiles kernels and allocates what outlives a run
+    finally:  # also without memory: kernels that were submitted still use their inputs
+        torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with _no_collection(), torch.cuda.graph(graph, pool=pool):
         return graph, run()

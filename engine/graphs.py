@@ -113,8 +113,7 @@ class RoundGraphs(Generic[Step, Result]):
 
     def _capture(self, key: _Key[Step]) -> _Captured[Result]:
         inputs = self._inputs[key.size]
-        inputs.block.zero_()
-        inputs.for_round.slots.fill_(self._padding)
+        inputs.fill_with_padding(self._padding)
         found = _Captured(*captured(lambda: self._run(inputs, key.step, key.kind), self._pool))
         self._captured[key] = found
         return found

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..kernels.copies import copy_columns_
 from .copies import to_device
+from .work import MAX_MISSED
 
 _PER_SEQUENCE = 3  # columns of one number
 
@@ -55,6 +56,13 @@ class InputBlock(NamedTuple):
     @property
     def num_seqs(self) -> int:
         return self.block.shape[0]
+
+    def fill_with_padding(self, slot: int) -> None:
+        """Make every row one of padding, whose slot is `slot`. Rows that the drafter does not see are padding's, too."""
+        self.block.zero_()
+        inputs = self.for_round
+        inputs.slots.fill_(slot)
+        inputs.missed_rows.fill_(slot * (MAX_MISSED + 1))
 
     @property
     def for_round(self) -> RoundInputs:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from baton.engine.round_inputs import InputBlock
+from baton.engine.slots import missed_row
 
 NUM_SEQS, NUM_COLUMNS, MAX_STEPS = 3, 7, 2
 
@@ -32,3 +34,15 @@ def test_the_columns_in_use_end_in_the_block_table() -> None:
     used.for_round.block_table[:, 4:] = 9
     assert used.num_used == block.num_used - 3 and not used.block[:, : used.num_used].any()
     assert used.block is block.block and used.to(torch.device("cpu")) is used
+
+
+def test_a_block_of_padding_names_no_row_of_a_sequence() -> None:
+    """The capture of a graph runs over such a block while sequences hold slots and rows that were left out."""
+    block = InputBlock.allocate(3, 4, 2, "cpu")
+    block.block.fill_(7)
+    block.fill_with_padding(5)
+    padding_row = int(missed_row(np.array(5), np.array(0)))
+    inputs, catch_up = block.for_round, block.for_catch_up
+    assert inputs.slots.tolist() == [5] * 3
+    assert inputs.missed_rows.tolist() == catch_up.first_rows.tolist() == [padding_row] * 3
+    assert not inputs.limits.any() and not inputs.proposed.any() and not inputs.block_table.any()
