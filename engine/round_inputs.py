@@ -58,7 +58,7 @@ class InputBlock(NamedTuple):
         return self.block.shape[0]
 
     def fill_with_padding(self, slot: int) -> None:
-        """Make every row one of padding, whose slot is `slot`. Rows that the drafter does not see are padding's, too."""
+        """Make every row one of padding, whose slot is `slot`; rows that the drafter does not see go to its place."""
         self.block.zero_()
         inputs = self.for_round
         inputs.slots.fill_(slot)
