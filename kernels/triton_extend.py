@@ -20,7 +20,17 @@ import torch
 import triton
 import triton.language as tl
 
-from .triton_attention import Plan, check_shapes, load_pages, num_sms, padded, softmax_scale, tile_keys, tile_rows
+from .triton_attention import (
+    Plan,
+    check_shapes,
+    load_pages,
+    num_sms,
+    padded,
+    softmax_scale,
+    stages_that_fit,
+    tile_keys,
+    tile_rows,
+)
 from .triton_shares import Shares, max_splits, unpacked
 from .triton_softmax import has_nan, nothing_seen, quotient, store_heads, store_part, weigh, weigh_seen
 
@@ -43,7 +53,8 @@ class ExtendTiles(NamedTuple):
         """Choose from shapes and the device alone."""
         num_slots = max(1, _per_sm(kv_layer) * num_sms(kv_layer.device) // kv_layer.shape[2])
         if kv_layer.dtype == torch.float32:  # no tensor cores; for tests more than for speed
-            return cls(32, min(32, tile_keys(kv_layer)), num_slots, num_warps=8, num_stages=2)
+            block_n = min(32, tile_keys(kv_layer))
+            return cls(32, block_n, num_slots, num_warps=8, num_stages=stages_that_fit(kv_layer, block_n, 2))
         return cls(128, tile_keys(kv_layer), num_slots, num_warps=8, num_stages=3)
 
 

@@ -1,0 +1,350 @@
+"""Choice of the fastest kernel for each small product of a model, measured on the GPU when a node starts.
+
+A product of a decode step takes as long as reading its weights, so its best launch configuration depends on the shape,
+the GPU and the number of rows (kernels/linear_configs.py). It also depends on the kernels around the product, which may
+start early (`gpu.dependent_launch`) or add the parts of the product. So a candidate is timed in a chain: the products
+of a few layers in the order of a decode step, over the model's own weights, as a CUDA graph. One shape after the other
+tries its candidates, the largest first, while the others keep the best that is known.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import math
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..kernels.linear_configs import CHOSEN, ROW_CLASSES, Config, DoesNotFitError, ProductShape, candidates, trying
+from .layers.decoder import DecoderBody
+from .layers.mlp import Mlp
+from .layers.residual import Residual
+from .products.dense import DenseProduct
+from .products.linear import Linear
+from .progress import Progress
+from .tuning_file import TuningFile
+
+logger = logging.getLogger(__name__)
+
+BUDGET_S = 20.0  # of one start; shapes that are not measured by then take their defaults until the next start
+CHAIN_BYTES = 1 << 30  # of weights in a chain: many times the L2, so that no product finds its weights there
+MAX_COPIES = 16  # of the weight of a product that stands alone
+NUM_REPLAYS = 8
+NUM_FINALISTS = 4
+NUM_TURNS = 4  # in which finalists are timed again, one after the other
+LEAST_GAIN = 0.003  # of a chain's time, below which the default is kept
+MOST_ERROR = 0.02  # of a candidate's result relative to torch's; rounding to 16 bits is a few thousandths
+_EPS = 1e-5
+
+T = TypeVar("T")
+
+
+class Use(NamedTuple):
+    """A product, and the way in which a layer uses it."""
+
+    linear: Linear
+    mode: Literal["plain", "gated", "added"]  # added: to the residual stream
+
+    @property
+    def weight(self) -> Tensor:
+        """[out_size, in_size]."""
+        assert isinstance(self.linear.product, DenseProduct)
+        return self.linear.product.weight
+
+    def shape(self, num_rows: int) -> ProductShape:
+        assert isinstance(self.linear.product, DenseProduct)
+        is_gated = self.mode == "gated" and self.linear.product.bias is None
+        return ProductShape.of(num_rows, *self.weight.shape, is_gated=is_gated)
+
+    def run(self, x: Tensor, norm: Tensor) -> Tensor:
+        """Return the product of `x` [num_rows, in_size] as a layer computes it. `norm` [in_size]."""
+        if self.mode == "plain":
+            return self.linear(x)
+        if self.mode == "gated":
+            return Residual(x, _EPS).gated_product(self.linear, norm)
+        stream = Residual(x.new_zeros(len(x), self.linear.out_size), _EPS)
+        stream.add(self.linear, x)
+        return stream.settled()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chain:
+    """Products in the order of a decode step, and their uses, one per shape."""
+
+    uses: tuple[Use, ...]
+    in_size: int
+    run: Callable[[Tensor, Tensor], object]  # of x [num_rows, in_size] and of a norm [in_size]
+
+
+_EMPTY = Chain((), 0, lambda *_: None)
+
+
+def tune(roots: Sequence[object], device: torch.device, progress: Progress | None = None) -> None:
+    """Choose a configuration for every small product below `roots` (a model, a drafter), and keep it for the next
+    start. Choices that the file has are taken from there. `progress` counts shapes."""
+    chains = find_chains(roots)
+    file = TuningFile.of(device)
+    CHOSEN.update(file.read())
+    if not _missing(chains):
+        return
+    with file.alone():
+        kept = file.read()  # another node may have measured meanwhile
+        CHOSEN.update(kept)
+        if not _missing(chains):
+            return
+        started, before = time.monotonic(), len(CHOSEN)
+        with torch.inference_mode(), _enough_memory():
+            measure(chains, GraphTimer(), progress, started + BUDGET_S)
+        num_measured, num_left = len(CHOSEN) - before, len(_missing(chains))
+        took = f"{num_measured} products measured in {time.monotonic() - started:.1f} s"
+        took += f", {num_left} left for the next start" if num_left else ""
+        is_kept = file.write(kept | CHOSEN)
+    logger.info("%s%s", took, f", kept in {file.path}" if is_kept else "")
+    torch.cuda.empty_cache()
+
+
+@contextmanager
+def _enough_memory() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        logger.warning("products that need more memory to be measured keep their defaults: %s", error)
+
+
+def use_file(device: torch.device) -> None:
+    """Take the choices of the file, and measure nothing."""
+    CHOSEN.update(TuningFile.of(device).read())
+
+
+# --- chains ---
+
+
+def find_chains(roots: Sequence[object]) -> list[Chain]:
+    """Return chains with every 16-bit dense product that is reachable from `roots` and small enough for our kernels:
+    decoder layers of equal shapes together, then feed-forward layers of no decoder layer, then single products."""
+    bodies = list(_parts(roots, DecoderBody))
+    inner = [part for body in bodies for part in (body.attention.qkv, body.attention.out, body.mlp)]
+    mlps = [mlp for mlp in _parts(roots, Mlp) if not any(mlp is part for part in inner)]
+    in_layers = list(_parts([inner, mlps], Linear))
+    lone = [linear for linear in _parts(roots, Linear) if not any(linear is each for each in in_layers)]
+    found = [_chain(group, _body_uses(group[0]), _run_body) for group in _alike(bodies, _body_uses)]
+    found += [_chain(group, _mlp_uses(group[0]), Mlp.add_to) for group in _alike(mlps, _mlp_uses)]
+    found += [_lone(group[0]) for group in _alike(lone, lambda linear: _measurable([Use(linear, "plain")]))]
+    return [chain for chain in found if chain.uses]
+
+
+def _parts(roots: object, kind: type[T]) -> Iterator[T]:
+    """Yield the objects of a type that are reachable from `roots` through the engine's own objects, each once."""
+    seen: set[int] = set()
+    stack: list[Any] = [roots]
+    while stack:
+        each = stack.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, kind):
+            yield each
+        if isinstance(each, list | tuple):
+            stack += reversed(each)
+        elif isinstance(each, dict):
+            stack += reversed(list(each.values()))
+        elif type(each).__module__.startswith(__name__.rpartition(".")[0]):
+            names = [name for base in type(each).__mro__ for name in getattr(base, "__slots__", ())]
+            names += getattr(each, "__dict__", ())
+            stack += [getattr(each, name) for name in reversed(names) if hasattr(each, name)]
+
+
+def _measurable(uses: Sequence[Use]) -> tuple[Use, ...]:
+    """Return the uses of 16-bit dense weights."""
+    return tuple(
+        use
+        for use in uses
+        if isinstance(use.linear.product, DenseProduct) and use.weight.dtype in (torch.bfloat16, torch.float16)
+    )
+
+
+def _body_uses(body: DecoderBody) -> tuple[Use, ...]:
+    uses = [Use(body.attention.qkv, "plain"), Use(body.attention.out, "added")]
+    return _measurable(uses) + (_mlp_uses(body.mlp) if isinstance(body.mlp, Mlp) else ())
+
+
+def _mlp_uses(mlp: Mlp) -> tuple[Use, ...]:
+    return _measurable([Use(mlp.gate_up, "gated"), Use(mlp.down, "added")])
+
+
+def _alike(parts: Sequence[T], uses: Callable[[T], tuple[Use, ...]]) -> list[list[T]]:
+    """Return the parts in groups of equal shapes."""
+    groups: dict[tuple[ProductShape, ...], list[T]] = defaultdict(list)
+    for part in parts:
+        groups[tuple(use.shape(1) for use in uses(part))].append(part)
+    return list(groups.values())
+
+
+def _chain(parts: Sequence[T], uses: tuple[Use, ...], run: Callable[[T, Residual, Tensor], None]) -> Chain:
+    """Return a chain of so many parts that their weights fill CHAIN_BYTES. All of them add to the residual stream."""
+    num_bytes = sum(use.weight.nbytes for use in uses)
+    some = parts[: -(-CHAIN_BYTES // max(1, num_bytes))]
+    hidden_size = next((use.linear.out_size for use in uses if use.mode == "added"), 0)
+
+    def run_all(hidden: Tensor, norm: Tensor) -> Tensor:
+        stream = Residual(hidden.clone(), _EPS)
+        for part in some:
+            run(part, stream, norm)
+        return stream.normed(norm)
+
+    return Chain(uses if hidden_size else (), hidden_size, run_all)
+
+
+def _run_body(body: DecoderBody, stream: Residual, norm: Tensor) -> None:
+    """Run the layer's products. What attention would return is a part of q, k and v."""
+    qkv, out = body.attention.qkv, body.attention.out
+    attended = _of_width(qkv(_of_width(stream.normed(norm), qkv.in_size)), out.in_size)
+    stream.add(out, attended)
+    if isinstance(body.mlp, Mlp):
+        body.mlp.add_to(stream, norm)
+
+
+def _of_width(x: Tensor, size: int) -> Tensor:
+    return x[:, :size] if x.shape[1] >= size else torch.cat([x] * -(-size // x.shape[1]), dim=1)[:, :size]
+
+
+def _lone(linear: Linear) -> Chain:
+    """Return a chain of one product, over as many copies of its weight as the L2 cannot hold."""
+    uses = _measurable([Use(linear, "plain")])
+    if not uses:
+        return _EMPTY
+    weight, product = uses[0].weight, linear.product
+    assert isinstance(product, DenseProduct)
+    num_copies = min(MAX_COPIES, -(-(CHAIN_BYTES // 4) // weight.nbytes))
+    copies = [Linear.dense(weight.clone(), product.bias) for _ in range(num_copies - 1)]
+
+    def run_all(x: Tensor, norm: Tensor) -> Tensor:
+        y = x
+        for each in (linear, *copies):
+            y = each(Residual(x, _EPS).normed(norm))
+        return y
+
+    return Chain(uses, linear.in_size, run_all)
+
+
+# --- measuring ---
+
+Timer = Callable[[Callable[[], object]], Callable[[], float]]  # work -> a function that times it, in seconds
+
+
+def _missing(chains: Sequence[Chain]) -> set[ProductShape]:
+    """Return the shapes without a choice."""
+    return {use.shape(rows) for chain in chains for use in chain.uses for rows in ROW_CLASSES} - set(CHOSEN)
+
+
+def measure(chains: Sequence[Chain], timer: Timer, progress: Progress | None, deadline: float) -> None:
+    """Write the fastest configuration of every shape that has none to CHOSEN. Classes of rows that are not begun by
+    `deadline` (time.monotonic()) are left out."""
+    num_total = len(_missing(chains))
+    for num_rows in ROW_CLASSES:
+        wanted = {use.shape(num_rows): use for chain in chains for use in chain.uses}
+        wanted = {shape: use for shape, use in wanted.items() if shape not in CHOSEN}
+        usable = _usable(wanted, num_rows)
+        for chain in chains:
+            shapes = {use.shape(num_rows) for use in chain.uses}.intersection(wanted).difference(CHOSEN)
+            weight = chain.uses[0].weight
+            x = torch.randn(num_rows, chain.in_size, device=weight.device, dtype=weight.dtype)
+            norm = torch.ones_like(x[0])
+            for shape in sorted(shapes, key=lambda shape: (-shape.out_size * shape.in_size, shape)):
+                if time.monotonic() > deadline:
+                    return
+                CHOSEN[shape] = _fastest(
+                    shape, usable[shape], lambda chain=chain, x=x, norm=norm: chain.run(x, norm), timer
+                )
+                if progress is not None:
+                    progress(num_total - len(_missing(chains)), num_total)
+
+
+def _fastest(
+    shape: ProductShape, configs: Sequence[Config | None], run: Callable[[], object], timer: Timer
+) -> Config | None:
+    """Return the configuration with which `run` is fastest: the first one, unless another is faster by LEAST_GAIN."""
+    timers: dict[Config | None, Callable[[], float]] = {}
+    for config in configs:
+        with trying({shape: config}):
+            timers[config] = timer(run)
+    times = {config: timed() for config, timed in timers.items()}
+    finalists = dict.fromkeys([configs[0], *sorted(times, key=times.__getitem__)[:NUM_FINALISTS]], math.inf)
+    for _ in range(NUM_TURNS):
+        for config, least in finalists.items():
+            finalists[config] = min(least, timers[config]())
+    best = min(finalists, key=finalists.__getitem__)
+    return best if finalists[best] < (1 - LEAST_GAIN) * finalists[configs[0]] else configs[0]
+
+
+def _usable(uses: Mapping[ProductShape, Use], num_rows: int) -> dict[ProductShape, list[Config | None]]:
+    """Compile the candidates of all shapes in parallel, because that takes longer than measuring them. Return those
+    that fit the GPU and whose result is that of torch's product."""
+    jobs: dict[ProductShape, dict[Config | None, Future[bool]]] = defaultdict(dict)
+    is_compiled = any(use.weight.is_cuda for use in uses.values())  # the interpreter has room for one thread
+    with ThreadPoolExecutor(os.cpu_count() if is_compiled else 1) as threads:
+        for shape, use in uses.items():
+            for config in candidates(shape):
+                jobs[shape][config] = threads.submit(_is_usable, use, num_rows, config)
+    return {shape: [config for config, job in by.items() if job.result()] for shape, by in jobs.items()}
+
+
+@torch.inference_mode()
+def _is_usable(use: Use, num_rows: int, config: Config | None) -> bool:
+    shape, weight = use.shape(num_rows), use.weight
+    count = num_rows * weight.shape[1]
+    x = torch.arange(count, device=weight.device, dtype=torch.float32).sin_().to(weight.dtype).view(num_rows, -1)
+    norm = torch.ones_like(x[0])
+    if weight.is_cuda:
+        torch.cuda.synchronize()  # a kernel may read its norm before the kernel ahead of it ends
+    with trying({shape: None}):
+        expected = use.run(x.clone(), norm).float()
+    try:
+        with trying({shape: config}):
+            actual = use.run(x.clone(), norm).float()
+    except DoesNotFitError:
+        return False
+    error = float((actual - expected).norm() / expected.norm())
+    if error > MOST_ERROR:
+        logger.warning("%s is not used for %s: its result differs from torch's by %.3f", config, shape, error)
+    return not error > MOST_ERROR
+
+
+class GraphTimer:
+    """A `Timer` by CUDA graphs, which share one memory pool, since one runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    def __call__(self, run: Callable[[], object]) -> Callable[[], float]:
+        """Capture `run`. Return a function that replays it NUM_REPLAYS times and returns the least time."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            run()
+            self._stream.synchronize()
+            graph.capture_begin(pool=self._pool)
+            run()
+            graph.capture_end()
+        return functools.partial(_replay_seconds, graph)
+
+
+def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(NUM_REPLAYS + 1)]
+    graph.replay()
+    for event in events:
+        event.record()
+        graph.replay()
+    events[-1].synchronize()
+    return min(one.elapsed_time(two) for one, two in itertools.pairwise(events)) / 1e3
