@@ -254,7 +254,14 @@ def measure(chains: Sequence[Chain], timer: Timer, progress: Progress | None, de
     for num_rows in ROW_CLASSES:
         wanted = {use.shape(num_rows): use for chain in chains for use in chain.uses}
         wanted = {shape: use for shape, use in wanted.items() if shape not in CHOSEN}
+        started = time.monotonic()
         usable = _usable(wanted, num_rows)
+        logger.debug(
+            "%d candidates for %d rows compiled in %.1f s",
+            sum(map(len, usable.values())),
+            num_rows,
+            time.monotonic() - started,
+        )
         for chain in chains:
             shapes = {use.shape(num_rows) for use in chain.uses}.intersection(wanted).difference(CHOSEN)
             weight = chain.uses[0].weight
@@ -326,9 +333,13 @@ class GraphTimer:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
+        self._anchor = self._captured(lambda: torch.zeros(1, device="cuda"))  # a pool without graphs is gone
 
     def __call__(self, run: Callable[[], object]) -> Callable[[], float]:
         """Capture `run`. Return a function that replays it NUM_REPLAYS times and returns the least time."""
+        return functools.partial(_replay_seconds, self._captured(run))
+
+    def _captured(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -337,7 +348,7 @@ class GraphTimer:
             graph.capture_begin(pool=self._pool)
             run()
             graph.capture_end()
-        return functools.partial(_replay_seconds, graph)
+        return graph
 
 
 def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:

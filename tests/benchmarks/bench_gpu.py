@@ -52,7 +52,7 @@ HOST_GAP_US = 4.0  # kernels of one graph follow each other faster
 
 def main() -> None:
     options = _options()
-    setup_logging(ProcessConfig(), "bench")
+    setup_logging(ProcessConfig(log_level=options.log_level), "bench")
     torch.backends.cuda.matmul.allow_tf32 = False
     limits = measure_limits()
     started = time.monotonic()
@@ -371,6 +371,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--num-tokens", type=int, default=256 * 1600, help="KV tokens of the pool")
     parser.add_argument("--context-len", type=int, default=16384)
     parser.add_argument("--page-size", type=int, default=PAGE_SIZE)
+    parser.add_argument("--log-level", choices=["debug", "info"], default="info")
     parser.add_argument("--no-tune", action="store_true", help="use measured kernels if there are any, measure none")
     names = ["decode", "mixed", "idle", "rounds", "adaptive", "prefill", "small-prompts", "turns", "offline"]
     parser.add_argument("--only", nargs="+", choices=names, default=names)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from triton_device import IS_INTERPRETED
 
 from baton.kernels import operations
