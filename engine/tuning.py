@@ -17,7 +17,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -25,7 +25,16 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..kernels.linear_configs import CHOSEN, ROW_CLASSES, Config, DoesNotFitError, ProductShape, candidates, trying
+from ..kernels.linear_configs import (
+    CHOSEN,
+    ROW_CLASSES,
+    Config,
+    DoesNotFitError,
+    ProductShape,
+    candidates,
+    default,
+    trying,
+)
 from .layers.decoder import DecoderBody
 from .layers.mlp import Mlp
 from .layers.residual import Residual
@@ -39,11 +48,14 @@ logger = logging.getLogger(__name__)
 BUDGET_S = 20.0  # of one start; shapes that are not measured by then take their defaults until the next start
 CHAIN_BYTES = 1 << 30  # of weights in a chain: many times the L2, so that no product finds its weights there
 MAX_COPIES = 16  # of the weight of a product that stands alone
-NUM_REPLAYS = 8
+NUM_REPLAYS = 6
 NUM_FINALISTS = 4
-NUM_TURNS = 4  # in which finalists are timed again, one after the other
+NUM_ALIKE = 12  # candidates of 8 rows that 4 and 16 rows try, whose kernels are the same
+NUM_TURNS = 5  # in which finalists are timed again, one after the other
 LEAST_GAIN = 0.003  # of a chain's time, below which the default is kept
 MOST_ERROR = 0.02  # of a candidate's result relative to torch's; rounding to 16 bits is a few thousandths
+_ORDER = (1, 8, 4, 16, 32, 64)
+_ALIKE = {4: 8, 16: 8}
 _EPS = 1e-5
 
 T = TypeVar("T")
@@ -103,8 +115,9 @@ def tune(roots: Sequence[object], device: torch.device, progress: Progress | Non
         if not _missing(chains):
             return
         started, before = time.monotonic(), len(CHOSEN)
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         with torch.inference_mode(), _enough_memory():
-            measure(chains, GraphTimer(), progress, started + BUDGET_S)
+            measure(chains, GraphTimer(), num_sms, progress, started + BUDGET_S)
         num_measured, num_left = len(CHOSEN) - before, len(_missing(chains))
         took = f"{num_measured} products measured in {time.monotonic() - started:.1f} s"
         took += f", {num_left} left for the next start" if num_left else ""
@@ -247,62 +260,74 @@ def _missing(chains: Sequence[Chain]) -> set[ProductShape]:
     return {use.shape(rows) for chain in chains for use in chain.uses for rows in ROW_CLASSES} - set(CHOSEN)
 
 
-def measure(chains: Sequence[Chain], timer: Timer, progress: Progress | None, deadline: float) -> None:
-    """Write the fastest configuration of every shape that has none to CHOSEN. Classes of rows that are not begun by
-    `deadline` (time.monotonic()) are left out."""
+def measure(chains: Sequence[Chain], timer: Timer, num_sms: int, progress: Progress | None, deadline: float) -> None:
+    """Write the fastest configuration of every shape that has none to CHOSEN. Shapes that are not begun by `deadline`
+    (time.monotonic()) are left out."""
     num_total = len(_missing(chains))
-    for num_rows in ROW_CLASSES:
-        wanted = {use.shape(num_rows): use for chain in chains for use in chain.uses}
-        wanted = {shape: use for shape, use in wanted.items() if shape not in CHOSEN}
-        started = time.monotonic()
-        usable = _usable(wanted, num_rows)
-        logger.debug(
-            "%d candidates for %d rows compiled in %.1f s",
-            sum(map(len, usable.values())),
-            num_rows,
-            time.monotonic() - started,
-        )
+    ranked: dict[ProductShape, list[Config | None]] = {}
+    for num_rows in _ORDER:
+        started, uses = time.monotonic(), {use.shape(num_rows): use for chain in chains for use in chain.uses}
+        tried = {shape: _candidates(shape, ranked, num_sms) for shape in uses if shape not in CHOSEN}
+        usable = _usable({shape: (uses[shape], configs) for shape, configs in tried.items()}, num_rows)
+        compiled = time.monotonic()
         for chain in chains:
-            shapes = {use.shape(num_rows) for use in chain.uses}.intersection(wanted).difference(CHOSEN)
+            shapes = {use.shape(num_rows) for use in chain.uses}.intersection(usable).difference(CHOSEN)
             weight = chain.uses[0].weight
             x = torch.randn(num_rows, chain.in_size, device=weight.device, dtype=weight.dtype)
-            norm = torch.ones_like(x[0])
+            run = functools.partial(chain.run, x, torch.ones_like(x[0]))
             for shape in sorted(shapes, key=lambda shape: (-shape.out_size * shape.in_size, shape)):
                 if time.monotonic() > deadline:
                     return
-                CHOSEN[shape] = _fastest(
-                    shape, usable[shape], lambda chain=chain, x=x, norm=norm: chain.run(x, norm), timer
-                )
+                ranked[shape] = _ranked(shape, usable[shape], run, timer)
+                CHOSEN[shape] = ranked[shape][0]
                 if progress is not None:
                     progress(num_total - len(_missing(chains)), num_total)
+        words = "%d candidates for %d rows: compiled in %.1f s, measured in %.1f s"
+        num_tried, now = sum(map(len, tried.values())), time.monotonic()
+        logger.debug(words, num_tried, num_rows, compiled - started, now - compiled)
 
 
-def _fastest(
+def _candidates(
+    shape: ProductShape, ranked: Mapping[ProductShape, list[Config | None]], num_sms: int
+) -> list[Config | None]:
+    """Return the configurations to try: the best of another number of rows if the kernels are the same."""
+    before = ranked.get(shape._replace(max_rows=_ALIKE.get(shape.max_rows, 0)))
+    if before is None:
+        return candidates(shape, num_sms)
+    return list(dict.fromkeys([default(shape), None, *before[:NUM_ALIKE]]))
+
+
+def _ranked(
     shape: ProductShape, configs: Sequence[Config | None], run: Callable[[], object], timer: Timer
-) -> Config | None:
-    """Return the configuration with which `run` is fastest: the first one, unless another is faster by LEAST_GAIN."""
+) -> list[Config | None]:
+    """Return the configurations, that with which `run` is fastest first. The first of `configs` keeps its place unless
+    another is faster by LEAST_GAIN."""
     timers: dict[Config | None, Callable[[], float]] = {}
     for config in configs:
         with trying({shape: config}):
             timers[config] = timer(run)
     times = {config: timed() for config, timed in timers.items()}
-    finalists = dict.fromkeys([configs[0], *sorted(times, key=times.__getitem__)[:NUM_FINALISTS]], math.inf)
+    order = sorted(times, key=times.__getitem__)
+    finalists = dict.fromkeys([configs[0], *order[:NUM_FINALISTS]], math.inf)
     for _ in range(NUM_TURNS):
         for config, least in finalists.items():
             finalists[config] = min(least, timers[config]())
     best = min(finalists, key=finalists.__getitem__)
-    return best if finalists[best] < (1 - LEAST_GAIN) * finalists[configs[0]] else configs[0]
+    first = best if finalists[best] < (1 - LEAST_GAIN) * finalists[configs[0]] else configs[0]
+    return [first, *(config for config in order if config != first)]
 
 
-def _usable(uses: Mapping[ProductShape, Use], num_rows: int) -> dict[ProductShape, list[Config | None]]:
-    """Compile the candidates of all shapes in parallel, because that takes longer than measuring them. Return those
-    that fit the GPU and whose result is that of torch's product."""
-    jobs: dict[ProductShape, dict[Config | None, Future[bool]]] = defaultdict(dict)
-    is_compiled = any(use.weight.is_cuda for use in uses.values())  # the interpreter has room for one thread
+def _usable(
+    tried: Mapping[ProductShape, tuple[Use, Sequence[Config | None]]], num_rows: int
+) -> dict[ProductShape, list[Config | None]]:
+    """Compile all candidates in parallel, because that takes longer than measuring them. Return those that fit the GPU
+    and whose result is that of torch's product."""
+    is_compiled = any(use.weight.is_cuda for use, _ in tried.values())  # the interpreter has room for one thread
     with ThreadPoolExecutor(os.cpu_count() if is_compiled else 1) as threads:
-        for shape, use in uses.items():
-            for config in candidates(shape):
-                jobs[shape][config] = threads.submit(_is_usable, use, num_rows, config)
+        jobs = {
+            shape: {config: threads.submit(_is_usable, use, num_rows, config) for config in configs}
+            for shape, (use, configs) in tried.items()
+        }
     return {shape: [config for config, job in by.items() if job.result()] for shape, by in jobs.items()}
 
 

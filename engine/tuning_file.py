@@ -23,7 +23,7 @@ import torch
 import xxhash
 
 from ..kernels import linear_configs
-from ..kernels.linear_configs import ROW_CLASSES, Config, ProductShape, candidates
+from ..kernels.linear_configs import Config, ProductShape
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class TuningFile:
             if (content.device, content.versions) != (self.device, self.versions):
                 raise ValueError(f"it is for {content.device} with {content.versions}")
             for shape, config in content.products:
-                _check(shape, config)
+                linear_configs.check(shape, config)
             return dict(content.products)
         except FileNotFoundError:
             return {}
@@ -120,13 +120,6 @@ def cache_directory() -> Path:
     """Return the directory for files that may be deleted at any time."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path("~/.cache").expanduser()) / "baton"
-
-
-def _check(shape: ProductShape, config: Config | None) -> None:
-    """Raise ValueError if this is no configuration that could have been measured."""
-    is_shape = shape.max_rows in ROW_CLASSES and min(shape.out_size, shape.in_size) > 0
-    if not is_shape or config not in candidates(shape):
-        raise ValueError(f"{config} is no configuration for {shape}")
 
 
 def _versions() -> str:

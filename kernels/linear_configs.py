@@ -27,7 +27,7 @@ class Config(NamedTuple):
     """Launch configuration of a product."""
 
     kind: Literal["vector", "dot"]
-    block_n: int  # rows of W per program
+    block_n: int  # rows of W per program: a power of 2 for "vector", any number for "dot"
     block_k: int  # columns of W that a program works on at once
     num_warps: int = 4
     num_stages: int = 4  # dot: tiles under way from memory
@@ -100,14 +100,33 @@ def default(shape: ProductShape) -> Config:
     return Config("dot", 32, 256, split_k=_default_split(out_size, in_size, 32, 264))
 
 
-def candidates(shape: ProductShape) -> list[Config | None]:
-    """Return the configurations worth measuring, `default` first; None is torch's product.
+def candidates(shape: ProductShape, num_sms: int) -> list[Config | None]:
+    """Return the configurations worth measuring on a GPU of `num_sms` multiprocessors, `default` first. None is torch's
+    product.
 
-    Some may need more shared memory than a GPU has: their launch raises DoesNotFitError."""
+    Some may need more shared memory than the GPU has: their launch raises DoesNotFitError."""
     found: list[Config | None] = [default(shape), None]
-    found += _vectors(shape) if shape.max_rows == 1 else []
-    found += [] if shape.max_rows == 1 else _dots(shape)
+    found += _vectors(shape) if shape.max_rows == 1 else _dots(shape, num_sms)
     return list(dict.fromkeys(found))
+
+
+def check(shape: ProductShape, config: Config | None) -> None:
+    """Raise ValueError if this cannot be a shape with a configuration that can be launched."""
+    if shape.max_rows not in ROW_CLASSES or min(shape.out_size, shape.in_size) < 1:
+        raise ValueError(f"{shape} is no shape of a product")
+    if config is None:
+        return
+    kind, block_n, block_k, num_warps, num_stages, split_k = config
+    powers = [block_k, num_warps] + ([block_n] if kind == "vector" else [])
+    is_ok = min(config[1:]) > 0 and all(number & (number - 1) == 0 for number in powers)
+    is_ok = is_ok and block_n <= 256 and num_warps <= 16 and num_stages <= 8 and split_k <= 16
+    if kind == "vector":
+        is_ok = is_ok and block_k <= 1 << 16 and split_k == 1
+        is_ok = is_ok and (shape.max_rows == 1 or (shape.max_rows <= 8 and block_k >= shape.in_size))
+    else:
+        is_ok = is_ok and 16 <= block_k <= 512 and not (shape.is_gated and split_k > 1)
+    if not is_ok:
+        raise ValueError(f"{config} is no configuration for {shape}")
 
 
 def _vectors(shape: ProductShape) -> Iterator[Config]:
@@ -119,18 +138,28 @@ def _vectors(shape: ProductShape) -> Iterator[Config]:
             yield Config("vector", block_n, block_k, num_warps)
 
 
-def _dots(shape: ProductShape) -> Iterator[Config]:
+def _dots(shape: ProductShape, num_sms: int) -> Iterator[Config]:
     out_size, in_size, max_rows, is_gated = shape
+    size = out_size // (1 + is_gated)
     tiles = [(64, 64, 6), (64, 128, 3), (128, 64, 4), (128, 128, 3)]
-    tiles += (
-        [(16, 256, 5), (32, 128, 5), (32, 256, 4), (64, 128, 5), (64, 256, 3)] if max_rows <= 32 else [(64, 128, 4)]
-    )
-    for (block_n, block_k, num_stages), split_k in itertools.product(tiles, (1, 2, 4, 8)):
-        num_programs = -(-out_size // (1 + is_gated) // block_n) * split_k
-        if split_k > 1 and (num_programs > _MOST_SPLIT_PROGRAMS or in_size < 2 * block_k * split_k or is_gated):
+    if max_rows <= 32:
+        tiles += [(16, 256, 5), (32, 128, 5), (32, 256, 4), (64, 128, 5), (64, 256, 3)]
+    else:
+        tiles += [(64, 128, 4)]
+    for (width, block_k, num_stages), split_k in itertools.product(tiles, (1, 2, 4, 8)):
+        if split_k > 1 and (in_size < 2 * block_k * split_k or is_gated):
             continue
-        if num_programs >= FEWEST_PROGRAMS:
-            yield Config("dot", block_n, block_k, 8 if block_n >= 128 else 4, num_stages, split_k)
+        for block_n in (width, *_balanced(size, width, split_k, num_sms)):
+            num_programs = -(-size // block_n) * split_k
+            if num_programs >= FEWEST_PROGRAMS and (split_k == 1 or num_programs <= _MOST_SPLIT_PROGRAMS):
+                yield Config("dot", block_n, block_k, 8 if width >= 128 else 4, num_stages, split_k)
+
+
+def _balanced(size: int, width: int, split_k: int, num_sms: int) -> list[int]:
+    """Return the numbers of rows, of `width` / 2 to `width`, with which all multiprocessors get equally many programs.
+    Otherwise a few programs that are left over take as long as a whole wave. More than 4 programs at once are rare."""
+    rows = (-(-size // max(1, each * num_sms // split_k)) for each in (1, 2, 3, 4))
+    return sorted({block_n for block_n in rows if width // 2 < block_n < width})
 
 
 def _default_split(out_size: int, in_size: int, block_n: int, num_programs: int) -> int:

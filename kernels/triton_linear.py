@@ -161,16 +161,18 @@ def _dot_product(
     num_rows, in_size = x.shape
     size, dependent = out.shape[-1], gpu.dependent_launch(num_rows)
     part = triton.cdiv(in_size, config.split_k * config.block_k) * config.block_k  # columns of a program
+    block_n = max(16, triton.next_power_of_2(config.block_n))
     _dot_kernel[triton.cdiv(size, config.block_n), config.split_k](
-        x, weight, weight if bias is None else bias, out, num_rows, size, in_size, x.stride(0), part,
-        BLOCK_M=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        x, weight, weight if bias is None else bias, out, num_rows, size, in_size, x.stride(0), part, config.block_n,
+        BLOCK_M=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=block_n, BLOCK_K=config.block_k,
+        IS_WHOLE=config.block_n == block_n,
         IS_EVEN=in_size % (config.split_k * config.block_k) == 0,
         IS_PART=out.ndim == 3, HAS_BIAS=bias is not None, IS_GATED=is_gated, DEPENDENT=dependent,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=dependent,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "program_rows"])
 def _dot_kernel(
     x_ptr,  # [num_rows, in_size]
     weight_ptr,  # [size, in_size], gated [2 * size, in_size]
@@ -180,11 +182,13 @@ def _dot_kernel(
     size,
     in_size,
     x_stride,
-    part,  # columns of W of a program
+    part,  # columns of W per program
+    program_rows,  # rows of W per program, at most BLOCK_N
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    IS_EVEN: tl.constexpr,
+    IS_WHOLE: tl.constexpr,  # program_rows is BLOCK_N
+    IS_EVEN: tl.constexpr,  # BLOCK_K divides the columns of all programs
     IS_PART: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr,
@@ -193,7 +197,9 @@ def _dot_kernel(
     """Grid: (blocks of rows of W, splits of its columns). Works on y^T = W x^T, [BLOCK_N, BLOCK_M]."""
     begin = tl.program_id(1) * part
     end = tl.minimum(begin + part, in_size)
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.arange(0, BLOCK_N)
+    rows = tl.program_id(0) * program_rows + n
+    is_row = (n < program_rows) & (rows < size)
     row_ptrs = weight_ptr + tl.minimum(rows, size - 1).to(tl.int64)[:, None] * in_size
     up_offset = size.to(tl.int64) * in_size
     if DEPENDENT:
@@ -204,25 +210,28 @@ def _dot_kernel(
     for start in range(begin, end, BLOCK_K):
         at = row_ptrs + (start + k)[None, :]
         x_at = x_ptr + m[None, :] * x_stride + (start + k)[:, None]
-        is_x = m[None, :] < num_rows
-        if IS_EVEN:
+        is_x = (m < num_rows)[None, :]
+        is_weight = is_row[:, None]
+        if not IS_EVEN:
+            is_x = is_x & (start + k < end)[:, None]
+            is_weight = is_weight & (start + k < end)[None, :]
+        x = tl.load(x_at, mask=is_x, other=0.0)
+        if IS_EVEN and IS_WHOLE:
             weight = tl.load(at, eviction_policy="evict_first")
-            x = tl.load(x_at, mask=is_x, other=0.0)
         else:
-            weight = tl.load(at, mask=(start + k < end)[None, :], other=0.0, eviction_policy="evict_first")
-            x = tl.load(x_at, mask=is_x & (start + k < end)[:, None], other=0.0)
+            weight = tl.load(at, mask=is_weight, other=0.0, eviction_policy="evict_first")
         y = tl.dot(weight, x, y)
         if IS_GATED:
-            if IS_EVEN:
+            if IS_EVEN and IS_WHOLE:
                 weight = tl.load(at + up_offset, eviction_policy="evict_first")
             else:
-                weight = tl.load(at + up_offset, mask=(start + k < end)[None, :], other=0.0)
+                weight = tl.load(at + up_offset, mask=is_weight, other=0.0, eviction_policy="evict_first")
             up = tl.dot(weight, x, up)
     if DEPENDENT:  # not before: programs of the next kernel would take the place of those that are to come
         gdc_launch_dependents()
     if HAS_BIAS:
-        y += tl.load(bias_ptr + rows, mask=rows < size, other=0.0).to(tl.float32)[:, None]
-    is_out = (rows < size)[:, None] & (m < num_rows)[None, :]
+        y += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    is_out = is_row[:, None] & (m < num_rows)[None, :]
     out_at = m[None, :] * size + rows[:, None]
     if IS_PART:
         tl.store(out_ptr + tl.program_id(1) * num_rows * size + out_at, y, mask=is_out)

@@ -32,6 +32,9 @@ CASES = [  # (num_rows, out_size, in_size, config): odd numbers of rows of W, co
     (32, 64, 48, Config("dot", 16, 64, split_k=4)),
     (33, 70, 272, Config("dot", 32, 64)),
     (64, 34, 256, Config("dot", 64, 64, split_k=2)),
+    (5, 70, 272, Config("dot", 21, 64)),  # rows of W per program: no power of 2
+    (8, 71, 256, Config("dot", 36, 64, split_k=2)),
+    (17, 70, 272, Config("dot", 9, 64, split_k=3)),
 ]
 VECTOR_CASES = [case for case in CASES if case[3].kind == "vector" and case[3].block_n > 1]
 
