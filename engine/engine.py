@@ -22,6 +22,7 @@ from ..metadata.handoff.memory import PageMemory
 from ..metadata.handoff.schema import on_gpu, page_bytes, pools
 from ..metadata.wire.node_info import HandoffSchema, ModelCard, PoolLayout
 from ..metadata.wire.request import SamplingParams, TokenLogprobs
+from .attention import AttentionContext
 from .batch import Computed, ForwardBatch
 from .config import DtypeChoice, EngineConfig
 from .cuda_memory import pool_zeros
@@ -49,6 +50,7 @@ MIN_LEASE_S = 1.0
 LEASE_STEPS = 8  # a decode node that recomputes a chunk renews no lease meanwhile
 _DEFAULT_POOL_TOKENS = 65_536
 _MEMORY_SHARE = 0.25  # of what is free, for a pool of the default size
+_STEP_LEN = 512  # tokens of a sequence in `padding_step`
 _WARM_UP = (SamplingParams(max_tokens=1, temperature=1.0, seed=1), SamplingParams(max_tokens=1, temperature=0.0))
 _WARM_UP_SIZES = (1, 4, 8, 16, 32)  # rows of a product that have kernels of their own on CUDA
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -192,6 +194,14 @@ class Engine:
                 extend = states.handoff
         self.speculation.hidden.check("extend", extend)
         return extend, states.final
+
+    def padding_step(self, num_rows: int) -> AttentionContext:
+        """Return the attention of a decode step of `num_rows` sequences that have the padding page alone."""
+        length = min(_STEP_LEN, self.context_len)
+        numbers = torch.zeros(num_rows, -(-length // self.pool.page_size), dtype=torch.int64, device=self.device)
+        last = torch.full((num_rows, 1), length - 1, device=self.device)
+        batch = ForwardBatch.uniform(numbers[:, :1], last, last.squeeze(1) + 1, numbers, self.pool.page_size)
+        return self.model.begin(batch, self.kv)
 
     def sample(
         self, logits: torch.Tensor, states: Sequence[SamplingState]

@@ -65,7 +65,7 @@ def tune_products(engine: Engine, measures: bool) -> None:
         use_file(engine.device)
         return
     with ProgressBar("measuring products") as progress:
-        tune([engine.model, engine.drafter], engine.device, progress)
+        tune(engine.model, engine.drafter, engine.padding_step, progress)
 
 
 def serve(

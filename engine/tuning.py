@@ -35,9 +35,11 @@ from ..kernels.linear_configs import (
     default,
     trying,
 )
+from .attention import AttentionContext
 from .layers.decoder import DecoderBody
 from .layers.mlp import Mlp
 from .layers.residual import Residual
+from .models.decoder import DecoderModel
 from .products.dense import DenseProduct
 from .products.linear import Linear
 from .progress import Progress
@@ -45,7 +47,7 @@ from .tuning_file import TuningFile
 
 logger = logging.getLogger(__name__)
 
-BUDGET_S = 20.0  # of one start; shapes that are not measured by then take their defaults until the next start
+BUDGET_S = 26.0  # of one start; shapes that are not measured by then take their defaults until the next start
 CHAIN_BYTES = 1 << 30  # of weights in a chain: many times the L2, so that no product finds its weights there
 MAX_COPIES = 16  # of the weight of a product that stands alone
 NUM_REPLAYS = 6
@@ -95,17 +97,23 @@ class Chain:
 
     uses: tuple[Use, ...]
     in_size: int
-    run: Callable[[Tensor, Tensor], object]  # of x [num_rows, in_size] and of a norm [in_size]
+    run: Callable[[Tensor, Tensor, AttentionContext | None], object]  # of x [num_rows, in_size] and a norm [in_size]
 
 
 _EMPTY = Chain((), 0, lambda *_: None)
 
 
-def tune(roots: Sequence[object], device: torch.device, progress: Progress | None = None) -> None:
-    """Choose a configuration for every small product below `roots` (a model, a drafter), and keep it for the next
-    start. Choices that the file has are taken from there. `progress` counts shapes."""
-    chains = find_chains(roots)
-    file = TuningFile.of(device)
+def tune(
+    model: DecoderModel,
+    drafter: object,
+    step: Callable[[int], AttentionContext],
+    progress: Progress | None = None,
+) -> None:
+    """Choose a configuration for every small product of a model and its drafter (or None), and keep it for the next
+    start. Choices that the file has are taken from there. `step` returns the attention of a decode step over the
+    model's pool, given its number of rows. `progress` counts shapes."""
+    chains = find_chains(model, drafter)
+    file = TuningFile.of(model.device)
     CHOSEN.update(file.read())
     if not _missing(chains):
         return
@@ -115,9 +123,9 @@ def tune(roots: Sequence[object], device: torch.device, progress: Progress | Non
         if not _missing(chains):
             return
         started, before = time.monotonic(), len(CHOSEN)
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        num_sms = torch.cuda.get_device_properties(model.device).multi_processor_count
         with torch.inference_mode(), _enough_memory():
-            measure(chains, GraphTimer(), num_sms, progress, started + BUDGET_S)
+            measure(chains, step, GraphTimer(), num_sms, progress, started + BUDGET_S)
         num_measured, num_left = len(CHOSEN) - before, len(_missing(chains))
         took = f"{num_measured} products measured in {time.monotonic() - started:.1f} s"
         took += f", {num_left} left for the next start" if num_left else ""
@@ -142,16 +150,18 @@ def use_file(device: torch.device) -> None:
 # --- chains ---
 
 
-def find_chains(roots: Sequence[object]) -> list[Chain]:
-    """Return chains with every 16-bit dense product that is reachable from `roots` and small enough for our kernels:
-    decoder layers of equal shapes together, then feed-forward layers of no decoder layer, then single products."""
-    bodies = list(_parts(roots, DecoderBody))
+def find_chains(model: DecoderModel, drafter: object = None) -> list[Chain]:
+    """Return chains with every 16-bit dense product of a model and its drafter: decoder layers of equal shapes, then
+    feed-forward layers that are in no decoder layer (experts), then single products."""
+    of_model, bodies = list(_parts(model, DecoderBody)), list(_parts([model, drafter], DecoderBody))
     inner = [part for body in bodies for part in (body.attention.qkv, body.attention.out, body.mlp)]
-    mlps = [mlp for mlp in _parts(roots, Mlp) if not any(mlp is part for part in inner)]
-    in_layers = list(_parts([inner, mlps], Linear))
-    lone = [linear for linear in _parts(roots, Linear) if not any(linear is each for each in in_layers)]
-    found = [_chain(group, _body_uses(group[0]), _run_body) for group in _alike(bodies, _body_uses)]
-    found += [_chain(group, _mlp_uses(group[0]), Mlp.add_to) for group in _alike(mlps, _mlp_uses)]
+    mlps = [mlp for mlp in _parts([model, drafter], Mlp) if not any(mlp is part for part in inner)]
+    in_layers = {id(linear) for linear in _parts([inner, mlps], Linear)}
+    lone = [linear for linear in _parts([model, drafter], Linear) if id(linear) not in in_layers]
+    others = [body for body in bodies if not any(body is each for each in of_model)]
+    found = [_chain(group, _body_uses(group[0]), _run_step) for group in _alike(of_model, _body_uses)]
+    found += [_chain(group, _body_uses(group[0]), _run_products) for group in _alike(others, _body_uses)]
+    found += [_chain(group, _mlp_uses(group[0]), _run_mlp) for group in _alike(mlps, _mlp_uses)]
     found += [_lone(group[0]) for group in _alike(lone, lambda linear: _measurable([Use(linear, "plain")]))]
     return [chain for chain in found if chain.uses]
 
@@ -203,28 +213,45 @@ def _alike(parts: Sequence[T], uses: Callable[[T], tuple[Use, ...]]) -> list[lis
     return list(groups.values())
 
 
-def _chain(parts: Sequence[T], uses: tuple[Use, ...], run: Callable[[T, Residual, Tensor], None]) -> Chain:
+def _chain(
+    parts: Sequence[T],
+    uses: tuple[Use, ...],
+    run: Callable[[T, Residual, Tensor, AttentionContext | None], None],
+) -> Chain:
     """Return a chain of so many parts that their weights fill CHAIN_BYTES. All of them add to the residual stream."""
     num_bytes = sum(use.weight.nbytes for use in uses)
     some = parts[: -(-CHAIN_BYTES // max(1, num_bytes))]
     hidden_size = next((use.linear.out_size for use in uses if use.mode == "added"), 0)
 
-    def run_all(hidden: Tensor, norm: Tensor) -> Tensor:
+    def run_all(hidden: Tensor, norm: Tensor, step: AttentionContext | None) -> Tensor:
         stream = Residual(hidden.clone(), _EPS)
         for part in some:
-            run(part, stream, norm)
+            run(part, stream, norm, step)
         return stream.normed(norm)
 
     return Chain(uses if hidden_size else (), hidden_size, run_all)
 
 
-def _run_body(body: DecoderBody, stream: Residual, norm: Tensor) -> None:
-    """Run the layer's products. What attention would return is a part of q, k and v."""
+def _run_step(body: DecoderBody, stream: Residual, norm: Tensor, step: AttentionContext | None) -> None:
+    """Run a layer of the model."""
+    if step is None or not isinstance(body.mlp, Mlp):
+        _run_products(body, stream, norm, step)
+    else:
+        body(stream, stream.normed(norm), step)
+
+
+def _run_products(body: DecoderBody, stream: Residual, norm: Tensor, step: AttentionContext | None) -> None:
+    """Run the products of a layer whose attention has no pool here: a part of q, k and v replaces its output."""
+    del step
     qkv, out = body.attention.qkv, body.attention.out
-    attended = _of_width(qkv(_of_width(stream.normed(norm), qkv.in_size)), out.in_size)
-    stream.add(out, attended)
+    stream.add(out, _of_width(qkv(_of_width(stream.normed(norm), qkv.in_size)), out.in_size))
     if isinstance(body.mlp, Mlp):
         body.mlp.add_to(stream, norm)
+
+
+def _run_mlp(mlp: Mlp, stream: Residual, norm: Tensor, step: AttentionContext | None) -> None:
+    del step
+    mlp.add_to(stream, norm)
 
 
 def _of_width(x: Tensor, size: int) -> Tensor:
@@ -241,7 +268,8 @@ def _lone(linear: Linear) -> Chain:
     num_copies = min(MAX_COPIES, -(-(CHAIN_BYTES // 4) // weight.nbytes))
     copies = [Linear.dense(weight.clone(), product.bias) for _ in range(num_copies - 1)]
 
-    def run_all(x: Tensor, norm: Tensor) -> Tensor:
+    def run_all(x: Tensor, norm: Tensor, step: AttentionContext | None) -> Tensor:
+        del step
         y = x
         for each in (linear, *copies):
             y = each(Residual(x, _EPS).normed(norm))
@@ -260,7 +288,14 @@ def _missing(chains: Sequence[Chain]) -> set[ProductShape]:
     return {use.shape(rows) for chain in chains for use in chain.uses for rows in ROW_CLASSES} - set(CHOSEN)
 
 
-def measure(chains: Sequence[Chain], timer: Timer, num_sms: int, progress: Progress | None, deadline: float) -> None:
+def measure(
+    chains: Sequence[Chain],
+    step: Callable[[int], AttentionContext] | None,
+    timer: Timer,
+    num_sms: int,
+    progress: Progress | None,
+    deadline: float,
+) -> None:
     """Write the fastest configuration of every shape that has none to CHOSEN. Shapes that are not begun by `deadline`
     (time.monotonic()) are left out."""
     num_total = len(_missing(chains))
@@ -269,12 +304,12 @@ def measure(chains: Sequence[Chain], timer: Timer, num_sms: int, progress: Progr
         started, uses = time.monotonic(), {use.shape(num_rows): use for chain in chains for use in chain.uses}
         tried = {shape: _candidates(shape, ranked, num_sms) for shape in uses if shape not in CHOSEN}
         usable = _usable({shape: (uses[shape], configs) for shape, configs in tried.items()}, num_rows)
-        compiled = time.monotonic()
+        attention, compiled = None if step is None else step(num_rows), time.monotonic()
         for chain in chains:
             shapes = {use.shape(num_rows) for use in chain.uses}.intersection(usable).difference(CHOSEN)
             weight = chain.uses[0].weight
             x = torch.randn(num_rows, chain.in_size, device=weight.device, dtype=weight.dtype)
-            run = functools.partial(chain.run, x, torch.ones_like(x[0]))
+            run = functools.partial(chain.run, x, torch.ones_like(x[0]), attention)
             for shape in sorted(shapes, key=lambda shape: (-shape.out_size * shape.in_size, shape)):
                 if time.monotonic() > deadline:
                     return
