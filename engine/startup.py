@@ -42,7 +42,7 @@ def load_engine(config: EngineConfig) -> Engine:
     with ProgressBar("loading weights", "MiB", 1 << 20) as progress:
         engine = Engine(config, progress)
     logger.info("speculation: %s", engine.speculation.describe(engine.model_dir))
-    tune_products(engine, config.tune)
+    tune_products(engine, measures=config.tune)
     engine.warm_up(config.chunk(engine.device.type))
     logger.info(
         "%s ready on %s in %s: %d pages of %d tokens, %.1f s",
@@ -56,7 +56,7 @@ def load_engine(config: EngineConfig) -> Engine:
     return engine
 
 
-def tune_products(engine: Engine, measures: bool) -> None:
+def tune_products(engine: Engine, *, measures: bool) -> None:
     """On CUDA, choose the kernels of small products: those that an earlier start measured, and, if `measures`, the
     fastest ones for shapes that none has measured. The next warm-up compiles them."""
     if not captures(engine.device):

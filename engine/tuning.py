@@ -2,9 +2,9 @@
 
 A product of a decode step takes as long as reading its weights, so its best launch configuration depends on the shape,
 the GPU and the number of rows (kernels/linear_configs.py). It also depends on the kernels around the product, which may
-start early (`gpu.dependent_launch`) or add the parts of the product. So a candidate is timed in a chain: the products
-of a few layers in the order of a decode step, over the model's own weights, as a CUDA graph. One shape after the other
-tries its candidates, the largest first, while the others keep the best that is known.
+start early (`gpu.dependent_launch`) or add the parts of the product. So a candidate is timed in a chain of products
+(product_chains.py), as a CUDA graph over the model's own weights. One shape after the other tries its candidates, the
+largest first, while the others keep the best that is known.
 """
 
 from __future__ import annotations
@@ -15,15 +15,11 @@ import logging
 import math
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
 from ..kernels.linear_configs import (
     CHOSEN,
@@ -36,71 +32,24 @@ from ..kernels.linear_configs import (
     trying,
 )
 from .attention import AttentionContext
-from .layers.decoder import DecoderBody
-from .layers.mlp import Mlp
-from .layers.residual import Residual
 from .models.decoder import DecoderModel
-from .products.dense import DenseProduct
-from .products.linear import Linear
+from .product_chains import Chain, Use, find_chains
 from .progress import Progress
 from .tuning_file import TuningFile
 
 logger = logging.getLogger(__name__)
 
-BUDGET_S = 26.0  # of one start; shapes that are not measured by then take their defaults until the next start
-CHAIN_BYTES = 1 << 30  # of weights in a chain: many times the L2, so that no product finds its weights there
-MAX_COPIES = 16  # of the weight of a product that stands alone
+BUDGET_S = 22.0  # of one start; shapes that are not measured by then take their defaults until the next start
 NUM_REPLAYS = 6
 NUM_FINALISTS = 4
 NUM_ALIKE = 12  # candidates of 8 rows that 4 and 16 rows try, whose kernels are the same
 NUM_TURNS = 5  # in which finalists are timed again, one after the other
 LEAST_GAIN = 0.003  # of a chain's time, below which the default is kept
 MOST_ERROR = 0.02  # of a candidate's result relative to torch's; rounding to 16 bits is a few thousandths
-_ORDER = (1, 8, 4, 16, 32, 64)
-_ALIKE = {4: 8, 16: 8}
-_EPS = 1e-5
+_ORDER = (1, 8, 4, 16, 32, 64)  # ROW_CLASSES, the most frequent first
+_ALIKE = {4: 8, 16: 8}  # classes of rows whose kernels are those of another
 
-T = TypeVar("T")
-
-
-class Use(NamedTuple):
-    """A product, and the way in which a layer uses it."""
-
-    linear: Linear
-    mode: Literal["plain", "gated", "added"]  # added: to the residual stream
-
-    @property
-    def weight(self) -> Tensor:
-        """[out_size, in_size]."""
-        assert isinstance(self.linear.product, DenseProduct)
-        return self.linear.product.weight
-
-    def shape(self, num_rows: int) -> ProductShape:
-        assert isinstance(self.linear.product, DenseProduct)
-        is_gated = self.mode == "gated" and self.linear.product.bias is None
-        return ProductShape.of(num_rows, *self.weight.shape, is_gated=is_gated)
-
-    def run(self, x: Tensor, norm: Tensor) -> Tensor:
-        """Return the product of `x` [num_rows, in_size] as a layer computes it. `norm` [in_size]."""
-        if self.mode == "plain":
-            return self.linear(x)
-        if self.mode == "gated":
-            return Residual(x, _EPS).gated_product(self.linear, norm)
-        stream = Residual(x.new_zeros(len(x), self.linear.out_size), _EPS)
-        stream.add(self.linear, x)
-        return stream.settled()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Chain:
-    """Products in the order of a decode step, and their uses, one per shape."""
-
-    uses: tuple[Use, ...]
-    in_size: int
-    run: Callable[[Tensor, Tensor, AttentionContext | None], object]  # of x [num_rows, in_size] and a norm [in_size]
-
-
-_EMPTY = Chain((), 0, lambda *_: None)
+Timer = Callable[[Callable[[], object]], Callable[[], float]]  # work -> a function that times it, in seconds
 
 
 def tune(
@@ -147,142 +96,6 @@ def use_file(device: torch.device) -> None:
     CHOSEN.update(TuningFile.of(device).read())
 
 
-# --- chains ---
-
-
-def find_chains(model: DecoderModel, drafter: object = None) -> list[Chain]:
-    """Return chains with every 16-bit dense product of a model and its drafter: decoder layers of equal shapes, then
-    feed-forward layers that are in no decoder layer (experts), then single products."""
-    of_model, bodies = list(_parts(model, DecoderBody)), list(_parts([model, drafter], DecoderBody))
-    inner = [part for body in bodies for part in (body.attention.qkv, body.attention.out, body.mlp)]
-    mlps = [mlp for mlp in _parts([model, drafter], Mlp) if not any(mlp is part for part in inner)]
-    in_layers = {id(linear) for linear in _parts([inner, mlps], Linear)}
-    lone = [linear for linear in _parts([model, drafter], Linear) if id(linear) not in in_layers]
-    others = [body for body in bodies if not any(body is each for each in of_model)]
-    found = [_chain(group, _body_uses(group[0]), _run_step) for group in _alike(of_model, _body_uses)]
-    found += [_chain(group, _body_uses(group[0]), _run_products) for group in _alike(others, _body_uses)]
-    found += [_chain(group, _mlp_uses(group[0]), _run_mlp) for group in _alike(mlps, _mlp_uses)]
-    found += [_lone(group[0]) for group in _alike(lone, lambda linear: _measurable([Use(linear, "plain")]))]
-    return [chain for chain in found if chain.uses]
-
-
-def _parts(roots: object, kind: type[T]) -> Iterator[T]:
-    """Yield the objects of a type that are reachable from `roots` through the engine's own objects, each once."""
-    seen: set[int] = set()
-    stack: list[Any] = [roots]
-    while stack:
-        each = stack.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        if isinstance(each, kind):
-            yield each
-        if isinstance(each, list | tuple):
-            stack += reversed(each)
-        elif isinstance(each, dict):
-            stack += reversed(list(each.values()))
-        elif type(each).__module__.startswith(__name__.rpartition(".")[0]):
-            names = [name for base in type(each).__mro__ for name in getattr(base, "__slots__", ())]
-            names += getattr(each, "__dict__", ())
-            stack += [getattr(each, name) for name in reversed(names) if hasattr(each, name)]
-
-
-def _measurable(uses: Sequence[Use]) -> tuple[Use, ...]:
-    """Return the uses of 16-bit dense weights."""
-    return tuple(
-        use
-        for use in uses
-        if isinstance(use.linear.product, DenseProduct) and use.weight.dtype in (torch.bfloat16, torch.float16)
-    )
-
-
-def _body_uses(body: DecoderBody) -> tuple[Use, ...]:
-    uses = [Use(body.attention.qkv, "plain"), Use(body.attention.out, "added")]
-    return _measurable(uses) + (_mlp_uses(body.mlp) if isinstance(body.mlp, Mlp) else ())
-
-
-def _mlp_uses(mlp: Mlp) -> tuple[Use, ...]:
-    return _measurable([Use(mlp.gate_up, "gated"), Use(mlp.down, "added")])
-
-
-def _alike(parts: Sequence[T], uses: Callable[[T], tuple[Use, ...]]) -> list[list[T]]:
-    """Return the parts in groups of equal shapes."""
-    groups: dict[tuple[ProductShape, ...], list[T]] = defaultdict(list)
-    for part in parts:
-        groups[tuple(use.shape(1) for use in uses(part))].append(part)
-    return list(groups.values())
-
-
-def _chain(
-    parts: Sequence[T],
-    uses: tuple[Use, ...],
-    run: Callable[[T, Residual, Tensor, AttentionContext | None], None],
-) -> Chain:
-    """Return a chain of so many parts that their weights fill CHAIN_BYTES. All of them add to the residual stream."""
-    num_bytes = sum(use.weight.nbytes for use in uses)
-    some = parts[: -(-CHAIN_BYTES // max(1, num_bytes))]
-    hidden_size = next((use.linear.out_size for use in uses if use.mode == "added"), 0)
-
-    def run_all(hidden: Tensor, norm: Tensor, step: AttentionContext | None) -> Tensor:
-        stream = Residual(hidden.clone(), _EPS)
-        for part in some:
-            run(part, stream, norm, step)
-        return stream.normed(norm)
-
-    return Chain(uses if hidden_size else (), hidden_size, run_all)
-
-
-def _run_step(body: DecoderBody, stream: Residual, norm: Tensor, step: AttentionContext | None) -> None:
-    """Run a layer of the model."""
-    if step is None or not isinstance(body.mlp, Mlp):
-        _run_products(body, stream, norm, step)
-    else:
-        body(stream, stream.normed(norm), step)
-
-
-def _run_products(body: DecoderBody, stream: Residual, norm: Tensor, step: AttentionContext | None) -> None:
-    """Run the products of a layer whose attention has no pool here: a part of q, k and v replaces its output."""
-    del step
-    qkv, out = body.attention.qkv, body.attention.out
-    stream.add(out, _of_width(qkv(_of_width(stream.normed(norm), qkv.in_size)), out.in_size))
-    if isinstance(body.mlp, Mlp):
-        body.mlp.add_to(stream, norm)
-
-
-def _run_mlp(mlp: Mlp, stream: Residual, norm: Tensor, step: AttentionContext | None) -> None:
-    del step
-    mlp.add_to(stream, norm)
-
-
-def _of_width(x: Tensor, size: int) -> Tensor:
-    return x[:, :size] if x.shape[1] >= size else torch.cat([x] * -(-size // x.shape[1]), dim=1)[:, :size]
-
-
-def _lone(linear: Linear) -> Chain:
-    """Return a chain of one product, over as many copies of its weight as the L2 cannot hold."""
-    uses = _measurable([Use(linear, "plain")])
-    if not uses:
-        return _EMPTY
-    weight, product = uses[0].weight, linear.product
-    assert isinstance(product, DenseProduct)
-    num_copies = min(MAX_COPIES, -(-(CHAIN_BYTES // 4) // weight.nbytes))
-    copies = [Linear.dense(weight.clone(), product.bias) for _ in range(num_copies - 1)]
-
-    def run_all(x: Tensor, norm: Tensor, step: AttentionContext | None) -> Tensor:
-        del step
-        y = x
-        for each in (linear, *copies):
-            y = each(Residual(x, _EPS).normed(norm))
-        return y
-
-    return Chain(uses, linear.in_size, run_all)
-
-
-# --- measuring ---
-
-Timer = Callable[[Callable[[], object]], Callable[[], float]]  # work -> a function that times it, in seconds
-
-
 def _missing(chains: Sequence[Chain]) -> set[ProductShape]:
     """Return the shapes without a choice."""
     return {use.shape(rows) for chain in chains for use in chain.uses for rows in ROW_CLASSES} - set(CHOSEN)
@@ -303,7 +116,7 @@ def measure(
     for num_rows in _ORDER:
         started, uses = time.monotonic(), {use.shape(num_rows): use for chain in chains for use in chain.uses}
         tried = {shape: _candidates(shape, ranked, num_sms) for shape in uses if shape not in CHOSEN}
-        usable = _usable({shape: (uses[shape], configs) for shape, configs in tried.items()}, num_rows)
+        usable = _usable({shape: (uses[shape], configs) for shape, configs in tried.items()}, num_rows, deadline)
         attention, compiled = None if step is None else step(num_rows), time.monotonic()
         for chain in chains:
             shapes = {use.shape(num_rows) for use in chain.uses}.intersection(usable).difference(CHOSEN)
@@ -353,21 +166,23 @@ def _ranked(
 
 
 def _usable(
-    tried: Mapping[ProductShape, tuple[Use, Sequence[Config | None]]], num_rows: int
+    tried: Mapping[ProductShape, tuple[Use, Sequence[Config | None]]], num_rows: int, deadline: float
 ) -> dict[ProductShape, list[Config | None]]:
     """Compile all candidates in parallel, because that takes longer than measuring them. Return those that fit the GPU
-    and whose result is that of torch's product."""
+    and whose result is that of torch's product. After `deadline` none is compiled."""
     is_compiled = any(use.weight.is_cuda for use, _ in tried.values())  # the interpreter has room for one thread
     with ThreadPoolExecutor(os.cpu_count() if is_compiled else 1) as threads:
         jobs = {
-            shape: {config: threads.submit(_is_usable, use, num_rows, config) for config in configs}
+            shape: {config: threads.submit(_is_usable, use, num_rows, config, deadline) for config in configs}
             for shape, (use, configs) in tried.items()
         }
     return {shape: [config for config, job in by.items() if job.result()] for shape, by in jobs.items()}
 
 
 @torch.inference_mode()
-def _is_usable(use: Use, num_rows: int, config: Config | None) -> bool:
+def _is_usable(use: Use, num_rows: int, config: Config | None, deadline: float) -> bool:
+    if time.monotonic() > deadline:
+        return False
     shape, weight = use.shape(num_rows), use.weight
     count = num_rows * weight.shape[1]
     x = torch.arange(count, device=weight.device, dtype=torch.float32).sin_().to(weight.dtype).view(num_rows, -1)

@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -82,13 +82,15 @@ class TuningFile:
         lines = ",\n".join(msgspec.json.encode(each).decode() for each in choices.items())
         head = f'{{"device": "{self.device}", "versions": "{self.versions}", "products": ['
         data = f"{head}\n{lines}\n]}}\n".encode()
+        new = self.path.with_suffix(f".{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.path.parent, delete=False) as file:
-                file.write(data)
-            os.replace(file.name, self.path)  # noqa: PTH105
+            new.write_bytes(data)
+            new.replace(self.path)
         except OSError as error:
-            logger.warning("%s cannot be written, so that the next start measures again: %s", self.path, error)
+            logger.warning("%s cannot be written, so the next start measures again: %s", self.path, error)
+            with suppress(OSError):
+                new.unlink(missing_ok=True)
             return False
         return True
 

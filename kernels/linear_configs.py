@@ -141,9 +141,11 @@ def _vectors(shape: ProductShape) -> Iterator[Config]:
 def _dots(shape: ProductShape, num_sms: int) -> Iterator[Config]:
     out_size, in_size, max_rows, is_gated = shape
     size = out_size // (1 + is_gated)
-    tiles = [(64, 64, 6), (64, 128, 3), (64, 128, 4), (128, 64, 3), (128, 64, 4), (128, 128, 3)]
+    tiles = [(64, 64, 6), (64, 128, 3), (128, 64, 4), (128, 128, 3)]
     if max_rows <= 32:
         tiles += [(16, 256, 5), (32, 128, 5), (32, 256, 4), (64, 128, 5), (64, 256, 3)]
+    else:
+        tiles += [(64, 128, 4)]
     for (width, block_k, num_stages), split_k in itertools.product(tiles, (1, 2, 4, 8)):
         if split_k > 1 and (in_size < 2 * block_k * split_k or is_gated):
             continue

@@ -39,9 +39,6 @@ from .triton_vector import vector_product
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _SUM_BLOCK = 1024
-import os
-
-_PREFETCH = int(os.environ.get("BATON_PREFETCH", "512"))
 
 
 def linear(
@@ -170,7 +167,7 @@ def _dot_product(
         BLOCK_M=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=block_n, BLOCK_K=config.block_k,
         IS_WHOLE=config.block_n == block_n,
         IS_EVEN=in_size % (config.split_k * config.block_k) == 0,
-        IS_PART=out.ndim == 3, HAS_BIAS=bias is not None, IS_GATED=is_gated, DEPENDENT=dependent, PREFETCH=_PREFETCH,
+        IS_PART=out.ndim == 3, HAS_BIAS=bias is not None, IS_GATED=is_gated, DEPENDENT=dependent,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=dependent,
     )  # fmt: skip
 
@@ -196,7 +193,6 @@ def _dot_kernel(
     HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    PREFETCH: tl.constexpr,  # columns
 ):
     """Grid: (blocks of rows of W, splits of its columns). Works on y^T = W x^T, [BLOCK_N, BLOCK_M]."""
     begin = tl.program_id(1) * part
@@ -207,11 +203,6 @@ def _dot_kernel(
     row_ptrs = weight_ptr + tl.minimum(rows, size - 1).to(tl.int64)[:, None] * in_size
     up_offset = size.to(tl.int64) * in_size
     if DEPENDENT:
-        if PREFETCH > 0:  # the first columns of W, into the L2, while the kernel before still runs
-            line = begin + tl.arange(0, PREFETCH // 64) * 64
-            _prefetch(row_ptrs + line[None, :], is_row[:, None] & (line < end)[None, :])
-            if IS_GATED:
-                _prefetch(row_ptrs + up_offset + line[None, :], is_row[:, None] & (line < end)[None, :])
         gdc_wait()
     m, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
@@ -249,19 +240,6 @@ def _dot_kernel(
         if IS_GATED:
             y = silu_mul_of(y, up.to(y.dtype))
         tl.store(out_ptr + out_at, y, mask=is_out)
-
-
-@triton.jit
-def _prefetch(pointers, mask):
-    """Ask for the 128 bytes at each pointer to come to the L2."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [pointers.to(tl.int64), mask.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -122,7 +122,7 @@ def _load(options: argparse.Namespace) -> Engine:
     with ProgressBar("loading weights", "MiB", 1 << 20) as progress:
         engine = Engine(config, progress)
     started = time.monotonic()
-    tune_products(engine, not options.no_tune)
+    tune_products(engine, measures=not options.no_tune)
     say(f"tuned in {time.monotonic() - started:.1f} s")
     return engine
 
