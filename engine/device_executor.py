@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -119,7 +120,7 @@ class DeviceExecutor:
 
     def submit(self, work: RoundWork) -> None:
         """Ask the device for `work`, as `Executor.submit`."""
-        try:
+        with suppress(torch.OutOfMemoryError):
             with torch.inference_mode():
                 match work:
                     case Round():
@@ -130,8 +131,8 @@ class DeviceExecutor:
                         self._load(work)
                     case Recompute():
                         self._recompute(work)
-        except torch.OutOfMemoryError:
-            raise OutOfMemory(_no_memory(work)) from None
+            return
+        raise OutOfMemory(_no_memory(work))  # here the error is gone, whose traceback holds tensors
 
     def collect(self) -> Tokens:
         """Wait for the oldest round that was not collected, and return its report."""
