@@ -141,7 +141,8 @@ class Engine:
         config = self.model_config
         if not captures(self.device) or not prompt_attention.serves(self.device, self.kv.dtype, config.head_dim):
             return
-        num_heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        num_kv_heads = self.kv.shape[3]  # of this rank
+        num_heads = (config.num_heads // config.num_kv_heads * num_kv_heads, num_kv_heads, num_kv_heads)
         qkv = torch.zeros(num_tokens, sum(num_heads), config.head_dim, dtype=self.kv.dtype, device=self.device)
         for num_seqs, length in prompt_attention.shapes(num_tokens):
             q, k, v = qkv[: num_seqs * length].split(num_heads, dim=1)

@@ -251,7 +251,8 @@ def run_rank(
                 num_under_way += 1
             case _:
                 executor.submit(work)
-        if num_under_way > executor.runs_ahead:
+        # rank 0 waits for the report of each round of sequences that are this rank's own
+        if num_under_way > (executor.runs_ahead and rows is None):
             tokens = executor.collect()
             num_under_way -= 1
             if rows is not None:
