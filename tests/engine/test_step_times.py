@@ -158,3 +158,14 @@ def test_rounds_of_one_kind_leave_half_of_the_doubt(steps: int) -> None:
     for _ in range(40):
         times.observe(4, steps, times.seconds(4, steps))
     assert 0.1 < times.doubt(4) < 0.15
+
+
+def test_rounds_of_one_size_speak_for_those_of_another() -> None:
+    """Contexts that grow, or a machine that slows down, slow all sizes. One that was seen before follows half way."""
+    times = linear_times(1.0, 0.2)
+    for size in (1, 4) * 50:
+        times.observe(size, 0, 1.0)
+    for _ in range(200):
+        times.observe(4, 0, 2.0)
+    assert times.seconds(4, 0) == pytest.approx(2.0, rel=0.01)
+    assert 1.2 < times.seconds(1, 0) < 1.8
