@@ -87,7 +87,7 @@ def test_special_tokens_come_as_text_or_written_out(model_dir: Path) -> None:
         model_dir,
         bos_token={"__type": "AddedToken", "content": "<s>", "lstrip": False},
         eos_token="</s>",
-        pad_token=None,
+        pad_token=7,
         unk_token={"lstrip": False},
         cls_token="[CLS]",
     ).special_tokens
