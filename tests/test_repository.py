@@ -65,7 +65,6 @@ UNTESTED = [
     (_TRAINS, "deploy/demo/training", "corpus evaluate model muon vocabulary"),
     (_TRAINS, "deploy/demo/training", "drafters_files drafters_layers drafters_models"),
     (_TRAINS, "deploy/demo/training", "drafters_reference drafters_training"),
-    (_NEXT, "engine", "engine work"),
     (_NEXT, "engine/drafters", "frozen_kv mtp_layers shifted standalone"),
     (_NEXT, "engine/models", "frozen_kv hyper_eagle mtp"),
     (_NEXT, "kernels", "pages tree_types trees"),

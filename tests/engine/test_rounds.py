@@ -1,5 +1,4 @@
-"""What a captured round leaves behind does not stand in the way of sequences that come later; what catching up asks of
-the device."""
+"""Rounds on the device: what their inputs hold, what may overwrite them, and what catching up asks of the device."""
 
 from __future__ import annotations
 
