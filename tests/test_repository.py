@@ -84,7 +84,6 @@ TESTS_OF_SEVERAL = [
     (_PAIR, "decode_node", "triton_nodes"),
     (_LINK, "metadata/handoff", "gpu late_messages lost_messages ticket_races versions"),
     (_EVERY_ROUTE, "router/http", "fuzz_http"),
-    (_NEXT, "engine", "round_acceptance round_distribution"),
     (_NEXT, "engine/drafters", "shape"),
     (_NEXT, "kernels", "large_pools"),
 ]
