@@ -204,7 +204,7 @@ def test_a_wrong_table_costs_little(name: str, wrong: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_texts_that_change(name: str) -> None:
-    """In mid text, and from one text to the next."""
+    """Acceptance changes in mid text, and from one text to the next."""
 
     def in_mid_text(stream: int, token: int) -> float:
         return (0.9, 0.0, 0.5)[(token // 60) % 3]

@@ -182,7 +182,7 @@ def test_warming_up_digests_few_pages_and_many_and_gathers_padding_into_itself(
 def test_pages_go_to_the_mirror_and_come_back(
     store_bytes: int, make_pools: MakePools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In pieces of as many pages as may lie twice on the device, at least one."""
+    """One piece has as many pages as may lie twice on the device, and at least one."""
     monkeypatch.setattr(cuda_pool, "_STORE_BYTES", store_bytes)
     pools, pages = make_pools(), [7, 2, 30]
     digests = pools.pool.digest(pages)

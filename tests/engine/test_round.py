@@ -182,7 +182,7 @@ def test_noise_of_the_drafts_own_ids_is_caught(permuted: Solo, monkeypatch: pyte
 def test_a_head_that_is_the_target_is_always_accepted(
     name: str, fields: dict[str, Any], checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Of a target whose next token depends on the last alone, in published layouts; EAGLE-3 by a permutation in d2t."""
+    """The target's next token depends on the last alone. Heads have published layouts; EAGLE-3 permutes by d2t."""
     model = make_bigram(checkpoint("llama"), tmp_path / "bigram")
     head = make_right(name, model, tmp_path / "head")
     check_all_accepted(Solo(model, speculative=ALGORITHM[name], draft_model=str(head)), fields)

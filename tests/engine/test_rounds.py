@@ -123,7 +123,7 @@ def test_catching_up_asks_as_much_for_many_sequences_as_for_two(
 def test_catching_up_is_warmed_up_with_padding(
     name: str, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many rows as it takes at a time, and nothing of it reaches a sequence."""
+    """It warms up with each number of rows that it takes at a time, and nothing of that reaches a sequence."""
     model = target_of(name, checkpoint)
     solo = Solo(model, num_slots=4, num_pages=200, buckets=(1, 2, 4), **settings(name, model, tmp_path))
     sizes: list[tuple[int, ...]] = []

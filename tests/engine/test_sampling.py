@@ -243,11 +243,13 @@ def test_cuda_draws_the_same_tokens() -> None:
         assert result.token_ids.tolist() == sample(logits, SamplingBatch.of(states)).token_ids.tolist()
 
 
-# --- how often shared noise accepts ---
+# --- target and draft share their noise ---
 
 
 def coupled(p: torch.Tensor, q: torch.Tensor, num_draws: int) -> float:
-    """How often target and draft, with logits of `p` and `q` [vocab_size] and the same noise, choose the same token."""
+    """Return the share of draws in which target and draft choose the same token.
+
+    They have the probabilities `p` and `q`, each [vocab_size], and the same noise."""
     states = [
         SamplingState(SamplingParams(max_tokens=1, seed=seed), [0], vocab_size=len(p)) for seed in range(num_draws)
     ]
