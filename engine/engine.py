@@ -80,7 +80,6 @@ class Engine:
         num_pages = ranks.least(num_pages)
         self.context_len = min(self.context_len, (num_pages - 1) * config.page_size)
         _check_size(num_pages)
-        torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 2) // 2))
 
         dtype = _DTYPES[self.dtype_name]
         self.model = load_model(self.model_dir, self.model_config, dtype, self.device, progress, ranks)
@@ -221,6 +220,11 @@ class Engine:
     def move_kv(self, block_table: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """The target's KV of slots `sources` into slots `targets`, as `move_slots_ref_`."""
         move_slots_(self.kv, block_table, sources, targets)
+
+
+def use_threads(config: EngineConfig) -> None:
+    """Set how many threads of this process compute, as configured or half of the cores."""
+    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 2) // 2))
 
 
 def resolve_model(model: str | None) -> Path:
