@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from large_pool import HEAD_DIM, IN_A_FILE, NUM_PAGES, PAGE_SIZE, PAGES, make_large_pool, small_pool
 from triton_device import DEVICE, IS_INTERPRETED
 
 pytest.importorskip("triton")
@@ -144,3 +146,16 @@ def test_a_direct_launch_that_fails_is_done_by_the_public_form(caplog: pytest.Lo
         triton_pages._launch(kernel, (1, 1, 1), (pool, pool), (number,), {"WORDS": 4}, pool.device, None)
     assert [launch[1] for launch in kernel.launches] == [0, 1, 2, 3]
     assert caplog.text.count("launches no compiled kernel directly") == 1
+
+
+@IN_A_FILE
+def test_a_pool_of_more_than_2_31_elements(tmp_path: Path) -> None:
+    """Its last page is digested and moved as in a small pool."""
+    kv = make_large_pool(tmp_path)
+    pool, block_words = kv.view(1, NUM_PAGES, -1).view(torch.int32), PAGE_SIZE * HEAD_DIM
+    expected = small_pool(kv).view(1, 3, -1).view(torch.int32)
+    sums = checksums(pool, numbers(PAGES[2], PAGES[0]), block_words)
+    assert torch.equal(sums, page_checksums_ref(expected, numbers(2, 0), block_words))
+    gather_pages_ref(expected, expected, numbers(0), numbers(2))
+    triton_pages.gather_pages(pool, pool, numbers(PAGES[0]), numbers(PAGES[2]))
+    assert torch.equal(small_pool(kv).view(1, 3, -1).view(torch.int32), expected)
