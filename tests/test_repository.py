@@ -70,12 +70,6 @@ UNTESTED = [
     (_NEXT, "engine", "model_card slots step_times"),
     (_NEXT, "engine/drafters", "frozen_kv mtp_layers shifted standalone"),
     (_NEXT, "engine/models", "frozen_kv hyper_eagle mtp"),
-    (_NEXT, "kernels", "pages tree_types trees"),
-    (
-        _NEXT,
-        "kernels",
-        "triton_extend triton_softmax triton_store triton_vector triton_visibility",
-    ),
 ]
 
 # Test files that no module has the name of: (reason, folder of tests/, names). The list may only become shorter.
@@ -89,7 +83,6 @@ TESTS_OF_SEVERAL = [
     (_EVERY_ROUTE, "router/http", "fuzz_http"),
     (_NEXT, "engine", "adaptive_simulation round_acceptance round_distribution"),
     (_NEXT, "engine/drafters", "shape"),
-    (_NEXT, "kernels", "large_pools"),
 ]
 
 

@@ -13,7 +13,7 @@ from triton_device import DEVICE, IS_INTERPRETED
 pytest.importorskip("triton")
 
 from baton.kernels import triton_pages
-from baton.kernels.pages import gather_pages_ref, multipliers, page_checksums_ref
+from baton.kernels.pages import gather_pages_ref, page_checksums_ref
 from baton.kernels.triton_pages import PoolAddress
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's products wrap aloud
@@ -90,34 +90,6 @@ def test_blocks_of_two_sizes_are_digested_in_two_launches() -> None:
         page_checksums_ref(pool[:, :, 15:].clone(), pages, 7),
     ]
     assert torch.equal(sums, torch.cat(expected, dim=2))
-
-
-def test_the_reference_is_the_formula() -> None:
-    """In integers without a bound, blocks in the order of layers, then of the page."""
-    pool = make_pool(2, 3, 12)
-    sums = page_checksums_ref(pool, numbers(2), 6).view(-1).tolist()
-    m = [value % 2**64 for value in multipliers(7).tolist()]
-    words = pool[:, 2].reshape(4, 6).tolist()
-    expected = [(m[0] + sum(m[i + 1] * (word % 2**32) for i, word in enumerate(row))) % 2**64 for row in words]
-    assert [value % 2**64 for value in sums] == expected
-
-
-def test_multipliers_are_splitmix64_made_odd() -> None:
-    """The generator's published first values for seed 0, here of the counter alone."""
-    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert [value % 2**64 for value in multipliers(3).tolist()] == [value | 1 for value in published]
-
-
-def test_every_changed_bit_and_swapped_word_shows() -> None:
-    pool = make_pool(1, 40, 1)
-    pool[0, :, 0] = 0x5A5A5A5A
-    for bit in range(32):
-        pool[0, bit, 0] ^= -(2**31) if bit == 31 else 1 << bit
-    sums = checksums(pool, torch.arange(40, dtype=torch.int32, device=DEVICE), 1)[:, 0, 0]
-    assert sums[:32].unique().numel() == 32 and sums[32] not in sums[:32]
-    pair = numbers(1, 2, 2, 1, 0, 0, 1, 2).view(1, 4, 2)
-    first, second, third, fourth = checksums(pair, numbers(0, 1, 2, 3), 2)[:, 0, 0].tolist()
-    assert first == fourth and len({first, second, third}) == 3
 
 
 class _Kernel:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from triton_device import DEVICE
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+
+import triton
 import triton.language as tl
 
 from baton.kernels.triton_visibility import in_window, pack, seen_in_tree, span
