@@ -180,12 +180,17 @@ def test_parts_equal_the_whole(way: str, head_dim: int) -> None:
     arrivals = torch.zeros(num_seqs, dtype=torch.int32, device=DEVICE) if way == "last to arrive" else None
     of_seqs = torch.tensor(seq_lens, device=DEVICE)
     grid = (1, most, num_seqs) if items is None else (1, num_items, 1)
-    part_kernel[grid](
-        out, writes, parts, stats, items, arrivals, scores, values,
-        of_seqs if items is None else torch.tensor(lens, device=DEVICE), most, num_keys,
-        ROWS=ROWS, HEAD_DIM=head_dim, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-    )  # fmt: skip
+    launches = [items]
+    if items is not None and arrivals is not None:  # every second item, then the others, so that sequences take turns
+        is_even = torch.arange(num_items, device=DEVICE) % 2 == 0
+        launches = [items.masked_fill(~is_even, -1), items.masked_fill(is_even, -1)]
+    for each in launches:
+        part_kernel[grid](
+            out, writes, parts, stats, each, arrivals, scores, values,
+            of_seqs if items is None else torch.tensor(lens, device=DEVICE), most, num_keys,
+            ROWS=ROWS, HEAD_DIM=head_dim, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+            BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        )  # fmt: skip
     if arrivals is None:
         block_d = 16
         combine_kernel[(ROWS, num_seqs, triton.cdiv(head_dim, block_d))](
