@@ -67,12 +67,6 @@ UNTESTED = [
     (_TRAINS, "deploy/demo/training", "drafters_reference drafters_training"),
     (_NEXT, "engine/drafters", "frozen_kv mtp_layers shifted standalone"),
     (_NEXT, "engine/models", "frozen_kv hyper_eagle mtp"),
-    (_NEXT, "kernels", "pages tree_types trees"),
-    (
-        _NEXT,
-        "kernels",
-        "triton_extend triton_softmax triton_store triton_vector triton_visibility",
-    ),
 ]
 
 # Test files that no module has the name of: (reason, folder of tests/, names). The list may only become shorter.
@@ -85,7 +79,6 @@ TESTS_OF_SEVERAL = [
     (_LINK, "metadata/handoff", "gpu late_messages lost_messages ticket_races versions"),
     (_EVERY_ROUTE, "router/http", "fuzz_http"),
     (_NEXT, "engine/drafters", "shape"),
-    (_NEXT, "kernels", "large_pools"),
 ]
 
 
