@@ -99,8 +99,8 @@ class DeviceExecutor:
         return self.engine.device.type != "cpu"
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """On CUDA, capture the graphs of all buckets for requests without filters and penalties, which `progress`
-        counts; others are captured when they come. On a CPU, catch up once."""
+        """Capture, on CUDA, the graphs of all buckets for requests without filters and penalties. `progress` counts
+        them. Graphs of other kinds are captured by the first request that needs them. On a CPU, catch up once."""
         sizes = catch_up_sizes(self.shape) if self.keeps_missed_rows else ()
         if captures(self.engine.device):
             shapes = [self.shape.with_steps(steps) for steps in self.shape.choices]
@@ -233,7 +233,7 @@ def _report(done: _UnderWay) -> Tokens:
 
 
 def _numbers_to_host(numbers: Tensor) -> Tensor:
-    """Return a copy of what every round brings, as `to_host`. Every round is collected, so its memory stays until the
+    """Return a copy of the numbers of a round, as `to_host`. Every round is collected, so its memory stays until the
     copy is done."""
     if not captures(numbers.device):
         return to_host(numbers)

@@ -128,8 +128,8 @@ class Engine:
         self._plan_prompts(num_tokens)
 
     def capture_prompts(self, progress: Progress | None = None) -> None:
-        """For a node that computes prompts, after `warm_up`: on CUDA, small chunks are graphs from now on, which
-        `progress` counts."""
+        """Capture graphs for small chunks, on CUDA. `progress` counts them. Call it after `warm_up`, on a node that
+        computes prompts."""
         if captures(self.device):
             sizes = bucket_sizes(self.model_config.layer_products)
             page_size, context_len = self.pool.page_size, self.context_len

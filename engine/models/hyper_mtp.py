@@ -54,7 +54,7 @@ class HyperMtpHead:
         return self.layer(streams, context).flatten(1)
 
     def logits(self, recurrent: torch.Tensor) -> torch.Tensor:
-        """By the layer's own norm and the target's lm_head."""
+        """Return the target's lm_head of the summed streams, normed by the layer's own norm."""
         collapsed = self._streams(recurrent).sum(1)
         return self.target.logits(add_rms_norm_(collapsed, None, self.final_norm, self.config.rms_norm_eps))
 
