@@ -215,7 +215,7 @@ class StepChooser:
         return list(itertools.accumulate(tokens))
 
     def _try(self, slots: Sequence[int], usable: Sequence[int], num_missed: int, steps: int) -> int:
-        """Return `steps` while a try is under way, else 0. A try is a few rounds with drafts, the first of which catches
+        """Return `steps` while a try is under way, else 0. A try is a few rounds with drafts; the first of them catches
         up. It begins when the credit covers the loss of all of them."""
         if self._num_to_try:
             self._num_to_try -= 1

@@ -60,8 +60,8 @@ def shapes(num_tokens: int) -> list[tuple[int, int]]:
 
 @functools.cache
 def serves(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether `prompt_attention` is faster than our kernels: in 16 bits, from compute capability 9.0 on, if cuDNN
-    serves the size of the heads."""
+    """Return whether `prompt_attention` is faster than our kernels: in 16 bits, from compute capability 9.0 on,
+    if cuDNN serves the size of the heads."""
     if device.type != "cuda" or dtype == torch.float32 or torch.cuda.get_device_capability(device) < (9, 0):
         return False
     try:
