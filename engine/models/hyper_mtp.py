@@ -9,7 +9,7 @@ source: docs/drafter_checkpoints.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -20,7 +20,6 @@ from ..layers.hyper_decoder import HyperDecoderLayer
 from ..model_config import ModelConfig
 from ..products.linear import Linear
 from ..rope import RotaryEmbedding
-from .head_file import HeadFile
 from .hyper_llama import read_hyper_layer
 from .target_ends import TargetEnds
 from .tensors import HeadTensors
@@ -61,22 +60,11 @@ class HyperMtpHead:
         return wide.unflatten(1, (self.config.hc_mult, self.config.hidden_size))
 
 
-def load_hyper_mtp(file: HeadFile, prefixes: tuple[str, ...], target: TargetEnds) -> tuple[HyperMtpHead, ...]:
-    """Read the layers' tensors, in the dtype and on the device of `target`. `prefixes` are those of their names,
-    first layer first. Raises ModelError for missing ones and for those in the layers that the layout does not know;
-    copies of the target's embedding and head are ignored."""
-    source = HeadTensors(file.directory, target.dtype, target.device)
-    config = replace(file.config, num_layers=1, sliding_window=(None,))
-    rotary = RotaryEmbedding(config.rope, config.head_dim, target.device)
-    layers = tuple(_load_layer(source, prefix, config, rotary, target) for prefix in prefixes)
-    for prefix in prefixes:
-        source.refuse_unknown(f"{prefix}.emb.tok_emb.weight", f"{prefix}.head.weight", within=f"{prefix}.")
-    return layers
-
-
-def _load_layer(
+def read_hyper_mtp(
     source: HeadTensors, prefix: str, config: ModelConfig, rotary: RotaryEmbedding, target: TargetEnds
 ) -> HyperMtpHead:
+    """Read the layer whose tensors' names begin with `prefix`. Raises ModelError for tensors that are missing or of a
+    wrong shape."""
     size = config.hidden_size
     return HyperMtpHead(
         config,

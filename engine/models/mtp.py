@@ -18,13 +18,17 @@ from ..model_config import ModelConfig
 from ..products.linear import Linear
 from ..rope import RotaryEmbedding
 from .head_file import HeadFile
-from .heads import run_body
+from .heads import DraftHead, run_body
+from .hyper_mtp import read_hyper_mtp
 from .llama import read_layer
 from .target_ends import TargetEnds
 from .tensors import HeadTensors
 
 _DEEPSEEK_NAMES = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 _MIMO_NAMES = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+# A layer's own copies of the target's embedding and head, which are not read.
+_COPIES = ("embed_tokens", "shared_head.head")
+_HYPER_COPIES = ("emb.tok_emb", "head")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,21 +78,24 @@ def takes_chained_states(file: HeadFile) -> bool:
     return bool(file.settings.get("mtp_chained", "mtp_layers" not in layer_prefixes(file.names)[0]))
 
 
-def load_mtp(file: HeadFile, prefixes: tuple[str, ...], target: TargetEnds) -> tuple[MtpHead, ...]:
+def load_mtp(file: HeadFile, prefixes: tuple[str, ...], target: TargetEnds) -> tuple[DraftHead, ...]:
     """Read the layers' tensors, in the dtype and on the device of `target`. `prefixes` are those of their names,
-    first layer first. Raises ModelError for missing ones and for those in the layers that the layout does not know;
-    copies of the target's embedding and head are ignored."""
+    first layer first. A head with residual streams has layers of hyper_mtp.py.
+
+    Raises ModelError for missing tensors and for those in the layers that the layout does not know; copies of the
+    target's embedding and head are ignored."""
     source = HeadTensors(file.directory, target.dtype, target.device)
     config = replace(file.config, num_layers=1, sliding_window=(None,))
+    has_streams = config.hc_mult > 1
+    read, copies = (read_hyper_mtp, _HYPER_COPIES) if has_streams else (_read_layer, _COPIES)
     rotary = RotaryEmbedding(config.rope, config.head_dim, target.device)
-    layers = tuple(_load_layer(source, prefix, config, rotary, target) for prefix in prefixes)
+    layers = tuple(read(source, prefix, config, rotary, target) for prefix in prefixes)
     for prefix in prefixes:  # the file may hold the target's own tensors too
-        copies = (f"{prefix}.embed_tokens.weight", f"{prefix}.shared_head.head.weight")
-        source.refuse_unknown(*copies, within=f"{prefix}.")
+        source.refuse_unknown(*(f"{prefix}.{name}.weight" for name in copies), within=f"{prefix}.")
     return layers
 
 
-def _load_layer(
+def _read_layer(
     source: HeadTensors, prefix: str, config: ModelConfig, rotary: RotaryEmbedding, target: TargetEnds
 ) -> MtpHead:
     is_mimo = source.has(f"{prefix}.input_proj.weight")

@@ -36,7 +36,7 @@ HEADS_OUT, HEADS_IN = Split("heads", 0), Split("heads", 1)
 INNER_OUT, INNER_IN = Split("inner", 0), Split("inner", 1)
 
 
-class Shard(NamedTuple):
+class WeightShard(NamedTuple):
     """One rank's share of a weight [out_size, in_size]."""
 
     rank: int
