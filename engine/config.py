@@ -50,6 +50,11 @@ class EngineConfig(NodeConfig):
     prefix_cache: bool = setting(
         True, "keep the KV pages of finished requests, so that prompts with the same beginning start sooner"
     )
+    tune: bool = setting(
+        True,
+        "on cuda, measure at the first start which kernels multiply the model's matrices fastest, and keep the result "
+        "in ~/.cache/baton; without it, use what is kept there, or defaults",
+    )
     threads: int | None = setting(None, "compute with this many CPU threads (default: half of the cores)")
     speculative: str = setting(
         "auto",

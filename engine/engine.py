@@ -22,6 +22,7 @@ from ..metadata.handoff.memory import PageMemory
 from ..metadata.handoff.schema import on_gpu, page_bytes, pools
 from ..metadata.wire.node_info import HandoffSchema, ModelCard, PoolLayout
 from ..metadata.wire.request import SamplingParams, TokenLogprobs
+from .attention import AttentionContext
 from .batch import Computed, ForwardBatch
 from .config import DtypeChoice, EngineConfig
 from .cuda_memory import pool_zeros
@@ -49,6 +50,7 @@ MIN_LEASE_S = 1.0
 LEASE_STEPS = 8  # a decode node that recomputes a chunk renews no lease meanwhile
 _DEFAULT_POOL_TOKENS = 65_536
 _MEMORY_SHARE = 0.25  # of what is free, for a pool of the default size
+_STEP_LEN = 512  # tokens of a sequence in `padding_step`
 _WARM_UP = (SamplingParams(max_tokens=1, temperature=1.0, seed=1), SamplingParams(max_tokens=1, temperature=0.0))
 _WARM_UP_SIZES = (1, 4, 8, 16, 32)  # rows of a product that have kernels of their own on CUDA
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -78,7 +80,6 @@ class Engine:
         num_pages = ranks.least(num_pages)
         self.context_len = min(self.context_len, (num_pages - 1) * config.page_size)
         _check_size(num_pages)
-        torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 2) // 2))
 
         dtype = _DTYPES[self.dtype_name]
         self.model = load_model(self.model_dir, self.model_config, dtype, self.device, progress, ranks)
@@ -127,8 +128,8 @@ class Engine:
         self._plan_prompts(num_tokens)
 
     def capture_prompts(self, progress: Progress | None = None) -> None:
-        """For a node that computes prompts, after `warm_up`: on CUDA, small chunks are graphs from now on, which
-        `progress` counts."""
+        """Capture graphs for small chunks, on CUDA. `progress` counts them. Call it after `warm_up`, on a node that
+        computes prompts."""
         if captures(self.device):
             sizes = bucket_sizes(self.model_config.layer_products)
             page_size, context_len = self.pool.page_size, self.context_len
@@ -139,7 +140,8 @@ class Engine:
         config = self.model_config
         if not captures(self.device) or not prompt_attention.serves(self.device, self.kv.dtype, config.head_dim):
             return
-        num_heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        num_kv_heads = self.kv.shape[3]  # of this rank
+        num_heads = (config.num_heads // config.num_kv_heads * num_kv_heads, num_kv_heads, num_kv_heads)
         qkv = torch.zeros(num_tokens, sum(num_heads), config.head_dim, dtype=self.kv.dtype, device=self.device)
         for num_seqs, length in prompt_attention.shapes(num_tokens):
             q, k, v = qkv[: num_seqs * length].split(num_heads, dim=1)
@@ -193,6 +195,14 @@ class Engine:
         self.speculation.hidden.check("extend", extend)
         return extend, states.final
 
+    def padding_step(self, num_rows: int) -> AttentionContext:
+        """Return the attention of a decode step of `num_rows` sequences that have the padding page alone."""
+        length = min(_STEP_LEN, self.context_len)
+        numbers = torch.zeros(num_rows, -(-length // self.pool.page_size), dtype=torch.int64, device=self.device)
+        last = torch.full((num_rows, 1), length - 1, device=self.device)
+        batch = ForwardBatch.uniform(numbers[:, :1], last, last.squeeze(1) + 1, numbers, self.pool.page_size)
+        return self.model.begin(batch, self.kv)
+
     def sample(
         self, logits: torch.Tensor, states: Sequence[SamplingState]
     ) -> tuple[list[int | None], list[TokenLogprobs | None]]:
@@ -210,6 +220,11 @@ class Engine:
     def move_kv(self, block_table: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """The target's KV of slots `sources` into slots `targets`, as `move_slots_ref_`."""
         move_slots_(self.kv, block_table, sources, targets)
+
+
+def use_threads(config: EngineConfig) -> None:
+    """Set how many threads of this process compute, as configured or half of the cores."""
+    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 2) // 2))
 
 
 def resolve_model(model: str | None) -> Path:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from ..kernels.operations import captures
 from ..metadata.bus.addresses import parse_address, require_keys
 from ..metadata.bus.allow_list import ROUTER
 from ..metadata.bus.curve import KeyPair
@@ -19,9 +20,10 @@ from ..metadata.wire.membership import Hello
 from ..metadata.wire.node_info import Capacity, Role
 from ..metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from .config import EngineConfig
-from .engine import Engine, default_node_id
+from .engine import Engine, default_node_id, use_threads
 from .model_card import read_tokenizer
 from .progress import ProgressBar
+from .tuning import tune, use_file
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +39,11 @@ class Node(Member, Protocol):
 def load_engine(config: EngineConfig) -> Engine:
     """Load the model and run it once. Raises ModelError and ConfigError."""
     started = time.monotonic()
+    use_threads(config)
     with ProgressBar("loading weights", "MiB", 1 << 20) as progress:
         engine = Engine(config, progress)
     logger.info("speculation: %s", engine.speculation.describe(engine.model_dir))
+    tune_products(engine, measures=config.tune)
     engine.warm_up(config.chunk(engine.device.type))
     logger.info(
         "%s ready on %s in %s: %d pages of %d tokens, %.1f s",
@@ -51,6 +55,18 @@ def load_engine(config: EngineConfig) -> Engine:
         time.monotonic() - started,
     )
     return engine
+
+
+def tune_products(engine: Engine, *, measures: bool) -> None:
+    """On CUDA, choose the kernels of small products: those that an earlier start measured, and, if `measures`, the
+    fastest ones for shapes that none has measured. The next warm-up compiles them."""
+    if not captures(engine.device):
+        return
+    if not measures:
+        use_file(engine.device)
+        return
+    with ProgressBar("measuring products") as progress:
+        tune(engine.model, engine.drafter, engine.padding_step, progress)
 
 
 def serve(

@@ -78,7 +78,7 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "perturbed_argmax": (_triton("triton_sample", _FLOATS),),
         "perturbed_topk": (_triton("triton_sample", _FLOATS, "serves_topk"),),
         "gumbel_noise": (_numba("numba_noise", frozenset({torch.int64})),),
-        "add_gumbel_noise_": (_numba("numba_noise"),),
+        "add_gumbel_noise_": (_triton("triton_noise", _FLOAT32), _numba("numba_noise")),
         # advance.py, rows.py, trees.py
         "advance_": (_triton("triton_advance"),),
         "gather_rows": (_triton("triton_rows"),),
@@ -172,9 +172,8 @@ def reads_pages(device: torch.device, dtype: torch.dtype) -> bool:
 
 @contextmanager
 def preferring(kind: Kind | Literal["reference"]) -> Iterator[None]:
-    """Serve tensors of any device by this kind of backend where there is one, whatever the environment says.
-
-    "reference" switches all backends off. For tests, which run Triton's interpreter on a CPU, and for comparing."""
+    """Ask this kind of backend first, whatever the environment says. In its interpreter, Triton then serves tensors of
+    any device. "reference" switches all backends off. For tests and for comparing."""
     global _preferred
     before, _preferred = _preferred, kind
     forget()
@@ -208,14 +207,21 @@ def is_installed(kind: Kind) -> bool:
 
 
 def _fits(backend: Backend, tensor: torch.Tensor) -> bool:
-    is_there = backend.device in (None, tensor.device.type) or backend.kind == _preferred
-    return is_there and (backend.dtypes is None or tensor.dtype in backend.dtypes)
+    return _runs_on(backend.kind, backend.device, tensor.device.type) and (
+        backend.dtypes is None or tensor.dtype in backend.dtypes
+    )
 
 
 def _serves(kind: Kind, device_type: str, device: torch.device) -> bool:
     if _preferred == "reference":
         return False
-    return (device.type == device_type or kind == _preferred) and _is_on(kind) and is_installed(kind)
+    return _runs_on(kind, device_type, device.type) and _is_on(kind) and is_installed(kind)
+
+
+def _runs_on(kind: Kind, own: str | None, device_type: str) -> bool:
+    """Return whether a backend for devices of type `own` runs on tensors of `device_type`."""
+    is_interpreted = kind == _preferred == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    return is_interpreted or own in (None, device_type)
 
 
 def _is_usable(backend: Backend) -> bool:

@@ -43,24 +43,25 @@ def prompt_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_seqs
 
 
 def whole_part(num_tokens: int) -> int:
-    """Return how many of the first `num_tokens` tokens of a single prompt it takes. The others see them in pages."""
+    """Return how many of the first tokens of a single prompt `prompt_attention` takes. The others see them in pages."""
     return num_tokens // UNIT * UNIT if num_tokens >= LEAST else 0
 
 
 def takes(num_seqs: int, num_tokens: int) -> bool:
-    """Whether it takes prompts of `num_tokens` each as they are."""
+    """Return whether `prompt_attention` takes prompts of `num_tokens` each without a rest."""
     return num_tokens % UNIT == 0 and num_seqs * num_tokens >= LEAST
 
 
 def shapes(num_tokens: int) -> list[tuple[int, int]]:
-    """(prompts, tokens of each): all that may occur in a step of `num_tokens`."""
+    """Return all (prompts, tokens of each) that `prompt_attention` may get in a step of `num_tokens`."""
     lengths = range(UNIT, num_tokens + 1, UNIT)
     return [(n, length) for length in lengths for n in range(1, num_tokens // length + 1) if takes(n, length)]
 
 
 @functools.cache
 def serves(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether `prompt_attention` is the faster way there: 16 bits, compute capability 9.0 or more, and cuDNN agrees."""
+    """Return whether `prompt_attention` is faster than our kernels: in 16 bits, from compute capability 9.0 on,
+    if cuDNN serves the size of the heads."""
     if device.type != "cuda" or dtype == torch.float32 or torch.cuda.get_device_capability(device) < (9, 0):
         return False
     try:

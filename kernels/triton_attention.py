@@ -45,6 +45,7 @@ from .triton_visibility import in_window, pack, seen_in_tree, span
 
 MAX_DECODE_QUERY_LEN = 64  # causal tokens a sequence beyond which tiles are full enough without splits
 _TILE_BYTES = 16 * 1024  # of keys, and of values; half of it in float32, which has no tensor cores and spills
+_STAGES_BYTES = 192 * 1024  # of keys and values under way, of 227 KiB of an H100
 # A program combines 64 dimensions of 32 splits by one warp, whose threads exchange nothing through shared memory.
 _COMBINED_DIMS, _COMBINED_SPLITS = 64, 32
 _INTERPRETED_SMS = 4
@@ -117,8 +118,8 @@ class DecodeTiles(NamedTuple):
 
     @classmethod
     def choose(cls, q: torch.Tensor, kv_layer: torch.Tensor, num_seqs: int) -> DecodeTiles:
-        """From shapes and the device alone. As many splits as run at once, and no more: one program too many would
-        make all wait for it (measured on an H200 over 1 to 256 sequences of 1,090 and 8,200 keys)."""
+        """Choose by shapes and the device alone. There are as many splits as run at once: one program more would make
+        all others wait for it (measured on an H200 over 1 to 256 sequences of 1,090 and 8,200 keys)."""
         num_kv_heads = kv_layer.shape[2]
         num_rows = q.shape[0] // num_seqs * (q.shape[1] // num_kv_heads)
         block_m, block_n = min(64, max(16, triton.next_power_of_2(num_rows))), tile_keys(kv_layer)
@@ -127,7 +128,7 @@ class DecodeTiles(NamedTuple):
         num_at_once = num_sms(q.device) * (3 if block_m == 16 else 2) * (1 if is_wide else 2)  # by shared memory
         # two stages take less of it, so that more programs run at once
         is_crowded = is_wide and block_m == 16 and num_at_once < num_seqs * num_tiles
-        num_stages = 2 if block_m == 64 or is_crowded else 3
+        num_stages = stages_that_fit(kv_layer, block_n, 2 if block_m == 64 or is_crowded else 3)
         return cls(block_m, block_n, max(1, num_at_once // num_tiles), num_warps=4, num_stages=num_stages)
 
 
@@ -213,9 +214,15 @@ def softmax_scale(head_dim: int) -> float:
 
 
 def tile_keys(kv_layer: torch.Tensor) -> int:
-    """At most 64, the bits of a word."""
+    """Return the number of keys in a tile: at most 64, the bits of a word."""
     num_bytes = _TILE_BYTES // 2 if kv_layer.dtype == torch.float32 else _TILE_BYTES
     return min(64, max(16, num_bytes // (padded(kv_layer.shape[4]) * kv_layer.itemsize)))
+
+
+def stages_that_fit(kv_layer: torch.Tensor, block_n: int, most: int) -> int:
+    """Return how many tiles of keys and values may be under way at once, 1 to `most`, for the shared memory of a
+    processor."""
+    return max(1, min(most, _STAGES_BYTES // (2 * block_n * padded(kv_layer.shape[4]) * kv_layer.itemsize)))
 
 
 @functools.cache
@@ -240,7 +247,8 @@ def load_pages(table_ptr, first, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.const
 
 @triton.jit
 def tile_rows(first, kv_head, query_len, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """By row of a tile that begins with row `first`: its token in the sequence, its head, and whether there is one."""
+    """Return, for each row of a tile that begins with row `first`, its token in the sequence, its query head, and
+    whether there is such a row: each [BLOCK_M]."""
     rows = first + tl.arange(0, BLOCK_M)
     is_row = rows < query_len * GROUP
     return tl.minimum(rows // GROUP, query_len - 1), kv_head * GROUP + rows % GROUP, is_row

@@ -1,12 +1,17 @@
 """Attention of prefill chunks over paged KV on a GPU: `extend_attention`, the other half of triton_attention.py.
 
-A tile has BLOCK_M rows (token, query head of a kv head) of one sequence and runs over all slots up to its last token's.
-It holds few tokens and all query heads of a kv head, so it meets few keys that only some of its rows see. Sequences are
-ragged and their lengths live on the device. Tile t belongs to the last sequence s with starts[s] * group // BLOCK_M + s
-<= t. So each sequence gets at least as many tiles as it needs, and the shapes bound their number.
+A program works on a tile of BLOCK_M rows of one sequence. A row is a pair of a token and a query head of one kv head.
+The program visits all slots up to the one of the tile's last token. A tile holds few tokens and all query heads of the
+kv head, so few keys are seen by some of its rows only.
 
-If there are fewer tiles than run at once, as for a short prompt behind a long prefix, programs share a tile's keys
-(triton_shares.py).
+Sequences have unlike numbers of tokens, and their lengths are on the device. Tile t belongs to the last sequence s with
+
+    starts[s] * group // BLOCK_M + s <= t
+
+So each sequence gets as many tiles as it needs or one more, and shapes alone bound the number of tiles.
+
+If fewer tiles exist than run at once, programs share a tile's keys (triton_shares.py). An example is a short prompt
+behind a long prefix.
 """
 
 # ruff: noqa: N803, N806, RET505
@@ -20,21 +25,31 @@ import torch
 import triton
 import triton.language as tl
 
-from .triton_attention import Plan, check_shapes, load_pages, num_sms, padded, softmax_scale, tile_keys, tile_rows
+from .triton_attention import (
+    Plan,
+    check_shapes,
+    load_pages,
+    num_sms,
+    padded,
+    softmax_scale,
+    stages_that_fit,
+    tile_keys,
+    tile_rows,
+)
 from .triton_shares import Shares, max_splits, unpacked
 from .triton_softmax import has_nan, nothing_seen, quotient, store_heads, store_part, weigh, weigh_seen
 
-_SEQS = 32
-_MIN_SPLIT = 512  # keys; a tile has many rows to combine
-_MAX_REGISTERS = 128  # of a thread, for two programs of 8 warps on a processor
+_SEQS = 32  # sequences that `_sequence` looks at in one step
+_MIN_SPLIT = 512  # keys; shorter splits cost more to combine than they save, as a tile has many rows
+_MAX_REGISTERS = 128  # per thread, so that two programs of 8 warps fit on a processor
 
 
 class ExtendTiles(NamedTuple):
     """The sizes of `extend_attention`'s tiles."""
 
-    block_m: int  # rows, of tokens and query heads
+    block_m: int  # rows: pairs of a token and a query head
     block_n: int  # keys
-    num_slots: int  # tiles, of all kv heads, that are worked on at once
+    num_slots: int  # tiles that run at once; each has a program per kv head
     num_warps: int
     num_stages: int
 
@@ -43,7 +58,8 @@ class ExtendTiles(NamedTuple):
         """Choose from shapes and the device alone."""
         num_slots = max(1, _per_sm(kv_layer) * num_sms(kv_layer.device) // kv_layer.shape[2])
         if kv_layer.dtype == torch.float32:  # no tensor cores; for tests more than for speed
-            return cls(32, min(32, tile_keys(kv_layer)), num_slots, num_warps=8, num_stages=2)
+            block_n = min(32, tile_keys(kv_layer))
+            return cls(32, block_n, num_slots, num_warps=8, num_stages=stages_that_fit(kv_layer, block_n, 2))
         return cls(128, tile_keys(kv_layer), num_slots, num_warps=8, num_stages=3)
 
 
@@ -56,7 +72,8 @@ def extend_attention(
 ) -> torch.Tensor:
     """Return `paged_attention_ref` of a causal plan with `starts`, a new tensor [num_tokens, num_heads, head_dim].
 
-    Strides and dtypes are as in `decode_attention`. Sequences may be empty. Rows of a sequence of length 0 are 0."""
+    `q` [num_tokens, num_heads, head_dim] and `kv_layer` [num_pages, 2, num_kv_heads, page_size, head_dim] have strides
+    and dtypes as in `decode_attention`. A sequence may have no new tokens. Rows of a sequence of length 0 are 0."""
     num_tokens, num_heads, head_dim = check_shapes(q, kv_layer, plan)
     num_kv_heads, page_size, starts = kv_layer.shape[2], kv_layer.shape[3], plan.starts
     num_seqs = len(plan.seq_lens)
@@ -84,12 +101,12 @@ def extend_attention(
 
 
 def _per_sm(kv_layer: torch.Tensor) -> int:
-    """Return how many programs fit on a processor, by shared memory."""
+    """Return how many programs fit into the shared memory of a processor."""
     return 2 if padded(kv_layer.shape[4]) * kv_layer.itemsize <= 128 else 1
 
 
 def _shares(plan: Plan, num_tiles: int, group: int, block_m: int, num_slots: int, num_kv_heads: int) -> Shares:
-    """Return the shares of tiles, by the number of keys that they look at."""
+    """Return the division of the keys of `num_tiles` tiles among programs, by the number of keys of each tile."""
     assert plan.starts is not None
     num_keys = torch.empty(num_tiles, dtype=torch.int64, device=plan.seq_lens.device)
     _keys_kernel[(num_tiles,)](
@@ -101,13 +118,34 @@ def _shares(plan: Plan, num_tiles: int, group: int, block_m: int, num_slots: int
 
 @triton.jit(do_not_specialize=("num_seqs", "window", "table_stride"))
 def _extend_kernel(
-    out_ptr, parts_ptr, stats_ptr, items_ptr, arrivals_ptr, q_ptr, kv_ptr, table_ptr, seq_lens_ptr, starts_ptr,
-    num_seqs, window, q_stride, table_stride, scale,
-    HAS_WINDOW: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SEQS: tl.constexpr,
-):  # fmt: skip
-    """Grid: (most tiles there can be, kv heads), or (kv heads, items). The last tiles of a sequence, which have most
-    keys, come first."""
+    out_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM] of q's dtype, written
+    parts_ptr,  # [num_items * NUM_KV_HEADS * BLOCK_M, HEAD_DIM] float32, written with items
+    stats_ptr,  # [2, num_items * NUM_KV_HEADS * BLOCK_M] float32, written with items
+    items_ptr,  # [num_items] int64 of `Shares` of tiles; None: a program has all keys of its tile
+    arrivals_ptr,  # [num_tiles * NUM_KV_HEADS] int32, with items
+    q_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM], tokens q_stride apart
+    kv_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM] of q's dtype
+    table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
+    seq_lens_ptr,  # [num_seqs] int64
+    starts_ptr,  # [num_seqs + 1] int32
+    num_seqs,
+    window,
+    q_stride,
+    table_stride,
+    scale,
+    HAS_WINDOW: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SEQS: tl.constexpr,
+):
+    """Grid: (num_tiles, NUM_KV_HEADS), or (NUM_KV_HEADS, num_items) with items. A tile may have no rows.
+
+    Without items the last tiles run first, because the last tiles of a sequence have most keys."""
     tile, kv_head, split, num_splits = _work(items_ptr)
     seq, start, query_len, first_row = _tile(starts_ptr, num_seqs, tile, GROUP, BLOCK_M, SEQS)
     if (first_row < query_len * GROUP) & (num_splits > 0):
@@ -139,7 +177,7 @@ def _extend_kernel(
             HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         if has_nan(sums):
-            FEW_KEYS: tl.constexpr = 16  # of a tile, which then needs no more registers than the tiles before
+            FEW_KEYS: tl.constexpr = 16  # per tile, so that `weigh_seen` needs no more registers than `weigh`
             its_pages = load_pages(table_ptr, begin, end, PAGE_SIZE, FEW_KEYS)
             sums, total, highest = nothing_seen(BLOCK_M, BLOCK_D)
             sums, total, highest = _weighted(
@@ -159,12 +197,29 @@ def _extend_kernel(
 
 @triton.jit
 def _weighted(
-    q, k_ptrs, table_ptr, pages, begin, end, last_seen, window, scale, sums, total, highest, SELECTS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, V_OFFSET: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Continue the running softmax (triton_softmax.py) over slots begin .. end - 1, of which a row may not see all;
-    `pages` are those of the first tile. SELECTS: keys that a row does not see may be NaN."""
+    q,  # [BLOCK_M, BLOCK_D]
+    k_ptrs,  # [1, BLOCK_D] pointers to the keys of the kv head in page 0
+    table_ptr,  # [max_pages] int64, of the sequence
+    pages,  # int32, the pages of the first tile, from `load_pages`
+    begin,
+    end,
+    last_seen,  # [BLOCK_M] int32, the last slot that each row sees
+    window,
+    scale,
+    sums,  # [BLOCK_M, BLOCK_D] float32
+    total,  # [BLOCK_M] float32
+    highest,  # [BLOCK_M] float32
+    SELECTS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_OFFSET: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Continue the running softmax (triton_softmax.py) over slots begin .. end - 1, which a row may see in part.
+
+    With SELECTS, keys that a row does not see may be NaN."""
     is_dim = tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM
     for first in tl.range(begin, end, BLOCK_N, num_stages=1 if SELECTS else None):
         slots = first + tl.arange(0, BLOCK_N)
@@ -187,7 +242,8 @@ def _weighted(
 
 @triton.jit
 def _work(items_ptr):
-    """Return a program's tile, kv head, split and number of splits (-1: no work)."""
+    """Return a program's tile, kv head, split and number of splits (-1: no work). `items_ptr` as in
+    `_extend_kernel`."""
     if items_ptr is None:
         return tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), 0, 1
     else:
@@ -197,8 +253,9 @@ def _work(items_ptr):
 
 @triton.jit
 def _span(last_seen, window, items_ptr, split, num_splits, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return begin, full and end: a split's keys are begin .. end - 1. All rows see those below `full`, which are whole
-    tiles that need no mask."""
+    """Return (begin, full, end): the split's keys are in slots begin .. end - 1.
+
+    Slots begin .. full - 1 are whole tiles that all rows see, so they need no mask. `last_seen` is [BLOCK_M] int32."""
     end = tl.max(last_seen, 0) + 1
     begin, full = 0, tl.maximum(tl.min(last_seen, 0) + 1, 0) // BLOCK_N * BLOCK_N
     if HAS_WINDOW:
@@ -214,7 +271,9 @@ def _span(last_seen, window, items_ptr, split, num_splits, HAS_WINDOW: tl.conste
 
 @triton.jit
 def _tile(starts_ptr, num_seqs, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SEQS: tl.constexpr):
-    """Return a tile's sequence, its start, its number of tokens, and the tile's first row, if it has so many."""
+    """Return a tile's sequence, the sequence's first token and number of tokens, and the tile's first row in it.
+
+    A tile whose first row is beyond the sequence's last row has no rows. `starts_ptr` is [num_seqs + 1] int32."""
     seq = _sequence(starts_ptr, num_seqs, tile, GROUP, BLOCK_M, SEQS)
     start = tl.load(starts_ptr + seq)
     query_len = tl.load(starts_ptr + seq + 1) - start
@@ -223,10 +282,15 @@ def _tile(starts_ptr, num_seqs, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
 
 @triton.jit(do_not_specialize=("num_seqs",))
 def _keys_kernel(
-    num_keys_ptr, seq_lens_ptr, starts_ptr, num_seqs,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SEQS: tl.constexpr,
-):  # fmt: skip
-    """Grid: (tiles). Store the number of keys of each tile; 0 for a tile without rows."""
+    num_keys_ptr,  # [num_tiles] int64, written
+    seq_lens_ptr,  # [num_seqs] int64
+    starts_ptr,  # [num_seqs + 1] int32
+    num_seqs,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SEQS: tl.constexpr,
+):
+    """Grid: (num_tiles,). Store the number of keys of each tile; 0 for a tile without rows."""
     tile = tl.program_id(0)
     seq, _, query_len, first_row = _tile(starts_ptr, num_seqs, tile, GROUP, BLOCK_M, SEQS)
     last = tl.minimum((first_row + BLOCK_M - 1) // GROUP, query_len - 1)
@@ -236,7 +300,7 @@ def _keys_kernel(
 
 @triton.jit
 def _sequence(starts_ptr, num_seqs, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SEQS: tl.constexpr):
-    """Return the last sequence whose tiles begin at `tile` or before."""
+    """Return the last sequence whose tiles begin at `tile` or before. `starts_ptr` is [num_seqs + 1] int32."""
     count = 0
     for first in range(0, num_seqs, SEQS):
         seqs = first + tl.arange(0, SEQS)
@@ -248,6 +312,7 @@ def _sequence(starts_ptr, num_seqs, tile, GROUP: tl.constexpr, BLOCK_M: tl.const
 
 @triton.jit
 def _load(ptrs, is_dim, IS_WHOLE: tl.constexpr):
+    """Return the numbers at `ptrs` [BLOCK_N, BLOCK_D], 0 where not `is_dim` [1, BLOCK_D]. IS_WHOLE: all are read."""
     if IS_WHOLE:
         return tl.load(ptrs)
     return tl.load(ptrs, mask=is_dim, other=0.0)

@@ -1,17 +1,19 @@
-"""y = x W^T + b for the few rows of a decode step, where the time is that of reading W once.
+"""y = x W^T + b for the few rows of a decode step, which takes as long as reading W once.
 
-`linear` and `gated_linear` choose, by the shape alone, one of two kernels or torch (cuBLAS):
+`linear` and `gated_linear` run one of two kernels or torch's product (cuBLAS), whichever linear_configs.py names for
+the shape:
 
-    vector   1 to 8 rows, without tensor cores (triton_vector.py). It takes along what stands before and after a product
-             in a decoder layer: `fuses`.
-    dot      2 to 64 rows. x is padded to 16, 32 or 64 rows for the tensor cores; tiles of W pass through shared memory,
-             a few ahead. Where W has few rows its columns are split over programs too; their float32 partial sums are
-             added in a fixed order, by a second small kernel or by the one that reads them (`linear_parts`).
+    vector   1 to 8 rows, without tensor cores (triton_vector.py). It can also norm x first, and add the product to a
+             residual: `fuses`.
+    dot      2 to 64 rows. x is padded to 16, 32 or 64 rows for the tensor cores. Tiles of W pass through shared memory,
+             a few of them under way at any time. If W has few rows, several programs share the columns of a row
+             (`split_k`). Their float32 sums are added in a fixed order, by a second small kernel or by the kernel that
+             reads them (`linear_parts`).
 
-Products of 16-bit numbers are exact in float32 and so are summed. The result of a row does not depend on the rows
-beside it, but on which kernel is taken, which depends on how many there are.
+Products of 16-bit numbers are exact in float32, and sums are float32. The result of a row does not depend on the values
+of other rows. It depends on the kernel, which depends on the number of rows.
 
-With `gpu.dependent_launch` a vector product fetches its weights while the kernel before still runs; the others only
+With `gpu.dependent_launch`, a vector product fetches its weights while the kernel before it still runs. The others only
 save the time of their launch, and let the next kernel begin when their own loads are done.
 """
 
@@ -21,138 +23,22 @@ save the time of their launch, and let the next kernel begin when their own load
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime.errors import OutOfResources
 
-from . import gpu
+from . import gpu, linear_configs
+from .linear_configs import MAX_ROWS, Config, DoesNotFitError, ProductShape
 from .norm import Norm
 from .triton_silu import silu_mul, silu_mul_of
 from .triton_vector import vector_product
 
-MAX_ROWS = 64
 _DTYPES = (torch.bfloat16, torch.float16)
 _SUM_BLOCK = 1024
-
-
-class Config(NamedTuple):
-    """Launch configuration of a product."""
-
-    kind: Literal["vector", "dot"]
-    block_n: int  # rows of W of a program
-    block_k: int  # columns of W worked on at once
-    num_warps: int = 4
-    num_stages: int = 4  # dot: tiles on their way
-    split_k: int = 1  # dot: programs that share the columns of a row of W
-
-
-# Of a dot product. A process finds the device in one of two states, which other processes change; in one of them 64
-# programs, launched while the kernel before ran, took 12.9 us instead of 5.9 (docs/performance.md).
-FEWEST_PROGRAMS = 96
-# Rows of x up to each bound share a configuration.
-ROW_CLASSES = (1, 4, 8, 16, 32, 64)
-# (rows of W, columns of W) -> one configuration for each of ROW_CLASSES; None: torch, gated `linear` and `silu_mul`.
-# Measured on an H200 by tests/benchmarks/bench_kernels_dense.py (choices); other shapes take `_default`.
-Table = dict[tuple[int, int], tuple[Config | None, ...]]
-TABLE: Table = {
-    (3072, 2048): (
-        Config("vector", 8, 2048, 4, 4, 1),
-        Config("dot", 32, 256, 4, 4, 1),
-        Config("dot", 64, 128, 4, 5, 2),
-        Config("dot", 64, 128, 4, 5, 2),
-        Config("dot", 64, 128, 4, 5, 2),
-        None,
-    ),
-    (2048, 2048): (
-        Config("vector", 1, 2048, 4, 4, 1),
-        Config("dot", 64, 128, 4, 5, 4),
-        Config("dot", 64, 128, 4, 5, 4),
-        Config("dot", 64, 128, 4, 5, 4),
-        Config("dot", 64, 64, 4, 6, 4),
-        Config("dot", 64, 64, 4, 6, 4),
-    ),
-    (16384, 2048): (
-        Config("vector", 1, 2048, 4, 4, 1),
-        Config("dot", 64, 128, 4, 3, 1),
-        Config("dot", 64, 128, 4, 3, 1),
-        Config("dot", 64, 128, 4, 3, 1),
-        Config("dot", 64, 128, 4, 3, 1),
-        None,
-    ),
-    (2048, 8192): (
-        Config("vector", 1, 8192, 8, 4, 1),
-        Config("dot", 64, 128, 4, 5, 4),
-        Config("dot", 64, 256, 4, 3, 4),
-        Config("dot", 64, 128, 4, 5, 4),
-        Config("dot", 64, 128, 4, 5, 4),
-        Config("dot", 64, 128, 4, 4, 4),
-    ),
-    (128256, 2048): (
-        Config("vector", 2, 2048, 8, 4, 1),
-        Config("dot", 128, 128, 8, 3, 1),
-        Config("dot", 128, 128, 8, 3, 1),
-        Config("dot", 128, 128, 8, 3, 1),
-        Config("dot", 64, 64, 4, 6, 1),
-        Config("dot", 64, 64, 4, 6, 1),
-    ),
-    (6144, 4096): (
-        Config("vector", 2, 4096, 4, 4, 1),
-        Config("dot", 64, 128, 4, 5, 1),
-        Config("dot", 64, 128, 4, 5, 1),
-        Config("dot", 64, 128, 4, 5, 1),
-        Config("dot", 64, 128, 4, 5, 1),
-        None,
-    ),
-    (4096, 4096): (
-        Config("vector", 2, 2048, 8, 4, 1),
-        Config("dot", 64, 128, 4, 5, 2),
-        Config("dot", 64, 128, 4, 5, 2),
-        Config("dot", 64, 128, 4, 5, 2),
-        Config("dot", 64, 128, 4, 5, 2),
-        Config("dot", 64, 128, 4, 4, 2),
-    ),
-    (28672, 4096): (Config("vector", 1, 2048, 8, 4, 1), None, None, None, None, None),
-    (4096, 14336): (
-        Config("vector", 1, 16384, 8, 4, 1),
-        Config("dot", 64, 128, 4, 5, 4),
-        Config("dot", 64, 128, 4, 3, 4),
-        Config("dot", 64, 128, 4, 5, 2),
-        Config("dot", 64, 128, 4, 5, 2),
-        Config("dot", 64, 128, 4, 3, 4),
-    ),
-    (128256, 4096): (
-        Config("vector", 2, 2048, 4, 4, 1),
-        Config("dot", 64, 128, 4, 3, 1),
-        Config("dot", 64, 128, 4, 3, 1),
-        Config("dot", 64, 128, 4, 3, 1),
-        Config("dot", 64, 128, 4, 3, 1),
-        Config("dot", 64, 128, 4, 3, 1),
-    ),
-}
-# block_n counts rows of the gate, each with one of up
-GATED_TABLE: Table = {
-    (16384, 2048): (
-        Config("vector", 4, 2048, 8, 4, 1),
-        Config("dot", 64, 128, 4, 3, 1),
-        Config("dot", 64, 128, 4, 5, 1),
-        Config("dot", 64, 64, 4, 6, 1),
-        Config("dot", 64, 64, 4, 6, 1),
-        Config("dot", 64, 128, 4, 4, 1),
-    ),
-    (28672, 4096): (
-        Config("vector", 2, 4096, 8, 4, 1),
-        Config("dot", 64, 128, 4, 3, 1),
-        Config("dot", 64, 128, 4, 3, 1),
-        Config("dot", 64, 128, 4, 5, 1),
-        Config("dot", 128, 128, 8, 3, 1),
-        Config("dot", 128, 64, 8, 4, 1),
-    ),
-}
 
 
 def linear(
@@ -166,8 +52,9 @@ def linear(
 ) -> Tensor:
     """`F.linear`: x [num_rows, in_size], weight [out_size, in_size], bias [out_size] -> [num_rows, out_size].
 
-    Where it `fuses`, x is normed first by `norm`, and the product is added to `residual` [num_rows, out_size] in place,
-    which is returned. Float32, more than MAX_ROWS rows and unusual strides go to torch; `config` asks for a kernel."""
+    If the product `fuses`, x is normed first by `norm`, and the product is added to `residual` [num_rows, out_size] in
+    place, which is returned. torch computes products in float32, of more than MAX_ROWS rows, and of unusual strides.
+    `config` asks for a kernel."""
     config = config or choose(x, weight)
     if config is None:
         assert norm is None and residual is None, "torch's product takes nothing along"
@@ -182,8 +69,8 @@ def linear(
 
 
 def linear_parts(x: Tensor, weight: Tensor, config: Config | None = None) -> Tensor:
-    """`linear`, or, where programs share the columns of a row of W, what each of them brings, [split_k, num_rows,
-    out_size] float32: for a kernel that takes the sum along (`add_rms_norm_`)."""
+    """Return the product, as `linear`. If several programs share the columns of a row of W, return the sum of each
+    program instead, [split_k, num_rows, out_size] float32, for a kernel that adds them (`add_rms_norm_`)."""
     config = config or choose(x, weight)
     return linear(x, weight, None, config) if config is None or config.split_k == 1 else _parts(x, weight, config)
 
@@ -210,8 +97,8 @@ def _sum(parts: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
 
 
 def gated_linear(x: Tensor, weight: Tensor, config: Config | None = None, *, norm: Norm | None = None) -> Tensor:
-    """`silu_mul(linear(x, weight))` in one kernel: weight [2 * size, in_size], gate first -> [num_rows, size]; x is
-    normed first by `norm` where it `fuses`."""
+    """Return `silu_mul(linear(x, weight))` by one kernel: weight [2 * size, in_size], gate first -> [num_rows, size].
+    If the product `fuses`, x is normed first by `norm`."""
     assert weight.shape[0] % 2 == 0, weight.shape
     config = config or choose(x, weight, is_gated=True)
     if config is None or config.split_k > 1:
@@ -222,45 +109,20 @@ def gated_linear(x: Tensor, weight: Tensor, config: Config | None = None, *, nor
 
 
 def fuses(x: Tensor, weight: Tensor, *, is_gated: bool = False) -> bool:
-    """Whether the product takes a norm of x and a residual along."""
+    """Return whether the kernel of this product can norm x first and add the product to a residual."""
     config = choose(x, weight, is_gated=is_gated)
     return config is not None and config.kind == "vector"
 
 
 def choose(x: Tensor, weight: Tensor, *, is_gated: bool = False) -> Config | None:
-    """The configuration of a product; None: torch's."""
+    """Return the configuration of a product. None: torch's product serves, because it is faster, or because no kernel
+    takes these dtypes, strides or numbers of rows."""
     num_rows, (out_size, in_size) = x.shape[0], weight.shape
     if not (0 < num_rows <= MAX_ROWS and x.dtype == weight.dtype and x.dtype in _DTYPES):
         return None
     if x.stride(1) != 1 or not weight.is_contiguous() or in_size % 16 or x.stride(0) % 8:
         return None
-    row_class = next(index for index, bound in enumerate(ROW_CLASSES) if num_rows <= bound)
-    stored = (GATED_TABLE if is_gated else TABLE).get((out_size, in_size))
-    return _default(num_rows, out_size, in_size, is_gated) if stored is None else stored[row_class]
-
-
-def _default(num_rows: int, out_size: int, in_size: int, is_gated: bool) -> Config:
-    """For shapes that were not measured: enough programs for about two on each of some 130 processors."""
-    if num_rows == 1 and is_gated:  # rows enough to share the norm
-        return Config("vector", 2 if in_size > 2048 else 4, triton.next_power_of_2(in_size), 8)
-    if num_rows == 1:
-        is_large = out_size * in_size >= 1 << 25
-        return Config("vector", 2 if is_large else 1, min(2048, triton.next_power_of_2(in_size)))
-    if num_rows > 32:
-        if out_size >= 1 << 16:
-            return Config("dot", 128, 64, 8, 5)
-        if is_gated:
-            return Config("dot", 64, 64)
-        return Config("dot", 64, 128, split_k=_split(out_size, in_size, 64, FEWEST_PROGRAMS))
-    return Config("dot", 32, 128) if is_gated else Config("dot", 32, 256, split_k=_split(out_size, in_size, 32, 264))
-
-
-def _split(out_size: int, in_size: int, block_n: int, num_programs: int) -> int:
-    """Return the number of programs that share the columns of a row, for `num_programs` programs in all."""
-    split_k = 1
-    while split_k < 8 and triton.cdiv(out_size, block_n) * split_k < num_programs and in_size // (2 * split_k) >= 1024:
-        split_k *= 2
-    return split_k
+    return linear_configs.choose(ProductShape.of(num_rows, out_size, in_size, is_gated=is_gated))
 
 
 def _launch(
@@ -274,40 +136,43 @@ def _launch(
     is_gated: bool = False,
     adds: bool = False,
 ) -> None:
-    """`out` is [num_rows, size], or [split_k, num_rows, size] float32 partial sums."""
+    """Write the product to `out` [num_rows, size], or the float32 sums of all splits to `out` [split_k, num_rows,
+    size]. Raises DoesNotFitError if the GPU cannot run the configuration."""
     num_rows, in_size = x.shape
     size = weight.shape[0] // (2 if is_gated else 1)
     assert weight.shape[1] == in_size and out.shape[-2:] == (num_rows, size), (x.shape, weight.shape, out.shape)
     assert bias is None or (bias.shape == (size,) and bias.is_contiguous() and not is_gated), bias
     assert 0 < num_rows <= MAX_ROWS and x.stride(1) == 1 and weight.is_contiguous() and out.is_contiguous(), x.stride()
-    if config.kind == "vector":
-        assert config.split_k == 1, config
-        vector_product(
-            x,
-            weight,
-            bias,
-            out,
-            config.block_n,
-            config.block_k,
-            config.num_warps,
-            norm=norm,
-            is_gated=is_gated,
-            adds=adds,
-        )
-        return
-    assert norm is None and not adds, config
-    grid, dependent = (triton.cdiv(size, config.block_n), config.split_k), gpu.dependent_launch(num_rows)
+    try:
+        if config.kind == "vector":
+            assert config.split_k == 1, config
+            block = config.block_n, config.block_k, config.num_warps
+            vector_product(x, weight, bias, out, *block, norm=norm, is_gated=is_gated, adds=adds)
+        else:
+            assert norm is None and not adds, config
+            _dot_product(x, weight, bias, out, config, is_gated=is_gated)
+    except OutOfResources as error:
+        raise DoesNotFitError(f"{config}: {error}") from None
+
+
+def _dot_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: Config, *, is_gated: bool
+) -> None:
+    num_rows, in_size = x.shape
+    size, dependent = out.shape[-1], gpu.dependent_launch(num_rows)
     part = triton.cdiv(in_size, config.split_k * config.block_k) * config.block_k  # columns of a program
-    _dot_kernel[grid](
-        x, weight, weight if bias is None else bias, out, num_rows, size, in_size, x.stride(0), part,
-        BLOCK_M=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+    block_n = max(16, triton.next_power_of_2(config.block_n))
+    _dot_kernel[triton.cdiv(size, config.block_n), config.split_k](
+        x, weight, weight if bias is None else bias, out, num_rows, size, in_size, x.stride(0), part, config.block_n,
+        BLOCK_M=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=block_n, BLOCK_K=config.block_k,
+        IS_WHOLE=config.block_n == block_n,
         IS_EVEN=in_size % (config.split_k * config.block_k) == 0,
         IS_PART=out.ndim == 3, HAS_BIAS=bias is not None, IS_GATED=is_gated, DEPENDENT=dependent,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=dependent,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "program_rows"])
 def _dot_kernel(
     x_ptr,  # [num_rows, in_size]
     weight_ptr,  # [size, in_size], gated [2 * size, in_size]
@@ -317,11 +182,13 @@ def _dot_kernel(
     size,
     in_size,
     x_stride,
-    part,  # columns of W of a program
+    part,  # columns of W per program
+    program_rows,  # rows of W per program, at most BLOCK_N
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    IS_EVEN: tl.constexpr,
+    IS_WHOLE: tl.constexpr,  # program_rows is BLOCK_N
+    IS_EVEN: tl.constexpr,  # BLOCK_K divides the columns of all programs
     IS_PART: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr,
@@ -330,7 +197,9 @@ def _dot_kernel(
     """Grid: (blocks of rows of W, splits of its columns). Works on y^T = W x^T, [BLOCK_N, BLOCK_M]."""
     begin = tl.program_id(1) * part
     end = tl.minimum(begin + part, in_size)
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.arange(0, BLOCK_N)
+    rows = tl.program_id(0) * program_rows + n
+    is_row = (n < program_rows) & (rows < size)
     row_ptrs = weight_ptr + tl.minimum(rows, size - 1).to(tl.int64)[:, None] * in_size
     up_offset = size.to(tl.int64) * in_size
     if DEPENDENT:
@@ -341,25 +210,28 @@ def _dot_kernel(
     for start in range(begin, end, BLOCK_K):
         at = row_ptrs + (start + k)[None, :]
         x_at = x_ptr + m[None, :] * x_stride + (start + k)[:, None]
-        is_x = m[None, :] < num_rows
-        if IS_EVEN:
+        is_x = (m < num_rows)[None, :]
+        is_weight = is_row[:, None]
+        if not IS_EVEN:
+            is_x = is_x & (start + k < end)[:, None]
+            is_weight = is_weight & (start + k < end)[None, :]
+        x = tl.load(x_at, mask=is_x, other=0.0)
+        if IS_EVEN and IS_WHOLE:
             weight = tl.load(at, eviction_policy="evict_first")
-            x = tl.load(x_at, mask=is_x, other=0.0)
         else:
-            weight = tl.load(at, mask=(start + k < end)[None, :], other=0.0, eviction_policy="evict_first")
-            x = tl.load(x_at, mask=is_x & (start + k < end)[:, None], other=0.0)
+            weight = tl.load(at, mask=is_weight, other=0.0, eviction_policy="evict_first")
         y = tl.dot(weight, x, y)
         if IS_GATED:
-            if IS_EVEN:
+            if IS_EVEN and IS_WHOLE:
                 weight = tl.load(at + up_offset, eviction_policy="evict_first")
             else:
-                weight = tl.load(at + up_offset, mask=(start + k < end)[None, :], other=0.0)
+                weight = tl.load(at + up_offset, mask=is_weight, other=0.0, eviction_policy="evict_first")
             up = tl.dot(weight, x, up)
     if DEPENDENT:  # not before: programs of the next kernel would take the place of those that are to come
         gdc_launch_dependents()
     if HAS_BIAS:
-        y += tl.load(bias_ptr + rows, mask=rows < size, other=0.0).to(tl.float32)[:, None]
-    is_out = (rows < size)[:, None] & (m < num_rows)[None, :]
+        y += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    is_out = is_row[:, None] & (m < num_rows)[None, :]
     out_at = m[None, :] * size + rows[:, None]
     if IS_PART:
         tl.store(out_ptr + tl.program_id(1) * num_rows * size + out_at, y, mask=is_out)

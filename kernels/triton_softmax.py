@@ -1,8 +1,18 @@
 """The running softmax of attention on a GPU (FlashAttention-2, arXiv:2307.08691), and the sum of its parts.
 
-A program that has seen some of a row's keys holds `sums` [BLOCK_M, BLOCK_D] of weighted values and, for each row, the
-`total` of the weights and the `highest` score, in base 2. Parts of items (triton_shares.py) lie in memory as `parts`
-[num_items * num_rows, HEAD_DIM] and `stats` [2, num_items * num_rows]: highest scores, then totals; float32.
+A program visits keys tile by tile and keeps three float32 values, its state, about those visited:
+
+    sums     [BLOCK_M, BLOCK_D]   the values, weighted by 2^(score - highest)
+    total    [BLOCK_M]            the sum of those weights
+    highest  [BLOCK_M]            the highest score so far, in base 2
+
+The result of a row is sums / total (`quotient`). If several programs share a row's keys, each stores its state
+(`store_part`), in the order of items (triton_shares.py), and the parts are combined:
+
+    parts  [num_items * num_rows, HEAD_DIM] float32      sums
+    stats  [2, num_items * num_rows] float32             highest scores, then totals
+
+The last program of a row to arrive combines the parts, or `combine_kernel` does in a launch of its own.
 """
 
 # ruff: noqa: N803
@@ -19,18 +29,23 @@ from .triton_shares import is_last, splits_of, unpacked
 
 @triton.jit
 def nothing_seen(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the start of `weigh`: sums [BLOCK_M, BLOCK_D], totals and highest scores [BLOCK_M], float32."""
+    """Return the state before any key: sums [BLOCK_M, BLOCK_D], total and highest [BLOCK_M], float32.
+
+    `highest` is the least float32 instead of -inf, so that a row which has seen nothing makes no NaN."""
     total = tl.zeros([BLOCK_M], tl.float32)
     return tl.zeros([BLOCK_M, BLOCK_D], tl.float32), total, tl.full([BLOCK_M], -3.4028234663852886e38, tl.float32)
 
 
 @triton.jit
-def weigh(scores, scale, values, sums, total, highest):
-    """Add one tile to the running softmax in base 2. `scores` [BLOCK_M, BLOCK_N] are multiplied by `scale`; -inf:
-    unseen.
-
-    A row starts with the least float32 as `highest`, so that a row that has seen nothing makes no NaN. NaN of scores
-    stays."""
+def weigh(
+    scores,  # [BLOCK_M, BLOCK_N] float32, in base 2 once multiplied by scale; -inf: the row does not see the key
+    scale,
+    values,  # [BLOCK_N, BLOCK_D] of any float dtype
+    sums,  # [BLOCK_M, BLOCK_D] float32
+    total,  # [BLOCK_M] float32
+    highest,  # [BLOCK_M] float32
+):
+    """Return the state (sums, total, highest) with one more tile of keys. A row with a NaN score becomes NaN."""
     new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
     weights = tl.exp2(scores * scale - new_highest[:, None])
     correction = tl.exp2(highest - new_highest)
@@ -41,8 +56,9 @@ def weigh(scores, scale, values, sums, total, highest):
 
 @triton.jit
 def weigh_seen(scores, is_seen, scale, values, sums, total, highest):
-    """Do `weigh` so that keys of which `is_seen` [BLOCK_M, BLOCK_N] is False have no influence, even if they are NaN. A
-    row that sees a value that is not finite becomes NaN."""
+    """Do `weigh` for keys that may hold NaN or infinities. `is_seen` [BLOCK_M, BLOCK_N] bool says who sees them.
+
+    A key has no influence on a row that does not see it. A row that sees a value which is not finite becomes NaN."""
     is_number = tl.abs(values.to(tl.float32)) <= 3.4028234663852886e38
     is_bad = tl.max(tl.where(is_number, 0, 1), 1) != 0  # [BLOCK_N]
     values = tl.where(is_number, values, 0.0).to(values.dtype)
@@ -54,40 +70,60 @@ def weigh_seen(scores, is_seen, scale, values, sums, total, highest):
 
 @triton.jit
 def has_nan(sums):
-    """Return whether a row may have met a NaN or an infinity, of its own or of a key that it does not see, because 0
-    times either is NaN. Then the tiles are weighed once more, by `weigh_seen`."""
+    """Return whether any of `sums` is NaN. The caller then weighs all tiles once more, by `weigh_seen`.
+
+    NaN comes from a row's own numbers, or from a value that it does not see: 0 times NaN or infinity is NaN."""
     return tl.max(tl.max((sums != sums).to(tl.int32), 1), 0) != 0
 
 
 @triton.jit
 def quotient(sums, total):
-    """Return sums over totals; 0 if nothing was seen."""
+    """Return sums / total, [BLOCK_M, BLOCK_D] float32; 0 for a row that has seen nothing."""
     return sums / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 @triton.jit
 def _store_stats(ptr, rows, stride, highest, total, is_row):
-    """Store the numbers of rows where `combine_kernel` reads them."""
+    """Store `highest` and `total` [BLOCK_M] at `rows` [BLOCK_M] of `ptr` [2, stride] float32, if `is_row`."""
     tl.store(ptr + rows, highest, mask=is_row)
     tl.store(ptr + stride + rows, total, mask=is_row)
 
 
 @triton.jit
 def store_heads(ptr, rows, values, is_row, dims, HEAD_DIM: tl.constexpr):
-    """Store `values` [rows, BLOCK_D], as far as there are rows and dimensions."""
+    """Store `values` [BLOCK_M, BLOCK_D] at `rows` [BLOCK_M] of `ptr` [all rows, HEAD_DIM].
+
+    Rows without `is_row` [BLOCK_M] bool and dimensions beyond HEAD_DIM are not stored."""
     is_stored = is_row[:, None] & (dims[None, :] < HEAD_DIM)
     tl.store(ptr + rows[:, None] * HEAD_DIM + dims[None, :], values, mask=is_stored)
 
 
 @triton.jit
 def store_part(
-    parts_ptr, stats_ptr, arrivals_ptr, item, seq, split, num_splits, out_rows, num_rows, sums, total, highest, is_row,
-    dims, has_keys, HEAD_DIM: tl.constexpr,
-):  # fmt: skip
-    """Store a split's part of `out_rows` where `combine_kernel` reads it, `num_rows` per item.
+    parts_ptr,  # [num_items * num_rows, HEAD_DIM] float32, written
+    stats_ptr,  # [2, num_items * num_rows] float32, written
+    arrivals_ptr,  # [num_seqs * grid[0]] int32, zeros before and after; None: `combine_kernel` combines
+    item,
+    seq,
+    split,
+    num_splits,
+    out_rows,  # [BLOCK_M], rows of the output [num_seqs * num_rows, HEAD_DIM]
+    num_rows,  # of the output, per sequence
+    sums,  # [BLOCK_M, BLOCK_D] float32
+    total,  # [BLOCK_M] float32
+    highest,  # [BLOCK_M] float32
+    is_row,  # [BLOCK_M] bool
+    dims,  # [BLOCK_D] int32, 0 .. BLOCK_D - 1
+    has_keys,
+    HEAD_DIM: tl.constexpr,
+):
+    """Store the state of one split of a sequence's keys, and return (sums, total, is_row) of what is complete.
 
-    With arrivals, a split that is alone stores nothing and returns its own (sums, total, rows). The last of several
-    returns (sums, total) of all; the others return no rows."""
+    Without arrivals, every split stores its state and returns it. With arrivals, there are three cases. A split that is
+    the only one of its sequence stores nothing and returns its own state. The last split to arrive returns the state of
+    all splits together. The other splits return an `is_row` of False.
+
+    The caller's grid is (tiles of rows, items, 1) or (tiles of rows, splits, sequences)."""
     stats_stride = tl.num_programs(1) * tl.num_programs(2) * num_rows
     rows = out_rows + (item - seq) * num_rows
     if arrivals_ptr is None or num_splits > 1:
@@ -106,8 +142,8 @@ def store_part(
 
 @triton.jit
 def _gathered(parts_ptr, stats_ptr, rows, num_rows, num_splits, stats_stride, is_row, dims, HEAD_DIM: tl.constexpr):
-    """Return (sums, total) over all splits. Those of the first split are at `rows`. A split without keys has total 0
-    and no sums."""
+    """Return (sums, total) of all splits together, read from memory. The first split's state is at `rows`, the next
+    ones' `num_rows` further each. The sums of a split with total 0 are not read, because it stored none."""
     sums, total, highest = nothing_seen(rows.shape[0], dims.shape[0])
     is_dim = dims[None, :] < HEAD_DIM
     for _ in range(num_splits):
@@ -126,13 +162,24 @@ def _gathered(parts_ptr, stats_ptr, rows, num_rows, num_splits, stats_stride, is
 
 @triton.jit(do_not_specialize=("num_splits", "stats_stride"))
 def combine_kernel(
-    out_ptr, parts_ptr, stats_ptr, firsts_ptr, seq_lens_ptr, num_splits, stats_stride,
-    HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, BLOCK_D: tl.constexpr,
+    out_ptr,  # [num_seqs * num_rows, HEAD_DIM] of any float dtype, written
+    parts_ptr,  # [num_items * num_rows, HEAD_DIM] float32
+    stats_ptr,  # [2, num_items * num_rows] float32, halves stats_stride apart
+    firsts_ptr,  # [num_seqs] int64 of `Shares`; None: each sequence has num_splits items, and uses `splits_of` of them
+    seq_lens_ptr,  # [num_seqs] int64, read without firsts
+    num_splits,
+    stats_stride,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,  # a power of two, no sequence has more
+    MIN_SPLIT: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Grid: (rows of an item, sequences, blocks of dimensions). A split without keys has total 0 and no sums."""
+):
+    """Grid: (num_rows, num_seqs, ceil(HEAD_DIM / BLOCK_D)). Combine the splits of one row, in BLOCK_D dimensions.
+
+    A split with total 0 saw no key. Its sums have no influence, whatever memory holds."""
     row, num_rows, seq = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
-    if firsts_ptr is None:  # all are read while it finds out how many count
+    if firsts_ptr is None:  # loads all splits at once, and does not wait for the number that it uses
         first, num_read = seq * num_splits, num_splits
         num_splits = splits_of(tl.load(seq_lens_ptr + seq).to(tl.int32), num_splits, MIN_SPLIT)
     else:

@@ -1,9 +1,10 @@
-"""Queries and keys made ready and keys and values stored, on a GPU, in one launch a layer.
+"""Norm and rotation of new queries and keys, and the store of new keys and values in their pages, on a GPU.
 
-For every token: RMS norm of its query and key heads (kernels/norm.py; where the model has one), rotation of both
-(kernels/rotary.py), keys and values into their slots. `token_rows` says once a forward where those are.
+`norm_rotate_store` does all of it in one launch per layer. For each token it applies the RMS norm to the query and key
+heads, if the model norms heads (kernels/norm.py). It rotates them (kernels/rotary.py). It copies keys and values to the
+slots that `token_rows` found once per forward.
 
-Nothing here reads a value on the host: grids depend on shapes alone, so that a CUDA graph can hold it all.
+The host reads no tensor's value, and grids depend on shapes alone. So a CUDA graph can hold both launches.
 """
 
 # ruff: noqa: N803
@@ -18,10 +19,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import gpu
 
-_TOKENS = 64  # a program of `_rows_kernel`
-_SEQS = 64
-_HEADS = 16  # a program of `_store_kernel`
-_RUN_TIME = ("num_tokens", "num_seqs", "query_len", "table_stride", "max_pages")  # must not compile anew for a value
+_TOKENS = 64  # per program of `_rows_kernel`
+_SEQS = 64  # sequences that `_count_up_to` looks at in one step
+_HEADS = 16  # per program of `_store_kernel`
+_RUN_TIME = ("num_tokens", "num_seqs", "query_len", "table_stride", "max_pages")  # a new value compiles nothing
 
 
 def token_rows(
@@ -32,11 +33,13 @@ def token_rows(
     query_len: int | None,
     starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Places of new tokens: [num_tokens] int64, page * page_size + slot in the page; -1 for a token whose slot is below
-    0 or beyond the table, which is stored nowhere.
+    """Return where new tokens are stored, [num_tokens] int64: page * page_size + slot in the page.
 
-    `block_table` [num_seqs, max_pages] and `seq_lens` [num_seqs] int64 (after the forward). Sequences have `query_len`
-    new tokens each or, where that is None, those from starts[seq] to starts[seq + 1]; `starts` [num_seqs + 1] int32."""
+    The place is -1, for no place, if the token's slot is below 0 or beyond the table.
+
+    `block_table` [num_seqs, max_pages] int64 has contiguous rows. `seq_lens` [num_seqs] int64 holds the lengths after
+    the forward. Each sequence has `query_len` new tokens. If that is None, sequence i has the tokens starts[i] ..
+    starts[i + 1] - 1; `starts` is [num_seqs + 1] int32."""
     num_seqs, max_pages = block_table.shape
     assert block_table.dtype == seq_lens.dtype == torch.int64 and seq_lens.shape == (num_seqs,), seq_lens
     assert block_table.stride(1) == 1 and seq_lens.is_contiguous(), block_table.stride()
@@ -61,12 +64,16 @@ def norm_rotate_store(
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """Norm (`norms` of queries and keys, [head_dim] each; None: not) and rotate, in `qkv`; keys and values go to the
-    pages too. Returns the queries, [num_tokens, num_heads, head_dim], a view of `qkv`.
+    """Norm and rotate queries and keys in place, and store keys and values in `kv_layer`.
 
-    `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; `cos`, `sin`
-    [num_tokens, 1, head_dim], `sin` signed, contiguous; `kv_layer` [num_pages, 2, num_kv_heads, page_size, head_dim],
-    contiguous; `rows` as `token_rows` says. A norm is rounded to the dtype before its weight, a rotation once."""
+    Return the queries, a view of `qkv` [num_tokens, num_heads, head_dim].
+
+    `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] has contiguous rows. `cos` and `sin` [num_tokens, 1,
+    head_dim] are contiguous; the first half of `sin` is negated already. `kv_layer` [num_pages, 2, num_kv_heads,
+    page_size, head_dim] is contiguous and has qkv's dtype. `rows` [num_tokens] int64 comes from `token_rows`. `norms`
+    holds the weights of queries and keys, [head_dim] each; None: heads are not normed.
+
+    The norm is rounded to the dtype before it is multiplied by its weight, and after. The rotation is rounded once."""
     _, _, num_kv_heads, page_size, head_dim = kv_layer.shape
     num_tokens, num_all_heads = qkv.shape[0], qkv.shape[1] // head_dim
     num_heads = num_all_heads - 2 * num_kv_heads
@@ -87,7 +94,7 @@ def norm_rotate_store(
 
 @triton.jit
 def _count_up_to(starts_ptr, num_seqs, limit, SEQS: tl.constexpr):
-    """Return how many of the ascending starts[0 .. num_seqs - 1] are at most `limit` [n]: [n] int32."""
+    """Return how many of the ascending `starts_ptr` [num_seqs] int32 are at most `limit` [n] int32: [n] int32."""
     count = tl.zeros_like(limit)
     for first in range(0, num_seqs, SEQS):
         seqs = first + tl.arange(0, SEQS)
@@ -98,10 +105,20 @@ def _count_up_to(starts_ptr, num_seqs, limit, SEQS: tl.constexpr):
 
 @triton.jit(do_not_specialize=_RUN_TIME)
 def _rows_kernel(
-    rows_ptr, table_ptr, seq_lens_ptr, starts_ptr, num_tokens, num_seqs, query_len, table_stride, max_pages,
-    PAGE_SIZE: tl.constexpr, TOKENS: tl.constexpr, SEQS: tl.constexpr,
-):  # fmt: skip
-    """Grid: (tokens / TOKENS)."""
+    rows_ptr,  # [num_tokens] int64, written
+    table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
+    seq_lens_ptr,  # [num_seqs] int64
+    starts_ptr,  # [num_seqs + 1] int32; None: each sequence has query_len new tokens
+    num_tokens,
+    num_seqs,
+    query_len,
+    table_stride,
+    max_pages,
+    PAGE_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SEQS: tl.constexpr,
+):
+    """Grid: (ceil(num_tokens / TOKENS),)."""
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = tokens < num_tokens
     if starts_ptr is None:
@@ -119,11 +136,24 @@ def _rows_kernel(
 
 @triton.jit
 def _store_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, kv_ptr, rows_ptr, q_norm_ptr, k_norm_ptr, qkv_stride, eps,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr, HALF: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Grid: (num_tokens, all heads / HEADS). A program has [HEADS, HALF] numbers of either half of its heads."""
+    qkv_ptr,  # [num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM], tokens qkv_stride apart; queries, keys written
+    cos_ptr,  # [num_tokens, HEAD_DIM]
+    sin_ptr,  # [num_tokens, HEAD_DIM], its first half negated
+    kv_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM] of qkv's dtype, written
+    rows_ptr,  # [num_tokens] int64
+    q_norm_ptr,  # [HEAD_DIM]; None: heads are not normed
+    k_norm_ptr,  # [HEAD_DIM]; None: heads are not normed
+    qkv_stride,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Grid: (num_tokens, ceil(all heads / HEADS)). A program holds both halves of its heads, [HEADS, HALF] each."""
     if DEPENDENT:
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
@@ -164,7 +194,7 @@ def _store_kernel(
 
 @triton.jit
 def _weight(q_norm_ptr, k_norm_ptr, is_q, dims, half: tl.constexpr):
-    """[heads, dims] float32, each head its own kind's."""
+    """Return the norm's weights for each head, [HEADS, HALF] float32: the queries' or the keys'."""
     q_weight = tl.load(q_norm_ptr + dims, mask=dims < half, other=0.0)
     k_weight = tl.load(k_norm_ptr + dims, mask=dims < half, other=0.0)
     return tl.where(is_q, q_weight, k_weight).to(tl.float32)

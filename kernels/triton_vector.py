@@ -1,13 +1,13 @@
-"""The product of one to eight rows with a matrix, without tensor cores: a program holds a tile of a few rows of W,
-multiplies it by each row of x and sums; all loads are in flight at once.
+"""The product of one to eight rows with a matrix W, without tensor cores, on a GPU.
 
-What stands before and after a product in a decoder layer is done on the way, each rounded as if it were done apart:
+A program loads a few rows of W at once, multiplies them by each row of x, and sums. It can also do the operations that
+stand before and after a product in a decoder layer. Each is rounded as if it had a launch of its own:
 
-    norm       x is RMS-normed first, by every program for itself, while its weights arrive
+    norm       x is RMS-normed first. Every program norms all of x, while its part of W arrives
     gated      silu(gate) * up of two products
-    residual   the product is added to what `out` holds
+    adds       the product is added to what `out` holds, the residual
 
-With a dependent launch a program fetches its weights while the kernel before still runs.
+With a dependent launch (gpu.py) a program fetches its part of W while the kernel before still runs.
 """
 
 # Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
@@ -41,10 +41,14 @@ def vector_product(
     is_gated: bool = False,
     adds: bool = False,
 ) -> None:
-    """out = f(x) W^T + bias: x [num_rows, in_size], weight [out_size, in_size], gated [2 * out_size, in_size]; `adds`:
-    to what out [num_rows, out_size] holds. All of one 16-bit dtype.
+    """Write x W^T + bias to `out`; with `adds`, add it to what `out` holds.
 
-    A program has `block_n` rows of W, and `block_k` columns at once: all of them for a norm or more than one row."""
+    `x` [num_rows, in_size] may be strided by row. `weight` is W [out_size, in_size]; if the product is gated,
+    [2 * out_size, in_size], the gate first. `bias` is [out_size], `norm.weight` [in_size]. `out` [num_rows, out_size]
+    is contiguous. All have one 16-bit dtype.
+
+    A program has `block_n` rows of W, and `block_k` columns in one step, both powers of two. For a norm, or if x has
+    more than one row, one step must hold all columns. `num_rows` is at most MAX_ROWS."""
     (num_rows, in_size), out_size = x.shape, out.shape[1]
     if norm is not None:
         block_k = 1 << (in_size - 1).bit_length()
@@ -62,11 +66,11 @@ def vector_product(
 
 @triton.jit
 def _vector_kernel(
-    x_ptr,  # [M, K]
-    weight_ptr,  # [size, K], gated [2 * size, K]
-    bias_ptr,  # [size]
-    norm_ptr,  # [K]
-    out_ptr,  # [M, size]
+    x_ptr,  # [M, K], rows x_stride apart
+    weight_ptr,  # [size, K] of x's dtype; IS_GATED: [2 * size, K]
+    bias_ptr,  # [size] of x's dtype, read if HAS_BIAS
+    norm_ptr,  # [K] of x's dtype, read if HAS_NORM
+    out_ptr,  # [M, size] of x's dtype, written; read if ADDS
     size,
     x_stride,
     eps,
@@ -80,7 +84,7 @@ def _vector_kernel(
     ADDS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: (blocks of rows of W). M > 1, HAS_NORM: BLOCK_K holds a whole row."""
+    """Grid: (ceil(size / BLOCK_N),). If M > 1 or HAS_NORM, BLOCK_K is K or more."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     at = weight_ptr + tl.minimum(rows, size - 1).to(tl.int64)[:, None] * K + k[None, :]
@@ -102,7 +106,7 @@ def _vector_kernel(
         products = weight.to(tl.float32) * x[None, :]
         if IS_GATED:
             up_products = up_weight.to(tl.float32) * x[None, :]
-        for start in tl.static_range(BLOCK_K, K, BLOCK_K):  # none where M > 1
+        for start in tl.static_range(BLOCK_K, K, BLOCK_K):  # no step if M > 1
             is_k = (start + k < K)[None, :]
             x = tl.load(x_ptr + start + k, mask=start + k < K, other=0.0).to(tl.float32)[None, :]
             products += tl.load(at + start, mask=is_k, other=0.0, eviction_policy="evict_first").to(tl.float32) * x

@@ -64,17 +64,8 @@ UNTESTED = [
     (_TRAINS, "deploy/demo/training", "corpus evaluate model muon vocabulary"),
     (_TRAINS, "deploy/demo/training", "drafters_files drafters_layers drafters_models"),
     (_TRAINS, "deploy/demo/training", "drafters_reference drafters_training"),
-    (_NEXT, "engine", "batch capture checkpoint config copies cuda_memory cuda_pool draft_shape"),
-    (_NEXT, "engine", "engine work"),
-    (_NEXT, "engine", "model_card slots step_times"),
     (_NEXT, "engine/drafters", "frozen_kv mtp_layers shifted standalone"),
     (_NEXT, "engine/models", "frozen_kv hyper_eagle mtp"),
-    (_NEXT, "kernels", "pages tree_types trees"),
-    (
-        _NEXT,
-        "kernels",
-        "triton_extend triton_softmax triton_store triton_vector triton_visibility",
-    ),
 ]
 
 # Test files that no module has the name of: (reason, folder of tests/, names). The list may only become shorter.
@@ -86,9 +77,7 @@ TESTS_OF_SEVERAL = [
     (_PAIR, "decode_node", "triton_nodes"),
     (_LINK, "metadata/handoff", "gpu late_messages lost_messages ticket_races versions"),
     (_EVERY_ROUTE, "router/http", "fuzz_http"),
-    (_NEXT, "engine", "adaptive_simulation round_acceptance round_distribution"),
     (_NEXT, "engine/drafters", "shape"),
-    (_NEXT, "kernels", "large_pools"),
 ]
 
 

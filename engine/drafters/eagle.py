@@ -6,7 +6,7 @@ from __future__ import annotations
 from ..models.head_file import check_state_width, read_head, without_model
 from ..models.heads import load_eagle
 from .family import Family, Speculation, Wanted
-from .shifted import speculate_with
+from .shifted import shifted_speculation
 
 
 def _recognises(names: frozenset[str]) -> bool:
@@ -20,7 +20,8 @@ def _recognises(names: frozenset[str]) -> bool:
 def _read(wanted: Wanted) -> Speculation:
     head = read_head(wanted.draft_dir, wanted.target)
     check_state_width(head, wanted.target)
-    return speculate_with(head, load_eagle, wanted, wanted.layout(head.config, extend="handoff", recurrent="draft"))
+    hidden = wanted.layout(head.config, extend="handoff", recurrent="draft")
+    return shifted_speculation(wanted, head, hidden, load_eagle)
 
 
 FAMILY = Family(name="eagle", read=_read, drafts_trees=True, recognises=_recognises)

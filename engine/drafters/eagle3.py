@@ -7,7 +7,7 @@ from ..model_config import ModelConfig
 from ..models.head_file import HeadFile, read_head, without_model
 from ..models.heads import load_eagle3
 from .family import Family, Speculation, Wanted
-from .shifted import speculate_with
+from .shifted import shifted_speculation
 
 
 def aux_layers(head: HeadFile, target: ModelConfig) -> tuple[int, ...]:
@@ -37,7 +37,7 @@ def _read(wanted: Wanted) -> Speculation:
     head = read_head(wanted.draft_dir, wanted.target)
     layers = aux_layers(head, wanted.target)
     hidden = wanted.layout(head.config, extend="aux", recurrent="draft", num_aux=len(layers))
-    return speculate_with(head, load_eagle3, wanted, hidden, layers)
+    return shifted_speculation(wanted, head, hidden, load_eagle3, layers)
 
 
 FAMILY = Family(name="eagle3", read=_read, drafts_trees=True, recognises=_recognises)

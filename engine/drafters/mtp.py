@@ -8,6 +8,7 @@ from dataclasses import replace
 from ...metadata.errors import ConfigError
 from ..draft_shape import DraftShape
 from ..models.head_file import HeadFile, check_state_width, read_head
+from ..models.hyper_mtp import load_hyper_mtp
 from ..models.mtp import layer_prefixes, load_mtp, takes_chained_states
 from .base import Drafter
 from .family import Family, Loading, Speculation, Wanted
@@ -58,7 +59,9 @@ def _shape(wanted: Wanted, num_layers: int) -> DraftShape:
 
 
 def _load(head: HeadFile, loading: Loading) -> Drafter:
-    layers = load_mtp(head, layer_prefixes(head.names), loading.ends)
+    prefixes, has_streams = layer_prefixes(head.names), head.config.hc_mult > 1
+    load = load_hyper_mtp if has_streams else load_mtp
+    layers = load(head, prefixes, loading.ends)
     if len(layers) == 1:
         return ShiftedDrafter(layers[0], loading.kv, loading.hidden, loading.shape)
     return MtpLayersDrafter(layers, loading.kv, loading.hidden, loading.shape)

@@ -155,29 +155,26 @@ class ShiftedDrafter:
         return recurrent
 
 
-def speculate_with(
-    file: HeadFile,
-    load: Callable[[HeadFile, TargetEnds], DraftHead],
+def shifted_speculation(
     wanted: Wanted,
+    head: HeadFile,
     hidden: HiddenLayout,
+    load: Callable[[HeadFile, TargetEnds], DraftHead],
     aux_layers: tuple[int, ...] = (),
 ) -> Speculation:
-    """Return the joint configuration of a target and one head that this drafter runs.
-
-    `load` reads the head. The head takes input states of the target layers `aux_layers`, or without any the target's
-    handoff state."""
+    """Return the joint configuration with a head that proposes one token, which `load` reads."""
 
     def make(loading: Loading) -> ShiftedDrafter:
-        return ShiftedDrafter(load(file, loading.ends), loading.kv, loading.hidden, loading.shape)
+        return ShiftedDrafter(load(head, loading.ends), loading.kv, loading.hidden, loading.shape)
 
     return Speculation(
         algorithm=wanted.algorithm,
         shape=wanted.shape,
         hidden=hidden,
         make=make,
-        draft_dir=file.directory,
-        draft=file.config,
-        settings=file.settings,
+        draft_dir=head.directory,
+        draft=head.config,
+        settings=head.settings,
         has_pool=True,
         key_lookahead=1,
         num_proposing=1,

@@ -90,9 +90,12 @@ class DecoderModel:
     def forward_with_aux(self, batch: ForwardBatch, kv: Tensor, aux_layers: Sequence[int]) -> TargetStates:
         """Run `forward`, and return also the states for drafters: the handoff state, and the residual stream at the
         inputs of `aux_layers` (num_layers: the last layer's output)."""
+        return self.stack(self.embed(batch.input_ids), self.begin(batch, kv), aux_layers)
+
+    def begin(self, batch: ForwardBatch, kv: Tensor) -> AttentionContext:
+        """Return what the attention layers of one forward share."""
         assert kv.dtype == self.dtype, (kv.dtype, self.dtype)
-        context = begin_attention(self.config, self._rotary, batch, kv)
-        return self.stack(self.embed(batch.input_ids), context, aux_layers)
+        return begin_attention(self.config, self._rotary, batch, kv)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings of `token_ids` [num_tokens] int64: [num_tokens, hidden_size], a new tensor."""

@@ -20,7 +20,9 @@ from ..layers.hyper_decoder import HyperDecoderLayer
 from ..model_config import ModelConfig
 from ..products.linear import Linear
 from ..rope import RotaryEmbedding
+from .head_file import HeadFile
 from .hyper_llama import read_hyper_layer
+from .mtp import load_layers
 from .target_ends import TargetEnds
 from .tensors import HeadTensors
 
@@ -52,7 +54,7 @@ class HyperMtpHead:
         return self.layer(streams, context).flatten(1)
 
     def logits(self, recurrent: torch.Tensor) -> torch.Tensor:
-        """By the layer's own norm and the target's lm_head."""
+        """Return the target's lm_head of the summed streams, normed by the layer's own norm."""
         collapsed = self._streams(recurrent).sum(1)
         return self.target.logits(add_rms_norm_(collapsed, None, self.final_norm, self.config.rms_norm_eps))
 
@@ -60,11 +62,14 @@ class HyperMtpHead:
         return wide.unflatten(1, (self.config.hc_mult, self.config.hidden_size))
 
 
-def read_hyper_mtp(
+def load_hyper_mtp(file: HeadFile, prefixes: tuple[str, ...], target: TargetEnds) -> tuple[HyperMtpHead, ...]:
+    """Read the layers as `load_layers` (mtp.py) does."""
+    return load_layers(file, prefixes, target, _load_layer, "emb.tok_emb.weight", "head.weight")
+
+
+def _load_layer(
     source: HeadTensors, prefix: str, config: ModelConfig, rotary: RotaryEmbedding, target: TargetEnds
 ) -> HyperMtpHead:
-    """Read the layer whose tensors' names begin with `prefix`. Raises ModelError for tensors that are missing or of a
-    wrong shape."""
     size = config.hidden_size
     return HyperMtpHead(
         config,

@@ -6,7 +6,9 @@ embedding of token i + 1 + m. Apart from that, a layer is a head as heads.py des
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -18,17 +20,15 @@ from ..model_config import ModelConfig
 from ..products.linear import Linear
 from ..rope import RotaryEmbedding
 from .head_file import HeadFile
-from .heads import DraftHead, run_body
-from .hyper_mtp import read_hyper_mtp
+from .heads import run_body
 from .llama import read_layer
 from .target_ends import TargetEnds
 from .tensors import HeadTensors
 
+Layer = TypeVar("Layer")
+
 _DEEPSEEK_NAMES = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 _MIMO_NAMES = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-# A layer's own copies of the target's embedding and head, which are not read.
-_COPIES = ("embed_tokens", "shared_head.head")
-_HYPER_COPIES = ("emb.tok_emb", "head")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,24 +78,31 @@ def takes_chained_states(file: HeadFile) -> bool:
     return bool(file.settings.get("mtp_chained", "mtp_layers" not in layer_prefixes(file.names)[0]))
 
 
-def load_mtp(file: HeadFile, prefixes: tuple[str, ...], target: TargetEnds) -> tuple[DraftHead, ...]:
-    """Read the layers' tensors, in the dtype and on the device of `target`. `prefixes` are those of their names,
-    first layer first. A head with residual streams has layers of hyper_mtp.py.
+def load_mtp(file: HeadFile, prefixes: tuple[str, ...], target: TargetEnds) -> tuple[MtpHead, ...]:
+    """Read the layers as `load_layers` does."""
+    return load_layers(file, prefixes, target, _load_layer, "embed_tokens.weight", "shared_head.head.weight")
 
-    Raises ModelError for missing tensors and for those in the layers that the layout does not know; copies of the
-    target's embedding and head are ignored."""
+
+LoadLayer = Callable[[HeadTensors, str, ModelConfig, RotaryEmbedding, TargetEnds], Layer]
+
+
+def load_layers(
+    file: HeadFile, prefixes: tuple[str, ...], target: TargetEnds, load_layer: LoadLayer[Layer], *copies: str
+) -> tuple[Layer, ...]:
+    """Read the layers' tensors, in the dtype and on the device of `target`. `prefixes` are those of their names, first
+    layer first. Raises ModelError for tensors that are missing, and for tensors in the layers that the layout does not
+    know. Other tensors are ignored, because the file may hold the whole target, and so are the layers' `copies` of the
+    target's embedding and head."""
     source = HeadTensors(file.directory, target.dtype, target.device)
     config = replace(file.config, num_layers=1, sliding_window=(None,))
-    has_streams = config.hc_mult > 1
-    read, copies = (read_hyper_mtp, _HYPER_COPIES) if has_streams else (_read_layer, _COPIES)
     rotary = RotaryEmbedding(config.rope, config.head_dim, target.device)
-    layers = tuple(read(source, prefix, config, rotary, target) for prefix in prefixes)
-    for prefix in prefixes:  # the file may hold the target's own tensors too
-        source.refuse_unknown(*(f"{prefix}.{name}.weight" for name in copies), within=f"{prefix}.")
+    layers = tuple(load_layer(source, prefix, config, rotary, target) for prefix in prefixes)
+    for prefix in prefixes:
+        source.refuse_unknown(*(f"{prefix}.{name}" for name in copies), within=f"{prefix}.")
     return layers
 
 
-def _read_layer(
+def _load_layer(
     source: HeadTensors, prefix: str, config: ModelConfig, rotary: RotaryEmbedding, target: TargetEnds
 ) -> MtpHead:
     is_mimo = source.has(f"{prefix}.input_proj.weight")

@@ -85,7 +85,7 @@ class WeightSource(ABC):
 
 
 class Product(ABC):
-    """A product of one format. This class holds what is true of a format whose kernels fuse nothing."""
+    """A product of one format. The methods that are not abstract serve a format whose kernels fuse nothing."""
 
     __slots__ = ()
 

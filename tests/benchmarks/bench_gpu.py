@@ -40,7 +40,7 @@ from baton.engine.engine import Engine
 from baton.engine.pages import Owner
 from baton.engine.progress import ProgressBar
 from baton.engine.rounds import Rounds
-from baton.engine.startup import freeze
+from baton.engine.startup import freeze, tune_products
 from baton.engine.work import BatchRow
 from baton.metadata.config import ProcessConfig
 
@@ -52,7 +52,7 @@ HOST_GAP_US = 4.0  # kernels of one graph follow each other faster
 
 def main() -> None:
     options = _options()
-    setup_logging(ProcessConfig(), "bench")
+    setup_logging(ProcessConfig(log_level=options.log_level), "bench")
     torch.backends.cuda.matmul.allow_tf32 = False
     limits = measure_limits()
     started = time.monotonic()
@@ -120,7 +120,11 @@ def _load(options: argparse.Namespace) -> Engine:
         **settings,
     )
     with ProgressBar("loading weights", "MiB", 1 << 20) as progress:
-        return Engine(config, progress)
+        engine = Engine(config, progress)
+    started = time.monotonic()
+    tune_products(engine, measures=not options.no_tune)
+    say(f"tuned in {time.monotonic() - started:.1f} s")
+    return engine
 
 
 def decode(executor: DeviceExecutor, rounds: Rounds, batch: int, limits: Limits) -> dict[str, Any]:
@@ -367,6 +371,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--num-tokens", type=int, default=256 * 1600, help="KV tokens of the pool")
     parser.add_argument("--context-len", type=int, default=16384)
     parser.add_argument("--page-size", type=int, default=PAGE_SIZE)
+    parser.add_argument("--log-level", choices=["debug", "info"], default="info")
+    parser.add_argument("--no-tune", action="store_true", help="use measured kernels if there are any, measure none")
     names = ["decode", "mixed", "idle", "rounds", "adaptive", "prefill", "small-prompts", "turns", "offline"]
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--commit", help="of this tree, for the report (default: what git says)")

@@ -33,6 +33,14 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "rms_norm_eps": 1e-5}
+_QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+    "use_sliding_window": False,
+}
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {  # fields of config.json that differ between models
     "llama-3.2-1b": _LLAMA
@@ -75,6 +83,26 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {  # fields of config.json that diffe
         "max_position_embeddings": 40960,
         "rope_theta": 1000000.0,
         "rope_scaling": None,
+        "tie_word_embeddings": False,
+    },
+    "qwen2.5-3b": _QWEN2
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-7b": _QWEN2
+    | {
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
         "tie_word_embeddings": False,
     },
 }

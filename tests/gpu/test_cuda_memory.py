@@ -116,6 +116,7 @@ def test_a_write_faults_in_the_writer_and_the_owner_goes_on(how: str, device: st
 
 
 def test_memory_comes_back_with_the_last_tensor_that_looks_at_it() -> None:
+    gc.collect()  # what other tests left open
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info(DEVICE)[0]
     num_open = len(os.listdir("/proc/self/fd"))  # noqa: PTH208

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from large_pool import IN_A_FILE, PAGE_SIZE, SEQ_LEN, SMALL_TABLE, TABLE, make_large_pool, make_queries, small_pool
 
 from baton.kernels.attention import AttentionPlan, clear_fresh_pages, paged_attention, paged_attention_ref, store_kv
 
@@ -135,3 +138,11 @@ def test_a_number_that_is_none_spoils_only_rows_that_see_it(
         torch.testing.assert_close(out[~sees], clean[~sees], atol=2e-6, rtol=0)
         assert sees.any() and (~sees[first : first + query_lens[seq]]).any()
         assert (half == 0 and number == number) or not out[sees].isfinite().any()
+
+
+@IN_A_FILE
+def test_a_pool_of_more_than_2_31_elements(tmp_path: Path) -> None:
+    q, pool = make_queries(3), make_large_pool(tmp_path)
+    expected = paged_attention_ref(q, small_pool(pool)[0], SMALL_TABLE, [3], [SEQ_LEN], None)
+    out = paged_attention(q, pool[0], plan_of(TABLE, (3,), (SEQ_LEN,), PAGE_SIZE, 1, None), None)
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from large_pool import (
+    HEAD_DIM,
+    IN_A_FILE,
+    LENS,
+    NUM_HEADS,
+    SEQ_LEN,
+    SMALL_TABLE,
+    TABLE,
+    make_large_pool,
+    make_queries,
+    make_rotation,
+    small_pool,
+)
 
 from baton.kernels import operations
 from baton.kernels.attention import Tree, paged_attention_ref
@@ -238,3 +252,24 @@ def test_odd_shapes(page_size: int, heads: tuple[int, int], head_dim: int) -> No
     q = torch.randn(3, heads[0], head_dim, generator=torch.Generator().manual_seed(1))
     stored = (q, kv, LAYER, case.table, torch.tensor(case.seq_lens))
     torch.testing.assert_close(attend_stored(*stored), attend_stored_ref(*stored), atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@IN_A_FILE
+def test_stored_keys_of_a_pool_of_more_than_2_31_elements(tmp_path: Path) -> None:
+    q, pool = make_queries(1), make_large_pool(tmp_path)
+    expected = attend_stored_ref(q, small_pool(pool), 0, SMALL_TABLE, LENS)
+    torch.testing.assert_close(attend_stored(q, pool, 0, TABLE, LENS), expected, atol=2e-5, rtol=2e-5)
+
+
+@IN_A_FILE
+def test_new_keys_go_to_a_pool_of_more_than_2_31_elements(tmp_path: Path) -> None:
+    """They are stored where the specification stores them in a small pool."""
+    pool = make_large_pool(tmp_path)
+    qkv = torch.randn(3, (NUM_HEADS + 2) * HEAD_DIM, generator=torch.Generator().manual_seed(2))
+    positions, expected = torch.arange(SEQ_LEN - 3, SEQ_LEN), small_pool(pool)
+    rows, small_rows = (
+        PagedRows.build(make_rotation(3), table, [3], LENS, positions) for table in (TABLE, SMALL_TABLE)
+    )
+    out = attend(qkv.clone(), pool.numpy(), 0, rows, None)
+    torch.testing.assert_close(out, attend_ref(qkv, expected.numpy(), 0, small_rows, None), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(small_pool(pool), expected)

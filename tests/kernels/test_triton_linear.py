@@ -10,10 +10,13 @@ from triton_device import DEVICE, IS_INTERPRETED, random
 
 pytest.importorskip("triton")
 
-from baton.kernels import triton_linear
+from triton.runtime.errors import OutOfResources
+
+from baton.kernels import linear_configs, triton_linear
+from baton.kernels.linear_configs import MAX_ROWS, Config, DoesNotFitError, ProductShape
 from baton.kernels.norm import Norm, rms_norm_ref
 from baton.kernels.silu import silu_mul_ref
-from baton.kernels.triton_linear import MAX_ROWS, Config, choose, fuses, gated_linear, linear, linear_parts, sum_parts
+from baton.kernels.triton_linear import choose, fuses, gated_linear, linear, linear_parts, sum_parts
 
 NAN = float("nan")
 HALF = torch.float16  # the interpreter multiplies matrices of no bfloat16
@@ -32,6 +35,9 @@ CASES = [  # (num_rows, out_size, in_size, config): odd numbers of rows of W, co
     (32, 64, 48, Config("dot", 16, 64, split_k=4)),
     (33, 70, 272, Config("dot", 32, 64)),
     (64, 34, 256, Config("dot", 64, 64, split_k=2)),
+    (5, 70, 272, Config("dot", 21, 64)),  # rows of W per program: no power of 2
+    (8, 71, 256, Config("dot", 36, 64, split_k=2)),
+    (17, 70, 272, Config("dot", 9, 64, split_k=3)),
 ]
 VECTOR_CASES = [case for case in CASES if case[3].kind == "vector" and case[3].block_n > 1]
 
@@ -144,26 +150,24 @@ def test_chosen_by_shape(num_rows: int) -> None:
     assert_near(gated_linear(x, weight), silu_mul_ref(F.linear(x.double(), weight.double())), HALF)
 
 
-def test_stored_configurations_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = (Config("vector", 4, 32), None, Config("dot", 16, 32), None, Config("dot", 32, 32), None)
-    monkeypatch.setattr(triton_linear, "TABLE", {(70, 160): stored})
-    chosen = [choose(*operands(num_rows, 70, 160, HALF)[:2]) for num_rows in (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 64)]
-    assert chosen == [stored[0], None, None, stored[2], stored[2], None, None, stored[4], stored[4], None, None]
-    assert choose(*operands(1, 70, 160, HALF)[:2], is_gated=True) != stored[0]
+def test_measured_configurations_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Config("dot", 16, 32)
+    shapes = {ProductShape(70, 160, 1): Config("vector", 4, 32), ProductShape(70, 160, 4): None}
+    monkeypatch.setattr(linear_configs, "CHOSEN", shapes | {ProductShape(70, 160, 8): measured})
+    chosen = [choose(*operands(num_rows, 70, 160, HALF)[:2]) for num_rows in (1, 2, 4, 5, 8, 9)]
+    assert chosen[:5] == [Config("vector", 4, 32), None, None, measured, measured]
+    assert chosen[5] == linear_configs.default(ProductShape(70, 160, 16))
+    assert choose(*operands(8, 70, 160, HALF)[:2], is_gated=True) != measured
 
 
-@pytest.mark.parametrize("table", ["TABLE", "GATED_TABLE"])
-def test_every_stored_configuration_can_be_launched(table: str) -> None:
-    """And is fast in both states of a device, which few programs are not."""
-    for (out_size, in_size), configs in getattr(triton_linear, table).items():
-        num_out = out_size // (2 if table == "GATED_TABLE" else 1)
-        assert len(configs) == len(triton_linear.ROW_CLASSES)
-        for bound, config in zip(triton_linear.ROW_CLASSES, configs, strict=True):
-            if config is not None and config.kind == "vector":
-                assert bound == 1 or (bound <= 8 and config.block_k >= in_size), (out_size, in_size, bound)
-            elif config is not None:
-                num_programs = -(-num_out // config.block_n) * config.split_k
-                assert num_programs >= triton_linear.FEWEST_PROGRAMS, (out_size, in_size, bound)
+def test_a_configuration_that_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*args: object, **kwargs: object) -> None:
+        raise OutOfResources(395392, 232448, "shared memory")
+
+    monkeypatch.setattr(triton_linear, "vector_product", launch)
+    x, weight, _ = operands(1, 70, 160, HALF)
+    with pytest.raises(DoesNotFitError, match=r"vector.*395392"):
+        linear(x, weight, None, Config("vector", 2, 256))
 
 
 def test_what_torch_does() -> None:

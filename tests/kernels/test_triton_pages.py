@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from large_pool import HEAD_DIM, IN_A_FILE, NUM_PAGES, PAGE_SIZE, PAGES, make_large_pool, small_pool
 from triton_device import DEVICE, IS_INTERPRETED
 
 pytest.importorskip("triton")
 
 from baton.kernels import triton_pages
-from baton.kernels.pages import gather_pages_ref, multipliers, page_checksums_ref
+from baton.kernels.pages import gather_pages_ref, page_checksums_ref
 from baton.kernels.triton_pages import PoolAddress
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's products wrap aloud
@@ -90,34 +92,6 @@ def test_blocks_of_two_sizes_are_digested_in_two_launches() -> None:
     assert torch.equal(sums, torch.cat(expected, dim=2))
 
 
-def test_the_reference_is_the_formula() -> None:
-    """In integers without a bound, blocks in the order of layers, then of the page."""
-    pool = make_pool(2, 3, 12)
-    sums = page_checksums_ref(pool, numbers(2), 6).view(-1).tolist()
-    m = [value % 2**64 for value in multipliers(7).tolist()]
-    words = pool[:, 2].reshape(4, 6).tolist()
-    expected = [(m[0] + sum(m[i + 1] * (word % 2**32) for i, word in enumerate(row))) % 2**64 for row in words]
-    assert [value % 2**64 for value in sums] == expected
-
-
-def test_multipliers_are_splitmix64_made_odd() -> None:
-    """The generator's published first values for seed 0, here of the counter alone."""
-    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert [value % 2**64 for value in multipliers(3).tolist()] == [value | 1 for value in published]
-
-
-def test_every_changed_bit_and_swapped_word_shows() -> None:
-    pool = make_pool(1, 40, 1)
-    pool[0, :, 0] = 0x5A5A5A5A
-    for bit in range(32):
-        pool[0, bit, 0] ^= -(2**31) if bit == 31 else 1 << bit
-    sums = checksums(pool, torch.arange(40, dtype=torch.int32, device=DEVICE), 1)[:, 0, 0]
-    assert sums[:32].unique().numel() == 32 and sums[32] not in sums[:32]
-    pair = numbers(1, 2, 2, 1, 0, 0, 1, 2).view(1, 4, 2)
-    first, second, third, fourth = checksums(pair, numbers(0, 1, 2, 3), 2)[:, 0, 0].tolist()
-    assert first == fourth and len({first, second, third}) == 3
-
-
 class _Kernel:
     """Launches as Triton does, and returns a compiled kernel that cannot be launched directly."""
 
@@ -144,3 +118,16 @@ def test_a_direct_launch_that_fails_is_done_by_the_public_form(caplog: pytest.Lo
         triton_pages._launch(kernel, (1, 1, 1), (pool, pool), (number,), {"WORDS": 4}, pool.device, None)
     assert [launch[1] for launch in kernel.launches] == [0, 1, 2, 3]
     assert caplog.text.count("launches no compiled kernel directly") == 1
+
+
+@IN_A_FILE
+def test_a_pool_of_more_than_2_31_elements(tmp_path: Path) -> None:
+    """Its last page is digested and moved as in a small pool."""
+    kv = make_large_pool(tmp_path)
+    pool, block_words = kv.view(1, NUM_PAGES, -1).view(torch.int32), PAGE_SIZE * HEAD_DIM
+    expected = small_pool(kv).view(1, 3, -1).view(torch.int32)
+    sums = checksums(pool, numbers(PAGES[2], PAGES[0]), block_words)
+    assert torch.equal(sums, page_checksums_ref(expected, numbers(2, 0), block_words))
+    gather_pages_ref(expected, expected, numbers(0), numbers(2))
+    triton_pages.gather_pages(pool, pool, numbers(PAGES[0]), numbers(PAGES[2]))
+    assert torch.equal(small_pool(kv).view(1, 3, -1).view(torch.int32), expected)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from large_pool import IN_A_FILE, SMALL_TABLE, TABLE, WRAPS, make_large_pool, small_pool
 from triton_device import DEVICE, random
 
 pytest.importorskip("triton")
@@ -102,3 +105,13 @@ def test_drafts_are_ranked_alike(params: dict[str, float]) -> None:
     (tokens, scores), (ours, our_scores) = answers
     assert torch.equal(tokens, ours)
     torch.testing.assert_close(scores, our_scores, rtol=1e-5, atol=1e-5)
+
+
+@IN_A_FILE
+@WRAPS
+def test_a_move_in_a_pool_of_more_than_2_31_elements(tmp_path: Path) -> None:
+    pool, sources, targets = make_large_pool(tmp_path), torch.tensor([[39, 17, 2]]), torch.tensor([[1, 33, 16]])
+    before, expected = small_pool(pool), small_pool(pool)
+    move_slots_ref_(expected, SMALL_TABLE, sources, targets)
+    triton_trees.move_slots_(pool, TABLE, sources, targets)
+    assert torch.equal(small_pool(pool), expected) and not torch.equal(expected, before)

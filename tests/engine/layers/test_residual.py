@@ -12,14 +12,15 @@ pytest.importorskip("triton")
 from baton.engine.layers.residual import Residual
 from baton.engine.products.dense import DenseProduct
 from baton.engine.products.linear import Linear
-from baton.kernels import triton_linear
+from baton.kernels import linear_configs
+from baton.kernels.linear_configs import ROW_CLASSES, Config, ProductShape
 from baton.kernels.norm import rms_norm_ref
 from baton.kernels.operations import preferring
 from baton.kernels.silu import silu_mul_ref
 
 SIZE, INNER, EPS = 64, 96, 1e-5
-FUSED, PLAIN = triton_linear.Config("vector", 16, 128), None
-PARTS = triton_linear.Config("dot", 32, 32, split_k=2)
+FUSED, PLAIN = Config("vector", 16, 128), None
+PARTS = Config("dot", 32, 32, split_k=2)
 
 
 def layers(dtype: torch.dtype) -> tuple[list[Linear], list[torch.Tensor]]:
@@ -58,14 +59,13 @@ def by_hand(hidden: torch.Tensor, num_layers: int) -> tuple[torch.Tensor, torch.
 @pytest.mark.parametrize("plain", [PLAIN, PARTS])
 @pytest.mark.parametrize("fused", [(), ("mix",), ("down",), ("gate_up", "down"), ("mix", "gate_up", "down")])
 def test_any_products_may_be_fused(
-    fused: tuple[str, ...], plain: triton_linear.Config | None, monkeypatch: pytest.MonkeyPatch
+    fused: tuple[str, ...], plain: Config | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def chosen(name: str) -> tuple[triton_linear.Config | None, ...]:
-        return (FUSED if name in fused else plain,) * len(triton_linear.ROW_CLASSES)
-
-    table = {(SIZE, SIZE): chosen("mix"), (SIZE, INNER): chosen("down")}
-    monkeypatch.setattr(triton_linear, "TABLE", table)
-    monkeypatch.setattr(triton_linear, "GATED_TABLE", {(2 * INNER, SIZE): chosen("gate_up")})
+    chosen: dict[ProductShape, Config | None] = {}
+    for name, sizes in {"mix": (SIZE, SIZE), "down": (SIZE, INNER), "gate_up": (2 * INNER, SIZE)}.items():
+        for rows in ROW_CLASSES:
+            chosen[ProductShape(*sizes, rows, name == "gate_up")] = FUSED if name in fused else plain
+    monkeypatch.setattr(linear_configs, "CHOSEN", chosen)
     hidden = random(3, SIZE, dtype=torch.float16, seed=9)
     with preferring("triton"):
         ours = by_stream(hidden, 2)

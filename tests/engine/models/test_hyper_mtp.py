@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 from baton.engine.batch import ForwardBatch
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.head_file import check_state_width, read_head
-from baton.engine.models.heads import DraftHead
-from baton.engine.models.hyper_mtp import HyperMtpHead
+from baton.engine.models.hyper_mtp import HyperMtpHead, load_hyper_mtp
 from baton.engine.models.mtp import layer_prefixes, load_mtp
 from baton.engine.models.registry import load_model
 from baton.engine.work import BatchRow
@@ -29,11 +28,11 @@ PAGE_SIZE, STREAMS, SIZE = 4, 4, 64
 Checkpoint = Callable[..., Path]
 
 
-def load(model: Path, head: Path) -> tuple[DraftHead, ...]:
+def load(model: Path, head: Path) -> tuple[HyperMtpHead, ...]:
     config = ModelConfig.from_dir(model)
     file = read_head(head, config)
     check_state_width(file, config)
-    return load_mtp(file, layer_prefixes(file.names), load_model(model, config, torch.float32, "cpu"))
+    return load_hyper_mtp(file, layer_prefixes(file.names), load_model(model, config, torch.float32, "cpu"))
 
 
 def test_one_row_equals_the_formula(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -41,7 +40,6 @@ def test_one_row_equals_the_formula(checkpoint: Checkpoint, tmp_path: Path) -> N
     model = checkpoint("hyper_llama")
     head = write_head(tmp_path / "head", HYPER_MTP, model)
     (layer,) = load(model, head)
-    assert isinstance(layer, HyperMtpHead)
     tensors, target = load_file(head / "model.safetensors"), load_file(model / "model.safetensors")
     hidden = torch.randn(1, STREAMS * SIZE, generator=torch.Generator().manual_seed(1))
     batch = ForwardBatch.build([BatchRow([7], 0, [1])], PAGE_SIZE, "cpu")

@@ -12,14 +12,15 @@ from triton_device import random
 pytest.importorskip("triton")
 
 from baton.engine.products.dense import DenseProduct
-from baton.kernels import triton_linear
+from baton.kernels import linear_configs
+from baton.kernels.linear_configs import ROW_CLASSES, Config, ProductShape
 from baton.kernels.norm import Norm, rms_norm_ref
 from baton.kernels.operations import preferring
 from baton.kernels.silu import silu_mul_ref
 
 OUT, IN = 96, 64
-VECTOR = triton_linear.Config("vector", 16, 128)
-PARTS = triton_linear.Config("dot", 32, 32, split_k=2)
+VECTOR = Config("vector", 16, 128)
+PARTS = Config("dot", 32, 32, split_k=2)
 
 
 def product(dtype: torch.dtype, *, has_bias: bool) -> DenseProduct:
@@ -36,17 +37,16 @@ def test_float32_is_the_product_of_torch(has_bias: bool) -> None:
     assert (dense.out_size, dense.in_size) == (OUT, IN) and not dense.fuses(x)
 
 
-Choose = Callable[[triton_linear.Config], None]
+Choose = Callable[[Config], None]
 
 
 @pytest.fixture
 def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Choose]:
     """Return a function that has Triton serve all products, by one configuration."""
 
-    def chosen(config: triton_linear.Config) -> None:
-        table = {(OUT, IN): (config,) * len(triton_linear.ROW_CLASSES)}
-        monkeypatch.setattr(triton_linear, "TABLE", table)
-        monkeypatch.setattr(triton_linear, "GATED_TABLE", table)
+    def chosen(config: Config) -> None:
+        shapes = [ProductShape(OUT, IN, rows, is_gated) for rows in ROW_CLASSES for is_gated in (False, True)]
+        monkeypatch.setattr(linear_configs, "CHOSEN", dict.fromkeys(shapes, config))
 
     with preferring("triton"):
         yield chosen

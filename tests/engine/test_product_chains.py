@@ -1,0 +1,81 @@
+"""Chains of products: every small product of a model and its drafter is in one, and a chain runs all its products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafters import settings, target_of
+
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.product_chains import Chain, find_chains
+
+BODY = [("plain", (128, 64)), ("added", (64, 64)), ("gated", (256, 64)), ("added", (64, 128))]
+HEAD = [("plain", (512, 64))]
+
+
+def load(model: Path, dtype: str = "float16", **more: Any) -> Engine:
+    return Engine(EngineConfig(model=str(model), device="cpu", dtype=dtype, num_pages=20, **more))  # type: ignore[arg-type]
+
+
+def uses(chain: Chain) -> list[tuple[str, tuple[int, ...]]]:
+    return [(use.mode, tuple(use.weight.shape)) for use in chain.uses]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "hyper_llama"])
+def test_layers_and_head_of_a_model(family: str, checkpoint: Callable[..., Path]) -> None:
+    engine = load(checkpoint(family))
+    assert [uses(chain) for chain in find_chains(engine.model, engine.drafter)] == [BODY, HEAD]
+
+
+def test_experts_stand_in_no_decoder_layer(checkpoint: Callable[..., Path]) -> None:
+    engine = load(checkpoint("qwen3_moe"))
+    layer, experts, *lone = [uses(chain) for chain in find_chains(engine.model)]
+    assert layer == BODY[:2]
+    assert experts == [("gated", (96, 64)), ("added", (64, 48))]
+    assert sorted(lone) == sorted([[("plain", (4, 64))], HEAD])
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("eagle", [[("plain", (64, 128))]]),
+        ("eagle3", [[("plain", (24, 192))]]),  # a head of width 24
+    ],
+)
+def test_a_drafter_adds_its_own(
+    name: str, more: list[list[Any]], checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = target_of(name, checkpoint)
+    engine = load(model, **settings(name, model, tmp_path))
+    own = {tuple(uses(chain)) for chain in find_chains(engine.model)}
+    both = {tuple(uses(chain)) for chain in find_chains(engine.model, engine.drafter)}
+    assert own < both
+    assert {tuple(each) for each in more} <= both - own, both - own
+
+
+def test_float32_has_none(checkpoint: Callable[..., Path]) -> None:
+    assert find_chains(load(checkpoint("llama"), "float32").model) == []
+
+
+@pytest.mark.parametrize("has_attention", [False, True])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_a_chain_runs_all_its_products(family: str, has_attention: bool, checkpoint: Callable[..., Path]) -> None:
+    engine = load(checkpoint(family))
+    for chain in find_chains(engine.model):
+        x = torch.randn(3, chain.in_size, dtype=torch.float16)
+        norm = torch.ones_like(x[0])
+        step = engine.padding_step(3) if has_attention else None
+        with torch.inference_mode():
+            before = chain.run(x.clone(), norm, step)
+            for use in chain.uses:
+                kept = use.weight.clone()
+                use.weight.zero_()
+                after = chain.run(x.clone(), norm, step)
+                use.weight.copy_(kept)
+                assert isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
+                assert not torch.equal(before, after), use
