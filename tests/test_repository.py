@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 import tomllib
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -12,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+from imports import check_imports
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ["decode_node", "deploy", "engine", "kernels", "metadata", "prefill_node", "router"]
@@ -80,6 +79,11 @@ TESTS_OF_SEVERAL = [
     (_EVERY_ROUTE, "router/http", "fuzz_http"),
     (_NEXT, "engine/drafters", "shape"),
 ]
+
+
+def _places(exceptions: Iterable[tuple[str, str, str]]) -> set[str]:
+    """Return `folder/name` of every exception."""
+    return {f"{folder}/{name}" for _, folder, names in exceptions for name in names.split()}
 
 
 def _name(path: Path) -> str:
@@ -214,7 +218,7 @@ def test_every_module_has_a_test_file_of_its_name() -> None:
         place = path.relative_to(ROOT)
         if path.name != "__init__.py" and not (ROOT / "tests" / place.parent / f"test_{path.name}").exists():
             missing.add(str(place))
-    listed = {f"{folder}/{name}.py" for _, folder, names in UNTESTED for name in names.split()}
+    listed = {f"{place}.py" for place in _places(UNTESTED)}
     assert sorted(missing - listed) == [], "add a test file of this name"
     assert sorted(listed - missing) == [], "it has a test file or is gone: take it off the list"
 
@@ -227,7 +231,7 @@ def test_every_test_file_has_the_name_of_a_module() -> None:
             name = path.stem.removeprefix("test_")
             if not (ROOT / folder / f"{name}.py").exists() and not (ROOT / folder / name / "__init__.py").exists():
                 unnamed.add(f"{folder}/{name}")
-    listed = {f"{folder}/{name}" for _, folder, names in TESTS_OF_SEVERAL for name in names.split()}
+    listed = _places(TESTS_OF_SEVERAL)
     assert sorted(unnamed - listed) == [], "move its tests to the files of the modules that they test"
     assert sorted(listed - unnamed) == [], "there is such a module, or the test is gone: take it off the list"
 
@@ -248,14 +252,8 @@ def test_code_imports_relatively() -> None:
 def test_the_router_imports_no_torch() -> None:
     """Imports every module of router/ in a new interpreter."""
     paths = [path.relative_to(ROOT).with_suffix("") for path in CODE if path.is_relative_to(ROOT / "router")]
-    modules = sorted("baton." + ".".join(path.parts) for path in paths if path.name != "__init__")
-    code = (
-        f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
-        "bad = {'torch', 'numpy', 'transformers', 'triton', 'safetensors', 'baton.engine'} & set(sys.modules)\n"
-        "assert not bad, bad"
-    )
-    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    modules = ["baton." + ".".join(path.parts) for path in paths if path.name != "__init__"]
+    check_imports(modules, {"torch", "numpy", "transformers", "triton", "safetensors", "baton.engine"})
 
 
 _FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "jsonpickle", "code"}

@@ -61,6 +61,11 @@ class WeightSource(ABC):
     device: torch.device
 
     @property
+    def is_float32_on_cpu(self) -> bool:
+        """Whether the CPU's own forms of weights can serve it."""
+        return self.device.type == "cpu" and self.dtype is torch.float32
+
+    @property
     @abstractmethod
     def bias(self) -> Tensor | None:
         """Bias [sum of out_sizes] in `dtype` on `device`, or None."""

@@ -25,7 +25,7 @@ class BlockedProduct(Product):
 
     @classmethod
     def build(cls, source: WeightSource) -> Self | None:
-        if source.device.type != "cpu" or source.dtype is not torch.float32 or not _is_available():
+        if not (source.is_float32_on_cpu and _is_available()):
             return None
         weight = source.fused("weight")
         with torch.inference_mode(False):

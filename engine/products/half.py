@@ -31,7 +31,7 @@ class HalfProduct(Product):
 
     @classmethod
     def build(cls, source: WeightSource) -> Self | None:
-        if source.device.type != "cpu" or source.dtype is not torch.float32 or not _is_available():
+        if not (source.is_float32_on_cpu and _is_available()):
             return None
         weight = source.fused("weight")
         if not fits_half(weight):

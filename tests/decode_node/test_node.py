@@ -17,6 +17,7 @@ from baton.engine.step_times import StepTimes
 from baton.metadata.wire.messages import Failed
 
 PROMPT = [17, 4, 250, 33, 17, 4, 250, 99, 8]
+WANTS = params(12, temperature=1.0, seed=3)  # what requests beside a fault ask for
 SETTINGS = {"page_size": 4, "max_running": 3, "speculative": "ngram", "draft_steps": 3}
 
 
@@ -101,7 +102,7 @@ def make_pair(checkpoint: Callable[..., Path]) -> Iterator[MakePair]:
 
 def check_that_it_goes_on(pair: NodePair, expected: list[int]) -> None:
     pair.check_books()
-    pair.submit("after", PROMPT, params(12, temperature=1.0, seed=3))
+    pair.submit("after", PROMPT, WANTS)
     assert pair.run()["after", 0].ids == expected
 
 
@@ -124,12 +125,11 @@ def test_a_round_without_memory_ends_its_sequences_with_one_error_each(
 ) -> None:
     """Tokens of the round before still come, and the node goes on."""
     pair = make_pair(overlaps=overlaps)
-    wants = params(12, temperature=1.0, seed=3)
-    pair.submit("alone", PROMPT, wants)
+    pair.submit("alone", PROMPT, WANTS)
     expected = pair.run()["alone", 0].ids
     sent = failures(pair, monkeypatch)
     for rid in ("one", "two"):
-        pair.submit(rid, PROMPT, wants)
+        pair.submit(rid, PROMPT, WANTS)
     pair.step_until(lambda: len(pair.decode.scheduler.running) == 2)
     pair.step()
     with monkeypatch.context() as patch:
@@ -152,13 +152,12 @@ def test_a_local_prompt_without_memory_ends_alone(
     overlaps: bool, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make_pair(overlaps=overlaps)
-    wants = params(12, temperature=1.0, seed=3)
-    pair.submit("other", PROMPT, wants)
+    pair.submit("other", PROMPT, WANTS)
     pair.step_until(lambda: pair.decode.scheduler.running)
     sent = failures(pair, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(pair.decode.executor.engine, "compute", no_memory)
-        pair.submit("local", PROMPT[::-1], wants, is_local=True)
+        pair.submit("local", PROMPT[::-1], WANTS, is_local=True)
         pair.run()
     assert [(each.unit.rid, each.code) for each in sent] == [("local", "out_of_memory")]
     expected = pair.results["other", 0].ids
@@ -171,13 +170,12 @@ def test_a_sequence_without_memory_for_its_parameters_ends_alone(
     is_local: bool, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make_pair()
-    wants = params(12, temperature=1.0, seed=3)
-    pair.submit("other", PROMPT, wants)
+    pair.submit("other", PROMPT, WANTS)
     pair.step_until(lambda: pair.decode.scheduler.running)
     sent = failures(pair, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(pair.decode.executor.slots, "_per_token", no_memory)
-        pair.submit("penalized", PROMPT, replace(wants, repetition_penalty=1.2), is_local=is_local)
+        pair.submit("penalized", PROMPT, replace(WANTS, repetition_penalty=1.2), is_local=is_local)
         pair.run()
     assert [(each.unit.rid, each.code) for each in sent] == [("penalized", "out_of_memory")]
     expected = pair.results["other", 0].ids

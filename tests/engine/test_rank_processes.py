@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,9 +24,16 @@ def _are_gone(pids: Sequence[int]) -> bool:
     return not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_ranks_get_frames_in_order_and_leave_with_the_pipe() -> None:
-    with RankProcesses(3, echo, timeout_s=60.0) as processes:
+@contextmanager
+def ready(size: int, run: Callable[..., None], *args: Any) -> Iterator[RankProcesses]:
+    """Start the processes of `size` ranks, and wait until each has said that it is ready."""
+    with RankProcesses(size, run, *args, timeout_s=60.0) as processes:
         processes.wait_ready()
+        yield processes
+
+
+def test_ranks_get_frames_in_order_and_leave_with_the_pipe() -> None:
+    with ready(3, echo) as processes:
         pids = processes.pids
         assert len({os.getpid(), *pids}) == 3
         for number in range(4):
@@ -37,8 +46,7 @@ def test_ranks_get_frames_in_order_and_leave_with_the_pipe() -> None:
 
 
 def test_a_rank_that_dies_ends_all_with_one_error() -> None:
-    with RankProcesses(3, echo, timeout_s=60.0) as processes:
-        processes.wait_ready()
+    with ready(3, echo) as processes:
         pids = processes.pids
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(RankLost, match=rf"rank 2 \(process {pids[1]}\) ended with exit code -9"):
@@ -47,8 +55,7 @@ def test_a_rank_that_dies_ends_all_with_one_error() -> None:
 
 
 def test_an_idle_node_learns_of_a_dead_rank() -> None:
-    with RankProcesses(2, echo, timeout_s=60.0) as processes:
-        processes.wait_ready()
+    with ready(2, echo) as processes:
         pids = processes.pids
         os.kill(pids[0], signal.SIGKILL)
         deadline = time.monotonic() + 10
@@ -67,8 +74,7 @@ def test_a_rank_that_cannot_start_says_why() -> None:
 
 
 def test_a_rank_that_does_not_answer_is_ended() -> None:
-    with RankProcesses(2, hang, timeout_s=60.0) as processes:
-        processes.wait_ready()
+    with ready(2, hang) as processes:
         pids, processes._timeout_s = processes.pids, 0.2
         with pytest.raises(RankLost, match=r"rank 1 did not answer within 0\.2 s; all ranks were ended"):
             processes.report(1)
@@ -76,8 +82,7 @@ def test_a_rank_that_does_not_answer_is_ended() -> None:
 
 
 def test_a_rank_that_misses_an_operation_is_ended_after_the_timeout_of_the_group(tmp_path: Path) -> None:
-    with RankProcesses(2, hang_in_group, str(tmp_path / "meeting"), timeout_s=60.0) as processes:
-        processes.wait_ready()
+    with ready(2, hang_in_group, str(tmp_path / "meeting")) as processes:
         pids = processes.pids
         group = CpuGroup(0, 2, tmp_path / "meeting", timeout_s=5.0)
         with pytest.raises(RankLost, match="rank 0 could not finish its work"), processes.guarded():

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import make_checkpoint
+from checkpoints import TINY, make_checkpoint
 from node_pair import node_pairs, params
 from safetensors.torch import load_file, save_file
 
@@ -26,20 +26,6 @@ from baton.engine.text_tensors import is_of_tower, text_tensors
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ModelError
 
-TEXT: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
 IMAGE = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
 PATCHES = {"image_size": 8, "patch_size": 4}
 BLOCKS = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
@@ -47,7 +33,7 @@ PROMPT = [7, 3, 11, 5, 9, 500, 42, 8, 15, 16, 23]
 
 
 def mistral3(tied: bool) -> Any:
-    text = transformers.MistralConfig(**TEXT | {"sliding_window": None, "tie_word_embeddings": tied})
+    text = transformers.MistralConfig(**TINY | {"sliding_window": None, "tie_word_embeddings": tied})
     image = transformers.PixtralVisionConfig(**IMAGE, **PATCHES)
     config = transformers.Mistral3Config(text_config=text, vision_config=image, image_token_index=5)
     config.tie_word_embeddings = tied
@@ -55,7 +41,7 @@ def mistral3(tied: bool) -> Any:
 
 
 def llava(tied: bool) -> Any:
-    text = transformers.LlamaConfig(**TEXT | {"tie_word_embeddings": tied})
+    text = transformers.LlamaConfig(**TINY | {"tie_word_embeddings": tied})
     image = transformers.CLIPVisionConfig(**IMAGE, **PATCHES, projection_dim=16)
     config = transformers.LlavaConfig(text_config=text, vision_config=image, image_token_index=5)
     config.tie_word_embeddings = tied
@@ -65,7 +51,7 @@ def llava(tied: bool) -> Any:
 def qwen2_5_vl(tied: bool) -> Any:
     image = BLOCKS | {"patch_size": 4, "fullatt_block_indexes": [0]}
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}  # all alike for text
-    text = TEXT | {"tie_word_embeddings": tied, "rope_parameters": rope}
+    text = TINY | {"tie_word_embeddings": tied, "rope_parameters": rope}
     config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=image, tie_word_embeddings=tied)
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
@@ -73,7 +59,7 @@ def qwen2_5_vl(tied: bool) -> Any:
 def qwen3_vl(tied: bool) -> Any:
     image = BLOCKS | {"patch_size": 4, "deepstack_visual_indexes": [0]}
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-    text = TEXT | {"head_dim": 16, "tie_word_embeddings": tied, "rope_parameters": rope}
+    text = TINY | {"head_dim": 16, "tie_word_embeddings": tied, "rope_parameters": rope}
     config = transformers.Qwen3VLConfig(text_config=text, vision_config=image, tie_word_embeddings=tied)
     return transformers.Qwen3VLForConditionalGeneration(config)
 

@@ -74,6 +74,11 @@ def test_states_of_sampling_are_what_they_were() -> None:
     assert all(_states_equal(each, state) for each in found.states)
 
 
+def test_a_value_without_a_form_in_bytes_is_refused() -> None:
+    with pytest.raises(TypeError, match="work holds a complex, which has no form in bytes"):
+        encode(Forget(1j))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "frame", [b"", b"\xff", b"\x00", encode(ROUND)[:-3], encode(WarmUp())[:1] + encode(ROUND)[1:] + b"\x00"]
 )

@@ -336,6 +336,22 @@ def test_output_holds_only_new_tokens() -> None:
     assert len(site.effects) == effects, "nothing new, no output"
 
 
+def refused_resends(node: FakeNode) -> list[m.Resend]:
+    """Have a node answer every Resend that it does not know the unit. Return a list that grows by each Resend."""
+    asked: list[m.Resend] = []
+    take = node.take
+
+    def refusing(message: m.ToNode) -> None:
+        if isinstance(message, m.Resend):
+            asked.append(message)
+            node.link.send(m.Failed(message.unit, "unavailable", "not known", retryable=True))
+        else:
+            take(message)
+
+    node.take = refusing  # type: ignore[method-assign]
+    return asked
+
+
 def test_a_choice_that_its_node_lost_silently_moves(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "SILENCE_S", 0.3)
     lost: list[Unit] = []
@@ -348,17 +364,7 @@ def test_a_choice_that_its_node_lost_silently_moves(system: System, monkeypatch:
         return True
 
     system.behaviour.answer_prefill = forget
-    answered: list[Any] = []
-
-    def answer_resend(message: m.ToNode) -> None:
-        if isinstance(message, m.Resend):
-            answered.append(message)
-            decode.link.send(m.Failed(message.unit, "unavailable", "not known", retryable=True))
-        else:
-            FakeNode.take(decode, message)
-
-    decode = system.cluster.by_name("d0")
-    decode.take = answer_resend  # type: ignore[method-assign]
+    answered = refused_resends(system.cluster.by_name("d0"))
     status, answer, _ = system.complete()
     assert (status, answer["choices"][0]["text"]) == (200, system.text)
     assert [message.unit for message in answered] == lost
@@ -434,8 +440,7 @@ def test_prompt_log_probabilities_lost_with_prefill_done_are_computed_again(
 ) -> None:
     """All tokens have arrived, but PrefillDone, which carries the log-probabilities, has not."""
     monkeypatch.setattr(streams, "SILENCE_S", 0.2)
-    asked: list[m.Resend] = []
-    prefill, decode = system.cluster.by_name("p0"), system.cluster.by_name("d0")
+    asked, decode = refused_resends(system.cluster.by_name("p0")), system.cluster.by_name("d0")
 
     def lose(node: FakeNode, message: m.Prefill) -> bool:
         if message.attempt > 0 or message.rid.startswith("canary"):
@@ -446,15 +451,7 @@ def test_prompt_log_probabilities_lost_with_prefill_done_are_computed_again(
             decode.handoffs.put((message, 0, output))
         return True
 
-    def answer_resend(message: m.ToNode) -> None:
-        if isinstance(message, m.Resend):
-            asked.append(message)
-            prefill.link.send(m.Failed(message.unit, "unavailable", "not known", retryable=True))
-        else:
-            FakeNode.take(prefill, message)
-
     system.behaviour.answer_prefill = lose
-    prefill.take = answer_resend  # type: ignore[method-assign]
     status, answer, _ = system.complete(echo=True, logprobs=1, max_tokens=max_tokens)
     assert status == 200 and asked[0].first >= 1, answer
     logprobs = answer["choices"][0]["logprobs"]

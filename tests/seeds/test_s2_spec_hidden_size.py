@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from handoff_nodes import make_client, make_server, named, peer_of, spin, unit
+from handoff_nodes import check_refused, make_client, make_server
 from heads import ALGORITHM, HYPER, HYPER_FROZEN, HYPER_LAYERED, HYPER_MTP, write_head
 from node_pair import NodePair, node_pairs, params
 
@@ -32,7 +32,6 @@ from baton.metadata.handoff import hidden_layout
 from baton.metadata.handoff.buffers import MetadataBuffers
 from baton.metadata.handoff.hidden_layout import HiddenLayout, HiddenSpec
 from baton.metadata.handoff.schema import differences
-from baton.metadata.handoff.transfer import TransferFailed
 from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
 
 NODE = {"page_size": 4, "chunk_tokens": 6}
@@ -238,27 +237,12 @@ def schema_of(checkpoint: Checkpoint, hc_mult: Any, directory: Path, kind: str =
     return read_speculation(DecodeConfig(**drafting), model, target, "float32").schema(pool, 4, checksums=True)
 
 
-def check_refused(here: HandoffSchema, there: HandoffSchema, words: str) -> None:
-    """A decode node that claims from a prefill node of another width is refused with both values."""
-    server, source = make_server(here)
-    client, target = make_client(there)
-    try:
-        server.open(unit(), 1)
-        client.claim(unit(), peer_of(server), 0, [3])
-        events = spin([server, client], lambda events: named(events, TransferFailed), timeout_s=1.0)
-        failed = named(events, TransferFailed)[0]
-        assert failed.is_refused and words in failed.reason, failed
-    finally:
-        for each in (*source, *target, server, client):
-            each.close()
-
-
 def test_nodes_of_different_hc_mult_refuse_each_other_for_several_mtp_layers(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     """Their rows have the target's states, two of them."""
     here, there = (schema_of(checkpoint, hc_mult, tmp_path, HYPER_LAYERED) for hc_mult in (4, 2))
-    check_refused(here, there, "row.target_rows: 512 x float32 here, 256 x float32 there")
+    check_refused(make_server(here), make_client(there), "row.target_rows: 512 x float32 here, 256 x float32 there")
 
 
 @pytest.mark.parametrize(
@@ -272,7 +256,8 @@ def test_nodes_of_different_hc_mult_refuse_each_other_for_several_mtp_layers(
 def test_nodes_of_different_hc_mult_refuse_each_other(
     here: Any, there: Any, words: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    check_refused(schema_of(checkpoint, here, tmp_path), schema_of(checkpoint, there, tmp_path), words)
+    ours, theirs = (schema_of(checkpoint, hc_mult, tmp_path) for hc_mult in (here, there))
+    check_refused(make_server(ours), make_client(theirs), words)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -286,6 +271,6 @@ def test_a_schema_without_the_streams_is_caught(
 ) -> None:
     """The defect: the schema has hidden_size, so two nodes are paired that cannot hand over to each other."""
     monkeypatch.setattr(hidden_layout, "spec_hidden_size", lambda hidden_size, hc_mult: hidden_size)
-    schemas = [schema_of(checkpoint, hc_mult, tmp_path) for hc_mult in (4, 2)]
+    here, there = (schema_of(checkpoint, hc_mult, tmp_path) for hc_mult in (4, 2))
     with pytest.raises(AssertionError, match="nothing more within 1"):
-        check_refused(*schemas, "row.recurrent_hidden")
+        check_refused(make_server(here), make_client(there), "row.recurrent_hidden")

@@ -12,33 +12,35 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 END = "<|end|>"
+TINY: dict[str, Any] = {  # fields of a transformers configuration
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,  # wide, so that the greedy text varies and near-ties are rare
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
 
 
 def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **config: Any) -> Path:
     """Write a random float32 model of `family` with a byte-level tokenizer of 512 ids, and return `path`.
 
     Families: llama, mistral, qwen2, qwen3, qwen3_moe (4 experts, 2 of them active), and hyper_llama, a llama with
-    `hc_mult` residual streams (4 by default). `config` overrides fields of the transformers configuration. The weights
-    are spread wide, so that the greedy text varies and near-ties are rare."""
+    `hc_mult` residual streams (4 by default). `config` overrides fields of the transformers configuration."""
     import torch
     import transformers
 
     hc_mult: Any = config.pop("hc_mult", 4) if family == "hyper_llama" else None
     class_name = "Llama" if family == "hyper_llama" else "".join(map(str.capitalize, family.split("_")))
     fields: dict[str, Any] = {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        **TINY,
         "head_dim": 16,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.2,
-        "bos_token_id": None,
-        "eos_token_id": 0,
-        "pad_token_id": 0,
         **({"sliding_window": None} if family == "mistral" else {}),
         **({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48} if "moe" in family else {}),
         **config,

@@ -17,6 +17,7 @@ from baton.metadata.handoff.endpoint import Endpoint
 from baton.metadata.handoff.memory import PageMemory
 from baton.metadata.handoff.schema import kv_layouts, make_schema, on_gpu, row_bytes
 from baton.metadata.handoff.server import HandoffServer
+from baton.metadata.handoff.transfer import TransferFailed
 from baton.metadata.wire.data_link import CudaWelcome, LinkWelcome
 from baton.metadata.wire.node_info import HandoffSchema, Peer, PoolLayout
 from baton.metadata.wire.protocol import PROTOCOL_MAX
@@ -120,6 +121,22 @@ def spin(nodes: Iterable[Any], until: Callable[[list[Any]], Any], timeout_s: flo
 
 def named(events: Iterable[Any], kind: type) -> list[Any]:
     return [event for event in events if isinstance(event, kind)]
+
+
+def check_refused(
+    prefill: tuple[HandoffServer, list[Any]], decode: tuple[HandoffClient, list[Any]], words: str
+) -> None:
+    """Check that a claim is refused with `words` within a second. The nodes and their pools are closed."""
+    (server, source), (client, target) = prefill, decode
+    try:
+        server.open(unit(), 1)
+        client.claim(unit(), peer_of(server), 0, [3])
+        events = spin([server, client], lambda events: named(events, TransferFailed), timeout_s=1.0)
+        failed = named(events, TransferFailed)[0]
+        assert failed.is_refused and words in failed.reason, failed
+    finally:
+        for each in (*source, *target, server, client):
+            each.close()
 
 
 def pages_of(memory: list[PageMemory], numbers: Iterable[int]) -> list[np.ndarray]:

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from handoff_nodes import make_client, make_server, named, peer_of, spin, unit
+from handoff_nodes import check_refused, make_client, make_server
 from heads import ALGORITHM, write_head
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.drafters.family import Speculation
 from baton.engine.drafters.speculation import read_speculation
 from baton.engine.model_config import ModelConfig
-from baton.metadata.handoff.client import TransferFailed
 from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
 
 Checkpoints = Callable[..., Path]
@@ -37,17 +36,7 @@ def frozen_schema(model: Path, directory: Path, layers: list[int]) -> HandoffSch
 def test_nodes_whose_heads_read_other_layers_refuse_each_other(model: Path, tmp_path: Path) -> None:
     """Same tensors, same settings: without the map in the schema they would pair, and draft from other layers."""
     here, there = (frozen_schema(model, tmp_path, layers) for layers in ([0, 2], [0, 1]))
-    server, source = make_server(here)
-    client, target = make_client(there)
-    try:
-        server.open(unit(), 1)
-        client.claim(unit(), peer_of(server), 0, [3])
-        events = spin([server, client], lambda events: named(events, TransferFailed), timeout_s=1.0)
-        failed = named(events, TransferFailed)[0]
-        assert failed.is_refused and "frozen_layers: 0, 2 here, 0, 1 there" in failed.reason, failed
-    finally:
-        for each in (*source, *target, server, client):
-            each.close()
+    check_refused(make_server(here), make_client(there), "frozen_layers: 0, 2 here, 0, 1 there")
 
 
 def fingerprint(model: Path, directory: Path, kind: str, **changes: Any) -> str | None:
@@ -77,17 +66,8 @@ def test_nodes_whose_heads_have_the_same_weights_and_other_settings_refuse_each_
     plain, again = (fingerprint(model, tmp_path / name, kind) for name in ("plain", "again"))
     other = fingerprint(model, tmp_path / "other", kind, **changes)
     assert plain == again and None not in (plain, other)
-    server, source = make_server(fingerprints=("f" * 16, plain))
-    client, target = make_client(fingerprints=("f" * 16, other))
-    try:
-        server.open(unit(), 1)
-        client.claim(unit(), peer_of(server), 0, [3])
-        events = spin([server, client], lambda events: named(events, TransferFailed), timeout_s=1.0)
-        failed = named(events, TransferFailed)[0]
-        assert failed.is_refused and f"draft weights: {plain} here, {other} there" in failed.reason, failed
-    finally:
-        for each in (*source, *target, server, client):
-            each.close()
+    server, client = make_server(fingerprints=("f" * 16, plain)), make_client(fingerprints=("f" * 16, other))
+    check_refused(server, client, f"draft weights: {plain} here, {other} there")
 
 
 def test_a_head_of_other_weights_has_another_fingerprint(model: Path, tmp_path: Path) -> None:

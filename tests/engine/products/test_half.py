@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from products import check_equals_plain
 
 from baton.engine.products.half import HalfProduct, fits_half
 from baton.engine.products.linear import Linear
@@ -12,15 +13,8 @@ from baton.engine.products.linear import Linear
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 7, 33])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_packed_equals_plain(num_rows: int, has_bias: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight = (0.02 * torch.randn(48, 40, generator=generator)).bfloat16().float()
-    bias = torch.randn(48, generator=generator) if has_bias else None
-    packed, plain = Linear.of(weight.clone(), bias), Linear.dense(weight, bias)
-    assert isinstance(packed.product, HalfProduct)
-    assert (packed.out_size, packed.in_size) == (48, 40)
-    x = torch.randn(num_rows, 40, generator=generator)
-    torch.testing.assert_close(packed(x), plain(x), atol=1e-6, rtol=0)
-    torch.testing.assert_close(packed.gated(x), plain.gated(x), atol=1e-6, rtol=0)
+    weight = 0.02 * torch.randn(48, 40, generator=torch.Generator().manual_seed(0))
+    check_equals_plain(HalfProduct, weight.bfloat16().float(), num_rows, has_bias=has_bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

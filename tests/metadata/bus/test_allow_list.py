@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from handoff_nodes import SCHEMA, make_client, make_row, make_server, named, peer_of, spin, unit
 from key_files import Listed
+from ports import bind_again
 
 from baton.metadata.bus.allow_list import KEY_LEN, AllowList, add_line, line_of
 from baton.metadata.bus.curve import KeyPair
@@ -279,7 +281,7 @@ async def test_nodes_find_a_router_that_has_another_key_now(router: Router, list
         listed.write("router", "p0", "d0", "d1")
         await until(lambda: link.receive() == [] and router.lost)  # neither node trusts the old key any more
         router.hub.close()
-        other = await bind_again(router.hub.address, listed.of("router"))
+        other = await bind_again(partial(Router, listed.of("router"), router.hub.address))
         try:
             heard = lambda: {type(message) for _, message in other.messages}  # noqa: E731
             await until(lambda: link.receive() == [] and link.send(DONE) and heard() == {Cancelled, Heartbeat}, 10)
@@ -290,15 +292,6 @@ async def test_nodes_find_a_router_that_has_another_key_now(router: Router, list
     finally:
         pulse.close()
         link.close()
-
-
-async def bind_again(address: str, keys: KeyPair) -> Router:
-    for _ in range(100):
-        try:
-            return Router(keys, address)
-        except ConfigError:  # the old listener's port is free a moment later
-            await asyncio.sleep(0.01)
-    raise AssertionError(f"{address} stays taken")
 
 
 # --- data links -----------------------------------------------------------------------------------------------------

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
+from ports import bind_again
 
 from baton.metadata.bus.hub import Hub
 from baton.metadata.bus.link import Link
 from baton.metadata.bus.liveness import HeartbeatThread
 from baton.metadata.bus.session import Joined, RouterChanged, RouterLost, RouterRefused, RouterSession
-from baton.metadata.errors import ConfigError
 from baton.metadata.wire.membership import Hello, HelloAgain, Refusal, RouterHeartbeat, TokenizerFile, Welcome
 from baton.metadata.wire.messages import Cancel, ToRouter
 from baton.metadata.wire.node_info import Load
@@ -409,15 +410,6 @@ async def _take_until(session: RouterSession, link: Link, event: Any) -> list[An
     return seen
 
 
-async def _bind_again(address: str, epoch: str) -> WelcomingRouter:
-    for _ in range(100):
-        try:
-            return WelcomingRouter(address, epoch)
-        except ConfigError:  # the old listener's port is free a moment later
-            await asyncio.sleep(0.01)
-    raise AssertionError(f"{address} stays taken")
-
-
 async def test_a_router_restarts_and_forgets_over_sockets(hello: Hello) -> None:
     router = WelcomingRouter("tcp://127.0.0.1:0", "a")
     link = Link(router.hub.address, "node", "1", None)
@@ -428,7 +420,7 @@ async def test_a_router_restarts_and_forgets_over_sockets(hello: Hello) -> None:
     try:
         await _take_until(session, link, Joined("a", PROTOCOL_MAX))
         router.hub.close()
-        router = await _bind_again(router.hub.address, "b")
+        router = await bind_again(partial(WelcomingRouter, router.hub.address, "b"))
         seen = await _take_until(session, link, Joined("b", PROTOCOL_MAX))
         assert seen[0] == RouterChanged("b")
         router.known.clear()  # it forgets: the next beat of an unknown node is answered with HelloAgain
