@@ -1,21 +1,20 @@
-"""The choice of the draft length of the next round: recent acceptance against the times of rounds, without loss.
+"""The draft length of each round, chosen by the measured times of rounds and by how many drafts were accepted.
 
-A round of K steps brings a sequence of acceptance a (of a draft whose predecessors were right) 1 + a + .. + a^K
-tokens, and takes what the table of times says for its batch, and for catching up where rounds without drafts left rows
-out. The K with the most tokens a second wins, 0 included, and keeps its place until another is clearly better.
+The estimate. If a is the share of accepted drafts (of those whose predecessors were right), a round of K steps yields
+1 + a + .. + a^K tokens per sequence. It takes as long as step_times.py says, plus the time to catch up on rows that
+rounds without drafts left out. The K with the most tokens per second wins, 0 included. It stays until another K is
+better by a margin.
 
-That is an estimate, and estimates err. So what drafting brought is booked, in rounds without drafts, the unit of all
-losses and gains here: a round that took as long as two of them and brought three tokens a sequence has gained one. Only
-what is in the account may be lost: `_LOAN` at the start, `_SHARE` of all time, and gains, up to a bound. Where it is
-used up nothing is drafted, whatever the estimate says. So in N rounds' time drafting can cost about `_LOAN` + `_SHARE`
-* N, and the last round's overdraft.
+The account. An estimate can be wrong, so the losses and gains of drafting are booked, in units of one round without
+drafts: a round that took as long as two of these and yielded three tokens per sequence has gained one. The chooser
+drafts only what the account can bear to lose: `_LOAN` at the start, `_SHARE` of all time, and gains up to a bound. If
+the account is empty, nothing is drafted. So drafting costs at most about `_LOAN` + `_SHARE` * N in N rounds, plus the
+overdraft of the last round.
 
-A node begins with a few rounds without drafts, since the table does not know of its work beside them.
-
-While nothing is drafted nothing is learnt. A part of the time pays for trying again, half as much after each try that
-led nowhere, until another sequence comes. While drafts are made, a round without them is run now and then, most often
-at first: what drafts are measured against must be known too. Between two of those one has a step more than seems best,
-in case the table is wrong about those that are not run.
+Measuring. A node begins with a few rounds without drafts, because the table of times leaves out the node's own work.
+While nothing is drafted, a part of the time pays for a try. Each try that failed halves the part, until a new sequence
+comes. While drafts are made, a round without drafts is run now and then, most often at first, because their time is
+the unit. Half-way between two of these, a round has one step more than the best, in case its time is wrong.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from .draft_shape import DraftShape
 from .step_times import StepTimes
 
 FIRST_GUESS = 0.88  # acceptance before anything is known: high, so that drafts are tried
-_BETTER_THAN_DRAFTS, _BETTER_THAN_NOTHING = 1.03, 1.06  # what another choice must be
-_NOTHING_IS_BETTER = 1.04  # than its estimate: drafts use caches too, and their handoff
-_OWN_DECAY, _ALL_DECAY = 0.95, 0.98  # of what was seen, a round
+_BETTER_THAN_DRAFTS, _BETTER_THAN_NOTHING = 1.03, 1.06  # by which another choice must be faster
+_NOTHING_IS_BETTER = 1.04  # than its estimate: drafting also costs caches and handoffs
+_OWN_DECAY, _ALL_DECAY = 0.95, 0.98  # of older tries, per round
 _GUESS_WEIGHT = 6.0  # tries that the first guess counts for
 _OVERHEAD_RATE = 0.1
 _ALL_WEIGHT = 4.0  # tries that the average of all sequences counts for in one sequence's estimate
@@ -41,14 +40,14 @@ _LOAN, _SHARE = 6.0, 0.005
 _MOST_GAINS = 30.0  # of one sequence; chance is smaller in larger batches, by the square root
 _TRIED_SHARE, _MOST_HALVINGS, _MOST_CREDIT = 0.015, 3, 6.0
 _TRIED_DRAFTS = 8  # of all sequences together
-_LOOKED_AGAIN = 24  # rounds without drafts until the next look; they cost the host next to nothing
+_LOOKED_AGAIN = 24  # rounds without drafts until the estimate is made again
 _PLAIN_AFTER, _MOST_DOUBLINGS = 2, 5  # rounds with drafts until one without, doubled each time
-_CLOSE, _MOST_DOUBLINGS_CLOSE = 1.25, 3  # less often where drafting pays clearly
-_MEASURED_SHARE = 0.03  # of the time, for catching up after them
+_CLOSE, _MOST_DOUBLINGS_CLOSE = 1.25, 3  # if drafting gains less than this factor
+_MEASURED_SHARE = 0.03  # of the time, for catching up after rounds without drafts
 
 
 class _Rate:
-    """Right tries among all, older ones counting less and less."""
+    """A share of right tries. Older tries count less."""
 
     __slots__ = ("num_right", "num_tries")
 
@@ -61,7 +60,7 @@ class _Rate:
 
 
 class StepChooser:
-    """Chooses the steps of each round. Sequences are told apart by their slots."""
+    """Chooses the number of draft steps of each round. A sequence is known by its slot."""
 
     def __init__(self, shape: DraftShape, times: StepTimes, num_slots: int) -> None:
         """`shape` is the most that a round drafts."""
@@ -82,21 +81,21 @@ class StepChooser:
         self._is_close = False  # whether drafting hardly pays, if at all
 
     def admit(self, slot: int) -> None:
-        """Another sequence has the slot now."""
+        """Forget the slot's last sequence: another one has the slot now."""
         self._own[slot] = _Rate()
         self._num_halvings = self._until_look = 0
 
     def rests(self) -> bool:
-        """Whether the next round is one without drafts whoever takes part. To be asked once a round, so that what
-        `choose` wants to know need not be found out."""
+        """Return whether the next round drafts nothing, whichever sequences take part. Ask once per round: if so, the
+        caller need not find out the arguments of `choose`."""
         if self.times.is_begun and (self.num_steps or not self._until_look):
             return False
         self._until_look -= self._until_look > 0
         return True
 
     def choose(self, slots: Sequence[int], usable: Sequence[int], num_missed: int = 0) -> int:
-        """Steps of a round of these sequences, each of which could use `usable` drafts; the drafter must catch up on
-        `num_missed` rows of theirs first."""
+        """Return the number of steps of a round. The i-th sequence could use usable[i] drafts. Before it drafts, the
+        drafter must catch up on `num_missed` rows of these sequences."""
         if self.rests():
             return 0
         num_seqs, most = len(slots), max(usable)
@@ -120,8 +119,8 @@ class StepChooser:
         return wanted
 
     def passes_over(self, num_steps: int) -> bool:
-        """Whether a round that was run need not be observed: one in _LOOKED_AGAIN tells enough while nothing is
-        drafted."""
+        """Return whether the caller may leave out `observe` after this round. While nothing is drafted, one observed
+        round in _LOOKED_AGAIN is enough."""
         is_passed = num_steps == 0 and 0 < self._until_look < _LOOKED_AGAIN and self.times.is_begun
         self._num_unseen += is_passed
         return is_passed
@@ -136,9 +135,11 @@ class StepChooser:
         overhead_s: float | None = 0.0,
         num_caught_up: int = 0,
     ) -> None:
-        """A round of `num_steps` was run: by sequence, how many drafts it would have taken and how many it took;
-        `overhead_s` is what the node's step took beside it, `num_caught_up` as many rows as `choose` was told of. None:
-        not known, since there was other work."""
+        """Learn from a round of `num_steps` that was run.
+
+        `limits` and `num_accepted` are by sequence: the drafts that it could have accepted, and those that it did.
+        `seconds` is the time of the round, `overhead_s` the time of the node's step beside it, and `num_caught_up` the
+        `num_missed` of `choose`. A time is None if the node did other work meanwhile."""
         num_seqs = len(slots)
         if overhead_s is not None and seconds is not None:
             self._overhead_s += _OVERHEAD_RATE * (min(overhead_s, seconds) - self._overhead_s)
@@ -161,12 +162,12 @@ class StepChooser:
         self._book(num_seqs, took, 1 + sum(num_accepted) / num_seqs - took)
 
     def acceptance(self, slot: int, doubt: float = 0.0) -> float:
-        """Estimate for a draft whose predecessors were right; the lower, the more `doubt`."""
+        """Return the estimated share of accepted drafts of a slot. More `doubt` lowers it."""
         own, average = self._own[slot], self._all.num_right / (self._all.num_tries + doubt)
         return (own.num_right + _ALL_WEIGHT * average) / (own.num_tries + _ALL_WEIGHT)
 
     def _best(self, slots: Sequence[int], usable: Sequence[int], num_missed: int, choices: Sequence[int]) -> int:
-        """By the estimate alone."""
+        """Return the steps of the fastest choice by the estimate alone."""
         num_seqs = len(slots)
         tokens = self._expected(slots, usable)
         self._leaves_rows_out |= num_missed > 0
@@ -187,8 +188,8 @@ class StepChooser:
         return steps
 
     def _loss(self, steps: int, slots: Sequence[int], usable: Sequence[int], num_missed: int) -> float:
-        """What a round may lose, at least 0: all drafts, or where the account could not bear that, so many as doubt
-        leaves wrong."""
+        """Return the most that a round may lose, at least 0. That is the case that all drafts are wrong. If the account
+        cannot bear it, the loss is that of a doubtful estimate instead."""
         loss = self._cost(len(slots), steps, num_missed) - 1
         if loss > self.balance:
             loss += 1 - self._expected(slots, usable, _DOUBT)[steps] / len(slots)
@@ -200,11 +201,11 @@ class StepChooser:
         return seconds / self._seconds(num_seqs, 0)
 
     def _seconds(self, num_seqs: int, num_steps: int) -> float:
-        """Return the seconds of a step with such a round."""
+        """Return the seconds of the node's step with a round of `num_steps`."""
         return self.times.seconds(num_seqs, num_steps) + self._overhead_s
 
     def _expected(self, slots: Sequence[int], usable: Sequence[int], doubt: float = 0.0) -> list[float]:
-        """Tokens of a round of 0, 1, .. steps: a sequence's 1 + rate + .. + rate ** drafts."""
+        """Return the expected tokens of a round of 0, 1, .. steps: per sequence, 1 + rate + .. + rate ** steps."""
         tokens = [float(len(slots))] + [0.0] * self.shape.num_steps
         for slot, limit in zip(slots, usable, strict=True):
             rate = power = self.acceptance(slot, doubt)
@@ -214,8 +215,8 @@ class StepChooser:
         return list(itertools.accumulate(tokens))
 
     def _try(self, slots: Sequence[int], usable: Sequence[int], num_missed: int, steps: int) -> int:
-        """0, or `steps` while a try is under way, which begins when there is credit for it: some rounds that might
-        bring nothing, of which the first one catches up."""
+        """Return `steps` while a try is under way, else 0. A try is a few rounds with drafts; the first of them catches
+        up. It begins when the credit covers the loss of all of them."""
         if self._num_to_try:
             self._num_to_try -= 1
             if self._num_to_try and self._allowed(steps, slots, usable, num_missed):
@@ -232,13 +233,13 @@ class StepChooser:
         return steps
 
     def _plain_after(self, num_seqs: int) -> int:
-        """Rounds with drafts until one without."""
+        """Return the number of rounds with drafts between two rounds without."""
         most = _MOST_DOUBLINGS_CLOSE if self._is_close else _MOST_DOUBLINGS
         missed = self.times.catch_up_seconds(num_seqs * self._leaves_rows_out) / self._seconds(num_seqs, 0)
         return max(_PLAIN_AFTER << min(most, self.times.num_seen(num_seqs, 0)), int(missed / _MEASURED_SHARE))
 
     def _book(self, num_seqs: int, took: float, gain: float) -> None:
-        """A step that took as long as `took` steps without drafts."""
+        """Book a step that took as long as `took` steps without drafts and gained `gain` of them."""
         bound = min(_MOST_GAINS / math.sqrt(num_seqs), _LOAN + self.times.num_seen(num_seqs, 0))
         self.balance = max(-bound, min(bound, self.balance + gain + _SHARE * took))
         self._credit = min(_MOST_CREDIT, self._credit + _TRIED_SHARE * 0.5**self._num_halvings * took)

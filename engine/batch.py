@@ -82,8 +82,11 @@ class ForwardBatch:
         page_size: int,
         tree: Tree | None = None,
     ) -> ForwardBatch:
-        """As many new tokens, the last slots, in each sequence: `input_ids`, `positions` [num_seqs, query_len] int64,
-        `seq_lens` [num_seqs] int64, all on the device already. Logits of all are wanted."""
+        """Return the batch of sequences that have equally many new tokens, each in its last slots. All logits are
+        wanted.
+
+        `input_ids` and `positions` are [num_seqs, query_len] int64, `seq_lens` [num_seqs] int64. They lie on the device
+        already."""
         num_seqs, query_len = input_ids.shape
         assert positions.shape == input_ids.shape and len(block_table) == len(seq_lens) == num_seqs, input_ids.shape
         return cls(
@@ -133,6 +136,6 @@ def upload(numbers: Sequence[ArrayLike], device: torch.device | str) -> list[tor
 
 
 def aligned(sizes: Sequence[int]) -> list[int]:
-    """Where arrays of int64 of these sizes begin in one block, and its end: at 16 bytes, since kernels are compiled
-    once more for pointers that are not, and that would be in the middle of service."""
+    """Return where arrays of int64 of these sizes begin in one block, and the block's end, in numbers of int64. Each
+    begins at a multiple of 16 bytes: kernels are compiled anew for other pointers, which would happen in service."""
     return list(itertools.accumulate((size + size % 2 for size in sizes), initial=0))

@@ -120,7 +120,7 @@ def tensor_digests(path: Path) -> dict[str, bytes]:
             header: dict[str, Any] = json.loads(bytes(view[8:start]))
             header.pop("__metadata__", None)
             return {name: _tensor_digest(name, entry, view, start) for name, entry in header.items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path} is damaged or cut short ({error}); copy the checkpoint again") from None
 
 

@@ -85,7 +85,7 @@ def pool_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 def shareable_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return zeros in an allocation of their own, which `share` can hand out; it is freed with the last tensor that
-    looks at it. Raises torch.OutOfMemoryError as torch.zeros does, TransferError when CUDA refuses for another reason.
+    views it. Raises torch.OutOfMemoryError as torch.zeros does, TransferError when CUDA refuses for another reason.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     with torch.cuda.device(device):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -98,8 +99,8 @@ class DeviceExecutor:
         return self.engine.device.type != "cpu"
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """On CUDA, capture the graphs of all buckets for requests without filters and penalties, which `progress`
-        counts; others are captured when they come. On a CPU, catch up once."""
+        """Capture, on CUDA, the graphs of all buckets for requests without filters and penalties. `progress` counts
+        them. Graphs of other kinds are captured by the first request that needs them. On a CPU, catch up once."""
         sizes = catch_up_sizes(self.shape) if self.keeps_missed_rows else ()
         if captures(self.engine.device):
             shapes = [self.shape.with_steps(steps) for steps in self.shape.choices]
@@ -119,7 +120,7 @@ class DeviceExecutor:
 
     def submit(self, work: RoundWork) -> None:
         """Ask the device for `work`, as `Executor.submit`."""
-        try:
+        with suppress(torch.OutOfMemoryError):
             with torch.inference_mode():
                 match work:
                     case Round():
@@ -130,8 +131,8 @@ class DeviceExecutor:
                         self._load(work)
                     case Recompute():
                         self._recompute(work)
-        except torch.OutOfMemoryError:
-            raise OutOfMemory(_no_memory(work)) from None
+            return
+        raise OutOfMemory(_no_memory(work))  # here the error is gone, whose traceback holds tensors
 
     def collect(self) -> Tokens:
         """Wait for the oldest round that was not collected, and return its report."""
@@ -232,7 +233,7 @@ def _report(done: _UnderWay) -> Tokens:
 
 
 def _numbers_to_host(numbers: Tensor) -> Tensor:
-    """Return a copy of what every round brings, as `to_host`. Every round is collected, so its memory stays until the
+    """Return a copy of the numbers of a round, as `to_host`. Every round is collected, so its memory stays until the
     copy is done."""
     if not captures(numbers.device):
         return to_host(numbers)

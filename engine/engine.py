@@ -80,7 +80,6 @@ class Engine:
         num_pages = ranks.least(num_pages)
         self.context_len = min(self.context_len, (num_pages - 1) * config.page_size)
         _check_size(num_pages)
-        torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 2) // 2))
 
         dtype = _DTYPES[self.dtype_name]
         self.model = load_model(self.model_dir, self.model_config, dtype, self.device, progress, ranks)
@@ -129,8 +128,8 @@ class Engine:
         self._plan_prompts(num_tokens)
 
     def capture_prompts(self, progress: Progress | None = None) -> None:
-        """For a node that computes prompts, after `warm_up`: on CUDA, small chunks are graphs from now on, which
-        `progress` counts."""
+        """Capture graphs for small chunks, on CUDA. `progress` counts them. Call it after `warm_up`, on a node that
+        computes prompts."""
         if captures(self.device):
             sizes = bucket_sizes(self.model_config.layer_products)
             page_size, context_len = self.pool.page_size, self.context_len
@@ -141,7 +140,8 @@ class Engine:
         config = self.model_config
         if not captures(self.device) or not prompt_attention.serves(self.device, self.kv.dtype, config.head_dim):
             return
-        num_heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        num_kv_heads = self.kv.shape[3]  # of this rank
+        num_heads = (config.num_heads // config.num_kv_heads * num_kv_heads, num_kv_heads, num_kv_heads)
         qkv = torch.zeros(num_tokens, sum(num_heads), config.head_dim, dtype=self.kv.dtype, device=self.device)
         for num_seqs, length in prompt_attention.shapes(num_tokens):
             q, k, v = qkv[: num_seqs * length].split(num_heads, dim=1)
@@ -220,6 +220,11 @@ class Engine:
     def move_kv(self, block_table: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """The target's KV of slots `sources` into slots `targets`, as `move_slots_ref_`."""
         move_slots_(self.kv, block_table, sources, targets)
+
+
+def use_threads(config: EngineConfig) -> None:
+    """Set how many threads of this process compute, as configured or half of the cores."""
+    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 2) // 2))
 
 
 def resolve_model(model: str | None) -> Path:

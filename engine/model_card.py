@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import xxhash
 
@@ -19,7 +19,7 @@ _SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def read_card(model_dir: Path, config: ModelConfig, name: str, context_len: int) -> ModelCard:
-    """Raises ModelError when tokenizer.json is missing or one of the files is no JSON."""
+    """Raises ModelError when tokenizer.json is missing or one of the files is no JSON object."""
     tokenizer_config = _read_json(model_dir / "tokenizer_config.json")
     generation = _read_json(model_dir / "generation_config.json")
     return ModelCard(
@@ -52,15 +52,18 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_bytes())
-    except ValueError as error:
+        fields = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ModelError(f"{path} holds a {type(fields).__name__}, not a JSON object; copy the checkpoint again")
+    return cast(dict[str, Any], fields)
 
 
 def _chat_template(model_dir: Path, tokenizer_config: dict[str, Any]) -> str | None:
     path = model_dir / "chat_template.jinja"
     if path.is_file():
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):  # older files: [{"name": "default", "template": "..."}, ...]
         named = {entry["name"]: entry["template"] for entry in template}

@@ -111,7 +111,7 @@ class ModelConfig:
 
     @property
     def layer_products(self) -> int:
-        """Weights in the matrices of one layer that a token is multiplied by, attention aside."""
+        """Number of weights in the matrices of one layer by which a token is multiplied."""
         qkv = self.hidden_size * (self.q_size + 2 * self.kv_size)
         experts = self.experts
         inner_size = self.intermediate_size if experts is None else experts.num_active * experts.inner_size
@@ -119,8 +119,8 @@ class ModelConfig:
 
     @classmethod
     def from_dir(cls, path: Path, architecture: str | None = None) -> ModelConfig:
-        """Read `path`/config.json (and generation_config.json if there); `architecture` overrides what it says, for a
-        drafter's head, which published files call by many names.
+        """Read `path`/config.json, and generation_config.json if there is one. `architecture` replaces the one in the
+        file: published draft heads use many names.
 
         Raises ModelError, naming the value and what to do, for a directory or file that is missing or damaged, and for
         every architecture or feature that Baton does not compute."""

@@ -1,13 +1,13 @@
-"""Prompts on this process's device: the part of a prefill node that uses torch.
+"""Computes chunks of prompts on this process's device, samples first tokens and drafts after them.
 
     Chunk --submit--> SubmittedChunk --wait--> Scores
                             |
                       SubmittedTails --first_tokens--> FirstTokens --wait_rows--> HandoffRows
 
-The node's scheduler describes a chunk (work.py). `Prompts.submit` asks the device for the target's forward over the
-chunk and for the drafter's forward. For prompts whose last token is in the chunk, it also asks for first tokens.
-`draft` asks for the drafts after them. None of these calls waits for the device. The host waits twice, however many
-prompts end: first for the tokens, then for the drafts.
+The node's scheduler describes a chunk as a plain value (work.py). `Prompts.submit` launches the target's forward over
+the chunk, the drafter's forward, and the sampling of first tokens for prompts that end in the chunk. `draft` launches
+the drafts after first tokens. Launching does not wait for the device. The host waits twice per chunk, however many
+prompts end: for the first tokens, then for the drafts.
 
 One pass samples the first tokens of all choices of a `Tails`, and a second pass drafts after them. Every row is
 computed by itself, so a prompt whose logits are NaN does not affect others.

@@ -23,7 +23,7 @@ from ..metadata.handoff.buffers import Sampled
 from .config import EngineConfig
 from .device_executor import DeviceExecutor
 from .draft_shape import DraftShape
-from .engine import Engine
+from .engine import Engine, use_threads
 from .executor import HostProposer
 from .group import TIMEOUT_S, CpuGroup
 from .products.ranked import RankRows
@@ -65,6 +65,7 @@ class RankedEngine:
                 group = CpuGroup(0, size, Path(meeting), timeout_s=timeout_s)
                 starting.callback(group.close)
                 self.ranks = Ranks(group, RankRows() if divides_sequences else None)
+                use_threads(config)
                 self.engine = Engine(config, ranks=self.ranks)
             self.processes.wait_ready()
             self._stack = starting.pop_all()
@@ -231,6 +232,7 @@ def run_rank(
     """Run rank 1 or above: load the share of the model, then do work until the pipe is closed (EOFError)."""
     group = CpuGroup(rank, size, Path(meeting), timeout_s=timeout_s)
     rows = RankRows() if divides_sequences else None
+    use_threads(config)
     engine = Engine(config, ranks=Ranks(group, rows))
     executor, prompts = DeviceExecutor(engine, num_slots), Prompts(engine)
     connection.send_bytes(READY)
@@ -251,7 +253,8 @@ def run_rank(
                 num_under_way += 1
             case _:
                 executor.submit(work)
-        if num_under_way > executor.runs_ahead:
+        # rank 0 waits for the report of each round of sequences that are this rank's own
+        if num_under_way > (executor.runs_ahead and rows is None):
             tokens = executor.collect()
             num_under_way -= 1
             if rows is not None:

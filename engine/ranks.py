@@ -17,7 +17,7 @@ from ..metadata.errors import ConfigError
 from ..metadata.wire.node_info import PoolLayout
 from .group import Group, OneRank
 from .model_config import ModelConfig
-from .products.base import Product, Shard, Split
+from .products.base import Product, Split, WeightShard
 from .products.ranked import GatheredProduct, RankRows, ScatteredProduct, SummedProduct
 
 
@@ -61,14 +61,14 @@ class Ranks:
         """Return the least of the ranks' numbers. All ranks must call it."""
         return number if self.group.size == 1 else -int(self.group.max(torch.tensor([-number])))
 
-    def shard(self, split: Split | None) -> Shard | None:
+    def shard(self, split: Split | None) -> WeightShard | None:
         """Return this rank's share of a weight. None: the weight is whole here."""
         is_whole = split is None or (split.divides == "heads" and self.num_head_shards == 1)
         if self.group.size == 1 or split is None or is_whole:
             return None
-        return Shard(self.group.rank, self.group.size, split.dim)
+        return WeightShard(self.group.rank, self.group.size, split.dim)
 
-    def join(self, product: Product, shard: Shard) -> Product:
+    def join(self, product: Product, shard: WeightShard) -> Product:
         """Return the product of the whole weight, given that of this rank's share."""
         in_size, out_size = product.in_size, product.out_size
         if self.rows is not None:

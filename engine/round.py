@@ -1,12 +1,12 @@
 """One round of decoding: propose, verify, accept, observe (positions: drafters/base.py).
 
-The output is the target's own, whatever the drafter proposes: every emitted token is the one that the target samples at
-its position, with that position's noise, given the tokens before it. A drafter decides only how many come at once.
-Without a drafter, or without drafts, a round brings one token.
+Every token of a round is the one that the target samples at its position, given the tokens before it. The drafter
+decides only how many tokens a round yields: one without drafts, up to K + 1 with K accepted drafts.
 
-`run_round` is one function over the static tensors of a bucket and the slots (slots.py). The host reads no value before
-the result. Above the largest bucket the same function runs over tensors of the batch's own size. `catch_up` is such a
-function too: it makes up for what rounds without drafts left out.
+`run_round` is one function over the static inputs of a bucket and the slots (slots.py). The host reads no tensor before
+the result, so a CUDA graph can hold the whole round. Batches above the largest bucket run the same function over
+tensors of their own size. `catch_up` is a second such function: it runs the drafter over rows that rounds without
+drafts left out.
 """
 
 from __future__ import annotations

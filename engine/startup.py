@@ -20,7 +20,7 @@ from ..metadata.wire.membership import Hello
 from ..metadata.wire.node_info import Capacity, Role
 from ..metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from .config import EngineConfig
-from .engine import Engine, default_node_id
+from .engine import Engine, default_node_id, use_threads
 from .model_card import read_tokenizer
 from .progress import ProgressBar
 from .tuning import tune, use_file
@@ -39,6 +39,7 @@ class Node(Member, Protocol):
 def load_engine(config: EngineConfig) -> Engine:
     """Load the model and run it once. Raises ModelError and ConfigError."""
     started = time.monotonic()
+    use_threads(config)
     with ProgressBar("loading weights", "MiB", 1 << 20) as progress:
         engine = Engine(config, progress)
     logger.info("speculation: %s", engine.speculation.describe(engine.model_dir))

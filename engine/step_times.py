@@ -6,20 +6,20 @@ import bisect
 import math
 from collections.abc import Callable, Collection, Mapping
 
-_ENOUGH_S = 0.5  # of measuring, where it is slow
+_ENOUGH_S = 0.5  # of measuring on a slow machine
 _NUM_RUNS = 4
-_COMMON_RATE, _OWN_RATE = 0.05, 0.05  # shares of an error that move everybody's correction, and one kind's own
+_COMMON_RATE, _OWN_RATE = 0.05, 0.05  # shares of an error that move the common correction, and that of one kind
 _TRUST = 2.0  # how many measurements the table counts for: the first ones correct more
-_SPREAD, _ENOUGH = 0.1, 20  # of a measurement; 20 are worth no less than more, since old ones are forgotten
+_SPREAD, _ENOUGH = 0.1, 20  # of a measurement; more than 20 say no more, because old ones are forgotten
 _MAX_ERROR = 0.5  # of a logarithm; more is a pause of the machine or a kernel that compiles, and says little
 _NUM_FIRST = 3  # rounds without drafts, of which the one in the middle is believed
 _CATCH_UP_CALL = 0.3  # of a round without drafts: a guess, since nothing is measured at the start
 _MAX_CATCH_UP_ERROR = 1.5
-_FORGOTTEN = 0.999  # what is kept a round of what speaks against drafts, while nothing is drafted
+_FORGOTTEN = 0.999  # factor per round without drafts on a correction that speaks against drafts
 
 
 class _Correction:
-    """A logarithm, and how often it was measured."""
+    """A logarithm of a factor, and the number of its measurements."""
 
     __slots__ = ("_firsts", "count", "log")
 
@@ -28,7 +28,7 @@ class _Correction:
         self._firsts: list[float] = []
 
     def begin(self, log: float) -> None:
-        """One of the first measurements, which know better than what was there before."""
+        """Take one of the first measurements. Their median replaces the first guess."""
         self._firsts.append(log)
         self.log = sorted(self._firsts)[len(self._firsts) // 2]
         self.count += 1
@@ -39,11 +39,11 @@ class _Correction:
 
 
 class StepTimes:
-    """A table of seconds by (batch size, steps), linear between what was measured.
+    """A table of seconds by (batch size, steps), linear between the measured points.
 
-    The table is of short sequences on an idle machine. What rounds really take corrects it: by a factor for all, as the
-    machine and the contexts are, and by one for each number of steps, of batches of about that size. Catching up on
-    rows that the drafter has not seen has a time of its own: so much a call and so much a row."""
+    The table is of short sequences on an idle machine. The times of real rounds correct it: by one factor for all, for
+    the machine and the lengths of contexts, and by one factor for each number of steps and magnitude of batch size.
+    Catching up on rows that the drafter has not seen has a time per call and a time per row."""
 
     def __init__(self, seconds: Mapping[tuple[int, int], float]) -> None:
         """`seconds` holds, for each of some batch sizes, the same numbers of steps, 0 among them."""
@@ -60,14 +60,16 @@ class StepTimes:
 
     @property
     def is_begun(self) -> bool:
-        """Whether rounds without drafts have been seen, as the node runs them: the table leaves out its work beside."""
+        """Whether enough rounds without drafts were observed. The table alone leaves out the node's other work."""
         return self._num_plain >= _NUM_FIRST
 
     @classmethod
     def measure(cls, run: Callable[[int, int], float], max_size: int, steps: Collection[int]) -> StepTimes:
-        """`run(batch size, steps)` runs a round and returns its seconds. A few sizes, the first two of `steps` and the
-        last, by turns, so that a busy machine is one for all of them; the first turn is not counted. Sizes beyond two
-        are left out once half a second has gone."""
+        """Measure a table. `run(batch size, steps)` runs a round and returns its seconds.
+
+        A few sizes are measured, each with the first two and the last of `steps` by turns, so that other work on the
+        machine disturbs all of them alike. The first turn does not count. Sizes beyond two are left out after half a
+        second."""
         sizes = sorted({1, *(size for size in (4, 16) if size < max_size), max_size})
         steps = sorted({*sorted(steps)[:2], max(steps)})
         seconds: dict[tuple[int, int], float] = {}
@@ -88,9 +90,12 @@ class StepTimes:
         return math.exp(self._log_common + log) * self._table(size, num_steps)
 
     def _first_log(self, size: int, num_steps: int) -> float:
-        """What corrects rounds of a kind that has not been seen. Where no drafts have been seen, and rounds without are
-        slower than the table, that may be the node's work beside them, which drafts would not make more: so much is
-        added, not multiplied. It errs in favour of drafts, whose rounds then tell."""
+        """Return the correction (a logarithm) of a kind of round that was not observed yet: that of the last round with
+        or without drafts.
+
+        If no round with drafts was observed, the excess of rounds without drafts over the table counts as other work of
+        the node. It is added to the table's time, not multiplied, because drafts would not add to that work. This errs
+        in favour of drafts, and their rounds then show their real time."""
         last = self._last[num_steps > 0]
         if num_steps == 0 or last.count:
             return last.log
@@ -113,12 +118,14 @@ class StepTimes:
         return 0 if own is None else own.count
 
     def doubt(self, size: int) -> float:
-        """By how much the ratio of rounds with and without drafts may be wrong: little once many have been seen."""
+        """Return the relative error that the ratio of rounds with and without drafts may have. It falls with the number
+        of observed rounds."""
         counts = (self.num_seen(size, 0), self._last[True].count)
         return sum(_SPREAD / math.sqrt(1 + min(_ENOUGH, count)) for count in counts)
 
     def observe(self, size: int, num_steps: int, seconds: float, num_caught_up: int = 0) -> float:
-        """A round took so long, with catching up on that many rows. Returns the seconds that are believed."""
+        """Correct the table by the `seconds` of a round, catching up on `num_caught_up` rows included. Return the
+        seconds without the part that looks like a disturbance."""
         expected_s, catch_up_s = self.seconds(size, num_steps), self.catch_up_seconds(num_caught_up)
         if num_caught_up:
             error = _bounded(math.log(max(seconds - expected_s, 1e-6) / catch_up_s), _MAX_CATCH_UP_ERROR)
@@ -142,7 +149,7 @@ class StepTimes:
         return expected_s * math.exp(error)
 
     def _table(self, size: int, num_steps: int) -> float:
-        """Kept, since every round asks."""
+        """Return the table's seconds, kept because every round asks."""
         known = self._known.get((size, num_steps))
         if known is None:
 
@@ -154,8 +161,8 @@ class StepTimes:
 
 
 def _undisturbed(seconds: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], float]:
-    """No round takes longer than one of no fewer sequences and steps; where one seems to, something else ran then, as
-    another node that starts on the same device."""
+    """Return the table with no time above that of a round of as many or more sequences and steps. Such a time was
+    disturbed, for example by another node that starts on the same device."""
     return {
         (size, steps): min(took for (other, more), took in seconds.items() if other >= size and more >= steps)
         for size, steps in seconds
@@ -167,7 +174,7 @@ def _bounded(error: float, bound: float) -> float:
 
 
 def _between(known: list[int], x: int, value: Callable[[int], float]) -> float:
-    """Linear interpolation between two of `known`, the outer two beyond them."""
+    """Interpolate linearly between two of `known` (rising), and extrapolate beyond them."""
     if len(known) == 1:
         return value(known[0])
     high = min(max(1, bisect.bisect_left(known, x)), len(known) - 1)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..metadata.errors import ModelError
 from .checkpoint import Checkpoint, TensorSpec, safetensors_files, tensor_digests
 from .model_config import ModelConfig
-from .products.base import Shard, Split, WeightSource
+from .products.base import Split, WeightShard, WeightSource
 from .products.linear import Linear
 from .products.registry import choose, stored_tensors
 from .progress import Progress
@@ -163,7 +163,7 @@ class _StoredWeight(WeightSource):
         in_size: int,
         *,
         has_bias: bool,
-        shard: Shard | None = None,
+        shard: WeightShard | None = None,
     ) -> None:
         """`projections` and `in_size` have the sizes in the checkpoint."""
         self.out_sizes, self.in_size = tuple(projections.values()), in_size

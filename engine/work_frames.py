@@ -35,7 +35,7 @@ class _State(msgspec.Struct, array_like=True):
 
 def _encode_state(value: Any) -> _State:
     if not isinstance(value, SamplingState):
-        raise NotImplementedError(f"work holds a {type(value).__name__}, which has no form in bytes")
+        raise TypeError(f"work holds a {type(value).__name__}, which has no form in bytes")
     return _State(*(getattr(value, name) for name in _State.__struct_fields__))
 
 

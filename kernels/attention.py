@@ -197,7 +197,7 @@ def _attend(
     k, v = gathered[:, :, :, : group.kv_len].unbind(0)  # each [num_seqs, num_kv_heads, kv_len, head_dim]
     mask = None if group.is_causal else group.masks[window]
     out = decode_attention(q, k, v, mask) if query_len == 1 else _attend_several(q, k, v, mask, group, num_kv_heads)
-    if (mask is not None or group.is_causal) and out.is_cpu and out.sum().isnan():
+    if (mask is not None or group.is_causal) and out.sum().isnan():
         return _attend_selecting(q, k, v, mask, group)
     return out
 

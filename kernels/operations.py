@@ -78,7 +78,7 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "perturbed_argmax": (_triton("triton_sample", _FLOATS),),
         "perturbed_topk": (_triton("triton_sample", _FLOATS, "serves_topk"),),
         "gumbel_noise": (_numba("numba_noise", frozenset({torch.int64})),),
-        "add_gumbel_noise_": (_numba("numba_noise"),),
+        "add_gumbel_noise_": (_triton("triton_noise", _FLOAT32), _numba("numba_noise")),
         # advance.py, rows.py, trees.py
         "advance_": (_triton("triton_advance"),),
         "gather_rows": (_triton("triton_rows"),),

@@ -52,7 +52,8 @@ def store_checksums_ref(
     with the bits of uint64, on the device or in pinned memory, is contiguous, or a range of the blocks of each layer.
     """
     with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-        sums.copy_(page_checksums_ref(pool, pages, block_words), non_blocking=True)
+        # torch copies to a strided place by way of a buffer, which must be full by then
+        sums.copy_(page_checksums_ref(pool, pages, block_words), non_blocking=sums.is_contiguous())
 
 
 page_checksums = Operation("page_checksums", store_checksums_ref)

@@ -118,8 +118,8 @@ class DecodeTiles(NamedTuple):
 
     @classmethod
     def choose(cls, q: torch.Tensor, kv_layer: torch.Tensor, num_seqs: int) -> DecodeTiles:
-        """From shapes and the device alone. As many splits as run at once, and no more: one program too many would
-        make all wait for it (measured on an H200 over 1 to 256 sequences of 1,090 and 8,200 keys)."""
+        """Choose by shapes and the device alone. There are as many splits as run at once: one program more would make
+        all others wait for it (measured on an H200 over 1 to 256 sequences of 1,090 and 8,200 keys)."""
         num_kv_heads = kv_layer.shape[2]
         num_rows = q.shape[0] // num_seqs * (q.shape[1] // num_kv_heads)
         block_m, block_n = min(64, max(16, triton.next_power_of_2(num_rows))), tile_keys(kv_layer)
@@ -214,7 +214,7 @@ def softmax_scale(head_dim: int) -> float:
 
 
 def tile_keys(kv_layer: torch.Tensor) -> int:
-    """At most 64, the bits of a word."""
+    """Return the number of keys in a tile: at most 64, the bits of a word."""
     num_bytes = _TILE_BYTES // 2 if kv_layer.dtype == torch.float32 else _TILE_BYTES
     return min(64, max(16, num_bytes // (padded(kv_layer.shape[4]) * kv_layer.itemsize)))
 
@@ -247,7 +247,8 @@ def load_pages(table_ptr, first, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.const
 
 @triton.jit
 def tile_rows(first, kv_head, query_len, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """By row of a tile that begins with row `first`: its token in the sequence, its head, and whether there is one."""
+    """Return, for each row of a tile that begins with row `first`, its token in the sequence, its query head, and
+    whether there is such a row: each [BLOCK_M]."""
     rows = first + tl.arange(0, BLOCK_M)
     is_row = rows < query_len * GROUP
     return tl.minimum(rows // GROUP, query_len - 1), kv_head * GROUP + rows % GROUP, is_row

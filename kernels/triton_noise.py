@@ -42,8 +42,8 @@ _S1, _S2 = tl.constexpr(_SALT_1), tl.constexpr(_SALT_2)
 _W1, _W2 = tl.constexpr(_WEIGHT_1), tl.constexpr(_WEIGHT_2)
 
 
-def perturb_(scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Add noise as `add_gumbel_noise_ref_` does, in place; `scores` [num_rows, vocab_size] float32."""
+def add_gumbel_noise_(scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Add noise to `scores` [num_rows, vocab_size] float32, as `add_gumbel_noise_ref_`."""
     assert scores.ndim == 2 and scores.dtype is torch.float32 and scores.is_contiguous(), (scores.shape, scores.dtype)
     num_rows, vocab_size = scores.shape
     check_columns(num_rows, seeds, positions)

@@ -194,9 +194,13 @@ class TokenStreams:
 def _check(node: Node, message: Tokens, ids: list[int], firsts: list[int], counts: list[int]) -> None:
     """Raise ProtocolError if the columns of a Tokens message do not fit together."""
     if min(firsts, default=0) < 0 or min(counts, default=0) < 0 or sum(counts) != len(ids):
-        raise ProtocolError("Tokens: columns do not fit together", node=node.node_id)
+        lens = f"first indices {firsts[:4]}, counts {counts[:4]} and {len(ids)} ids"
+        raise ProtocolError(f"Tokens: {lens} do not fit together", node=node.node_id)
     if any(row >= len(counts) or len(column) != counts[row] for row, column in message.logprobs.items()):
-        raise ProtocolError("Tokens: log-probabilities do not fit the tokens", node=node.node_id)
+        rows = {row: len(column) for row, column in message.logprobs.items()}
+        raise ProtocolError(
+            f"Tokens: log-probabilities by row {rows} do not fit counts {counts[:4]}", node=node.node_id
+        )
     if ids and min(ids) < 0:
         raise ProtocolError(f"Tokens with id {min(ids)}; an id is 0 or more", node=node.node_id)
 

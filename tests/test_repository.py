@@ -65,9 +65,6 @@ UNTESTED = [
     (_TRAINS, "deploy/demo/training", "corpus evaluate model muon vocabulary"),
     (_TRAINS, "deploy/demo/training", "drafters_files drafters_layers drafters_models"),
     (_TRAINS, "deploy/demo/training", "drafters_reference drafters_training"),
-    (_NEXT, "engine", "batch capture checkpoint config copies cuda_memory cuda_pool draft_shape"),
-    (_NEXT, "engine", "engine work"),
-    (_NEXT, "engine", "model_card slots step_times"),
     (_NEXT, "engine/drafters", "frozen_kv mtp_layers shifted standalone"),
     (_NEXT, "engine/models", "frozen_kv hyper_eagle mtp"),
 ]
@@ -81,7 +78,6 @@ TESTS_OF_SEVERAL = [
     (_PAIR, "decode_node", "triton_nodes"),
     (_LINK, "metadata/handoff", "gpu late_messages lost_messages ticket_races versions"),
     (_EVERY_ROUTE, "router/http", "fuzz_http"),
-    (_NEXT, "engine", "adaptive_simulation round_acceptance round_distribution"),
     (_NEXT, "engine/drafters", "shape"),
 ]
 

@@ -3,10 +3,10 @@ of its own (models/hyper_eagle.py). shifted.py drafts with it."""
 
 from __future__ import annotations
 
-from ..models.head_file import HeadFile, check_state_width, read_head, without_model
+from ..models.head_file import check_state_width, read_head, without_model
 from ..models.heads import load_eagle
-from .family import Family, Loading, Speculation, Wanted
-from .shifted import ShiftedDrafter
+from .family import Family, Speculation, Wanted
+from .shifted import shifted_speculation
 
 
 def _recognises(names: frozenset[str]) -> bool:
@@ -20,23 +20,8 @@ def _recognises(names: frozenset[str]) -> bool:
 def _read(wanted: Wanted) -> Speculation:
     head = read_head(wanted.draft_dir, wanted.target)
     check_state_width(head, wanted.target)
-    return Speculation(
-        algorithm=wanted.algorithm,
-        shape=wanted.shape,
-        hidden=wanted.layout(head.config, extend="handoff", recurrent="draft"),
-        make=lambda loading: _load(head, loading),
-        draft_dir=head.directory,
-        draft=head.config,
-        settings=head.settings,
-        has_pool=True,
-        key_lookahead=1,
-        num_proposing=1,
-    )
-
-
-def _load(head: HeadFile, loading: Loading) -> ShiftedDrafter:
-    model = load_eagle(head, loading.ends)
-    return ShiftedDrafter(model, loading.kv, loading.hidden, loading.shape)
+    hidden = wanted.layout(head.config, extend="handoff", recurrent="draft")
+    return shifted_speculation(wanted, head, hidden, load_eagle)
 
 
 FAMILY = Family(name="eagle", read=_read, drafts_trees=True, recognises=_recognises)

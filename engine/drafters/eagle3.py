@@ -6,8 +6,8 @@ from ...metadata.errors import ConfigError
 from ..model_config import ModelConfig
 from ..models.head_file import HeadFile, read_head, without_model
 from ..models.heads import load_eagle3
-from .family import Family, Loading, Speculation, Wanted
-from .shifted import ShiftedDrafter
+from .family import Family, Speculation, Wanted
+from .shifted import shifted_speculation
 
 
 def aux_layers(head: HeadFile, target: ModelConfig) -> tuple[int, ...]:
@@ -36,24 +36,8 @@ def _recognises(names: frozenset[str]) -> bool:
 def _read(wanted: Wanted) -> Speculation:
     head = read_head(wanted.draft_dir, wanted.target)
     layers = aux_layers(head, wanted.target)
-    return Speculation(
-        algorithm=wanted.algorithm,
-        shape=wanted.shape,
-        hidden=wanted.layout(head.config, extend="aux", recurrent="draft", num_aux=len(layers)),
-        make=lambda loading: _load(head, loading),
-        draft_dir=head.directory,
-        draft=head.config,
-        settings=head.settings,
-        has_pool=True,
-        key_lookahead=1,
-        num_proposing=1,
-        aux_layers=layers,
-    )
-
-
-def _load(head: HeadFile, loading: Loading) -> ShiftedDrafter:
-    model = load_eagle3(head, loading.ends)
-    return ShiftedDrafter(model, loading.kv, loading.hidden, loading.shape)
+    hidden = wanted.layout(head.config, extend="aux", recurrent="draft", num_aux=len(layers))
+    return shifted_speculation(wanted, head, hidden, load_eagle3, layers)
 
 
 FAMILY = Family(name="eagle3", read=_read, drafts_trees=True, recognises=_recognises)

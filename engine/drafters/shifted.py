@@ -12,7 +12,7 @@ step j + 1 are at position L + j, in slots L + topk * j .. ; `observe` overwrite
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,11 +24,14 @@ from ...metadata.handoff.hidden_layout import HiddenLayout
 from ..batch import ForwardBatch
 from ..constants import counted
 from ..draft_shape import DraftShape
+from ..models.head_file import HeadFile
 from ..models.heads import DraftHead
+from ..models.target_ends import TargetEnds
 from ..sampling_batch import SamplingBatch
 from ..trees import Drafts, grow_tree, sample_ahead, top_of
 from ..work import BatchRow
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
+from .family import Loading, Speculation, Wanted
 
 
 class ShiftedDrafter:
@@ -150,3 +153,30 @@ class ShiftedDrafter:
         recurrent = self._head.forward(batch, self._kv, hidden, is_extend=is_extend)
         self.hidden.check("recurrent", recurrent)
         return recurrent
+
+
+def shifted_speculation(
+    wanted: Wanted,
+    head: HeadFile,
+    hidden: HiddenLayout,
+    load: Callable[[HeadFile, TargetEnds], DraftHead],
+    aux_layers: tuple[int, ...] = (),
+) -> Speculation:
+    """Return the joint configuration with a head that proposes one token, which `load` reads."""
+
+    def make(loading: Loading) -> ShiftedDrafter:
+        return ShiftedDrafter(load(head, loading.ends), loading.kv, loading.hidden, loading.shape)
+
+    return Speculation(
+        algorithm=wanted.algorithm,
+        shape=wanted.shape,
+        hidden=hidden,
+        make=make,
+        draft_dir=head.directory,
+        draft=head.config,
+        settings=head.settings,
+        has_pool=True,
+        key_lookahead=1,
+        num_proposing=1,
+        aux_layers=aux_layers,
+    )

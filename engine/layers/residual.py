@@ -13,11 +13,11 @@ from ..products.linear import Linear
 
 @dataclass(slots=True, eq=False)
 class Residual:
-    """Owns the stream, and what the last sublayer brought until it is added.
+    """Owns the stream, and the output of the last sublayer until it is added to the stream.
 
-    With one row on CUDA, the products add their results themselves, and the product of gate and up norms its input.
-    (That of q, k and v has too few rows of weights per program to gain by it.) Otherwise the norm that reads the stream
-    next adds what the last sublayer brought."""
+    With one row on CUDA, the kernel of a product adds its result to the stream itself, and the kernel of gate and up
+    also norms its input. (The product of q, k and v has too few rows of weights per program to gain by that.) Otherwise
+    the next norm that reads the stream also adds the output of the last sublayer."""
 
     hidden: Tensor  # [num_tokens, hidden_size], added to in place
     eps: float

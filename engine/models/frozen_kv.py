@@ -108,13 +108,13 @@ class FrozenKvHead:
 
     def _attention(self, batch: ForwardBatch, kv: torch.Tensor) -> Callable[[torch.Tensor, int], torch.Tensor]:
         """Return the function that attends queries [num_tokens, num_heads, head_dim] to a layer of the target."""
-        if reads_pages(kv.device, kv.dtype):
-            return lambda q, layer: attend_stored(q, kv, layer, batch.block_table, batch.seq_lens)
         if captures(kv.device):
             from ...kernels.triton_attention import decode_attention
 
             on_gpu = triton_plan(batch, is_stored=True)
             return lambda q, layer: decode_attention(q, kv[layer], on_gpu)
+        if reads_pages(kv.device, kv.dtype):
+            return lambda q, layer: attend_stored(q, kv, layer, batch.block_table, batch.seq_lens)
         plan = batch.attention_plan(self._file.config.num_kv_heads, (None,), self._target.dtype)
         return lambda q, layer: paged_attention(q, kv[layer], plan, None)
 

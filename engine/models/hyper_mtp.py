@@ -9,7 +9,7 @@ source: docs/drafter_checkpoints.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -22,6 +22,7 @@ from ..products.linear import Linear
 from ..rope import RotaryEmbedding
 from .head_file import HeadFile
 from .hyper_llama import read_hyper_layer
+from .mtp import load_layers
 from .target_ends import TargetEnds
 from .tensors import HeadTensors
 
@@ -53,7 +54,7 @@ class HyperMtpHead:
         return self.layer(streams, context).flatten(1)
 
     def logits(self, recurrent: torch.Tensor) -> torch.Tensor:
-        """By the layer's own norm and the target's lm_head."""
+        """Return the target's lm_head of the summed streams, normed by the layer's own norm."""
         collapsed = self._streams(recurrent).sum(1)
         return self.target.logits(add_rms_norm_(collapsed, None, self.final_norm, self.config.rms_norm_eps))
 
@@ -62,16 +63,8 @@ class HyperMtpHead:
 
 
 def load_hyper_mtp(file: HeadFile, prefixes: tuple[str, ...], target: TargetEnds) -> tuple[HyperMtpHead, ...]:
-    """Read the layers' tensors, in the dtype and on the device of `target`. `prefixes` are those of their names,
-    first layer first. Raises ModelError for missing ones and for those in the layers that the layout does not know;
-    copies of the target's embedding and head are ignored."""
-    source = HeadTensors(file.directory, target.dtype, target.device)
-    config = replace(file.config, num_layers=1, sliding_window=(None,))
-    rotary = RotaryEmbedding(config.rope, config.head_dim, target.device)
-    layers = tuple(_load_layer(source, prefix, config, rotary, target) for prefix in prefixes)
-    for prefix in prefixes:
-        source.refuse_unknown(f"{prefix}.emb.tok_emb.weight", f"{prefix}.head.weight", within=f"{prefix}.")
-    return layers
+    """Read the layers as `load_layers` (mtp.py) does."""
+    return load_layers(file, prefixes, target, _load_layer, "emb.tok_emb.weight", "head.weight")
 
 
 def _load_layer(

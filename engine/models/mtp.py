@@ -6,7 +6,9 @@ embedding of token i + 1 + m. Apart from that, a layer is a head as heads.py des
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -22,6 +24,8 @@ from .heads import run_body
 from .llama import read_layer
 from .target_ends import TargetEnds
 from .tensors import HeadTensors
+
+Layer = TypeVar("Layer")
 
 _DEEPSEEK_NAMES = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 _MIMO_NAMES = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
@@ -75,16 +79,26 @@ def takes_chained_states(file: HeadFile) -> bool:
 
 
 def load_mtp(file: HeadFile, prefixes: tuple[str, ...], target: TargetEnds) -> tuple[MtpHead, ...]:
-    """Read the layers' tensors, in the dtype and on the device of `target`. `prefixes` are those of their names,
-    first layer first. Raises ModelError for missing ones and for those in the layers that the layout does not know;
-    copies of the target's embedding and head are ignored."""
+    """Read the layers as `load_layers` does."""
+    return load_layers(file, prefixes, target, _load_layer, "embed_tokens.weight", "shared_head.head.weight")
+
+
+LoadLayer = Callable[[HeadTensors, str, ModelConfig, RotaryEmbedding, TargetEnds], Layer]
+
+
+def load_layers(
+    file: HeadFile, prefixes: tuple[str, ...], target: TargetEnds, load_layer: LoadLayer[Layer], *copies: str
+) -> tuple[Layer, ...]:
+    """Read the layers' tensors, in the dtype and on the device of `target`. `prefixes` are those of their names, first
+    layer first. Raises ModelError for tensors that are missing, and for tensors in the layers that the layout does not
+    know. Other tensors are ignored, because the file may hold the whole target, and so are the layers' `copies` of the
+    target's embedding and head."""
     source = HeadTensors(file.directory, target.dtype, target.device)
     config = replace(file.config, num_layers=1, sliding_window=(None,))
     rotary = RotaryEmbedding(config.rope, config.head_dim, target.device)
-    layers = tuple(_load_layer(source, prefix, config, rotary, target) for prefix in prefixes)
-    for prefix in prefixes:  # the file may hold the target's own tensors too
-        copies = (f"{prefix}.embed_tokens.weight", f"{prefix}.shared_head.head.weight")
-        source.refuse_unknown(*copies, within=f"{prefix}.")
+    layers = tuple(load_layer(source, prefix, config, rotary, target) for prefix in prefixes)
+    for prefix in prefixes:
+        source.refuse_unknown(*(f"{prefix}.{name}" for name in copies), within=f"{prefix}.")
     return layers
 
 

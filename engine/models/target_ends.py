@@ -1,7 +1,7 @@
-"""The two ends of the target that draft heads share: its embedding and its output matrix.
+"""The target's embedding and output matrix, as draft heads use them.
 
-A head computes in a dtype of its own choice. If that is not the target's, the ends cast: what `embed` returns and what
-`logits` takes has the draft's dtype, and the target's weights are not copied.
+A head may compute in another dtype than the target. `CastEnds` then converts: embeddings to the head's dtype, and the
+head's states to the target's dtype before the output matrix. The target's weights are never copied.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ HEADS_OUT, HEADS_IN = Split("heads", 0), Split("heads", 1)
 INNER_OUT, INNER_IN = Split("inner", 0), Split("inner", 1)
 
 
-class Shard(NamedTuple):
+class WeightShard(NamedTuple):
     """One rank's share of a weight [out_size, in_size]."""
 
     rank: int
@@ -80,7 +80,7 @@ class WeightSource(ABC):
 
 
 class Product(ABC):
-    """A product of one format. This class holds what is true of a format whose kernels fuse nothing."""
+    """A product of one format. The methods that are not abstract serve a format whose kernels fuse nothing."""
 
     __slots__ = ()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -63,13 +64,7 @@ class PullLink:
         self._end = PullEnd(tuple(end.memory), self.send, end.device, inbox)
         self._clock, self._allow_list, self._answer_s = end.clock, end.allow_list, answer_s
         self._welcomed: LinkWelcome | None = None  # the last one
-        self.socket = end.context.socket(zmq.DEALER)
-        try:
-            self.server_key = connect_data_socket(self.socket, peer, end.keys, max_frame=self._max_frame())
-        except (zmq.ZMQError, ConfigError) as error:
-            self.socket.close(linger=0)
-            raise TransferError(f"cannot open a link to {peer.data_address!r}: {error}", node=peer.node_id) from error
-        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(sum(_LOSSES))
+        self.socket, self.monitor, self.server_key = self._open(peer, end)
         self.send(self._hello)
 
     @property
@@ -194,6 +189,18 @@ class PullLink:
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close(linger=0)
+
+    def _open(self, peer: Peer, end: Endpoint) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes], bytes]:
+        """Return the connected socket, its monitor, and the server's public key. Raises TransferError."""
+        opened = ExitStack()
+        try:
+            socket = end.context.socket(zmq.DEALER)
+            opened.callback(socket.close, linger=0)
+            server_key = connect_data_socket(socket, peer, end.keys, max_frame=self._max_frame())
+            return socket, socket.get_monitor_socket(sum(_LOSSES)), server_key
+        except (zmq.ZMQError, ConfigError) as error:  # a ZMQError also if no file descriptor is left
+            opened.close()
+            raise TransferError(f"cannot open a link to {peer.data_address!r}: {error}", node=peer.node_id) from error
 
     def _max_frame(self) -> int:
         """Return the largest frame of the link, bytes: at least one page."""

@@ -224,12 +224,17 @@ class HandoffServer:
         indices, size = unpack_column(pull.indices), page_bytes(self.end.schema)
         num_bytes = len(indices) * size
         if not indices or len(set(indices)) < len(indices) or num_bytes > max(PULL_BYTES, size):
-            raise ProtocolError(f"pull of {len(indices)} pages of {pull.unit}", rid=pull.unit.rid)
+            asked, most = f"{len(indices)} pages, {len(set(indices))} of them different", max(1, PULL_BYTES // size)
+            raise ProtocolError(f"pull of {asked}; ask for 1 to {most} different pages", rid=pull.unit.rid)
         if self._peers.by_link[holder].num_unsent >= MAX_UNSENT:
-            raise ProtocolError(f"pull of {pull.unit}, but {MAX_UNSENT} earlier answers are unsent", rid=pull.unit.rid)
+            raise ProtocolError(
+                f"pull while {MAX_UNSENT} earlier answers wait to be sent; receive them first", rid=pull.unit.rid
+            )
         wrong = [index for index in indices if index not in ticket.pages or index < ticket.num_cached_pages]
         if wrong:
-            raise ProtocolError(f"pull of {pull.unit} names pages {wrong[:4]} that were not offered", rid=pull.unit.rid)
+            raise ProtocolError(
+                f"pull names pages {wrong[:4]}, which were not offered; ask for offered pages only", rid=pull.unit.rid
+            )
         frame, generations = self._pages.pack([ticket.pages[index] for index in indices])
         self._send(holder, Pages(unit=pull.unit, indices=pull.indices, generations=generations), frame)
         return num_bytes

@@ -1,17 +1,15 @@
 """Norms, gate, sampler and small-batch products in CUDA graphs: Triton kernels against torch and cuBLAS.
 
-    python tests/benchmarks/bench_kernels_dense.py [--parts noise small linear choices chain] [--models 8b 1b]
+    python tests/benchmarks/bench_kernels_dense.py [--parts noise small linear chain] [--models 8b 1b]
                                                    [--rows 1 4 8 16 32 64] [--json FILE]
 
     noise    the bits of the noise on this GPU against those of the reference on the CPU, and draws against torch's
     small    norms, gate, argmax, top-k: microseconds; inputs stay in L2, as they do in a decode step
     linear   every product of a decode step with every candidate configuration: microseconds and TB/s of weights. Calls
              go round copies of the weights of over 400 MB, so that none is in L2
-    choices  the fastest few of each product, and torch's, by turns in a chain of all layers with dependent launches,
-             where a kernel also hides its start and leaves its sums to the next. The last lines are what TABLE and
-             GATED_TABLE of kernels/triton_linear.py should hold: what is stored where nothing is 0.2 % faster
     chain    all norms, products and gates of a decode step (no attention), each layer with weights of its own, with
-             the configurations that `choices` found or the stored ones: torch, Triton, Triton with dependent launch
+             the configurations that a node measured on this GPU before, or defaults: torch, Triton, Triton with
+             dependent launch
 
 A call's time is that of a graph of many calls over their number, the median of 7 replays. Each candidate's result is
 compared with float32 before it is timed. The ceiling is the H200's measured read bandwidth, 4.7 TB/s.
@@ -21,8 +19,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
-import itertools
 import json
 import math
 import os
@@ -37,15 +33,16 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from baton.engine.layers.residual import Residual
 from baton.engine.products.dense import DenseProduct
 from baton.engine.products.linear import Linear
-from baton.kernels import gpu, noise, triton_linear, triton_noise, triton_norm, triton_sample, triton_silu
+from baton.engine.tuning import use_file
+from baton.kernels import gpu, noise, triton_noise, triton_norm, triton_sample, triton_silu
+from baton.kernels.linear_configs import ROW_CLASSES, Config, DoesNotFitError, ProductShape, candidates
 from baton.kernels.norm import rms_norm_ref
 from baton.kernels.silu import silu_mul_ref
-from baton.kernels.triton_linear import FEWEST_PROGRAMS, ROW_CLASSES, Config, gated_linear, linear
+from baton.kernels.triton_linear import gated_linear, linear
 
 PEAK = 4.7  # TB/s
 ROTATED_BYTES = 400e6  # eight times the L2
@@ -211,33 +208,6 @@ def sample_cases(num_rows: int) -> Iterator[Case]:
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def candidates(num_rows: int, shape: tuple[int, int], is_gated: bool) -> Iterator[Config]:
-    """Return the configurations to try. Those that do not fit in shared memory are left out.
-
-    Configurations with too few programs are left out too: a run here sees the device in only one of its states.
-    """
-    (out_size, in_size), whole = shape, triton.next_power_of_2(shape[1])
-    if num_rows == 1:
-        for block_n, block_k, num_warps in itertools.product((1, 2, 4), sorted({1024, 2048, 4096, whole}), (4, 8)):
-            if block_k <= whole and 2048 <= block_n * block_k * (1 + is_gated) <= 128 * num_warps * 32:
-                yield Config("vector", block_n, block_k, num_warps)
-    elif num_rows <= 8:
-        for block_n, num_warps in itertools.product((1, 2, 4), (4, 8, 16)):
-            if whole <= block_n * whole * (1 + is_gated) <= 32 * num_warps * (128 if num_rows <= 4 else 64):
-                yield Config("vector", block_n, whole, num_warps)
-    tiles = [(64, 64, 6), (64, 128, 3), (128, 64, 4), (128, 128, 3)]
-    if num_rows <= 32:
-        tiles += [(16, 256, 5), (16, 512, 4), (32, 128, 5), (32, 256, 3), (32, 256, 4), (64, 128, 5), (64, 256, 3)]
-    else:
-        tiles += [(64, 64, 4), (64, 128, 4), (128, 64, 3), (128, 64, 5), (256, 64, 3)]
-    for (block_n, block_k, num_stages), split_k in itertools.product(tiles, (1, 2, 4, 8)):
-        num_programs = triton.cdiv(out_size // (1 + is_gated), block_n) * split_k
-        if split_k > 1 and (num_programs > 1100 or in_size // split_k < 2 * block_k or is_gated):
-            continue
-        if num_programs >= FEWEST_PROGRAMS:
-            yield Config("dot", block_n, block_k, 8 if block_n >= 128 else 4, num_stages, split_k)
-
-
 def bench_matrix(shape: tuple[int, int], row_counts: list[int], is_gated: bool) -> list[dict[str, Any]]:
     """Return the candidates by number of rows, fastest first. The configuration None is torch."""
     num_bytes = shape[0] * shape[1] * 2
@@ -245,6 +215,7 @@ def bench_matrix(shape: tuple[int, int], row_counts: list[int], is_gated: bool) 
     weights = [random(*shape, scale=shape[1] ** -0.5) for _ in range(num_copies)]
     num_rounds = -(-int(REPLAY_BYTES) // (num_copies * num_bytes))
     product = gated_linear if is_gated else linear
+    num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
     results = []
     for num_rows in row_counts:
         x = random(num_rows, shape[1])
@@ -260,13 +231,16 @@ def bench_matrix(shape: tuple[int, int], row_counts: list[int], is_gated: bool) 
             us = microseconds([lambda weight=weight: call(weight) for weight in weights], num_rounds)
             return {"config": config, "us": us, "tb_s": num_bytes / us / 1e6, "error": error}
 
-        compile_all(list(candidates(num_rows, shape, is_gated)), lambda c, x=x: product(x, weights[0], config=c))
+        configs = candidates(ProductShape.of(num_rows, *shape, is_gated=is_gated), num_sms)
+        compile_all(configs, lambda c, x=x: product(x, weights[0], config=c))
         times = [timed(None, with_torch)]
         bound = 2 * times[0]["error"] + 1e-3  # as exact as cuBLAS, but for luck
-        for config in candidates(num_rows, shape, is_gated):
+        for config in configs:
+            if config is None:
+                continue
             try:
                 times.append(timed(config, lambda weight, config=config, x=x: product(x, weight, config=config)))
-            except OutOfResources:
+            except DoesNotFitError:
                 continue
             if times[-1]["error"] > bound:
                 print(f"WRONG: {shape} {num_rows} rows {times[-1]}")
@@ -279,7 +253,7 @@ def compile_all(configs: Sequence[Config | None], launch: Callable[[Config | Non
     """Compile all candidates in parallel, because compilation takes most of the time."""
 
     def attempt(config: Config | None) -> None:
-        with contextlib.suppress(OutOfResources), torch.inference_mode():
+        with contextlib.suppress(DoesNotFitError), torch.inference_mode():
             launch(config)
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
@@ -306,86 +280,6 @@ def bench_linear(models: list[str], row_counts: list[int]) -> list[dict[str, Any
                 results.append({"name": label, "model": model, "shape": shape, "is_gated": is_gated, "rows": measured})
                 torch.cuda.empty_cache()
     return results
-
-
-# --- which of them, where they stand ----------------------------------------------------------------------------------
-
-
-def bench_choices(measured: list[dict[str, Any]], row_counts: list[int]) -> list[dict[str, Any]]:
-    """Compare the fastest of `measured` (from `bench_linear`) in a chain of layers. Changes the tables."""
-    set_dependent_launch(True)
-    results = []
-    for name in dict.fromkeys(product["model"] for product in measured):
-        products = [each for each in measured if each["model"] == name and not each["name"].endswith("gate_up")]
-        chain = Chain(MODELS[name])
-        for num_rows in sorted(set(row_counts) & set(ROW_CLASSES)):
-            results += [{"model": name, **choice} for choice in chain.choose(products, num_rows)]
-        del chain
-        torch.cuda.empty_cache()
-    set_dependent_launch(False)
-    for name, table in (("TABLE", triton_linear.TABLE), ("GATED_TABLE", triton_linear.GATED_TABLE)):
-        print(f"{name}: Table = {{")
-        for shape, configs in table.items():
-            print(f"    {shape}: ({', '.join(map(literal, configs))}),")
-        print("}")
-    return results
-
-
-class Chain:
-    """A decode step without attention, in which one product after the other tries its candidates."""
-
-    def __init__(self, model: Model) -> None:
-        shapes = [shape for matrix, shape in model.matrices.items() if matrix != "head"]
-        self._layers = [[matrix(shape) for shape in shapes] for _ in range(model.num_layers)]
-        self._head, self._norm = matrix(model.matrices["head"]), random(model.hidden_size)
-        self._weights = {linear.weight.shape: linear.weight for linear in (*self._layers[0], self._head)}
-
-    def choose(self, products: list[dict[str, Any]], num_rows: int) -> list[dict[str, Any]]:
-        hidden = random(num_rows, len(self._norm))
-        before = torch_step(hidden, self._layers, self._head, self._norm)
-        results, index, best = [], ROW_CLASSES.index(num_rows), self._microseconds(hidden)
-        print(f"{num_rows} rows: {best:.1f} us as stored")
-        for product in products:
-            shape, is_gated = product["shape"], product["is_gated"]
-            weight, table = self._weights[shape], triton_linear.GATED_TABLE if is_gated else triton_linear.TABLE
-            table.setdefault(shape, tuple(stored(weight, bound, is_gated) for bound in ROW_CLASSES))
-            times = next(row["times"] for row in product["rows"] if row["rows"] == num_rows)
-            kept = table[shape][index]
-            few = [config for config in fastest(times) if config != kept]
-            x, call = random(num_rows, shape[1]), gated_linear if is_gated else linear
-            compile_all(few, lambda config, call=call, x=x, weight=weight: call(x, weight, config=config))
-            for config in few:
-                table[shape] = (*table[shape][:index], config, *table[shape][index + 1 :])
-                error = self._error(hidden, before)
-                us = self._microseconds(hidden)
-                is_better = us < 0.998 * best and error < 0.05
-                print(f"    {product['name']} {literal(config)}: {us - best:+.1f} us, error {error:.3f}")
-                results.append({"rows": num_rows, "name": product["name"], "config": config, "us": us, "was": best})
-                kept, best = (config, us) if is_better else (kept, best)
-            table[shape] = (*table[shape][:index], kept, *table[shape][index + 1 :])
-        print(f"{num_rows} rows: {self._microseconds(hidden):.1f} us as chosen")
-        return results
-
-    def _microseconds(self, hidden: Tensor) -> float:
-        step = functools.partial(triton_step, hidden, self._layers, self._head, self._norm)
-        return min(microseconds([step]) for _ in range(3))
-
-    def _error(self, hidden: Tensor, expected: Tensor) -> float:
-        actual = triton_step(hidden, self._layers, self._head, self._norm)
-        return ((actual - expected).norm() / expected.norm()).item()
-
-
-def stored(weight: Tensor, num_rows: int, is_gated: bool) -> Config | None:
-    return triton_linear.choose(random(num_rows, weight.shape[1]), weight, is_gated=is_gated)
-
-
-def fastest(times: list[dict[str, Any]]) -> list[Config | None]:
-    """Return the four fastest kernels, and torch."""
-    return [*[each["config"] for each in times if each["config"] is not None][:4], None]
-
-
-def literal(config: Config | None) -> str:
-    return "None" if config is None else f'Config("{config.kind}", {", ".join(map(str, config[1:]))})'
 
 
 # --- a decode step without attention ----------------------------------------------------------------------------------
@@ -451,7 +345,7 @@ def triton_step(hidden: Tensor, layers: list[list[Linear]], head: Linear, norm: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ["noise", "small", "linear", "choices", "chain"]
+    parts = ["noise", "small", "linear", "chain"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROW_CLASSES))
@@ -459,13 +353,13 @@ def main() -> None:
     args = parser.parse_args()
     assert torch.cuda.is_available(), "these kernels are measured on a GPU"
     set_dependent_launch(False)
+    use_file(torch.device("cuda"))
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     report["triton"] = triton.__version__
     runs = {
         "noise": bench_noise,
         "small": bench_small,
         "linear": lambda: bench_linear(args.models, args.rows),
-        "choices": lambda: bench_choices(report.get("linear", []), args.rows),
         "chain": lambda: bench_chain(args.models, args.rows),
     }
     with torch.inference_mode():

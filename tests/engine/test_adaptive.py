@@ -1,23 +1,24 @@
-"""How much a round drafts: the choice that brings most tokens a second, and what is not known is not asked for free."""
+"""The choice of draft steps: it finds the fastest, and pays a bounded price for what it does not know yet.
+
+The last part simulates nodes. Its limits: a node may lose `_LOAN` rounds, 6, in its life and 0.5 % of the time. So it
+loses less than 2 % of its first 1,024 tokens, and up to 7 % of the first 128. Noise of 15 % per round and a wrong table
+add to that until the node has seen some rounds of each kind. Adaptive drafting must reach nine tenths of the best fixed
+K if that is 1.5 times as fast as no drafting and the table is right. The rest goes to rounds without drafts that
+measure, and to one sequence's bad luck, which stops its drafting for a while.
+"""
 
 from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
+from adaptive_world import Machine, World
 
 from baton.engine.adaptive import _LOAN, _SHARE, StepChooser, _Rate
 from baton.engine.draft_shape import DraftShape
 from baton.engine.step_times import StepTimes
-
-SIZES, STEPS = (1, 4, 16), (0, 1, 5)
-
-
-def linear_times(plain: float, per_step: float, per_row: float) -> StepTimes:
-    """Seconds of plain + steps * per_step + rows * per_row."""
-    return StepTimes({(size, k): plain + k * per_step + size * (k + 1) * per_row for size in SIZES for k in STEPS})
-
 
 CHEAP = (1.0, 0.15, 0.001)  # a machine that waits for weights
 DEAR = (1.0, 0.1, 1.0)  # one that computes every row
@@ -42,7 +43,7 @@ def run(
 
 
 def make(times: tuple[float, float, float]) -> tuple[StepChooser, StepTimes]:
-    return StepChooser(DraftShape(5), linear_times(*times), 16), linear_times(*times)
+    return StepChooser(DraftShape(5), Machine(*times).table(), 16), Machine(*times).table()
 
 
 def test_it_keeps_to_a_choice_that_is_about_as_good() -> None:
@@ -97,8 +98,8 @@ def test_it_tries_again_once_drafts_are_better() -> None:
 
 
 def test_a_table_that_is_wrong_about_many_steps_is_found_out() -> None:
-    real = linear_times(*CHEAP)
-    table = {(size, k): real.seconds(size, k) * (1.8 if k == 5 else 1.0) for size in SIZES for k in STEPS}
+    real = Machine(*CHEAP).table()
+    table = {(size, k): real.seconds(size, k) * (1.8 if k == 5 else 1.0) for size in (1, 4, 16) for k in (0, 1, 5)}
     chosen, _ = run(StepChooser(DraftShape(5), StepTimes(table), 16), real, 0.9, 4, 600)
     assert chosen[:50].count(5) < 10 and chosen[-100:].count(5) > 80, chosen
 
@@ -125,75 +126,10 @@ def test_not_more_than_anybody_can_use() -> None:
 
 def test_a_tree_is_drafted_whole_or_not_at_all() -> None:
     shape = DraftShape(5, 2, 12)
-    chooser = StepChooser(shape, linear_times(*CHEAP), 16)
-    chosen, _ = run(chooser, linear_times(*CHEAP), 0.8, 2, 50)
+    chooser = StepChooser(shape, Machine(*CHEAP).table(), 16)
+    chosen, _ = run(chooser, Machine(*CHEAP).table(), 0.8, 2, 50)
     assert set(chosen) <= {0, 5} and 5 in chosen
     assert chooser.choose([0], [3]) in (0, 5)
-
-
-def test_times_between_and_beyond_the_measured_ones() -> None:
-    times = linear_times(1.0, 0.2, 0.01)
-    for size in (1, 2, 4, 10, 16, 40):
-        for steps in range(6):
-            assert times.seconds(size, steps) == pytest.approx(1.0 + 0.2 * steps + 0.01 * size * (steps + 1))
-
-
-def test_times_follow_what_rounds_take() -> None:
-    times = linear_times(1.0, 0.2, 0.0)
-    for _ in range(50):
-        times.observe(4, 0, 1.0)
-    for _ in range(200):
-        times.observe(4, 0, 2.0)  # contexts have grown: all rounds take twice as long
-    assert times.seconds(4, 0) == pytest.approx(2.0, rel=0.01)
-    assert times.seconds(4, 5) > 2.5
-    for _ in range(400):
-        times.observe(4, 0, 2.0)
-        times.observe(4, 5, 8.0)
-    assert times.seconds(4, 5) == pytest.approx(8.0, rel=0.1) and times.seconds(4, 0) == pytest.approx(2.0, rel=0.1)
-
-
-def test_a_pause_says_little() -> None:
-    times = linear_times(1.0, 0.2, 0.0)
-    for seconds in (1.0, 1000.0, 1.2):  # the first ones are believed, but for one of three
-        times.observe(1, 0, seconds)
-    assert times.is_begun and times.seconds(1, 0) == pytest.approx(1.2)
-    for _ in range(50):
-        times.observe(1, 0, 1.0)
-    times.observe(1, 0, 1000.0)
-    assert times.seconds(1, 0) < 1.06
-
-
-def test_measuring_runs_each_kind_and_drops_the_first_run() -> None:
-    calls: list[tuple[int, int]] = []
-
-    def run_round(size: int, steps: int) -> float:
-        calls.append((size, steps))
-        return 0.001 * (50 if calls.count((size, steps)) == 1 else 1 + steps)
-
-    times = StepTimes.measure(run_round, 8, range(6))
-    assert set(calls) == {(size, steps) for size in (1, 4, 8) for steps in (0, 1, 5)}
-    assert times.seconds(8, 5) == pytest.approx(0.006) and times.seconds(2, 3) == pytest.approx(0.004)
-    assert StepTimes.measure(lambda size, steps: 1.0 + size + steps, 1, (0, 4)).seconds(1, 4) == pytest.approx(6.0)
-
-
-def test_a_disturbance_of_what_is_measured_is_seen_where_more_takes_less() -> None:
-    times = StepTimes.measure(
-        lambda size, steps: 0.040 if (size, steps) == (4, 1) else 0.001 * size * (1 + steps), 8, range(6)
-    )
-    assert times.seconds(4, 1) == times.seconds(8, 1) == 0.016
-    assert times.seconds(4, 0) == 0.004 and times.seconds(4, 5) == 0.024
-
-
-def test_a_slow_machine_measures_two_sizes() -> None:
-    sizes: set[int] = set()
-
-    def run_round(size: int, steps: int) -> float:
-        sizes.add(size)
-        return 0.1 * size * (1 + steps)
-
-    times = StepTimes.measure(run_round, 16, range(6))
-    assert sizes == {1, 4}
-    assert times.seconds(16, 2) == pytest.approx(4.8)
 
 
 def test_a_slow_start_is_forgotten() -> None:
@@ -218,3 +154,90 @@ def test_a_round_whose_time_is_not_known_counts_by_what_is_expected() -> None:
     assert chooser.balance == pytest.approx(balance + 6 - (1 - _SHARE) * before / chooser.times.seconds(1, 0), abs=0.01)
     chooser.observe([0], 5, [5], [0], 100 * before)
     assert chooser.times.seconds(1, 5) > before
+
+
+# --- simulated nodes ---
+
+MACHINES = {
+    "waits for weights": Machine(1.0, 0.15, 0.001, call=0.3, row_missed=0.005),
+    "computes every row": Machine(1.0, 0.1, 1.0, call=0.3, row_missed=0.3),
+    "CPU": Machine(4.0, 0.75, 0.2, call=1.0, row_missed=0.25),
+    "GPU, catching up breaks the overlap": Machine(1.0, 0.12, 0.002, call=1.0, row_missed=0.005),
+    "GPU, a small model: catching up takes many rounds": Machine(1.0, 0.25, 0.02, call=3.0, row_missed=0.02),
+    "GPU, a small model: the node's own work is the most": Machine(
+        1.0, 0.5, 0.01, call=3.0, row_missed=0.02, beside=2.5
+    ),
+    "n-grams": Machine(4.0, 0.05, 0.2, has_draft_kv=False),
+}
+NOISE = {"noise": 0.15, "pauses": 0.01}
+ACCEPTANCE = (0.0, 0.2, 0.5, 0.75, 0.9)
+
+
+def best_fixed(machine: Machine, batch: int, rate: float) -> float:
+    """Speed of the best number of steps where no other is ever run, 1 being that without drafts."""
+    plain = machine.seconds(batch, 0)
+    return max(sum(rate**i for i in range(k + 1)) * plain / machine.seconds(batch, k) for k in range(6))
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_not_slower_than_without_drafts_and_near_the_best(name: str) -> None:
+    seeds = itertools.count()
+    for batch, rate, noise in itertools.product((1, 8, 32), ACCEPTANCE, ({}, NOISE)):
+        machine = replace(MACHINES[name], **noise)
+        world = World(machine, lambda stream, token, rate=rate: rate, batch, seed=next(seeds))
+        first, later = world.run(128), world.run(896)
+        best = best_fixed(machine, batch, rate)
+        assert first > 0.92, (batch, rate, noise, first)
+        assert 1024 / (128 / first + 896 / later) > 0.98, (batch, rate, noise, first, later)
+        assert later > 0.9 * best or best < 1.5, (batch, rate, noise, later, best)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("wrong", [{"wrong": 0.6}, {"wrong_plain": 1.4}, {"wrong": 1.6}], ids=str)
+def test_a_wrong_table_costs_little(name: str, wrong: dict[str, float]) -> None:
+    machine = replace(MACHINES[name], **NOISE, **wrong)
+    for seed, (batch, rate) in enumerate(itertools.product((1, 8), (0.0, 0.2, 0.6))):
+        world = World(machine, lambda stream, token, rate=rate: rate, batch, seed=seed)
+        assert world.run(128) > 0.9, (batch, rate)
+        assert world.run(896) > 0.97, (batch, rate)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_texts_that_change(name: str) -> None:
+    """Acceptance changes in mid text, and from one text to the next."""
+
+    def in_mid_text(stream: int, token: int) -> float:
+        return (0.9, 0.0, 0.5)[(token // 60) % 3]
+
+    def from_text_to_text(stream: int, token: int) -> float:
+        return (0.9, 0.0)[(stream // 8) % 2]
+
+    machine = replace(MACHINES[name], **NOISE)
+    for seed, (batch, text) in enumerate(itertools.product((1, 8), (in_mid_text, from_text_to_text))):
+        world = World(machine, text, batch, length=192, seed=seed)
+        world.run(192)
+        assert world.run(768) > 0.98, (batch, text.__name__)
+
+
+@pytest.mark.parametrize("disturbed", list(itertools.product((1, 4, 16), (0, 1, 5))), ids=str)
+def test_a_disturbance_while_the_table_was_measured(disturbed: tuple[int, int]) -> None:
+    """Something else ran on the device, as a prefill node that starts beside this one, when rounds of one kind were
+    measured: drafts are made all the same. Times of Llama-3.1-8B with an EAGLE-3 head on an H200."""
+    machine = Machine(4.4e-3, 0.65e-3, 1e-6, call=1.3e-3, row_missed=0.09e-3, noise=0.02)
+
+    def measured(size: int, steps: int) -> float:
+        return machine.seconds(size, steps) * (2.0 if (size, steps) == disturbed else 1.0)
+
+    for batch in (1, 8, 32):
+        world = World(machine, lambda stream, token: 0.6, batch, length=256)
+        world.chooser.times = StepTimes.measure(measured, 16, range(6))
+        world.run(256)
+        later, best = world.run(512), best_fixed(machine, batch, 0.6)
+        assert later > 0.85 * best, (batch, later, best)
+
+
+def test_the_world_sees_a_loss() -> None:
+    """Steps that are fixed, in a world where they do not pay."""
+    world = World(MACHINES["CPU"], lambda stream, token: 0.2, 8, fixed_steps=5)
+    assert world.run(128) < 0.6
+    assert set(world.chosen) <= {0, 1, 2, 3, 4, 5} and 5 in world.chosen

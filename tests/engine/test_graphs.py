@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from baton.engine import graphs
 from baton.engine.graphs import EVERYTHING, FILTERED, GREEDY, KINDS, SAMPLED, covering, graph_sizes
 from baton.engine.sampling_state import Needs
 from baton.kernels.operations import preferring
@@ -66,3 +69,59 @@ def test_buckets_are_powers_of_two_and_the_largest_batch(max_running: int, sizes
     assert graph_sizes(kv, max_running) == [], "there are no graphs on a CPU"
     with preferring("triton"):
         assert graph_sizes(kv, max_running) == sizes
+
+
+class StandIn:
+    """A graph whose replay notes its key."""
+
+    def __init__(self, replayed: list[str], name: str) -> None:
+        self.replay = lambda: replayed.append(name)
+
+
+class Block:
+    """Inputs of a bucket."""
+
+    num_seqs = 2
+
+    def copy_(self, other: object) -> None: ...
+
+    def fill_with_padding(self, padding: int) -> None: ...
+
+
+def test_a_step_whose_graph_has_no_memory_runs_without_one_and_tries_no_capture_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ran, replayed, tried = list[Needs](), list[str](), list[str]()
+
+    def captured(run: Callable[[], str], pool: object) -> tuple[StandIn, str]:
+        result = run()
+        tried.append(result)
+        if result == "EVERYTHING":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return StandIn(replayed, result), result
+
+    def run(inputs: object, step: int, needs: Needs) -> str:
+        ran.append(needs)
+        return "EVERYTHING" if needs == EVERYTHING else "SAMPLED"
+
+    monkeypatch.setattr(graphs, "captured", captured)
+    block: Any = Block()
+    owner = graphs.RoundGraphs("rounds", run, [block], 3, None)
+    for _ in range(3):
+        assert owner.replay(block, 1, EVERYTHING) == "EVERYTHING"
+        assert owner.replay(block, 1, SAMPLED) == "SAMPLED"
+    assert tried == ["EVERYTHING", "SAMPLED"] and replayed == ["SAMPLED"] * 3
+    assert ran.count(EVERYTHING) == 1 + 3  # a try, and the three steps
+    [record] = caplog.records
+    assert "no memory for a graph of rounds of 2 sequences" in record.message
+
+
+def test_a_step_without_memory_of_its_own_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(inputs: object, step: int, needs: Needs) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(graphs, "captured", lambda run, pool: run())
+    block: Any = Block()
+    owner = graphs.RoundGraphs("rounds", run, [block], 3, None)
+    with pytest.raises(torch.OutOfMemoryError):
+        owner.replay(block, 1, SAMPLED)

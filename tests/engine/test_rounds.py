@@ -1,5 +1,4 @@
-"""What a captured round leaves behind does not stand in the way of sequences that come later; what catching up asks of
-the device."""
+"""Rounds on the device: what their inputs hold, what may overwrite them, and what catching up asks of the device."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from drafters import settings, target_of
@@ -18,18 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.engine.drafters.base import DraftState, RoundRows
 from baton.engine.round_inputs import InputBlock
-from baton.engine.slots import missed_row
-
-
-def test_columns_that_a_round_allocated_take_sequences(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Rounds run in inference mode, where graphs allocate all columns at once; a node admits outside of it."""
-    model = target_of("eagle", checkpoint)
-    solo, other = (Solo(model, num_pages=40, **settings("eagle", model, tmp_path / each)) for each in ("a", "b"))
-    with torch.inference_mode():
-        solo.rounds.executor.slots.allocate_all()
-    wants = params(20, temperature=0.8, seed=3, repetition_penalty=1.3, logit_bias={5: 1.5}, min_tokens=4)
-    outputs = [each.run(each.start([1, 2, 3, 4], wants), 16, 2) for each in (solo, other)]
-    assert outputs[0] == outputs[1]
 
 
 def test_a_bucket_takes_the_columns_that_a_round_may_reach(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -86,22 +72,6 @@ def test_what_the_device_may_still_read_is_not_written(
         assert {each.block.data_ptr() for each in buckets.free_blocks} == blocks
 
 
-def test_rows_that_a_sequence_does_not_lack_are_zeros(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Those of others, or of who had the slot before, may hold no numbers."""
-    model = target_of("eagle", checkpoint)
-    slots = Solo(model, num_pages=40, **settings("eagle", model, tmp_path)).rounds.executor.slots
-    tokens, states = slots._missed
-    states.fill_(float("nan"))
-    first = torch.from_numpy(missed_row(np.array([3, 5]), np.array([0, 0])))
-    for row in range(3):
-        slots.keep_missed(first + row, torch.tensor([10 + row, 20 + row]), torch.full((2, states.shape[1]), row + 1.0))
-    kept = tokens[first + 2].flatten().tolist()
-    found, extend = slots.missed(first + 1, torch.tensor([2, 1]), torch.tensor([90, 91]), 4)
-    assert kept == [12, 22] and found[0, :3].tolist() == [11, 12, 90] and found[1, :2].tolist() == [21, 91]
-    assert extend is not None and extend[:, :, 0].tolist() == [[2.0, 3.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0]]
-    assert extend.isfinite().all()
-
-
 def test_drafts_that_a_sequence_may_not_take_count_for_nothing(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Neither as drafted nor as accepted, however many others of the batch take."""
     model = checkpoint("llama")
@@ -153,7 +123,7 @@ def test_catching_up_asks_as_much_for_many_sequences_as_for_two(
 def test_catching_up_is_warmed_up_with_padding(
     name: str, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many rows as it takes at a time, and nothing of it reaches a sequence."""
+    """It warms up with each number of rows that it takes at a time, and nothing of that reaches a sequence."""
     model = target_of(name, checkpoint)
     solo = Solo(model, num_slots=4, num_pages=200, buckets=(1, 2, 4), **settings(name, model, tmp_path))
     sizes: list[tuple[int, ...]] = []

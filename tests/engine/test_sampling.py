@@ -241,3 +241,43 @@ def test_cuda_draws_the_same_tokens() -> None:
         states = [state(prompt, [1, 2], **fields) for fields in MIXED]
         result = sample(logits.cuda(), SamplingBatch.of(states, "cuda"))
         assert result.token_ids.tolist() == sample(logits, SamplingBatch.of(states)).token_ids.tolist()
+
+
+# --- target and draft share their noise ---
+
+
+def coupled(p: torch.Tensor, q: torch.Tensor, num_draws: int) -> float:
+    """Return the share of draws in which target and draft choose the same token.
+
+    They have the probabilities `p` and `q`, each [vocab_size], and the same noise."""
+    states = [
+        SamplingState(SamplingParams(max_tokens=1, seed=seed), [0], vocab_size=len(p)) for seed in range(num_draws)
+    ]
+    batch = SamplingBatch.of(states)
+    tokens = [sample(x.log().expand(num_draws, -1), batch, with_logprobs=False).token_ids for x in (p, q)]
+    return float((tokens[0] == tokens[1]).float().mean())
+
+
+def test_acceptance_of_shared_noise() -> None:
+    """The probability that both argmaxes agree is sum_j 1 / sum_i max(p_i / p_j, q_i / q_j); it lies between
+    (1 - d) / (1 + d) and the optimum 1 - d, d the total variation (Daliri, Musco and Suresh 2024)."""
+    generator = torch.Generator().manual_seed(12)
+    num_draws, num_pairs, vocab_size = 1500, 40, 64
+    rates, optima = [], []
+    for _ in range(num_pairs):
+        logits = 3 * torch.randn(vocab_size, generator=generator)  # peaked, as a language model's are
+        p = torch.softmax(logits, 0)
+        q = torch.softmax(logits + 0.7 * torch.randn(vocab_size, generator=generator), 0)
+        theory = float((1 / torch.maximum(p[:, None] / p, q[:, None] / q).sum(0)).sum())
+        distance = float((p - q).abs().sum() / 2)
+        rate = coupled(p, q, num_draws)
+        assert abs(rate - theory) < 4.5 * (theory * (1 - theory) / num_draws) ** 0.5 + 1e-3, (rate, theory)
+        assert (1 - distance) / (1 + distance) - 1e-6 <= theory <= 1 - distance + 1e-6
+        rates.append(rate)
+        optima.append(1 - distance)
+    assert np.mean(rates) > 0.93 * np.mean(optima), (np.mean(rates), np.mean(optima))
+
+
+def test_equal_distributions_always_agree() -> None:
+    p = torch.softmax(3 * torch.randn(64, generator=torch.Generator().manual_seed(2)), 0)
+    assert coupled(p, p.clone(), 500) == 1.0

@@ -1,4 +1,4 @@
-"""Loading: sharded and single files, fusing, progress, the fingerprint, and every damaged directory."""
+"""Loading: sharded and single files, fusing, progress, the fingerprint, and tensors that do not fit the model."""
 
 from __future__ import annotations
 
@@ -138,47 +138,9 @@ def test_truncated_file(model_dir: Path, size: int, action: Callable[[Path], obj
         action(model_dir)
 
 
-def test_no_safetensors(model_dir: Path) -> None:
-    (model_dir / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"has no \*.safetensors files; copy"):
-        load(model_dir)
-    (model_dir / "pytest_model.bin").write_bytes(b"cos\nsystem\n")
-    with pytest.raises(ModelError, match=r"convert pytest_model.bin: pickles are never loaded"):
-        load(model_dir)
-
-
-def test_damaged_index(model_dir: Path) -> None:
-    shard(model_dir, 2)
-    index = model_dir / "model.safetensors.index.json"
-    good = index.read_text()
-    for bad in ("{", "[]", '{"weight_map": 3}', "{}"):
-        index.write_text(bad)
-        with pytest.raises(ModelError, match=r"index.json is not a readable index"):
-            load(model_dir)
-    index.write_text(good.replace("model-1", "../model-1"))
-    with pytest.raises(ModelError, match="outside its directory"):
-        load(model_dir)
-    index.write_text(good)
-    (model_dir / "model-1.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"lacks model-1.safetensors"):
-        load(model_dir)
-
-
 def test_missing_tensor(model_dir: Path) -> None:
     replace(model_dir, **{"model.layers.1.mlp.up_proj.weight": None})
     with pytest.raises(ModelError, match=r"lacks tensors .* model.layers.1.mlp.up_proj.weight$"):
-        load(model_dir)
-
-
-def test_wrong_shape(model_dir: Path) -> None:
-    replace(model_dir, **{"model.layers.0.self_attn.k_proj.weight": torch.zeros(16, 64)})
-    with pytest.raises(ModelError, match=r"k_proj.weight has shape \[16, 64\], config.json calls for \[32, 64\]"):
-        load(model_dir)
-
-
-def test_wrong_kind(model_dir: Path) -> None:
-    replace(model_dir, **{"model.norm.weight": torch.zeros(64, dtype=torch.int8)})
-    with pytest.raises(ModelError, match=r"model.norm.weight is I8; only F32"):
         load(model_dir)
 
 
@@ -188,9 +150,3 @@ def test_tensors_that_would_be_ignored(model_dir: Path) -> None:
     replace(model_dir, **{"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)})
     with pytest.raises(ModelError, match=r"does not use \(model.layers.0.self_attn.q_proj.bias\)"):
         load(model_dir)
-
-
-def test_missing_directory(model_dir: Path) -> None:
-    config = ModelConfig.from_dir(model_dir)
-    with pytest.raises(ModelError, match="does not exist"):
-        load_model(model_dir / "nowhere", config, torch.float32, CPU)

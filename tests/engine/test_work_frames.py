@@ -80,3 +80,8 @@ def test_states_of_sampling_are_what_they_were() -> None:
 def test_other_bytes_are_refused(frame: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(frame)
+
+
+def test_what_has_no_form_in_bytes_is_named() -> None:
+    with pytest.raises(TypeError, match="work holds a object, which has no form in bytes"):
+        encode(LoadSlot(slot=1, token_ids=[1], sampling=object(), row=None))  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ DECLARED = {
 ASKED_FOR = ["decode_attention", "extend_attention", "norm_rotate_store", "gather_pages"]
 NUMBA = ["add_rms_norm_", "silu_mul", "attend", "attend_stored", "gumbel_noise", "add_gumbel_noise_"]
 TORCH = ["rms_norm"]
-NOT_TRITON = ["attend", "attend_stored", "gumbel_noise", "add_gumbel_noise_"]
+NOT_TRITON = ["attend", "attend_stored", "gumbel_noise"]
 NAMES = [(file, name) for file, names in DECLARED.items() for name in names]
 
 

@@ -9,7 +9,7 @@ from triton_device import DEVICE, random
 pytest.importorskip("triton")
 
 from baton.kernels.noise import gumbel_from_bits_ref, gumbel_noise_ref
-from baton.kernels.triton_noise import gumbel_from_bits, perturb_
+from baton.kernels.triton_noise import add_gumbel_noise_, gumbel_from_bits
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's products wrap aloud
@@ -19,4 +19,4 @@ def test_bits_and_sums() -> None:
     assert torch.equal(ours.view(torch.int32), gumbel_from_bits_ref(bits).view(torch.int32))
     scores, seeds, positions = random(2, 1500), torch.tensor([3, 2**62], device=DEVICE), torch.arange(2, device=DEVICE)
     expected = scores.cpu() + gumbel_noise_ref(seeds.cpu(), positions.cpu(), 1500)
-    assert torch.equal(perturb_(scores, seeds, positions).cpu(), expected)
+    assert torch.equal(add_gumbel_noise_(scores, seeds, positions).cpu(), expected)

@@ -16,7 +16,7 @@ from baton.engine.sampling import sample
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
 from baton.kernels.noise import gumbel_from_bits_ref, gumbel_noise_ref
-from baton.kernels.triton_noise import gumbel_from_bits, perturb_
+from baton.kernels.triton_noise import add_gumbel_noise_, gumbel_from_bits
 from baton.kernels.triton_sample import _perturbed, perturbed_argmax, perturbed_topk
 from baton.metadata.wire.request import SamplingParams
 
@@ -63,18 +63,18 @@ def test_noise_of_bits_equals_the_reference() -> None:
 
 
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 1), (3, 1023), (2, 2049), (0, 5)])
-def test_perturb_equals_the_reference(num_rows: int, vocab_size: int) -> None:
+def test_noise_added_equals_the_reference(num_rows: int, vocab_size: int) -> None:
     seeds, positions = draws(num_rows)
     scores = random(num_rows, vocab_size)
     scores[:, ::7] = -INF
     expected = scores.cpu() + gumbel_noise_ref(seeds.cpu(), positions.cpu(), vocab_size)
-    assert perturb_(scores, seeds, positions) is scores
+    assert add_gumbel_noise_(scores, seeds, positions) is scores
     assert same_bits(scores, expected)
 
 
-def test_perturb_writes_its_rows_only() -> None:
+def test_adding_noise_writes_its_rows_only() -> None:
     table = torch.zeros(4, 700, device=DEVICE)
-    perturb_(table[1:3], *draws(2))
+    add_gumbel_noise_(table[1:3], *draws(2))
     assert table[1:3].all() and not table[0].any() and not table[3].any()
 
 

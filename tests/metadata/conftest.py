@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -30,3 +30,12 @@ def sample() -> Sample:
         return msgspec.structs.replace(message, **fields)
 
     return make
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[Any]]:
+    """Whatever is appended here is closed afterwards, the last first."""
+    held: list[Any] = []
+    yield held
+    for node in reversed(held):
+        node.close()

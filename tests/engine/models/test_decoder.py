@@ -193,32 +193,6 @@ def test_16_bit_models(checkpoint: Checkpoint, family: str, dtype: str) -> None:
     torch.testing.assert_close(logits, exact, atol=FLOAT32_TOLERANCE, rtol=0)
 
 
-def test_a_row_needs_pages_for_its_tokens() -> None:
-    with pytest.raises(AssertionError, match="2 pages for 9 tokens"):
-        ForwardBatch.build([BatchRow([1, 2], 7, [4, 5])], PAGE_SIZE, "cpu")
-
-
-def test_batch_layout() -> None:
-    rows = [BatchRow([7, 8, 9], 4, [3, 5, 9], num_logits=2), BatchRow([1], 0, [2]), BatchRow([6, 6], 0, [4], 0)]
-    batch = ForwardBatch.build(rows, PAGE_SIZE, "cpu")
-    assert batch.input_ids.tolist() == [7, 8, 9, 1, 6, 6]
-    assert batch.positions.tolist() == [4, 5, 6, 0, 0, 1]
-    assert (batch.query_lens, batch.seq_lens.tolist()) == ((3, 1, 2), [7, 1, 2])
-    assert batch.block_table.tolist() == [[3, 5], [2, 0], [4, 0]]
-    assert batch.logit_rows is not None and batch.logit_rows.tolist() == [1, 2, 3]
-
-
-def test_uniform_batch_layout() -> None:
-    """As many new tokens in each sequence, from tensors: the batch that `build` makes of rows, with all logits."""
-    rows = [BatchRow([7, 8, 9], 4, [3, 5], num_logits=3), BatchRow([1, 2, 6], 0, [2, 0], num_logits=3)]
-    built = ForwardBatch.build(rows, PAGE_SIZE, "cpu")
-    input_ids, positions = torch.tensor([[7, 8, 9], [1, 2, 6]]), torch.tensor([[4, 5, 6], [0, 1, 2]])
-    batch = ForwardBatch.uniform(input_ids, positions, torch.tensor([7, 3]), built.block_table, PAGE_SIZE)
-    for name in ("input_ids", "positions", "seq_lens", "block_table"):
-        assert torch.equal(getattr(batch, name), getattr(built, name)), name
-    assert batch.query_lens == built.query_lens and batch.logit_rows is None and batch.tree is None
-
-
 def test_handoff_hidden_size(checkpoint: Checkpoint) -> None:
     model_dir = checkpoint("llama")
     run = Run(model_dir)

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -53,15 +52,6 @@ def transport(request: pytest.FixtureRequest) -> str:
 def way(request: pytest.FixtureRequest) -> str:
     """A transport, between nodes on GPUs where it says so or can only be so."""
     return request.param
-
-
-@pytest.fixture
-def nodes() -> Iterator[list[Any]]:
-    """Whatever is appended here is closed afterwards, the last first."""
-    held: list[Any] = []
-    yield held
-    for node in reversed(held):
-        node.close()
 
 
 class Pair:

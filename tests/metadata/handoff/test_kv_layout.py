@@ -83,15 +83,6 @@ def arrays(memory: PageMemory) -> Iterator[tuple[KvPlane, np.ndarray]]:
             yield plane, array(memory.pages, memory.layout.extras(plane, memory.num_pages))
 
 
-@pytest.fixture
-def nodes() -> Iterator[list[Any]]:
-    """Nodes and pools, which are closed in the end, the last first."""
-    held: list[Any] = []
-    yield held
-    for node in reversed(held):
-        node.close()
-
-
 class Pair:
     """A prefill and a decode node over one transport, each with the books of its pages."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -204,3 +205,22 @@ def test_an_address_that_cannot_be_used_is_refused() -> None:
         peer = Peer(node_id="p", epoch="e", data_address="tcp://nowhere", protocol=PROTOCOL_MAX)
         with pytest.raises(TransferError, match="cannot open a link to 'tcp://nowhere'"):
             PullLink(peer, HELLO, endpoint(context, lambda: 0.0), None, answer_s=5.0)
+
+
+@pytest.mark.parametrize("num_left", [0, 1, 2])
+def test_a_process_that_may_open_no_more_sockets_loses_the_link_alone(num_left: int) -> None:
+    """A link takes three: its own, and two of its monitor."""
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        context.set(zmq.MAX_SOCKETS, 8)
+        others = [context.socket(zmq.DEALER) for _ in range(8 - num_left)]
+        peer = Peer(node_id="p", epoch="e", data_address="tcp://127.0.0.1:9", protocol=PROTOCOL_MAX)
+        try:
+            with pytest.raises(TransferError, match="Too many open files"):
+                PullLink(peer, HELLO, endpoint(context, lambda: 0.0), None, answer_s=5.0)
+            while len(others) > 5:
+                others.pop().close(linger=0)
+            time.sleep(0.1)  # a socket counts until the thread behind it has closed it
+            PullLink(peer, HELLO, endpoint(context, lambda: 0.0), None, answer_s=5.0).close()
+        finally:
+            for each in others:
+                each.close(linger=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -89,14 +88,6 @@ class Decode:
 
     def close(self) -> None:
         self.socket.close(linger=0)
-
-
-@pytest.fixture
-def nodes() -> Iterator[list[Any]]:
-    held: list[Any] = []
-    yield held
-    for node in reversed(held):
-        node.close()
 
 
 @pytest.fixture

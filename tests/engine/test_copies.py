@@ -1,0 +1,92 @@
+"""Copies between the host and a device: through pinned memory, and none if the tensor is there already.
+
+That nobody waits for them is seen on a GPU only (tests/gpu/test_engine_cuda.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from host_cuda import with_host_cuda
+
+from baton.engine.copies import recorded_event, to_device, to_host
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+
+
+class _Elsewhere(torch.Tensor):
+    """Numbers on the host that say that they lie on a GPU."""
+
+    device = property(lambda _: CUDA)  # type: ignore[assignment]
+
+
+class _Pinned(torch.Tensor):
+    """Notes how it is copied to a device, which here is the host too."""
+
+    moves: list[tuple[torch.device, bool]]
+
+    def is_pinned(self, *_: Any) -> bool:
+        return True
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> torch.Tensor:  # type: ignore[override]
+        self.moves.append((device, non_blocking))
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def pinned(tensor: torch.Tensor) -> _Pinned:
+    copy = tensor.clone().as_subclass(_Pinned)
+    copy.moves = []
+    return copy
+
+
+@pytest.mark.parametrize("device", [CPU, "cpu"])
+def test_on_the_host_nothing_is_copied(device: torch.device | str) -> None:
+    tensor = torch.arange(3)
+    assert to_device(tensor, device) is tensor and to_host(tensor) is tensor
+    assert recorded_event(CPU) is None
+
+
+@pytest.mark.parametrize("device", [CUDA, "cuda:0"])
+def test_what_is_pinned_is_copied_as_it_lies(device: torch.device | str) -> None:
+    tensor = pinned(torch.arange(3))
+    assert to_device(tensor, device).tolist() == [0, 1, 2]
+    assert tensor.moves == [(CUDA, True)], "the host must not wait"
+
+
+def test_of_other_memory_a_pinned_copy_is_made_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the caller may write its tensor at once."""
+    copies: list[_Pinned] = []
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        copies.append(pinned(tensor))
+        return copies[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    assert to_device(torch.arange(3), CUDA).tolist() == [0, 1, 2]
+    assert [each.moves for each in copies] == [[(CUDA, True)]]
+
+
+def test_a_copy_to_the_host_goes_to_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = with_host_cuda(monkeypatch)
+    tensor = torch.arange(6, dtype=torch.int16).view(2, 3)
+    copied: list[bool] = []
+    copy_ = torch.Tensor.copy_
+
+    def copying(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        copied.append(non_blocking)
+        return copy_(self, source)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copying)
+    host = to_host(tensor.as_subclass(_Elsewhere))
+    assert host.dtype == torch.int16 and host.tolist() == tensor.tolist()
+    assert cuda.num_pinned == 1 and copied[0], "the host must not wait"
+
+
+def test_an_event_is_recorded_on_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = with_host_cuda(monkeypatch)
+    with cuda.use(cuda.make_stream()):
+        event = recorded_event(CUDA)
+    assert event is not None and not event.query()
+    assert [(who, what) for who, what, _ in cuda.log] == [("side 1", "records")]

@@ -1,0 +1,120 @@
+"""The model card against the files of a model directory, in the forms that published checkpoints have them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from checkpoints import CHAT_TEMPLATE, END
+
+from baton.engine.model_card import read_card, read_tokenizer
+from baton.engine.model_config import ModelConfig
+from baton.metadata.errors import ModelError
+from baton.metadata.wire.node_info import ModelCard
+
+
+@pytest.fixture
+def model_dir(checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+    """A model directory without weights, to change."""
+    return Path(
+        shutil.copytree(checkpoint("llama"), tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    )
+
+
+def card_of(model_dir: Path, **tokenizer_config: Any) -> ModelCard:
+    """Return the card. `tokenizer_config` changes fields of that file."""
+    path = model_dir / "tokenizer_config.json"
+    if tokenizer_config:
+        path.write_text(json.dumps(json.loads(path.read_text()) | tokenizer_config))
+    return read_card(model_dir, ModelConfig.from_dir(model_dir), "demo", 300)
+
+
+def test_a_card_has_what_the_router_needs_of_the_model(model_dir: Path) -> None:
+    generation = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "eos_token_id": [0, 7], "bos_token_id": 3}
+    (model_dir / "generation_config.json").write_text(json.dumps(generation))
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(config | {"bos_token_id": 3}))
+    assert card_of(model_dir) == ModelCard(
+        name="demo",
+        context_len=300,
+        vocab_size=512,
+        eos_token_ids=(0, 7),
+        bos_token_id=3,
+        tokenizer_digest=xxhash.xxh3_128_hexdigest((model_dir / "tokenizer.json").read_bytes()),
+        chat_template=CHAT_TEMPLATE,
+        special_tokens={"eos_token": END, "pad_token": END},
+        defaults={"temperature": 0.6, "top_p": 0.9, "top_k": 20.0},
+    )
+
+
+def test_a_model_needs_its_tokenizer_alone(model_dir: Path) -> None:
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        (model_dir / name).unlink()
+    card = card_of(model_dir)
+    assert card.chat_template is None and card.special_tokens == {} and card.defaults == {}
+    (model_dir / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"has no tokenizer.json: save the model's fast tokenizer there"):
+        card_of(model_dir)
+
+
+def test_a_template_in_a_file_of_its_own_wins(model_dir: Path) -> None:
+    template = "{{ messages[0].content }} é漢"
+    (model_dir / "chat_template.jinja").write_bytes(template.encode())
+    assert card_of(model_dir).chat_template == template
+
+
+@pytest.mark.parametrize(
+    ("stored", "template"),
+    [
+        ([{"name": "tool_use", "template": "b"}, {"name": "default", "template": "a"}], "a"),
+        ([{"name": "tool_use", "template": "b"}], None),
+        ([], None),
+        (None, None),
+    ],
+)
+def test_of_several_templates_the_default_is_taken(stored: Any, template: str | None, model_dir: Path) -> None:
+    assert card_of(model_dir, chat_template=stored).chat_template == template
+
+
+def test_special_tokens_come_as_text_or_written_out(model_dir: Path) -> None:
+    tokens = card_of(
+        model_dir,
+        bos_token={"__type": "AddedToken", "content": "<s>", "lstrip": False},
+        eos_token="</s>",
+        pad_token=7,
+        unk_token={"lstrip": False},
+        cls_token="[CLS]",
+    ).special_tokens
+    assert tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def test_only_numbers_are_defaults_of_sampling(model_dir: Path) -> None:
+    generation = {"temperature": 1, "top_p": "0.9", "min_p": None, "repetition_penalty": 1.1, "max_length": 20}
+    (model_dir / "generation_config.json").write_text(json.dumps(generation))
+    assert card_of(model_dir).defaults == {"temperature": 1.0, "repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "content", [b"{", b"", b"\xff\xfe\x00", b"[1, 2]", b"null", b"[" * 100_000], ids=lambda b: b[:6]
+)
+def test_a_damaged_file_is_named(name: str, content: bytes, model_dir: Path) -> None:
+    config = ModelConfig.from_dir(model_dir)
+    (model_dir / name).write_bytes(content)
+    with pytest.raises(ModelError, match=name):
+        read_card(model_dir, config, "demo", 300)
+
+
+def test_the_tokenizer_travels_whole_under_the_digest_of_the_card(model_dir: Path) -> None:
+    file = read_tokenizer(model_dir)
+    assert zlib.decompress(file.data) == (model_dir / "tokenizer.json").read_bytes()
+    assert file.digest == card_of(model_dir).tokenizer_digest
+    with (model_dir / "tokenizer.json").open("ab") as tokenizer:
+        tokenizer.write(b"\n")
+    assert read_tokenizer(model_dir).digest == card_of(model_dir).tokenizer_digest != file.digest

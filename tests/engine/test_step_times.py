@@ -1,0 +1,171 @@
+"""The table of times: linear between what was measured, and corrected by what rounds really take."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from adaptive_world import Machine
+
+from baton.engine.step_times import StepTimes
+
+
+def linear_times(plain: float, per_step: float, per_row: float = 0.0) -> StepTimes:
+    return Machine(plain, per_step, per_row).table()
+
+
+def test_times_between_and_beyond_the_measured_ones() -> None:
+    times = linear_times(1.0, 0.2, 0.01)
+    for size in (1, 2, 4, 10, 16, 40):
+        for steps in range(6):
+            assert times.seconds(size, steps) == pytest.approx(1.0 + 0.2 * steps + 0.01 * size * (steps + 1))
+
+
+def test_times_follow_what_rounds_take() -> None:
+    times = linear_times(1.0, 0.2)
+    for _ in range(50):
+        times.observe(4, 0, 1.0)
+    for _ in range(200):
+        times.observe(4, 0, 2.0)  # contexts have grown: all rounds take twice as long
+    assert times.seconds(4, 0) == pytest.approx(2.0, rel=0.01)
+    assert times.seconds(4, 5) > 2.5
+    for _ in range(400):
+        times.observe(4, 0, 2.0)
+        times.observe(4, 5, 8.0)
+    assert times.seconds(4, 5) == pytest.approx(8.0, rel=0.1) and times.seconds(4, 0) == pytest.approx(2.0, rel=0.1)
+
+
+@pytest.mark.parametrize("firsts", list(itertools.permutations([1.0, 1.2, 1000.0])), ids=str)
+def test_a_pause_says_little(firsts: Sequence[float]) -> None:
+    times = linear_times(1.0, 0.2)
+    for seconds in firsts:  # the first ones are believed, but for one of three
+        times.observe(1, 0, seconds)
+    assert times.is_begun and times.seconds(1, 0) == pytest.approx(1.2)
+    for _ in range(50):
+        times.observe(1, 0, 1.0)
+    times.observe(1, 0, 1000.0)
+    assert times.seconds(1, 0) < 1.06
+
+
+def test_measuring_runs_each_kind_and_drops_the_first_run() -> None:
+    calls: list[tuple[int, int]] = []
+
+    def run_round(size: int, steps: int) -> float:
+        calls.append((size, steps))
+        return 0.001 * (0.5 if calls.count((size, steps)) == 1 else 1 + steps)
+
+    times = StepTimes.measure(run_round, 8, range(6))
+    assert set(calls) == {(size, steps) for size in (1, 4, 8) for steps in (0, 1, 5)}
+    assert times.seconds(8, 5) == pytest.approx(0.006) and times.seconds(2, 3) == pytest.approx(0.004)
+    assert StepTimes.measure(lambda size, steps: 1.0 + size + steps, 1, (0, 4)).seconds(1, 4) == pytest.approx(6.0)
+
+
+def test_a_disturbance_of_what_is_measured_is_seen_where_more_takes_less() -> None:
+    times = StepTimes.measure(
+        lambda size, steps: 0.040 if (size, steps) == (4, 1) else 0.001 * size * (1 + steps), 8, range(6)
+    )
+    assert times.seconds(4, 1) == times.seconds(8, 1) == 0.016
+    assert times.seconds(4, 0) == 0.004 and times.seconds(4, 5) == 0.024
+
+
+def test_a_slow_machine_measures_two_sizes() -> None:
+    sizes: set[int] = set()
+
+    def run_round(size: int, steps: int) -> float:
+        sizes.add(size)
+        return 0.1 * size * (1 + steps)
+
+    times = StepTimes.measure(run_round, 16, range(6))
+    assert sizes == {1, 4}
+    assert times.seconds(16, 2) == pytest.approx(4.8)
+
+
+def test_a_table_needs_the_same_steps_for_each_size_and_rounds_without_drafts() -> None:
+    for seconds in ({(1, 1): 1.0}, {(1, 0): 1.0, (1, 1): 1.0, (4, 0): 1.0}):
+        with pytest.raises(AssertionError):
+            StepTimes(seconds)
+
+
+def test_a_table_of_one_size_holds_for_all_sizes() -> None:
+    times = StepTimes({(4, 0): 1.0, (4, 2): 3.0})
+    assert [times.seconds(size, steps) for size in (1, 64) for steps in (0, 1, 4)] == [1.0, 2.0, 5.0] * 2
+
+
+def test_three_rounds_without_drafts_begin_the_table() -> None:
+    times = linear_times(1.0, 0.2)
+    for steps in (1, 0, 0):
+        times.observe(1, steps, times.seconds(1, steps))
+        assert not times.is_begun
+    times.observe(1, 0, 1.0)
+    assert times.is_begun
+
+
+def test_what_slows_one_number_of_steps_hardly_slows_another() -> None:
+    """Only a small share of an error counts for all rounds. A kind of round keeps the rest to itself."""
+    times = linear_times(1.0, 0.2)
+    for _ in range(100):
+        times.observe(4, 0, 1.0)
+        times.observe(4, 1, 1.2)
+        times.observe(4, 5, 4.0)
+    assert times.seconds(4, 5) == pytest.approx(4.0, rel=0.05)
+    assert times.seconds(4, 1) == pytest.approx(1.2, rel=0.05) and times.seconds(4, 0) == pytest.approx(1.0, rel=0.05)
+
+
+def test_work_beside_the_rounds_is_added_to_drafts_that_were_not_seen() -> None:
+    """The node's own work takes as long with drafts as without, so it does not multiply the time of a draft."""
+    times = linear_times(1.0, 0.2)
+    for _ in range(3):
+        times.observe(1, 0, 4.0)  # 3.0 more than the table says
+    assert times.seconds(1, 0) == pytest.approx(4.0)
+    assert times.seconds(1, 5) == pytest.approx(3.0 + 2.0)
+
+
+def test_catching_up_has_a_time_of_its_own() -> None:
+    times, real = linear_times(1.0, 0.2, 0.01), linear_times(1.0, 0.2, 0.01)
+    before = [times.seconds(4, steps) for steps in range(6)]
+    assert times.catch_up_seconds(0) == 0.0 < times.catch_up_seconds(1) < times.catch_up_seconds(9)
+    for _ in range(40):
+        times.observe(4, 1, real.seconds(4, 1) + 2.0, num_caught_up=9)
+    assert times.catch_up_seconds(9) == pytest.approx(2.0, rel=0.05)
+    assert [times.seconds(4, steps) for steps in range(6)] == before
+
+
+def test_a_pause_while_catching_up_is_not_believed() -> None:
+    times = linear_times(1.0, 0.2, 0.01)
+    expected = times.seconds(4, 1) + times.catch_up_seconds(9)
+    assert times.observe(4, 1, expected, num_caught_up=9) == pytest.approx(expected)
+    assert times.observe(4, 1, 1000.0, num_caught_up=9) < 5 * expected
+    assert times.catch_up_seconds(9) < 10.0
+
+
+def test_doubt_shrinks_with_every_round_seen_and_stops_shrinking() -> None:
+    times = linear_times(1.0, 0.2)
+    doubts = [times.doubt(4)]
+    for count in range(1, 40):
+        for steps in (0, 1):
+            times.observe(4, steps, times.seconds(4, steps))
+            assert times.num_seen(4, steps) == count
+        doubts.append(times.doubt(4))
+    assert doubts[0] == pytest.approx(0.2) and doubts == sorted(doubts, reverse=True)
+    assert doubts[19] > doubts[20] == doubts[-1] > 0.0
+    assert times.num_seen(64, 0) == 0 and times.doubt(64) > doubts[-1]
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_rounds_of_one_kind_leave_half_of_the_doubt(steps: int) -> None:
+    times = linear_times(1.0, 0.2)
+    for _ in range(40):
+        times.observe(4, steps, times.seconds(4, steps))
+    assert 0.1 < times.doubt(4) < 0.15
+
+
+def test_rounds_of_one_size_speak_for_those_of_another() -> None:
+    """Contexts that grow, or a machine that slows down, slow all sizes. One that was seen before follows half way."""
+    times = linear_times(1.0, 0.2)
+    for size in (1, 4) * 50:
+        times.observe(size, 0, 1.0)
+    for _ in range(200):
+        times.observe(4, 0, 2.0)
+    assert times.seconds(4, 0) == pytest.approx(2.0, rel=0.01)
+    assert 1.2 < times.seconds(1, 0) < 1.8
