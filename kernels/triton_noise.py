@@ -27,6 +27,7 @@ from .noise import (
     _SALT_2,
     _WEIGHT_1,
     _WEIGHT_2,
+    check_scores,
 )
 
 _BLOCK = 1024  # ids per program
@@ -43,8 +44,8 @@ _W1, _W2 = tl.constexpr(_WEIGHT_1), tl.constexpr(_WEIGHT_2)
 
 
 def add_gumbel_noise_(scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Add noise to `scores` [num_rows, vocab_size] float32, as `add_gumbel_noise_ref_`."""
-    assert scores.ndim == 2 and scores.dtype is torch.float32 and scores.is_contiguous(), (scores.shape, scores.dtype)
+    """Add noise to `scores` as `add_gumbel_noise_ref_` does, and return it. `seeds` and `positions` are contiguous."""
+    check_scores(scores, seeds, positions)
     num_rows, vocab_size = scores.shape
     check_columns(num_rows, seeds, positions)
     if scores.numel():

@@ -29,7 +29,7 @@ def best_of(scores: list[float], count: int) -> list[int]:
 
 
 class PlainTree:
-    """A tree that grows as `grow_` says, for one sequence: nodes are dictionaries of the fields of a frontier."""
+    """A tree of one sequence that grows as `grow_` says. A node is a tuple of all fields of a frontier but tokens."""
 
     def __init__(self, state: list[float]) -> None:
         self.candidates: list[tuple[int, float, int]] = []  # token, score, parent
