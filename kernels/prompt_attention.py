@@ -4,6 +4,9 @@
 
 On an H200 it takes 0.75 to 0.85 of the time of `extend_attention` (triton_extend.py) from LEAST tokens on, but cannot
 read pages, and makes a plan for every shape, which takes longer than it saves: `shapes` are few, and planned at start.
+
+A token whose key or value is no number may make earlier tokens of its prompt NaN, although they do not see it: fused
+kernels multiply hidden values by 0. The other kernels of attention leave hidden values out.
 """
 
 from __future__ import annotations
