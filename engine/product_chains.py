@@ -192,11 +192,12 @@ def _lone(linear: Linear) -> Chain:
     weight, product = uses[0].weight, linear.product
     assert isinstance(product, DenseProduct)
     num_copies = min(MAX_COPIES, -(-(CHAIN_BYTES // 2) // weight.nbytes))
-    copies = [Linear.dense(weight.clone(), product.bias) for _ in range(num_copies - 1)]
+    copies: list[Linear] = []  # made by the first run, since most starts measure nothing
 
     def run_all(x: Tensor, norm: Tensor, step: AttentionContext | None) -> Tensor:
         del step
         y = x
+        copies.extend(Linear.dense(weight.clone(), product.bias) for _ in range(num_copies - 1 - len(copies)))
         for each in (*copies, linear):
             y = each(Residual(x, _EPS).normed(norm))
         return y

@@ -63,12 +63,14 @@ def tune(
     model's pool, given its number of rows. `progress` counts shapes."""
     chains = find_chains(model, drafter)
     file = TuningFile.of(model.device)
-    CHOSEN.update(file.read())
+    kept = file.read()
+    CHOSEN.update(kept)
     if not _missing(chains):
         return
-    with file.alone():
-        kept = file.read()  # another node may have measured meanwhile
-        CHOSEN.update(kept)
+    with file.alone() as has_waited:
+        if has_waited:
+            kept = file.read()
+            CHOSEN.update(kept)
         if not _missing(chains):
             return
         started, before = time.monotonic(), len(CHOSEN)

@@ -95,19 +95,20 @@ class TuningFile:
         return True
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Wait until no other node of this user measures on this GPU. Without a lock, or after two minutes, go on
-        all the same: the figures are then less exact."""
-        lock = filelock.FileLock(self._lock, mode=0o600)
+    def alone(self) -> Iterator[bool]:
+        """Wait until no other node of this user measures on this GPU. Yields whether one did; then the file may be new.
+        Without a lock, or after two minutes, go on all the same: the figures are then less exact."""
+        lock, has_waited = filelock.FileLock(self._lock, mode=0o600), False
         try:
             lock.acquire(timeout=0)
         except filelock.Timeout:
             logger.info("waiting for another node that measures products on this GPU")
+            has_waited = True
             self._acquire(lock, _WAIT_S)
         except OSError as error:
             logger.warning("products are measured without the lock %s: %s", self._lock, error)
         try:
-            yield
+            yield has_waited
         finally:
             lock.release()
 

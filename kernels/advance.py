@@ -1,4 +1,4 @@
-"""The end of a round: its results go into the rows of its sequences, and into one tensor for the host."""
+"""The end of a round: its results are written to the rows of its sequences, and to one tensor for the host."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .operations import Operation
 class Columns(NamedTuple):
     """Columns of a table [num_columns, num_rows] int64 that holds one row per sequence."""
 
-    counts: tuple[int, ...]  # grow by the number of tokens that a round brings
-    last_token: int
+    counts: tuple[int, ...]  # columns that grow by the number of tokens of a round
+    last_token: int  # the column of the sequence's last token
 
 
 def advance_ref_(
@@ -26,14 +26,14 @@ def advance_ref_(
     num_accepted: Tensor,
     resting: Tensor,
 ) -> Tensor:
-    """Advance sequences, in place, by the tokens that a round brings; return the numbers that the host reads.
+    """Advance sequences in `table`, in place, by the tokens of a round, and return the numbers that the host reads.
 
-    The sequences have the rows `index` [num_seqs] int64 of `table`. Each gets `targets` [num_seqs, K + 1] int64 up to
-    column `num_accepted` [num_seqs] int64. The last row of the table is padding, which several sequences may name. It
-    is set to `resting` [num_columns].
+    Sequence i has row index[i] of `table` [num_columns, num_rows] int64; `index` is [num_seqs] int64. It gets the first
+    num_accepted[i] + 1 tokens of row i of `targets` [num_seqs, K + 1] int64; `num_accepted` is [num_seqs] int64. The
+    last row of the table is padding, which several sequences may name. It is set to `resting` [num_columns] int64.
 
-    Returns [num_seqs, K + 3] int64: num_accepted, the number of True in `is_valid` [num_seqs, K + 1] bool before the
-    first False, and targets."""
+    The numbers are a new tensor [num_seqs, K + 3] int64: num_accepted, the number of True in `is_valid` [num_seqs,
+    K + 1] bool before the first False, and targets."""
     rows = table.index_select(1, index)
     for column in columns.counts:
         rows[column] += num_accepted + 1

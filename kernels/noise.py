@@ -9,15 +9,15 @@ So ``argmax(logits + noise)`` draws from ``softmax(logits)``, and draws the same
 Three rules keep that true bit for bit on every device:
 
 - The hash uses 32-bit wrapping multiplications, additions, xors and logical shifts only.
-- With s = r for r < 2^31 and s = 2^32 - 1 - r above, v = (s + 0.5) * 2^-32 lies in (0, 0.5] and
+- Let s = r if r < 2^31, otherwise s = 2^32 - 1 - r. Then v = (s + 0.5) * 2^-32 is in (0, 0.5], and
 
-      -log1p(-u) = Q(v)                     for r < 2^31
+      -log1p(-u) = Q(v)                     if r < 2^31
       -log1p(-u) = -log(v)                  otherwise
-      -log(x)    = Q(1 - m) - k * ln 2      where x = m * 2^k, m in [0.5, 1), read from x's bits
+      -log(x)    = Q(1 - m) - k * ln 2      for x = m * 2^k, m in [0.5, 1), read from x's bits
 
-  with one function Q(f) = -log1p(-f) on [0, 0.5]. No r gives an infinity; small tails stay precise.
-- Q(f) = f * P(f), P by Horner with separate multiplications and additions in float32. A backend must switch off fusion
-  into FMA, and may use nothing but IEEE additions and multiplications and integer operations.
+  with one function Q(f) = -log1p(-f) on [0, 0.5]. No r gives an infinity, and small tails stay precise.
+- Q(f) = f * P(f), with P by Horner, in separate multiplications and additions of float32. A backend must switch off
+  fusion into FMA. It may use IEEE additions, IEEE multiplications and integer operations only.
 
 P is the degree 8 least-squares polynomial of -log1p(-f) / f at 400 Chebyshev nodes of [0, 0.5], fitted in float64 and
 rounded to float32 (its relative error is 5e-8; ``tests/kernels/test_noise.py`` repeats the fit). The whole noise is
@@ -52,7 +52,7 @@ _WEIGHT_1, _WEIGHT_2 = 0x3C6EF372, 0x1B873593  # one even, one odd: (low + w1 hi
 
 _MANTISSA_MASK = 0x007FFFFF  # of a float32
 _HALF_BITS = 0x3F000000  # 0.5 as float32 bits
-_BLOCK_SIZE = 1 << 16  # elements worked on at once on CPU, so that the scratch stays in cache
+_BLOCK_SIZE = 1 << 16  # elements per block on a CPU, so that the scratch stays in cache
 
 
 def gumbel_noise_ref(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
@@ -137,7 +137,9 @@ def gumbel_from_bits_ref(bits: Tensor) -> Tensor:
 
 
 def _gumbel_from_bits(noise: Tensor, s: Tensor, upper: Tensor, f: Tensor, x: Tensor, k: Tensor) -> None:
-    """Write the noise of the bits ``s`` to ``noise``. All other arguments are int32 of its shape, and scratch."""
+    """Write the noise of the bits ``s``, int32, to ``noise``, float32 of the same shape.
+
+    ``s`` is overwritten. The other arguments are scratch, int32 of its shape."""
     f_value, x_value, k_value = (scratch.view(torch.float32) for scratch in (f, x, k))
     torch.bitwise_right_shift(s, 31, out=upper)  # arithmetic: all ones where r >= 2^31, else 0
     s ^= upper

@@ -1,11 +1,13 @@
-"""Kernels that numba compiles for the CPU: float32, on numpy arrays. The files numba_*.py wrap them for tensors.
+"""Kernels for the CPU, compiled by numba: float32 on numpy arrays. The files numba_*.py wrap them for tensors.
 
-Most of a decode step on a CPU is many small operations; each of these is one call where torch needs three to ten. All
-kernels are in one file because numba's cache on disk notices changes of a kernel's own file only. Inner loops run over
-lengths that are not known at compile time on purpose: LLVM vectorises those, where it unrolls a known length of 32 into
-scalar code that is five times slower.
+A decode step on a CPU is mostly many small operations. Each kernel is one call in place of three to ten of torch. All
+kernels that call each other are in one file, because numba's cache on disk notices changes of a kernel's own file only.
 
-`fastmath` never holds "ninf", and "nnan" only for the maximum: infinities mask, and NaN of a broken model stays NaN.
+No length of an inner loop is known at compile time, on purpose. LLVM vectorises such a loop. It would unroll a known
+length of 32 into scalar code, which is slower.
+
+`fastmath` never holds "ninf", because scores of -inf mask keys. It holds "nnan" for the maximum only, because NaN of a
+broken model must stay NaN.
 """
 
 from __future__ import annotations
@@ -22,15 +24,17 @@ _SUMS = {"reassoc", "contract", "nsz", "arcp"}
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)  # few bits, so that its product with an exponent is exact
 _LN2_LOW = np.float32(-2.12194440e-4)  # ln 2 - _LN2_HIGH
-_LOWEST = np.float32(-87.0)  # exp of it is the least normal number, nearly
+_LOWEST = np.float32(-87.0)  # its exponential is nearly the least normal number
 _LINE_BYTES = 64
 _ONE = np.float32(1.0)
 _ZERO = np.float32(0.0)
 
 
 def compiled(flags: set[str]) -> Callable[[Callable[..., Any]], Any]:
-    """Compile at the first call and keep the machine code beside this file, or in the user's cache directory where the
-    package is read-only; where neither can be written, compile once per process."""
+    """Return a decorator that compiles a function at its first call, with these `fastmath` flags.
+
+    The machine code is kept beside this file. If the package is read-only, it is kept in the user's cache directory. If
+    neither can be written, each process compiles anew."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         try:
@@ -43,7 +47,7 @@ def compiled(flags: set[str]) -> Callable[[Callable[..., Any]], Any]:
 
 @intrinsic
 def _prefetch_line(_typing: Any, _address: Any) -> Any:
-    """Ask for the cache line at `_address` [int64]; any address may be asked for."""
+    """Prefetch the cache line at `_address`, an int64. Any address is allowed."""
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         line = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
@@ -58,8 +62,7 @@ def _prefetch_line(_typing: Any, _address: Any) -> Any:
 
 @compiled(_SUMS)
 def _prefetch(block):
-    """Ask for all of a contiguous array. Hardware sees no pattern in jumps between pages: with this a step of 8
-    sequences of 150 tokens attends in 0.63 ms, without in 0.92 (demo model, weights between the layers' pages)."""
+    """Prefetch all of a contiguous array. Hardware does not, because it sees no pattern in jumps between pages."""
     start = np.int64(block.ctypes.data)
     for offset in range(0, block.nbytes, _LINE_BYTES):
         _prefetch_line(start + offset)  # type: ignore[reportCallIssue]  # numba gives the first argument
@@ -67,9 +70,9 @@ def _prefetch(block):
 
 @compiled(_SUMS)
 def add_rms_norm(hidden, delta, has_delta, weight, eps, out):
-    """hidden += delta, if it has one; out = hidden / sqrt(mean(hidden^2) + eps) * weight.
+    """Add `delta` to `hidden` if `has_delta`, then write hidden / sqrt(mean(hidden^2) + eps) * weight to `out`.
 
-    `hidden`, `delta`, `out` [num_rows, size]; `weight` [size]."""
+    `hidden`, `delta` and `out` are [num_rows, size] float32, `weight` is [size] float32."""
     size = hidden.shape[1]
     for row in range(hidden.shape[0]):
         if has_delta:
@@ -85,7 +88,7 @@ def add_rms_norm(hidden, delta, has_delta, weight, eps, out):
 
 @compiled(_SUMS)
 def silu_mul(gate_up, out):
-    """out = gate * sigmoid(gate) * up: `gate_up` [num_rows, 2 * size], gate first -> `out` [num_rows, size]."""
+    """Write gate * sigmoid(gate) * up to `out` [num_rows, size]. `gate_up` [num_rows, 2 * size] has the gate first."""
     size = out.shape[1]
     for row in range(out.shape[0]):
         for i in range(size):
@@ -97,10 +100,27 @@ def silu_mul(gate_up, out):
 
 @compiled(_SUMS)
 def attend(
-    qkv, kv, layer, cos, sin, q_norm, k_norm, eps, block_table, starts, seq_lens, positions, tree_starts, visible,
-    window, out,
-):  # fmt: skip
-    """Norm (if any) and rotate q and k in place, store k and v in their pages, attend. Shapes: kernels/cpu.py."""
+    qkv,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim] float32; queries and keys are overwritten
+    kv,  # [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim] float32, written
+    layer,
+    cos,  # [num_tokens, 1, head_dim] float32
+    sin,  # [num_tokens, 1, head_dim] float32, its first half negated
+    q_norm,  # [head_dim] float32; [0]: heads are not normed
+    k_norm,  # [head_dim] float32; [0]: heads are not normed
+    eps,
+    block_table,  # [num_seqs, max_pages] int64
+    starts,  # [num_seqs + 1] int64
+    seq_lens,  # [num_seqs] int64
+    positions,  # [num_tokens] int64
+    tree_starts,  # [num_seqs] int64
+    visible,  # [num_tokens, num_columns] bool; no rows: causal
+    window,  # 0: none
+    out,  # [num_tokens, num_heads, head_dim] float32, written
+):
+    """Norm and rotate queries and keys in place, store keys and values in their pages, and attend: `attend_ref`.
+
+    The sequences may be a part of a forward's. `starts` then counts tokens of the whole forward, as do the rows of
+    `qkv`, `cos`, `sin`, `positions`, `visible` and `out`."""
     num_heads, head_dim = out.shape[1:]
     num_kv_heads = kv.shape[3]
     scores = np.empty((num_heads, seq_lens.max()), np.float32)
@@ -129,7 +149,9 @@ def attend(
 
 @compiled(_SUMS)
 def attend_stored(q, kv, layer, block_table, seq_lens, out):
-    """One query a sequence, `q` and `out` [num_seqs, num_heads, head_dim], over all slots of its length."""
+    """Attend one query per sequence to all slots of the sequence's length: `attend_stored_ref`.
+
+    `q` and `out` are [num_seqs, num_heads, head_dim] float32, `kv`, `block_table` and `seq_lens` as in `attend`."""
     num_heads, head_dim = out.shape[1:]
     scores = np.empty((num_heads, seq_lens.max()), np.float32)
     scale = np.float32(_ONE / np.sqrt(np.float32(head_dim)))
@@ -143,7 +165,7 @@ def attend_stored(q, kv, layer, block_table, seq_lens, out):
 
 @compiled(_SUMS)
 def _norm_heads(heads, weight, eps):
-    """`heads` [num_heads, head_dim] in place."""
+    """Norm `heads` [num_heads, head_dim] in place, each by itself; `weight` is [head_dim]."""
     for head in range(heads.shape[0]):
         x = heads[head]
         total = _ZERO
@@ -156,7 +178,7 @@ def _norm_heads(heads, weight, eps):
 
 @compiled(_SUMS)
 def _rotate_heads(heads, cos, sin):
-    """`heads` [num_heads, head_dim] in place, as `rotary_ref`; `cos`, `sin` [head_dim]."""
+    """Rotate `heads` [num_heads, head_dim] in place, as `rotary_ref` does; `cos` and `sin` are [head_dim]."""
     half = heads.shape[1] // 2
     for head in range(heads.shape[0]):
         a, b = heads[head, :half], heads[head, half:]
@@ -168,8 +190,9 @@ def _rotate_heads(heads, cos, sin):
 
 @compiled(_SUMS)
 def _store(new, kv, layer, table, slot):
-    """One token's keys and values, `new` [2 * num_kv_heads, head_dim]. A page that begins is cleared first, as
-    `clear_fresh_pages` does."""
+    """Store one token's keys and values, `new` [2 * num_kv_heads, head_dim], in `slot` of the pages `table`.
+
+    A page that begins with this slot is cleared first, as `clear_fresh_pages` does."""
     num_kv_heads, page_size, head_dim = kv.shape[3:]
     page, row = table[slot // page_size], slot % page_size
     if row == 0:
@@ -184,8 +207,10 @@ def _store(new, kv, layer, table, slot):
 
 @compiled(_SUMS)
 def _scores(q, scale, kv, layer, table, begin, end, scores):
-    """scores[head, j - begin] = scale * q[head] . K[j] for j in [begin, end). Page by page and all heads of a page
-    together, as they lie in memory."""
+    """Write scale * q[head] . K[j] to scores[head, j - begin], for slots j in [begin, end).
+
+    `q` is [num_heads, head_dim], `table` [max_pages] int64. Pages are read one by one, all heads of a page together,
+    which is their order in memory. The page after is prefetched, and after the last one the first values."""
     num_kv_heads, page_size = kv.shape[3:5]
     group = q.shape[0] // num_kv_heads
     first_column, stop_column = begin // page_size, (end + page_size - 1) // page_size
@@ -206,8 +231,10 @@ def _scores(q, scale, kv, layer, table, begin, end, scores):
 
 @compiled(_SUMS)
 def _hide(scores, begin, tree_start, seq_len, visible, positions, window_start):
-    """-inf for the slots [tree_start, seq_len) that a token does not see, `visible` [seq_len - tree_start or more];
-    slot j has column j - begin. The last slots are new tokens, whose `positions` must lie in the window."""
+    """Write -inf to the scores of the slots in [tree_start, seq_len) that a token does not see.
+
+    The score of slot j is in column j - begin. The token sees slot j only if visible[j - tree_start] is True, `visible`
+    [num_columns] bool. The last slots hold the new tokens, whose `positions` must be `window_start` or higher."""
     first_new = seq_len - positions.shape[0]
     for slot in range(max(tree_start, begin), seq_len):
         seen = visible[slot - tree_start] and (slot < first_new or positions[slot - first_new] >= window_start)
@@ -231,6 +258,7 @@ def _softmax(scores):
 
 @compiled(_SUMS | {"nnan"})
 def _maximum(scores):
+    """Return the largest of `scores` [num_keys]; any number if one is NaN."""
     highest = scores[0]
     for j in range(1, scores.shape[0]):
         highest = max(highest, scores[j])
@@ -239,9 +267,10 @@ def _maximum(scores):
 
 @compiled(_SUMS)
 def _weighted_values(weights, kv, layer, table, begin, end, has_hidden, sums):
-    """Compute sums[head] = sum of weights[head, j - begin] * V[j] for j in [begin, end), four keys at a time, so that a
-    sum is loaded and stored once for four products. If keys may be hidden, those of weight 0 add 0, even if their
-    values are NaN."""
+    """Write the sum over slots j in [begin, end) of weights[head, j - begin] * V[j] to sums[head].
+
+    `sums` is [num_heads, head_dim]. Four keys are added in one step, so that a sum is loaded and stored once for four
+    products. If `has_hidden`, a key of weight 0 adds 0, even if its values are NaN."""
     num_kv_heads, page_size = kv.shape[3:5]
     group = sums.shape[0] // num_kv_heads
     for head in range(sums.shape[0]):
@@ -283,7 +312,9 @@ def _product(weight, value):
 
 @compiled({"contract"})
 def _exp(x):
-    """exp(x) for x <= 0, exactly 0 below -87; relative error 1e-7. Cephes' expf, in operations that LLVM vectorises."""
+    """Return exp(x) for x <= 0, with a relative error of 1e-7; exactly 0 below -87.
+
+    It is Cephes' expf, in operations that LLVM vectorises."""
     exponent = np.int32(x * _LOG2_E - np.float32(0.5))  # nearest, as x <= 0
     r = x - np.float32(exponent) * _LN2_HIGH
     r = r - np.float32(exponent) * _LN2_LOW

@@ -1,10 +1,11 @@
-"""The operations of kernels/noise.py on a CPU: a row's noise in blocks that stay in cache, with the reference's bits.
+"""The operations of kernels/noise.py on a CPU, with the reference's bits, in blocks of a row that stay in cache.
 
-No `fastmath` flag is set, so LLVM neither fuses multiplications into additions nor reorders them. It vectorises all the
-same, because token ids do not depend on one another. Numba widens results of 32-bit operations to 64 bits; each is cast
-back at once, and LLVM makes 32-bit instructions of that.
+No `fastmath` flag is set, so LLVM neither fuses multiplications with additions nor reorders them. It still vectorises,
+because the noise of a token id does not depend on other ids. Numba widens results of 32-bit operations to 64 bits. Each
+is cast back at once, and LLVM makes 32-bit instructions of both.
 
-The constants repeat those of noise.py, because numba's cache on disk notices changes of this file only.
+The constants repeat those of noise.py, because numba's cache on disk notices changes of this file only. Tests compare
+the results bit for bit.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _C0, _C1, _C2, _C3, _C4, _C5, _C6, _C7, _C8 = (
 _LN_2_PER_EXPONENT = np.float32(0.6931471824645996 * 2.0**-23)
 _UNIT = np.float32(2.0**-32)
 _ZERO, _HALF, _ONE = np.float32(0.0), np.float32(0.5), np.float32(1.0)
-_BLOCK_SIZE = 512  # elements worked on at once; a multiple of four vectors
+_BLOCK_SIZE = 512  # elements per block; a multiple of four vectors
 
 _MULTIPLIER_1, _MULTIPLIER_2 = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 _SALT_1, _SALT_2 = np.uint32(0x243F6A88), np.uint32(0x13198A2E)
@@ -46,13 +47,13 @@ _HALF_BITS = np.int32(0x3F000000)  # 0.5 as float32 bits
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Return `gumbel_noise_ref`, to the bit."""
+    """Return `gumbel_noise_ref`, bit for bit: a new tensor [num_rows, vocab_size] float32."""
     noise = torch.zeros((seeds.shape[0], vocab_size), dtype=torch.float32)
     return add_gumbel_noise_(noise, seeds, positions)  # no noise is -0, which alone would lose its sign here
 
 
 def add_gumbel_noise_(scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Add noise to `scores` as `add_gumbel_noise_ref_` does, to the bit, and return it."""
+    """Add noise to `scores` as `add_gumbel_noise_ref_` does, bit for bit, and return `scores`."""
     check_scores(scores, seeds, positions)
     _add_noise(scores.numpy(), seeds.contiguous().numpy(), positions.contiguous().numpy())
     return scores
@@ -87,11 +88,13 @@ def gumbel_from_bits(r, noise):
 
 @compiled(_EXACT)
 def _scratch():
+    """Return arrays for `_gumbel`: bits [_BLOCK_SIZE] uint32, f and k [_BLOCK_SIZE] float32."""
     return np.zeros(_BLOCK_SIZE, np.uint32), np.empty(_BLOCK_SIZE, np.float32), np.empty(_BLOCK_SIZE, np.float32)
 
 
 @compiled(_EXACT)
 def _row_keys(seed, position):
+    """Return the two uint32 keys of a row, as the reference's `_row_keys` does."""
     low, high, offset = np.uint32(seed), np.uint32(seed >> 32), np.uint32(position)
     nothing = np.uint32(0)
     key_1 = _mix(np.uint32(np.uint32(low + np.uint32(high * _WEIGHT_1)) ^ _SALT_1), nothing)

@@ -23,25 +23,26 @@ from .norm import rms_norm_ref
 from .operations import Operation
 from .rotary import rotary_ref
 
-_THREADED_PRODUCTS = 4096  # queries times keys of a part that is worth a thread: about 0.1 ms
+_THREADED_PRODUCTS = 4096  # queries times keys, the least work of a part that is worth a thread
 _CAUSAL = np.empty((0, 0), dtype=np.bool_)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedRows:
-    """The inputs of `attend` that all layers of a forward share. Sequences lie end to end. New token i of a sequence
-    has slot seq_len - query_len + i. A token of a tree sees all slots before `tree_starts`; `visible` says which of the
-    later slots it sees."""
+    """The inputs of `attend` that all layers of a forward share.
+
+    Tokens of a sequence lie together, and sequences lie end to end. New token i of a sequence has slot seq_len -
+    query_len + i. A token of a tree sees all slots before `tree_starts`. `visible` says which later slots it sees."""
 
     cos: np.ndarray  # [num_tokens, 1, head_dim] float32
     sin: np.ndarray  # [num_tokens, 1, head_dim] float32, signed as `apply_rotary_` takes it
     block_table: np.ndarray  # [num_seqs, max_pages] int64
     starts: np.ndarray  # [num_seqs + 1] int64, the first token of each sequence, and the end
     seq_lens: np.ndarray  # [num_seqs] int64, after this forward
-    positions: np.ndarray  # [num_tokens] int64, which windows count by; the slots, but for the nodes of a tree
+    positions: np.ndarray  # [num_tokens] int64, for windows: a token's slot, or the position of a node of a tree
     tree_starts: np.ndarray  # [num_seqs] int64, the slot of the first column of `visible`
-    visible: np.ndarray  # [num_tokens, num_columns] bool: a token sees slot tree_start + i; no rows: those up to itself
-    parts: tuple[slice, ...]  # the sequences that each thread attends; all together cover all
+    visible: np.ndarray  # [num_tokens, num_columns] bool: a token sees slot tree_start + i; [0, 0]: all up to its own
+    parts: tuple[slice, ...]  # the sequences of each thread, in order; each sequence is in one part
 
     @classmethod
     def build(
@@ -53,7 +54,10 @@ class PagedRows:
         positions: torch.Tensor,
         tree: Tree | None = None,
     ) -> PagedRows:
-        """All tensors are on the CPU; `rotary` is (cos, sin); `seq_lens` [num_seqs] int64."""
+        """Return the inputs of a forward in which sequence i has `query_lens[i]` new tokens.
+
+        All tensors are on the CPU. `rotary` is (cos, sin), and `seq_lens` is [num_seqs] int64. Shapes and dtypes of the
+        others are those of the fields. The arrays share the tensors' memory."""
         starts = np.zeros(len(query_lens) + 1, dtype=np.int64)
         np.cumsum(query_lens, out=starts[1:])
         assert positions.shape == (starts[-1],) and block_table.shape[0] == len(seq_lens) == len(query_lens)
@@ -73,12 +77,12 @@ class PagedRows:
 
     @property
     def query_lens(self) -> list[int]:
-        """Number of new tokens of each sequence."""
+        """The number of new tokens of each sequence."""
         return np.diff(self.starts).tolist()
 
     @property
     def tree(self) -> Tree | None:
-        """None: every token sees the slots up to its own."""
+        """The tree, as views of these arrays; None if every token sees all slots up to its own."""
         if self.visible is _CAUSAL:
             return None
         return Tree(torch.from_numpy(self.tree_starts), torch.from_numpy(self.visible))
@@ -134,7 +138,7 @@ attend_stored = Operation("attend_stored", attend_stored_ref)
 
 
 def _parts(query_lens: Sequence[int], seq_lens: np.ndarray) -> tuple[slice, ...]:
-    """Return runs of sequences with about equal work, as many as torch has threads and the work is worth."""
+    """Return runs of sequences with about equal work: one per thread of torch, or fewer if there is little work."""
     num_threads = min(torch.get_num_threads(), len(seq_lens))
     if num_threads == 1:
         return (slice(0, len(seq_lens)),)

@@ -1,6 +1,7 @@
-"""Rows of several tensors at once: what rounds read and write of each sequence, hidden states above all.
+"""Copies of rows of several tensors at once.
 
-A row is what a tensor has under one index of its first dimension, of any shape.
+Rounds read and write rows of each sequence, above all hidden states. A row is the part of a tensor at one index of its
+first dimension. It may have any shape.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def gather_rows_ref(tables: Sequence[Tensor], index: Tensor) -> list[Tensor]:
 def assign_rows_ref_(tables: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
     """Write `rows` [n, ...] to the rows `index` [n] int64 of `tables`, which have the same width and dtype.
 
-    A row that is named twice gets parts of either."""
+    If `index` names a row twice, the row gets parts of both new rows."""
     for table, new in zip(tables, rows, strict=True):
         table.index_copy_(0, index, new)
 

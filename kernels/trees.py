@@ -1,5 +1,9 @@
-"""Operations on draft trees (engine/trees.py): grow a tree, find ancestors, walk the path that the target accepts, and
-move the KV of accepted nodes to the slots where the sequence continues."""
+"""Operations on draft trees, for engine/trees.py.
+
+They grow a tree, find the ancestors of its nodes, walk the path that the target accepts, and move the KV of accepted
+nodes to the slots in which the sequence continues. The root, node 0, is the last token of the sequence. Drafted tokens
+are nodes 1 .. N.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,9 @@ def _tokens(candidates: Candidates, *_: object, **__: object) -> Tensor:
 def grow_ref_(candidates: Candidates, frontier: Frontier, tokens: Tensor, scores: Tensor) -> Frontier:
     """Add the children of a frontier to the candidates, in place, and return the next frontier.
 
-    `tokens` [num_seqs * num_nodes, topk] int64 are the children. `scores`, float32 and at most 0, are relative to their
-    parents; the candidates get the sums along the path. A score that is not a number counts as -inf. The next frontier
-    holds the `topk` best children, the first of equals, with `frontier.states` of their parents."""
+    `tokens` [num_seqs * num_nodes, topk] int64 are the children. `scores` of the same shape, float32 and at most 0, are
+    relative to their parents. The candidates get the sums along the path; a sum that is NaN counts as -inf. The next
+    frontier holds the `topk` best children, the first of equals. Their `states` are their parents'."""
     num_seqs, num_nodes = frontier.scores.shape
     topk = tokens.shape[1]
     tokens = tokens.view(num_seqs, num_nodes * topk)
@@ -50,10 +54,10 @@ grow_ = Operation("grow_", grow_ref_, by=_tokens)
 
 
 def choose_ref(candidates: Candidates, num_drafts: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and parents of the N = `num_drafts` best candidates, each [num_seqs, N] int64; parent 0: the root.
+    """Return the tokens and parents of the N = `num_drafts` best candidates, each [num_seqs, N] int64.
 
-    The first of equals is taken. The candidates become nodes 1 .. N in the order in which they stand. No candidate
-    scores more than its parent, so the parent of a chosen one is chosen too."""
+    The first of equals is taken. Those chosen become nodes 1 .. N, in the order of the candidates. No candidate scores
+    more than its parent, so the parent of a chosen one is chosen too. Parent 0 is the root."""
     chosen = candidates.scores.sort(dim=1, descending=True, stable=True).indices[:, :num_drafts].sort(1).values
     parents = torch.searchsorted(chosen, candidates.parents.gather(1, chosen), right=True)
     return candidates.tokens.gather(1, chosen), parents
@@ -63,7 +67,9 @@ choose = Operation("choose", choose_ref, by=_tokens)
 
 
 def ancestry_ref(parents: Tensor, num_steps: int) -> Ancestry:
-    """Return the ancestors of nodes 1 .. N with `parents` [num_seqs, N] int64, in a tree at most `num_steps` deep."""
+    """Return the ancestors and depths of all nodes of trees that are at most `num_steps` deep.
+
+    `parents` [num_seqs, N] int64 are those of nodes 1 .. N."""
     num_seqs, num_drafts = parents.shape
     up = torch.cat([parents.new_zeros(num_seqs, 1), parents], dim=1)  # the root is its own parent
     node = torch.arange(num_drafts + 1, device=parents.device).expand_as(up)
@@ -78,8 +84,10 @@ ancestry = Operation("ancestry", ancestry_ref)
 
 
 def walk_chain_ref(tokens: Tensor, targets: Tensor, limits: Tensor) -> Tensor:
-    """Return how many of `tokens` [num_seqs, K] equal `targets` [num_seqs, K + 1] from the start, at most `limits`
-    [num_seqs]: [num_seqs]. All are int64."""
+    """Return the number of drafts that a target accepts in each sequence, [num_seqs] int64.
+
+    It counts the `tokens` [num_seqs, K] before the first that differs from `targets` [num_seqs, K + 1], and is at most
+    `limits` [num_seqs]. All are int64."""
     num_equal = (tokens == targets[:, :-1]).long().cumprod(1).sum(1)
     return torch.minimum(num_equal, limits)
 
@@ -90,11 +98,13 @@ walk_chain = Operation("walk_chain", walk_chain_ref)
 def walk_tree_ref(
     tokens: Tensor, parents: Tensor, targets: Tensor, limits: Tensor, num_steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Walk from the root to the child that the target samples, the first of several, while there is one, for at most
-    `limits` [num_seqs] steps. Return the nodes [num_seqs, num_steps + 1] and how many are below the root [num_seqs].
+    """Walk down each tree, and return the nodes [num_seqs, num_steps + 1] and the number of steps [num_seqs].
 
-    `tokens` and `parents` are [num_seqs, N], of nodes 1 .. N; `targets` [num_seqs, N + 1] follow each node. Nodes begin
-    with the root. Beyond the path, column i holds node i (at most N). All are int64."""
+    A step goes to the child whose token is the target of the node, the first if several are. The walk ends at a node
+    without such a child, or after `limits` [num_seqs] steps. `num_steps` is the depth of the deepest tree.
+
+    `tokens` and `parents` [num_seqs, N] are those of nodes 1 .. N. `targets` [num_seqs, N + 1] holds the target of each
+    node. The nodes begin with the root. Beyond the path, column i holds node i, or N if i is more. All are int64."""
     node = torch.zeros_like(limits).unsqueeze(1)
     count, nodes = torch.zeros_like(limits), [node]
     is_on = limits > 0
@@ -113,9 +123,9 @@ walk_tree = Operation("walk_tree", walk_tree_ref)
 def move_slots_ref_(kv: Tensor, block_table: Tensor, sources: Tensor, targets: Tensor) -> None:
     """Copy the KV of slots `sources` to slots `targets` of the same sequence, each [num_seqs, n] int64, in all layers.
 
-    All sources are read before any target is written, so the two may overlap. The targets of a sequence differ.
-
-    `kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim], `block_table` [num_seqs, num_columns] int64."""
+    All sources are read before a target is written, so a slot may be both. A sequence names no target twice. `kv` is
+    the pool [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim]; `block_table` is [num_seqs, max_pages]
+    int64."""
     page_size = kv.shape[4]
     pages, rows = block_table.gather(1, sources // page_size), sources % page_size
     new_pages, new_rows = block_table.gather(1, targets // page_size), targets % page_size

@@ -43,11 +43,23 @@ def advance_(
 
 @triton.jit(do_not_specialize=("index_stride", "num_rows", "num_targets"))
 def _advance_kernel(
-    numbers_ptr, table_ptr, index_ptr, targets_ptr, is_valid_ptr, num_accepted_ptr, resting_ptr,
-    index_stride, num_rows, num_targets, num_columns,
-    COUNTS: tl.constexpr, LAST_TOKEN: tl.constexpr, COLUMNS: tl.constexpr, TARGETS: tl.constexpr,
-):  # fmt: skip
-    """Grid: (num_seqs). Bit c of COUNTS is set if column c counts."""
+    numbers_ptr,  # [num_seqs, num_targets + 2] int64, written
+    table_ptr,  # [num_columns, num_rows] int64, written
+    index_ptr,  # [num_seqs] int64, index_stride apart
+    targets_ptr,  # [num_seqs, num_targets] int64
+    is_valid_ptr,  # [num_seqs, num_targets] bool
+    num_accepted_ptr,  # [num_seqs] int64
+    resting_ptr,  # [num_columns] int64
+    index_stride,
+    num_rows,
+    num_targets,
+    num_columns,
+    COUNTS: tl.constexpr,  # bit c is set if column c counts
+    LAST_TOKEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TARGETS: tl.constexpr,
+):
+    """Grid: (num_seqs,)."""
     seq = tl.program_id(0)
     row, num_accepted = tl.load(index_ptr + seq * index_stride), tl.load(num_accepted_ptr + seq)
     step, column = tl.arange(0, TARGETS), tl.arange(0, COLUMNS)

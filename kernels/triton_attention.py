@@ -1,14 +1,14 @@
 """Attention of new tokens over paged KV on a GPU: `paged_attention_ref` (attention.py) without gathering pages first.
 
-The query heads of one kv head share its keys, so the rows of a tile are (token, query head of the kv head), token by
-token, and a tile runs over keys with a softmax that is corrected as it goes (FlashAttention-2, arXiv:2307.08691).
+A program works on a tile of rows. A row is a pair of a token and a query head of one kv head, because the query heads
+of a kv head share its keys. The program visits keys tile by tile with a running softmax (triton_softmax.py).
 
-    decode_attention   few new tokens, as many in every sequence, causal or a tree. A sequence's keys are split among
-                       programs by its length (triton_shares.py), whose parts are combined (Flash-Decoding)
+    decode_attention   few new tokens, the same number in every sequence, causal or a tree. Programs share a sequence's
+                       keys by its length (triton_shares.py), and their parts are combined (Flash-Decoding)
     extend_attention   any number of new tokens (triton_extend.py)
 
-No wrapper reads a tensor's value on the host: grids depend on shapes, a program without work leaves at once, and all of
-a forward can be held by a CUDA graph. How much work a program has, it reads from `seq_lens`.
+The host reads no tensor's value, so a CUDA graph can hold all of a forward. Grids depend on shapes alone. A program
+reads from `seq_lens` how much work it has, and ends at once if it has none.
 """
 
 # ruff: noqa: N803, N806
@@ -43,10 +43,10 @@ from .triton_softmax import (
 from .triton_store import token_rows
 from .triton_visibility import in_window, pack, seen_in_tree, span
 
-MAX_DECODE_QUERY_LEN = 64  # causal tokens a sequence beyond which tiles are full enough without splits
-_TILE_BYTES = 16 * 1024  # of keys, and of values; half of it in float32, which has no tensor cores and spills
+MAX_DECODE_QUERY_LEN = 64  # causal tokens per sequence; with more, tiles are full enough without splits
+_TILE_BYTES = 16 * 1024  # per tile of keys, and of values; half of it in float32, which has no tensor cores and spills
 _STAGES_BYTES = 192 * 1024  # of keys and values under way, of 227 KiB of an H100
-# A program combines 64 dimensions of 32 splits by one warp, whose threads exchange nothing through shared memory.
+# One warp combines 64 dimensions of 32 splits, so that no numbers go through shared memory.
 _COMBINED_DIMS, _COMBINED_SPLITS = 64, 32
 _INTERPRETED_SMS = 4
 _RUN_TIME = ("query_len", "window", "num_splits", "table_stride", "num_words")
@@ -54,12 +54,12 @@ _RUN_TIME = ("query_len", "window", "num_splits", "table_stride", "num_words")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Values that all layers of one forward share. Tensors on the device; everything else follows from shapes."""
+    """Values that all layers of one forward share. Tensors are on the device. All else follows from shapes."""
 
     block_table: torch.Tensor  # [num_seqs, max_pages] int64
     seq_lens: torch.Tensor  # [num_seqs] int64, after this forward; 0 for padding is fine
     rows: torch.Tensor | None  # [num_tokens] int64, where new KV goes (`token_rows`); None: it is stored already
-    query_len: int | None  # of every sequence; None: `starts` says
+    query_len: int | None  # new tokens of every sequence; None: as `starts` says
     starts: torch.Tensor | None  # [num_seqs + 1] int32, first token of each sequence, and the end
     tree_starts: torch.Tensor | None  # [num_seqs] int64, as in `Tree`; None: causal
     visible: torch.Tensor | None  # [num_tokens, num_words] int64: bit i of word w is column 64 w + i of a `Tree`
@@ -78,8 +78,10 @@ class Plan:
         *,
         is_stored: bool = False,
     ) -> Plan:
-        """`query_len` new tokens, the last slots, in each sequence; whose KV `is_stored` already, or will be by
-        `norm_rotate_store`."""
+        """Return the plan of a forward with `query_len` new tokens in each sequence, in its last slots.
+
+        Arguments are as in the fields; `seq_lens` is [num_seqs] int64. A tree needs `positions` [num_tokens] int64. If
+        the new KV `is_stored` already, no rows are computed for `norm_rotate_store`."""
         num_tokens = len(seq_lens) * query_len
         rows = None if is_stored else token_rows(block_table, seq_lens, num_tokens, page_size, query_len)
         if tree is not None:
@@ -96,12 +98,14 @@ class Plan:
     def ragged(
         cls, block_table: torch.Tensor, seq_lens: torch.Tensor, starts: torch.Tensor, num_tokens: int, page_size: int
     ) -> Plan:
-        """Tokens starts[seq] .. starts[seq + 1] - 1 are new; `starts` [num_seqs + 1] int32, the last `num_tokens`."""
+        """Return the plan of a forward in which sequence i has the new tokens starts[i] .. starts[i + 1] - 1.
+
+        `starts` is [num_seqs + 1] int32. Its last number is `num_tokens`."""
         rows = token_rows(block_table, seq_lens, num_tokens, page_size, None, starts)
         return cls(block_table, seq_lens, rows, None, starts, None, None, None)
 
     def shares(self, make: Callable[..., Shares], *cut: int) -> Shares:
-        """`make(plan, *cut)`, by the first layer that asks."""
+        """Return `make(plan, *cut)`, computed by the first layer that asks for it."""
         if cut not in self._shares:
             self._shares[cut] = make(self, *cut)
         return self._shares[cut]
@@ -110,9 +114,9 @@ class Plan:
 class DecodeTiles(NamedTuple):
     """Sizes by which `decode_attention` divides its work."""
 
-    block_m: int  # rows, of tokens and query heads
+    block_m: int  # rows: pairs of a token and a query head
     block_n: int  # keys
-    num_slots: int  # splits of sequences, of all tiles of rows, that are worked on at once
+    num_slots: int  # splits of sequences that run at once; each has a program per tile of rows
     num_warps: int
     num_stages: int
 
@@ -139,11 +143,11 @@ def decode_attention(
     window: int | None = None,
     tiles: DecodeTiles | None = None,
 ) -> torch.Tensor:
-    """`paged_attention_ref` of a uniform plan, causal or a tree: [num_tokens, num_heads, head_dim] -> a new tensor.
+    """Return `paged_attention_ref` of a uniform plan, causal or a tree: a new tensor of q's shape.
 
-    `q` may be strided by token (a view of qkv); `kv_layer` as in attention.py, contiguous, of q's dtype: float32,
-    bfloat16 or float16; products in that dtype, sums in float32. Slots beyond a sequence's length are not read; a row
-    that sees no slot is 0."""
+    `q` [num_tokens, num_heads, head_dim] may be strided by token, as a view of qkv is. `kv_layer` [num_pages, 2,
+    num_kv_heads, page_size, head_dim] is contiguous. Both are float32, bfloat16 or float16. Products have that dtype,
+    sums are float32. Slots beyond a sequence's length are not read. A row that sees no slot is 0."""
     num_tokens, num_heads, head_dim = check_shapes(q, kv_layer, plan)
     num_kv_heads, page_size, query_len = kv_layer.shape[2], kv_layer.shape[3], plan.query_len
     num_seqs, max_pages = plan.block_table.shape
@@ -190,11 +194,12 @@ def decode_attention(
 
 
 def _shares(plan: Plan, *cut: int) -> Shares:
+    """Return the division of the sequences' keys among programs."""
     return Shares.of(plan.seq_lens, *cut)
 
 
 def check_shapes(q: torch.Tensor, kv_layer: torch.Tensor, plan: Plan) -> tuple[int, int, int]:
-    """(num_tokens, num_heads, head_dim)."""
+    """Assert the shapes, dtypes and strides that kernels take, and return (num_tokens, num_heads, head_dim)."""
     num_tokens, num_heads, head_dim = q.shape
     assert kv_layer.dim() == 5 and kv_layer.shape[1] == 2 and kv_layer.shape[4] == head_dim, (q.shape, kv_layer.shape)
     assert num_heads % kv_layer.shape[2] == 0 and q.dtype == kv_layer.dtype, (q.shape, kv_layer.shape, q.dtype)
@@ -220,13 +225,13 @@ def tile_keys(kv_layer: torch.Tensor) -> int:
 
 
 def stages_that_fit(kv_layer: torch.Tensor, block_n: int, most: int) -> int:
-    """Return how many tiles of keys and values may be under way at once, 1 to `most`, for the shared memory of a
-    processor."""
+    """Return how many tiles of keys and values fit into the shared memory of a processor at once, 1 to `most`."""
     return max(1, min(most, _STAGES_BYTES // (2 * block_n * padded(kv_layer.shape[4]) * kv_layer.itemsize)))
 
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
+    """Return the number of processors of a GPU; a small number for the interpreter."""
     if device.type != "cuda":
         return _INTERPRETED_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -234,9 +239,11 @@ def num_sms(device: torch.device) -> int:
 
 @triton.jit
 def load_pages(table_ptr, first, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pages of slots first .. first + BLOCK_N - 1, `first` a multiple of BLOCK_N: [BLOCK_N] int32, one for all where a
-    page holds the tile. A loop asks for its next tile's, so that keys never wait for a page number. Page numbers fit in
-    32 bits, which makes one wide multiplication of an address."""
+    """Return the pages of slots first .. first + BLOCK_N - 1, for `first` a multiple of BLOCK_N.
+
+    They are [BLOCK_N] int32, or one number if one page holds the whole tile. `table_ptr` is [max_pages] int64. A slot
+    from `end` on has page 0. A loop loads the pages of its next tile early, so that keys never wait for a page number.
+    Page numbers fit in 32 bits, so an address takes one wide multiplication."""
     if PAGE_SIZE % BLOCK_N == 0:
         pages = tl.load(table_ptr + first // PAGE_SIZE, mask=first < end, other=0)
     else:
@@ -256,15 +263,40 @@ def tile_rows(first, kv_head, query_len, GROUP: tl.constexpr, BLOCK_M: tl.conste
 
 @triton.jit(do_not_specialize=_RUN_TIME)
 def _decode_kernel(
-    out_ptr, parts_ptr, stats_ptr, items_ptr, arrivals_ptr, q_ptr, kv_ptr, table_ptr, seq_lens_ptr, tree_starts_ptr,
-    visible_ptr, positions_ptr,
-    query_len, window, num_splits, q_stride, table_stride, num_words, scale,
-    IS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
-    HAS_HIDDEN: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MIN_SPLIT: tl.constexpr,
-):  # fmt: skip
-    """Grid: (kv heads * tiles of rows, then as `work` says). HAS_HIDDEN: a row may not see all keys of its program."""
+    out_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM] of q's dtype, written unless parts are combined later
+    parts_ptr,  # [num_items * query_len * NUM_KV_HEADS * GROUP, HEAD_DIM] float32, written if HAS_PARTS
+    stats_ptr,  # [2, num_items * query_len * NUM_KV_HEADS * GROUP] float32, written if HAS_PARTS
+    items_ptr,  # [num_items] int64 of `Shares`; None: each sequence has num_splits items
+    arrivals_ptr,  # [num_seqs * grid[0]] int32; None: `combine_kernel` combines parts
+    q_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM], tokens q_stride apart
+    kv_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM] of q's dtype
+    table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
+    seq_lens_ptr,  # [num_items] int64 with items, [num_seqs] without
+    tree_starts_ptr,  # [num_seqs] int64, read if IS_TREE
+    visible_ptr,  # [num_tokens, num_words] int64, read if IS_TREE
+    positions_ptr,  # [num_tokens] int64, read if IS_TREE and HAS_WINDOW
+    query_len,
+    window,
+    num_splits,
+    q_stride,
+    table_stride,
+    num_words,
+    scale,
+    IS_TREE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    HAS_HIDDEN: tl.constexpr,  # a row may not see all keys of its program
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+):
+    """Grid: (NUM_KV_HEADS * tiles of rows, num_items, 1), or (.., num_splits, num_seqs) without items."""
     kv_head, tile = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
     item, seq, split, num_splits, seq_len = work(items_ptr, seq_lens_ptr, num_splits, MIN_SPLIT)
     if num_splits < 0:
@@ -298,7 +330,7 @@ def _decode_kernel(
     )  # fmt: skip
     if HAS_HIDDEN:  # noqa: SIM102
         if has_nan(sums):
-            FEW_KEYS: tl.constexpr = 16  # of a tile, which then needs no more registers than the tiles before
+            FEW_KEYS: tl.constexpr = 16  # per tile, so that `weigh_seen` needs no more registers than `weigh`
             its_pages = load_pages(table_ptr, begin, end, PAGE_SIZE, FEW_KEYS)
             sums, total, highest = _weighted(
                 q, k_ptrs, table_ptr, visible_ptrs, positions_ptr, its_pages, begin, end, last_seen, lowest, first_new,
@@ -319,13 +351,34 @@ def _decode_kernel(
 
 @triton.jit
 def _weighted(
-    q, k_ptrs, table_ptr, visible_ptrs, positions_ptr, pages, begin, end, last_seen, lowest, first_new, first_token,
-    tree_start, num_words, scale, SELECTS: tl.constexpr,
-    IS_TREE: tl.constexpr, HAS_WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    V_OFFSET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Return the running softmax (triton_softmax.py) of rows `q` [BLOCK_M, BLOCK_D] over slots begin .. end - 1.
-    `pages` are those of the first tile. SELECTS: keys that a row does not see may be NaN."""
+    q,  # [BLOCK_M, BLOCK_D]
+    k_ptrs,  # [1, BLOCK_D] pointers to the keys of the kv head in page 0
+    table_ptr,  # [max_pages] int64, of the sequence
+    visible_ptrs,  # [BLOCK_M] pointers to each row's words, for a tree
+    positions_ptr,  # [num_tokens] int64, for a tree with a window
+    pages,  # int32, the pages of the first tile, from `load_pages`
+    begin,
+    end,
+    last_seen,  # [BLOCK_M] int32, the last slot that each row sees by causality
+    lowest,  # [BLOCK_M] int32, the lowest position in each row's window
+    first_new,
+    first_token,
+    tree_start,
+    num_words,
+    scale,
+    SELECTS: tl.constexpr,
+    IS_TREE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_OFFSET: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Return the state of the running softmax (triton_softmax.py) after slots begin .. end - 1.
+
+    With SELECTS, keys that a row does not see may be NaN."""
     sums, total, highest = nothing_seen(BLOCK_M, BLOCK_D)
     is_dim = tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM
     for first in tl.range(begin, end, BLOCK_N, num_stages=1 if SELECTS else None):

@@ -35,15 +35,26 @@ def copy_columns_(target: Tensor, source: Tensor, num_columns: int) -> Tensor:
 
 
 @triton.jit(do_not_specialize=("num_numbers",))
-def _copy_kernel(target_ptr, source_ptr, num_numbers, BLOCK: tl.constexpr):
-    """Grid: (numbers / BLOCK)."""
+def _copy_kernel(
+    target_ptr,  # [num_numbers] of any dtype, written
+    source_ptr,  # [num_numbers] of the same dtype
+    num_numbers,
+    BLOCK: tl.constexpr,
+):
+    """Grid: (ceil(num_numbers / BLOCK),)."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target_ptr + at, tl.load(source_ptr + at, mask=at < num_numbers), mask=at < num_numbers)
 
 
 @triton.jit(do_not_specialize=("width", "num_columns"))
-def _columns_kernel(target_ptr, source_ptr, width, num_columns, BLOCK: tl.constexpr):
-    """Grid: (rows, blocks of columns)."""
+def _columns_kernel(
+    target_ptr,  # [num_rows, width] of any dtype, its first num_columns columns written
+    source_ptr,  # [num_rows, width] of the same dtype
+    width,
+    num_columns,
+    BLOCK: tl.constexpr,
+):
+    """Grid: (num_rows, ceil(num_columns / BLOCK))."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * width + column
     tl.store(target_ptr + at, tl.load(source_ptr + at, mask=column < num_columns), mask=column < num_columns)

@@ -1,5 +1,7 @@
-"""The growth of draft trees on a GPU (`grow_` and `choose` of kernels/trees.py): a launch each, in which no program
-reads what another writes."""
+"""The growth of draft trees on a GPU: `grow_` and `choose` of kernels/trees.py.
+
+Each operation is one launch, in which no program reads what another program writes.
+"""
 
 # Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
 # ruff: noqa: N803
@@ -15,12 +17,14 @@ from torch import Tensor
 from .tree_types import Candidates, Frontier
 from .triton_sample import LOWEST, id_of, pack, score_of
 
-_STATE_BLOCK = 1024  # elements of a state at a time
-_COMPARED = 16  # candidates at a time
+_STATE_BLOCK = 1024  # elements of a state that are copied in one step
+_COMPARED = 16  # candidates that all others are compared with in one step
 
 
 def grow_(candidates: Candidates, frontier: Frontier, tokens: Tensor, scores: Tensor) -> Frontier:
-    """`grow_ref_`: a program for each node of the next frontier, which finds the best children by itself."""
+    """Grow trees as `grow_ref_` does, and return the next frontier in new tensors. `candidates` are contiguous.
+
+    One program per node of the next frontier finds the best children by itself."""
     (num_seqs, num_nodes), topk = frontier.scores.shape, tokens.shape[1]
     depth, width = frontier.paths.shape[2], frontier.states.shape[2]
     assert tokens.shape == scores.shape == (num_seqs * num_nodes, topk), (tokens.shape, frontier.scores.shape)
@@ -44,7 +48,7 @@ def grow_(candidates: Candidates, frontier: Frontier, tokens: Tensor, scores: Te
 
 
 def choose(candidates: Candidates, num_drafts: int) -> tuple[Tensor, Tensor]:
-    """`choose_ref`."""
+    """Return `choose_ref`, two new tensors [num_seqs, num_drafts] int64. `candidates` are contiguous."""
     num_seqs, num_candidates = candidates.tokens.shape
     assert num_drafts <= num_candidates, (num_drafts, num_candidates)
     tokens = candidates.tokens.new_empty((num_seqs, num_drafts))
@@ -58,14 +62,33 @@ def choose(candidates: Candidates, num_drafts: int) -> tuple[Tensor, Tensor]:
 
 @triton.jit(do_not_specialize=("num_candidates", "num_before"))
 def _grow_kernel(
-    candidate_tokens_ptr, candidate_scores_ptr, candidate_parents_ptr,  # [num_seqs, num_candidates]
-    new_tokens_ptr, new_scores_ptr, new_ids_ptr, new_states_ptr, new_paths_ptr, new_visible_ptr,
-    scores_ptr, ids_ptr, states_ptr, paths_ptr, visible_ptr,
-    child_tokens_ptr, child_scores_ptr, num_candidates, num_before, width,
-    NODES: tl.constexpr, TOPK: tl.constexpr, DEPTH: tl.constexpr, CHILDREN: tl.constexpr, VISIBLE: tl.constexpr,
+    candidate_tokens_ptr,  # [num_seqs, num_candidates] int64; the columns of these children are written
+    candidate_scores_ptr,  # [num_seqs, num_candidates] float32, likewise
+    candidate_parents_ptr,  # [num_seqs, num_candidates] int64, likewise
+    new_tokens_ptr,  # [num_seqs, TOPK] int64, written
+    new_scores_ptr,  # [num_seqs, TOPK] float32, written
+    new_ids_ptr,  # [num_seqs, TOPK] int64, written
+    new_states_ptr,  # [num_seqs, TOPK, width] of the states' dtype, written
+    new_paths_ptr,  # [num_seqs, TOPK, DEPTH + 1] int64, written
+    new_visible_ptr,  # [num_seqs, TOPK, (DEPTH + 1) * TOPK] bool, written
+    scores_ptr,  # [num_seqs, NODES] float32
+    ids_ptr,  # [num_seqs, NODES] int64
+    states_ptr,  # [num_seqs, NODES, width]
+    paths_ptr,  # [num_seqs, NODES, DEPTH] int64
+    visible_ptr,  # [num_seqs, NODES, DEPTH * TOPK] bool
+    child_tokens_ptr,  # [num_seqs, NODES, TOPK] int64
+    child_scores_ptr,  # [num_seqs, NODES, TOPK] float32, relative to their parents'
+    num_candidates,
+    num_before,  # candidates before these children
+    width,
+    NODES: tl.constexpr,
+    TOPK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    CHILDREN: tl.constexpr,
+    VISIBLE: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Grid: (num_seqs, nodes of the next frontier)."""
+):
+    """Grid: (num_seqs, TOPK). A program writes one node of the next frontier; the first also writes the candidates."""
     seq, rank = tl.program_id(0).to(tl.int64), tl.program_id(1)
     child = tl.arange(0, CHILDREN)
     is_child = child < NODES * TOPK
@@ -107,12 +130,20 @@ def _grow_kernel(
 
 @triton.jit(do_not_specialize=("num_drafts", "num_candidates"))
 def _choose_kernel(
-    tokens_ptr, parents_ptr,  # [num_seqs, num_drafts]
-    nodes_ptr,  # [num_seqs, num_candidates] int64, how many are chosen up to each: the node that a chosen one is
-    candidate_tokens_ptr, candidate_scores_ptr, candidate_parents_ptr, num_drafts, num_candidates,
-    CANDIDATES: tl.constexpr, COMPARED: tl.constexpr,
-):  # fmt: skip
-    """Grid: (num_seqs). A candidate's rank is how many are better."""
+    tokens_ptr,  # [num_seqs, num_drafts] int64, written
+    parents_ptr,  # [num_seqs, num_drafts] int64, written
+    nodes_ptr,  # [num_seqs, num_candidates] int64, scratch: the number of candidates chosen up to each
+    candidate_tokens_ptr,  # [num_seqs, num_candidates] int64
+    candidate_scores_ptr,  # [num_seqs, num_candidates] float32
+    candidate_parents_ptr,  # [num_seqs, num_candidates] int64
+    num_drafts,
+    num_candidates,
+    CANDIDATES: tl.constexpr,
+    COMPARED: tl.constexpr,
+):
+    """Grid: (num_seqs,). A candidate's rank is the number of better ones; those of rank below num_drafts are chosen.
+
+    A chosen candidate becomes the node whose number is the count of candidates chosen up to it."""
     seq = tl.program_id(0).to(tl.int64)
     candidate_scores_ptr += seq * num_candidates
     candidate = tl.arange(0, CANDIDATES)

@@ -29,7 +29,7 @@ from .noise import (
     _WEIGHT_2,
 )
 
-_BLOCK = 1024  # ids of a program
+_BLOCK = 1024  # ids per program
 
 _C = [tl.constexpr(coefficient) for coefficient in _LOG1P_COEFFICIENTS]
 _C0, _C1, _C2, _C3, _C4, _C5, _C6, _C7, _C8 = _C
@@ -71,7 +71,7 @@ def check_columns(num_rows: int, seeds: Tensor, positions: Tensor) -> None:
 
 @triton.jit
 def _mix(x, key):
-    """Mix uint32, wrapping."""
+    """Mix uint32 as `noise._mix` does, with products and sums that wrap; `key` is added half way."""
     x = (x ^ (x >> 16)) * _M1
     x = (x ^ (x >> 15)) + key
     x = x * _M2
@@ -125,16 +125,27 @@ def gumbel_from_bits_of(bits):
 
 
 @triton.jit
-def _gumbel_kernel(bits_ptr, out_ptr, count, BLOCK: tl.constexpr):
-    """Grid: (bits / BLOCK)."""
+def _gumbel_kernel(
+    bits_ptr,  # [count] int32
+    out_ptr,  # [count] float32, written
+    count,
+    BLOCK: tl.constexpr,
+):
+    """Grid: (ceil(count / BLOCK),)."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     bits = tl.load(bits_ptr + at, mask=at < count, other=0)
     tl.store(out_ptr + at, gumbel_from_bits_of(bits), mask=at < count)
 
 
 @triton.jit
-def _perturb_kernel(scores_ptr, seeds_ptr, positions_ptr, vocab_size, BLOCK: tl.constexpr):
-    """Grid: (num_rows, blocks of ids)."""
+def _perturb_kernel(
+    scores_ptr,  # [num_rows, vocab_size] float32, written
+    seeds_ptr,  # [num_rows] int64
+    positions_ptr,  # [num_rows] int64
+    vocab_size,
+    BLOCK: tl.constexpr,
+):
+    """Grid: (num_rows, ceil(vocab_size / BLOCK))."""
     row = tl.program_id(0)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = scores_ptr + row.to(tl.int64) * vocab_size + ids

@@ -38,8 +38,10 @@ def serves_sum(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`rms_norm_ref`: `x` [..., size], its last dimension contiguous, `weight` [size], one dtype -> a new contiguous
-    tensor. A view of heads, [num_tokens, num_heads, size], is read where it lies."""
+    """Return `rms_norm_ref`, a new contiguous tensor of x's shape.
+
+    `x` [..., size] has a contiguous last dimension, and `weight` [size] has its dtype. A view of heads [num_tokens,
+    num_heads, size] is read in place, without a copy."""
     size = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = x if x.ndim == 3 else x.reshape(-1, 1, size)  # [num_outer, num_inner, size]
@@ -48,9 +50,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm_(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """hidden += delta (None: nothing), in place, and `rms_norm` of it, a new contiguous tensor; `hidden` and `delta`
-    [num_rows, size], their last dimension contiguous, or `delta` as contiguous float32 parts [num_parts, num_rows,
-    size], of which the sum is rounded to hidden's dtype."""
+    """Do `add_rms_norm_ref_`: add `delta` to `hidden` in place and return the norm of the sum, a new contiguous tensor.
+
+    `hidden` and `delta` are [num_rows, size] with a contiguous last dimension. If `delta` holds parts [num_parts,
+    num_rows, size], it is contiguous and float32."""
     if delta is None:
         return rms_norm(hidden, weight, eps)
     assert hidden.ndim == 2 and delta.shape[-2:] == hidden.shape, (hidden.shape, delta.shape)
@@ -67,7 +70,7 @@ def add_rms_norm_(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torc
 def _launch(
     rows: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor
 ) -> None:
-    """`rows` [num_outer, num_inner, size]; grid: blocks of rows."""
+    """Norm `rows` [num_outer, num_inner, size] into `out`, contiguous, after the sum with `delta`, if any."""
     num_outer, num_inner, size = rows.shape
     num_rows = num_outer * num_inner
     assert weight.shape == (size,) and weight.is_contiguous(), (rows.shape, weight.shape)
@@ -87,10 +90,10 @@ def _launch(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
-    x_ptr,  # [num_outer, num_inner, SIZE]; written where ADDS
-    delta_ptr,  # [num_rows, SIZE], read where ADDS; PARTS > 1: [PARTS, num_rows, SIZE] float32
-    weight_ptr,  # [SIZE]
-    out_ptr,  # [num_rows, SIZE]
+    x_ptr,  # [num_outer, num_inner, SIZE], strides outer_stride and inner_stride; written if ADDS
+    delta_ptr,  # [num_rows, SIZE] of x's dtype, or parts [PARTS, num_rows, SIZE] float32; read if ADDS
+    weight_ptr,  # [SIZE] of x's dtype
+    out_ptr,  # [num_rows, SIZE] of x's dtype, written
     num_rows,
     num_inner,
     outer_stride,
@@ -104,6 +107,7 @@ def _rms_norm_kernel(
     PARTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Grid: (ceil(num_rows / ROWS),). A program norms ROWS rows, num_rows = num_outer * num_inner."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     columns = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     is_in = (rows < num_rows) & (columns < SIZE)

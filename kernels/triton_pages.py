@@ -1,7 +1,7 @@
-"""The operations of kernels/pages.py on a GPU: pages of KV are gathered from another pool, and digested.
+"""The operations of kernels/pages.py on a GPU: copy pages of KV from another pool, and compute checksums of pages.
 
-The other pool may lie in another process or on another GPU. Only its address is needed (`PoolAddress`). A gather moves
-as many bytes as it reads and writes; each lane has 8 loads of 16 bytes under way at a time.
+The other pool may lie in another process or on another GPU. Only its address is needed (`PoolAddress`). A copy is as
+fast as memory, because each lane has 8 loads of 16 bytes under way at once.
 """
 
 # ruff: noqa: N803
@@ -19,24 +19,32 @@ import torch
 import triton
 import triton.language as tl
 
+from .pages import _GOLDEN, _MULTIPLIER_1, _MULTIPLIER_2
+
 logger = logging.getLogger(__name__)
 
-_GATHER_WORDS = 4096  # a program of `_gather_kernel`
-_TILE_WORDS = 4096  # of a program of `_checksums_kernel` at a time, in
-_ROWS, _FEW_ROWS = 16, 4  # blocks; of few pages, which would not fill the GPU, fewer blocks and longer pieces of them
+_GATHER_WORDS = 4096  # per program of `_gather_kernel`
+_TILE_WORDS = 4096  # that a program of `_checksums_kernel` loads in one step
+# Blocks per program of `_checksums_kernel`. With _FEW_ROWS, few pages fill more of the GPU, and a step takes a longer
+# piece of each block. It is used if _ROWS would give fewer programs than _FEW_PROGRAMS.
+_ROWS, _FEW_ROWS = 16, 4
 _FEW_PROGRAMS = 512
+
+_STEP, _M1, _M2 = tl.constexpr(_GOLDEN), tl.constexpr(_MULTIPLIER_1), tl.constexpr(_MULTIPLIER_2)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolAddress:
-    """The start of a pool that this device can read and torch does not know. Not for the interpreter."""
+    """The address of a pool that this device can read, but that is not a tensor of this process.
+
+    Triton's interpreter does not take it."""
 
     address: int
     num_pages: int
     dtype: torch.dtype = torch.int32
 
     def data_ptr(self) -> int:
-        """Return the address. Triton asks for it by this name."""
+        """Return the address. Triton calls this method of its arguments."""
         return self.address
 
 
@@ -50,8 +58,9 @@ def gather_pages(
     """Copy all layers of pages `sources` of `peer` to pages `targets` of `pool`, in one launch on `stream` (None: the
     current one).
 
-    `pool` [num_layers, num_pages, page_words] int32, contiguous; `peer` the same but for its number of pages;
-    `sources`, `targets` [num_moves] int32 on the pool's device or in pinned memory, within the pools, no target twice.
+    `pool` [num_layers, num_pages, page_words] int32 is contiguous. `peer` is too, and may have another number of pages.
+    `sources` and `targets` [num_moves] int32 lie on the pool's device or in pinned memory. They are page numbers of the
+    pools. No target is named twice.
     """
     num_layers, num_pages, page_words = pool.shape
     assert pool.dtype == peer.dtype == torch.int32 and pool.is_contiguous(), (pool.dtype, peer.dtype, pool.stride())
@@ -108,7 +117,7 @@ def _checksums_constants(
     return {"NUM_BLOCKS": num_blocks, "BLOCK_WORDS": block_words, **strides, "ROWS": rows, "WORDS": words}
 
 
-_compiled: dict[tuple[Any, ...], Any] = {}  # what Triton compiled, by all that it was compiled for
+_compiled: dict[tuple[Any, ...], Any] = {}  # compiled kernels, by the constants and alignments they were compiled for
 
 
 def _launch(
@@ -120,10 +129,10 @@ def _launch(
     device: torch.device,
     stream: torch.cuda.Stream | None,
 ) -> None:
-    """Launch a kernel with the arguments `pools`, then `others`; it is compiled for the alignment of `pools` alone.
+    """Launch `kernel` on `grid` with the arguments `pools`, then `others`. It is compiled per alignment of `pools`.
 
     For one page, Triton's look at each argument takes longer than the device. So later launches hand the arguments to
-    the compiled kernel directly. That form is Triton's own, so if it fails the public form is used from then on."""
+    the compiled kernel directly. That form is internal to Triton. If it fails, the public form is used from then on."""
     if not grid[0]:
         return
     aligned = [pool.data_ptr() % 16 == 0 for pool in pools]
@@ -148,10 +157,19 @@ def _launch(
     do_not_specialize=("num_peer_pages", "num_pages"), do_not_specialize_on_alignment=("sources_ptr", "targets_ptr")
 )
 def _gather_kernel(
-    peer_ptr, pool_ptr, sources_ptr, targets_ptr, num_peer_pages, num_pages,
-    PAGE_WORDS: tl.constexpr, NUM_PIECES: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
-    """Grid: (moves * pieces, layers). A program copies WORDS words, 16 bytes a lane where a page has a multiple."""
+    peer_ptr,  # [num_layers, num_peer_pages, PAGE_WORDS] int32
+    pool_ptr,  # [num_layers, num_pages, PAGE_WORDS] int32, written
+    sources_ptr,  # [num_moves] int32
+    targets_ptr,  # [num_moves] int32
+    num_peer_pages,
+    num_pages,
+    PAGE_WORDS: tl.constexpr,
+    NUM_PIECES: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Grid: (num_moves * NUM_PIECES, num_layers, 1). A program copies WORDS words of one page of one layer.
+
+    If a page's size is a multiple of 16 bytes, each load and store of a lane has 16 bytes."""
     move = tl.program_id(0) // NUM_PIECES
     layer = tl.program_id(1).to(tl.int64)
     words = tl.program_id(0) % NUM_PIECES * WORDS + tl.arange(0, WORDS)
@@ -164,20 +182,29 @@ def _gather_kernel(
 
 @triton.jit
 def _multipliers(index):
-    """Return m(index) of int32 indices: uint64."""
-    state = (index.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
-    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
-    state = (state ^ (state >> 27)) * 0x94D049BB133111EB
+    """Return the multipliers m(index) of pages.py, uint64, for int32 indices of any shape."""
+    state = (index.to(tl.uint64) + 1) * _STEP
+    state = (state ^ (state >> 30)) * _M1
+    state = (state ^ (state >> 27)) * _M2
     return (state ^ (state >> 31)) | 1
 
 
 @triton.jit(do_not_specialize=("pool_pages",), do_not_specialize_on_alignment=("pages_ptr",))
 def _checksums_kernel(
-    pool_ptr, sums_ptr, pages_ptr, pool_pages,
-    NUM_BLOCKS: tl.constexpr, BLOCK_WORDS: tl.constexpr, PAGE_WORDS: tl.constexpr, LAYER_SUMS: tl.constexpr,
-    ROWS: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
-    """Grid: (pages * groups of ROWS blocks, layers). A multiplier is computed once for all rows of a program."""
+    pool_ptr,  # [num_layers, pool_pages, PAGE_WORDS] int32; blocks are the first NUM_BLOCKS * BLOCK_WORDS of a page
+    sums_ptr,  # [num_pages, num_layers, NUM_BLOCKS] int64, layers LAYER_SUMS apart, written
+    pages_ptr,  # [num_pages] int32
+    pool_pages,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    PAGE_WORDS: tl.constexpr,
+    LAYER_SUMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Grid: (num_pages * ceil(NUM_BLOCKS / ROWS), num_layers, 1). A program digests ROWS blocks of one page and layer.
+
+    It computes each multiplier once for all its blocks."""
     groups: tl.constexpr = (NUM_BLOCKS + ROWS - 1) // ROWS
     place = tl.program_id(0) // groups
     layer = tl.program_id(1).to(tl.int64)

@@ -38,10 +38,18 @@ def turns(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dty
 
 @triton.jit(do_not_specialize=("stride", "num_tokens"))
 def _turns_kernel(
-    cos_ptr, sin_ptr, positions_ptr, frequencies_ptr, scale, stride, num_tokens,
-    HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Grid: (tokens / TOKENS)."""
+    cos_ptr,  # [num_tokens, HEAD_DIM] of any float dtype, written
+    sin_ptr,  # [num_tokens, HEAD_DIM] of the same dtype, written
+    positions_ptr,  # [num_tokens] int64, stride apart
+    frequencies_ptr,  # [2, HEAD_DIM] float32
+    scale,
+    stride,
+    num_tokens,
+    HEAD_DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid: (ceil(num_tokens / TOKENS),)."""
     tokens, dims = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, BLOCK)
     positions = tl.load(positions_ptr + tokens * stride, mask=tokens < num_tokens, other=0).to(tl.float32)[:, None]
     cos_angles = positions * tl.load(frequencies_ptr + dims, mask=dims < HEAD_DIM, other=0.0)[None, :]

@@ -20,7 +20,7 @@ _BLOCK = 1024  # elements of a row
 
 
 def gather_rows(tables: Sequence[Tensor], index: Tensor) -> list[Tensor]:
-    """Return `gather_rows_ref`."""
+    """Return `gather_rows_ref`: new tensors [n, ...], for `index` [n] int64 of any stride."""
     rows = [table.new_empty((len(index), *table.shape[1:])) for table in tables]
     copy_rows_(rows, tables, of=index)
     return rows
@@ -32,7 +32,7 @@ def assign_rows_(tables: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]
 
 
 def packed(tables: Sequence[Tensor]) -> Tensor:
-    """Return `packed_ref`."""
+    """Return `packed_ref`, [num_bytes] uint8. `tables` have the same number of rows."""
     block = empty_block(tables)
     copy_rows_(unpacked(block, tables), tables)
     return block
@@ -71,16 +71,20 @@ def _numbers(rows: Tensor) -> Tensor:
 
 @triton.jit
 def _copy_row(new_ptr, old_ptr, to, of, column, width):
+    """Copy columns `column` [BLOCK] of row `of` of `old_ptr` to row `to` of `new_ptr`, both [.., width]."""
     is_in = column < width
     tl.store(new_ptr + to * width + column, tl.load(old_ptr + of * width + column, mask=is_in), mask=is_in)
 
 
 @triton.jit(do_not_specialize=("index_stride",))
 def _copy_rows_kernel(
-    new_0, new_1, new_2, new_3, old_0, old_1, old_2, old_3, width_0, width_1, width_2, width_3,
-    index_ptr, index_stride, HAS_TO: tl.constexpr, HAS_OF: tl.constexpr, BLOCK: tl.constexpr,
+    new_0, new_1, new_2, new_3,  # [.., width_i] of any dtype each, written
+    old_0, old_1, old_2, old_3,  # [.., width_i] of new_i's dtype each
+    width_0, width_1, width_2, width_3,  # 0: this pair is not copied
+    index_ptr,  # [num_rows] int64, index_stride apart, read if HAS_TO or HAS_OF
+    index_stride, HAS_TO: tl.constexpr, HAS_OF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows, blocks of columns)."""
+    """Grid: (num_rows, ceil(largest width / BLOCK)). HAS_TO: the index names rows of `new`; HAS_OF: rows of `old`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     to, of = row, row

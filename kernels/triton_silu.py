@@ -38,15 +38,21 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def silu_mul_of(gate, up):
-    """Return silu(gate) * up of two tiles of one dtype. The division is IEEE's: x / (1 + exp(-x))."""
+    """Return silu(gate) * up of two tiles of one shape and dtype. The division of x / (1 + exp(-x)) is IEEE's."""
     wide = gate.to(tl.float32)
     silu = tl.div_rn(wide, 1.0 + tl.exp(-wide)).to(gate.dtype)
     return (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Grid: (num_rows, blocks of columns)."""
+def _silu_mul_kernel(
+    gate_up_ptr,  # [num_rows, 2 * size]
+    out_ptr,  # [num_rows, size] of the same dtype, written
+    size,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Grid: (num_rows, ceil(size / BLOCK))."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_in = columns < size

@@ -26,6 +26,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .triton_shares import is_last, splits_of, unpacked
 
+_LARGEST = tl.constexpr(3.4028234663852886e38)  # float32
+
 
 @triton.jit
 def nothing_seen(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
@@ -33,7 +35,7 @@ def nothing_seen(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
     `highest` is the least float32 instead of -inf, so that a row which has seen nothing makes no NaN."""
     total = tl.zeros([BLOCK_M], tl.float32)
-    return tl.zeros([BLOCK_M, BLOCK_D], tl.float32), total, tl.full([BLOCK_M], -3.4028234663852886e38, tl.float32)
+    return tl.zeros([BLOCK_M, BLOCK_D], tl.float32), total, tl.full([BLOCK_M], -_LARGEST, tl.float32)
 
 
 @triton.jit
@@ -59,7 +61,7 @@ def weigh_seen(scores, is_seen, scale, values, sums, total, highest):
     """Do `weigh` for keys that may hold NaN or infinities. `is_seen` [BLOCK_M, BLOCK_N] bool says who sees them.
 
     A key has no influence on a row that does not see it. A row that sees a value which is not finite becomes NaN."""
-    is_number = tl.abs(values.to(tl.float32)) <= 3.4028234663852886e38
+    is_number = tl.abs(values.to(tl.float32)) <= _LARGEST
     is_bad = tl.max(tl.where(is_number, 0, 1), 1) != 0  # [BLOCK_N]
     values = tl.where(is_number, values, 0.0).to(values.dtype)
     scores = tl.where(is_seen, scores, float("-inf"))
@@ -147,7 +149,7 @@ def _gathered(parts_ptr, stats_ptr, rows, num_rows, num_splits, stats_stride, is
     sums, total, highest = nothing_seen(rows.shape[0], dims.shape[0])
     is_dim = dims[None, :] < HEAD_DIM
     for _ in range(num_splits):
-        other_highest = tl.load(stats_ptr + rows, mask=is_row, other=-3.4028234663852886e38)
+        other_highest = tl.load(stats_ptr + rows, mask=is_row, other=-_LARGEST)
         other_total = tl.load(stats_ptr + stats_stride + rows, mask=is_row, other=0.0)
         is_read = (is_row & (other_total != 0.0))[:, None] & is_dim
         others = tl.load(parts_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=is_read, other=0.0)
@@ -190,12 +192,12 @@ def combine_kernel(
         gdc_wait()
     splits, dims = tl.arange(0, SPLITS), tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     rows, is_read = (first + splits) * num_rows + row, splits < num_read
-    scores = tl.load(stats_ptr + rows, mask=is_read, other=-3.4028234663852886e38)
+    scores = tl.load(stats_ptr + rows, mask=is_read, other=-_LARGEST)
     totals = tl.load(stats_ptr + stats_stride + rows, mask=is_read, other=0.0)
     parts = parts_ptr + rows.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
     parts = tl.load(parts, mask=is_read[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
     is_used = (splits < num_splits) & (totals != 0.0)
-    scores = tl.where(is_used, scores, -3.4028234663852886e38)
+    scores = tl.where(is_used, scores, -_LARGEST)
     weights = tl.where(is_used, tl.exp2(scores - tl.max(scores, 0)), 0.0)
     sums = tl.sum(tl.where(is_used[:, None], parts, 0.0) * weights[:, None], 0)
     total = tl.sum(tl.where(is_used, totals, 0.0) * weights, 0)

@@ -1,4 +1,7 @@
-"""kernels/trees.py on a GPU: a launch each, in which no program reads what another writes."""
+"""The operations of kernels/trees.py on a GPU, but for growth (triton_growth.py).
+
+Each operation is one launch, in which no program reads what another program writes.
+"""
 
 # Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
 # ruff: noqa: N803
@@ -15,7 +18,7 @@ from .tree_types import Ancestry
 
 
 def ancestry(parents: Tensor, num_steps: int) -> Ancestry:
-    """`ancestry_ref`."""
+    """Return `ancestry_ref` of `parents` [num_seqs, num_drafts] int64, in new tensors."""
     num_seqs, num_drafts = parents.shape
     parents = parents.contiguous()
     num_nodes = num_drafts + 1
@@ -28,7 +31,7 @@ def ancestry(parents: Tensor, num_steps: int) -> Ancestry:
 
 
 def walk_chain(tokens: Tensor, targets: Tensor, limits: Tensor) -> Tensor:
-    """`walk_chain_ref`; rows of `tokens` contiguous, `limits` of any stride."""
+    """Return `walk_chain_ref`, a new tensor [num_seqs]. `tokens` has contiguous rows, `limits` any stride."""
     num_seqs, num_drafts = tokens.shape
     assert targets.shape == (num_seqs, num_drafts + 1) and limits.shape == (num_seqs,), (targets.shape, limits.shape)
     assert tokens.stride(1) == 1 or num_drafts == 1, tokens.stride()
@@ -43,7 +46,7 @@ def walk_chain(tokens: Tensor, targets: Tensor, limits: Tensor) -> Tensor:
 def walk_tree(
     tokens: Tensor, parents: Tensor, targets: Tensor, limits: Tensor, num_steps: int
 ) -> tuple[Tensor, Tensor]:
-    """`walk_tree_ref`; `limits` of any stride."""
+    """Return `walk_tree_ref`, new tensors [num_seqs, num_steps + 1] and [num_seqs]. `limits` may have any stride."""
     num_seqs, num_drafts = tokens.shape
     assert parents.shape == tokens.shape and targets.shape == (num_seqs, num_drafts + 1), (tokens.shape, targets.shape)
     tokens, parents, targets = tokens.contiguous(), parents.contiguous(), targets.contiguous()
@@ -57,7 +60,7 @@ def walk_tree(
 
 
 def move_slots_(kv: Tensor, block_table: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """`move_slots_ref_`; `kv` contiguous, the rows of `block_table` too."""
+    """Copy slots as `move_slots_ref_` does. `kv` and the rows of `block_table` are contiguous."""
     num_layers, num_pages, _, num_kv_heads, page_size, head_dim = kv.shape
     num_seqs, num_moves = sources.shape
     assert kv.is_contiguous() and block_table.stride(1) == 1 and targets.shape == sources.shape, sources.shape
@@ -72,9 +75,14 @@ def move_slots_(kv: Tensor, block_table: Tensor, sources: Tensor, targets: Tenso
 
 @triton.jit(do_not_specialize=("num_drafts",))
 def _ancestry_kernel(
-    visible_ptr, depths_ptr, parents_ptr, num_drafts, STEPS: tl.constexpr, NODES: tl.constexpr
-):  # fmt: skip
-    """Grid: (num_seqs, nodes)."""
+    visible_ptr,  # [num_seqs, num_drafts + 1, num_drafts + 1] bool, written
+    depths_ptr,  # [num_seqs, num_drafts + 1] int64, written
+    parents_ptr,  # [num_seqs, num_drafts] int64
+    num_drafts,
+    STEPS: tl.constexpr,
+    NODES: tl.constexpr,
+):
+    """Grid: (num_seqs, num_drafts + 1). A program climbs from one node to the root."""
     seq, node = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     at = seq * (num_drafts + 1) + node
     other = tl.arange(0, NODES)
@@ -90,10 +98,16 @@ def _ancestry_kernel(
 
 @triton.jit(do_not_specialize=("tokens_stride", "limits_stride", "num_drafts"))
 def _chain_kernel(
-    num_accepted_ptr, tokens_ptr, targets_ptr, limits_ptr, tokens_stride, limits_stride, num_drafts,
+    num_accepted_ptr,  # [num_seqs] int64, written
+    tokens_ptr,  # [num_seqs, num_drafts] int64, rows tokens_stride apart
+    targets_ptr,  # [num_seqs, num_drafts + 1] int64
+    limits_ptr,  # [num_seqs] int64, limits_stride apart
+    tokens_stride,
+    limits_stride,
+    num_drafts,
     DRAFTS: tl.constexpr,
-):  # fmt: skip
-    """Grid: (num_seqs)."""
+):
+    """Grid: (num_seqs,)."""
     seq = tl.program_id(0).to(tl.int64)
     draft = tl.arange(0, DRAFTS)
     is_draft = draft < num_drafts
@@ -106,10 +120,18 @@ def _chain_kernel(
 
 @triton.jit(do_not_specialize=("limits_stride", "num_drafts"))
 def _walk_kernel(
-    nodes_ptr, num_accepted_ptr, tokens_ptr, parents_ptr, targets_ptr, limits_ptr, limits_stride, num_drafts,
-    STEPS: tl.constexpr, DRAFTS: tl.constexpr,
-):  # fmt: skip
-    """Grid: (num_seqs)."""
+    nodes_ptr,  # [num_seqs, STEPS + 1] int64, written
+    num_accepted_ptr,  # [num_seqs] int64, written
+    tokens_ptr,  # [num_seqs, num_drafts] int64
+    parents_ptr,  # [num_seqs, num_drafts] int64
+    targets_ptr,  # [num_seqs, num_drafts + 1] int64
+    limits_ptr,  # [num_seqs] int64, limits_stride apart
+    limits_stride,
+    num_drafts,
+    STEPS: tl.constexpr,
+    DRAFTS: tl.constexpr,
+):
+    """Grid: (num_seqs,). A program walks down one tree."""
     seq = tl.program_id(0).to(tl.int64)
     draft = tl.arange(0, DRAFTS)
     is_draft = draft < num_drafts
@@ -133,10 +155,19 @@ def _walk_kernel(
 
 @triton.jit(do_not_specialize=("table_stride", "num_pages", "num_moves"))
 def _move_kernel(
-    kv_ptr, table_ptr, sources_ptr, targets_ptr, table_stride, num_pages, num_moves,
-    PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, MOVES: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Grid: (num_seqs, layers, keys' heads and values' heads)."""
+    kv_ptr,  # [num_layers, num_pages, 2 * num_kv_heads, PAGE_SIZE, HEAD_DIM] of any dtype, written
+    table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
+    sources_ptr,  # [num_seqs, num_moves] int64
+    targets_ptr,  # [num_seqs, num_moves] int64
+    table_stride,
+    num_pages,
+    num_moves,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    MOVES: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid: (num_seqs, num_layers, 2 * num_kv_heads). A program loads all moved rows of one head, then stores them."""
     seq, layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
     move, dims = tl.arange(0, MOVES), tl.arange(0, BLOCK_D)
     is_move = move < num_moves

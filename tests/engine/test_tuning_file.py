@@ -86,10 +86,12 @@ def test_nodes_of_a_gpu_measure_one_after_the_other(tmp_path: Path, caplog: pyte
     events: list[str] = []
 
     def second() -> None:
-        with TuningFile("GPU", "v", tmp_path / "other", tmp_path / "lock").alone():
+        with TuningFile("GPU", "v", tmp_path / "other", tmp_path / "lock").alone() as has_waited:
+            assert has_waited
             events.append("second")
 
-    with make_file(tmp_path).alone():
+    with make_file(tmp_path).alone() as has_waited:
+        assert not has_waited
         thread = threading.Thread(target=second)
         thread.start()
         time.sleep(0.3)

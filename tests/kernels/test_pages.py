@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 from triton_device import DEVICE
 
 from baton.kernels import pages
-from baton.kernels.operations import function, is_installed, preferring
+from baton.kernels.operations import function
 from baton.kernels.pages import gather_pages_ref, has_kernels, multipliers, page_checksums
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's products wrap aloud
-
-
-@pytest.fixture(autouse=True, params=["reference", "triton"])
-def backend(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "triton" and not is_installed("triton"):
-        pytest.skip("needs triton")
-    with preferring(request.param):
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("each_backend"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's products wrap aloud
+]
 
 
 def make_pool(num_layers: int, num_pages: int, page_words: int, seed: int = 0) -> Tensor:

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 from triton_device import DEVICE
 
-from baton.kernels.operations import is_installed, preferring
 from baton.kernels.tree_types import Candidates, Frontier
 from baton.kernels.trees import ancestry, choose, grow_, move_slots_, walk_chain, walk_tree
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 NAN, INF = float("nan"), float("inf")
-
-
-@pytest.fixture(autouse=True, params=["reference", "triton"])
-def backend(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "triton" and not is_installed("triton"):
-        pytest.skip("needs triton")
-    with preferring(request.param):
-        yield
 
 
 def integers(values: Sequence[object], *shape: int) -> Tensor:

@@ -19,11 +19,11 @@ from large_pool import (
     make_queries,
     small_pool,
 )
-from triton_device import DEVICE, IS_INTERPRETED
+from triton_device import DEVICE
 
 pytest.importorskip("triton")
 
-from attention_case import NOT_NUMBERS, Case, assert_spoils_only
+from attention_case import HEADS_IN_DTYPES, NOT_NUMBERS, ODD_SHAPES, Case, assert_spoils_only
 
 from baton.kernels import triton_attention
 from baton.kernels.attention import Tree, paged_attention_ref
@@ -67,14 +67,8 @@ def test_trees(tree_before: int, query_len: int, window: int | None, block_n: in
     case.check(case.decode(window, num_slots=2, block_n=block_n), window)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "dtype"),
-    [(16, torch.float16), (20, torch.float32), (80, torch.bfloat16), (128, torch.bfloat16), (256, torch.float16)],
-    ids=str,
-)
+@pytest.mark.parametrize(("head_dim", "dtype"), HEADS_IN_DTYPES, ids=str)
 def test_head_dims_and_dtypes(head_dim: int, dtype: torch.dtype) -> None:
-    if dtype == torch.bfloat16 and IS_INTERPRETED:
-        pytest.skip("the interpreter multiplies the bits of bfloat16 matrices")
     case = Case((3, 3), (40, 9), (2, 1), head_dim=head_dim, dtype=dtype)
     out = case.decode()
     assert out.dtype == dtype and out.is_contiguous()
@@ -96,8 +90,11 @@ def test_padding_rows() -> None:
         assert (out[8:] == 0).all()
 
 
-@pytest.mark.parametrize("garbage", [float("nan"), 1e30])
-@pytest.mark.parametrize("seq_lens", [(2, 300, 30), (130,), (1000,)], ids=str)
+@pytest.mark.parametrize(
+    ("seq_lens", "garbage"),
+    [((2, 300, 30), float("nan")), ((2, 300, 30), 1e30), ((130,), 1e30), ((1000,), float("nan"))],
+    ids=str,
+)
 def test_what_lay_in_memory_does_not_matter(
     seq_lens: tuple[int, ...], garbage: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,9 +213,14 @@ def test_plans_hold_tensors_and_shapes_only() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
-@pytest.mark.parametrize("number", NOT_NUMBERS)
-@pytest.mark.parametrize("half", [0, 1], ids=["key", "value"])
-@pytest.mark.parametrize("num_slots", [1, 3, 9], ids=["whole", "shared", "split"])
+@pytest.mark.parametrize(
+    ("num_slots", "half", "number"),  # 1: programs have whole sequences; 3: they share; 9: all are split
+    [
+        *((1, half, number) for half in (0, 1) for number in NOT_NUMBERS),
+        *((3, half, float("nan")) for half in (0, 1)),
+        *((9, half, -float("inf")) for half in (0, 1)),
+    ],
+)
 def test_a_number_that_is_none_spoils_only_rows_that_see_it(num_slots: int, half: int, number: float) -> None:
     """The third of five new tokens of one sequence: the two before it do not see it, nor does the other sequence."""
     case = Case((5, 5), (150, 40), (2, 1), page_size=10)
@@ -252,20 +254,7 @@ def test_a_number_that_is_none_and_left_the_window_spoils_nothing(query_len: int
     torch.testing.assert_close(case.decode(20, block_n=64), clean)
 
 
-@pytest.mark.parametrize(
-    ("page_size", "heads", "head_dim"),
-    [
-        (1, (5, 1), 10),
-        (3, (14, 2), 10),
-        (10, (5, 1), 72),
-        (48, (14, 2), 72),
-        (1, (14, 2), 72),
-        (3, (5, 1), 576),
-        (10, (7, 1), 576),
-        (48, (5, 1), 576),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("page_size", "heads", "head_dim"), ODD_SHAPES, ids=str)
 def test_odd_shapes(page_size: int, heads: tuple[int, int], head_dim: int) -> None:
     """Groups of 5 and 7, heads and pages of sizes that are no powers of two."""
     case = Case((3, 3), (40, 9), heads, head_dim=head_dim, page_size=page_size)

@@ -6,7 +6,7 @@ Import this module only after `pytest.importorskip("triton")`.
 from __future__ import annotations
 
 import torch
-from triton_device import DEVICE
+from triton_device import DEVICE, IS_INTERPRETED
 
 from baton.kernels.attention import Tree, paged_attention_ref
 from baton.kernels.triton_attention import DecodeTiles, Plan, decode_attention
@@ -14,6 +14,25 @@ from baton.kernels.triton_extend import ExtendTiles, extend_attention
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 SPARE_PAGES = 3  # owned by nobody, NaN
+
+HEADS_IN_DTYPES = [  # (head_dim, dtype)
+    (16, torch.float16),
+    (20, torch.float32),
+    *(
+        [] if IS_INTERPRETED else [(80, torch.bfloat16), (128, torch.bfloat16)]
+    ),  # as the interpreter cannot multiply bfloat16
+    (256, torch.float16),
+]
+ODD_SHAPES = [  # (page_size, (num_heads, num_kv_heads), head_dim): groups of 5 and 7, no powers of two
+    (1, (5, 1), 10),
+    (3, (14, 2), 10),
+    (10, (5, 1), 72),
+    (48, (14, 2), 72),
+    (1, (14, 2), 72),
+    (3, (5, 1), 576),
+    (10, (7, 1), 576),
+    (48, (5, 1), 576),
+]
 
 
 class Case:

@@ -1,0 +1,249 @@
+"""Measure latency and goodput of a running router under requests that arrive independently of the answers (open loop).
+
+    baton up --model models/8b ...                                                # in another terminal
+    python tests/benchmarks/bench_load.py --model models/8b --rates 2 4 6 --prompt-len 4096 --tokens 256
+    python tests/benchmarks/bench_load.py --model models/8b --trace trace.jsonl --speed 2
+
+Arrivals are those of a Poisson process at each of `--rates` (requests per second) for `--seconds`, or those of a trace:
+one JSON object per line with `timestamp` (milliseconds), `input_length` and `output_length` (tokens), as in the public
+traces of Mooncake (arXiv:2407.00079). `--speed 2` replays a trace twice as fast. Prompts are random token ids, so no
+prefix is cached. Answers are greedy and as long as asked for.
+
+    ttft      milliseconds from sending a request to its first token
+    tpot      milliseconds per token after the first, the mean of a request
+    gap       the largest time between two reads with tokens of a request, milliseconds
+    goodput   requests per second with ttft and tpot within `--slo TTFT_MS,TPOT_MS`; there may be several
+
+With a planted model (synthetic.py --planted) every answer is compared with the known text; the exit status is 1 if one
+differs or if a request fails. All figures go to --json FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parent)]
+
+from bench_router import Stream
+from bench_system import tokens_of
+from planted_text import PlantedText
+
+
+class Arrival(NamedTuple):
+    """A request of the load."""
+
+    at_s: float  # since the start
+    prompt_len: int
+    num_tokens: int
+
+
+class Record(NamedTuple):
+    """An answered request, in seconds."""
+
+    ttft_s: float
+    tpot_s: float
+    gap_s: float
+
+
+class Slo(NamedTuple):
+    """Bounds that a good request keeps, in milliseconds."""
+
+    ttft_ms: float
+    tpot_ms: float
+
+
+def poisson(rate: float, seconds: float, prompt_len: int, num_tokens: int, seed: int) -> list[Arrival]:
+    """Return the arrivals of a Poisson process with `rate` requests per second."""
+    draw, at_s, arrivals = random.Random(seed), 0.0, list[Arrival]()
+    while (at_s := at_s + draw.expovariate(rate)) < seconds:
+        arrivals.append(Arrival(at_s, prompt_len, num_tokens))
+    return arrivals
+
+
+def read_trace(lines: Iterable[str], speed: float = 1.0) -> list[Arrival]:
+    """Return the arrivals of a trace, the first at 0. Raises ValueError for a line that is no request."""
+    arrivals: list[Arrival] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+            arrival = Arrival(entry["timestamp"] / 1e3, entry["input_length"], entry["output_length"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"line {number} is {line.strip()[:60]!r}; it must be a JSON object with timestamp, input_length and "
+                f"output_length ({error!r})"
+            ) from None
+        if min(arrival.prompt_len, arrival.num_tokens) < 1:
+            raise ValueError(
+                f"line {number} asks for {arrival.prompt_len} + {arrival.num_tokens} tokens; use 1 or more"
+            )
+        arrivals.append(arrival)
+    first = min((each.at_s for each in arrivals), default=0.0)
+    return sorted(each._replace(at_s=(each.at_s - first) / speed) for each in arrivals)
+
+
+def record(sent_s: float, events: Sequence[tuple[float, list[int]]]) -> Record:
+    """Return the times of one answer. `events`: when each part was read, and its token ids."""
+    times = [at for at, ids in events if ids]
+    num_tokens = sum(len(ids) for _, ids in events)
+    gaps = np.diff(times)
+    tpot_s = (times[-1] - times[0]) / (num_tokens - 1) if num_tokens > 1 else 0.0
+    return Record(times[0] - sent_s, tpot_s, float(gaps.max()) if len(gaps) else 0.0)
+
+
+def summary(records: Sequence[Record], seconds: float, slos: Sequence[Slo]) -> dict[str, Any]:
+    """Return percentiles in milliseconds, and for each SLO the good requests per second and their share."""
+    columns = zip(("ttft", "tpot", "gap"), zip(*records, strict=True), strict=True)
+    row: dict[str, Any] = {"requests": len(records)}
+    for name, values in columns:
+        row |= {f"{name}_ms_p{percent}": float(np.percentile(values, percent)) * 1e3 for percent in (50, 90, 99)}
+    for slo in slos:
+        num_good = sum(each.ttft_s * 1e3 <= slo.ttft_ms and each.tpot_s * 1e3 <= slo.tpot_ms for each in records)
+        row[f"goodput_{slo.ttft_ms:g}_{slo.tpot_ms:g}"] = num_good / seconds
+        row[f"good_share_{slo.ttft_ms:g}_{slo.tpot_ms:g}"] = num_good / max(1, len(records))
+    return row
+
+
+class Client:
+    """Sends requests at their times and keeps what came."""
+
+    def __init__(self, port: int, name: str, model: Path, seed: int) -> None:
+        """`port` and `name` of the router and its model; `model` is the directory, for its vocabulary."""
+        config = json.loads((model / "config.json").read_text())
+        self._port, self._name, self._vocab_size = port, name, config["vocab_size"]
+        self._text = PlantedText(self._vocab_size) if config.get("planted") else None
+        self._draw = np.random.default_rng(seed)
+        self.records: list[Record] = []
+        self.late_s: list[float] = []  # by which a request was sent after its time
+        self.num_failed = self.num_wrong = self.num_checked = 0
+
+    async def run(self, arrivals: Sequence[Arrival]) -> float:
+        """Send all requests, wait for their answers, and return how long that took, in seconds."""
+        prompts = [self._draw.integers(0, self._vocab_size, each.prompt_len).tolist() for each in arrivals]
+        bodies = [self._body(prompt, each.num_tokens) for prompt, each in zip(prompts, arrivals, strict=True)]
+        started = time.perf_counter()
+        async with asyncio.TaskGroup() as tasks:
+            for arrival, prompt, body in zip(arrivals, prompts, bodies, strict=True):
+                await asyncio.sleep(started + arrival.at_s - time.perf_counter())
+                self.late_s.append(time.perf_counter() - started - arrival.at_s)
+                tasks.create_task(self._ask(prompt, arrival.num_tokens, body))
+        return time.perf_counter() - started
+
+    def _body(self, prompt: list[int], num_tokens: int) -> bytes:
+        fields = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, "stream": True}
+        body = json.dumps({"model": self._name, "prompt": prompt, "max_tokens": num_tokens, **fields}).encode()
+        return (
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        )
+
+    async def _ask(self, prompt: list[int], num_tokens: int, request: bytes) -> None:
+        sent_s = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        try:
+            transport, stream = await loop.create_connection(lambda: Stream(request), "127.0.0.1", self._port)
+            try:
+                await asyncio.wait_for(stream.done, 600)
+            finally:
+                transport.close()
+            events = tokens_of(stream)
+            ids = [token for _, part in events for token in part]
+            assert len(ids) == num_tokens, (len(ids), num_tokens)
+        except (OSError, AssertionError, TimeoutError) as error:
+            self.num_failed += 1
+            print(f"a request failed: {error}", file=sys.stderr)
+            return
+        self.records.append(record(sent_s, events))
+        if self._text is not None:
+            self.num_checked += len(ids)
+            self.num_wrong += ids != self._text.continuation(prompt, num_tokens)
+
+
+def measure(arrivals: Sequence[Arrival], options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Run one load and return its figures."""
+    client = Client(options.port, options.model_name or options.model.resolve().name, options.model, seed)
+    took_s = asyncio.run(client.run(arrivals))
+    row = {"rate": len(arrivals) / max(arrivals[-1].at_s, 1e-9), "took_s": took_s}
+    row |= summary(client.records, took_s, options.slo) if client.records else {"requests": 0}
+    row |= {"failed": client.num_failed, "wrong": client.num_wrong, "checked_tokens": client.num_checked}
+    return row | {"late_ms_p99": float(np.percentile(client.late_s, 99)) * 1e3}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows as a Markdown table."""
+    goodputs = [name for name in rows[0] if name.startswith("goodput_")]
+    head = ["requests/s", "requests", "ttft ms p50 / p99", "tpot ms p50 / p99", "gap ms p50 / p99"]
+    head += ["goodput at {} / {} ms".format(*name.split("_")[1:]) for name in goodputs]
+    lines = ["| " + " | ".join([*head, "failed", "wrong"]) + " |", "|" + "---|" * (len(head) + 2)]
+    for row in rows:
+        cells = [f"{row['rate']:.2f}", str(row["requests"])]
+        for name in ("ttft", "tpot", "gap"):
+            cells.append(f"{row.get(f'{name}_ms_p50', 0):.1f} / {row.get(f'{name}_ms_p99', 0):.1f}")
+        cells += [f"{row.get(name, 0):.2f}" for name in goodputs]
+        lines.append("| " + " | ".join([*cells, str(row["failed"]), str(row["wrong"])]) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    options = _options()
+    if options.trace:
+        loads = [read_trace(options.trace.read_text().splitlines(), options.speed)]
+    else:
+        sizes = options.prompt_len, options.tokens
+        loads = [poisson(rate, options.seconds, *sizes, seed) for seed, rate in enumerate(options.rates)]
+    if not all(loads):
+        sys.exit("a load has no request: raise --rates or --seconds, or give a trace with lines")
+    measure([Arrival(0.0, 16, 4)], options, seed=-1 % 2**32)  # connections, and kinds of kernels that nobody asked for
+    rows = []
+    for seed, arrivals in enumerate(loads):
+        rows.append(measure(arrivals, options, seed))
+        print(json.dumps(rows[-1]), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1))
+    print(table(rows))
+    late = statistics.fmean(row["late_ms_p99"] for row in rows)
+    print(f"requests were sent {late:.1f} ms late at p99: on a busy machine the client is part of what is measured")
+    if any(row["failed"] or row["wrong"] for row in rows):
+        sys.exit("some requests failed or had another text than the planted one")
+
+
+def _slo(text: str) -> Slo:
+    try:
+        ttft_ms, tpot_ms = map(float, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no pair of milliseconds TTFT,TPOT such as 200,12") from None
+    return Slo(ttft_ms, tpot_ms)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="its directory")
+    parser.add_argument("--model-name", help="under which the router serves it (default: the directory's name)")
+    parser.add_argument("--port", type=int, default=8000, help="of the router")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 4.0], help="requests per second")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for which requests arrive")
+    parser.add_argument("--prompt-len", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--speed", type=float, default=1.0, help="at which a trace is replayed")
+    parser.add_argument("--slo", type=_slo, nargs="+", default=[Slo(200, 12)], metavar="TTFT_MS,TPOT_MS")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    for name in ("rates", "seconds", "prompt_len", "tokens", "speed"):
+        value = getattr(options, name)
+        if min(value if isinstance(value, list) else [value]) <= 0:
+            parser.error(f"--{name.replace('_', '-')} is {value}; use more than 0")
+    return options
+
+
+if __name__ == "__main__":
+    main()
