@@ -181,13 +181,14 @@ class CudaPool:
         return self.digest(pages)
 
     def _warm_up(self) -> None:
-        """Copy page 0, which is padding, into itself, so that kernels are compiled before the node says hello."""
-        many = [0] * 512  # a kernel for few pages, and one for many
+        """Digest page 0, which is padding, and copy it into itself, so that kernels are compiled before the node says
+        hello: for every run one that digests few pages, and one that digests many."""
         self.digest([0])
-        self.digest(many)
         if has_kernels():
-            from ..kernels.triton_pages import PoolAddress
+            from ..kernels.triton_pages import PoolAddress, least_of_many
 
+            many = [least_of_many(len(run.words), run.blocks.stop - run.blocks.start) for run in self._runs]
+            self.digest([0] * max(many, default=0))
             self.expect([0])  # zeros may still be on their way into it
             addresses = [PoolAddress(pool.data_ptr(), pool.shape[1]) for pool in self._pools]
             self.gather(CudaMapping(addresses, [], self._stream), [0], [0]).wait()

@@ -42,7 +42,7 @@ class Backend(NamedTuple):
     module: str
     device: Literal["cuda", "cpu"] | None  # of the tensor that decides; None: any
     dtypes: frozenset[torch.dtype] | None = None  # of the tensor that decides; None: any
-    serves: str | None = None  # a function of `module`: takes a call's arguments, returns whether it can serve the call
+    serves: str | None = None  # a function of `module`: takes the same arguments, returns whether it can serve the call
     has_switch: bool = True  # False: BATON_TRITON=0 does not switch it off
 
 
@@ -64,7 +64,7 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         # paged_rows.py
         "attend": (_numba("numba_attention"),),
         "attend_stored": (_numba("numba_attention", None),),
-        # attention.py; a caller asks `function`, because the plan of a forward depends on the backend
+        # attention.py; a forward's plan depends on the backend, so callers ask `captures` and import the module
         "decode_attention": (_triton("triton_attention", _FLOATS),),
         "extend_attention": (_triton("triton_extend", _FLOATS),),
         "norm_rotate_store": (_triton("triton_store", _FLOATS),),

@@ -24,13 +24,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TILE = 1024  # elements of a program that works on several short rows
 
 
-def serves(x: torch.Tensor, weight: torch.Tensor, *_: object) -> bool:
+def serves(x: torch.Tensor, weight: torch.Tensor, *_: object, **__: object) -> bool:
     """Return whether `rms_norm` takes these tensors, with any eps."""
     return x.dtype == weight.dtype and x.dtype in _DTYPES and 0 < x.shape[-1] <= MAX_SIZE and x.stride(-1) == 1
 
 
-def serves_sum(hidden: torch.Tensor, _: torch.Tensor | None, weight: torch.Tensor, *__: object) -> bool:
+def serves_sum(
+    hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, *_: object, **__: object
+) -> bool:
     """Return whether `add_rms_norm_` takes these tensors, with any delta and eps."""
+    del delta
     return serves(hidden, weight)
 
 

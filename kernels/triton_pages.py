@@ -90,11 +90,15 @@ def page_checksums(
     assert sums.shape == (pages.shape[0], num_layers, num_blocks) and sums.dtype == torch.int64, sums.shape
     assert sums.stride() == (num_layers * layer_sums, layer_sums, 1), sums.stride()
     assert sums.device in (pool.device, torch.device("cpu")), sums.device
-    is_many = pages.shape[0] * num_layers * num_blocks >= _FEW_PROGRAMS * _ROWS
-    most_rows = _ROWS if is_many else _FEW_ROWS
+    most_rows = _ROWS if pages.shape[0] >= least_of_many(num_layers, num_blocks) else _FEW_ROWS
     constants = _checksums_constants(num_blocks, block_words, most_rows, page_words, layer_sums)
     grid = (pages.shape[0] * -(-num_blocks // constants["ROWS"]), num_layers, 1)
     _launch(_checksums_kernel, grid, (pool, sums), (pages, pool_pages), constants, pool.device, stream)
+
+
+def least_of_many(num_layers: int, num_blocks: int) -> int:
+    """Return from how many pages on `page_checksums` launches its kernel for many pages. `num_blocks` is per layer."""
+    return -(-_FEW_PROGRAMS * _ROWS // (num_layers * num_blocks))
 
 
 @functools.cache

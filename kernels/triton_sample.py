@@ -64,8 +64,9 @@ def perturbed_argmax(
     return Choice(token_ids, is_valid)
 
 
-def serves_topk(_: Tensor, k: int, *__: Tensor) -> bool:
-    """Return whether `perturbed_topk` finds so many."""
+def serves_topk(logits: Tensor, k: int, *_: object, **__: object) -> bool:
+    """Return whether `perturbed_topk` finds so many, of any logits."""
+    del logits
     return k <= MAX_TOPK
 
 

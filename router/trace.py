@@ -375,10 +375,11 @@ def _steps(span: Span, end_s: float, before: Span, report: Report | None) -> lis
                 run = span.neighbour("decode", last.start_s)
                 preempted = span.neighbour("preempted", run.start_s + each.ran_s)
                 recompute = span.neighbour("recompute", preempted.start_s + each.waited_s)
-                run.num_steps, run.num_tokens = each.num_steps, min(each.num_tokens, last.num_tokens)
+                run.num_steps = min(each.num_steps, last.num_steps)
+                run.num_tokens = min(each.num_tokens, last.num_tokens)
                 preempted.num_preemptions = each.num_preemptions
                 last.start_s = recompute.start_s + each.recompute_s
-                last.num_steps = max(0, last.num_steps - run.num_steps)
+                last.num_steps -= run.num_steps
                 last.num_tokens -= run.num_tokens
                 steps[-1:] = run, preempted, recompute, last
         case None:

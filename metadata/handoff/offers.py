@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -55,26 +56,33 @@ def read_offer(
     pool; 0 means not known yet, so the offer came too early. Raises ProtocolError for anything that does not fit the
     claim, the schema or the peer's pool.
     """
+    _check_columns(offer, schema)
     indices, sources = unpack_column(offer.indices), unpack_column(offer.pages)
-    stride = blocks_per_page(schema) * CHECKSUM_BYTES
+    rid = offer.unit.rid
     if offer.num_pages != num_pages:
-        raise ProtocolError(f"the ticket has {num_pages} pages here, {offer.num_pages} there")
-    sizes = (len(sources), len(offer.generations), len(offer.checksums))
-    if sizes != (len(indices), 8 * len(indices), stride * len(indices)):
-        raise ProtocolError(f"offer of {len(indices)} indices has columns of {sizes} pages and bytes")
-    if any(not num_cached_pages <= index < num_pages for index in indices):
-        raise ProtocolError(f"offered indices {indices[:8]} are not within {num_cached_pages} and {num_pages}")
-    if len(set(indices)) != len(indices):
-        raise ProtocolError(f"offered indices {indices[:8]} name an index twice")
-    if any(not 0 < source < num_peer_pages for source in sources) or len(set(sources)) != len(sources):
+        raise ProtocolError(f"the ticket has {num_pages} pages here, {offer.num_pages} there", rid=rid)
+    wrong = [index for index in indices if not num_cached_pages <= index < num_pages]
+    if wrong:
         raise ProtocolError(
-            f"offered pages {sources[:8]} are not in a pool of {num_peer_pages} pages, or name a page twice"
+            f"offered indices {wrong[:8]} were not claimed; claimed are {num_pages} pages without the first"
+            f" {num_cached_pages}",
+            rid=rid,
         )
-    if offer.row is not None and len(offer.row) != row_bytes(schema):
-        raise ProtocolError(f"a metadata row of {len(offer.row)} bytes, not {row_bytes(schema)}")
+    _check_unlike("indices", indices, rid)
+    wrong = [source for source in sources if not 0 < source < num_peer_pages]
+    if wrong:
+        raise ProtocolError(
+            f"offered pages {wrong[:8]} are not in a pool of {num_peer_pages} pages, whose page 0 is padding", rid=rid
+        )
+    _check_unlike("pages", sources, rid)
     if offer.row is not None and schema.checksum != "none" and row_checksum(offer.row) != offer.row_checksum:
-        raise ProtocolError(f"the metadata row of {offer.unit} does not fit its checksum", rid=offer.unit.rid)
+        raise ProtocolError(
+            f"the metadata row has checksum {row_checksum(offer.row):#x}, the offer says {offer.row_checksum:#x}: the"
+            " row was damaged on its way",
+            rid=rid,
+        )
     generations: list[int] = np.frombuffer(offer.generations, "<i8").tolist()
+    stride = blocks_per_page(schema) * CHECKSUM_BYTES
     checksums = [offer.checksums[place * stride : (place + 1) * stride] for place in range(len(indices))]
     return list(map(OfferedPage, indices, sources, generations, checksums))
 
@@ -85,3 +93,28 @@ def unpack_column(ids: bytes) -> list[int]:
         return unpack_ids(ids)
     except ValueError as error:
         raise ProtocolError(f"a column of {len(ids)} bytes is not int32: its length is no multiple of 4") from error
+
+
+def _check_columns(offer: Offer, schema: HandoffSchema) -> None:
+    """Raise ProtocolError if the columns are not of one length, or the row is not of the schema's."""
+    num_pages = len(unpack_column(offer.indices))
+    wanted = {"pages": 4, "generations": 8, "checksums": blocks_per_page(schema) * CHECKSUM_BYTES}
+    for name, item_bytes in wanted.items():
+        size = len(getattr(offer, name))
+        if size != item_bytes * num_pages:
+            raise ProtocolError(
+                f"offer of {num_pages} indices has {size} bytes of {name}, not {item_bytes * num_pages}",
+                rid=offer.unit.rid,
+            )
+    if offer.row is not None and len(offer.row) != row_bytes(schema):
+        raise ProtocolError(
+            f"a metadata row of {len(offer.row)} bytes, but the schema's row has {row_bytes(schema)}",
+            rid=offer.unit.rid,
+        )
+
+
+def _check_unlike(name: str, numbers: Sequence[int], rid: str) -> None:
+    """Raise ProtocolError if a number of this column of an offer stands there twice."""
+    if len(set(numbers)) < len(numbers):
+        twice = sorted(number for number, count in Counter(numbers).items() if count > 1)
+        raise ProtocolError(f"offered {name} {twice[:8]} are there more than once; offer each page once", rid=rid)

@@ -169,10 +169,30 @@ def test_warming_up_digests_few_pages_and_many_and_gathers_padding_into_itself(
 
     monkeypatch.setattr(cuda_pool, "page_checksums", page_checksums)
     pools = make_pools()
-    assert digested == [[0]] * 2 + [[0] * 512] * 2 + [[0]] * 2  # for each of two pools
+    assert digested == [[0]] * 2 + [[0] * 1024] * 2 + [[0]] * 2  # for each of two pools
     assert pools.is_unchanged()
     [(_, _, event)] = [entry for entry in pools.cuda.log if entry[0] == "main"]
     assert (pools.stream, "waits for", event) in pools.cuda.log and pools.cuda.log[-1][:2] == ("host", "waits for")
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 4, 8, 16])
+def test_warming_up_compiles_the_kernel_of_every_number_of_pages(
+    num_heads: int, make_pools: MakePools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if a pool has few blocks, of which only very many pages are many blocks."""
+    launched: set[tuple[Any, ...]] = set()
+
+    def launch(kernel: Any, _grid: Any, _pools: Any, _others: Any, constants: dict[str, Any], *_: Any) -> None:
+        launched.add((kernel, *constants.items()))
+
+    monkeypatch.setattr(triton_pages, "_launch", launch)
+    monkeypatch.setattr(cuda_pool, "page_checksums", triton_pages.page_checksums)
+    plane = KvPlane("k", num_heads=num_heads, head_dim=8, dtype="float32")
+    pools = make_pools(layouts=[KvLayout(1, 4, (plane,)), *LAYOUTS])
+    compiled = set(launched)
+    for num_pages in (*range(1, 60), 100, 511, 512, 513, 682, 683, 1000, 2000, 9000):
+        pools.pool.digest([0] * num_pages)
+    assert launched == compiled
 
 
 # --- the way through the host ---

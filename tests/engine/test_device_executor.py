@@ -64,8 +64,10 @@ def test_a_round_without_memory_can_be_followed_by_others(
     shape = solo.rounds.shape.with_steps(num_steps)
     before = solo.rounds.submit(victims[:1], shape, [num_steps])
     memory.is_full = True
-    with pytest.raises(OutOfMemory, match=f"no memory left for a round of 2 sequences with {num_steps} drafts each"):
+    words = f"no memory left for a round of 2 sequences with {num_steps} drafts each"
+    with pytest.raises(OutOfMemory, match=words) as caught:
         solo.rounds.submit(victims, shape, [num_steps] * 2)
+    assert caught.value.__context__ is None, "the error of torch would hold the tensors of the round"
     memory.is_full = False
     [result] = solo.rounds.collect(before).rows
     assert result is not None and len(result.token_ids) == result.num_accepted + 1

@@ -96,6 +96,18 @@ def test_a_backend_can_be_called_like_the_reference(file: str, name: str) -> Non
         assert all(parameter.default is not parameter.empty for each, parameter in own.items() if each not in wanted)
 
 
+@pytest.mark.parametrize(("file", "name"), NAMES)
+def test_a_backend_is_asked_with_the_arguments_of_any_call(file: str, name: str) -> None:
+    """They may be given by position or by the reference's names."""
+    wanted = list(inspect.signature(declared(file, name).reference).parameters)
+    for backend in TABLE[name]:
+        if backend.serves is not None:
+            module = importlib.import_module(f"baton.kernels.{backend.module}")
+            predicate = inspect.signature(getattr(module, backend.serves))
+            for num_positional in range(len(wanted) + 1):
+                predicate.bind(*wanted[:num_positional], **dict.fromkeys(wanted[num_positional:]))
+
+
 @pytest.mark.parametrize("name", TABLE)
 def test_the_first_backend_of_a_device(name: str) -> None:
     """On a CPU numba or torch, on CUDA Triton; the tensor that decides is of the first dtype that a backend lists."""

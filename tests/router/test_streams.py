@@ -91,25 +91,27 @@ def test_each_sequence_gets_its_own_columns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("firsts", "counts", "ids"),
+    ("firsts", "counts", "ids", "words"),
     [
-        ([0, 0], [1, 2], IDS[:2]),  # too few ids
-        ([0, 0], [1, 1], IDS[:3]),  # too many
-        ([0, -1], [1, 1], IDS[:2]),
-        ([0, 0], [3, -1], IDS[:2]),
-        ([0, 0], [1, 1], [40, -1]),
+        ([0, 0], [1, 2], IDS[:2], r"first indices \[0, 0\], counts \[1, 2\] and 2 ids"),  # too few ids
+        ([0, 0], [1, 1], IDS[:3], r"counts \[1, 1\] and 3 ids"),  # too many
+        ([0, -1], [1, 1], IDS[:2], r"first indices \[0, -1\]"),
+        ([0, 0], [3, -1], IDS[:2], r"counts \[3, -1\] and 2 ids"),
+        ([0, 0], [1, 1], [40, -1], "id -1; an id is 0 or more"),
     ],
 )
-def test_columns_that_do_not_fit_refuse_the_whole_message(firsts: list[int], counts: list[int], ids: list[int]) -> None:
+def test_columns_that_do_not_fit_refuse_the_whole_message(
+    firsts: list[int], counts: list[int], ids: list[int], words: str
+) -> None:
     site = Site()
     units = (site.unit(0), site.unit(1))
     message = Tokens(units, pack_ids(firsts), pack_ids(counts), pack_ids(ids), ended={0: END}, num_cached=16)
     refused: list[Any] = []
-    with pytest.raises(ProtocolError, match="Tokens") as caught:
+    with pytest.raises(ProtocolError, match=f"Tokens.* {words}") as caught:
         refused.extend(site.streams.take(site.decode, message, 0.0))
     assert caught.value.node == "d0"
-    words = f"decode node d0: {caught.value}"
-    assert refused == [TokensRefused(each, words) for each in site.request.sequences], "both must go on elsewhere"
+    reason = f"decode node d0: {caught.value}"
+    assert refused == [TokensRefused(each, reason) for each in site.request.sequences], "both must go on elsewhere"
     assert not site.effects and not any(each.received or each.finish_reason for each in site.request.sequences)
     assert site.request.num_cached is None, "not even the rows that are right are taken"
 
@@ -119,7 +121,8 @@ def test_log_probabilities_that_do_not_fit_refuse_the_message(logprobs: dict[int
     """One too many, none, and some of no unit."""
     site = Site()
     more = {row: (TokenLogprobs(-1.0),) * num for row, num in logprobs.items()}
-    with pytest.raises(ProtocolError, match="Tokens"):
+    [(row, num)] = logprobs.items()
+    with pytest.raises(ProtocolError, match=rf"log-probabilities by row {{{row}: {num}}} do not fit counts \[1, 1\]"):
         list(
             site.streams.take(
                 site.decode, tokens((site.unit(0), 0, IDS[:1]), (site.unit(1), 0, IDS[:1]), logprobs=more), 0.0

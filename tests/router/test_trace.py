@@ -177,6 +177,22 @@ def test_durations_never_leave_the_span_they_are_placed_in(told: float) -> None:
     assert seconds(trace.sequences[0])["finish"] == 1.0
 
 
+def test_runs_have_no_more_steps_and_tokens_than_the_node_reports_in_all() -> None:
+    """A node may be wrong about a preemption; then too the runs sum up, and none has a negative count."""
+    traced = Traced()
+    recorder, sequence = traced.recorder, traced.one
+    traced.dispatch(0, 1.0)
+    recorder.first_token(sequence, 2.0)
+    recorder.admitted(sequence, admitted(0, 0.0), 3.0)
+    sequence.received += range(8)
+    preemptions = (Preemption(1, 5, 9, 0.1, 0.1, 0.1), Preemption(2, 3, 2, 0.1, 0.1, 0.1))
+    recorder.ended(sequence, Ended("stop", 1, 8, 8, 0, num_steps=6, preemptions=preemptions))
+    recorder.begin([sequence], "finish", 5.0)
+    runs = [span for span in traced.end("done", 6.0).sequences[0].spans if span.name == "decode"]
+    assert [span.num_steps for span in runs] == [5, 1, 0]
+    assert [span.num_tokens for span in runs] == [8, 0, 0]
+
+
 def random_stretch(rng: random.Random, traced: Traced, number: int, now: float) -> float:
     """Lets some of what may happen in an attempt happen to some sequences. Returns the time after it."""
     recorder, attempt = traced.recorder, fake_attempt(number, rng.choice(["d0", "d1"]))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton_device
 from drafters import target_of
 from heads import ALGORITHM, HYPER, HYPER_FROZEN, HYPER_MTP, KINDS, write_head
 from node_pair import params
@@ -23,6 +24,8 @@ from solo import Solo, SpyLog, spied
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.engine import Engine
+from baton.engine.models import frozen_kv
+from baton.kernels.operations import preferring
 from baton.metadata.errors import BatonError, ConfigError, ModelError
 
 BOUND = 1e-4
@@ -50,6 +53,16 @@ def test_states_and_logits_equal_plain_torch(
     model = target_of(kind, checkpoint, rms_norm_eps=RMS_NORM_EPS, num_hidden_layers=3)
     head = head_of(kind, model, tmp_path / kind)
     check_rows(kind, model, head, temperature)
+
+
+@pytest.mark.skipif(not triton_device.IS_INTERPRETED, reason="a GPU runs the kernels themselves (tests/gpu)")
+def test_a_frozen_kv_head_attends_by_the_kernels_of_a_gpu(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton's interpreter, on tensors that the CPU's own kernels could read too."""
+    monkeypatch.setattr(frozen_kv, "attend_stored", lambda *_: pytest.fail("the CPU's kernel was called"))
+    with preferring("triton"):
+        check_rows("frozen-kv-mtp", model, head_of("frozen-kv-mtp", model, tmp_path / "head"), 0.0)
 
 
 def test_biases_count_where_the_file_has_them(model: Path, tmp_path: Path) -> None:

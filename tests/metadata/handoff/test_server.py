@@ -152,18 +152,18 @@ def test_pages_come_in_the_order_asked_for(server, decode):
 
 
 @pytest.mark.parametrize(
-    "indices",
+    ("indices", "words"),
     [
-        pack_ids([2]),
-        pack_ids([-1]),
-        pack_ids([3]),
-        pack_ids([0, 1 << 30]),
-        b"",
-        b"abc",
-        pack_ids([1] * 30_000),
-        pack_ids([0, 1, 0]),
-        pack_ids(range(-1500, 1500)),
-        pack_ids([-(1 << 31), 1 << 30]),
+        (pack_ids([2]), "pages [2], which were not offered"),
+        (pack_ids([-1]), "pages [-1], which were not offered"),
+        (pack_ids([3]), "pages [3], which were not offered"),
+        (pack_ids([0, 1 << 30]), "pages [1073741824], which were not offered"),
+        (b"", "pull of 0 pages, 0 of them different; ask for 1 to"),
+        (b"abc", "3 bytes is not int32"),
+        (pack_ids([1] * 30_000), "pull of 30000 pages, 1 of them different"),
+        (pack_ids([0, 1, 0]), "pull of 3 pages, 2 of them different"),
+        (pack_ids(range(-1500, 1500)), "pull of 3000 pages, 3000 of them different"),
+        (pack_ids([-(1 << 31), 1 << 30]), "pages [-2147483648, 1073741824], which were not offered"),
     ],
     ids=[
         "not offered",
@@ -178,12 +178,13 @@ def test_pages_come_in_the_order_asked_for(server, decode):
         "huge",
     ],
 )
-def test_a_pull_outside_the_ticket_is_dropped_and_the_link_goes_on(server, decode, indices):
+def test_a_pull_outside_the_ticket_is_dropped_and_the_link_goes_on(server, decode, indices, words, caplog):
     claim(server, decode)
     decode.send(Pull(unit=unit(), indices=indices), Pull(unit=unit(), indices=pack_ids([1])))
     pages, data = decode.frames(server, Pages)
     assert unpack_ids(pages.indices) == [1] and len(data) == page_bytes(SCHEMA)
     assert server.dropped.count == 1 and server.tickets() == [unit()]
+    assert words in caplog.text
 
 
 def test_pulls_that_nobody_reads_are_bounded(nodes):
