@@ -4,9 +4,12 @@ interpreter, and times are those of a price list, so that the right choice is kn
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from baton.engine.engine import Engine
 from baton.engine.product_chains import Use, find_chains
 from baton.engine.startup import tune_products
 from baton.engine.tuning import LEAST_GAIN, measure
+from baton.engine.tuning_file import TuningFile
 from baton.kernels.linear_configs import CHOSEN, Config, DoesNotFitError, ProductShape, choose, default
 from baton.kernels.operations import preferring
 
@@ -127,3 +131,61 @@ def test_a_cpu_measures_nothing(
     with preferring("reference"):
         tune_products(engine, measures=True)
     assert not CHOSEN and not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TuningFile:
+    """The file of the device, which looks like a GPU of 4 multiprocessors."""
+    file = TuningFile("Some GPU", "versions", tmp_path / "cache", tmp_path / "lock")
+    monkeypatch.setattr(TuningFile, "of", lambda device: file)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
+    monkeypatch.setattr(tuning, "GraphTimer", lambda: priced(lambda _, config: float(config != CHEAP), set(CHOSEN)))
+    monkeypatch.setattr(tuning, "ROW_CLASSES", (4, 8))
+    return file
+
+
+def no_attention(num_rows: int) -> Any:
+    return None
+
+
+def test_choices_are_kept_and_the_next_start_measures_nothing(
+    engine: Engine, file: TuningFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    other = {ProductShape(96, 64, 8): None}
+    assert file.write(dict(other))  # of another model
+    tuning.tune(engine.model, None, no_attention)
+    shapes = shapes_of(engine, 8) | shapes_of(engine, 4)
+    assert set(CHOSEN) == shapes | set(other) and file.read() == CHOSEN
+    assert f"{len(shapes)} products measured" in caplog.records[-1].message
+    first = dict(CHOSEN)
+    CHOSEN.clear()
+    monkeypatch.setattr(tuning, "measure", None)
+    tuning.tune(engine.model, None, no_attention)
+    assert first == CHOSEN
+
+
+def test_what_another_node_measured_meanwhile_is_not_measured_again(
+    engine: Engine, file: TuningFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = dict.fromkeys(shapes_of(engine, 8) | shapes_of(engine, 4), DEAR)
+    monkeypatch.setattr(tuning, "measure", None)
+    with file.alone():
+        thread = threading.Thread(target=tuning.tune, args=(engine.model, None, no_attention))
+        thread.start()
+        time.sleep(0.3)
+        assert not CHOSEN
+        file.write(dict(theirs))
+    thread.join()
+    assert theirs == CHOSEN
+
+
+def test_too_little_memory_leaves_defaults(
+    engine: Engine, file: TuningFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def measure(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(tuning, "measure", measure)
+    tuning.tune(engine.model, None, no_attention)
+    assert not CHOSEN and "keep their defaults: CUDA out of memory" in caplog.records[0].message
