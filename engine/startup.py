@@ -60,7 +60,7 @@ def load_engine(config: EngineConfig) -> Engine:
 def tune_products(engine: Engine, *, measures: bool) -> None:
     """On CUDA, choose the kernels of small products: those that an earlier start measured, and, if `measures`, the
     fastest ones for shapes that none has measured. The next warm-up compiles them."""
-    if not captures(engine.device):
+    if engine.device.type != "cuda" or not captures(engine.device):
         return
     if not measures:
         use_file(engine.device)

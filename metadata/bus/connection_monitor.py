@@ -15,7 +15,7 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from .sockets import DRAIN_LIMIT, file_descriptor
+from .sockets import DRAIN_LIMIT, file_descriptor, open_monitor
 from .throttle import Throttle
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class ConnectionMonitor:
     def __init__(self, socket: zmq.Socket[bytes], probe: Callable[[], None]) -> None:
         self._socket, self._probe = socket, probe
         self._loop = asyncio.get_running_loop()
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILURES)
+        self._monitor = open_monitor(socket, zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILURES)
         self._monitor.linger = 0
         self._failed_handshakes = Throttle(_HANDSHAKE_LOG_S)
         self._probe_delays: list[float] = []

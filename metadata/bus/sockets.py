@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ HEARTBEAT_SUFFIX = b":beat"  # the end of the routing id of a node's heartbeat s
 
 _MAX_ROUTING_ID = 255 - len(HEARTBEAT_SUFFIX)
 _T = TypeVar("_T")
+_monitor_numbers = itertools.count()
 
 
 def new_epoch() -> str:
@@ -133,6 +135,24 @@ def configure_socket(socket: zmq.Socket[bytes], address: str, *, max_frame: int)
     socket.set(zmq.HEARTBEAT_IVL, ZMTP_HEARTBEAT_MS)
     socket.set(zmq.HEARTBEAT_TIMEOUT, ZMTP_SILENCE_MS)
     socket.ipv6 = parse_address(address).needs_ipv6
+
+
+def open_monitor(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+    """Return a PAIR socket that receives these events of a socket. `socket.disable_monitor()` ends them.
+
+    Raises zmq.ZMQError if the process may open no more sockets. The PAIR socket is opened before libzmq's own end: the
+    thread that reports an event waits for a reader, so if there never is one, all sockets of the process stop. That is
+    what a `get_monitor_socket` that fails can leave.
+    """
+    monitor = cast("zmq.Context[zmq.Socket[bytes]]", socket.context).socket(zmq.PAIR)
+    try:
+        address = f"inproc://monitor-{next(_monitor_numbers)}"
+        socket.monitor(address, events)
+        monitor.connect(address)
+    except zmq.ZMQError:
+        monitor.close(linger=0)
+        raise
+    return monitor
 
 
 def bound_address(socket: zmq.Socket[bytes]) -> str:

@@ -16,7 +16,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ..bus.sockets import receive_frames, send_frames
+from ..bus.sockets import open_monitor, receive_frames, send_frames
 from ..errors import ConfigError, ProtocolError, StaleMessage, TransferError
 from ..wire.data_link import LinkHello, LinkWelcome
 from ..wire.frames import decode_frame, encode
@@ -196,8 +196,10 @@ class PullLink:
         try:
             socket = end.context.socket(zmq.DEALER)
             opened.callback(socket.close, linger=0)
-            server_key = connect_data_socket(socket, peer, end.keys, max_frame=self._max_frame())
-            return socket, socket.get_monitor_socket(sum(_LOSSES)), server_key
+            monitor = open_monitor(socket, sum(_LOSSES))
+            opened.callback(monitor.close, linger=0)
+            opened.callback(socket.disable_monitor)
+            return socket, monitor, connect_data_socket(socket, peer, end.keys, max_frame=self._max_frame())
         except (zmq.ZMQError, ConfigError) as error:  # a ZMQError also if no file descriptor is left
             opened.close()
             raise TransferError(f"cannot open a link to {peer.data_address!r}: {error}", node=peer.node_id) from error

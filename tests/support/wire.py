@@ -24,11 +24,12 @@ class Wire:
 
     def __init__(self) -> None:
         self.routers: dict[str, WireSocket] = {}
+        self.monitored: dict[str, WireSocket] = {}
         self.tamper: Tamper = lambda _, frames: [frames]
         self.numbers = itertools.count(1)
 
     def socket(self, kind: int) -> Any:
-        return WireSocket(self, kind)
+        return Monitor(self) if kind == zmq.PAIR else WireSocket(self, kind)
 
     def dealer(self, address: str) -> WireSocket:
         """Return a peer that the test drives itself."""
@@ -46,8 +47,12 @@ class Sent:
 class Monitor:
     """A monitor that reports the end of a connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
         self.events: deque[list[bytes]] = deque()
+
+    def connect(self, address: str) -> None:
+        self.events = self.wire.monitored[address].events
 
     def recv_multipart(self, flags: int = 0) -> list[bytes]:
         if not self.events:
@@ -63,14 +68,14 @@ class WireSocket:
     linger = sndhwm = rcvhwm = maxmsgsize = handshake_ivl = ipv6 = router_mandatory = None
 
     def __init__(self, wire: Wire, kind: int) -> None:
-        self.wire, self.kind = wire, kind
+        self.wire, self.context, self.kind = wire, wire, kind
         self.inbox: deque[list[bytes]] = deque()
         self.peers: dict[bytes, WireSocket] = {}  # of a ROUTER
         self.router: WireSocket | None = None  # of a DEALER
         self.holder = b""
         self.sent: list[Frames] = []
         self.closed = False
-        self.monitor = Monitor()
+        self.events: deque[list[bytes]] = deque()  # that a monitor reports
         self._rest: deque[Any] = deque()  # frames of a message that is received
         self._first: list[Any] = []  # frames of a message that is sent
 
@@ -121,8 +126,8 @@ class WireSocket:
                 self.router.inbox.append([self.holder, *each])
         return Sent()
 
-    def get_monitor_socket(self, events: int) -> Any:
-        return self.monitor
+    def monitor(self, address: str, events: int) -> None:
+        self.wire.monitored[address] = self
 
     def disable_monitor(self) -> None: ...
 
@@ -136,4 +141,4 @@ class WireSocket:
 
     def _lose(self) -> None:
         self.router = None
-        self.monitor.events.append([struct.pack("=hi", zmq.EVENT_DISCONNECTED, 0), b""])
+        self.events.append([struct.pack("=hi", zmq.EVENT_DISCONNECTED, 0), b""])
