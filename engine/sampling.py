@@ -1,6 +1,6 @@
 """The sampler: the token at a position is the argmax of its processed logits plus Gumbel noise (DESIGN.md section 6).
 
-    processed = processors(raw logits, history)                              processors.py
+    processed = processors(raw logits, history)                              kernels/processors.py
     score     = processed                                                    greedy rows
     score     = filters((processed - max) / temperature) + noise             the others: kernels/filters.py, noise.py
     token     = argmax(score), the lowest id of equals
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ..kernels import sample as choice
+from ..kernels.processors import process_logits
 from ..kernels.sample import perturbed_argmax
 from ..metadata.wire.request import TokenLogprobs
 from .copies import recorded_event, to_host
 from .logprobs import Logprobs, compute_logprobs
-from .processors import process_logits
 from .sampling_batch import SamplingBatch
 
 
@@ -74,12 +74,9 @@ def sample(logits: Tensor, batch: SamplingBatch, *, with_logprobs: bool = True) 
 
 def processed(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Return the processed logits [num_rows, vocab_size]: `logits` itself if no row changes them, else float32."""
-    if not batch.needs.processes:
+    if batch.history is None:
         return logits
-    assert logits.ndim == 2 and len(logits) == batch.num_rows, (logits.shape, batch.num_rows)
-    scores = logits.to(torch.float32, copy=True)
-    process_logits(scores, batch)
-    return scores
+    return process_logits(logits, batch.history, batch.penalties, batch.bans_now)
 
 
 def perturbed_scores(logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from ..kernels.filters import Filters
+from ..kernels.processors import History, TokenColumns
 from ..kernels.sample import Draws
+from .constants import counted
 from .copies import to_device
 from .sampling_state import Needs, SamplingState
 
 INTS = ("seed", "position", "num_generated", "min_tokens", "top_k")
 FLOATS = ("temperature", "log_min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 _SEED, _POSITION, _NUM_GENERATED, _MIN_TOKENS, _TOP_K = range(len(INTS))
-_TEMPERATURE, _LOG_MIN_P, _REPETITION, _FREQUENCY, _PRESENCE = range(len(FLOATS))
+_TEMPERATURE, _LOG_MIN_P, _REPETITION = range(3)  # frequency and presence follow
 _ALL_TOKENS = 2**31 - 1  # top_k that cuts nothing
 
 
@@ -35,10 +37,7 @@ class SamplingBatch:
     ints: Tensor  # [len(INTS), num_rows] int64
     floats: Tensor  # [len(FLOATS), num_rows] float32; temperature 0: greedy
     top_p: Tensor  # [num_rows, 1] float64, as exact as the request says it
-    prompt_mask: Tensor | None = None  # [num_rows, vocab_size] bool: id occurs in the prompt and counts as seen
-    output_counts: Tensor | None = None  # [num_rows, vocab_size] int32: occurrences among output ids
-    bias: Tensor | None = None  # [num_rows, vocab_size] float32
-    stops: Tensor | None = None  # [num_rows, vocab_size] bool: banned until min_tokens are there
+    history: History | None = None  # None: no row is processed before temperature
 
     @classmethod
     def of(cls, states: Sequence[SamplingState], device: torch.device | str = "cpu") -> Self:
@@ -46,9 +45,7 @@ class SamplingBatch:
         needs = Needs.any_of(state.needs for state in states)
         rows = [columns(state) for state in states]
 
-        def filled(fill_: Fill, dtype: torch.dtype, is_needed: bool) -> Tensor | None:
-            if not is_needed:
-                return None
+        def filled(fill_: Fill, dtype: torch.dtype) -> Tensor:
             column = torch.zeros(len(states), states[0].vocab_size, dtype=dtype, device=device)
             fill_(column, states)
             return column
@@ -58,10 +55,9 @@ class SamplingBatch:
             _transposed([ints for ints, _, _ in rows], torch.int64, device),
             _transposed([floats for _, floats, _ in rows], torch.float32, device),
             to_device(torch.tensor([top_p for _, _, top_p in rows], dtype=torch.float64), device).unsqueeze(1),
-            filled(fill_prompt_mask_, torch.bool, needs.penalizes),
-            filled(fill_output_counts_, torch.int32, needs.penalizes),
-            filled(fill_bias_, torch.float32, needs.biases),
-            filled(fill_stops_, torch.bool, needs.bans),
+            History.of(filled_columns(needs, filled), counted(len(states), torch.device(device)))
+            if needs.processes
+            else None,
         )
 
     @property
@@ -91,15 +87,14 @@ class SamplingBatch:
         return Draws(self.seeds, self.positions, self.floats[_TEMPERATURE], filters)
 
     @property
-    def penalties(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Repetition (1: none), frequency and presence (0: none), each [num_rows, 1] float32."""
-        repetition, frequency, presence = self.floats[_REPETITION:].unsqueeze(2).unbind()
-        return repetition, frequency, presence
+    def penalties(self) -> Tensor:
+        """[3, num_rows] float32: repetition (1: none), frequency and presence (0: none)."""
+        return self.floats[_REPETITION:]
 
     @property
     def bans_now(self) -> Tensor:
-        """[num_rows, 1] bool: the next token may not end the request."""
-        return (self.ints[_NUM_GENERATED] < self.ints[_MIN_TOKENS]).unsqueeze(1)
+        """[num_rows] bool: the next token may not end the request."""
+        return self.ints[_NUM_GENERATED] < self.ints[_MIN_TOKENS]
 
     def ahead(self, num_ahead: Tensor, tokens: Tensor, is_before: Tensor | None = None) -> Self:
         """Return rows for positions further on, n for each row of this: [num_rows * n] rows, a row's n together.
@@ -114,32 +109,16 @@ class SamplingBatch:
         """
         if self.needs.is_plain_greedy:
             return self
-        num_rows, num_new = self.num_rows, num_ahead.shape[1]
+        num_new = num_ahead.shape[1]
         ints = self.ints.unsqueeze(2).repeat(1, 1, num_new)
         ints[_POSITION] += num_ahead
         ints[_NUM_GENERATED] += num_ahead
-        counts = self.output_counts
-        if counts is not None:
-            weights = torch.ones(1, 1, 1, dtype=torch.bool, device=counts.device) if is_before is None else is_before
-            shape = (num_rows, num_new, tokens.shape[1])
-            weights = weights.expand(shape).to(counts.dtype)
-            counts = (
-                counts.unsqueeze(1).repeat(1, num_new, 1).scatter_add_(2, tokens.unsqueeze(1).expand(shape), weights)
-            )
-            counts = counts.flatten(0, 1)
-
-        def repeated(column: Tensor | None) -> Tensor | None:
-            return None if column is None else column.repeat_interleave(num_new, 0)
-
         return type(self)(
             self.needs,
             ints.flatten(1),
             self.floats.repeat_interleave(num_new, 1),
             self.top_p.repeat_interleave(num_new, 0),
-            repeated(self.prompt_mask),
-            counts,
-            repeated(self.bias),
-            repeated(self.stops),
+            None if self.history is None else self.history.ahead(num_new, tokens, is_before),
         )
 
 
@@ -160,6 +139,16 @@ def columns(state: SamplingState) -> tuple[list[int], list[float], float]:
 
 
 Fill = Callable[[Tensor, Sequence[SamplingState]], None]
+
+
+def filled_columns(needs: Needs, make: Callable[[Fill, torch.dtype], Tensor]) -> TokenColumns:
+    """Return the columns that `needs` asks for, each made of what fills it and its dtype."""
+    return TokenColumns(
+        make(fill_prompt_mask_, torch.bool) if needs.penalizes else None,
+        make(fill_output_counts_, torch.int32) if needs.penalizes else None,
+        make(fill_bias_, torch.float32) if needs.biases else None,
+        make(fill_stops_, torch.bool) if needs.bans else None,
+    )
 
 
 def fill_prompt_mask_(mask: Tensor, states: Sequence[SamplingState]) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..kernels.advance import Columns, advance_
+from ..kernels.processors import History, TokenColumns
 from ..kernels.rows import assign_rows_, gather_rows
 from .constants import counted
 from .copies import to_device
@@ -112,26 +113,24 @@ class Slots:
         *,
         with_draft: bool = True,
     ) -> RoundRows:
-        """Return copies of the rows `index` [num_seqs] int64. They lack the columns that `needs` does not ask for, and
-        the drafter's state if `with_draft` is False."""
+        """Return copies of the rows `index` [num_seqs] int64; but columns of the vocabulary are read where they lie, so
+        use them before `advance`. The rows lack the columns that `needs` does not ask for, and the drafter's state if
+        `with_draft` is False."""
         ints = self._ints[:, index]  # torch's index_select takes one after the other of up to 16
         floats, top_p = self._floats, self._top_p
         if not needs.is_plain_greedy:
             floats, top_p = floats[:, index], top_p[index]
 
-        def rows(column: Tensor | None, is_needed: bool) -> Tensor | None:
-            return column.index_select(0, index) if is_needed and column is not None else None
-
-        sampling = SamplingBatch(
-            needs,
-            ints[2:],
-            floats,
-            top_p,
-            rows(self._prompt_mask, needs.penalizes),
-            rows(self._output_counts, needs.penalizes),
-            rows(self._bias, needs.biases),
-            rows(self._stops, needs.bans),
-        )
+        history = None
+        if needs.processes:
+            own = TokenColumns(
+                self._prompt_mask if needs.penalizes else None,
+                self._output_counts if needs.penalizes else None,
+                self._bias if needs.biases else None,
+                self._stops if needs.bans else None,
+            )
+            history = History.of(own, index)
+        sampling = SamplingBatch(needs, ints[2:], floats, top_p, history)
         draft = self._draft.select(index) if with_draft else DraftState()
         return RoundRows(ints[_LENGTH], ints[_LAST_TOKEN], block_table, sampling, draft, proposed)
 
@@ -157,9 +156,9 @@ class Slots:
         numbers = advance_(self._ints, _COLUMNS, index, targets, is_valid, num_accepted, self._padding_ints)
         if needs.penalizes and self._output_counts is not None:
             step = counted(targets.shape[1], targets.device)
-            is_new = (step <= num_accepted.unsqueeze(1)).to(torch.int32)
-            self._output_counts.index_put_((index.unsqueeze(1), targets), is_new, accumulate=True)
-            self._output_counts[self.padding] = 0
+            is_new = (step <= num_accepted.unsqueeze(1)) & (index != self.padding).unsqueeze(1)
+            at = index.unsqueeze(1) * self._vocab_size + targets
+            self._output_counts.view(-1).scatter_add_(0, at.flatten(), is_new.flatten().to(torch.int32))
         if draft is not None:
             self._draft.store(index, draft)
         return numbers

@@ -74,7 +74,8 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "linear_parts": (_triton("triton_linear"),),
         "sum_parts": (_triton("triton_linear"),),
         "fuses": (_triton("triton_linear"),),
-        # sample.py, noise.py
+        # processors.py, sample.py, noise.py
+        "process_logits": (_triton("triton_processors", _FLOATS),),
         "perturbed_argmax": (_triton("triton_sample", _FLOATS),),
         "perturbed_topk": (_triton("triton_sample", _FLOATS, "serves_topk"),),
         "gumbel_noise": (_numba("numba_noise", frozenset({torch.int64})),),

@@ -72,14 +72,14 @@ def score_thresholds(logits: Tensor, largest: Tensor, temperatures: Tensor, filt
         "MAX_SPLITS": triton.next_power_of_2(largest.shape[1]),
         "enable_fp_fusion": False,
     }
-    _levels_kernel[num_rows, splits](*row, counts, weights, BLOCK=_SPLIT_SIZE, **sizes)
+    _levels_kernel[num_rows, splits](*row, counts, weights, BLOCK=_SPLIT_SIZE, num_warps=8, **sizes)
     _gather_kernel[num_rows, splits](
         *row, counts, weights, gathered, num_gathered, splits, most,
-        SPLITS=triton.next_power_of_2(splits), BLOCK=_SPLIT_SIZE, **sizes,
+        SPLITS=triton.next_power_of_2(splits), BLOCK=_SPLIT_SIZE, num_warps=8, **sizes,
     )  # fmt: skip
     _search_kernel[(num_rows,)](
         *row, weights, gathered, num_gathered, thresholds, splits, most,
-        SPLITS=triton.next_power_of_2(splits), FEW=_FEW, TILE=_TILE, **sizes,
+        SPLITS=triton.next_power_of_2(splits), FEW=_FEW, TILE=_TILE, num_warps=16, **sizes,
     )  # fmt: skip
     return thresholds
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from batch_columns import column
 
 from baton.engine.sampling_batch import FLOATS, INTS, SamplingBatch, columns
 from baton.engine.sampling_state import Needs, SamplingState
+from baton.kernels.processors import History, TokenColumns
 from baton.metadata.wire.request import SamplingParams, choice_seed
 
 VOCAB = 23
@@ -40,12 +42,12 @@ def tokens(rng: random.Random, num: int) -> list[int]:
 def penalizes(batch: SamplingBatch) -> torch.Tensor:
     """[num_rows] bool: what a row's output counts hold matters."""
     repetition, frequency, presence = batch.penalties
-    return ((repetition != 1) | (frequency != 0) | (presence != 0)).squeeze(1)
+    return (repetition != 1) | (frequency != 0) | (presence != 0)
 
 
 def assert_rows_equal(ours: SamplingBatch, theirs: SamplingBatch) -> None:
-    for name in ("ints", "floats", "top_p", "prompt_mask", "output_counts", "bias", "stops"):
-        mine, others = getattr(ours, name), getattr(theirs, name)
+    for name in ("ints", "floats", "top_p", *TokenColumns._fields):
+        mine, others = column(ours, name), column(theirs, name)
         assert (mine is None) == (others is None), name
         if mine is not None:
             counted = penalizes(theirs) if name == "output_counts" else slice(None)
@@ -116,8 +118,8 @@ def test_each_column_is_read_by_its_own_name() -> None:
     assert draws.filters.top_k.tolist() == [3, 2**31 - 1] and draws.temperatures.tolist() == [0.5, 1.0]
     assert draws.filters.log_min_p.tolist() == [-math.inf, pytest.approx(math.log(0.5))]
     assert draws.filters.top_p is not None and draws.filters.top_p.tolist() == [1.0, 1.0]
-    assert [each.tolist() for each in batch.penalties] == [[[1.0], [1.5]], [[0.0], [0.25]], [[0.0], [-2.0]]]
-    assert batch.bans_now.tolist() == [[False], [True]] and batch.bans_now.dtype == torch.bool
+    assert batch.penalties.tolist() == [[1.0, 1.5], [0.0, 0.25], [0.0, -2.0]]
+    assert batch.bans_now.tolist() == [False, True] and batch.bans_now.dtype == torch.bool
     assert batch.top_p.tolist() == [[1.0], [1.0]]
     assert batch.ints.dtype == torch.int64 and batch.ints.is_contiguous() and batch.ints.shape == (len(INTS), 2)
     assert batch.floats.dtype == torch.float32 and batch.floats.is_contiguous() and batch.floats.shape == (5, 2)
@@ -153,21 +155,21 @@ def test_top_p_is_as_exact_as_it_was_asked_for() -> None:
 )
 def test_what_nobody_asks_for_is_not_there(index: int, present: tuple[str, ...]) -> None:
     batch = SamplingBatch.of([state(PLAIN, [1], []), state(FIELDS[index], [1, 2, 2], [2, 4, 4])])
-    names = ("prompt_mask", "output_counts", "bias", "stops")
-    assert tuple(name for name in names if getattr(batch, name) is not None) == present
+    rows_of_each = TokenColumns() if batch.history is None else batch.history.rows()
+    assert tuple(name for name in TokenColumns._fields if getattr(rows_of_each, name) is not None) == present
     assert batch.needs == Needs.any_of([state(FIELDS[index], [1, 2, 2], [2, 4, 4]).needs])
     for name in present:
-        rows = getattr(batch, name)
+        rows = getattr(rows_of_each, name)
         assert rows.shape == (2, VOCAB) and not rows[0].any(), "the row that does not ask"
+    mask, counts, bias, stops = rows_of_each
     if index == 4:
-        assert batch.prompt_mask is not None and batch.prompt_mask[1].nonzero().flatten().tolist() == [1, 2]
+        assert mask is not None and mask[1].nonzero().flatten().tolist() == [1, 2]
     if index in (4, 5):
-        assert batch.output_counts is not None
-        assert {int(i): int(batch.output_counts[1, i]) for i in batch.output_counts[1].nonzero()} == {2: 1, 4: 2}
+        assert counts is not None and {int(i): int(counts[1, i]) for i in counts[1].nonzero()} == {2: 1, 4: 2}
     if index == 6:
-        assert batch.bias is not None and (batch.bias[1, 3], batch.bias[1, 9]) == (4.0, -2.5)
+        assert bias is not None and (bias[1, 3], bias[1, 9]) == (4.0, -2.5)
     if index == 7:
-        assert batch.stops is not None and batch.stops[1].nonzero().flatten().tolist() == [0, 5]
+        assert stops is not None and stops[1].nonzero().flatten().tolist() == [0, 5]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -186,7 +188,7 @@ def test_rows_ahead_are_those_of_requests_that_came_so_far(seed: int, is_shared:
     is_before = is_before.view(len(ahead), num_new, num_tokens)
     states = [state(*each) for each in zip(asked, prompts, outputs, strict=True)]
     batch = SamplingBatch.of(states)
-    before = [batch.ints.clone(), None if batch.output_counts is None else batch.output_counts.clone()]
+    counts, ints = column(batch, "output_counts"), batch.ints.clone()
     result = batch.ahead(torch.tensor(ahead), torch.tensor(drafted).view(len(asked), num_tokens), is_before)
 
     expected = [
@@ -197,27 +199,33 @@ def test_rows_ahead_are_those_of_requests_that_came_so_far(seed: int, is_shared:
     whole = SamplingBatch.of([*expected, *states])  # those bring what none of the others may need any more
     assert result.needs == batch.needs and result.num_rows == len(expected)
     assert_rows_equal(result, rows_of(whole, len(expected)))
-    assert torch.equal(batch.ints, before[0]), "the batch itself has changed"
-    if before[1] is not None:
-        assert torch.equal(batch.output_counts, before[1]), "the batch itself has changed"
+    assert torch.equal(batch.ints, ints), "the batch itself has changed"
+    after = column(batch, "output_counts")
+    assert (after is None) == (counts is None) and (counts is None or torch.equal(after, counts))  # type: ignore[arg-type]
 
 
 def rows_of(batch: SamplingBatch, num: int) -> SamplingBatch:
     """The first `num` rows."""
-    dense = (batch.prompt_mask, batch.output_counts, batch.bias, batch.stops)
-    return SamplingBatch(
-        batch.needs,
-        batch.ints[:, :num],
-        batch.floats[:, :num],
-        batch.top_p[:num],
-        *(None if each is None else each[:num] for each in dense),
-    )
+    history = batch.history and History.of(batch.history.columns, batch.history.places[:num])
+    return SamplingBatch(batch.needs, batch.ints[:, :num], batch.floats[:, :num], batch.top_p[:num], history)
 
 
 def test_all_tokens_count_if_nothing_else_is_said() -> None:
     batch = SamplingBatch.of([state(FIELDS[5], [1], [2]), state(FIELDS[4], [1], [])])
     result = batch.ahead(torch.tensor([[3]]), torch.tensor([[4, 4, 6], [2, 1, 0]]))
     assert_rows_equal(result, SamplingBatch.of([state(FIELDS[5], [1], [2, 4, 4, 6]), state(FIELDS[4], [1], [2, 1, 0])]))
+
+
+def test_rows_ahead_may_be_moved_ahead_again() -> None:
+    """As a drafter does that has seen the accepted tokens: both steps are counted."""
+    batch = SamplingBatch.of([state(FIELDS[5], [1], [2]), state(FIELDS[4], [1], [])])
+    accepted = batch.ahead(
+        torch.tensor([[2], [1]]),
+        torch.tensor([[4, 4, 9], [2, 9, 9]]),
+        torch.tensor([[[True, True, False]], [[True, False, False]]]),
+    )
+    result = accepted.ahead(torch.tensor([[1]]), torch.tensor([[4], [5]]))
+    assert_rows_equal(result, SamplingBatch.of([state(FIELDS[5], [1], [2, 4, 4, 4]), state(FIELDS[4], [1], [2, 5])]))
 
 
 @pytest.mark.parametrize("num_generated", range(8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from batch_columns import column, filled_column
 from drafters import settings, target_of
 from layouts import make_layout
 from node_pair import params
@@ -80,7 +82,7 @@ def check(slots: Slots, sequences: Sequence[Held], needs: Needs | None = None) -
     for name, need in VOCABULARY.items():
         asking = [row for row, each in enumerate(sequences) if getattr(each.state.needs, need)]
         if asking:
-            ours, theirs = getattr(rows.sampling, name), getattr(expected, name)
+            ours, theirs = filled_column(rows.sampling, name), filled_column(expected, name)
             assert ours.dtype == theirs.dtype and torch.equal(ours[asking], theirs[asking]), name
 
 
@@ -122,7 +124,7 @@ def test_columns_that_nobody_needs_are_not_read(fields: dict[str, Any]) -> None:
     one.load(slots)
     expected = SamplingBatch.of([one.state])
     found = slots.read(torch.tensor([2]), torch.zeros(1, 1), expected.needs).sampling
-    assert [getattr(found, name) is None for name in COLUMNS] == [getattr(expected, name) is None for name in COLUMNS]
+    assert [column(found, name) is None for name in COLUMNS] == [column(expected, name) is None for name in COLUMNS]
 
 
 def test_columns_of_the_vocabulary_are_there_when_the_first_request_needs_them() -> None:
@@ -149,6 +151,7 @@ def test_padding_is_one_greedy_token_whatever_runs_beside_it() -> None:
     slots.allocate_all()
     index, table = torch.tensor([slots.padding] * 2), torch.zeros(2, 1)
     before = slots.read(index, table, ALL)
+    columns = [filled_column(before.sampling, name) for name in COLUMNS]
     assert before.lengths.tolist() == [1, 1] and before.sampling.floats[0].tolist() == [0.0, 0.0]
     sequences = [make_sequence(rng, slot, fields) for slot, fields in enumerate(FIELDS[:NUM_SLOTS])]
     for each in sequences:
@@ -157,20 +160,21 @@ def test_padding_is_one_greedy_token_whatever_runs_beside_it() -> None:
         advance(slots, rng, sequences, num_padding=2)
     after = slots.read(index, table, ALL)
     assert torch.equal(before.lengths, after.lengths) and torch.equal(before.last_tokens, after.last_tokens)
-    for name in COLUMNS:
-        assert torch.equal(getattr(before.sampling, name), getattr(after.sampling, name)), name
+    for name, expected in zip(COLUMNS, columns, strict=True):
+        assert torch.equal(filled_column(after.sampling, name), expected), name
 
 
-def test_rows_are_copies() -> None:
+def test_rows_are_copies_but_for_the_vocabulary() -> None:
+    """What is known of each token is read where it lies, and one number of a row as it was."""
     rng, slots = random.Random(1), Slots(NUM_SLOTS, VOCAB, None, CPU)
     one = make_sequence(rng, 3, FIELDS[3])
     one.load(slots)
     kept = slots.read(torch.tensor([3]), torch.zeros(1, 1), ALL)
-    length, counts = one.length, kept.sampling.output_counts
-    assert counts is not None
-    before = counts.clone()
+    length, position = one.length, kept.sampling.positions.clone()
     advance(slots, rng, [one])
-    assert kept.lengths.tolist() == [length] != [one.length] and torch.equal(counts, before)
+    assert kept.lengths.tolist() == [length] != [one.length] and torch.equal(kept.sampling.positions, position)
+    counts = filled_column(kept.sampling, "output_counts")[0]
+    assert {int(i): int(counts[i]) for i in counts.nonzero()} == Counter(one.output)
 
 
 def test_a_state_of_another_position_is_our_bug() -> None:

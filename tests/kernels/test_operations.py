@@ -31,6 +31,7 @@ DECLARED = {
     "rotary": ["turns"],
     "paged_rows": ["attend", "attend_stored"],
     "linear": ["linear", "gated_linear", "linear_parts", "sum_parts", "fuses"],
+    "processors": ["process_logits"],
     "sample": ["perturbed_argmax", "perturbed_topk"],
     "noise": ["gumbel_noise", "add_gumbel_noise_"],
     "advance": ["advance_"],

@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from baton.engine.processors import process_logits
+from baton.engine.sampling import processed as engine_processed
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
 from baton.metadata.wire.request import SamplingParams
@@ -16,9 +16,8 @@ def state(prompt: list[int], output: list[int], vocab_size: int = VOCAB, **param
 
 
 def processed(logits: torch.Tensor, *states: SamplingState) -> torch.Tensor:
-    result = logits.clone()
-    process_logits(result, SamplingBatch.of(states))
-    return result
+    """By the function that nodes call."""
+    return engine_processed(logits, SamplingBatch.of(states)).clone()
 
 
 def test_repetition_penalty_is_hugging_faces() -> None:

@@ -1,0 +1,97 @@
+"""The logit processors of kernels/processors.py in one launch. The columns of a sequence are read where they lie; the
+tokens of its draft are compared with each id.
+
+A row that asks for nothing reads no column but the bias. Differences and divisions round as torch's do.
+"""
+
+# Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
+# ruff: noqa: N803, SIM102
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .processors import History
+
+_BLOCK = 1024  # ids of a program
+_DTYPES = (torch.bool, torch.int32, torch.float32, torch.bool)  # of TokenColumns
+
+
+def process_logits(logits: Tensor, history: History, penalties: Tensor, bans_now: Tensor) -> Tensor:
+    """Return `process_logits_ref`."""
+    num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1 and history.places.shape == (num_rows,), (logits.stride(), history.places.shape)
+    for column, dtype in zip(history.columns, _DTYPES, strict=True):
+        if column is not None:
+            assert column.dtype is dtype and column.shape[1:] == (vocab_size,) and column.is_contiguous(), column.shape
+    assert penalties.shape == (3, num_rows) and penalties.dtype is torch.float32, penalties
+    assert penalties.is_contiguous() and bans_now.is_contiguous(), (penalties.stride(), bans_now.stride())
+    assert bans_now.shape == (num_rows,) and bans_now.dtype is torch.bool, bans_now
+    drafted, is_counted = history.drafted.contiguous(), history.is_counted.contiguous()
+    assert drafted.shape == is_counted.shape == (num_rows, drafted.shape[1]), (drafted.shape, is_counted.shape)
+    out = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=logits.device)
+    if num_rows == 0:
+        return out
+    mask, counts, bias, stops = history.columns
+    _process_kernel[num_rows, triton.cdiv(vocab_size, _BLOCK)](
+        logits, out, out if mask is None else mask, out if counts is None else counts, out if bias is None else bias,
+        out if stops is None else stops, history.places, drafted, is_counted, penalties, bans_now,
+        logits.stride(0), vocab_size, drafted.shape[1], PENALIZES=counts is not None, BIASES=bias is not None,
+        BANS=stops is not None, BLOCK=_BLOCK, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _process_kernel(
+    logits_ptr,  # [num_rows, vocab_size], rows `stride` apart
+    out_ptr,  # [num_rows, vocab_size] float32, written
+    mask_ptr,  # [num_kept, vocab_size] bool, read if PENALIZES
+    counts_ptr,  # [num_kept, vocab_size] int32, read if PENALIZES
+    bias_ptr,  # [num_kept, vocab_size] float32, read if BIASES
+    stops_ptr,  # [num_kept, vocab_size] bool, read if BANS
+    places_ptr,  # [num_rows] int64
+    drafted_ptr,  # [num_rows, num_drafted] int64
+    is_counted_ptr,  # [num_rows, num_drafted] bool
+    penalties_ptr,  # [3, num_rows] float32
+    bans_ptr,  # [num_rows] bool
+    stride,
+    vocab_size,
+    num_drafted,
+    PENALIZES: tl.constexpr,
+    BIASES: tl.constexpr,
+    BANS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid: (num_rows, ceil(vocab_size / BLOCK))."""
+    row, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_id = ids < vocab_size
+    scores = tl.load(logits_ptr + row * stride + ids, mask=is_id, other=0.0).to(tl.float32)
+    at = tl.load(places_ptr + row) * vocab_size + ids
+    if BIASES:
+        scores += tl.load(bias_ptr + at, mask=is_id, other=0.0)
+    if BANS:
+        if tl.load(bans_ptr + row) != 0:
+            is_stop = tl.load(stops_ptr + at, mask=is_id, other=0) != 0
+            scores = tl.where(is_stop & (scores == scores), -float("inf"), scores)
+    if PENALIZES:
+        repetition = tl.load(penalties_ptr + row)
+        frequency, presence = tl.load(penalties_ptr + num_rows + row), tl.load(penalties_ptr + 2 * num_rows + row)
+        if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
+            counts = tl.load(counts_ptr + at, mask=is_id, other=0)
+            for draft in range(num_drafted):
+                if tl.load(is_counted_ptr + row * num_drafted + draft) != 0:
+                    counts += (ids == tl.load(drafted_ptr + row * num_drafted + draft)).to(tl.int32)
+            occurs = counts > 0
+            is_seen = occurs | (tl.load(mask_ptr + at, mask=is_id, other=0) != 0)
+            divided = tl.div_rn(scores, tl.zeros_like(scores) + repetition)
+            penalized = tl.where(scores > 0.0, divided, scores * repetition)
+            scores = tl.where(is_seen, penalized, scores)
+            scores -= counts.to(tl.float32) * frequency
+            scores -= tl.where(occurs, 1.0, 0.0) * presence
+    tl.store(out_ptr + row * vocab_size + ids, scores, mask=is_id)
