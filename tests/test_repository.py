@@ -65,7 +65,6 @@ UNTESTED = [
     (_TRAINS, "deploy/demo/training", "drafters_files drafters_layers drafters_models"),
     (_TRAINS, "deploy/demo/training", "drafters_reference drafters_training"),
     (_NEXT, "engine/drafters", "frozen_kv mtp_layers shifted standalone"),
-    (_NEXT, "engine/models", "frozen_kv hyper_eagle mtp"),
 ]
 
 # Test files that no module has the name of: (reason, folder of tests/, names). The list may only become shorter.
