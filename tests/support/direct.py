@@ -121,6 +121,15 @@ def shuffled_pages(num_sequences: int, num_pages: int) -> list[list[int]]:
 # --- drafters ---
 
 
+def branches(drafts: Drafts, row: int) -> list[tuple[int, ...]]:
+    """Return the path of tokens to each node of a tree, in the order of its nodes."""
+    assert drafts.parents is not None
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(drafts.tokens[row].tolist(), drafts.parents[row].tolist(), strict=True):
+        paths.append((*paths[parent], token))
+    return paths[1:]
+
+
 @dataclass(slots=True, eq=False)
 class Text:
     """A sequence, its target's states, and how its tokens are chosen."""
@@ -167,7 +176,7 @@ class Direct:
         drafter = self.speculation.load(self.target, self.target_kv, self.draft_kv, None)
         assert drafter is not None
         self.drafter = drafter
-        self._pages = iter(shuffled_pages(NUM_PAGES // 12, 12))
+        self._pages = iter(shuffled_pages(8, 12))
 
     def text(self, num_tokens: int, **fields: Any) -> Text:
         """Return a random text with `num_tokens` computed and one bonus token. It has pages for 36 tokens. `fields`:

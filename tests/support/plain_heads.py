@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+Branch = tuple[int, ...]  # the tokens of a path through a tree, from its root
 Choose = Callable[[Tensor, list[int]], int]  # logits [vocab_size], proposals so far -> the next proposal
 
 
@@ -168,13 +169,20 @@ class PlainHead(Plain):
     def is_mimo(self) -> bool:
         return "mimo" in self.kind
 
+    def after(self, extend: Tensor, token_ids: Sequence[int], drafted: Sequence[int]) -> Rows:
+        """Return the rows of `token_ids`, with the target's states `extend`, and of the `drafted` tokens after them,
+        each with the state of the row before."""
+        hidden, found = self.begin(extend), self.rows(self.begin(extend), token_ids)
+        for num in range(1, len(drafted) + 1):
+            hidden = torch.cat([hidden, found.recurrent[-1:]])
+            found = self.rows(hidden, [*token_ids, *drafted[:num]])
+        return found
+
     def chain(self, extend: Tensor, token_ids: Sequence[int], num_steps: int, choose: Choose) -> list[int]:
-        """Draft `num_steps` tokens after the rows of `token_ids`, each step with the state of the one before."""
-        hidden, ids, drafted = self.begin(extend), list(token_ids), list[int]()
-        while len(drafted) < num_steps:
-            found = self.rows(hidden, ids)
-            drafted.append(choose(found.logits[-1], drafted))
-            hidden, ids = torch.cat([hidden, found.recurrent[-1:]]), [*ids, drafted[-1]]
+        """Draft `num_steps` tokens after the rows of `token_ids`."""
+        drafted: list[int] = []
+        for _ in range(num_steps):
+            drafted.append(choose(self.after(extend, token_ids, drafted).logits[-1], drafted))
         return drafted
 
     def layered(self, states: Tensor, token_ids: Sequence[int], choose: Choose) -> tuple[list[KeyValue], list[int]]:
@@ -251,10 +259,26 @@ class PlainFrozenHead(Plain):
         output = self.tensors.get("lm_head.weight", self.tensors["embed_tokens.weight"])
         return self.linear(final, "post_projection")[0], F.linear(final, output)[0]
 
-    def chain(self, hidden: Tensor, bonus: int, kv: Sequence[KeyValue], num_steps: int, choose: Choose) -> list[int]:
-        """Draft `num_steps` tokens after the `bonus` token."""
-        drafted: list[int] = []
-        for _ in range(num_steps):
-            hidden, logits = self.step(hidden, [bonus, *drafted][-1], kv)
-            drafted.append(choose(logits, drafted))
-        return drafted
+    def logits_after(self, hidden: Tensor, bonus: int, kv: Sequence[KeyValue], drafted: Sequence[int]) -> Tensor:
+        """Return logits [vocab_size] after the `bonus` token and the `drafted` ones."""
+        logits = torch.empty(0)
+        for token in (bonus, *drafted):
+            hidden, logits = self.step(hidden, token, kv)
+        return logits
+
+
+def grow(num_steps: int, topk: int, num_tokens: int, logits_after: Callable[[Branch], Tensor]) -> set[Branch]:
+    """Grow a dynamic tree (EAGLE-2): each step gives the `topk` best paths `topk` children. Return the `num_tokens`
+    best paths of all. A path's score is the sum of log-softmax of its tokens."""
+    scores: dict[Branch, float] = {(): 0.0}
+    best: list[Branch] = [()]
+    for _ in range(num_steps):
+        children: dict[Branch, float] = {}
+        for path in best:
+            found = logits_after(path).log_softmax(-1).topk(topk)
+            for value, token in zip(found.values.tolist(), found.indices.tolist(), strict=True):
+                children[(*path, token)] = scores[path] + value
+        scores |= children
+        best = sorted(children, key=lambda path: -children[path])[:topk]
+    del scores[()]
+    return set(sorted(scores, key=lambda path: -scores[path])[:num_tokens])

@@ -14,7 +14,6 @@ from baton.decode_node.config import DecodeConfig
 from baton.engine.drafters.family import Speculation
 from baton.engine.drafters.speculation import read_speculation
 from baton.engine.model_config import ModelConfig
-from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
 
 Checkpoints = Callable[..., Path]
 
@@ -22,21 +21,6 @@ Checkpoints = Callable[..., Path]
 @pytest.fixture
 def model(checkpoint: Checkpoints) -> Path:
     return checkpoint("llama", num_hidden_layers=3)
-
-
-def frozen_schema(model: Path, directory: Path, layers: list[int]) -> HandoffSchema:
-    """Return the schema of a node with a frozen-KV head. Only what its file names differs."""
-    head = write_head(directory / f"frozen-{layers}", "frozen-kv-mtp", model, target_layers=layers)
-    config = DecodeConfig(speculative="frozen-kv-mtp", draft_model=str(head))
-    target = ModelConfig.from_dir(model)
-    pool = PoolLayout(num_layers=3, num_kv_heads=target.num_kv_heads, head_dim=target.head_dim, dtype="float32")
-    return read_speculation(config, model, target, "float32").schema(pool, 4, checksums=True)
-
-
-def test_nodes_whose_heads_read_other_layers_refuse_each_other(model: Path, tmp_path: Path) -> None:
-    """Same tensors, same settings: without the map in the schema they would pair, and draft from other layers."""
-    here, there = (frozen_schema(model, tmp_path, layers) for layers in ([0, 2], [0, 1]))
-    check_refused(make_server(here), make_client(there), "frozen_layers: 0, 2 here, 0, 1 there")
 
 
 def fingerprint(model: Path, directory: Path, kind: str, **changes: Any) -> str | None:
