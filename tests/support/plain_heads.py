@@ -187,14 +187,16 @@ class PlainHead(Plain):
 
     def layered(self, states: Tensor, token_ids: Sequence[int], choose: Choose) -> tuple[list[KeyValue], list[int]]:
         """Run all MTP layers over the target's `states` [L, width] and `token_ids` 0 .. L; each layer proposes a token.
-        Return the layers' KV and the proposals. DeepSeek's layers are chained, MiMo's are not."""
+        Return the layers' KV and the proposals. DeepSeek's layers are chained and MiMo's are not, unless config.json
+        says otherwise."""
         tokens, proposals, stored, inputs = list(token_ids), list[int](), list[KeyValue](), states
         for m in range(len(self.prefixes)):
             found = self.rows(inputs, tokens[1 + m : 1 + m + len(states)], m)
             proposals.append(choose(found.logits[-1], proposals))
             tokens.append(proposals[-1])
             stored += found.kv
-            inputs = states if self.is_mimo else found.recurrent
+            if self.config.get("mtp_chained", not self.is_mimo):
+                inputs = found.recurrent
         return stored, proposals
 
     def _eagle(self, hidden: Tensor, embedded: Tensor) -> Rows:
