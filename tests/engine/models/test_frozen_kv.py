@@ -58,10 +58,10 @@ def change(head: Path, changed: Callable[[Tensors], object]) -> Path:
 
 
 @torch.inference_mode()
-def check_steps(model: Path, directory: Path, plain: PlainFrozenHead | None = None) -> None:
+def check_steps(model: Path, directory: Path, other: PlainFrozenHead | None = None) -> None:
     """Compare three steps of sequences of unlike lengths in one batch, each step with the state of the one before."""
     head, target = load(model, directory)
-    plain = plain or PlainFrozenHead(directory, Plain(model))
+    plain = other or PlainFrozenHead(directory, Plain(model))
     generator = torch.Generator().manual_seed(4)
     kv, pages = make_pool(target.config, PAGE_SIZE), shuffled_pages(len(LENGTHS), 8)
     kv[:, 1:].normal_(generator=generator)
