@@ -1,6 +1,6 @@
 """Hidden states of the drafters that exist, for tests of the handoff that load none of them.
 
-tests/engine/drafters/test_families.py compares this table with what the drafters say themselves.
+tests/engine/drafters/test_family.py compares this table with what the drafters say themselves.
 """
 
 from __future__ import annotations

@@ -160,10 +160,6 @@ def _module(kind: str, config: dict[str, Any], tensors: dict[str, Tensor], targe
     elif kind == "mtp-mimo":
         module = MimoLayer(sizes)
         tensors = {name.removeprefix("model.mtp_layers.0."): value for name, value in tensors.items()}
-        for part in ("q_proj", "k_proj", "v_proj"):
-            if f"self_attn.{part}.bias" in tensors:
-                linear = getattr(module.self_attn, part)
-                linear.bias = nn.Parameter(torch.zeros(linear.out_features))
     elif kind == "hyper-mtp":
         module = HyperMtpLayer(sizes, target.num_streams)
         tensors = {name.removeprefix("mtp.0."): value for name, value in tensors.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from drafters import ALL, settings, target_of
@@ -14,16 +15,19 @@ from baton.decode_node.config import DecodeConfig
 from baton.engine.drafters.family import Speculation
 from baton.engine.drafters.speculation import read_speculation
 from baton.engine.model_config import ModelConfig
-from baton.metadata.handoff.schema import wire_name
+from baton.metadata.handoff.schema import differences, wire_name
 from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
 
 KINDS = ("ngram", *ALL)
 
 
-def read(kind: str, checkpoint: Callable[..., Path], directory: Path) -> tuple[Speculation, HandoffSchema]:
+def read(
+    kind: str, checkpoint: Callable[..., Path], directory: Path, **changes: Any
+) -> tuple[Speculation, HandoffSchema]:
     model = target_of(kind, checkpoint)
     target = ModelConfig.from_dir(model)
-    found = read_speculation(DecodeConfig(**settings(kind, model, directory, steps=3)), model, target, "float32")
+    config = DecodeConfig(**(settings(kind, model, directory, steps=3) | changes))
+    found = read_speculation(config, model, target, "float32")
     pool = PoolLayout(
         num_layers=target.num_layers, num_kv_heads=target.num_kv_heads, head_dim=target.head_dim, dtype="float32"
     )
@@ -53,6 +57,22 @@ def test_the_schema_has_what_the_drafter_hands_over(kind: str, checkpoint: Calla
     assert ("topk_index" in names) == (kind not in ("ngram", "standalone", "frozen-kv-mtp", HYPER_FROZEN))
     assert ("target_rows" in names) == (found.hidden.num_target_rows > 0)
     assert ("recurrent_hidden" in names) == (found.hidden.recurrent is not None and "target_rows" not in names)
+
+
+def test_nodes_of_unlike_branches_do_not_pair(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    _, chain = read("eagle", checkpoint, tmp_path)
+    _, tree = read("eagle", checkpoint, tmp_path, draft_topk=3)
+    assert differences(chain, tree) == [
+        "row order: first_token num_cached num_logprobs logprobs top_ids topk_index recurrent_hidden here, first_token"
+        " num_cached num_logprobs logprobs top_ids topk_index topk_score recurrent_hidden there",
+        "row.topk_index: 1 x int32 here, 3 x int32 there",
+        "row.topk_score: absent here, 3 x float32 there",
+    ]
+
+
+def test_steps_are_each_nodes_own(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    here, there = (read("eagle", checkpoint, tmp_path, draft_steps=steps)[1] for steps in (2, 5))
+    assert here == there
 
 
 def test_without_a_drafter_nothing_is_loaded(checkpoint: Callable[..., Path]) -> None:

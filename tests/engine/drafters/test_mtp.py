@@ -1,4 +1,4 @@
-"""Steps that MTP drafts: any number with one layer, at most n with n layers."""
+"""Steps that MTP drafts: any number, and trees, with one layer; a chain of at most n steps with n layers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.family import Speculation
 from baton.engine.drafters.speculation import read_speculation
 from baton.engine.model_config import ModelConfig
+from baton.metadata.errors import ConfigError
 
 
 @pytest.fixture
@@ -35,7 +36,9 @@ def read(checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., Specu
         ("mtp-mimo", {"draft_steps": 9}, DraftShape(9)),
         ("mtp-mimo", {"draft_steps": 2, "draft_topk": 2}, DraftShape(2, 2, 6)),
         ("mtp3-deepseek", {}, DraftShape(3)),
+        ("mtp3-mimo", {"draft_steps": 1}, DraftShape(1)),
         ("mtp3-mimo", {"draft_steps": 2}, DraftShape(2)),
+        ("mtp3-mimo", {"draft_steps": 3}, DraftShape(3)),
         ("mtp6-deepseek", {}, DraftShape(6)),
     ],
 )
@@ -43,6 +46,21 @@ def test_steps_by_layers(
     read: Callable[..., Speculation], kind: str, settings: dict[str, Any], shape: DraftShape
 ) -> None:
     assert read(kind, **settings).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"draft_topk": 2}, ("3 MTP layers", "chains only", "draft_topk is 2")),
+        ({"draft_steps": 4}, ("draft_steps is 4", "3 MTP layers", "use 1 to 3")),
+    ],
+)
+def test_trees_and_more_steps_than_layers_are_refused(
+    read: Callable[..., Speculation], settings: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read("mtp3-mimo", **settings)
+    assert all(word in str(raised.value) for word in words), raised.value
 
 
 def test_the_pool_has_a_layer_for_each_mtp_layer(read: Callable[..., Speculation]) -> None:

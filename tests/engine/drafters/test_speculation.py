@@ -1,4 +1,6 @@
-"""Nodes compare the schema and the fingerprint of their drafters, and refuse each other if these differ."""
+"""The chain or tree that a configuration asks for, and what is refused.
+
+Nodes compare the fingerprints of their drafters and refuse each other if these differ."""
 
 from __future__ import annotations
 
@@ -11,10 +13,11 @@ from handoff_nodes import check_refused, make_client, make_server
 from heads import ALGORITHM, write_head
 
 from baton.decode_node.config import DecodeConfig
+from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.family import Speculation
 from baton.engine.drafters.speculation import read_speculation
 from baton.engine.model_config import ModelConfig
-from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
+from baton.metadata.errors import ConfigError
 
 Checkpoints = Callable[..., Path]
 
@@ -24,19 +27,52 @@ def model(checkpoint: Checkpoints) -> Path:
     return checkpoint("llama", num_hidden_layers=3)
 
 
-def frozen_schema(model: Path, directory: Path, layers: list[int]) -> HandoffSchema:
-    """Return the schema of a node with a frozen-KV head. Only what its file names differs."""
-    head = write_head(directory / f"frozen-{layers}", "frozen-kv-mtp", model, target_layers=layers)
-    config = DecodeConfig(speculative="frozen-kv-mtp", draft_model=str(head))
-    target = ModelConfig.from_dir(model)
-    pool = PoolLayout(num_layers=3, num_kv_heads=target.num_kv_heads, head_dim=target.head_dim, dtype="float32")
-    return read_speculation(config, model, target, "float32").schema(pool, 4, checksums=True)
+def read(model: Path, **settings: Any) -> Speculation:
+    return read_speculation(DecodeConfig(model=str(model), **settings), model, ModelConfig.from_dir(model), "float32")
 
 
-def test_nodes_whose_heads_read_other_layers_refuse_each_other(model: Path, tmp_path: Path) -> None:
-    """Same tensors, same settings: without the map in the schema they would pair, and draft from other layers."""
-    here, there = (frozen_schema(model, tmp_path, layers) for layers in ([0, 2], [0, 1]))
-    check_refused(make_server(here), make_client(there), "frozen_layers: 0, 2 here, 0, 1 there")
+@pytest.mark.parametrize(
+    ("settings", "shape"),
+    [
+        ({}, DraftShape(5)),
+        ({"draft_steps": 3}, DraftShape(3)),
+        ({"draft_steps": 3, "draft_tokens": 3}, DraftShape(3)),
+        ({"draft_topk": 2}, DraftShape(5, 2, 18)),  # all candidates of so small a tree
+        ({"draft_topk": 4, "draft_steps": 3}, DraftShape(3, 4, 24)),
+        ({"draft_topk": 8}, DraftShape(5, 8, 63)),
+        ({"draft_topk": 3, "draft_steps": 2, "draft_tokens": 5}, DraftShape(2, 3, 5)),
+        ({"draft_topk": 3, "draft_steps": 1}, DraftShape(1, 3, 3)),
+    ],
+)
+def test_sensible_values_where_unset(settings: dict[str, Any], shape: DraftShape, model: Path, tmp_path: Path) -> None:
+    head = write_head(tmp_path, "eagle", model)
+    assert read(model, speculative="eagle", draft_model=str(head), **settings).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings", "words"),
+    [
+        ("eagle", {"draft_steps": 0}, ("draft_steps 0", "--speculative none")),
+        ("eagle", {"draft_steps": 0, "draft_topk": 2}, ("draft_steps 0", "draft_topk 2", "tree")),
+        ("eagle", {"draft_steps": 16}, ("draft_steps 16", "1 to 15")),
+        ("eagle", {"draft_topk": 0}, ("draft_topk 0", "1 to 16")),
+        ("eagle", {"draft_topk": 17}, ("draft_topk 17", "1 to 16")),
+        ("eagle", {"draft_tokens": 9}, ("draft_tokens 9", "draft_topk 1", "has 5")),
+        ("eagle", {"draft_topk": 2, "draft_tokens": 4}, ("draft_tokens 4", "5 to 18")),
+        ("eagle", {"draft_topk": 2, "draft_tokens": 19}, ("draft_tokens 19", "5 to 18")),
+        ("standalone", {"draft_topk": 2}, ("standalone", "chains only", "draft_topk is 2")),
+        ("ngram", {"draft_topk": 2}, ("ngram", "chains only", "draft_topk is 2")),
+        ("none", {"draft_topk": 2}, ("none", "chains only", "draft_topk is 2")),
+    ],
+)
+def test_what_makes_no_chain_or_tree_is_refused(
+    algorithm: str, settings: dict[str, Any], words: tuple[str, ...], model: Path, tmp_path: Path
+) -> None:
+    drafts = {"eagle": write_head(tmp_path, "eagle", model), "standalone": model}
+    draft = str(drafts[algorithm]) if algorithm in drafts else None
+    with pytest.raises(ConfigError) as raised:
+        read(model, speculative=algorithm, draft_model=draft, **settings)
+    assert all(word in str(raised.value) for word in words), raised.value
 
 
 def fingerprint(model: Path, directory: Path, kind: str, **changes: Any) -> str | None:
@@ -75,10 +111,6 @@ def test_a_head_of_other_weights_has_another_fingerprint(model: Path, tmp_path: 
         assert fingerprint(model, tmp_path / f"{kind}0", kind) != fingerprint(
             model, tmp_path / f"{kind}1", kind, seed=1
         )
-
-
-def read(model: Path, **settings: Any) -> Speculation:
-    return read_speculation(DecodeConfig(model=str(model), **settings), model, ModelConfig.from_dir(model), "float32")
 
 
 def test_drafting_from_the_own_text_has_no_fingerprint(model: Path) -> None:

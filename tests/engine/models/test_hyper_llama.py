@@ -10,27 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from heads import write_head
-from layouts import make_layout
 
-from baton.deploy.demo.training.drafters_files import describe, load, load_target, save
+from baton.deploy.demo.training.drafters_files import describe, load_target, save
 from baton.deploy.demo.training.drafters_layers import LayerSizes
-from baton.deploy.demo.training.drafters_models import HyperEagle, Target, TargetRows
+from baton.deploy.demo.training.drafters_models import Target, TargetRows
 from baton.engine.batch import ForwardBatch
-from baton.engine.draft_shape import DraftShape
-from baton.engine.drafters.base import PromptChunk, PromptTail, RoundRows
-from baton.engine.drafters.shifted import ShiftedDrafter
 from baton.engine.model_config import ModelConfig
 from baton.engine.models.decoder import DecoderStack
-from baton.engine.models.head_file import check_state_width, read_head
-from baton.engine.models.heads import load_eagle
 from baton.engine.models.hyper_llama import HyperStack
 from baton.engine.models.registry import load_model
-from baton.engine.sampling_batch import SamplingBatch
-from baton.engine.sampling_state import SamplingState
 from baton.engine.work import BatchRow
-from baton.metadata.errors import ConfigError, ModelError
-from baton.metadata.wire.request import SamplingParams
+from baton.metadata.errors import ModelError
 
 PAGE_SIZE, NUM_PAGES, VOCAB_SIZE, STREAMS, SIZE = 4, 60, 96, 4, 32
 TOLERANCE = 2e-4
@@ -53,11 +43,6 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
 @pytest.fixture(scope="module")
 def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(Target(SIZES, VOCAB_SIZE, 3, STREAMS), tmp_path_factory.mktemp("hyper"))
-
-
-@pytest.fixture(scope="module")
-def head_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(HyperEagle(SIZES, STREAMS), tmp_path_factory.mktemp("hyper_eagle"))
 
 
 def write(model: Any, folder: Path) -> Path:
@@ -163,77 +148,6 @@ def test_streams_where_the_family_has_none_are_refused(checkpoint: Checkpoint, t
 def test_streams_of_another_number_than_the_tensors_are_refused(target_dir: Path) -> None:
     with pytest.raises(ModelError, match=r"attn_hc\.mix|attn_hc\.read"):
         Run(target_dir, hc_mult=2)
-
-
-# --- the head -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("chunk_tokens", [40, 7, 1])
-def test_the_drafter_equals_the_plain_head(target_dir: Path, head_dir: Path, chunk_tokens: int) -> None:
-    """Its recurrent state after the prompt, and every token of a round: one dense forward over the same rows."""
-    num_steps, bonus, ids = 5, 7, prompt()
-    run = Run(target_dir)
-    drafter = make_drafter(run, head_dir, num_steps)
-    states = torch.cat([each.handoff for each in run.forward(ids, (40,))])
-    for start in range(0, 40, chunk_tokens):
-        chunk = PromptChunk(ids, start, min(40, start + chunk_tokens), run.pages)
-        drafter.observe_prompt([chunk], states[chunk.start : chunk.stop])
-    sampling = SamplingState(SamplingParams(max_tokens=9, temperature=0.0), ids, vocab_size=VOCAB_SIZE)
-    sampling.append(bonus)
-    batch = SamplingBatch.of([sampling])
-    state = drafter.finish_prompt([PromptTail(ids, run.pages)], torch.tensor([bonus]), states[-1:], batch)
-    rows = RoundRows(torch.tensor([40]), torch.tensor([bonus]), torch.tensor([run.pages]), batch, state)
-    drafted = drafter.propose(rows, drafter.shape)
-
-    expected_state, expected = plain_drafts(target_dir, head_dir, ids, bonus, num_steps)
-    assert state.hidden is not None and state.hidden.shape == (1, STREAMS * SIZE)
-    close(state.hidden[0], expected_state)
-    assert drafted.parents is None and drafted.tokens.tolist() == [expected]
-
-
-@torch.inference_mode()
-def plain_drafts(
-    target_dir: Path, head_dir: Path, ids: list[int], bonus: int, num_steps: int
-) -> tuple[torch.Tensor, list[int]]:
-    head = load(head_dir)
-    assert isinstance(head, HyperEagle)
-    target, rows = oracle(target_dir, ids)
-    hidden, tokens = rows.handoff, [*ids[1:], bonus]
-    first = None
-    for _ in range(num_steps):
-        states, features = head(hidden, torch.tensor([tokens]), torch.arange(len(tokens)), target)
-        first = states[0, -1] if first is None else first
-        hidden = torch.cat([hidden, states[:, -1:]], dim=1)
-        tokens.append(int(head.logits(features, target)[0, -1].argmax()))
-    assert first is not None
-    return first, tokens[len(ids) :]
-
-
-def make_drafter(run: Run, head_dir: Path, num_steps: int) -> ShiftedDrafter:
-    file = read_head(head_dir, run.config)
-    hidden = make_layout(
-        "eagle",
-        target_hidden_size=SIZE,
-        hc_mult=run.config.hc_mult,
-        draft_hidden_size=SIZE,
-        draft_hc_mult=file.config.hc_mult,
-    )
-    return ShiftedDrafter(load_eagle(file, run.model), pool(file.config), hidden, DraftShape(num_steps))
-
-
-def test_heads_for_other_streams_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """Both numbers of streams, and both widths, are in the message."""
-    four, two, one = checkpoint("hyper_llama"), checkpoint("hyper_llama", hc_mult=2), checkpoint("llama")
-    head = write_head(tmp_path / "head", "hyper-eagle", four)
-    check_state_width(read_head(head, ModelConfig.from_dir(four)), ModelConfig.from_dir(four))
-    for other, words in ((two, "128 (hc_mult 2)"), (one, "64 (hc_mult 1)")):
-        with pytest.raises(ConfigError) as error:
-            check_state_width(read_head(head, ModelConfig.from_dir(other)), ModelConfig.from_dir(other))
-        assert "states of 256 numbers (hc_mult 4)" in str(error.value) and words in str(error.value)
-    for kind in ("eagle", "mtp-deepseek"):
-        file = read_head(write_head(tmp_path / kind, kind, one), ModelConfig.from_dir(four))
-        with pytest.raises(ConfigError, match=r"64 numbers \(hc_mult 1\).*256 \(hc_mult 4\)"):
-            check_state_width(file, ModelConfig.from_dir(four))
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:

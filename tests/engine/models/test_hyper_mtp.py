@@ -1,6 +1,6 @@
 """MTP layers over residual streams equal the formula of docs/drafter_checkpoints.md, and other layouts are refused.
 
-tests/engine/drafters/test_heads.py compares whole prompts and rounds with plain torch, and
+tests/engine/models/test_heads.py compares whole prompts and rounds with plain torch, and
 tests/decode_node/test_mtp_layers.py three layers through the handoff.
 """
 
