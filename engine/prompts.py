@@ -77,10 +77,12 @@ class Prompts:
         """Submit a chunk and the sampling of the prompts that end in it.
 
         Raises OutOfMemory if the device has no memory for it. Then nothing of the chunk can be read, and its pages
-        hold no defined KV beyond the tokens of earlier chunks.
+        hold no defined KV beyond the tokens of earlier chunks. Its prompts may be submitted again from there.
         """
+        kept = self._kept.copy()
         with suppress(torch.OutOfMemoryError):
             return self._submit(chunk)
+        self._kept = kept
         # raised out here, so that the error holds no frame of the chunk: tensors of a frame would stay allocated
         raise _out_of_memory(f"{chunk.num_tokens} prompt tokens")
 

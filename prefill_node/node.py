@@ -18,6 +18,9 @@ offers pages. The device works in the order of submission. Therefore the pages o
 once: their next owner writes them after the chunk under way. Likewise a new request may read pages of the prefix cache
 that the chunk under way still computes. Other processes do not share this order, so the node offers pages only after it
 has settled their chunk.
+
+If the device has no memory for a chunk, the request that asks for most of it ends with an error. The node computes the
+others again in the next step.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ from .chunks import ChunkUnderWay, submit
 from .outbox import FirstToken, Outbox
 from .prompt_ends import PromptEnd
 from .request import Request, new_request
-from .scheduler import PrefillScheduler, StepPlan
+from .scheduler import PlannedChunk, PrefillScheduler, StepPlan
 from .tickets import Tickets
 
 if TYPE_CHECKING:
@@ -247,12 +250,11 @@ class PrefillNode:
             self._settle()
 
     def _submit_chunk(self, plan: StepPlan) -> ChunkUnderWay | None:
-        """Submit a chunk. If the device has no memory for it, its requests end here, and None is returned."""
+        """Submit a chunk. If the device has no memory for it, end the request that asks for most, and return None."""
         try:
             chunk = submit(self.prompts, plan)
         except OutOfMemory as error:
-            for request, _ in plan:
-                self._end_for_memory(request, error)
+            self._end_for_memory(max(plan, key=_demand).request, error)
             return None
         self._counts.steps += 1
         for request, row in plan:
@@ -374,3 +376,11 @@ class PrefillNode:
                 prompt_logprobs=tuple(request.prompt_logprobs),
             )
         )
+
+
+def _demand(planned: PlannedChunk) -> tuple[int, int, int]:
+    """Return a key that is largest for the request that asks most of a chunk's memory: first by rows as wide as the
+    vocabulary, then by tokens. Of equals, the youngest is largest."""
+    request, row = planned
+    num_sampled = len(request.choices) if planned.is_last else 0
+    return row.num_logits + num_sampled, len(row.input_ids), request.key

@@ -289,3 +289,35 @@ def test_drafts_for_which_there_is_no_memory(make_prompts: MakePrompts, monkeypa
     assert tails.first_tokens() == compute(prompts, prompt, 64).tails[0].first_tokens()
     with pytest.raises(OutOfMemory, match="no memory left for the drafts after the first tokens"):
         tails.wait_rows()
+
+
+@pytest.mark.parametrize("name", ["eagle", "mtp3-deepseek"])
+@pytest.mark.parametrize("place", ["_keep_states", "_submit_tails"])
+def test_a_chunk_without_memory_can_be_submitted_again(
+    name: str, place: str, make_prompts: MakePrompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it fails at its end. The states that it kept of its prompts, or gave to their ends, are as before."""
+    prompts = make_prompts(name)
+    prompt, other = Prompt(prompts, 1, 9), Prompt(prompts, 2, 7)
+    function = getattr(Prompts, place)
+
+    def fail_after(*args: Any) -> Any:
+        function(*args)
+        out_of_memory()
+
+    def rows(*, is_short_of_memory: bool) -> tuple[Any, ...]:
+        prompts.submit(Chunk([prompt.row(0, 7)], []))
+        ends = [Tails([prompt.tail(0)])]
+        if is_short_of_memory:
+            before = prompts.keys
+            with monkeypatch.context() as patch, pytest.raises(OutOfMemory):
+                patch.setattr(Prompts, place, fail_after)
+                prompts.submit(Chunk([prompt.row(7, 9), other.row(0, 7)], [Tails([prompt.tail(0), other.tail(1)])]))
+            assert prompts.keys == before
+        submitted = prompts.submit(Chunk([prompt.row(7, 9)], ends))
+        submitted.draft()
+        [tails] = submitted.tails
+        return tails.first_tokens(), tails.wait_rows()
+
+    assert rows(is_short_of_memory=True) == rows(is_short_of_memory=False)
+    assert not prompts.keys
