@@ -282,9 +282,9 @@ class DecodeNode:
                     self._fail(unit, error.code, str(error), is_retryable=False)
                 else:
                     return sequence if self._admit(sequence, event, sampled) else None
-            case TransferFailed(unit=unit, reason=reason, is_refused=is_refused):
+            case TransferFailed(unit=unit, reason=reason, is_refused=is_refused, code=code):
                 self.scheduler.finish(sequence)
-                self._fail(unit, "transfer_error", reason, is_retryable=not is_refused)
+                self._fail(unit, code, reason, is_retryable=not is_refused)
             case Revoked():  # the prefill node told the router: the only token, or why there is none
                 self.scheduler.finish(sequence)
         return None

@@ -46,7 +46,7 @@ from .outbox import FirstToken, Outbox
 from .prompt_ends import PromptEnd
 from .request import Request, new_request
 from .scheduler import PlannedChunk, PrefillScheduler, StepPlan
-from .tickets import Tickets
+from .tickets import FailedUnit, Tickets
 
 if TYPE_CHECKING:
     from ..engine.prompts import Prompts, SubmittedTails
@@ -217,7 +217,11 @@ class PrefillNode:
         self.membership.send(Failed(unit=unit, code=code, message=message[:MAX_TEXT], retryable=is_retryable))
 
     def _end_tickets(self) -> None:
-        for request, unit in self._tickets.poll():
+        for event in self._tickets.poll():
+            request, unit = event.request, event.unit
+            if isinstance(event, FailedUnit):
+                self._end_choice_for_memory(request, unit, event.reason)
+                continue
             if not request.is_computed:  # the decode node gave the choice up and does not need its first token
                 request.drop_choice(unit)
             if not request.tickets and (request.is_computed or not request.choices):
@@ -305,11 +309,16 @@ class PrefillNode:
                 if over is not None:
                     self._tickets.revoke(request, unit, is_finished=True, reason=over.reason)
                 elif unit in request.tickets:
-                    logger.warning("out of memory: %s", error, extra={"rid": request.rid})
-                    self._fail(unit, error.code, str(error), is_retryable=True)
-                    self._drop(request, {unit}, str(error))
+                    self._end_choice_for_memory(request, unit, str(error))
             if request.choices and not request.tickets:
                 self._finish(request)
+
+    def _end_choice_for_memory(self, request: Request, unit: Unit, reason: str) -> None:
+        """End a choice with an error, unless it is not wanted any more."""
+        if unit in request.choices:
+            logger.warning("out of memory: %s", reason, extra={"rid": request.rid})
+            self._fail(unit, OutOfMemory.code, reason, is_retryable=True)
+            self._drop(request, {unit}, reason)
 
     def _end_for_memory(self, request: Request, error: OutOfMemory) -> None:
         """End all choices of a request with one error each. Another node, or this one later, may have the memory."""

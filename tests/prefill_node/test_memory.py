@@ -17,6 +17,7 @@ from node_pair import NodePair, Result, node_pairs, params
 
 from baton.engine.prompts import Prompts, SubmittedChunk
 from baton.engine.work import Chunk
+from baton.metadata.errors import OutOfMemory
 from baton.metadata.wire.request import SamplingParams
 
 NUM_TOKENS = 5
@@ -39,9 +40,9 @@ def make_pair(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[MakeP
     """`make_pair("eagle", chunk=16)`: a pair with this drafter. At the end its books are checked."""
     with node_pairs() as start:
 
-        def make(drafter: str = "none", *, overlaps: bool = False, chunk: int = 200) -> NodePair:
+        def make(drafter: str = "none", *, overlaps: bool = False, chunk: int = 200, **more: Any) -> NodePair:
             model = target_of(drafter, checkpoint)
-            both = {"page_size": 4, "max_running": 32, "chunk_tokens": chunk}
+            both = {"page_size": 4, "max_running": 32, "chunk_tokens": chunk, **more}
             both |= {} if drafter == "none" else settings(drafter, model, tmp_path, steps=3)
             return start(model, prefill=both, decode=both, overlaps=overlaps)
 
@@ -219,3 +220,47 @@ def test_a_chunk_that_had_no_memory_leaves_what_was_kept_of_its_prompts(
     assert memory.num_failures == 1 and chunks[2] == [2, 4]
     check(served, expected, [1])
     check_that_it_serves_on(pair, memory)
+
+
+# --- handoffs ---
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize(
+    ("role", "name", "transport"),
+    [
+        ("prefill", "checksums", "local"),
+        ("prefill", "pack", "zmq"),
+        ("decode", "first_difference", "zmq"),
+        ("decode", "first_difference", "local"),
+    ],
+)
+def test_a_handoff_without_memory_ends_its_request_alone(
+    role: str, name: str, transport: str, overlaps: bool, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages on a GPU take memory while they are digested or copied by way of the host. Here the object that does this
+    says that there is none, for the pages of one request. The books are checked at the end."""
+    pair = make_pair(overlaps=overlaps, chunk=8, transport=transport)
+    asks = [Ask(9), Ask(21), Ask(6)]
+    expected, _ = serve(pair, asks, MemoryLimit())
+    pages, num_failures = getattr(pair, role).handoff._pages, 0
+    method = getattr(pages, name)
+
+    def is_bad(page: int) -> bool:
+        scheduler = getattr(pair, role).scheduler
+        owners = [each for each in scheduler if page in each.pages[: 21 // 4 + 1]]
+        return [len(each.token_ids) for each in owners if len(each.token_ids) >= 21] != []
+
+    def limited(which: Any, *rest: Any) -> Any:
+        nonlocal num_failures
+        if any(map(is_bad, [which] if isinstance(which, int) else which)):
+            num_failures += 1
+            raise OutOfMemory("the device has no memory left for copying pages of a handoff; lower chunk_tokens")
+        return method(which, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pages, name, limited)
+        served, _ = serve(pair, asks, MemoryLimit())
+    assert num_failures
+    check(served, expected, [1])
+    check_that_it_serves_on(pair, MemoryLimit())
