@@ -290,28 +290,24 @@ class PrefillNode:
         samples = zip(ends, submitted.first_tokens(), strict=True)
         first_tokens = [self._send_first(end, sample, computed) for end, sample in samples]
         submitted.draft()
-        try:
-            rows = submitted.wait_rows()
-        except OutOfMemory as error:
-            self._end_without_drafts(ends, first_tokens, error)
-            return
-        self._tickets.digest_last(ends)
+        rows = submitted.wait_rows()
+        self._tickets.digest_last([end for end, own in zip(ends, rows, strict=True) if not own.no_memory])
         for end, choices, own in zip(ends, first_tokens, rows, strict=True):
-            self._hand_over(end, choices, own)
+            if own.no_memory:
+                self._end_without_drafts(end, choices, own.no_memory)
+            else:
+                self._hand_over(end, choices, own)
 
-    def _end_without_drafts(
-        self, ends: list[PromptEnd], first_tokens: list[list[FirstToken]], error: OutOfMemory
-    ) -> None:
+    def _end_without_drafts(self, end: PromptEnd, choices: list[FirstToken], reason: str) -> None:
         """End the choices that a decode node would continue, since there was no memory for the drafts after them."""
-        for end, choices in zip(ends, first_tokens, strict=True):
-            request = end.request
-            for unit, _, _, over in choices:
-                if over is not None:
-                    self._tickets.revoke(request, unit, is_finished=True, reason=over.reason)
-                elif unit in request.tickets:
-                    self._end_choice_for_memory(request, unit, str(error))
-            if request.choices and not request.tickets:
-                self._finish(request)
+        request = end.request
+        for unit, _, _, over in choices:
+            if over is not None:
+                self._tickets.revoke(request, unit, is_finished=True, reason=over.reason)
+            elif unit in request.tickets:
+                self._end_choice_for_memory(request, unit, reason)
+        if request.choices and not request.tickets:
+            self._finish(request)
 
     def _end_choice_for_memory(self, request: Request, unit: Unit, reason: str) -> None:
         """End a choice with an error, unless it is not wanted any more."""

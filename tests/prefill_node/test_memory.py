@@ -222,6 +222,30 @@ def test_a_chunk_that_had_no_memory_leaves_what_was_kept_of_its_prompts(
     check_that_it_serves_on(pair, memory)
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_drafts_without_memory_end_the_request_with_most_choices(overlaps: bool, make_pair: MakePair) -> None:
+    """Its first tokens were sent, so it goes on elsewhere after them. The others are served."""
+    pair = make_pair("eagle", overlaps=overlaps)
+    asks = [Ask(9), Ask(7, SEEDED, n=6), Ask(6)]
+
+    def serve_within(memory: MemoryLimit, asks: Sequence[Ask]) -> list[Served]:
+        with memory.around(pair.prefill.prompts.engine.drafter, "finish_prompt"):
+            served, _ = serve(pair, asks, MemoryLimit())
+        return served
+
+    whole, fitting = MemoryLimit(), MemoryLimit()
+    expected = serve_within(whole, asks)
+    serve_within(fitting, [asks[0], asks[2]])
+    memory = MemoryLimit((whole.peak + fitting.peak) // 2)
+    served = serve_within(memory, asks)
+    assert memory.num_failures == 1
+    for result, clean in zip(served[1].choices, expected[1].choices, strict=True):
+        assert result.failed is not None and result.failed.code == "out_of_memory"
+        assert result.ids == clean.ids[:1]
+    check([served[0], served[2]], [expected[0], expected[2]], [])
+    check_that_it_serves_on(pair, MemoryLimit())
+
+
 # --- handoffs ---
 
 
