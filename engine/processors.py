@@ -2,7 +2,7 @@
 
 Order (vLLM's): logit_bias, min_tokens, repetition penalty, frequency penalty, presence penalty. Only elementwise IEEE
 operations without fusion, so a row's result does not depend on the rows beside it: one that asks for nothing gets
-zeros added and is divided by one.
+zeros added and is divided by one. A NaN stays one, so that the row is known to hold no numbers.
 """
 
 import torch
@@ -19,7 +19,7 @@ def process_logits(logits: Tensor, batch: SamplingBatch) -> None:
     if batch.bias is not None:
         logits += batch.bias
     if batch.stops is not None:
-        logits.masked_fill_(batch.stops & batch.bans_now, NEGATIVE_INFINITY)
+        logits.masked_fill_(batch.stops & batch.bans_now & ~logits.isnan(), NEGATIVE_INFINITY)
     if batch.output_counts is not None and batch.prompt_mask is not None:
         _penalize(logits, batch, batch.prompt_mask, batch.output_counts)
 

@@ -2,7 +2,7 @@
 
     processed = processors(raw logits, history)                              processors.py
     score     = processed                                                    greedy rows
-    score     = filters((processed - max) / temperature) + noise             the others: filters.py, kernels/noise.py
+    score     = filters((processed - max) / temperature) + noise             the others: kernels/filters.py, noise.py
     token     = argmax(score), the lowest id of equals
 
 The noise is a pure function of (seed, absolute position, token id) and every step treats a row by itself, exactly. So
@@ -15,11 +15,10 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ..kernels.noise import add_gumbel_noise_
+from ..kernels import sample as choice
 from ..kernels.sample import perturbed_argmax
 from ..metadata.wire.request import TokenLogprobs
 from .copies import recorded_event, to_host
-from .filters import keep_likely
 from .logprobs import Logprobs, compute_logprobs
 from .processors import process_logits
 from .sampling_batch import SamplingBatch
@@ -66,40 +65,27 @@ def sample(logits: Tensor, batch: SamplingBatch, *, with_logprobs: bool = True) 
         batch: see `SamplingBatch.of`.
         with_logprobs: False for drafts, because no client reads their log-probabilities.
     """
-    token_ids, is_valid = _choose(logits, batch)
+    token_ids, is_valid = perturbed_argmax(processed(logits, batch), batch.draws)
     logprobs, num_logprobs = None, batch.needs.num_logprobs
     if num_logprobs is not None and with_logprobs:
         logprobs = compute_logprobs(logits, token_ids, num_logprobs)
     return SampleResult(token_ids, is_valid, logprobs)
 
 
-def _choose(logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """Return each row's token and whether it is valid, each [num_rows]."""
-    needs = batch.needs
-    if needs.processes or needs.ranks or needs.cuts:
-        return perturbed_scores(logits, batch).argmax(-1), logits.isnan().any(1).logical_not_()
-    return perturbed_argmax(logits, *noise_columns(batch))
-
-
-def noise_columns(batch: SamplingBatch) -> tuple[Tensor, Tensor, Tensor] | tuple[()]:
-    """Return seeds, positions and temperatures, each [num_rows], or nothing if all rows are greedy."""
-    return (batch.seeds, batch.positions, batch.temperature.squeeze(1)) if batch.needs.is_random else ()
+def processed(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Return the processed logits [num_rows, vocab_size]: `logits` itself if no row changes them, else float32."""
+    if not batch.needs.processes:
+        return logits
+    assert logits.ndim == 2 and len(logits) == batch.num_rows, (logits.shape, batch.num_rows)
+    scores = logits.to(torch.float32, copy=True)
+    process_logits(scores, batch)
+    return scores
 
 
 def perturbed_scores(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Return the scores whose argmax `sample` takes, a new [num_rows, vocab_size] float32; -inf: excluded."""
-    assert logits.ndim == 2 and len(logits) == batch.num_rows, (logits.shape, batch.num_rows)
-    scores = logits.to(torch.float32, copy=True)
-    process_logits(scores, batch)
-    if not batch.needs.is_random:
-        return scores
-    temperature = batch.temperature
-    is_greedy = temperature == 0
-    perturbed = scores - scores.amax(1, keepdim=True)  # at most 0: no temperature overflows
-    perturbed.div_(temperature.masked_fill(is_greedy, 1.0))
-    keep_likely(perturbed, batch)
-    add_gumbel_noise_(perturbed, batch.seeds, batch.positions)
-    return torch.where(is_greedy, scores, perturbed)
+    scores, draws = processed(logits, batch), batch.draws
+    return scores.to(torch.float32, copy=True) if draws is None else choice.perturbed_scores(scores, draws)
 
 
 def tie_gap(logits: Tensor, batch: SamplingBatch) -> Tensor:

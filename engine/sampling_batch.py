@@ -15,6 +15,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from ..kernels.filters import Filters
+from ..kernels.sample import Draws
 from .copies import to_device
 from .sampling_state import Needs, SamplingState
 
@@ -77,19 +79,16 @@ class SamplingBatch:
         return self.ints[_POSITION]
 
     @property
-    def top_k(self) -> Tensor:
-        """[num_rows, 1] int64; more than there are tokens: off."""
-        return self.ints[_TOP_K].unsqueeze(1)
-
-    @property
-    def temperature(self) -> Tensor:
-        """[num_rows, 1] float32, 0 for greedy rows."""
-        return self.floats[_TEMPERATURE].unsqueeze(1)
-
-    @property
-    def log_min_p(self) -> Tensor:
-        """[num_rows, 1] float32, -inf: off."""
-        return self.floats[_LOG_MIN_P].unsqueeze(1)
+    def draws(self) -> Draws | None:
+        """How rows are drawn; None if all are greedy."""
+        if not self.needs.is_random:
+            return None
+        filters, log_min_p = None, self.floats[_LOG_MIN_P]
+        if self.needs.ranks:
+            filters = Filters(log_min_p, self.ints[_TOP_K], self.top_p.squeeze(1))
+        elif self.needs.cuts:
+            filters = Filters(log_min_p)
+        return Draws(self.seeds, self.positions, self.floats[_TEMPERATURE], filters)
 
     @property
     def penalties(self) -> tuple[Tensor, Tensor, Tensor]:

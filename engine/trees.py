@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.sample import perturbed_topk, perturbed_topk_ref
+from ..kernels.sample import perturbed_topk
 from ..kernels.tree_types import Candidates, Frontier
 from ..kernels.trees import choose, grow_, walk_chain, walk_tree
 from .constants import counted
 from .draft_shape import DraftShape
-from .sampling import noise_columns, perturbed_scores, sample
+from .sampling import processed, sample
 from .sampling_batch import SamplingBatch
 
 
@@ -63,10 +63,7 @@ def sample_ahead(logits: Tensor, base: SamplingBatch, drafted: Tensor) -> Tensor
 def top_of(logits: Tensor, batch: SamplingBatch, topk: int) -> tuple[Tensor, Tensor]:
     """Return the `topk` best tokens of each row and log-softmax of their perturbed logits, [num_rows, topk] int64 and
     float32."""
-    needs = batch.needs
-    if needs.processes or needs.ranks or needs.cuts:
-        return perturbed_topk_ref(perturbed_scores(logits, batch), topk)
-    return perturbed_topk(logits, topk, *noise_columns(batch))
+    return perturbed_topk(processed(logits, batch), topk, batch.draws)
 
 
 # Runs the drafter over a step's frontier: (step, tokens [num_seqs, topk], states [num_seqs, topk, width], visible

@@ -1,10 +1,10 @@
 """The choice of tokens: argmax or top-k of logits plus Gumbel noise (noise.py).
 
     score = logits                                                greedy rows, temperature 0
-    score = (logits - max) / temperature + noise                  the others
+    score = (logits - max) / temperature + noise                  the others; -inf for ids that filters.py excludes
     token = argmax(score), the lowest id of equals
 
-engine/sampling.py applies processors and filters before; rows that need none of them come here as they are.
+engine/sampling.py applies the processors of logits before.
 """
 
 from __future__ import annotations
@@ -14,8 +14,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .filters import Filters, keep_likely
 from .noise import add_gumbel_noise_
 from .operations import Operation
+
+
+class Draws(NamedTuple):
+    """How rows are drawn, each column contiguous."""
+
+    seeds: Tensor  # [num_rows] int64, as for `gumbel_noise`
+    positions: Tensor  # [num_rows] int64, likewise
+    temperatures: Tensor  # [num_rows] float32, 0: greedy
+    filters: Filters | None = None  # of the rows that are not greedy; None: no row has any
 
 
 class Choice(NamedTuple):
@@ -25,40 +35,28 @@ class Choice(NamedTuple):
     is_valid: Tensor  # [num_rows] bool; False: a logit of the row is NaN, and the token is no choice
 
 
-def perturbed_argmax_ref(
-    logits: Tensor, seeds: Tensor | None = None, positions: Tensor | None = None, temperatures: Tensor | None = None
-) -> Choice:
+def perturbed_argmax_ref(logits: Tensor, draws: Draws | None = None) -> Choice:
     """Return the token of each row, the lowest id of equal scores.
 
     Args:
         logits: [num_rows, vocab_size] float32, bfloat16 or float16, rows contiguous; left as it was.
-        seeds, positions: [num_rows] int64, as for `gumbel_noise`; None (all three): all rows are greedy.
-        temperatures: [num_rows] float32, 0 for greedy rows.
+        draws: None: all rows are greedy.
     """
-    if seeds is None or positions is None or temperatures is None:
+    if draws is None:
         token_ids = logits.argmax(-1)  # promises the first of equals
         found = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1)  # argmax finds a NaN first
         return Choice(token_ids, found.isnan().logical_not_())
-    scores = _perturbed(logits, seeds, positions, temperatures)
+    scores = perturbed_scores(logits, draws)
     return Choice(scores.argmax(-1), logits.isnan().any(1).logical_not_())
 
 
-def perturbed_topk_ref(
-    logits: Tensor,
-    k: int,
-    seeds: Tensor | None = None,
-    positions: Tensor | None = None,
-    temperatures: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def perturbed_topk_ref(logits: Tensor, k: int, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
     """Return the `k` best ids of each row, best first, and log-softmax of all scores at them: [num_rows, k] int64,
     float32.
 
-    Arguments are as for `perturbed_argmax_ref`; `k` is at most the size of the vocabulary. Scores that are perturbed
-    already, because filters apply, come alone."""
-    if seeds is None or positions is None or temperatures is None:
-        scores = logits.float()
-    else:
-        scores = _perturbed(logits, seeds, positions, temperatures)
+    Arguments are as for `perturbed_argmax_ref`; `k` is at most the size of the vocabulary. If filters leave fewer ids,
+    the others are any, with -inf."""
+    scores = logits.float() if draws is None else perturbed_scores(logits, draws)
     best, token_ids = scores.topk(k)
     return token_ids, best - scores.logsumexp(1, keepdim=True)
 
@@ -67,11 +65,13 @@ perturbed_argmax = Operation("perturbed_argmax", perturbed_argmax_ref)
 perturbed_topk = Operation("perturbed_topk", perturbed_topk_ref)
 
 
-def _perturbed(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures: Tensor) -> Tensor:
-    """Return the scores, [num_rows, vocab_size] float32, a new tensor."""
-    scores, temperatures = logits.to(torch.float32), temperatures.unsqueeze(1)
+def perturbed_scores(logits: Tensor, draws: Draws) -> Tensor:
+    """Return the scores, [num_rows, vocab_size] float32, a new tensor. Arguments are as for `perturbed_argmax_ref`."""
+    scores, temperatures = logits.to(torch.float32), draws.temperatures.unsqueeze(1)
     is_greedy = temperatures == 0
     perturbed = scores - scores.amax(1, keepdim=True)  # at most 0: no temperature overflows
     perturbed.div_(temperatures.masked_fill(is_greedy, 1.0))
-    add_gumbel_noise_(perturbed, seeds, positions)
+    if draws.filters is not None:
+        keep_likely(perturbed, draws.filters)
+    add_gumbel_noise_(perturbed, draws.seeds, draws.positions)
     return torch.where(is_greedy, scores, perturbed)

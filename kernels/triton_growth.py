@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .tree_types import Candidates, Frontier
-from .triton_sample import LOWEST, id_of, pack, score_of
+from .triton_packed import LOWEST, id_of, pack, score_of
 
 _STATE_BLOCK = 1024  # elements of a state that are copied in one step
 _COMPARED = 16  # candidates that all others are compared with in one step

@@ -3,10 +3,10 @@
 The noise has the bits of kernels/noise.py: the same IEEE operations in the same order, compiled without fusion of
 multiplications into additions. Differences and divisions round as torch's do.
 
-A score and its id are packed into one int64 whose order is that of (score, then lower id). NaN is above all scores, as
-in torch's argmax. So a maximum is exact in any order, and a row's token does not depend on how a row is split. There
-are three launches. `_row_max_kernel` finds the maximum of each split of a row, the second kernel the best scores of
-each split, the third the best of the splits. If all rows are greedy, one launch is left out.
+Scores are packed with their ids (triton_packed.py), so a row's token does not depend on how a row is split. There are
+three launches. `_row_max_kernel` finds the maximum of each split of a row, the second kernel the best scores of each
+split, the third the best of the splits. If all rows are greedy, one launch is left out. If rows have filters,
+triton_filters.py finds their thresholds before the second launch, and ids below them count as -inf.
 """
 
 # Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
@@ -15,36 +15,24 @@ each split, the third the best of the splits. If all rows are greedy, one launch
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .sample import Choice
+from .sample import Choice, Draws
+from .triton_filters import score_thresholds, scores_of
 from .triton_noise import check_columns, gumbel_from_bits_of, random_bits
+from .triton_packed import LOWEST, id_of, pack, row_max, score_of
 
 MAX_TOPK = 16
 _SPLIT_SIZE = 1024  # ids of a program
 _TOPK_SPLIT_SIZE = 2048
-LOWEST = tl.constexpr(-(2**63))  # below every packed score
-_NAN_KEY = tl.constexpr(2**31 - 1)
 
 
-class Noise(NamedTuple):
-    """The columns that rows are drawn with."""
-
-    seeds: Tensor  # [num_rows] int64
-    positions: Tensor  # [num_rows] int64
-    temperatures: Tensor  # [num_rows] float32, 0: greedy
-
-
-def perturbed_argmax(
-    logits: Tensor, seeds: Tensor | None = None, positions: Tensor | None = None, temperatures: Tensor | None = None
-) -> Choice:
+def perturbed_argmax(logits: Tensor, draws: Draws | None = None) -> Choice:
     """Return `perturbed_argmax_ref`."""
-    noise = _checked(logits, seeds, positions, temperatures)
+    _check(logits, draws)
     num_rows, vocab_size = logits.shape
     splits = triton.cdiv(vocab_size, _SPLIT_SIZE)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -52,13 +40,15 @@ def perturbed_argmax(
     if num_rows == 0:
         return Choice(token_ids, is_valid)
     largest = torch.empty((num_rows, splits), dtype=torch.int64, device=logits.device)
-    best = largest if noise is None else torch.empty_like(largest)
+    best = largest if draws is None else torch.empty_like(largest)
     grid, width = (num_rows, splits), triton.next_power_of_2(splits)
     _row_max_kernel[grid](logits, largest, logits.stride(0), vocab_size, BLOCK=_SPLIT_SIZE)
-    if noise is not None:
+    if draws is not None:
+        thresholds = _thresholds(logits, largest, draws)
         _perturbed_max_kernel[grid](
-            logits, largest, best, *noise, logits.stride(0), vocab_size, splits,
-            BLOCK=_SPLIT_SIZE, SPLITS=width, enable_fp_fusion=False,
+            logits, largest, best, *draws[:3], draws.temperatures if thresholds is None else thresholds,
+            logits.stride(0), vocab_size, splits,
+            FILTERED=thresholds is not None, BLOCK=_SPLIT_SIZE, SPLITS=width, enable_fp_fusion=False,
         )  # fmt: skip
     _choose_kernel[(num_rows,)](largest, best, token_ids, is_valid, splits, SPLITS=width)
     return Choice(token_ids, is_valid)
@@ -70,15 +60,9 @@ def serves_topk(logits: Tensor, k: int, *_: object, **__: object) -> bool:
     return k <= MAX_TOPK
 
 
-def perturbed_topk(
-    logits: Tensor,
-    k: int,
-    seeds: Tensor | None = None,
-    positions: Tensor | None = None,
-    temperatures: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def perturbed_topk(logits: Tensor, k: int, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
     """Return `perturbed_topk_ref`; `k` is at most MAX_TOPK and the size of the vocabulary."""
-    noise = _checked(logits, seeds, positions, temperatures)
+    _check(logits, draws)
     num_rows, vocab_size = logits.shape
     assert 1 <= k <= min(MAX_TOPK, vocab_size), (k, vocab_size)
     splits = triton.cdiv(vocab_size, _TOPK_SPLIT_SIZE)
@@ -90,11 +74,15 @@ def perturbed_topk(
     sums = torch.empty((num_rows, splits), dtype=torch.float32, device=logits.device)
     largest = sums.new_empty(sums.shape, dtype=torch.int64)
     grid, width = (num_rows, splits), triton.next_power_of_2(splits)
-    if noise is not None:
+    thresholds, columns = None, (best, best, sums)
+    if draws is not None:
+        columns = draws[:3]
         _row_max_kernel[grid](logits, largest, logits.stride(0), vocab_size, BLOCK=_TOPK_SPLIT_SIZE)
+        thresholds = _thresholds(logits, largest, draws)
     _perturbed_topk_kernel[grid](
-        logits, largest, best, sums, *(noise or (best, best, sums)), logits.stride(0), vocab_size, splits,
-        K=k, RANDOM=noise is not None, BLOCK=_TOPK_SPLIT_SIZE, SPLITS=width, enable_fp_fusion=False,
+        logits, largest, best, sums, *columns, sums if thresholds is None else thresholds,
+        logits.stride(0), vocab_size, splits, K=k, RANDOM=draws is not None, FILTERED=thresholds is not None,
+        BLOCK=_TOPK_SPLIT_SIZE, SPLITS=width, enable_fp_fusion=False,
     )  # fmt: skip
     _choose_topk_kernel[(num_rows,)](
         best, sums, token_ids, log_softmax, splits, K=k, SPLITS=width, CANDIDATES=triton.next_power_of_2(splits * k)
@@ -102,55 +90,33 @@ def perturbed_topk(
     return token_ids, log_softmax
 
 
-def _checked(
-    logits: Tensor, seeds: Tensor | None, positions: Tensor | None, temperatures: Tensor | None
-) -> Noise | None:
+def _check(logits: Tensor, draws: Draws | None) -> None:
     assert logits.ndim == 2 and logits.shape[1] > 0 and logits.stride(1) == 1, (logits.shape, logits.stride())
     assert logits.dtype in (torch.float32, torch.bfloat16, torch.float16), logits.dtype
-    if seeds is None or positions is None or temperatures is None:
-        assert seeds is positions is temperatures is None, "seeds, positions and temperatures come together"
-        return None
-    check_columns(len(logits), seeds, positions)
-    assert temperatures.shape == seeds.shape and temperatures.dtype is torch.float32, temperatures
-    assert temperatures.is_contiguous(), temperatures.stride()
-    return Noise(seeds, positions, temperatures)
+    if draws is not None:
+        check_columns(len(logits), draws.seeds, draws.positions)
+        temperatures = draws.temperatures
+        assert temperatures.shape == (len(logits),) and temperatures.dtype is torch.float32, temperatures
+        assert temperatures.is_contiguous(), temperatures.stride()
+
+
+def _thresholds(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor | None:
+    """Return the least score that each row keeps, [num_rows] float32; None: it keeps all."""
+    filters = draws.filters
+    if filters is None or filters.top_k is None:
+        return None if filters is None else filters.log_min_p
+    return score_thresholds(logits, largest, draws.temperatures, filters)
 
 
 @triton.jit
-def pack(score, ids):
-    """Return an int64 that is larger for a larger score (float32), then for a lower id (int32). NaN is above all; 0 and
-    -0 are equal."""
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    key = tl.where(score == score, key, _NAN_KEY)
-    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
-
-
-@triton.jit
-def id_of(packed):
-    """Return the id of a packed score, int64."""
-    return 0x7FFFFFFF - (packed & 0x7FFFFFFF)
-
-
-@triton.jit
-def score_of(packed):
-    """Return the score of a packed score, float32."""
-    key = (packed >> 32).to(tl.int32)
-    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _row_max(largest_ptr, row, splits, SPLITS: tl.constexpr):
-    """Return the packed maximum of a row's splits; `largest` [num_rows, splits]."""
-    split = tl.arange(0, SPLITS)
-    return tl.max(tl.load(largest_ptr + row.to(tl.int64) * splits + split, mask=split < splits, other=LOWEST), axis=0)
-
-
-@triton.jit
-def _perturbed(logits, maximum, temperature, seed, position, ids):
-    """Return (logits - max) / temperature + noise, rounded at each step as torch rounds."""
-    noise = gumbel_from_bits_of(random_bits(seed, position, ids))
-    return tl.div_rn(logits - maximum, tl.zeros_like(logits) + temperature) + noise
+def _perturbed(logits, maximum, temperature, seed, position, ids, threshold, FILTERED: tl.constexpr):
+    """Return (logits - max) / temperature + noise, rounded at each step as torch rounds; -inf below the threshold if
+    FILTERED."""
+    scores = scores_of(logits, maximum, temperature)
+    perturbed = scores + gumbel_from_bits_of(random_bits(seed, position, ids))
+    if FILTERED:
+        perturbed = tl.where(scores < threshold, -float("inf"), perturbed)
+    return perturbed
 
 
 @triton.jit
@@ -171,9 +137,11 @@ def _perturbed_max_kernel(
     seeds_ptr,
     positions_ptr,
     temperatures_ptr,
+    thresholds_ptr,  # [num_rows] float32, read if FILTERED
     stride,
     vocab_size,
     splits,
+    FILTERED: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
@@ -185,9 +153,10 @@ def _perturbed_max_kernel(
     else:
         ids = split * BLOCK + tl.arange(0, BLOCK)
         logits = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=0.0).to(tl.float32)
-        maximum = score_of(_row_max(largest_ptr, row, splits, SPLITS))
+        maximum = score_of(row_max(largest_ptr, row, splits, SPLITS))
         seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
-        packed = pack(_perturbed(logits, maximum, temperature, seed, position, ids), ids)
+        threshold = tl.load(thresholds_ptr + row)
+        packed = pack(_perturbed(logits, maximum, temperature, seed, position, ids, threshold, FILTERED), ids)
         packed = tl.where(ids < vocab_size, packed, LOWEST)
         tl.store(best_ptr + row * splits + split, tl.max(packed, axis=0))
 
@@ -196,8 +165,8 @@ def _perturbed_max_kernel(
 def _choose_kernel(largest_ptr, best_ptr, token_ids_ptr, is_valid_ptr, splits, SPLITS: tl.constexpr):
     """Grid: (num_rows)."""
     row = tl.program_id(0)
-    maximum = score_of(_row_max(largest_ptr, row, splits, SPLITS))  # NaN when a logit is
-    tl.store(token_ids_ptr + row, id_of(_row_max(best_ptr, row, splits, SPLITS)))
+    maximum = score_of(row_max(largest_ptr, row, splits, SPLITS))  # NaN when a logit is
+    tl.store(token_ids_ptr + row, id_of(row_max(best_ptr, row, splits, SPLITS)))
     tl.store(is_valid_ptr + row, maximum == maximum)
 
 
@@ -210,11 +179,13 @@ def _perturbed_topk_kernel(
     seeds_ptr,
     positions_ptr,
     temperatures_ptr,
+    thresholds_ptr,  # [num_rows] float32, read if FILTERED
     stride,
     vocab_size,
     splits,
     K: tl.constexpr,
     RANDOM: tl.constexpr,
+    FILTERED: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
@@ -225,9 +196,10 @@ def _perturbed_topk_kernel(
     if RANDOM:
         temperature = tl.load(temperatures_ptr + row)
         if temperature != 0.0:
-            maximum = score_of(_row_max(largest_ptr, row, splits, SPLITS))
+            maximum = score_of(row_max(largest_ptr, row, splits, SPLITS))
             seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
-            scores = _perturbed(scores, maximum, temperature, seed, position, ids)
+            threshold = tl.load(thresholds_ptr + row)
+            scores = _perturbed(scores, maximum, temperature, seed, position, ids, threshold, FILTERED)
     at = row * splits + split
     packed = tl.where(ids < vocab_size, pack(scores, ids), LOWEST)
     best = tl.max(packed, axis=0)

@@ -39,8 +39,10 @@ from baton.engine.products.dense import DenseProduct
 from baton.engine.products.linear import Linear
 from baton.engine.tuning import use_file
 from baton.kernels import gpu, noise, triton_noise, triton_norm, triton_sample, triton_silu
+from baton.kernels.filters import Filters
 from baton.kernels.linear_configs import ROW_CLASSES, Config, DoesNotFitError, ProductShape, candidates
 from baton.kernels.norm import rms_norm_ref
+from baton.kernels.sample import Draws, perturbed_argmax_ref
 from baton.kernels.silu import silu_mul_ref
 from baton.kernels.triton_linear import gated_linear, linear
 
@@ -122,10 +124,17 @@ def torch_scores(logits: Tensor, seeds: Tensor, positions: Tensor, temperatures:
     return torch.where(is_greedy, scores, perturbed)
 
 
-def draw_columns(num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def draw_columns(num_rows: int) -> Draws:
     seeds = torch.randint(0, 2**63 - 1, (num_rows,), device="cuda")
     positions = torch.randint(0, 2**31 - 1, (num_rows,), device="cuda")
-    return seeds, positions, torch.full((num_rows,), 0.8, device="cuda")
+    return Draws(seeds, positions, torch.full((num_rows,), 0.8, device="cuda"))
+
+
+def filtered(draws: Draws, *, top_k: int = 2**31 - 1, top_p: float = 1.0) -> Draws:
+    """Return the same draws, of tokens that filters keep."""
+    off = torch.full_like(draws.temperatures, -torch.inf)
+    shares = torch.full_like(draws.temperatures, top_p, dtype=torch.float64)
+    return draws._replace(filters=Filters(off, torch.full_like(draws.seeds, top_k), shares))
 
 
 def bench_noise() -> dict[str, Any]:
@@ -137,9 +146,9 @@ def bench_noise() -> dict[str, Any]:
     logits, columns = random(512, VOCAB_SIZE, scale=2.0), draw_columns(512)
     expected = torch.cat([
         torch_scores(rows.cpu(), *(c.cpu() for c in cut)).argmax(1)
-        for rows, *cut in zip(logits.split(64), *(c.split(64) for c in columns), strict=True)
+        for rows, *cut in zip(logits.split(64), *(c.split(64) for c in columns[:3]), strict=True)
     ])  # fmt: skip
-    tokens = triton_sample.perturbed_argmax(logits, *columns).token_ids.cpu()
+    tokens = triton_sample.perturbed_argmax(logits, columns).token_ids.cpu()
     wrong_tokens = int((tokens != expected).sum())
     print(f"noise: of {len(bits)} values {wrong} differ from the CPU's bits (torch on this GPU: {wrong_torch});")
     print(f"       of 512 draws from {VOCAB_SIZE} ids {wrong_tokens} differ from the CPU's")
@@ -188,21 +197,31 @@ def sample_cases(num_rows: int) -> Iterator[Case]:
         name, num_bytes = f"{VOCAB_SIZE} {str(dtype)[6:]}", logits.numel() * logits.element_size()
 
         def argmax(logits: Tensor = logits) -> object:
-            return triton_sample.perturbed_argmax(logits, *columns)
+            return triton_sample.perturbed_argmax(logits, columns)
 
         def topk(logits: Tensor = logits) -> object:
-            return triton_sample.perturbed_topk(logits, 8, *columns)
+            return triton_sample.perturbed_topk(logits, 8, columns)
 
         def topk_torch(logits: Tensor = logits) -> object:
-            scores = torch_scores(logits, *columns)
+            scores = torch_scores(logits, *columns[:3])
             return scores.topk(8).values - scores.logsumexp(1, keepdim=True)
 
         def greedy(logits: Tensor = logits) -> object:
             return triton_sample.perturbed_argmax(logits)
 
         yield f"greedy {name}", num_bytes, greedy, lambda logits=logits: logits.argmax(1)
-        yield f"draw {name}", num_bytes, argmax, lambda logits=logits: torch_scores(logits, *columns).argmax(1)
+        yield f"draw {name}", num_bytes, argmax, lambda logits=logits: torch_scores(logits, *columns[:3]).argmax(1)
         yield f"top 8 {name}", num_bytes, topk, topk_torch
+        for words, draws in (("top_p 0.9", filtered(columns, top_p=0.9)), ("top_k 50", filtered(columns, top_k=50))):
+
+            def kernel(logits: Tensor = logits, draws: Draws = draws) -> Tensor:
+                return triton_sample.perturbed_argmax(logits, draws).token_ids
+
+            def reference(logits: Tensor = logits, draws: Draws = draws) -> Tensor:
+                return perturbed_argmax_ref(logits, draws).token_ids
+
+            assert torch.equal(kernel(), reference()), words
+            yield f"{words} {name}", num_bytes, kernel, reference
 
 
 # --- products ---------------------------------------------------------------------------------------------------------

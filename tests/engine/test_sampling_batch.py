@@ -110,13 +110,28 @@ def test_each_column_is_read_by_its_own_name() -> None:
     batch = SamplingBatch.of(asked)
     assert batch.num_rows == 2
     assert batch.seeds.tolist() == [7, 9] and batch.positions.tolist() == [3, 4]
-    assert batch.top_k.tolist() == [[3], [2**31 - 1]] and batch.temperature.tolist() == [[0.5], [1.0]]
-    assert batch.log_min_p.tolist() == [[-math.inf], [pytest.approx(math.log(0.5))]]
+    draws = batch.draws
+    assert draws is not None and draws.filters is not None and draws.filters.top_k is not None
+    assert torch.equal(draws.seeds, batch.seeds) and torch.equal(draws.positions, batch.positions)
+    assert draws.filters.top_k.tolist() == [3, 2**31 - 1] and draws.temperatures.tolist() == [0.5, 1.0]
+    assert draws.filters.log_min_p.tolist() == [-math.inf, pytest.approx(math.log(0.5))]
+    assert draws.filters.top_p is not None and draws.filters.top_p.tolist() == [1.0, 1.0]
     assert [each.tolist() for each in batch.penalties] == [[[1.0], [1.5]], [[0.0], [0.25]], [[0.0], [-2.0]]]
     assert batch.bans_now.tolist() == [[False], [True]] and batch.bans_now.dtype == torch.bool
     assert batch.top_p.tolist() == [[1.0], [1.0]]
     assert batch.ints.dtype == torch.int64 and batch.ints.is_contiguous() and batch.ints.shape == (len(INTS), 2)
     assert batch.floats.dtype == torch.float32 and batch.floats.is_contiguous() and batch.floats.shape == (5, 2)
+
+
+def test_rows_name_the_filters_that_some_of_them_have() -> None:
+    """Greedy rows are not drawn; min-p alone needs no search."""
+    assert SamplingBatch.of([state(FIELDS[0], [1], [])]).draws is None
+    without, cut = (
+        SamplingBatch.of([state(FIELDS[at], [1], []), state(extra, [1], [])]).draws
+        for at, extra in ((1, FIELDS[0]), (0, {"temperature": 2.0, "min_p": 0.25}))
+    )
+    assert without is not None and without.filters is None
+    assert cut is not None and cut.filters is not None and cut.filters.top_k is None and cut.filters.top_p is None
 
 
 def test_top_p_is_as_exact_as_it_was_asked_for() -> None:

@@ -149,7 +149,7 @@ def test_padding_is_one_greedy_token_whatever_runs_beside_it() -> None:
     slots.allocate_all()
     index, table = torch.tensor([slots.padding] * 2), torch.zeros(2, 1)
     before = slots.read(index, table, ALL)
-    assert before.lengths.tolist() == [1, 1] and before.sampling.temperature.flatten().tolist() == [0.0, 0.0]
+    assert before.lengths.tolist() == [1, 1] and before.sampling.floats[0].tolist() == [0.0, 0.0]
     sequences = [make_sequence(rng, slot, fields) for slot, fields in enumerate(FIELDS[:NUM_SLOTS])]
     for each in sequences:
         each.load(slots)

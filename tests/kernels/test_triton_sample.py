@@ -15,7 +15,9 @@ import triton.language as tl
 from baton.engine.sampling import sample
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
+from baton.kernels.filters import Filters
 from baton.kernels.noise import gumbel_from_bits_ref, gumbel_noise_ref
+from baton.kernels.sample import Draws, perturbed_argmax_ref, perturbed_scores
 from baton.kernels.triton_noise import add_gumbel_noise_, gumbel_from_bits
 from baton.kernels.triton_sample import _perturbed, perturbed_argmax, perturbed_topk
 from baton.metadata.wire.request import SamplingParams
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpr
 INF, NAN = float("inf"), float("nan")
 
 
-def draws(num_rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def noise_of(num_rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Random seeds and positions, the ends of their ranges among them."""
     generator = torch.Generator().manual_seed(seed)
     seeds = torch.randint(0, 2**63 - 1, (num_rows,), generator=generator)
@@ -64,7 +66,7 @@ def test_noise_of_bits_equals_the_reference() -> None:
 
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 1), (3, 1023), (2, 2049), (0, 5)])
 def test_noise_added_equals_the_reference(num_rows: int, vocab_size: int) -> None:
-    seeds, positions = draws(num_rows)
+    seeds, positions = noise_of(num_rows)
     scores = random(num_rows, vocab_size)
     scores[:, ::7] = -INF
     expected = scores.cpu() + gumbel_noise_ref(seeds.cpu(), positions.cpu(), vocab_size)
@@ -74,7 +76,7 @@ def test_noise_added_equals_the_reference(num_rows: int, vocab_size: int) -> Non
 
 def test_adding_noise_writes_its_rows_only() -> None:
     table = torch.zeros(4, 700, device=DEVICE)
-    add_gumbel_noise_(table[1:3], *draws(2))
+    add_gumbel_noise_(table[1:3], *noise_of(2))
     assert table[1:3].all() and not table[0].any() and not table[3].any()
 
 
@@ -84,9 +86,9 @@ def test_adding_noise_writes_its_rows_only() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 1), (5, 1023), (7, 2500), (0, 9)])
 def test_argmax_equals_the_formula(num_rows: int, vocab_size: int, dtype: torch.dtype) -> None:
-    logits, (seeds, positions) = random(num_rows, vocab_size, dtype=dtype, scale=4.0), draws(num_rows)
+    logits, (seeds, positions) = random(num_rows, vocab_size, dtype=dtype, scale=4.0), noise_of(num_rows)
     before, temperature = logits.clone(), temperatures(num_rows)
-    choice = perturbed_argmax(logits, seeds, positions, temperature)
+    choice = perturbed_argmax(logits, Draws(seeds, positions, temperature))
     expected = scores_ref(logits, seeds, positions, temperature).argmax(1)
     assert choice.token_ids.tolist() == expected.tolist()
     assert choice.is_valid.all() and torch.equal(logits, before)
@@ -95,9 +97,9 @@ def test_argmax_equals_the_formula(num_rows: int, vocab_size: int, dtype: torch.
 
 def test_many_draws_equal_the_formula() -> None:
     """Flat logits, so that the noise decides, in many rows: a wrong last bit of it shows."""
-    logits, (seeds, positions) = random(48, 300, scale=0.01), draws(48)
+    logits, (seeds, positions) = random(48, 300, scale=0.01), noise_of(48)
     temperature = torch.full((48,), 0.9, device=DEVICE)
-    choice = perturbed_argmax(logits, seeds, positions, temperature)
+    choice = perturbed_argmax(logits, Draws(seeds, positions, temperature))
     assert choice.token_ids.tolist() == scores_ref(logits, seeds, positions, temperature).argmax(1).tolist()
 
 
@@ -106,13 +108,13 @@ def _scores_kernel(logits_ptr, out_ptr, seeds_ptr, positions_ptr, temperature, V
     row, ids = tl.program_id(0), tl.arange(0, VOCAB_SIZE)
     logits = tl.load(logits_ptr + row * VOCAB_SIZE + ids)
     seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
-    scores = _perturbed(logits, tl.max(logits, axis=0), temperature, seed, position, ids)
+    scores = _perturbed(logits, tl.max(logits, axis=0), temperature, seed, position, ids, 0.0, False)
     tl.store(out_ptr + row * VOCAB_SIZE + ids, scores)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
 def test_scores_equal_the_formula_to_the_bit(temperature: float) -> None:
-    logits, (seeds, positions) = random(4, 1024, scale=4.0), draws(4)
+    logits, (seeds, positions) = random(4, 1024, scale=4.0), noise_of(4)
     scores = torch.empty_like(logits)
     _scores_kernel[(4,)](logits, scores, seeds, positions, temperature, VOCAB_SIZE=1024, enable_fp_fusion=False)
     assert same_bits(scores, scores_ref(logits, seeds, positions, torch.full((4,), temperature)))
@@ -122,8 +124,35 @@ def test_argmax_equals_the_sampler_of_the_engine() -> None:
     params = [SamplingParams(max_tokens=8, temperature=t, seed=s) for t, s in ((0.0, 1), (1.0, 2), (0.4, 3))]
     states = [SamplingState(each, [1, 2, 3], vocab_size=1500) for each in params]
     logits, batch = random(3, 1500, scale=3.0), SamplingBatch.of(states, DEVICE)
-    choice = perturbed_argmax(logits, batch.seeds, batch.positions, batch.temperature.squeeze(1))
+    choice = perturbed_argmax(logits, batch.draws)
     assert choice.token_ids.tolist() == sample(logits, batch).token_ids.tolist()
+
+
+FILTERED = Filters(
+    torch.tensor([-INF, -INF, -3.0, -6.0, -INF], device=DEVICE),
+    torch.tensor([4, 3, 2**31 - 1, 40, 2**31 - 1], device=DEVICE),
+    torch.tensor([1.0, 0.5, 1.0, 0.9, 0.6], dtype=torch.float64, device=DEVICE),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("filters", [FILTERED, FILTERED._replace(top_k=None, top_p=None)], ids=["all", "min_p"])
+def test_filtered_rows_equal_the_reference(filters: Filters, dtype: torch.dtype) -> None:
+    """Greedy and random rows with unlike filters; flat, so that filters decide."""
+    logits, (seeds, positions) = random(5, 2500, dtype=dtype, scale=1.5), noise_of(5)
+    temperature = temperatures(5)
+    host_filters = Filters(*(None if each is None else each.cpu() for each in filters))
+    on_host = Draws(seeds.cpu(), positions.cpu(), temperature.cpu(), host_filters)
+    draws = Draws(seeds, positions, temperature, filters)
+    choice = perturbed_argmax(logits, draws)
+    assert choice.token_ids.tolist() == perturbed_argmax_ref(logits.cpu(), on_host).token_ids.tolist()
+    scores = perturbed_scores(logits.cpu(), on_host)
+    token_ids, log_softmax = perturbed_topk(logits, 3, draws)
+    best, expected_ids = scores.topk(3)
+    is_left = best > -INF
+    assert torch.equal(token_ids.cpu()[is_left], expected_ids[is_left])
+    expected = best - scores.logsumexp(1, keepdim=True)
+    torch.testing.assert_close(log_softmax.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_lowest_of_equals() -> None:
@@ -139,20 +168,20 @@ def test_infinities() -> None:
     logits = random(4, 1200)
     logits[0], logits[2, 1100], logits[3] = -INF, INF, -INF
     logits[3, 1100] = 2.0
-    seeds, positions = draws(4)
+    seeds, positions = noise_of(4)
     for temperature in (torch.zeros(4, device=DEVICE), torch.ones(4, device=DEVICE)):
-        choice = perturbed_argmax(logits, seeds, positions, temperature)
+        choice = perturbed_argmax(logits, Draws(seeds, positions, temperature))
         assert choice.token_ids.tolist() == scores_ref(logits, seeds, positions, temperature).argmax(1).tolist()
         assert choice.is_valid.all()
 
 
 def test_a_nan_is_found_and_spoils_its_row_alone() -> None:
-    logits, (seeds, positions) = random(4, 2100), draws(4)
+    logits, (seeds, positions) = random(4, 2100), noise_of(4)
     temperature = torch.tensor([0.0, 0.0, 1.0, 1.0], device=DEVICE)
-    expected = perturbed_argmax(logits, seeds, positions, temperature)
+    expected = perturbed_argmax(logits, Draws(seeds, positions, temperature))
     logits[0, 2000] = logits[0, 2050] = logits[2, 1500] = NAN
     logits.view(torch.int32)[0, 2000] ^= -(2**31)  # its sign is no matter
-    choice = perturbed_argmax(logits, seeds, positions, temperature)
+    choice = perturbed_argmax(logits, Draws(seeds, positions, temperature))
     assert choice.is_valid.tolist() == [False, True, False, True]
     assert choice.token_ids[0] == 2000
     assert choice.token_ids[1::2].tolist() == expected.token_ids[1::2].tolist()
@@ -160,14 +189,14 @@ def test_a_nan_is_found_and_spoils_its_row_alone() -> None:
 
 def test_rows_that_lie_apart_and_alone() -> None:
     """A row's token depends on nothing beside the row."""
-    table, (seeds, positions), temperature = random(5, 1400), draws(5), temperatures(5)
+    table, (seeds, positions), temperature = random(5, 1400), noise_of(5), temperatures(5)
     table[:, 1300:] = 1e9
     logits = table[:, :1300]
-    together = perturbed_argmax(logits, seeds, positions, temperature).token_ids
+    together = perturbed_argmax(logits, Draws(seeds, positions, temperature)).token_ids
     assert together.tolist() == scores_ref(logits, seeds, positions, temperature).argmax(1).tolist()
     for row in range(5):
         one = slice(row, row + 1)
-        alone = perturbed_argmax(logits[one], seeds[one], positions[one], temperature[one])
+        alone = perturbed_argmax(logits[one], Draws(seeds[one], positions[one], temperature[one]))
         assert alone.token_ids.item() == together[row]
 
 
@@ -180,10 +209,10 @@ SHAPES = [(5, 2049, 4), (2, 5000, 16), (3, 17, 9), (1, 1, 1), (0, 9, 2)]  # num_
 @pytest.mark.parametrize(("num_rows", "vocab_size", "k"), SHAPES)
 @pytest.mark.parametrize("is_random", [True, False])
 def test_topk_equals_the_formula(num_rows: int, vocab_size: int, k: int, is_random: bool) -> None:
-    logits, (seeds, positions) = random(num_rows, vocab_size, scale=4.0), draws(num_rows)
+    logits, (seeds, positions) = random(num_rows, vocab_size, scale=4.0), noise_of(num_rows)
     temperature = temperatures(num_rows)
     if is_random:
-        token_ids, log_softmax = perturbed_topk(logits, k, seeds, positions, temperature)
+        token_ids, log_softmax = perturbed_topk(logits, k, Draws(seeds, positions, temperature))
         scores = scores_ref(logits, seeds, positions, temperature)
     else:
         token_ids, log_softmax = perturbed_topk(logits, k)
@@ -215,7 +244,6 @@ def test_other_widths_are_refused(k: int) -> None:
 @pytest.mark.parametrize(
     "columns",
     [
-        lambda s, p, t: (s, p, None),
         lambda s, p, t: (s.int(), p, t),
         lambda s, p, t: (s, p[:2], t),
         lambda s, p, t: (s, p, t.double()),
@@ -224,4 +252,4 @@ def test_other_widths_are_refused(k: int) -> None:
 )
 def test_other_columns_are_refused(columns) -> None:
     with pytest.raises(AssertionError):
-        perturbed_argmax(random(3, 8), *columns(*draws(3), temperatures(3)))
+        perturbed_argmax(random(3, 8), Draws(*columns(*noise_of(3), temperatures(3))))

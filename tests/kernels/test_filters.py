@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import LogitsProcessor, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from baton.engine import filters
-from baton.engine.filters import keep_likely
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
+from baton.kernels import filters
+from baton.kernels.filters import Filters, keep_likely
 from baton.metadata.wire.request import SamplingParams
 
 INF = float("inf")
@@ -17,8 +17,9 @@ def params(**fields: object) -> SamplingParams:
     return SamplingParams(max_tokens=8, **fields)  # type: ignore[arg-type]
 
 
-def batch_of(rows: list[SamplingParams], vocab_size: int) -> SamplingBatch:
-    return SamplingBatch.of([SamplingState(row, [0], vocab_size=vocab_size) for row in rows])
+def filters_of(rows: list[SamplingParams], vocab_size: int) -> Filters | None:
+    draws = SamplingBatch.of([SamplingState(row, [0], vocab_size=vocab_size) for row in rows]).draws
+    return None if draws is None else draws.filters
 
 
 def shifted(logits: torch.Tensor) -> torch.Tensor:
@@ -31,7 +32,9 @@ def random_logits(num_rows: int, vocab_size: int, seed: int = 0, scale: float = 
 
 def kept(scores: torch.Tensor, rows: list[SamplingParams]) -> torch.Tensor:
     result = scores.clone()
-    keep_likely(result, batch_of(rows, scores.shape[1]))
+    columns = filters_of(rows, scores.shape[1])
+    if columns is not None:
+        keep_likely(result, columns)
     is_kept = result > -INF
     assert torch.equal(result[is_kept], scores[is_kept])
     return is_kept
@@ -150,15 +153,17 @@ def test_weights_are_exp_in_fixed_point() -> None:
 
 def test_exponential_comes_from_the_stated_fit() -> None:
     x = torch.linspace(-0.5, 0.5, 4001, dtype=torch.float64)
-    power = sum(c * x**i for i, c in enumerate(filters._EXP2_COEFFICIENTS))
+    power = sum(c * x**i for i, c in enumerate(filters.EXP2_COEFFICIENTS))
     assert (power / 2**x - 1).abs().max() < 3e-8
-    assert all(c == torch.tensor(c, dtype=torch.float32).item() for c in filters._EXP2_COEFFICIENTS)
-    assert pytest.approx(1 / math.log(2), rel=6e-8) == filters._LOG2_E
+    assert all(c == torch.tensor(c, dtype=torch.float32).item() for c in filters.EXP2_COEFFICIENTS)
+    assert pytest.approx(1 / math.log(2), rel=6e-8) == filters.LOG2_E
 
 
 def test_nan_harms_only_its_own_row() -> None:
     scores = random_logits(2, 900)
     scores[0] = float("nan")
     rows = [params(top_p=0.5, top_k=700, min_p=1e-4)] * 2
-    keep_likely(scores, batch_of(rows, scores.shape[1]))
+    columns = filters_of(rows, scores.shape[1])
+    assert columns is not None
+    keep_likely(scores, columns)
     assert torch.equal(scores[1] > -INF, kept(random_logits(2, 900)[1:], rows[1:])[0])

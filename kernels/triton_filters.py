@@ -1,0 +1,330 @@
+"""The thresholds of kernels/filters.py on a GPU, without a sort: exact, and without a read on the host.
+
+Four launches find them.
+
+    1. `row_max_kernel` (triton_sample.py)  the largest logit of each split of a row
+    2. `_levels_kernel`   counts and weighs, in each split, the tokens above a few fixed scores, the levels
+    3. `_gather_kernel`   chooses the highest level that is surely not above the threshold, and gathers the logits above
+                          it; they are few, since a row that is worth filtering has few likely tokens
+    4. `_search_kernel`   searches the gathered logits for the thresholds, bit by bit; the whole row, if there are more
+                          than fit
+
+Weights are integers (kernels/filters.py), so sums have no order, and every launch computes the same score of a logit.
+Scores are searched as integer keys in their order: the threshold is the largest key at and above which there are k
+tokens, or the weight that top-p needs.
+"""
+
+# Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
+# ruff: noqa: N803, ARG001
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .filters import EXP2_COEFFICIENTS, LOG2_E, MIN_SCORE, WEIGHT_BITS, Filters
+from .triton_packed import key_of, row_max, score_of, score_of_key
+
+_NUM_LEVELS = 8
+_SPLIT_SIZE = 4096  # ids of a program
+_MOST_GATHERED = 4096  # logits of a row
+_FEW = 1024  # logits that are searched in registers
+_TILE = 4096  # logits that a search of many reads at a time
+
+_LOG2_E, _MIN_SCORE = tl.constexpr(LOG2_E), tl.constexpr(MIN_SCORE)
+_E0, _E1, _E2, _E3, _E4, _E5, _E6 = (tl.constexpr(each) for each in EXP2_COEFFICIENTS)
+_SCALE_BIAS = tl.constexpr(127 + WEIGHT_BITS)
+_ROUNDER = tl.constexpr(1.5 * 2**23)  # added to a small float32 and subtracted again, it rounds as torch.round does
+_KEY_OF_LEAST = tl.constexpr(-2139095041)  # of the score -inf
+
+
+def score_thresholds(logits: Tensor, largest: Tensor, temperatures: Tensor, filters: Filters) -> Tensor:
+    """Return `filters.score_thresholds`, [num_rows] float32, of the scores (logit - row's largest) / temperature.
+
+    Args:
+        logits: [num_rows, vocab_size] float32, bfloat16 or float16, rows contiguous.
+        largest: [num_rows, splits] int64, packed largest logits of splits of a row.
+        temperatures: [num_rows] float32; the threshold of a row of temperature 0 is any.
+        filters: with `top_k` and `top_p`.
+    """
+    top_k, top_p = filters.top_k, filters.top_p
+    assert top_k is not None and top_p is not None, "only min_p needs no search"
+    num_rows, vocab_size = logits.shape
+    for column, dtype in ((filters.log_min_p, torch.float32), (top_k, torch.int64), (top_p, torch.float64)):
+        assert column.shape == (num_rows,) and column.dtype == dtype and column.is_contiguous(), column
+    thresholds = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    if num_rows == 0:
+        return thresholds
+    splits = triton.cdiv(vocab_size, _SPLIT_SIZE)
+    counts = torch.empty((num_rows, splits, _NUM_LEVELS), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((num_rows, splits, _NUM_LEVELS + 1), dtype=torch.int64, device=logits.device)
+    most = min(_MOST_GATHERED, vocab_size)
+    gathered = torch.empty((num_rows, most), dtype=logits.dtype, device=logits.device)
+    num_gathered = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    row = (logits, logits.stride(0), vocab_size, largest, largest.shape[1], temperatures, *filters)
+    sizes: dict[str, Any] = {
+        "NUM_LEVELS": _NUM_LEVELS,
+        "MAX_SPLITS": triton.next_power_of_2(largest.shape[1]),
+        "enable_fp_fusion": False,
+    }
+    _levels_kernel[num_rows, splits](*row, counts, weights, BLOCK=_SPLIT_SIZE, **sizes)
+    _gather_kernel[num_rows, splits](
+        *row, counts, weights, gathered, num_gathered, splits, most,
+        SPLITS=triton.next_power_of_2(splits), BLOCK=_SPLIT_SIZE, **sizes,
+    )  # fmt: skip
+    _search_kernel[(num_rows,)](
+        *row, weights, gathered, num_gathered, thresholds, splits, most,
+        SPLITS=triton.next_power_of_2(splits), FEW=_FEW, TILE=_TILE, **sizes,
+    )  # fmt: skip
+    return thresholds
+
+
+@triton.jit
+def scores_of(logits, maximum, temperature):
+    """Return (logits - max) / temperature, rounded at each step as torch rounds."""
+    return tl.div_rn(logits - maximum, tl.zeros_like(logits) + temperature)
+
+
+@triton.jit
+def _weights_of(scores):
+    """Return `filters._weights` of scores at most 0, int64."""
+    exponent = tl.where(scores < _MIN_SCORE, _MIN_SCORE, scores) * _LOG2_E
+    whole = (exponent + _ROUNDER) - _ROUNDER
+    fraction = exponent - whole
+    power = fraction * _E6
+    power = (power + _E5) * fraction
+    power = (power + _E4) * fraction
+    power = (power + _E3) * fraction
+    power = (power + _E2) * fraction
+    power = (power + _E1) * fraction
+    scale = ((whole.to(tl.int32) + _SCALE_BIAS) << 23).to(tl.float32, bitcast=True)
+    return ((power + _E0) * scale).to(tl.int64)
+
+
+@triton.jit
+def _level(index):
+    """Return the score of a level: -0.5, -1.5, -3, -5, -7.5, -10.5, -14, -18."""
+    return (index + 1).to(tl.float32) * (index + 2).to(tl.float32) * -0.25
+
+
+@triton.jit
+def _needed(total, top_p):
+    """Return the weight that the tokens must hold which top-p keeps, int64: at least 1."""
+    return tl.maximum(tl.ceil(total.to(tl.float64) * top_p).to(tl.int64), 1)
+
+
+@triton.jit
+def _is_searched(temperature, top_k, top_p, vocab_size):
+    """Return whether a row's threshold depends on its scores."""
+    return (temperature != 0.0) & ((top_k < vocab_size) | (top_p < 1.0))
+
+
+@triton.jit
+def _levels_kernel(
+    logits_ptr,  # [num_rows, vocab_size], rows `stride` apart
+    stride,
+    vocab_size,
+    largest_ptr,  # [num_rows, num_maxima] int64 packed logits
+    num_maxima,
+    temperatures_ptr,  # [num_rows] float32
+    log_min_p_ptr,  # [num_rows] float32
+    top_k_ptr,  # [num_rows] int64
+    top_p_ptr,  # [num_rows] float64
+    counts_ptr,  # [num_rows, splits, NUM_LEVELS] int32, written: tokens at and above each level
+    weights_ptr,  # [num_rows, splits, NUM_LEVELS + 1] int64, written: their weight; last, that of all that min-p keeps
+    NUM_LEVELS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid: (num_rows, splits)."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature = tl.load(temperatures_ptr + row)
+    if _is_searched(temperature, tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), vocab_size):
+        ids = split * BLOCK + tl.arange(0, BLOCK)
+        maximum = score_of(row_max(largest_ptr, row, num_maxima, MAX_SPLITS))
+        logits = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+        scores = scores_of(logits, maximum, temperature)
+        weights = _weights_of(scores)
+        at = row * tl.num_programs(1) + split
+        for index in tl.static_range(NUM_LEVELS):
+            is_above = scores >= (index + 1) * (index + 2) * -0.25
+            tl.store(counts_ptr + at * NUM_LEVELS + index, tl.sum(is_above.to(tl.int32), axis=0))
+            tl.store(weights_ptr + at * (NUM_LEVELS + 1) + index, tl.sum(tl.where(is_above, weights, 0), axis=0))
+        is_left = scores >= tl.load(log_min_p_ptr + row)
+        tl.store(weights_ptr + at * (NUM_LEVELS + 1) + NUM_LEVELS, tl.sum(tl.where(is_left, weights, 0), axis=0))
+
+
+@triton.jit
+def _weight_left(weights_ptr, row, splits, NUM_LEVELS: tl.constexpr, SPLITS: tl.constexpr):
+    """Return the weight of all tokens of a row that min-p keeps, int64."""
+    split = tl.arange(0, SPLITS)
+    at = (row * splits + split) * (NUM_LEVELS + 1) + NUM_LEVELS
+    return tl.sum(tl.load(weights_ptr + at, mask=split < splits, other=0), axis=0)
+
+
+@triton.jit
+def _gather_kernel(
+    logits_ptr,  # as for _levels_kernel, up to weights
+    stride,
+    vocab_size,
+    largest_ptr,
+    num_maxima,
+    temperatures_ptr,
+    log_min_p_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    counts_ptr,
+    weights_ptr,
+    gathered_ptr,  # [num_rows, most] of the logits' dtype, written
+    num_gathered_ptr,  # [num_rows] int32, written: logits above the level, also if they are more than `most`
+    splits,
+    most,
+    NUM_LEVELS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid: (num_rows, splits)."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature, top_k, top_p = tl.load(temperatures_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    if _is_searched(temperature, top_k, top_p, vocab_size):
+        index, other = tl.arange(0, NUM_LEVELS), tl.arange(0, SPLITS)
+        at = (row * splits + other).to(tl.int64)
+        is_split = (other < splits)[:, None]
+        counts = tl.load(counts_ptr + at[:, None] * NUM_LEVELS + index[None, :], mask=is_split, other=0)
+        weights = tl.load(weights_ptr + at[:, None] * (NUM_LEVELS + 1) + index[None, :], mask=is_split, other=0)
+        if top_k < vocab_size:
+            is_enough = tl.sum(counts, axis=0) >= top_k
+        else:
+            needed = _needed(_weight_left(weights_ptr, row, splits, NUM_LEVELS, SPLITS), top_p)
+            is_enough = tl.sum(weights, axis=0) >= needed
+        chosen = tl.min(tl.where(is_enough, index, NUM_LEVELS), axis=0)  # NUM_LEVELS: all tokens
+        is_chosen = (index == chosen)[None, :]
+        num_above = tl.sum(tl.sum(tl.where(is_chosen, counts, 0), axis=1), axis=0)
+        num_before = tl.sum(tl.sum(tl.where(is_chosen & (other < split)[:, None], counts, 0), axis=1), axis=0)
+        num_above = tl.where(chosen < NUM_LEVELS, num_above, vocab_size)
+        num_before = tl.where(chosen < NUM_LEVELS, num_before, split * BLOCK)
+        if split == 0:
+            tl.store(num_gathered_ptr + row, num_above)
+        if num_above <= most:
+            ids = split * BLOCK + tl.arange(0, BLOCK)
+            maximum = score_of(row_max(largest_ptr, row, num_maxima, MAX_SPLITS))
+            logits = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=-float("inf"))
+            scores = scores_of(logits.to(tl.float32), maximum, temperature)
+            is_above = (ids < vocab_size) & ((chosen == NUM_LEVELS) | (scores >= _level(chosen)))
+            place = num_before + tl.cumsum(is_above.to(tl.int32), axis=0) - 1
+            tl.store(gathered_ptr + row * most + place, logits, mask=is_above)
+
+
+@triton.jit
+def _search_kernel(
+    logits_ptr,  # as for _gather_kernel, up to num_gathered
+    stride,
+    vocab_size,
+    largest_ptr,
+    num_maxima,
+    temperatures_ptr,
+    log_min_p_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    weights_ptr,
+    gathered_ptr,
+    num_gathered_ptr,
+    thresholds_ptr,  # [num_rows] float32, written
+    splits,
+    most,
+    NUM_LEVELS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    FEW: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Grid: (num_rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature, top_k, top_p = tl.load(temperatures_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    log_min_p = tl.load(log_min_p_ptr + row)
+    if _is_searched(temperature, top_k, top_p, vocab_size):
+        maximum = score_of(row_max(largest_ptr, row, num_maxima, MAX_SPLITS))
+        total = _weight_left(weights_ptr, row, splits, NUM_LEVELS, SPLITS)
+        least, num_found = key_of(log_min_p).to(tl.int64), tl.load(num_gathered_ptr + row)
+        gathered_ptr += row * most
+        if num_found <= FEW:
+            at = tl.arange(0, FEW)
+            found = tl.load(gathered_ptr + at, mask=at < num_found, other=-float("inf")).to(tl.float32)
+            scores = scores_of(found, maximum, temperature)
+            keys, weights, is_found = key_of(scores).to(tl.int64), _weights_of(scores), (at < num_found).to(tl.int64)
+            if top_k < vocab_size:
+                least = tl.maximum(least, _largest_key(keys, is_found, top_k))
+                total = tl.sum(tl.where(keys >= least, weights, 0), axis=0)
+            if top_p < 1.0:
+                least = tl.maximum(least, _largest_key(keys, weights, _needed(total, top_p)))
+        elif num_found <= most:
+            least = _searched(
+                gathered_ptr, num_found, maximum, temperature, top_k, top_p, vocab_size, least, total, TILE
+            )
+        else:
+            row_ptr = logits_ptr + row * stride
+            least = _searched(row_ptr, vocab_size, maximum, temperature, top_k, top_p, vocab_size, least, total, TILE)
+        tl.store(thresholds_ptr + row, score_of_key(least.to(tl.int32)))
+    else:
+        tl.store(thresholds_ptr + row, log_min_p)
+
+
+@triton.jit
+def _largest_key(keys, amounts, needed):
+    """Return the largest key at and above which the amounts are `needed` (both int64) or more in sum."""
+    low = needed * 0 + _KEY_OF_LEAST
+    high = needed * 0
+    for _ in range(31):
+        middle = low + ((high - low + 1) >> 1)
+        is_enough = tl.sum(tl.where(keys >= middle, amounts, 0), axis=0) >= needed
+        low = tl.where(is_enough, middle, low)
+        high = tl.where(is_enough, high, middle - 1)
+    return low
+
+
+@triton.jit
+def _searched(ptr, count, maximum, temperature, top_k, top_p, vocab_size, least, total, TILE: tl.constexpr):
+    """Return the key of a row's threshold, at least `least`, searched among `count` logits in memory. `total` is the
+    weight that min-p leaves."""
+    if top_k < vocab_size:
+        least = tl.maximum(least, _largest_key_of_many(ptr, count, maximum, temperature, top_k, False, TILE))
+        total = _amount_above(ptr, count, maximum, temperature, least, True, TILE)
+    if top_p < 1.0:
+        needed = _needed(total, top_p)
+        least = tl.maximum(least, _largest_key_of_many(ptr, count, maximum, temperature, needed, True, TILE))
+    return least
+
+
+@triton.jit
+def _largest_key_of_many(ptr, count, maximum, temperature, needed, IS_WEIGHT: tl.constexpr, TILE: tl.constexpr):
+    """Return what `_largest_key` does, of `count` logits in memory: of their weights if IS_WEIGHT."""
+    low = needed * 0 + _KEY_OF_LEAST
+    high = needed * 0
+    for _ in range(31):
+        middle = low + ((high - low + 1) >> 1)
+        is_enough = _amount_above(ptr, count, maximum, temperature, middle, IS_WEIGHT, TILE) >= needed
+        low = tl.where(is_enough, middle, low)
+        high = tl.where(is_enough, high, middle - 1)
+    return low
+
+
+@triton.jit
+def _amount_above(ptr, count, maximum, temperature, key, IS_WEIGHT: tl.constexpr, TILE: tl.constexpr):
+    """Return the weight or number of the logits whose scores have this key or a larger one, int64."""
+    amount = tl.zeros([TILE], tl.int64)
+    for start in range(0, count, TILE):
+        at = start + tl.arange(0, TILE)
+        logits = tl.load(ptr + at, mask=at < count, other=-float("inf")).to(tl.float32)
+        scores = scores_of(logits, maximum, temperature)
+        is_above = (at < count) & (key_of(scores).to(tl.int64) >= key)
+        if IS_WEIGHT:
+            amount += tl.where(is_above, _weights_of(scores), 0)
+        else:
+            amount += is_above.to(tl.int64)
+    return tl.sum(amount, axis=0)
