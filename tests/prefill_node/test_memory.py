@@ -114,15 +114,19 @@ def peak_of(pair: NodePair, asks: Sequence[Ask]) -> tuple[list[Served], int]:
     return served, memory.peak
 
 
-def check(served: Sequence[Served], expected: Sequence[Served], ended: Sequence[int]) -> None:
-    """Check that just the requests `ended` have one error for each choice, and that the others are as expected."""
+def check(served: Sequence[Served], expected: Sequence[Served], ended: Sequence[int], *, most: int = 0) -> None:
+    """Check that just the requests `ended` have one error for each choice, after at most `most` right tokens, and that
+    the others are as expected."""
     assert [number for number, each in enumerate(served) if each.has_failed] == list(ended)
     for number, (each, clean) in enumerate(zip(served, expected, strict=True)):
         if number not in ended:
             assert each.ids == clean.ids and all(result.ended for result in each.choices), number
             assert each.prompt_scores == pytest.approx(clean.prompt_scores, abs=1e-4)
             continue
-        assert not any(each.ids) and not any(result.ended for result in each.choices)
+        assert not any(result.ended for result in each.choices)
+        assert all(
+            own == right[: len(own)] and len(own) <= most for own, right in zip(each.ids, clean.ids, strict=True)
+        )
         for result in each.choices:
             assert result.failed is not None
             assert (result.failed.code, result.failed.retryable) == ("out_of_memory", True)
@@ -286,5 +290,5 @@ def test_a_handoff_without_memory_ends_its_request_alone(
         patch.setattr(pages, name, limited)
         served, _ = serve(pair, asks, MemoryLimit())
     assert num_failures
-    check(served, expected, [1])
+    check(served, expected, [1], most=1)
     check_that_it_serves_on(pair, MemoryLimit())
