@@ -15,7 +15,10 @@ sequence.
 
 The node submits a round to its executor (engine/executor.py). It settles the round later: it waits for the results and
 processes them. On a GPU the node submits the next round in between, so the device computes while the host processes
-tokens. If the device has no memory for a step, the sequences of this step end with one error each.
+tokens.
+
+If the device has no memory for a round, the node tries again without drafts. If it has none for that either, the
+sequence that asks for most ends with an error, and the node tries again with the others.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -235,7 +237,7 @@ class DecodeNode:
         try:
             self.rounds.admit(sequence, row)
         except OutOfMemory as error:
-            self._end_for_memory([sequence], error)
+            self._end_for_memory(sequence, error)
             return False
         assert sequence.slot is not None
         if self.chooser is not None:
@@ -280,9 +282,9 @@ class DecodeNode:
                     self._fail(unit, error.code, str(error), is_retryable=False)
                 else:
                     return sequence if self._admit(sequence, event, sampled) else None
-            case TransferFailed(unit=unit, reason=reason, is_refused=is_refused):
+            case TransferFailed(unit=unit, reason=reason, is_refused=is_refused, code=code):
                 self.scheduler.finish(sequence)
-                self._fail(unit, "transfer_error", reason, is_retryable=not is_refused)
+                self._fail(unit, code, reason, is_retryable=not is_refused)
             case Revoked():  # the prefill node told the router: the only token, or why there is none
                 self.scheduler.finish(sequence)
         return None
@@ -341,23 +343,39 @@ class DecodeNode:
     def _recompute(self, plan: StepPlan) -> None:
         try:
             self.rounds.recompute(plan.sequences, plan.rows)
-        except OutOfMemory as error:
-            self._end_for_memory(plan.sequences, error)
+        except OutOfMemory as error:  # the next step tries again without the sequence that has most to compute
+            rows = zip(plan.sequences, plan.rows, strict=True)
+            largest, _ = max(rows, key=lambda each: (len(each[1].input_ids), each[0].order))
+            self._end_for_memory(largest, error)
             return
         for sequence, row in zip(plan.sequences, plan.rows, strict=True):
             sequence.compute(len(row.input_ids))
             self._counts.computed_tokens += len(row.input_ids)
 
     def _submit_round(self, plan: StepPlan) -> SubmittedRound | None:
-        """Submit a round. If the device has no memory for it, its sequences end, and None is returned."""
+        """Submit a round. If the device has no memory for it, make ready for a smaller one, and return None."""
         since = self._clock.submit()
         try:
             submitted = self.rounds.submit(plan.decoding, plan.shape, plan.limits)
         except OutOfMemory as error:
             self.settle()  # the round before has tokens for them
-            self._end_for_memory([each for each in plan.decoding if each.slot is not None], error)
+            self._relieve([each for each in plan.decoding if each.slot is not None], plan.shape, error)
             return None
         return SubmittedRound(plan.decoding, submitted, since)
+
+    def _relieve(self, sequences: list[Sequence], shape: DraftShape, error: OutOfMemory) -> None:
+        """Take work off a round that had no memory: its drafts, or else one sequence, which ends with an error. The
+        others continue from their tokens, and draft no more."""
+        is_drafting = shape.num_steps > 0 and not all(sequence.is_left_behind for sequence in sequences)
+        if sequences and not is_drafting:
+            largest = max(sequences, key=_demand)
+            sequences.remove(largest)
+            self._end_for_memory(largest, error)
+        for sequence in sequences:
+            try:
+                self.rounds.reload(sequence)
+            except OutOfMemory as no_slot:
+                self._end_for_memory(sequence, no_slot)
 
     def settle(self) -> None:
         """Wait for the round under way, if there is one, and process its results."""
@@ -402,12 +420,18 @@ class DecodeNode:
             message = NO_NUMBERS.format(position=len(sequence.token_ids))
             self._fail(sequence.unit, "model_error", message, is_retryable=False)
 
-    def _end_for_memory(self, sequences: Iterable[Sequence], error: OutOfMemory) -> None:
-        """End sequences with one error each. Another node, or this one later, may have the memory."""
-        for sequence in list(sequences):
-            self.scheduler.finish(sequence)
-            self._fail(sequence.unit, error.code, str(error), is_retryable=True)
+    def _end_for_memory(self, sequence: Sequence, error: OutOfMemory) -> None:
+        """End a sequence with an error. Another node, or this one later, may have the memory."""
+        self.scheduler.finish(sequence)
+        self._fail(sequence.unit, error.code, str(error), is_retryable=True)
 
     def _send(self, sequences: list[Sequence]) -> None:
         for tokens in self.outbox.unsent(sequences):
             self.membership.send(tokens)
+
+
+def _demand(sequence: Sequence) -> tuple[bool, bool, bool, int]:
+    """Return a key that is largest for the sequence that asks most of a round's memory. One row that asks for
+    log-probabilities, penalties or filters makes the round compute them for all. Of equals, the youngest is largest."""
+    needs = sequence.sampling.needs
+    return needs.num_logprobs is not None, needs.processes, needs.ranks or needs.cuts, sequence.order

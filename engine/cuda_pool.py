@@ -10,12 +10,13 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
 from ..kernels.pages import has_kernels, page_checksums
-from ..metadata.errors import TransferError
+from ..metadata.errors import OutOfMemory, TransferError
 from ..metadata.handoff.kv_layout import KvLayout
 from ..metadata.handoff.memory import PageMemory
 from ..metadata.handoff.pages import MappedPools, Shared
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from ..kernels.triton_pages import PoolAddress
 
 logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 _STORE_BYTES = 64 << 20  # of pages that lie twice on the device while they are copied to the host
 _FEW_PAGES = 16  # of a launch
@@ -140,6 +143,21 @@ class CudaPool:
         self._fences |= dict.fromkeys(pages, fence)
 
     def gather(self, peer: MappedPools, sources: Sequence[int], targets: Sequence[int]) -> CudaGather:
+        return self._with_memory(f"a copy of {len(targets)} pages", lambda: self._gather(peer, sources, targets))
+
+    def digest(self, pages: Sequence[int]) -> list[bytes]:
+        if not self._runs:
+            return [b""] * len(pages)
+        return self._with_memory(f"the checksums of {len(pages)} pages", lambda: self._digests(pages))
+
+    def store(self, pages: Sequence[int]) -> None:
+        self._with_memory(f"copying {len(pages)} pages to the host", lambda: self._store(pages))
+
+    def load(self, pages: Sequence[int]) -> list[bytes]:
+        self._with_memory(f"copying {len(pages)} pages from the host", lambda: self._load(pages))
+        return self.digest(pages)
+
+    def _gather(self, peer: MappedPools, sources: Sequence[int], targets: Sequence[int]) -> CudaGather:
         from ..kernels.triton_pages import gather_pages
 
         assert isinstance(peer, CudaMapping), peer
@@ -153,9 +171,7 @@ class CudaPool:
             self._digest(slip, moves[1])
             return CudaGather(slip, self._give_back)
 
-    def digest(self, pages: Sequence[int]) -> list[bytes]:
-        if not self._runs:
-            return [b""] * len(pages)
+    def _digests(self, pages: Sequence[int]) -> list[bytes]:
         with torch.cuda.device(self._device):
             slip = self._take_slip(len(pages))
             slip.numbers[1] = pages
@@ -163,7 +179,7 @@ class CudaPool:
             slip.done.synchronize()
             return CudaGather(slip, self._give_back).checksums()
 
-    def store(self, pages: Sequence[int]) -> None:
+    def _store(self, pages: Sequence[int]) -> None:
         most = max(1, _STORE_BYTES // self._page_bytes)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.inference_mode():
             for start in range(0, len(pages), most):
@@ -171,14 +187,21 @@ class CudaPool:
                 for pool, mirror in zip(self._pools, self._mirrors, strict=True):
                     mirror[:, index] = pool.index_select(1, index.to(self._device)).cpu()
 
-    def load(self, pages: Sequence[int]) -> list[bytes]:
+    def _load(self, pages: Sequence[int]) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.inference_mode():
             self._pass_fences(pages)
             index = torch.tensor(pages, dtype=torch.int64)
             for pool, mirror in zip(self._pools, self._mirrors, strict=True):
                 pool.index_copy_(1, index.to(self._device), mirror[:, index].to(self._device))
             self._stream.synchronize()
-        return self.digest(pages)
+
+    def _with_memory(self, what: str, work: Callable[[], _Result]) -> _Result:
+        """Return what `work` returns. Raises OutOfMemory if the device has no memory for it; no page is written after
+        that."""
+        with suppress(torch.OutOfMemoryError):
+            return work()
+        self._stream.synchronize()  # it may have begun to write pages
+        raise OutOfMemory(f"the device has no memory left for {what} of a handoff; lower num_pages or max_running")
 
     def _warm_up(self) -> None:
         """Digest page 0, which is padding, and copy it into itself, so that kernels are compiled before the node says

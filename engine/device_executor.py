@@ -132,6 +132,8 @@ class DeviceExecutor:
                     case Recompute():
                         self._recompute(work)
             return
+        # inputs of no bucket are used once: keep none, since the next work may have no memory either
+        self._used = [block for block in self._used if block.num_seqs in self.buckets.sizes]
         raise OutOfMemory(_no_memory(work))  # here the error is gone, whose traceback holds tensors
 
     def collect(self) -> Tokens:

@@ -69,8 +69,11 @@ class Executor(Protocol):
         ...
 
     def submit(self, work: RoundWork) -> None:
-        """Ask the device for `work`. Raises OutOfMemory if the device has no memory for it; then the sequences of the
-        work must be finished, since their slots hold no defined state. At most two rounds are not collected."""
+        """Ask the device for `work`. At most two rounds are not collected.
+
+        Raises OutOfMemory if the device has no memory for it. Then the slots of a Round, a CatchUp or a LoadSlot hold
+        no defined state: finish their sequences, or load them again. KV is as it was, but for the positions that the
+        work was to write."""
         ...
 
     def collect(self) -> Tokens:

@@ -77,10 +77,12 @@ class Prompts:
         """Submit a chunk and the sampling of the prompts that end in it.
 
         Raises OutOfMemory if the device has no memory for it. Then nothing of the chunk can be read, and its pages
-        hold no defined KV beyond the tokens of earlier chunks.
+        hold no defined KV beyond the tokens of earlier chunks. Its prompts may be submitted again from there.
         """
+        kept = self._kept.copy()
         with suppress(torch.OutOfMemoryError):
             return self._submit(chunk)
+        self._kept = kept
         # raised out here, so that the error holds no frame of the chunk: tensors of a frame would stay allocated
         raise _out_of_memory(f"{chunk.num_tokens} prompt tokens")
 
@@ -199,11 +201,12 @@ class SubmittedTails:
         if len(self._handed) < len(tails):
             states = [state for index in self._handed for state in tails[index].states]
             sampling = SamplingBatch.of(states, engine.device)
-        self._sampling = sampling  # before the first tokens, for the choices that are handed over
+        self._sampling = sampling  # before the first tokens, for the choices of all prompts in `_handed` now
+        self._sampled = tuple(self._handed)
         self._first_tokens: list[FirstTokens] | None = None  # None: the host has not read them
         self._draft: DraftState | None = None
         self._event: torch.cuda.Event | None = None
-        self._failure: OutOfMemory | None = None
+        self._without_memory: set[int] = set()  # prompts that were to be handed over
 
     @property
     def event(self) -> torch.cuda.Event | None:
@@ -212,15 +215,18 @@ class SubmittedTails:
 
     def draft(self) -> None:
         """Submit the drafter's work for all choices that are handed over, before their first tokens are known on the
-        host. It stores the draft KV of the last prompt positions. A second call does nothing."""
-        is_done = self._draft is not None or self._failure is not None
-        if self._engine.drafter is None or not self._handed or is_done:
+        host. It stores the draft KV of the last prompt positions. A second call does nothing.
+
+        If the device has no memory for it, leave out the prompt with most choices and try again."""
+        if self._engine.drafter is None or self._draft is not None or not self._handed:
             return
-        try:
-            with torch.inference_mode():
+        while self._handed and self._draft is None:
+            with suppress(torch.OutOfMemoryError), torch.inference_mode():
                 self._draft = self._finish_prompts().to_host()
-        except torch.OutOfMemoryError:
-            self._failure = _out_of_memory("the drafts after the first tokens")
+            if self._draft is None:
+                largest = max(self._handed, key=lambda index: (len(self._tails[index].states), index))
+                self._handed.remove(largest)
+                self._without_memory.add(largest)
         self._event = recorded_event(self._engine.device)
 
     def first_tokens(self) -> list[FirstTokens]:
@@ -232,16 +238,17 @@ class SubmittedTails:
 
     def wait_rows(self) -> list[HandoffRows]:
         """Wait until the drafts are computed, and return the metadata rows, prompt by prompt. The draft KV is then in
-        the pages. Submit the drafts first.
-
-        Raises OutOfMemory if the device had no memory for the drafts. First tokens can be read all the same.
+        the pages. Submit the drafts first. A prompt for whose drafts the device had no memory has none. Its first
+        tokens can be read all the same.
         """
         if self._event is not None:
             self._event.synchronize()
-        if self._failure is not None:
-            raise self._failure
         assert self._draft is not None or self._engine.drafter is None or not self._handed, "call `draft` first"
-        num_packed, rows = 0, [HandoffRows([]) for _ in self._tails]
+        no_memory = str(_out_of_memory("the drafts after the first tokens"))
+        num_packed, rows = (
+            0,
+            [HandoffRows([], no_memory if index in self._without_memory else "") for index in range(len(self._tails))],
+        )
         first_tokens = self.first_tokens()
         for index in self._handed:
             rows[index] = self._pack(self._tails[index], first_tokens[index], num_packed)
@@ -276,8 +283,16 @@ class SubmittedTails:
             spans = self._spans()
             tokens = _rows(tokens, [row for index in self._handed for row in range(*spans[index])])
         hidden = None if self._hidden is None else self._per_choice(self._hidden, self._handed)
-        after = self._sampling.ahead(torch.ones_like(tokens[:1, None]), tokens[:, None])
+        after = self._sampling_of(self._handed).ahead(torch.ones_like(tokens[:1, None]), tokens[:, None])
         return drafter.finish_prompt(tails, tokens, hidden, after)
+
+    def _sampling_of(self, prompts: Sequence[int]) -> SamplingBatch:
+        """Return the sampling of the choices of these prompts, before their first tokens."""
+        if len(prompts) == len(self._sampled):
+            return self._sampling
+        of_prompt = [index for index in self._sampled for _ in self._tails[index].states]
+        rows = torch.tensor([row for row, index in enumerate(of_prompt) if index in prompts])
+        return self._sampling.take(to_device(rows, self._engine.device))
 
     def _spans(self) -> list[tuple[int, int]]:
         """Return the first row of each prompt's choices, and the row after the last one."""

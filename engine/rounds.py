@@ -67,6 +67,14 @@ class Rounds:
         self.executor.submit(LoadSlot(slot, sequence.token_ids, sequence.sampling, row))
         sequence.slot = self._free.pop()
 
+    def reload(self, sequence: Running) -> None:
+        """Load a sequence into its slot again, from its tokens, after a round had no memory. The KV of these tokens is
+        still there. The drafter's state is not, so the sequence never drafts again. Raises OutOfMemory; then the
+        sequence must be finished."""
+        if self.shape.num_steps:
+            sequence.num_missed = max(sequence.num_missed, MAX_MISSED + 1)
+        self.executor.submit(LoadSlot(_slot(sequence), sequence.token_ids, sequence.sampling))
+
     def release(self, sequence: Running) -> None:
         """Take the slot of a sequence that is over. A sequence that never ran has none."""
         if sequence.slot is None:
@@ -86,7 +94,8 @@ class Rounds:
         """Begin a round: drafts of `shape` for all, of which the i-th sequence takes at most limits[i] (`Round` says
         which pages they must have). The round before may be under way, unless `reads_tokens`.
 
-        Raises OutOfMemory if the device has no memory for it; then all `sequences` must be finished."""
+        Raises OutOfMemory if the device has no memory for it. Collect the round before; then finish or `reload` each
+        of `sequences`."""
         num_caught_up = 0
         if shape.num_steps:
             limits = self._leave_behind(sequences, limits)
@@ -162,7 +171,7 @@ class Rounds:
     def recompute(self, sequences: Sequence[Running], rows: Sequence[BatchRow]) -> None:
         """Compute tokens of sequences that have lost their KV or never had it. Only KV is made: the slot has kept the
         state, which is of the same tokens, and draft KV that depends on tokens not known yet is stored anew by the
-        next round. Raises OutOfMemory; then the sequences must be finished."""
+        next round. Raises OutOfMemory; then the tokens are not computed, and nothing else has changed."""
         self.executor.submit(Recompute(rows, [sequence.token_ids for sequence in sequences]))
 
     def reads_tokens(self, shape: DraftShape) -> bool:

@@ -96,6 +96,23 @@ class SamplingBatch:
         """[num_rows] bool: the next token may not end the request."""
         return self.ints[_NUM_GENERATED] < self.ints[_MIN_TOKENS]
 
+    def take(self, index: Tensor) -> Self:
+        """Return the rows `index` [num_taken] int64."""
+
+        def taken(column: Tensor | None) -> Tensor | None:
+            return None if column is None else column.index_select(0, index)
+
+        return type(self)(
+            self.needs,
+            self.ints.index_select(1, index),
+            self.floats.index_select(1, index),
+            self.top_p.index_select(0, index),
+            taken(self.prompt_mask),
+            taken(self.output_counts),
+            taken(self.bias),
+            taken(self.stops),
+        )
+
     def ahead(self, num_ahead: Tensor, tokens: Tensor, is_before: Tensor | None = None) -> Self:
         """Return rows for positions further on, n for each row of this: [num_rows * n] rows, a row's n together.
 

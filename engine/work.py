@@ -240,7 +240,9 @@ class FirstTokens:
 class HandoffRows:
     """The metadata rows of one prompt's choices, in order, with first tokens and drafts, in the bytes of the schema.
 
-    None: the choice has no first token. A prompt that is not handed over has no rows.
+    None: the choice has no first token. A prompt that is not handed over has no rows. `no_memory` says why a prompt has
+    none because the device had no memory for its drafts.
     """
 
     rows: Sequence[bytes | None]
+    no_memory: str = ""

@@ -18,6 +18,9 @@ offers pages. The device works in the order of submission. Therefore the pages o
 once: their next owner writes them after the chunk under way. Likewise a new request may read pages of the prefix cache
 that the chunk under way still computes. Other processes do not share this order, so the node offers pages only after it
 has settled their chunk.
+
+If the device has no memory for a chunk, the request that asks for most of it ends with an error. The node computes the
+others again in the next step.
 """
 
 from __future__ import annotations
@@ -42,8 +45,8 @@ from .chunks import ChunkUnderWay, submit
 from .outbox import FirstToken, Outbox
 from .prompt_ends import PromptEnd
 from .request import Request, new_request
-from .scheduler import PrefillScheduler, StepPlan
-from .tickets import Tickets
+from .scheduler import PlannedChunk, PrefillScheduler, StepPlan
+from .tickets import FailedUnit, Tickets
 
 if TYPE_CHECKING:
     from ..engine.prompts import Prompts, SubmittedTails
@@ -214,7 +217,11 @@ class PrefillNode:
         self.membership.send(Failed(unit=unit, code=code, message=message[:MAX_TEXT], retryable=is_retryable))
 
     def _end_tickets(self) -> None:
-        for request, unit in self._tickets.poll():
+        for event in self._tickets.poll():
+            request, unit = event.request, event.unit
+            if isinstance(event, FailedUnit):
+                self._end_choice_for_memory(request, unit, event.reason)
+                continue
             if not request.is_computed:  # the decode node gave the choice up and does not need its first token
                 request.drop_choice(unit)
             if not request.tickets and (request.is_computed or not request.choices):
@@ -247,12 +254,11 @@ class PrefillNode:
             self._settle()
 
     def _submit_chunk(self, plan: StepPlan) -> ChunkUnderWay | None:
-        """Submit a chunk. If the device has no memory for it, its requests end here, and None is returned."""
+        """Submit a chunk. If the device has no memory for it, end the request that asks for most, and return None."""
         try:
             chunk = submit(self.prompts, plan)
         except OutOfMemory as error:
-            for request, _ in plan:
-                self._end_for_memory(request, error)
+            self._end_for_memory(max(plan, key=_demand).request, error)
             return None
         self._counts.steps += 1
         for request, row in plan:
@@ -284,30 +290,31 @@ class PrefillNode:
         samples = zip(ends, submitted.first_tokens(), strict=True)
         first_tokens = [self._send_first(end, sample, computed) for end, sample in samples]
         submitted.draft()
-        try:
-            rows = submitted.wait_rows()
-        except OutOfMemory as error:
-            self._end_without_drafts(ends, first_tokens, error)
-            return
-        self._tickets.digest_last(ends)
+        rows = submitted.wait_rows()
+        self._tickets.digest_last([end for end, own in zip(ends, rows, strict=True) if not own.no_memory])
         for end, choices, own in zip(ends, first_tokens, rows, strict=True):
-            self._hand_over(end, choices, own)
+            if own.no_memory:
+                self._end_without_drafts(end, choices, own.no_memory)
+            else:
+                self._hand_over(end, choices, own)
 
-    def _end_without_drafts(
-        self, ends: list[PromptEnd], first_tokens: list[list[FirstToken]], error: OutOfMemory
-    ) -> None:
+    def _end_without_drafts(self, end: PromptEnd, choices: list[FirstToken], reason: str) -> None:
         """End the choices that a decode node would continue, since there was no memory for the drafts after them."""
-        for end, choices in zip(ends, first_tokens, strict=True):
-            request = end.request
-            for unit, _, _, over in choices:
-                if over is not None:
-                    self._tickets.revoke(request, unit, is_finished=True, reason=over.reason)
-                elif unit in request.tickets:
-                    logger.warning("out of memory: %s", error, extra={"rid": request.rid})
-                    self._fail(unit, error.code, str(error), is_retryable=True)
-                    self._drop(request, {unit}, str(error))
-            if request.choices and not request.tickets:
-                self._finish(request)
+        request = end.request
+        for unit, _, _, over in choices:
+            if over is not None:
+                self._tickets.revoke(request, unit, is_finished=True, reason=over.reason)
+            elif unit in request.tickets:
+                self._end_choice_for_memory(request, unit, reason)
+        if request.choices and not request.tickets:
+            self._finish(request)
+
+    def _end_choice_for_memory(self, request: Request, unit: Unit, reason: str) -> None:
+        """End a choice with an error, unless it is not wanted any more."""
+        if unit in request.choices:
+            logger.warning("out of memory: %s", reason, extra={"rid": request.rid})
+            self._fail(unit, OutOfMemory.code, reason, is_retryable=True)
+            self._drop(request, {unit}, reason)
 
     def _end_for_memory(self, request: Request, error: OutOfMemory) -> None:
         """End all choices of a request with one error each. Another node, or this one later, may have the memory."""
@@ -374,3 +381,11 @@ class PrefillNode:
                 prompt_logprobs=tuple(request.prompt_logprobs),
             )
         )
+
+
+def _demand(planned: PlannedChunk) -> tuple[int, int, int]:
+    """Return a key that is largest for the request that asks most of a chunk's memory: first by rows as wide as the
+    vocabulary, then by tokens. Of equals, the youngest is largest."""
+    request, row = planned
+    num_sampled = len(request.choices) if planned.is_last else 0
+    return row.num_logits + num_sampled, len(row.input_ids), request.key

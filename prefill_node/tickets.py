@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..engine.pages import PagePool
 from ..metadata.handoff.server import HandoffServer
-from ..metadata.handoff.tickets import TicketEnded
+from ..metadata.handoff.tickets import TicketEnded, TicketFailed
 from ..metadata.wire.request import Unit
 from .prompt_ends import PromptEnd
 from .request import Request
@@ -23,6 +23,14 @@ class EndedUnit(NamedTuple):
 
     request: Request
     unit: Unit
+
+
+class FailedUnit(NamedTuple):
+    """A ticket for whose pages the device has no memory, and its request. The ticket is open until it is revoked."""
+
+    request: Request
+    unit: Unit
+    reason: str
 
 
 class Tickets:
@@ -52,10 +60,12 @@ class Tickets:
         if unit in request.tickets:
             self._handoff.revoke(unit, is_finished, reason)
 
-    def poll(self) -> Iterator[EndedUnit]:
-        """Let the handoff server work, and yield the tickets that have ended."""
+    def poll(self) -> Iterator[EndedUnit | FailedUnit]:
+        """Let the handoff server work, and yield the tickets that have ended or failed."""
         for event in self._handoff.poll():
-            if isinstance(event, TicketEnded):
+            if isinstance(event, TicketFailed) and event.unit in self._requests:
+                yield FailedUnit(self._requests[event.unit], event.unit, event.reason)
+            elif isinstance(event, TicketEnded):
                 request = self._requests.pop(event.unit)
                 request.end_ticket(event.unit)
                 yield EndedUnit(request, event.unit)

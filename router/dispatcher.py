@@ -22,7 +22,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 
-from ..metadata.errors import BatonError, ProtocolError, RequestError, TransferError, Unavailable
+from ..metadata.errors import BatonError, OutOfMemory, ProtocolError, RequestError, TransferError, Unavailable
 from ..metadata.wire.membership import Flush, Heartbeat, Hello, Inspect, Leaving, LedgerReport, TokenizerFile
 from ..metadata.wire.messages import (
     Admitted,
@@ -475,7 +475,11 @@ class Dispatcher:
             failure = where if message.code == TransferError.code else None
             self.health.doubt(attempt.prefill, attempt.decode, failure)
             self._look(now)
-        self._end_all(self._rescheduling.failed(request, attempt, {sequence.index}, where, now, at=node), now)
+        if message.code == OutOfMemory.code:
+            refused = self._rescheduling.out_of_memory(request, attempt, sequence.index, where, now, at=node)
+        else:
+            refused = self._rescheduling.failed(request, attempt, {sequence.index}, where, now, at=node)
+        self._end_all(refused, now)
         self._pump(request.group, now)
 
     def _tokens_failed(self, sequence: Sequence, reason: str, now: float) -> None:

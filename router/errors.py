@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..metadata.errors import BatonError, OutOfPages, Overloaded, RequestError, Unavailable
+from ..metadata.errors import BatonError, OutOfMemory, OutOfPages, Overloaded, RequestError, Unavailable
 
 
 class NotFound(RequestError):
@@ -73,6 +73,7 @@ class NoNode(Unavailable):
 _SHOWN = {
     RequestError.code: "the nodes cannot serve this request: its prompt or its parameters are more than they can hold",
     OutOfPages.code: "the request is larger than a decode node's memory: shorten the prompt or ask for fewer tokens",
+    OutOfMemory.code: "a node's device has no memory left for this request: shorten the prompt or ask for less at once",
     Unavailable.code: "the node that served the request is gone",
 }
 

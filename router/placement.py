@@ -1,7 +1,8 @@
 """Placement: chooses the nodes for a waiting request.
 
 Decode: the least loaded node that has room. Prefill: the node that would finish the prompt first, if pages that it
-probably has in its cache need not be computed. Nodes on which the request has not failed yet come first.
+probably has in its cache need not be computed. Nodes on which the request has not failed yet come first. A node that
+ran out of memory for the request gets it again only if no other node of the role could take it, however busy they are.
 """
 
 from __future__ import annotations
@@ -102,7 +103,12 @@ class Placement:
             prefills = [node for node in group.live("prefill") if need.fits_prefill(node)]
             live = [node for node in group.live("decode") if need.fits_decode(node)]
             live = [node for node in live if node.routing_id not in entry.unfit]
+            if any(map(request.ran_out_on, prefills)):
+                others = [prefill for prefill in prefills if not request.ran_out_on(prefill)]
+                others = [prefill for prefill in others if any(self._is_usable(prefill, node) for node in live)]
+                prefills = others or prefills
             nodes = [node for node in live if any(self._is_usable(prefill, node) for prefill in prefills)]
+            nodes = [node for node in nodes if not request.ran_out_on(node)] or nodes
             fresh = [node for node in nodes if not all(request.has_failed_on(prefill, node) for prefill in prefills)]
             nodes = fresh or nodes
         figures = [
@@ -118,6 +124,7 @@ class Placement:
         else:
             nodes = [node for node in request.group.live("prefill") if entry.need.fits_prefill(node)]
             nodes = [node for node in nodes if self._is_usable(node, decode)]
+            nodes = [node for node in nodes if not request.ran_out_on(node)] or nodes
             nodes = [node for node in nodes if not request.has_failed_on(node, decode)] or nodes
         figures = [
             PrefillFigures(

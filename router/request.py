@@ -274,6 +274,7 @@ class Request:
 
     __slots__ = (
         "_next_attempt",
+        "_out_of_memory",
         "attempts",
         "cache_salt",
         "created_at",
@@ -340,6 +341,7 @@ class Request:
         self.is_paused = False  # no node works on it, because its client does not read
         self.is_canary = is_canary
         self._next_attempt = 0
+        self._out_of_memory: dict[str, int] = {}  # by node id: the first attempt that began after it ran out
         self.sequences = [Sequence(self, index, options) for index in range(num_choices)]
         self.timeline = TraceRecorder(rid, group.key.model, len(prompt_ids), num_choices, now)
 
@@ -399,6 +401,22 @@ class Request:
     def has_failed_on(self, prefill: Node, decode: Node | None) -> bool:
         """Whether an attempt failed on this pair."""
         return _pair_of(prefill, decode) in self.failed_pairs
+
+    def note_out_of_memory(self, node: Node, attempt: Attempt) -> bool:
+        """Record that a node ran out of memory for a choice of this attempt. Return whether the request may try again:
+        not after a second node, and not after a second try on the same node. Choices that were there at the same time
+        count as one try."""
+        first_after = self._out_of_memory.setdefault(node.node_id, self._next_attempt)
+        return len(self._out_of_memory) == 1 and attempt.number < first_after
+
+    @property
+    def num_out_of_memory(self) -> int:
+        """Number of different nodes that ran out of memory for it."""
+        return len(self._out_of_memory)
+
+    def ran_out_on(self, node: Node) -> bool:
+        """Whether this node ran out of memory for it."""
+        return node.node_id in self._out_of_memory
 
     def begin_attempt(self, choices: set[int], prefill: Node | None, decode: Node | None, now: float) -> Attempt:
         """Return a new attempt of these choices, under a number never used before."""

@@ -4,6 +4,9 @@ A rescheduled request waits before all others. A sequence is given up after `max
 a node dies or leaves, that is not the sequence's fault: the sequence moves to other nodes, up to MAX_LOSSES times in a
 row. Only a request that itself kills nodes reaches this limit. Both counts start again from zero when an attempt brings
 more than its first token.
+
+If a node runs out of memory for a request, the request goes to another node, or once more to the same one if no other
+serves its role. If that node runs out too, the request ends: a third would hardly have more memory.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 
-from ..metadata.errors import Unavailable
+from ..metadata.errors import OutOfMemory, Unavailable
 from ..metadata.wire.request import Unit
 from .cancels import Cancels
 from .errors import NodeFault
@@ -72,6 +75,15 @@ class Rescheduling:
                 return [Refused(request, _given_up(f"after {num_failures} attempts", reason))]
         self._requeue(request, moved, "failed", reason, now)
         return []
+
+    def out_of_memory(
+        self, request: Request, attempt: Attempt, choice: int, reason: str, now: float, *, at: Node
+    ) -> list[Refused]:
+        """The node `at` ran out of memory for a choice, which tries again unless this was the second time."""
+        if request.note_out_of_memory(at, attempt) or request.is_canary:
+            return self.failed(request, attempt, (choice,), reason, now, at=at)
+        times = "on two nodes" if request.num_out_of_memory > 1 else f"twice on the only {at.role} node"
+        return [Refused(request, _no_memory(times, reason))]
 
     def lost(self, node: Node, reason: str, now: float) -> list[Refused]:
         """A node is gone. The sequences that it held, or that waited for its pages, move to other nodes."""
@@ -225,3 +237,11 @@ def _release(request: Request, attempt: Attempt, choices: set[int]) -> None:
 
 def _given_up(when: str, reason: str) -> NodeFault:
     return NodeFault(f"given up {when}; the last: {reason}", Unavailable.code, f"given up {when}")
+
+
+def _no_memory(times: str, reason: str) -> NodeFault:
+    shown = (
+        f"the request ran out of memory {times}: shorten its prompt, ask for fewer log-probabilities or choices, or "
+        "send it again when fewer requests run; whoever runs the nodes can lower max_running, chunk_tokens or num_pages"
+    )
+    return NodeFault(f"out of memory {times}; the last: {reason}", OutOfMemory.code, shown)

@@ -71,7 +71,8 @@ _LINK = "runs both ends of a data link together, in one process"
 _EVERY_ROUTE = "sends random requests to all routes of a whole router"
 TESTS_OF_SEVERAL = [
     (_PAIR, "decode_node", "hostile_messages local_prompts matrix missed_rows mtp_layers node_pair speculation"),
-    (_PAIR, "decode_node", "triton_nodes"),
+    (_PAIR, "decode_node", "memory triton_nodes"),
+    (_PAIR, "prefill_node", "memory"),
     (_LINK, "metadata/handoff", "gpu late_messages lost_messages ticket_races versions"),
     (_EVERY_ROUTE, "router/http", "fuzz_http"),
 ]

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import zmq
 
 from ..bus.sockets import DRAIN_LIMIT, DroppedFrames
-from ..errors import ProtocolError, StaleMessage, TransferError
+from ..errors import OutOfMemory, ProtocolError, StaleMessage, TransferError
 from ..wire.data_link import LinkRefused, LinkWelcome
 from ..wire.messages import Ack, Claim, Drop, Offer, Pages, Revoke, RevokeAck, ToDecode, UnknownClaim
 from ..wire.node_info import Peer
@@ -162,8 +162,11 @@ class HandoffClient:
         transport = link.transport
         if transport is None:
             return
-        for landed in transport.step(POLL_BYTES):
-            self._land(link, landed)
+        try:
+            for landed in transport.step(POLL_BYTES):
+                self._land(link, landed)
+        except OutOfMemory as error:  # each time ends one transfer, so that the others get the memory
+            self._fail(transport.next_unit, str(error), tell=link, code=error.code)
         self._has_more |= transport.is_busy
 
     def _handle(self, link: PullLink, message: ToDecode, data: memoryview | None) -> None:
@@ -237,7 +240,11 @@ class HandoffClient:
             reason = f"{where} was reused: generation {landed.generation} there, {move.generation} offered"
             self._fail(move.unit, reason, tell=link)
             return
-        block = self._pages.first_difference(move.target, landed.checksums, transfer.checksums[move.index])
+        try:
+            block = self._pages.first_difference(move.target, landed.checksums, transfer.checksums[move.index])
+        except OutOfMemory as error:
+            self._fail(move.unit, f"{where}: {error}", tell=link, code=error.code)
+            return
         if block is not None:
             self.num_checksum_failures += 1
             logger.warning("%s %s: checksum of block %d is wrong", move.unit, where, block)
@@ -260,11 +267,19 @@ class HandoffClient:
     def _transfers_of(self, link: PullLink) -> list[Transfer]:
         return [transfer for transfer in self._transfers.values() if transfer.epoch == link.peer.epoch]
 
-    def _fail(self, unit: Unit, reason: str, tell: PullLink | None, *, is_refused: bool = False) -> None:
+    def _fail(
+        self,
+        unit: Unit,
+        reason: str,
+        tell: PullLink | None,
+        *,
+        is_refused: bool = False,
+        code: str = TransferError.code,
+    ) -> None:
         self._forget(self._transfers[unit])
         if tell is not None:
             tell.send(Drop(unit=unit, reason=reason[:MAX_TEXT]))
-        self._events.append(TransferFailed(unit, reason, is_refused))
+        self._events.append(TransferFailed(unit, reason, is_refused, code))
 
     def _forget(self, transfer: Transfer) -> None:
         del self._transfers[transfer.unit]

@@ -79,24 +79,29 @@ class DevicePool(Protocol):
         ...
 
     def gather(self, peer: MappedPools, sources: Sequence[int], targets: Sequence[int]) -> Gather:
-        """Begin to copy pages `sources` of the peer to pages `targets` of ours."""
+        """Begin to copy pages `sources` of the peer to pages `targets` of ours. Raises OutOfMemory; no page is written
+        after that."""
         ...
 
     def digest(self, pages: Sequence[int]) -> list[bytes]:
-        """Return the checksums of complete pages of ours, as `Gather.checksums`. Waits only for this computation."""
+        """Return the checksums of complete pages of ours, as `Gather.checksums`. Waits only for this computation.
+        Raises OutOfMemory."""
         ...
 
     def store(self, pages: Sequence[int]) -> None:
-        """Copy complete pages into the host mirror. Waits only for this copy."""
+        """Copy complete pages into the host mirror. Waits only for this copy. Raises OutOfMemory; then the mirror holds
+        any bytes for them."""
         ...
 
     def load(self, pages: Sequence[int]) -> list[bytes]:
-        """Copy pages from the host mirror into the pools. Return their checksums there."""
+        """Copy pages from the host mirror into the pools. Return their checksums there. Raises OutOfMemory; no page is
+        written after that."""
         ...
 
 
 class OfferedPages:
-    """Pages that a prefill node offers: their checksums, and their bytes if they travel through the host.
+    """Pages that a prefill node offers: their checksums, and their bytes if they travel through the host. Methods raise
+    OutOfMemory as the DevicePool does.
 
     A page's checksums are kept until the page is allocated again.
     """
@@ -160,7 +165,8 @@ class ReceivedPages:
         if the schema has no checksums.
 
         `ours` is the page's checksums if a transport has computed them already. If it is None, the page lies unchecked
-        in `memory`, and this method first loads it into the pool on the GPU, if there is one.
+        in `memory`, and this method first loads it into the pool on the GPU, if there is one. Raises OutOfMemory if the
+        GPU has no memory for that.
         """
         if ours is None and self._device is not None:
             [ours] = self._device.load([page])

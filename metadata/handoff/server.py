@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import zmq
 
 from ..bus.sockets import DRAIN_LIMIT, DroppedFrames, Received, bound_address, receive_from, send_frames
-from ..errors import ProtocolError
+from ..errors import OutOfMemory, ProtocolError
 from ..wire.data_link import LinkHello, LinkRefused
 from ..wire.frames import decode_frame, encode
 from ..wire.messages import (
@@ -43,7 +44,7 @@ from .endpoint import Endpoint
 from .offers import unpack_column, write_offers
 from .pages import OfferedPages
 from .schema import page_bytes, row_bytes
-from .tickets import Claimed, EndedTicket, Holder, Ticket, TicketBook, TicketEnded
+from .tickets import Claimed, EndedTicket, Holder, Ticket, TicketBook, TicketEnded, TicketFailed
 from .transports.base import POLL_BYTES, PULL_BYTES
 from .transports.registry import TRANSPORTS
 
@@ -65,6 +66,7 @@ class HandoffServer:
         self._book = TicketBook(end.clock, lease_s)
         self._peers = DecodePeers(end, self._pages, lease_s)
         self._has_more = False
+        self._failed: dict[Unit, TicketFailed] = {}  # since the last poll
         self.dropped = DroppedFrames(logger, "data link")
         self.socket = bind_data_socket(bind_host, end.keys, end.context)
         self.address = bound_address(self.socket)
@@ -90,14 +92,19 @@ class HandoffServer:
 
         The device has finished the pages, and nobody writes them again while the ticket lives. Each index is offered
         once. The offer is sent at once if the ticket is claimed, else after the claim. With `row` it is the final
-        offer, as from `finish`. A unit whose ticket has ended is ignored: `poll` returns its TicketEnded.
+        offer, as from `finish`. A unit whose ticket has ended is ignored: `poll` returns its TicketEnded. If the device
+        has no memory for it, `poll` returns a TicketFailed.
         """
         ticket = self._book.get(unit)
         if ticket is None:
             return
         ticket.offer(indices, pages, generations)
         self.end.memory[0].generations[list(pages)] = generations
-        self._digest(ticket, indices)
+        try:
+            self._digest(ticket, indices)
+        except OutOfMemory as error:
+            self._fail(ticket, error)
+            return
         if row is not None:
             size = row_bytes(self.end.schema)
             assert len(row) == size, (unit, len(row), size)
@@ -107,9 +114,10 @@ class HandoffServer:
 
     def digest(self, pages: Sequence[int], generations: Sequence[int]) -> None:
         """Compute the checksums of these computed pages, if they are on a GPU, in one launch. Several offers will need
-        them."""
+        them. Without memory for all, each offer computes its own."""
         if self.end.device is not None:
-            self._pages.checksums(pages, generations)
+            with suppress(OutOfMemory):
+                self._pages.checksums(pages, generations)
 
     def finish(self, unit: Unit, row: bytes) -> None:
         """Send the final offer, with the metadata row. All pages were offered before."""
@@ -122,16 +130,17 @@ class HandoffServer:
         if ticket is not None and ticket.holder is not None:
             self._send_revoke(ticket.holder, unit, reason, finished=finished)
 
-    def poll(self) -> list[TicketEnded | Claimed]:
+    def poll(self) -> list[TicketEnded | Claimed | TicketFailed]:
         """Drain the socket (bounded), end leases, and return what happened. After a TicketEnded the ticket's opener
-        frees the pages."""
+        frees the pages. After a TicketFailed it revokes the ticket."""
         for holder in self._peers.unlisted():
             reason = f"decode node {self._peers.by_link[holder].node_id} is not in the allow-list any more"
             self._send(holder, LinkRefused(reason=reason))  # it opens a new link once it is listed again
             self._forget_link(holder, reason)
         self._has_more = not self._drain()
         self._expire()
-        return self._book.take_events()
+        failed, self._failed = self._failed, {}
+        return [*failed.values(), *self._book.take_events()]
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """Return the sockets that the loop polls for input."""
@@ -140,7 +149,7 @@ class HandoffServer:
     def wait_s(self) -> float | None:
         """Return how many seconds the loop may wait on the socket before it must poll; None: no limit."""
         deadline = self._book.next_deadline()
-        if self._has_more:
+        if self._has_more or self._failed:
             return 0.0
         return None if deadline is None else max(0.0, deadline - self.end.clock())
 
@@ -235,7 +244,11 @@ class HandoffServer:
             raise ProtocolError(
                 f"pull names pages {wrong[:4]}, which were not offered; ask for offered pages only", rid=pull.unit.rid
             )
-        frame, generations = self._pages.pack([ticket.pages[index] for index in indices])
+        try:
+            frame, generations = self._pages.pack([ticket.pages[index] for index in indices])
+        except OutOfMemory as error:
+            self._fail(ticket, error)
+            return 0
         self._send(holder, Pages(unit=pull.unit, indices=pull.indices, generations=generations), frame)
         return num_bytes
 
@@ -246,13 +259,20 @@ class HandoffServer:
         indices = [index for index in indices if index >= ticket.num_cached_pages]
         if not indices and ticket.row is None:
             return
-        self._digest(ticket, indices)
         peer = self._peers.by_link.get(ticket.holder)  # None: a later hello was refused; the ticket ends with its lease
-        if peer is not None:
-            transport = TRANSPORTS[peer.welcome.transport]
-            transport.prepare(self._pages, [ticket.pages[index] for index in indices])
+        try:
+            self._digest(ticket, indices)
+            if peer is not None:
+                transport = TRANSPORTS[peer.welcome.transport]
+                transport.prepare(self._pages, [ticket.pages[index] for index in indices])
+        except OutOfMemory as error:
+            self._fail(ticket, error)
+            return
         for offer in write_offers(ticket, indices, self.end.schema):
             self._send(ticket.holder, offer)
+
+    def _fail(self, ticket: Ticket, error: OutOfMemory) -> None:
+        self._failed[ticket.unit] = TicketFailed(ticket.unit, str(error))
 
     def _digest(self, ticket: Ticket, indices: Sequence[int]) -> None:
         """Give the ticket the checksums of these pages, except of those that its holder has."""

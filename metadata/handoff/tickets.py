@@ -51,6 +51,13 @@ class TicketEnded(NamedTuple):
     reason: str = ""
 
 
+class TicketFailed(NamedTuple):
+    """The device has no memory for handing over the ticket's pages. Its opener revokes the ticket."""
+
+    unit: Unit
+    reason: str
+
+
 class EndedTicket(NamedTuple):
     """The answer to a claim of a ticket that is over: `finished` if the first token ended the request, else an
     error."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..errors import TransferError
 from ..wire.messages import Offer
 from ..wire.node_info import HandoffSchema
 from ..wire.request import Unit
@@ -31,11 +32,13 @@ class Arrived(NamedTuple):
 
 
 class TransferFailed(NamedTuple):
-    """The pages will not arrive. `is_refused`: the two nodes can never hand over."""
+    """The pages will not arrive. `is_refused`: the two nodes can never hand over. `code`: of the error that the router
+    gets, TransferError's or OutOfMemory's."""
 
     unit: Unit
     reason: str
     is_refused: bool = False
+    code: str = TransferError.code
 
 
 class Revoked(NamedTuple):

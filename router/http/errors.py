@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from ...metadata.errors import BatonError, OutOfPages, Overloaded, RequestError, Unavailable
+from ...metadata.errors import BatonError, OutOfMemory, OutOfPages, Overloaded, RequestError, Unavailable
 from ..errors import (
     Conflict,
     DeadlineExceeded,
@@ -70,7 +70,7 @@ _STATUSES: tuple[tuple[type[BatonError], int], ...] = (  # the first class that 
     (OutOfPages, 503),
     (DeadlineExceeded, 504),
 )
-_STATUS_OF_NODE_FAULT = {RequestError.code: 400, OutOfPages.code: 503, Unavailable.code: 503}
+_STATUS_OF_NODE_FAULT = {RequestError.code: 400, OutOfMemory.code: 503, OutOfPages.code: 503, Unavailable.code: 503}
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 504: "timeout_error"}
 _PATH = re.compile(r"(?:`key` in )?`\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 from handoff_nodes import DRAFT_SCHEMA, make_memory
 from host_cuda import HostCuda, HostEvent, with_host_cuda
+from memory_limit import MemoryLimit
 
 from baton.engine import cuda_pool
 from baton.engine.cuda_pool import CudaPool
@@ -24,7 +25,7 @@ from baton.kernels import pages as page_kernels
 from baton.kernels import triton_pages
 from baton.kernels.pages import gather_pages_ref, page_checksums_ref
 from baton.kernels.triton_pages import PoolAddress
-from baton.metadata.errors import TransferError
+from baton.metadata.errors import OutOfMemory, TransferError
 from baton.metadata.handoff.checksums import first_difference
 from baton.metadata.handoff.kv_layout import KvLayout
 from baton.metadata.handoff.memory import PageMemory
@@ -336,3 +337,36 @@ def test_pools_that_cannot_be_shared_are_not_offered(make_pools: MakePools, capl
     """The node serves all the same, by way of the host."""
     assert make_pools().pool.shared == ()
     assert "the pools cannot be shared" in caplog.text and "pages travel by way of the host" in caplog.text
+
+
+# --- out of memory ---
+
+
+@pytest.mark.parametrize("num_pages", [3, 20])
+@pytest.mark.parametrize("name", ["gather", "digest", "store", "load"])
+def test_work_without_memory_is_a_plain_error_after_which_no_page_is_written(
+    name: str, num_pages: int, make_pools: MakePools
+) -> None:
+    """The error holds no tensor of the work. With memory, the same work succeeds."""
+    ours, theirs, mapping = pair(make_pools)
+    pages = [*range(1, num_pages + 1)]
+    for memory in ours.memory:
+        memory.pages[:, pages] = 7
+    work = {
+        "gather": lambda: ours.pool.gather(mapping, pages, pages),
+        "digest": lambda: ours.pool.digest(pages),
+        "store": lambda: ours.pool.store(pages),
+        "load": lambda: ours.pool.load(pages),
+    }[name]
+    with MemoryLimit(64) as memory, pytest.raises(OutOfMemory, match=f" {num_pages} pages.* of a handoff") as caught:
+        work()
+    assert memory.num_failures == 1 and memory.num_bytes == 0
+    assert caught.value.__context__ is None and ours.cuda.log[-1] == ("host", "waits for", ours.stream)
+    assert name == "load" or ours.is_unchanged()
+    work()
+    if name == "store":
+        assert all(np.array_equal(m.pages[:, pages], kv[:, pages]) for m, kv in zip(ours.memory, ours.kvs, strict=True))
+    elif name == "load":
+        assert all((kv[:, pages] == 7).all() for kv in ours.kvs)
+    elif name == "gather":
+        assert all(torch.equal(a[:, pages], b[:, pages]) for a, b in zip(ours.kvs, theirs.kvs, strict=True))

@@ -12,7 +12,9 @@ from drafters import settings, target_of
 from node_pair import params
 from solo import Solo
 
+from baton.engine import round as rounds_on_device
 from baton.engine.draft_row import pack_draft
+from baton.engine.work import MAX_MISSED
 from baton.metadata.errors import OutOfMemory
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -103,3 +105,28 @@ def test_a_metadata_row_says_its_first_token(solo: Solo) -> None:
     sequence = solo.start(PROMPT, params(4))
     sampled = solo.executor.read_row(pack_draft(solo.engine.schema, solo.draft(sequence)))
     assert (sampled.first_token, sampled.num_cached, sampled.logprobs) == (0, 0, None)
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+@pytest.mark.parametrize("name", ["sample", "compute_logprobs"])
+def test_a_sequence_goes_on_from_its_tokens_after_a_round_without_memory(
+    name: str, num_steps: int, solo: Solo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the round had moved the slot on before it failed. Log-probabilities are its last step."""
+    wants = params(40, temperature=0.9, seed=3, repetition_penalty=1.3, frequency_penalty=0.5, num_logprobs=1)
+    expected = solo.run(solo.start(PROMPT, wants), 14, 0)
+    victim = solo.start(PROMPT, wants)
+    memory, shape = Memory(monkeypatch, rounds_on_device, name), solo.rounds.shape.with_steps(num_steps)
+    solo.run(victim, 6, num_steps)
+    for _ in range(2):
+        kept = solo.executor.slots._ints[:, victim.slot].clone()
+        memory.is_full = True
+        with pytest.raises(OutOfMemory, match="a round of 1 sequences"):
+            solo.rounds.submit([victim], shape, [num_steps])
+        memory.is_full = False
+        has_moved = not torch.equal(kept, solo.executor.slots._ints[:, victim.slot])
+        assert has_moved == (name == "compute_logprobs")
+        solo.rounds.reload(victim)
+        assert torch.equal(kept, solo.executor.slots._ints[:, victim.slot])
+        solo.run(victim, len(victim.generated) + 3, 0)
+    assert victim.generated[:12] == expected[:12] and victim.num_missed > MAX_MISSED

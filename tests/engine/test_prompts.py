@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from drafters import settings, target_of
+from memory_limit import MemoryLimit
 
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.pages import Owner
 from baton.engine.prompts import Prompts, SubmittedChunk
 from baton.engine.sampling_state import SamplingState
-from baton.engine.work import BatchRow, Chunk, ChunkRow, CopyPages, FirstTokens, Tail, Tails
+from baton.engine.work import BatchRow, Chunk, ChunkRow, CopyPages, FirstTokens, HandoffRows, Tail, Tails
 from baton.metadata.errors import OutOfMemory
 from baton.metadata.handoff.buffers import MetadataBuffers
 from baton.metadata.wire.request import SamplingParams
@@ -287,5 +288,79 @@ def test_drafts_for_which_there_is_no_memory(make_prompts: MakePrompts, monkeypa
     submitted.draft()
     [tails] = submitted.tails
     assert tails.first_tokens() == compute(prompts, prompt, 64).tails[0].first_tokens()
-    with pytest.raises(OutOfMemory, match="no memory left for the drafts after the first tokens"):
-        tails.wait_rows()
+    [rows] = tails.wait_rows()
+    assert not rows.rows and "no memory left for the drafts after the first tokens" in rows.no_memory
+
+
+@pytest.mark.parametrize("name", ["eagle", "mtp3-deepseek"])
+@pytest.mark.parametrize("place", ["_keep_states", "_submit_tails"])
+def test_a_chunk_without_memory_can_be_submitted_again(
+    name: str, place: str, make_prompts: MakePrompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it fails at its end. The states that it kept of its prompts, or gave to their ends, are as before."""
+    prompts = make_prompts(name)
+    prompt, other = Prompt(prompts, 1, 9), Prompt(prompts, 2, 7)
+    function = getattr(Prompts, place)
+
+    def fail_after(*args: Any) -> Any:
+        function(*args)
+        out_of_memory()
+
+    def rows(*, is_short_of_memory: bool) -> tuple[Any, ...]:
+        prompts.submit(Chunk([prompt.row(0, 7)], []))
+        ends = [Tails([prompt.tail(0)])]
+        if is_short_of_memory:
+            before = prompts.keys
+            with monkeypatch.context() as patch, pytest.raises(OutOfMemory):
+                patch.setattr(Prompts, place, fail_after)
+                prompts.submit(Chunk([prompt.row(7, 9), other.row(0, 7)], [Tails([prompt.tail(0), other.tail(1)])]))
+            assert prompts.keys == before
+        submitted = prompts.submit(Chunk([prompt.row(7, 9)], ends))
+        submitted.draft()
+        [tails] = submitted.tails
+        return tails.first_tokens(), tails.wait_rows()
+
+    assert rows(is_short_of_memory=True) == rows(is_short_of_memory=False)
+    assert not prompts.keys
+
+
+@pytest.mark.parametrize("name", ["eagle", "mtp3-deepseek"])
+def test_drafts_without_memory_leave_out_the_prompt_with_most_choices(name: str, make_prompts: MakePrompts) -> None:
+    """The rows and the draft KV of the others are as without a limit."""
+    prompts = make_prompts(name)
+    wants = {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.4, "top_p": 0.9}
+
+    def draft(memory: MemoryLimit, *which: int) -> tuple[list[HandoffRows], list[list[torch.Tensor]]]:
+        """Draft after some of four prompts. The first is not handed over."""
+        sizes = {0: (7, 2), 1: (9, 1), 2: (5, 4), 3: (6, 2)}
+        asked = {index: Prompt(prompts, index, *sizes[index], **wants) for index in which}
+        rows = [prompt.row(0, len(prompt.token_ids)) for prompt in asked.values()]
+        ends = [prompt.tail(place, is_handed_over=index > 0) for place, (index, prompt) in enumerate(asked.items())]
+        submitted = prompts.submit(Chunk(rows, [Tails(ends)]))
+        with memory:
+            submitted.draft()
+        [tails] = submitted.tails
+        tails.first_tokens()
+        kvs = [kv_of(prompts, pages, len(each.token_ids)) for each in asked.values() for pages in each.block_tables]
+        return tails.wait_rows(), kvs
+
+    whole, fitting = MemoryLimit(), MemoryLimit()
+    expected, kvs = draft(whole, 0, 1, 2, 3)
+    draft(fitting, 0, 1, 3)
+    memory = MemoryLimit((whole.peak + fitting.peak) // 2)
+    rows, limited_kvs = draft(memory, 0, 1, 2, 3)
+    assert memory.num_failures == 1 and [bool(each.no_memory) for each in rows] == [False, False, True, False]
+    assert [len(each.rows) for each in rows] == [0, 1, 0, 2]
+    for place in (1, 3):
+        for ours, theirs in zip(rows[place].rows, expected[place].rows, strict=True):
+            one, other = MetadataBuffers(prompts.engine.schema), MetadataBuffers(prompts.engine.schema)
+            assert ours is not None and theirs is not None
+            one.unpack(ours)
+            other.unpack(theirs)
+            for field in prompts.engine.schema.row:
+                assert torch.allclose(one.get(field.name).float(), other.get(field.name).float(), atol=BOUND), (
+                    field.name
+                )
+    for choice in (2, 7, 8):  # of the second and the fourth prompt
+        for ours, theirs in zip(limited_kvs[choice], kvs[choice], strict=True):
+            assert torch.allclose(ours, theirs, atol=BOUND)

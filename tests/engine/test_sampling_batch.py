@@ -245,3 +245,20 @@ def test_rows_that_are_plainly_greedy_are_left_alone() -> None:
     for fields in (FIELDS[1], FIELDS[4], FIELDS[6], FIELDS[7]):
         rows = SamplingBatch.of([*plain, state(fields, [1], [])]).ahead(ahead, torch.tensor([[4]] * 3))
         assert rows.positions.tolist() == list(itertools.chain(*((n, n + 1) for n in (3, 1, 1))))
+
+
+@pytest.mark.parametrize("fields", [[*range(len(FIELDS))], [0, 4, 8], [0, 8]])
+def test_taken_rows_are_those_of_their_requests(fields: list[int]) -> None:
+    rng = random.Random(1)
+    states = [state(FIELDS[field], tokens(rng, 5), tokens(rng, 3)) for field in fields]
+    whole = SamplingBatch.of(states)
+    for rows in ([1], [0, 1], [1, 0, 1], []):
+        taken = whole.take(torch.tensor(rows, dtype=torch.int64))
+        assert taken.needs == whole.needs and taken.num_rows == len(rows)
+        for name in ("ints", "floats", "top_p", "prompt_mask", "output_counts", "bias", "stops"):
+            ours, theirs = getattr(taken, name), getattr(whole, name)
+            assert (ours is None) == (theirs is None), name
+            if ours is not None and name in ("ints", "floats"):
+                assert torch.equal(ours, theirs[:, rows]), name
+            elif ours is not None:
+                assert torch.equal(ours, theirs[rows]), name

@@ -22,6 +22,7 @@ from baton.metadata.wire.node_info import Capacity
 from baton.metadata.wire.request import SamplingParams, TokenLogprobs, Unit, unpack_ids
 from baton.router.cancels import Cancels
 from baton.router.effects import Send
+from baton.router.http.errors import body_of, status_of
 from baton.router.node import Group, Node
 from baton.router.queue import Bounds, Entry, Queues, Refused
 from baton.router.request import Attempt, Request
@@ -32,6 +33,7 @@ from baton.router.streams import TokenStreams
 from .conftest import System
 from .fake_nodes import FakeNode
 from .sites import add_node, make_group
+from .test_dispatcher import Client, World, load
 from .test_runner import fail_transfer, is_canary, own, stream_events, text_of, wait_until
 
 Make = Callable[..., System]
@@ -694,3 +696,164 @@ def test_a_request_survives_the_restart_of_its_only_decode_node(make_system: Cal
         system.cluster.add("decode", "d0")
         status, body, _ = future.result(60)
     assert (status, body["choices"][0]["text"]) == (200, system.text)
+
+
+# --- out of memory ---
+
+
+class Starved(World):
+    """Nodes that run out of memory when the test says so."""
+
+    def begin(self, client: Client) -> m.Prefill:
+        """Let the decode node that was asked last grant the reservation. Return what the prefill node is asked for."""
+        name, asked = next((to, each) for to, each in reversed(self.sent) if isinstance(each, m.Reserve))
+        assert asked.rid == client.request.rid
+        self.say(name, m.Reserved(asked.rid, asked.attempt, asked.choices, load(90)))
+        return next(each for _, each in reversed(self.sent) if isinstance(each, m.Prefill))
+
+    def pair_of(self, prefill: m.Prefill) -> tuple[str, str]:
+        """Return the names of the nodes of an attempt."""
+        name = next(to for to, each in self.sent if each is prefill)
+        assert prefill.decode is not None
+        return name, prefill.decode.node_id
+
+    def run_out(self, name: str, asked: m.Prefill, *choices: int) -> None:
+        for choice in choices or asked.choices:
+            words = f"no memory left on {name}; lower max_running"
+            self.say(name, m.Failed(Unit(asked.rid, choice, asked.attempt), "out_of_memory", words, True))
+
+    def pairs(self) -> list[tuple[str, str]]:
+        return [self.pair_of(each) for _, each in self.sent if isinstance(each, m.Prefill)]
+
+    def check_error(self, client: Client, where: str) -> None:
+        """Check that the request has ended with one error that names the cause and the fix, and that no node gets it
+        any more."""
+        assert client.num_ends == 1 and client.errors
+        error, num_sent = client.errors[0], len(self.pairs())
+        body = body_of(error).error
+        assert (status_of(error), body.code) == (503, "out_of_memory")
+        assert f"ran out of memory {where}: shorten its prompt" in body.message and "lower max_running" in body.message
+        assert "no memory left on" in str(error) and "no memory left on" not in body.message, "a node's words: log only"
+        self.wait(30.0)
+        assert len(self.pairs()) == num_sent and client.num_ends == 1
+        self.check_books()
+
+
+def other(name: str) -> str:
+    return name[0] + str(1 - int(name[1]))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("num_nodes", [2, 3])
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_request_that_ran_out_of_memory_on_two_nodes_gets_no_third(
+    role: str, num_nodes: int, is_streaming: bool
+) -> None:
+    """It goes to another node of the role first, although other pairs with the first node have not failed."""
+    names = {"prefill": ["p0", "d0"], "decode": ["d0", "p0"]}[role]
+    more = [f"{role[0]}{place}" for place in range(1, num_nodes)] + [f"{names[1][0]}1"]
+    world = Starved(*names, *more)
+    client = world.submit()
+    place = 0 if role == "prefill" else 1
+    tried: list[str] = []
+    for num_tries in (1, 2):
+        asked = world.begin(client)
+        pair = world.pair_of(asked)
+        tried.append(pair[place])
+        if is_streaming and role == "decode":
+            first = len(unpack_ids(asked.request.received_ids))
+            world.hand_over(asked, *pair)
+            world.tokens(pair[1], asked, first + 1, [41, 42, 43])
+        assert len(world.pairs()) == num_tries and not client.num_ends
+        for name in (name for name in [*names, *more] if name[0] == "d"):  # load invites an untried pair with the node
+            world.beat(name, free_pages=90 if (name == pair[1]) == (role == "decode") else 50)
+        world.run_out(pair[place], asked)
+    assert len(set(tried)) == 2, tried
+    world.check_error(client, "on two nodes")
+    assert bool(client.ids) == (is_streaming and role == "decode")
+
+
+def test_one_prefill_and_one_decode_node_are_two_nodes() -> None:
+    world = Starved("p0", "p1", "d0", "d1", "d2")
+    client = world.submit()
+    asked = world.begin(client)
+    first = world.pair_of(asked)
+    world.run_out(first[0], asked)
+    asked = world.begin(client)
+    prefill, decode = world.pair_of(asked)
+    assert prefill == other(first[0])
+    world.hand_over(asked, prefill, decode)
+    world.run_out(decode, asked)
+    world.check_error(client, "on two nodes")
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_only_node_of_its_role_is_tried_once_more(role: str) -> None:
+    world = Starved()
+    client = world.submit()
+    for num_tries in (1, 2):
+        asked = world.begin(client)
+        assert world.pairs() == [("p0", "d0")] * num_tries and not client.num_ends
+        world.run_out("p0" if role == "prefill" else "d0", asked)
+    world.check_error(client, f"twice on the only {role} node")
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_choices_that_run_out_of_memory_together_count_once(num_nodes: int) -> None:
+    """Each choice tries again by itself. The first one that runs out a second time ends all, once."""
+    world = Starved("p0", *[f"d{place}" for place in range(num_nodes)])
+    client = world.submit(n=3)
+    asked = world.begin(client)
+    _, decode = world.pair_of(asked)
+    world.hand_over(asked, "p0", decode)
+    world.run_out(decode, asked, 2)
+    assert not client.num_ends
+    world.run_out(decode, asked, 0)
+    assert not client.num_ends and world.got(decode, m.Cancel) == [], "choice 1 runs on"
+    again = world.begin(client)
+    second = world.pair_of(again)[1]
+    assert (second != decode) == (num_nodes > 1) and len(again.choices) == 1
+    world.hand_over(again, "p0", second)
+    world.tokens(decode, asked, 1, [41, 42], choice=1)
+    world.run_out(second, again)
+    assert client.ids[1] == [40, 41, 42]
+    world.check_error(client, "on two nodes" if num_nodes > 1 else "twice on the only decode node")
+
+
+def test_a_request_waits_for_the_node_on_which_it_has_not_run_out_of_memory() -> None:
+    """The other node is full. The one that ran out has room, but not for this request."""
+    world = Starved("p0", "d0", "d1")
+    client = world.submit(max_tokens=8)
+    asked = world.begin(client)
+    decode = world.pair_of(asked)[1]
+    free = other(decode)
+    world.node(free).refuse(world.now)
+    world.hand_over(asked, "p0", decode)
+    world.run_out(decode, asked)
+    assert len(world.got(decode, m.Reserve)) == 1 and not world.got(free, m.Reserve)
+    world.say(free, m.CapacityFreed(load(100)))
+    again = world.begin(client)
+    assert world.pair_of(again) == ("p0", free)
+    world.hand_over(again, "p0", free)
+    world.tokens(free, again, 2, list(range(42, 48)), reason="length")
+    assert client.num_done == 1 and not client.errors
+    world.check_books()
+
+
+def test_progress_and_the_loss_of_a_node_do_not_forget_that_it_ran_out_of_memory() -> None:
+    world = Starved("p0", "d0", "d1")
+    client = world.submit()
+    asked = world.begin(client)
+    decode = world.pair_of(asked)[1]
+    world.hand_over(asked, "p0", decode)
+    world.tokens(decode, asked, 1, [41, 42, 43])
+    world.run_out(decode, asked)
+    world.lose(decode)
+    world.join(f"{decode[0]}7")
+    again = world.begin(client)
+    second = world.pair_of(again)[1]
+    assert second != decode
+    world.hand_over(again, "p0", second)
+    world.tokens(second, again, 5, [45, 46, 47])
+    world.run_out(second, again)
+    world.check_error(client, "on two nodes")

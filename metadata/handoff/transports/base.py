@@ -130,10 +130,16 @@ class Transport(ABC):
         """Queue moves. Their pages land in later calls of `step` or `receive`."""
         self._queue.extend(moves)
 
+    @property
+    def next_unit(self) -> Unit:
+        """The unit of the first queued move, of which there is one."""
+        return self._queue[0].unit
+
     @abstractmethod
     def step(self, max_bytes: int) -> Iterator[Landed]:
         """Continue with the queued moves and copy about `max_bytes` at most. Each page is yielded before the next is
-        copied, so that the caller checks it while it lies in the processor's cache."""
+        copied, so that the caller checks it while it lies in the processor's cache. Raises OutOfMemory, after the last
+        page, if the device has no memory for queued moves, which stay queued."""
 
     def receive(self, message: Pages, data: memoryview) -> Iterator[Landed]:  # noqa: ARG002
         """Take the peer's pages, one after the other. If the caller stops iterating, the rest is not written. Raises

@@ -23,7 +23,7 @@ from typing import ClassVar, NamedTuple
 
 import msgspec
 
-from ...errors import TransferError
+from ...errors import OutOfMemory, TransferError
 from ...wire.data_link import CudaWelcome, LinkHello, LinkWelcome
 from ...wire.node_info import DevicePools
 from ...wire.request import Unit
@@ -112,16 +112,21 @@ class CudaTransport(Transport):
 
     def step(self, max_bytes: int) -> Iterator[Landed]:  # noqa: ARG002
         """Launch queued moves, at most GATHER_BYTES at a time, and yield the pages of finished launches."""
-        done = self._take_done()
-        if self._launch() and len(self._launches) == 1:
-            self._await_short(self._launches[0])
-            done += self._take_done()
+        done, failure = self._take_done(), None
+        try:
+            if self._launch() and len(self._launches) == 1:
+                self._await_short(self._launches[0])
+                done += self._take_done()
+        except OutOfMemory as error:
+            failure = error
         landed: list[Landed] = []
         for moves, gather in done:
             for move, checksums in zip(moves, gather.checksums(), strict=True):
                 if move is not None:
                     landed.append(Landed(move, int(self._peer.generations[move.source]), checksums))
         yield from landed  # the caller may close this transport between two pages
+        if failure is not None and self._queue:
+            raise failure
 
     def forget(self, unit: Unit) -> None:
         super().forget(unit)
@@ -148,13 +153,18 @@ class CudaTransport(Transport):
         return done
 
     def _launch(self) -> bool:
-        """Launch queued moves. Return whether any was launched."""
+        """Launch queued moves. Return whether any was launched. Raises OutOfMemory; the moves stay queued."""
         most = max(1, GATHER_BYTES // self.page_bytes)
         num_before = len(self._launches)
         while self._queue and len(self._launches) < MAX_UNDER_WAY:
             moves = [self._queue.popleft() for _ in range(min(most, len(self._queue)))]
             sources, targets = [move.source for move in moves], [move.target for move in moves]
-            self._launches.append(_Launch([*moves], self.device.gather(self._pools, sources, targets)))
+            try:
+                gather = self.device.gather(self._pools, sources, targets)
+            except OutOfMemory:
+                self._queue.extendleft(reversed(moves))
+                raise
+            self._launches.append(_Launch([*moves], gather))
         return len(self._launches) > num_before
 
     def _await_short(self, launch: _Launch) -> None:

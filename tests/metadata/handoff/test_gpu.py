@@ -6,7 +6,7 @@ import gc
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ from handoff_nodes import SCHEMA, make_client, make_row, make_server, named, pee
 from baton.engine.config import EngineConfig
 from baton.engine.startup import transports
 from baton.metadata.bus.addresses import host_identity
-from baton.metadata.errors import ConfigError, TransferError
+from baton.metadata.errors import ConfigError, OutOfMemory, TransferError
 from baton.metadata.handoff.descriptors import new_token, send_descriptors
 from baton.metadata.handoff.pull_link import HELLO_S
 from baton.metadata.handoff.schema import blocks_per_page
-from baton.metadata.handoff.transfer import Arrived, TransferFailed
+from baton.metadata.handoff.tickets import TicketEnded, TicketFailed
+from baton.metadata.handoff.transfer import Arrived, Revoked, TransferFailed
 from baton.metadata.handoff.transports.cuda import CudaTransport
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.protocol import PROTOCOL_MAX
@@ -326,3 +327,116 @@ def test_many_pages_are_offered_in_several_messages(pair: GpuPair, monkeypatch: 
     assert [unpack_ids(offer.indices) for offer in offers] == [[0, 1], [2, 3], [4]]
     assert [offer.row is not None for offer in offers] == [False, False, True]
     assert same_pages(pair.target, [1, 2, 3, 4, 10], pair.source, [5, 6, 7, 8, 9])
+
+
+# --- out of memory ---
+
+
+class Full:
+    """Lets a method of a FakeDevice run out of memory for these pages, or for more pages than so many."""
+
+    def __init__(self, device: FakeDevice, name: str, *, pages: Sequence[int] = (), most: int = 1000) -> None:
+        self.num_failures = 0
+        method = getattr(device, name)
+
+        def limited(*args: Any) -> Any:
+            if len(args[-1]) > most or set(args[-1]).intersection(pages):
+                self.num_failures += 1
+                raise OutOfMemory("the device has no memory left for this")
+            return method(*args)
+
+        setattr(device, name, limited)
+
+
+def hand_over_two(pair: GpuPair) -> list[Any]:
+    """Hand pages 5 and 6 over into 9 and 8, and pages 3 and 4 into 7 and 2. Revoke what fails at the prefill node.
+    Return the events until both tickets have ended."""
+    units = unit("r"), unit("s")
+    for each, sources, targets in zip(units, ([5, 6], [3, 4]), ([9, 8], [7, 2]), strict=True):
+        pair.client.claim(each, peer_of(pair.server), 0, targets)
+        pair.server.open(each, 2)
+        pair.server.offer(each, [0, 1], sources, [1, 1])
+        pair.server.finish(each, make_row(SCHEMA))
+
+    def are_over(events: list[Any]) -> bool:
+        for each in named(events, TicketFailed):
+            pair.server.revoke(each.unit, finished=False, reason=each.reason)
+        return len(named(events, TicketEnded)) == 2 and not pair.client.tickets()
+
+    return spin([pair.server, pair.client], are_over)
+
+
+@pytest.mark.parametrize(
+    ("transport", "name", "pages"),
+    [("zmq", "store", [5]), ("local", "store", [6]), ("cuda", "digest", [5]), ("zmq", "digest", [6])],
+)
+def test_a_ticket_for_which_the_prefill_node_has_no_memory_fails_alone(
+    transport: str, name: str, pages: list[int]
+) -> None:
+    pair = GpuPair((transport,))
+    full = Full(pair.theirs, name, pages=pages)
+    pair.server.digest([3, 4, 5, 6], [1] * 4)
+    events = hand_over_two(pair)
+    assert full.num_failures and {(each.unit.rid, each.reason) for each in named(events, TicketFailed)} == {
+        ("r", "the device has no memory left for this")
+    }
+    assert [each.unit.rid for each in named(events, Revoked)] == ["r"] and not named(events, TransferFailed)
+    assert [each.unit.rid for each in named(events, Arrived)] == ["s"]
+    assert {each.unit.rid: each.how for each in named(events, TicketEnded)} == {"r": "revoked", "s": "acked"}
+    assert same_pages(pair.target, [7, 2], pair.source, [3, 4])
+    pair.close()
+
+
+def test_a_failed_ticket_is_a_reason_to_poll_at_once(pair: GpuPair) -> None:
+    Full(pair.theirs, "digest", pages=[5])
+    pair.server.open(unit(), 2)
+    assert pair.server.wait_s() != 0.0
+    pair.server.offer(unit(), [0], [5], [1])
+    assert pair.server.wait_s() == 0.0
+    assert [type(each) for each in pair.server.poll()] == [TicketFailed] and pair.server.wait_s() != 0.0
+
+
+@pytest.mark.parametrize(
+    ("transport", "name", "limits"),
+    [("zmq", "load", {"pages": [8]}), ("local", "load", {"pages": [9]}), ("cuda", "gather", {"most": 2})],
+)
+def test_a_transfer_for_which_the_decode_node_has_no_memory_fails_alone(
+    transport: str, name: str, limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If there is no memory for a copy of two units' pages, one unit gives way."""
+    pair = GpuPair((transport,))
+    full = Full(pair.ours, name, **limits)
+    launch = CudaTransport._launch
+
+    def launch_together(self: CudaTransport) -> bool:
+        """Wait for the pages of both units, as long as both are there."""
+        return (len(self._queue) == 4 or len(pair.client.tickets()) < 2) and launch(self)
+
+    monkeypatch.setattr(CudaTransport, "_launch", launch_together)
+    events = hand_over_two(pair)
+    assert full.num_failures == 1
+    [failed] = named(events, TransferFailed)
+    assert (failed.unit.rid, failed.code, failed.is_refused) == ("r", "out_of_memory", False)
+    assert "no memory left for this" in failed.reason
+    assert [each.unit.rid for each in named(events, Arrived)] == ["s"]
+    assert {each.unit.rid: each.how for each in named(events, TicketEnded)} == {"r": "dropped", "s": "acked"}
+    assert same_pages(pair.target, [7, 2], pair.source, [3, 4])
+    pair.close()
+
+
+def test_what_a_copy_brought_before_one_without_memory_lands(pair: GpuPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transfer whose copy is done arrives in the step in which the next copy finds no memory."""
+    pair.ours.is_slow = True
+    units = unit("r"), unit("s")
+    for each, targets in zip(units, ([9, 8], [7, 2]), strict=True):
+        pair.client.claim(each, peer_of(pair.server), 0, targets)
+        pair.server.open(each, 2)
+    pair.server.offer(units[0], [0, 1], [5, 6], [1, 1], make_row(SCHEMA))
+    spin([pair.server, pair.client], lambda _: pair.ours.called("gather") == [9, 8])
+    Full(pair.ours, "gather", pages=[7])
+    pair.server.offer(units[1], [0, 1], [3, 4], [1, 1], make_row(SCHEMA))
+    spin([pair.server], lambda _: True)
+    pair.ours.run()
+    events = spin([pair.server, pair.client], lambda _: not pair.client.tickets())
+    assert [type(each) for each in events if isinstance(each, Arrived | TransferFailed)] == [Arrived, TransferFailed]
+    assert same_pages(pair.target, [9, 8], pair.source, [5, 6])
