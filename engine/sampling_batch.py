@@ -98,19 +98,12 @@ class SamplingBatch:
 
     def take(self, index: Tensor) -> Self:
         """Return the rows `index` [num_taken] int64."""
-
-        def taken(column: Tensor | None) -> Tensor | None:
-            return None if column is None else column.index_select(0, index)
-
         return type(self)(
             self.needs,
             self.ints.index_select(1, index),
             self.floats.index_select(1, index),
             self.top_p.index_select(0, index),
-            taken(self.prompt_mask),
-            taken(self.output_counts),
-            taken(self.bias),
-            taken(self.stops),
+            None if self.history is None else self.history.take(index),
         )
 
     def ahead(self, num_ahead: Tensor, tokens: Tensor, is_before: Tensor | None = None) -> Self:

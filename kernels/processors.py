@@ -57,6 +57,10 @@ class History(NamedTuple):
         counted = torch.cat([self.is_counted.repeat_interleave(num_new, 0), counted], dim=1)
         return self._replace(places=places, drafted=drafted, is_counted=counted)
 
+    def take(self, index: Tensor) -> Self:
+        """Return the rows `index` [num_taken] int64."""
+        return type(self)(self.columns, *(each.index_select(0, index) for each in self[1:]))
+
     def rows(self) -> TokenColumns:
         """Return copies of the columns of each row, [num_rows, vocab_size], with the drafted tokens counted."""
         mask, counts, bias, stops = (None if each is None else each[self.places] for each in self.columns)
