@@ -255,8 +255,8 @@ def test_taken_rows_are_those_of_their_requests(fields: list[int]) -> None:
     for rows in ([1], [0, 1], [1, 0, 1], []):
         taken = whole.take(torch.tensor(rows, dtype=torch.int64))
         assert taken.needs == whole.needs and taken.num_rows == len(rows)
-        for name in ("ints", "floats", "top_p", "prompt_mask", "output_counts", "bias", "stops"):
-            ours, theirs = getattr(taken, name), getattr(whole, name)
+        for name in ("ints", "floats", "top_p", *TokenColumns._fields):
+            ours, theirs = column(taken, name), column(whole, name)
             assert (ours is None) == (theirs is None), name
             if ours is not None and name in ("ints", "floats"):
                 assert torch.equal(ours, theirs[:, rows]), name
