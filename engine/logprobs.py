@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
-import torch
 from torch import Tensor
 
+from ..kernels.logprobs import top_logprobs
 from ..metadata.wire.request import MAX_TOP_LOGPROBS, TokenLogprobs
 from .copies import to_host
 
@@ -13,9 +13,9 @@ from .copies import to_host
 class Logprobs(NamedTuple):
     """Log-probabilities of rows, on the logits' device until they are brought to the host."""
 
-    chosen: Tensor  # [num_rows] float32
-    top_ids: Tensor  # [num_rows, num_top] int64, likeliest first, equal ones by ascending id
-    top_logprobs: Tensor  # [num_rows, num_top] float32
+    chosen: Tensor  # as TopLogprobs
+    top_ids: Tensor
+    top_logprobs: Tensor
 
     def to_host(self) -> Self:
         """Copies, there after the next `recorded_event` (copies.py)."""
@@ -32,16 +32,11 @@ class Logprobs(NamedTuple):
 
 
 def compute_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
-    """Log-probabilities of `token_ids` and of the `num_top` likeliest tokens (at most 20, and at most all).
+    """Return the log-probabilities of `token_ids` and of the `num_top` likeliest tokens (at most 20, and at most all).
 
     Args:
         logits: [num_rows, vocab_size], any float dtype, unprocessed.
         token_ids: [num_rows] int64, the sampled tokens (or, for a prompt, its next tokens).
     """
-    assert logits.shape[0] == token_ids.shape[0], (logits.shape, token_ids.shape)
     assert 0 <= num_top <= MAX_TOP_LOGPROBS, num_top
-    logprobs = logits.to(torch.float32).log_softmax(-1)
-    chosen = logprobs.gather(1, token_ids[:, None]).squeeze(1)
-    ids = logprobs.topk(min(num_top, logits.shape[1])).indices.sort(1).values
-    values, order = logprobs.gather(1, ids).sort(stable=True, dim=1, descending=True)
-    return Logprobs(chosen, ids.gather(1, order), values)
+    return Logprobs(*top_logprobs(logits, token_ids, min(num_top, logits.shape[1])))

@@ -25,7 +25,7 @@ from .triton_filters import score_thresholds, scores_of
 from .triton_noise import check_columns, gumbel_from_bits_of, random_bits
 from .triton_packed import LOWEST, id_of, pack, row_max, score_of
 
-MAX_TOPK = 16
+MAX_TOPK = 20
 _SPLIT_SIZE = 1024  # ids of a program
 _TOPK_SPLIT_SIZE = 2048
 
@@ -62,14 +62,24 @@ def serves_topk(logits: Tensor, k: int, *_: object, **__: object) -> bool:
 
 def perturbed_topk(logits: Tensor, k: int, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
     """Return `perturbed_topk_ref`; `k` is at most MAX_TOPK and the size of the vocabulary."""
+    return topk_of(logits, k, draws)[:2]
+
+
+def topk_of(
+    logits: Tensor, k: int, draws: Draws | None, chosen_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the results of `perturbed_topk`, and the log-softmax of `chosen_ids` [num_rows] int64: [num_rows] float32.
+    It is undefined without `chosen_ids`, which come without `draws`."""
+    assert chosen_ids is None or draws is None, "scores of chosen ids are not drawn"
     _check(logits, draws)
     num_rows, vocab_size = logits.shape
     assert 1 <= k <= min(MAX_TOPK, vocab_size), (k, vocab_size)
     splits = triton.cdiv(vocab_size, _TOPK_SPLIT_SIZE)
     token_ids = torch.empty((num_rows, k), dtype=torch.int64, device=logits.device)
     log_softmax = torch.empty((num_rows, k), dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     if num_rows == 0:
-        return token_ids, log_softmax
+        return token_ids, log_softmax, chosen
     best = torch.empty((num_rows, splits, k), dtype=torch.int64, device=logits.device)
     sums = torch.empty((num_rows, splits), dtype=torch.float32, device=logits.device)
     largest = sums.new_empty(sums.shape, dtype=torch.int64)
@@ -85,9 +95,11 @@ def perturbed_topk(logits: Tensor, k: int, draws: Draws | None = None) -> tuple[
         BLOCK=_TOPK_SPLIT_SIZE, SPLITS=width, enable_fp_fusion=False,
     )  # fmt: skip
     _choose_topk_kernel[(num_rows,)](
-        best, sums, token_ids, log_softmax, splits, K=k, SPLITS=width, CANDIDATES=triton.next_power_of_2(splits * k)
-    )
-    return token_ids, log_softmax
+        best, sums, token_ids, log_softmax, logits, token_ids if chosen_ids is None else chosen_ids, chosen,
+        logits.stride(0), splits, K=k, SPLITS=width, CANDIDATES=triton.next_power_of_2(splits * k),
+        HAS_CHOSEN=chosen_ids is not None,
+    )  # fmt: skip
+    return token_ids, log_softmax, chosen
 
 
 def _check(logits: Tensor, draws: Draws | None) -> None:
@@ -218,10 +230,15 @@ def _choose_topk_kernel(
     sums_ptr,  # [num_rows, splits] float32
     token_ids_ptr,  # [num_rows, K] int64
     log_softmax_ptr,  # [num_rows, K] float32
+    logits_ptr,  # [num_rows, vocab_size], read if HAS_CHOSEN, as the next two
+    chosen_ids_ptr,  # [num_rows] int64
+    chosen_ptr,  # [num_rows] float32, written
+    stride,
     splits,
     K: tl.constexpr,
     SPLITS: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    HAS_CHOSEN: tl.constexpr,
 ):
     """Grid: (num_rows)."""
     row = tl.program_id(0).to(tl.int64)
@@ -233,6 +250,9 @@ def _choose_topk_kernel(
     best = tl.max(packed, axis=0)
     top = score_of(best)
     total = tl.log(tl.sum(tl.where(tops == top, sums, sums * tl.exp(tops - top)), axis=0))
+    if HAS_CHOSEN:
+        logit = tl.load(logits_ptr + row * stride + tl.load(chosen_ids_ptr + row)).to(tl.float32)
+        tl.store(chosen_ptr + row, logit - top - total)
     for rank in range(K):
         tl.store(token_ids_ptr + row * K + rank, id_of(best))
         tl.store(log_softmax_ptr + row * K + rank, score_of(best) - top - total)

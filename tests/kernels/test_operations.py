@@ -33,6 +33,7 @@ DECLARED = {
     "linear": ["linear", "gated_linear", "linear_parts", "sum_parts", "fuses"],
     "processors": ["process_logits"],
     "sample": ["perturbed_argmax", "perturbed_topk"],
+    "logprobs": ["top_logprobs"],
     "noise": ["gumbel_noise", "add_gumbel_noise_"],
     "advance": ["advance_"],
     "rows": ["gather_rows", "assign_rows_", "packed"],
