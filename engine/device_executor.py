@@ -99,8 +99,9 @@ class DeviceExecutor:
         return self.engine.device.type != "cpu"
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Capture, on CUDA, the graphs of all buckets for requests without filters and penalties. `progress` counts
-        them. Graphs of other kinds are captured by the first request that needs them. On a CPU, catch up once."""
+        """Capture, on CUDA, the graphs of all buckets for requests with any temperature and filters. `progress` counts
+        them. Graphs for penalties, biases and log-probabilities are captured by the first request that needs them. On a
+        CPU, catch up once."""
         sizes = catch_up_sizes(self.shape) if self.keeps_missed_rows else ()
         if captures(self.engine.device):
             shapes = [self.shape.with_steps(steps) for steps in self.shape.choices]

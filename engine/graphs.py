@@ -30,19 +30,19 @@ Step = TypeVar("Step")  # which of its graphs: the draft shape of a round, the n
 Result = TypeVar("Result")
 
 GREEDY = Needs()
-SAMPLED = Needs(is_random=True)
-FILTERED = Needs(is_random=True, ranks=True, cuts=True)
+SAMPLED = Needs(is_random=True, ranks=True, cuts=True)  # rows without filters leave its kernels at once
+SCORED = SAMPLED._replace(num_logprobs=MAX_TOP_LOGPROBS)
 EVERYTHING = Needs(True, True, True, True, True, True, MAX_TOP_LOGPROBS)
-KINDS = (GREEDY, SAMPLED, FILTERED, EVERYTHING)
+KINDS = (GREEDY, SAMPLED, SCORED, EVERYTHING)
 
 
 def covering(needs: Needs) -> Needs:
     """Return the least of KINDS that does all that `needs` asks for."""
-    if needs.processes or needs.num_logprobs is not None:
+    if needs.processes:
         return EVERYTHING
-    if needs.ranks or needs.cuts:
-        return FILTERED
-    return SAMPLED if needs.is_random else GREEDY
+    if needs.num_logprobs is not None:
+        return SCORED
+    return SAMPLED if needs.is_random or needs.ranks or needs.cuts else GREEDY
 
 
 def graph_sizes(kv: torch.Tensor, max_running: int) -> list[int]:

@@ -245,11 +245,9 @@ class SubmittedTails:
             self._event.synchronize()
         assert self._draft is not None or self._engine.drafter is None or not self._handed, "call `draft` first"
         no_memory = str(_out_of_memory("the drafts after the first tokens"))
-        num_packed, rows = (
-            0,
-            [HandoffRows([], no_memory if index in self._without_memory else "") for index in range(len(self._tails))],
-        )
-        first_tokens = self.first_tokens()
+        reasons = [no_memory if index in self._without_memory else "" for index in range(len(self._tails))]
+        rows = [HandoffRows([], reason) for reason in reasons]
+        num_packed, first_tokens = 0, self.first_tokens()
         for index in self._handed:
             rows[index] = self._pack(self._tails[index], first_tokens[index], num_packed)
             num_packed += len(self._tails[index].states)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.engine import graphs
-from baton.engine.graphs import EVERYTHING, FILTERED, GREEDY, KINDS, SAMPLED, covering, graph_sizes
+from baton.engine.graphs import EVERYTHING, GREEDY, KINDS, SAMPLED, SCORED, covering, graph_sizes
 from baton.engine.sampling_state import Needs
 from baton.kernels.operations import preferring
 from baton.metadata.wire.request import MAX_TOP_LOGPROBS
@@ -40,14 +40,15 @@ def test_each_kind_does_all_that_the_one_before_it_does() -> None:
     [
         (Needs(), GREEDY),
         (Needs(is_random=True), SAMPLED),
-        (Needs(is_random=True, ranks=True), FILTERED),
-        (Needs(is_random=True, cuts=True), FILTERED),
-        (Needs(is_random=True, ranks=True, cuts=True), FILTERED),
+        (Needs(is_random=True, ranks=True), SAMPLED),
+        (Needs(is_random=True, cuts=True), SAMPLED),
+        (Needs(is_random=True, ranks=True, cuts=True), SAMPLED),
         (Needs(penalizes=True), EVERYTHING),
         (Needs(biases=True), EVERYTHING),
         (Needs(bans=True), EVERYTHING),
-        (Needs(num_logprobs=0), EVERYTHING),
-        (Needs(is_random=True, num_logprobs=MAX_TOP_LOGPROBS), EVERYTHING),
+        (Needs(num_logprobs=0), SCORED),
+        (Needs(is_random=True, cuts=True, num_logprobs=MAX_TOP_LOGPROBS), SCORED),
+        (Needs(penalizes=True, num_logprobs=1), EVERYTHING),
     ],
 )
 def test_what_one_request_asks_for_decides_the_kind(needs: Needs, kind: Needs) -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from triton_device import DEVICE, random
+from triton_device import DEVICE, IS_INTERPRETED, random
 
 pytest.importorskip("triton")
 
@@ -75,6 +75,16 @@ def test_rows_keep_what_a_sort_keeps(vocab_size: int, scale: float, dtype: torch
     logits = random(len(ROWS), vocab_size, dtype=dtype, seed=vocab_size, scale=scale)
     temperatures = torch.tensor([0.7, 1.0, 1.3, 0.0] * 3, device=DEVICE)
     check(logits, temperatures, columns(ROWS))
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter is slow; a GPU checks the size of real vocabularies")
+@pytest.mark.parametrize("scale", [0.3, 1.0, 3.0, 8.0])
+def test_rows_of_a_real_vocabulary(scale: float) -> None:
+    """From rows of which most tokens are likely to rows of which few are."""
+    rows = [*ROWS] * 16
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = random(len(rows), 128_256, dtype=dtype, seed=3, scale=scale)
+        check(logits, torch.tensor([0.7, 1.0, 1.3, 0.0], device=DEVICE).repeat(len(rows) // 4), columns(rows))
 
 
 @pytest.mark.parametrize(("most", "few"), [(32, 16), (300, 16), (300, 256)])
