@@ -51,7 +51,13 @@ LEASE_STEPS = 8  # a decode node that recomputes a chunk renews no lease meanwhi
 _DEFAULT_POOL_TOKENS = 65_536
 _MEMORY_SHARE = 0.25  # of what is free, for a pool of the default size
 _STEP_LEN = 512  # tokens of a sequence in `padding_step`
-_WARM_UP = (SamplingParams(max_tokens=1, temperature=1.0, seed=1), SamplingParams(max_tokens=1, temperature=0.0))
+_WARM_UP = (  # each kind of sampling that has kernels of its own
+    SamplingParams(max_tokens=1, temperature=1.0, seed=1),
+    SamplingParams(max_tokens=1, temperature=0.0),
+    SamplingParams(max_tokens=1, temperature=1.0, seed=1, top_p=0.9, num_logprobs=1),
+    SamplingParams(max_tokens=1, temperature=1.0, seed=1, presence_penalty=0.5),
+    SamplingParams(max_tokens=1, temperature=1.0, seed=1, presence_penalty=0.5, top_p=0.9),
+)
 _WARM_UP_SIZES = (1, 4, 8, 16, 32)  # rows of a product that have kernels of their own on CUDA
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

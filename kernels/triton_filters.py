@@ -31,6 +31,7 @@ from .filters import EXP2_COEFFICIENTS, LOG2_E, MIN_SCORE, WEIGHT_BITS, Filters
 from .triton_packed import key_of, row_max, score_of, score_of_key
 
 _NUM_LEVELS = 8
+_COLUMNS = ("temperatures_ptr", "log_min_p_ptr", "top_k_ptr", "top_p_ptr")  # which lie as the batch size has them
 _SPLIT_SIZE = 4096  # ids of a program
 _MOST_GATHERED = 4096  # logits of a row
 _FEW = 1024  # logits that are searched in registers
@@ -124,7 +125,7 @@ def _is_searched(temperature, top_k, top_p, vocab_size):
     return (temperature != 0.0) & ((top_k < vocab_size) | (top_p < 1.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_COLUMNS)
 def _levels_kernel(
     logits_ptr,  # [num_rows, vocab_size], rows `stride` apart
     stride,
@@ -167,7 +168,7 @@ def _weight_left(weights_ptr, row, splits, NUM_LEVELS: tl.constexpr, SPLITS: tl.
     return tl.sum(tl.load(weights_ptr + at, mask=split < splits, other=0), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_COLUMNS)
 def _gather_kernel(
     logits_ptr,  # as for _levels_kernel, up to weights
     stride,
@@ -221,7 +222,7 @@ def _gather_kernel(
             tl.store(gathered_ptr + row * most + place, logits, mask=is_above)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_COLUMNS)
 def _search_kernel(
     logits_ptr,  # as for _gather_kernel, up to num_gathered
     stride,

@@ -18,6 +18,9 @@ from torch import Tensor
 from .processors import History
 
 _BLOCK = 1024  # ids of a program
+# One kernel serves all requests: nobody waits for another to be compiled.
+_RUN_TIME = ("num_drafted", "penalizes", "biases", "bans")
+_COLUMNS = ("places_ptr", "drafted_ptr", "is_counted_ptr", "penalties_ptr", "bans_ptr")
 _DTYPES = (torch.bool, torch.int32, torch.float32, torch.bool)  # of TokenColumns
 
 
@@ -37,23 +40,24 @@ def process_logits(logits: Tensor, history: History, penalties: Tensor, bans_now
     if num_rows == 0:
         return out
     mask, counts, bias, stops = history.columns
+    no_bits = out.view(torch.bool)
     _process_kernel[num_rows, triton.cdiv(vocab_size, _BLOCK)](
-        logits, out, out if mask is None else mask, out if counts is None else counts, out if bias is None else bias,
-        out if stops is None else stops, history.places, drafted, is_counted, penalties, bans_now,
-        logits.stride(0), vocab_size, drafted.shape[1], PENALIZES=counts is not None, BIASES=bias is not None,
-        BANS=stops is not None, BLOCK=_BLOCK, enable_fp_fusion=False,
+        logits, out, no_bits if mask is None else mask, out.view(torch.int32) if counts is None else counts,
+        out if bias is None else bias, no_bits if stops is None else stops, history.places, drafted, is_counted,
+        penalties, bans_now, logits.stride(0), vocab_size, drafted.shape[1],
+        int(counts is not None), int(bias is not None), int(stops is not None), BLOCK=_BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_RUN_TIME, do_not_specialize_on_alignment=_COLUMNS)
 def _process_kernel(
     logits_ptr,  # [num_rows, vocab_size], rows `stride` apart
     out_ptr,  # [num_rows, vocab_size] float32, written
-    mask_ptr,  # [num_kept, vocab_size] bool, read if PENALIZES
-    counts_ptr,  # [num_kept, vocab_size] int32, read if PENALIZES
-    bias_ptr,  # [num_kept, vocab_size] float32, read if BIASES
-    stops_ptr,  # [num_kept, vocab_size] bool, read if BANS
+    mask_ptr,  # [num_kept, vocab_size] bool, read if `penalizes`
+    counts_ptr,  # [num_kept, vocab_size] int32, read if `penalizes`
+    bias_ptr,  # [num_kept, vocab_size] float32, read if `biases`
+    stops_ptr,  # [num_kept, vocab_size] bool, read if `bans`
     places_ptr,  # [num_rows] int64
     drafted_ptr,  # [num_rows, num_drafted] int64
     is_counted_ptr,  # [num_rows, num_drafted] bool
@@ -62,9 +66,9 @@ def _process_kernel(
     stride,
     vocab_size,
     num_drafted,
-    PENALIZES: tl.constexpr,
-    BIASES: tl.constexpr,
-    BANS: tl.constexpr,
+    penalizes,  # 1 if there are mask and counts, else 0; likewise the next two
+    biases,
+    bans,
     BLOCK: tl.constexpr,
 ):
     """Grid: (num_rows, ceil(vocab_size / BLOCK))."""
@@ -73,13 +77,13 @@ def _process_kernel(
     is_id = ids < vocab_size
     scores = tl.load(logits_ptr + row * stride + ids, mask=is_id, other=0.0).to(tl.float32)
     at = tl.load(places_ptr + row) * vocab_size + ids
-    if BIASES:
+    if biases != 0:
         scores += tl.load(bias_ptr + at, mask=is_id, other=0.0)
-    if BANS:
+    if bans != 0:
         if tl.load(bans_ptr + row) != 0:
             is_stop = tl.load(stops_ptr + at, mask=is_id, other=0) != 0
             scores = tl.where(is_stop & (scores == scores), -float("inf"), scores)
-    if PENALIZES:
+    if penalizes != 0:
         repetition = tl.load(penalties_ptr + row)
         frequency, presence = tl.load(penalties_ptr + num_rows + row), tl.load(penalties_ptr + 2 * num_rows + row)
         if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):

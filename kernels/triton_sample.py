@@ -26,6 +26,7 @@ from .triton_noise import check_columns, gumbel_from_bits_of, random_bits
 from .triton_packed import LOWEST, id_of, pack, row_max, score_of
 
 MAX_TOPK = 20
+_COLUMNS = ("seeds_ptr", "positions_ptr", "temperatures_ptr", "thresholds_ptr")  # which lie as the batch size has them
 _SPLIT_SIZE = 1024  # ids of a program
 _TOPK_SPLIT_SIZE = 2048
 
@@ -141,7 +142,7 @@ def _row_max_kernel(logits_ptr, largest_ptr, stride, vocab_size, BLOCK: tl.const
     tl.store(largest_ptr + row * tl.num_programs(1) + split, tl.max(packed, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_COLUMNS)
 def _perturbed_max_kernel(
     logits_ptr,  # [num_rows, vocab_size]
     largest_ptr,  # [num_rows, splits] int64 packed logits
@@ -182,7 +183,7 @@ def _choose_kernel(largest_ptr, best_ptr, token_ids_ptr, is_valid_ptr, splits, S
     tl.store(is_valid_ptr + row, maximum == maximum)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_COLUMNS)
 def _perturbed_topk_kernel(
     logits_ptr,  # [num_rows, vocab_size]
     largest_ptr,  # [num_rows, splits] int64 packed logits, read where RANDOM
