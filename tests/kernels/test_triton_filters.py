@@ -68,8 +68,17 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("vocab_size", "scale"), [(1, 1.0), (7, 2.0), (1000, 12.0), (5003, 0.05), (5003, 3.0)])
+@pytest.mark.parametrize(
+    ("vocab_size", "scale", "dtype"),
+    [
+        (1, 1.0, torch.float32),
+        (7, 2.0, torch.float16),
+        (1000, 12.0, torch.bfloat16),
+        (1000, 1.0, torch.float16),
+        (4200, 0.05, torch.float32),
+        (4200, 3.0, torch.bfloat16),
+    ],
+)
 def test_rows_keep_what_a_sort_keeps(vocab_size: int, scale: float, dtype: torch.dtype) -> None:
     """Flat and steep rows, with one greedy row among them."""
     logits = random(len(ROWS), vocab_size, dtype=dtype, seed=vocab_size, scale=scale)
@@ -96,7 +105,7 @@ def test_logits_are_searched_wherever_they_are(most: int, few: int, monkeypatch:
     monkeypatch.setattr(triton_filters, "_TILE", 128)
     rows = [ROWS[at] for at in (0, 2, 3, 6, 7)]
     for scale in (0.2, 4.0):
-        logits = random(len(rows), 311, seed=most, scale=scale)
+        logits = random(len(rows), 211, seed=most, scale=scale)
         check(logits, torch.ones(len(rows), device=DEVICE), columns(rows))
 
 
