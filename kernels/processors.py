@@ -63,7 +63,9 @@ class History(NamedTuple):
 
     def rows(self) -> TokenColumns:
         """Return copies of the columns of each row, [num_rows, vocab_size], with the drafted tokens counted."""
-        mask, counts, bias, stops = (None if each is None else each[self.places] for each in self.columns)
+        mask, counts, bias, stops = (
+            None if each is None else each.index_select(0, self.places) for each in self.columns
+        )
         if counts is not None:
             counts.scatter_add_(1, self.drafted, self.is_counted.to(counts.dtype))
         return TokenColumns(mask, counts, bias, stops)
