@@ -1,4 +1,4 @@
-"""The draft length of each round, chosen by the measured times of rounds and by how many drafts were accepted.
+"""Chooses the number of draft steps of each round from measured times of rounds and from accepted drafts.
 
 The estimate. If a is the share of accepted drafts (of those whose predecessors were right), a round of K steps yields
 1 + a + .. + a^K tokens per sequence. It takes as long as step_times.py says, plus the time to catch up on rows that

@@ -45,8 +45,15 @@ class TuningFile:
     """Owns the file of one GPU and the lock by which the nodes of a GPU measure one after the other."""
 
     def __init__(self, device: str, versions: str, directory: Path | None = None, lock: Path | None = None) -> None:
-        """`device` and `versions` say what the measurements hold for. `lock` is a path for all processes that use the
-        same GPU, whatever their directory."""
+        """Name the file and the lock; neither is opened.
+
+        Args:
+            device: the kind of GPU. Measurements of another kind are ignored.
+            versions: of torch, Triton and so on. Measurements of others are ignored.
+            directory: of the file; None: the user's cache.
+            lock: the file that processes lock which use the same GPU, also if their directories differ; None: one in
+                the directory for temporary files.
+        """
         self.device, self.versions = device, versions
         digest = xxhash.xxh3_64_hexdigest(f"{device}\n{versions}".encode())[:8]
         slug = re.sub(r"[^a-z0-9]+", "-", device.split(",", maxsplit=1)[0].lower()).strip("-")

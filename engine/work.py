@@ -1,4 +1,4 @@
-"""Work: what a scheduler asks a device to do. Reports: what comes back. Plain values without torch.
+"""Requests of a scheduler to a device (work) and the device's answers (reports), as plain values without torch.
 
     scheduler --Work--> Executor --Report--> scheduler
 

@@ -1,4 +1,4 @@
-"""min-p, top-k and top-p: which tokens of a row may be drawn.
+"""Filters of sampling (min-p, top-k, top-p): they exclude the unlikely tokens of a row.
 
 They apply in this order (vLLM's), each to what the one before left, after temperature. Every filter comes down to one
 threshold of a row: tokens of equal score stay or go together, whatever order a sort gave them.
@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_NEGATIVE_INFINITY = float("-inf")
 WEIGHT_BITS = 40  # weights are at most 2^40, so int64 sums hold for 2^22 tokens
 MIN_SCORE = -32.0  # exp(-32) < 2^-40
 LOG2_E = 1.4426950216293335
@@ -50,7 +49,7 @@ def keep_likely(scores: Tensor, filters: Filters) -> None:
     `scores` [num_rows, vocab_size] float32: see above.
     """
     threshold = score_thresholds(scores, filters).unsqueeze(1)
-    scores.masked_fill_(scores < threshold, _NEGATIVE_INFINITY)
+    scores.masked_fill_(scores < threshold, float("-inf"))
 
 
 def score_thresholds(scores: Tensor, filters: Filters) -> Tensor:

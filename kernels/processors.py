@@ -1,4 +1,4 @@
-"""Logit processors: what a request's parameters and history change before temperature.
+"""Logit processors: they change the logits of a row by a request's parameters and history, before temperature.
 
 Order (vLLM's): logit_bias, min_tokens, repetition penalty, frequency penalty, presence penalty. Only elementwise IEEE
 operations without fusion, so a row's result does not depend on the rows beside it: one that asks for nothing gets
@@ -17,8 +17,6 @@ from torch import Tensor
 
 from .operations import Operation
 
-NEGATIVE_INFINITY = float("-inf")
-
 
 class TokenColumns(NamedTuple):
     """A table with one number for each token of the vocabulary in each column, [num_kept, vocab_size] each. None: no
@@ -31,7 +29,7 @@ class TokenColumns(NamedTuple):
 
 
 class History(NamedTuple):
-    """What rows of a batch know of each token."""
+    """Prompt, output and parameters of each row of a batch, as the processors read them: by token of the vocabulary."""
 
     columns: TokenColumns
     places: Tensor  # [num_rows] int64: the row of the table that each row reads
@@ -84,7 +82,7 @@ def process_logits_ref(logits: Tensor, history: History, penalties: Tensor, bans
     if bias is not None:
         scores += bias
     if stops is not None:
-        scores.masked_fill_(stops & bans_now.unsqueeze(1) & ~scores.isnan(), NEGATIVE_INFINITY)
+        scores.masked_fill_(stops & bans_now.unsqueeze(1) & ~scores.isnan(), float("-inf"))
     if counts is not None and prompt_mask is not None:
         _penalize(scores, penalties, prompt_mask, counts)
     return scores

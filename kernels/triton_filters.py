@@ -110,7 +110,7 @@ def _weights_of(scores):
 @triton.jit
 def _level(index):
     """Return the score of a level: -0.5, -1.5, -3, -5, -7.5, -10.5, -14, -18."""
-    return (index + 1).to(tl.float32) * (index + 2).to(tl.float32) * -0.25
+    return (index + 1) * (index + 2) * -0.25
 
 
 @triton.jit
@@ -153,7 +153,7 @@ def _levels_kernel(
         weights = _weights_of(scores)
         at = row * tl.num_programs(1) + split
         for index in tl.static_range(NUM_LEVELS):
-            is_above = scores >= (index + 1) * (index + 2) * -0.25
+            is_above = scores >= _level(index)
             tl.store(counts_ptr + at * NUM_LEVELS + index, tl.sum(is_above.to(tl.int32), axis=0))
             tl.store(weights_ptr + at * (NUM_LEVELS + 1) + index, tl.sum(tl.where(is_above, weights, 0), axis=0))
         is_left = scores >= tl.load(log_min_p_ptr + row)

@@ -228,11 +228,13 @@ class TicketBook:
             self._unpark(unit, holder)
 
     def expire(self, *, is_all_read: bool = True) -> tuple[list[UnitClaim], list[UnitClaim]]:
-        """End tickets and parked claims whose lease is over. Return the parked claims that were given up, and the
-        holders of tickets whose lease ended.
+        """End the tickets and the parked claims whose lease is over. Call it several times per lease.
 
-        The caller calls this several times per lease. `is_all_read` says that it has taken every message that has
-        arrived.
+        Args:
+            is_all_read: whether the caller has taken every message that has arrived.
+
+        Returns the parked claims that have ended, and unit and holder of each claimed ticket that has, revoked ones
+        left out.
         """
         now = self._clock()
         is_sure = is_all_read and now - self._expired_at <= self._lease_s / 2
