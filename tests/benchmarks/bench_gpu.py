@@ -43,10 +43,18 @@ from baton.engine.rounds import Rounds
 from baton.engine.startup import freeze, tune_products
 from baton.engine.work import BatchRow
 from baton.metadata.config import ProcessConfig
+from baton.metadata.wire.request import SamplingParams
 
 BATCHES = (1, 8, 64, 256)
 NUM_STEPS = 64  # of a timed run
 PAGE_SIZE = 64
+SAMPLING: dict[str, dict[str, Any]] = {  # as chat models ask for it
+    "temperature 1": {"temperature": 1.0},
+    "top_p": {"temperature": 0.6, "top_p": 0.9},
+    "top_k": {"temperature": 1.0, "top_k": 50},
+    "penalties": {"temperature": 0.6, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1},
+    "logprobs": {"temperature": 0.0, "num_logprobs": 5},
+}
 HOST_GAP_US = 4.0  # kernels of one graph follow each other faster
 
 
@@ -83,6 +91,12 @@ def main() -> None:
     freeze()  # as a node
     parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "decode": lambda: [decode(executor, rounds, batch, limits) for batch in options.batches],
+        "sampling": lambda: [
+            sampling(engine, rounds, batch, rounds.shape.with_steps(steps))
+            for batch in options.batches
+            if batch <= 64
+            for steps in sorted({0, rounds.shape.num_steps})
+        ],
         "mixed": lambda: [mixed(engine, rounds, batch, limits) for batch in options.batches if batch <= 64],
         "idle": lambda: [idle(engine, rounds, batch) for batch in options.batches if batch <= 64],
         "rounds": lambda: [speculate(engine, rounds, batch) for batch in options.batches if batch <= 64],
@@ -147,6 +161,31 @@ def decode(executor: DeviceExecutor, rounds: Rounds, batch: int, limits: Limits)
         "checked_tokens": num_checked,
     }
     say("decode " + _words(row))
+    return row
+
+
+def sampling(engine: Engine, rounds: Rounds, batch: int, shape: DraftShape) -> dict[str, Any]:
+    """Time rounds of every kind of sampling. `rates` are greedy rounds' time over theirs.
+
+    Greedy rounds are timed first and last, and their tokens are compared with the known text.
+    """
+    times = dict[str, list[float]]()
+    num_checked = 0
+    for name in ("greedy", *SAMPLING, "greedy"):
+        params = SamplingParams(max_tokens=1 << 16, seed=7, **SAMPLING.get(name, {"temperature": 0.0}))
+        sequences = start(engine, rounds, batch, (2 * NUM_STEPS + 16) * shape.num_slots, params=params)
+        run_rounds(rounds, sequences, shape, 8)
+        times.setdefault(name, []).extend(run_rounds(rounds, sequences, shape, NUM_STEPS // 2) for _ in range(3))
+        num_checked += stop(engine, rounds, sequences)
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    row = {
+        "batch": batch,
+        "steps": shape.num_steps,
+        "greedy_ms": medians["greedy"] * 1e3,
+        "rates": {name: medians["greedy"] / medians[name] for name in SAMPLING},
+        "checked_tokens": num_checked,
+    }
+    say("sampling " + _words(row))
     return row
 
 

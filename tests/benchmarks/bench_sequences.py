@@ -31,6 +31,7 @@ from baton.metadata.wire.request import SamplingParams
 
 CONTEXT = 1024
 CHUNK = 8192  # tokens of prompts that are computed at once
+GREEDY = SamplingParams(max_tokens=1 << 16, temperature=0.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -47,10 +48,17 @@ class Running:
     num_accepted: list[int] = field(default_factory=list)
 
 
-def start(engine: Engine, rounds: Rounds, batch: int, num_new: int, seed: int = 0) -> list[Running]:
-    """Start sequences from CONTEXT prompt tokens, each with room for `num_new` more.
+def start(
+    engine: Engine,
+    rounds: Rounds,
+    batch: int,
+    num_new: int,
+    seed: int = 0,
+    params: SamplingParams = GREEDY,
+) -> list[Running]:
+    """Start sequences from CONTEXT prompt tokens, each with room for `num_new` more, sampled by `params`.
 
-    Each chunk is submitted before the previous one is read, as rounds are.
+    First tokens are greedy. Each chunk is submitted before the previous one is read, as rounds are.
     """
     generator = torch.Generator().manual_seed(batch + 1000 * seed)
     sequences: list[Running] = []
@@ -63,10 +71,10 @@ def start(engine: Engine, rounds: Rounds, batch: int, num_new: int, seed: int = 
         pages = [engine.pool.allocate(num_pages, Owner.REQUEST) for _ in prompts]
         computed = engine.compute([BatchRow(ids, 0, own) for ids, own in zip(prompts, pages, strict=True)])
         if under_way is not None:
-            sequences += _admit(engine, rounds, num_new, *under_way)
+            sequences += _admit(engine, rounds, params, *under_way)
         under_way = (prompts, pages, computed)
     assert under_way is not None, batch
-    return sequences + _admit(engine, rounds, num_new, *under_way)
+    return sequences + _admit(engine, rounds, params, *under_way)
 
 
 def start_long(engine: Engine, rounds: Rounds, prompt_len: int, num_new: int) -> Running:
@@ -77,7 +85,7 @@ def start_long(engine: Engine, rounds: Rounds, prompt_len: int, num_new: int) ->
     first = (prompt_len - 1) // CHUNK * CHUNK
     store(engine, ids[:first], pages)
     computed = engine.compute([BatchRow(ids[first:], first, pages)])
-    return _admit(engine, rounds, num_new, [ids], [pages], computed)[0]
+    return _admit(engine, rounds, GREEDY, [ids], [pages], computed)[0]
 
 
 def store(engine: Engine, ids: Sequence[int], pages: Sequence[int]) -> None:
@@ -87,10 +95,14 @@ def store(engine: Engine, ids: Sequence[int], pages: Sequence[int]) -> None:
 
 
 def _admit(
-    engine: Engine, rounds: Rounds, num_new: int, prompts: list[list[int]], pages: list[list[int]], computed: Computed
+    engine: Engine,
+    rounds: Rounds,
+    params: SamplingParams,
+    prompts: list[list[int]],
+    pages: list[list[int]],
+    computed: Computed,
 ) -> list[Running]:
     draft = _draft(engine, prompts, pages, computed.extend, computed.logits)
-    params = SamplingParams(max_tokens=num_new, temperature=0.0)
     sequences: list[Running] = []
     for row, (ids, own, token) in enumerate(zip(prompts, pages, computed.logits.argmax(1).tolist(), strict=True)):
         state = SamplingState(params, ids, [token], vocab_size=engine.model_config.vocab_size)
@@ -107,9 +119,8 @@ def _draft(
         return None
     chunks = [PromptChunk(ids, 0, len(ids), own) for ids, own in zip(prompts, pages, strict=True)]
     tokens = logits.argmax(1).tolist()
-    params = SamplingParams(max_tokens=1, temperature=0.0)
     states = [
-        SamplingState(params, ids, [token], vocab_size=logits.shape[1])
+        SamplingState(GREEDY, ids, [token], vocab_size=logits.shape[1])
         for ids, token in zip(prompts, tokens, strict=True)
     ]
     with torch.inference_mode():
@@ -126,9 +137,11 @@ def _draft(
 
 
 def stop(engine: Engine, rounds: Rounds, sequences: Sequence[Running]) -> int:
-    """End the sequences. Returns how many tokens were checked: those of the first 32."""
+    """End the sequences. Returns how many tokens were checked: those of the first 32 that are greedy."""
     num_checked = sum(
-        check(engine, each.token_ids[: each.prompt_len], each.token_ids[each.prompt_len :]) for each in sequences[:32]
+        check(engine, each.token_ids[: each.prompt_len], each.token_ids[each.prompt_len :])
+        for each in sequences[:32]
+        if each.sampling.is_greedy
     )
     for sequence in sequences:
         rounds.release(sequence)
@@ -164,7 +177,7 @@ def run_rounds(rounds: Rounds, sequences: Sequence[Running], shape: DraftShape, 
             assert result is not None
             sequence.token_ids.extend(result.token_ids)
             sequence.num_accepted.append(result.num_accepted)
-            sequence.sampling.num_generated += len(result.token_ids)
+            sequence.sampling.append(result.token_ids)
 
     torch.cuda.synchronize()
     started = 0.0

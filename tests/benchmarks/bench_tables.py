@@ -97,6 +97,14 @@ def _mixed(report: Report) -> Iterator[_Cell]:
         yield _Cell(point, f"{model} of the floor", f"{row['x_floor']:.2f}")
 
 
+def _sampling(report: Report) -> Iterator[_Cell]:
+    for row in report.get("sampling", ()):
+        point = (report["model"], f"{row['batch']}", f"{row['steps']}")
+        yield _Cell(point, "greedy ms", f"{row['greedy_ms']:.2f}")
+        for name, rate in row["rates"].items():
+            yield _Cell(point, name, f"{rate:.2f}")
+
+
 def _prompts(report: Report) -> Iterator[_Cell]:
     for row in report.get("prefill", ()):
         peer = _PREFILL.get(_shape(report), {}).get((row["prompts"], row["tokens"]))
@@ -171,6 +179,7 @@ def _system(report: Report) -> Iterator[_Cell]:
 _TABLES = (
     _Table(("decode step, context 1,024",), _decode),
     _Table(("decode step, one long sequence, batch", "its tokens"), _mixed),
+    _Table(("rounds a second over greedy's", "batch", "K"), _sampling),
     _Table(("prefill, tokens/s",), _prompts),
     _Table(("a short prompt, tokens",), _small_prompts),
     _Table(("new tokens", "behind"), _turns),

@@ -35,6 +35,7 @@ PARTS: dict[str, Part] = {
     "turns": lambda engine, _: bench_gpu.turn(engine, 16),
 }
 DRAFTING: dict[str, Part] = {
+    "sampling": lambda engine, rounds: bench_gpu.sampling(engine, rounds, 2, rounds.shape),
     "rounds": lambda engine, rounds: bench_gpu.speculate(engine, rounds, 2),
     "adaptive": lambda engine, rounds: bench_gpu._adaptive(engine, rounds, 2),
 }
