@@ -34,7 +34,7 @@ def process_logits(logits: Tensor, history: History, penalties: Tensor, bans_now
     assert penalties.shape == (3, num_rows) and penalties.dtype is torch.float32, penalties
     assert penalties.is_contiguous() and bans_now.is_contiguous(), (penalties.stride(), bans_now.stride())
     assert bans_now.shape == (num_rows,) and bans_now.dtype is torch.bool, bans_now
-    drafted, is_counted = history.drafted.contiguous(), history.is_counted.contiguous()
+    places, drafted, is_counted = (each.contiguous() for each in history[1:])
     assert drafted.shape == is_counted.shape == (num_rows, drafted.shape[1]), (drafted.shape, is_counted.shape)
     out = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=logits.device)
     if num_rows == 0:
@@ -43,7 +43,7 @@ def process_logits(logits: Tensor, history: History, penalties: Tensor, bans_now
     no_bits = out.view(torch.bool)
     _process_kernel[num_rows, triton.cdiv(vocab_size, _BLOCK)](
         logits, out, no_bits if mask is None else mask, out.view(torch.int32) if counts is None else counts,
-        out if bias is None else bias, no_bits if stops is None else stops, history.places, drafted, is_counted,
+        out if bias is None else bias, no_bits if stops is None else stops, places, drafted, is_counted,
         penalties, bans_now, logits.stride(0), vocab_size, drafted.shape[1],
         int(counts is not None), int(bias is not None), int(stops is not None), BLOCK=_BLOCK, enable_fp_fusion=False,
     )  # fmt: skip

@@ -102,6 +102,14 @@ def test_rows_may_lie_apart() -> None:
     check(wide[:, :600], *others)
 
 
+def test_places_may_lie_apart() -> None:
+    """Those of a round are a column of its inputs."""
+    logits, history, *others = rows(table(600), 600, 2)
+    block = torch.full((7, 5), 2, device=DEVICE)
+    block[:, 0] = history.places
+    check(logits, history._replace(places=block[:, 0]), *others)
+
+
 def test_no_rows() -> None:
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     columns, penalties = History.of(table(50), none), torch.ones(3, 0, device=DEVICE)
