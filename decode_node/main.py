@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..engine.device_executor import DeviceExecutor
+from ..engine.engine import Engine
 from ..engine.graphs import graph_sizes
 from ..engine.startup import load_engine, load_keys, make_endpoint, node_id, serve
 from ..metadata.bus.membership import Membership
@@ -17,13 +18,16 @@ def run(config: DecodeConfig) -> int:
     name = node_id(config, "decode")
     keys = load_keys(config)
     epoch = new_epoch()
-    engine = load_engine(config)
+
+    def make_executor(engine: Engine) -> DeviceExecutor:
+        return DeviceExecutor(engine, config.max_running, graph_sizes(engine.kv, config.max_running))
+
+    engine = load_engine(config, lambda engine: make_executor(engine).rehearse())
     handoff = HandoffClient(make_endpoint(config, name, engine, keys, epoch))
 
     def make_node(membership: Membership) -> DecodeNode:
-        buckets = graph_sizes(engine.kv, config.max_running)
         return DecodeNode(
-            DeviceExecutor(engine, config.max_running, buckets),
+            make_executor(engine),
             engine.cache,
             membership,
             handoff,

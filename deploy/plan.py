@@ -153,8 +153,12 @@ def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:
                 threads=num_threads,
             )
             environ = {"OMP_NUM_THREADS": str(num_threads)}
-            if len(gpus) > 1 and config.device != "cpu":
-                environ["CUDA_VISIBLE_DEVICES"] = gpus[(len(made) - 1) % len(gpus)]
+            if gpus and config.device != "cpu":
+                place = len(made) - 1
+                num_sharing = len(range(place % len(gpus), plan.up.prefill + plan.up.decode, len(gpus)))
+                node = replace(node, memory_share=round(config.share / num_sharing, 4))
+                if len(gpus) > 1:
+                    environ["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
             made.append(Command(name, role, _argv(role, node), environ))
     return made
 

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ..metadata.config import NodeConfig, at_least, setting
+from ..metadata.errors import ConfigError
 from .drafters.registry import ALGORITHMS
 
 CHUNK_TOKENS = 512
+MEMORY_SHARE = 0.9  # of a GPU, for all nodes on it together
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -33,8 +35,13 @@ class EngineConfig(NodeConfig):
     )
     num_pages: int | None = setting(
         None,
-        "keep this many KV pages in memory; more pages hold more or longer requests (default: as many as fit in free "
-        "memory, at least four contexts)",
+        "keep this many KV pages in memory; more pages hold more or longer requests (default: on cuda as many as "
+        "--memory-share leaves room for; on a CPU four contexts, if a quarter of the free memory holds them)",
+    )
+    memory_share: float | None = setting(
+        None,
+        "on cuda, take at most this share of the GPU's memory for weights, graphs, working memory and KV together "
+        "(default: 0.9; baton up divides it among the nodes of a GPU)",
     )
     max_running: int = setting(
         64, "compute at most this many sequences at once; more raise the throughput and slow each answer down"
@@ -88,6 +95,13 @@ class EngineConfig(NodeConfig):
         NodeConfig.__post_init__(self)  # super() does not work in slotted dataclasses
         for name in ("num_pages", "threads", "max_running", "chunk_tokens"):
             at_least(self, name, 1)
+        if self.memory_share is not None and not 0 < self.memory_share <= 1:
+            raise ConfigError(f"memory_share is {self.memory_share}; it must be above 0, and at most 1")
+
+    @property
+    def share(self) -> float:
+        """The share of the GPU's memory that this node may take."""
+        return MEMORY_SHARE if self.memory_share is None else self.memory_share
 
     def chunk(self, device: str) -> int:
         """Return the prompt tokens of a step on this type of device."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..kernels.copies import copy_numbers_
 from ..kernels.operations import captures
-from ..metadata.errors import OutOfMemory
+from ..metadata.errors import ConfigError, OutOfMemory
 from ..metadata.handoff.buffers import MetadataBuffers, Sampled
 from ..metadata.wire.request import TokenLogprobs
 from .buckets import Buckets
@@ -28,7 +28,7 @@ from .draft_shape import DraftShape
 from .drafters.base import PromptChunk
 from .engine import Engine
 from .executor import HostProposer
-from .graphs import GREEDY, SAMPLED, RoundGraphs
+from .graphs import RoundGraphs
 from .logprobs import Logprobs
 from .progress import Progress
 from .round import RoundResult, catch_up, run_round
@@ -99,25 +99,51 @@ class DeviceExecutor:
         return self.engine.device.type != "cpu"
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Capture, on CUDA, the graphs of all buckets for requests with any temperature and filters. `progress` counts
-        them. Graphs for penalties, biases and log-probabilities are captured by the first request that needs them. On a
-        CPU, catch up once."""
+        """Capture, on CUDA, the graphs of all buckets for every kind of sampling, so that service captures none and
+        allocates nothing. `progress` counts them. On a CPU, catch up once. Raises ConfigError if the graphs find no
+        memory."""
         sizes = catch_up_sizes(self.shape) if self.keeps_missed_rows else ()
         if captures(self.engine.device):
             shapes = [self.shape.with_steps(steps) for steps in self.shape.choices]
-            shared = self.buckets.allocate_on_device(), self.slots.padding, torch.cuda.graph_pool_handle()
-            with torch.inference_mode():
-                self._round_graphs = RoundGraphs("rounds", self._capture_round, *shared)
-                self._round_graphs.capture(shapes, (GREEDY, SAMPLED), progress)
-                if sizes:
-                    self._catch_up_graphs = RoundGraphs("catching up", self._capture_catch_up, *shared)
-                    self._catch_up_graphs.capture(sizes, (GREEDY, SAMPLED), progress)
+            self._round_graphs, self._catch_up_graphs = self._capture(
+                self.buckets.allocate_on_device(), shapes, sizes, progress
+            )
             self.submit(padding_round(self.num_slots, 1, self.shape.with_steps(0)))  # compiles what surrounds a graph
             self.collect()
             return
         for num_rows in sizes:
             self.submit(padding_catch_up(self.num_slots, num_rows))
         self._free_used()
+
+    def rehearse(self) -> None:
+        """Capture the largest graphs and keep none. They take as much memory as all of them, since smaller ones fit in
+        theirs. Raises as `warm_up`."""
+        if captures(self.engine.device):
+            sizes = catch_up_sizes(self.shape) if self.keeps_missed_rows else ()
+            self._capture(self.buckets.allocate_on_device()[-1:], [self.shape], sizes[-1:])
+
+    def _capture(
+        self,
+        blocks: Sequence[InputBlock],
+        shapes: Sequence[DraftShape],
+        num_rows: Sequence[int],
+        progress: Progress | None = None,
+    ) -> tuple[RoundGraphs[DraftShape, RoundResult], RoundGraphs[int, None]]:
+        """Return graphs of rounds, and of catching up on `num_rows` rows, for these inputs on the device."""
+        shared = blocks, self.slots.padding, torch.cuda.graph_pool_handle()
+        rounds = RoundGraphs("rounds", self._round, *shared)
+        catching_up = RoundGraphs("catching up", self._catch_up, *shared)
+        self.slots.allocate_all()
+        with suppress(torch.OutOfMemoryError):
+            with torch.inference_mode():
+                rounds.capture(shapes, progress)
+                if num_rows:
+                    catching_up.capture(num_rows, progress)
+            return rounds, catching_up
+        raise ConfigError(
+            f"the GPU has no memory left for graphs of rounds of {self.num_slots} sequences; lower max_running, or "
+            "num_pages if it is given"
+        )
 
     def submit(self, work: RoundWork) -> None:
         """Ask the device for `work`, as `Executor.submit`."""
@@ -150,8 +176,7 @@ class DeviceExecutor:
         """Run a round with filled inputs, by a graph if the block is a bucket's and there are graphs."""
         if self._round_graphs is not None and block.num_seqs in self.buckets.sizes:
             return self._round_graphs.replay(block, shape, needs)
-        inputs = block.to(self.engine.device).for_round
-        return run_round(self.engine, self.drafter, self.slots, inputs, shape, needs)
+        return self._round(block.to(self.engine.device), shape, needs)
 
     def read_row(self, row: bytes) -> Sampled:
         """Return the first token of a metadata row. Raises ProtocolError if a peer's row cannot be used."""
@@ -205,15 +230,8 @@ class DeviceExecutor:
         assert self.drafter is not None
         catch_up(self.drafter, self.slots, block.for_catch_up, num_rows, needs)
 
-    def _capture_round(self, block: InputBlock, shape: DraftShape, needs: Needs) -> RoundResult:
-        if needs.processes:
-            self.slots.allocate_all()
+    def _round(self, block: InputBlock, shape: DraftShape, needs: Needs) -> RoundResult:
         return run_round(self.engine, self.drafter, self.slots, block.for_round, shape, needs)
-
-    def _capture_catch_up(self, block: InputBlock, num_rows: int, needs: Needs) -> None:
-        if needs.processes:
-            self.slots.allocate_all()
-        self._catch_up(block, num_rows, needs)
 
     def _free_used(self) -> None:
         """Take back the inputs of work that no round follows."""

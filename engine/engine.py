@@ -6,10 +6,12 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import torch
+from msgspec import structs
 
 from ..kernels import prompt_attention
 from ..kernels.operations import captures
@@ -71,7 +73,7 @@ class Engine:
     def __init__(self, config: EngineConfig, progress: Progress | None = None, ranks: Ranks = ONE_RANK) -> None:
         self.model_dir = resolve_model(config.model)
         self.model_config = ModelConfig.from_dir(self.model_dir)
-        self.device = _choose_device(config.device)
+        self.device = choose_device(config.device)
         self.dtype_name = _choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
         self.speculation = read_speculation(config, self.model_dir, self.model_config, self.dtype_name)
         schema = _schema(self.model_config, self.dtype_name, config, self.speculation)
@@ -82,22 +84,46 @@ class Engine:
                 f"--speculative {self.speculation.algorithm} reads all KV heads of the target, and ranks divide them; "
                 "choose another drafter, or one rank"
             )
-        num_pages = config.num_pages or _default_num_pages(self.context_len, self.schema, self.device)
-        num_pages = ranks.least(num_pages)
-        self.context_len = min(self.context_len, (num_pages - 1) * config.page_size)
-        _check_size(num_pages)
-
+        self._config, self._ranks = config, ranks
         dtype = _DTYPES[self.dtype_name]
+        num_pages = config.num_pages or _default_num_pages(self.context_len, self.schema, self.device)
+        _check_size(num_pages)
         self.model = load_model(self.model_dir, self.model_config, dtype, self.device, progress, ranks)
         self.fingerprints = (fingerprint(self.model_dir), self.speculation.fingerprint)
         self.card: ModelCard = read_card(
             self.model_dir, self.model_config, config.model_name or self.model_dir.resolve().name, self.context_len
         )
         self.lease_s = MIN_LEASE_S
+        self._make_pools(num_pages)
+        self.drafter = self.speculation.load(self.model, *self._target_and_draft_kv(), progress)
+        self._prompt_graphs: PromptGraphs | None = None
+
+    def resize(self, num_pages: int) -> None:
+        """Make the pools again, with `num_pages` pages. No page may be in use. What was made of the pools before,
+        graphs and endpoints, is void. Raises ConfigError if the device or the host lacks the memory."""
+        assert self.pool.num_free == self.pool.num_usable, self.pool.ledger()
+        self._prompt_graphs = self.device_pool = None
+        self._kvs.clear()
+        if self.drafter is not None:
+            empty = torch.empty(0, device=self.device)
+            self.drafter.use_pools(empty, empty)
+        for memory in self.memory:
+            memory.close()
+        self._make_pools(num_pages)
+        if self.drafter is not None:
+            self.drafter.use_pools(*self._target_and_draft_kv())
+
+    def _make_pools(self, num_pages: int) -> None:
+        """Make pools, their books and what lies in front of them. A request may be as long as the pool."""
+        config, page_size = self._config, self._config.page_size
+        num_pages = self._ranks.least(num_pages)
+        _check_size(num_pages)
+        self.context_len = min(_context_len(config, self.model_config), (num_pages - 1) * page_size)
+        self.card = structs.replace(self.card, context_len=self.context_len)
         target_pool, *draft_pools = pools(self.schema)
-        own_pools = (ranks.own_pool(target_pool), *draft_pools)
-        self.memory = [PageMemory(KvLayout.of(pool, config.page_size), num_pages) for pool in own_pools]
-        self.pool = PagePool(num_pages, config.page_size, self.memory[0].generations)
+        own_pools = (self._ranks.own_pool(target_pool), *draft_pools)
+        self.memory = [PageMemory(KvLayout.of(pool, page_size), num_pages) for pool in own_pools]
+        self.pool = PagePool(num_pages, page_size, self.memory[0].generations)
         self.cache = PrefixCache(self.pool, self.schema.key_lookahead, enabled=config.prefix_cache)
         self._kvs = [
             torch.from_numpy(memory.pages)
@@ -107,11 +133,11 @@ class Engine:
         ]
         self.device_pool: CudaPool | None = None
         if self.device.type == "cuda":  # `memory` is the host mirror then
-            self._kvs = [pool_zeros(tuple(each.shape), each.dtype, self.device) for each in self._kvs]
+            self._kvs = _on_gpu(self._kvs, num_pages, self.device)
             self.device_pool = CudaPool(self._kvs, self.memory, has_checksums=config.checksums)
-        draft_kv = self._kvs[1] if len(self._kvs) > 1 else None
-        self.drafter = self.speculation.load(self.model, self._kvs[0], draft_kv, progress)
-        self._prompt_graphs: PromptGraphs | None = None
+
+    def _target_and_draft_kv(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._kvs[0], self._kvs[1] if len(self._kvs) > 1 else None
 
     def warm_up(self, chunk_tokens: int) -> None:
         """Run steps and a chunk, on CUDA by the drafter too, so that no request pays for first calls, and no node falls
@@ -163,6 +189,11 @@ class Engine:
             self.drafter.observe_prompt([PromptChunk(ids, 0, num_tokens, pages)], extend)
             tails, tokens = [PromptTail(ids, pages, rows)], torch.zeros(1, dtype=torch.int64, device=self.device)
             self.drafter.finish_prompt(tails, tokens, last, SamplingBatch.of([state], self.device))
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pools on the device."""
+        return sum(kv.nbytes for kv in self._kvs)
 
     @property
     def kv(self) -> torch.Tensor:
@@ -240,7 +271,7 @@ def resolve_model(model: str | None) -> Path:
     return Path(model).expanduser()
 
 
-def _choose_device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda was asked for, but torch sees no CUDA device; use --device cpu or auto")
     if name == "auto":
@@ -279,8 +310,20 @@ def _check_size(num_pages: int) -> None:
         raise ConfigError(f"num_pages {num_pages} is too small: use 3 or more (one of them is padding)")
 
 
+def _on_gpu(kvs: Sequence[torch.Tensor], num_pages: int, device: torch.device) -> list[torch.Tensor]:
+    """Return pools of zeros on a GPU, of these shapes and dtypes. Raises ConfigError if they do not fit."""
+    with suppress(torch.OutOfMemoryError):
+        return [pool_zeros(tuple(each.shape), each.dtype, device) for each in kvs]
+    needed, free = sum(each.nbytes for each in kvs), torch.cuda.mem_get_info(device)[0]
+    raise ConfigError(
+        f"num_pages {num_pages} need {needed / 2**30:.1f} GiB, and this GPU has {free / 2**30:.1f} GiB free; use "
+        f"{num_pages * free // needed} pages or fewer, or leave out --num-pages"
+    )
+
+
 def _default_num_pages(context_len: int, schema: HandoffSchema, device: torch.device) -> int:
-    """Four contexts or 65,536 tokens, but no more than a quarter of the free memory (of the GPU's and the host's)."""
+    """Four contexts or 65,536 tokens, but no more than a quarter of the free memory (of the GPU's and the host's). A node
+    on a GPU replaces this by what its share allows (memory_share.py)."""
     wanted = max(4 * context_len, _DEFAULT_POOL_TOKENS) // schema.page_size + 1
     free = psutil.virtual_memory().available
     if device.type == "cuda":

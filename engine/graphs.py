@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product, starmap
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -86,14 +85,13 @@ class RoundGraphs(Generic[Step, Result]):
         self._inputs = {each.num_seqs: each for each in inputs}
         self._padding = padding
         self._captured: dict[_Key[Step], _Captured[Result]] = {}
-        self._without_memory: set[_Key[Step]] = set()
         self._pool = pool
 
-    def capture(self, steps: Sequence[Step], kinds: Sequence[Needs], progress: Progress | None = None) -> None:
-        """Capture the graphs of all buckets, largest first, so that the smaller ones fit in its memory. `progress`
-        counts graphs."""
+    def capture(self, steps: Sequence[Step], progress: Progress | None = None) -> None:
+        """Capture the graphs of all buckets and KINDS, largest first, so that the smaller ones fit in its memory.
+        `progress` counts graphs. Raises torch.OutOfMemoryError."""
         started, before = time.monotonic(), torch.cuda.memory_reserved()
-        for key in tracked(list(starmap(_Key, product(sorted(self._inputs, reverse=True), steps, kinds))), progress):
+        for key in tracked(list(starmap(_Key, product(sorted(self._inputs, reverse=True), steps, KINDS))), progress):
             self._capture(key)
         logger.info(
             "%d graphs of %s captured in %.1f s, %d MiB",
@@ -104,37 +102,15 @@ class RoundGraphs(Generic[Step, Result]):
         )
 
     def replay(self, inputs: InputBlock, step: Step, needs: Needs) -> Result:
-        """Run the graph of a step. `inputs` have a bucket's size, and lie in host memory that stays as it is until the
-        device has read it. The result may be static: read it before the next replay. A kind of sampling that came
-        never before is captured now. Raises torch.OutOfMemoryError if the step itself has no memory."""
+        """Run the graph of a step, which has been captured. `inputs` have a bucket's size, and lie in host memory that
+        stays as it is until the device has read it. The result is static: read it before the next replay."""
         key = _Key(inputs.num_seqs, step, covering(needs))
-        if key not in self._captured and key not in self._without_memory:
-            self._capture_late(key)
-        on_device = self._inputs[key.size]
-        on_device.copy_(inputs)
-        found = self._captured.get(key)
-        if found is None:
-            return self._run(on_device, step, key.kind)
+        self._inputs[key.size].copy_(inputs)
+        found = self._captured[key]
         found.graph.replay()
         return found.result
 
-    def _capture_late(self, key: _Key[Step]) -> None:
-        """Capture a graph in the middle of service. Without memory for it, its steps run without a graph from now
-        on."""
-        with suppress(torch.OutOfMemoryError):
-            self._capture(key)
-            return
-        self._without_memory.add(key)
-        logger.warning(
-            "no memory for a graph of %s of %d sequences (%s, %s): such steps run without one, which is slower; lower "
-            "num_pages or max_running",
-            self._name,
-            *key,
-        )
-
-    def _capture(self, key: _Key[Step]) -> _Captured[Result]:
+    def _capture(self, key: _Key[Step]) -> None:
         inputs = self._inputs[key.size]
         inputs.fill_with_padding(self._padding)
-        found = _Captured(*captured(lambda: self._run(inputs, key.step, key.kind), self._pool))
-        self._captured[key] = found
-        return found
+        self._captured[key] = _Captured(*captured(lambda: self._run(inputs, key.step, key.kind), self._pool))

@@ -20,7 +20,8 @@ from ..metadata.wire.membership import Hello
 from ..metadata.wire.node_info import Capacity, Role
 from ..metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from .config import EngineConfig
-from .engine import Engine, default_node_id, use_threads
+from .engine import Engine, choose_device, default_node_id, use_threads
+from .memory_share import fit_pools, rehearsal
 from .model_card import read_tokenizer
 from .progress import ProgressBar
 from .tuning import tune, use_file
@@ -36,14 +37,19 @@ class Node(Member, Protocol):
         ...
 
 
-def load_engine(config: EngineConfig) -> Engine:
-    """Load the model and run it once. Raises ModelError and ConfigError."""
+def load_engine(config: EngineConfig, rehearse: Callable[[Engine], None] = lambda _: None) -> Engine:
+    """Load the model and run it once. On CUDA, its pools get what the node's share of the GPU leaves beside a node's
+    other work, which `rehearse` runs. Raises ModelError and ConfigError."""
     started = time.monotonic()
     use_threads(config)
+    device = choose_device(config.device)
+    fits = device.type == "cuda" and config.num_pages is None
     with ProgressBar("loading weights", "MiB", 1 << 20) as progress:
-        engine = Engine(config, progress)
+        engine = Engine(rehearsal(config, device) if fits else config, progress)
     logger.info("speculation: %s", engine.speculation.describe(engine.model_dir))
     tune_products(engine, measures=config.tune)
+    if fits:
+        fit_pools(engine, config, rehearse)
     engine.warm_up(config.chunk(engine.device.type))
     logger.info(
         "%s ready on %s in %s: %d pages of %d tokens, %.1f s",

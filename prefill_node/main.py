@@ -24,7 +24,7 @@ def run(config: PrefillConfig) -> int:
         )
     keys = load_keys(config, any_port_of(config.bind_host))
     epoch = new_epoch()
-    engine = load_engine(config)
+    engine = load_engine(config, lambda engine: Prompts(engine).warm_up())
     endpoint = make_endpoint(config, name, engine, keys, epoch)
     handoff = HandoffServer(endpoint, config.bind_host, lease_s=engine.lease_s)
 

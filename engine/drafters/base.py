@@ -167,6 +167,10 @@ class Drafter(Protocol):
         makes them on the device."""
         ...
 
+    def use_pools(self, target_kv: Tensor, draft_kv: Tensor | None) -> None:
+        """Read and write these pools from now on: the target's and the drafter's own, if it has one."""
+        ...
+
     def allocate(self, num_rows: int) -> DraftState:
         """Return zeros for `num_rows` sequences."""
         ...

@@ -38,6 +38,10 @@ class FrozenKvDrafter:
         self._head = head
         self._kv = target_kv
 
+    def use_pools(self, target_kv: Tensor, draft_kv: Tensor | None) -> None:
+        del draft_kv
+        self._kv = target_kv
+
     def allocate(self, num_rows: int) -> DraftState:
         return DraftState(hidden=self.hidden.allocate("recurrent", num_rows, self._kv.device))
 

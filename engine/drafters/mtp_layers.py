@@ -61,6 +61,11 @@ class MtpLayersDrafter:
         """Number of rows before L that every extend computes again, n - 1."""
         return len(self._layers) - 1
 
+    def use_pools(self, target_kv: Tensor, draft_kv: Tensor | None) -> None:
+        del target_kv
+        assert draft_kv is not None
+        self._kv = draft_kv
+
     def allocate(self, num_rows: int) -> DraftState:
         rows = self.hidden.allocate("extend", num_rows * self.num_before, self._kv.device)
         assert rows is not None

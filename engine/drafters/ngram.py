@@ -42,6 +42,9 @@ class NgramDrafter:
         self._own: dict[int, OwnSuffixes] = {}
         self._shared = SharedSuffixes(SHARED_TOKENS)
 
+    def use_pools(self, target_kv: Tensor, draft_kv: Tensor | None) -> None:
+        del target_kv, draft_kv
+
     def allocate(self, num_rows: int) -> DraftState:
         return DraftState()
 

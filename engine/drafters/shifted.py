@@ -48,6 +48,11 @@ class ShiftedDrafter:
         self._head = head
         self._kv = kv
 
+    def use_pools(self, target_kv: Tensor, draft_kv: Tensor | None) -> None:
+        del target_kv
+        assert draft_kv is not None
+        self._kv = draft_kv
+
     def allocate(self, num_rows: int) -> DraftState:
         topk, device = self.shape.topk, self._kv.device
         return DraftState(

@@ -43,6 +43,11 @@ class StandaloneDrafter:
         self._model = model
         self._page_size = kv.shape[4]
 
+    def use_pools(self, target_kv: Tensor, draft_kv: Tensor | None) -> None:
+        del target_kv
+        assert draft_kv is not None
+        self.kv = draft_kv
+
     def allocate(self, num_rows: int) -> DraftState:
         return DraftState()
 

@@ -412,7 +412,18 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--page-size", type=int, default=PAGE_SIZE)
     parser.add_argument("--log-level", choices=["debug", "info"], default="info")
     parser.add_argument("--no-tune", action="store_true", help="use measured kernels if there are any, measure none")
-    names = ["decode", "sampling", "mixed", "idle", "rounds", "adaptive", "prefill", "small-prompts", "turns", "offline"]
+    names = [
+        "decode",
+        "sampling",
+        "mixed",
+        "idle",
+        "rounds",
+        "adaptive",
+        "prefill",
+        "small-prompts",
+        "turns",
+        "offline",
+    ]
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--commit", help="of this tree, for the report (default: what git says)")
     parser.add_argument("--json", metavar="FILE")

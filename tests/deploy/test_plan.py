@@ -41,6 +41,27 @@ def test_the_commands_of_a_plan() -> None:
     assert not any("hunter2" in word for item in made for word in item.argv)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "sizes", "shares"),
+    [
+        ("", (1, 1), [None, None]),
+        ("0", (1, 1), ["0.45", "0.45"]),
+        ("0,1", (1, 1), ["0.9", "0.9"]),
+        ("0,1", (2, 1), ["0.45", "0.9", "0.45"]),
+        ("3", (1, 2), ["0.3", "0.3", "0.3"]),
+    ],
+)
+def test_nodes_of_one_gpu_divide_its_memory(
+    gpus: str, sizes: tuple[int, int], shares: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    made = Plan(UpConfig(prefill=sizes[0], decode=sizes[1]), RouterConfig(), PrefillConfig(), DecodeConfig())
+    nodes = commands(made, node_port=5701, http_port=8001)[1:]
+    prefix = "--memory-share="
+    found = [next((word[len(prefix) :] for word in node.argv if word.startswith(prefix)), None) for node in nodes]
+    assert found == shares
+
+
 def test_processes_get_fresh_keys_of_their_own(tmp_path: Path) -> None:
     """Only a process that can read the user's private files can join. Each run has new keys."""
     seen: set[bytes] = set()

@@ -104,8 +104,8 @@ def test_the_dtype_follows_the_device_and_the_checkpoint(asked: Any, device: str
 def test_auto_takes_cuda_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for is_there, expected in ((True, "cuda"), (False, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda is_there=is_there: is_there)
-        assert engines._choose_device("auto").type == expected
-        assert engines._choose_device("cpu").type == "cpu"
+        assert engines.choose_device("auto").type == expected
+        assert engines.choose_device("cpu").type == "cpu"
 
 
 def test_a_node_is_named_after_role_host_and_process() -> None:
