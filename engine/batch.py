@@ -120,6 +120,7 @@ class Computed(NamedTuple):
 
     extend: torch.Tensor | None  # [num_tokens, width] for the drafter
     logits: torch.Tensor  # [sum of num_logits, vocab_size], of the model's dtype
+    final: torch.Tensor | None = None  # [num_tokens, hidden_size] after the final norm; None: no token is scored
 
 
 def upload(numbers: Sequence[ArrayLike], device: torch.device | str) -> list[torch.Tensor]:

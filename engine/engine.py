@@ -32,6 +32,7 @@ from .cuda_pool import CudaPool
 from .drafters.base import PromptChunk, PromptTail
 from .drafters.family import Speculation
 from .drafters.speculation import read_speculation
+from .logprobs import Logprobs, compute_logprobs
 from .model_card import read_card
 from .model_config import ModelConfig
 from .models.registry import load_model
@@ -52,6 +53,7 @@ MIN_LEASE_S = 1.0
 LEASE_STEPS = 8  # a decode node that recomputes a chunk renews no lease meanwhile
 _DEFAULT_POOL_TOKENS = 65_536
 _MEMORY_SHARE = 0.25  # of what is free, for a pool of the default size
+SCORED_AT_ONCE = 1024  # rows of logits
 _STEP_LEN = 512  # tokens of a sequence in `padding_step`
 _WARM_UP = (  # each kind of sampling that has kernels of its own
     SamplingParams(max_tokens=1, temperature=1.0, seed=1),
@@ -153,6 +155,9 @@ class Engine:
             for params in _WARM_UP:
                 state = SamplingState(params, [0], vocab_size=self.model_config.vocab_size)
                 self.sample(computed.logits, [state])
+            if computed.final is not None:
+                scored = computed.final[:SCORED_AT_ONCE]
+                self.score(scored, torch.zeros(len(scored), dtype=torch.int64, device=self.device), 1)
             self._warm_up_drafter(num_new, pages, computed.extend)
             step_s = time.monotonic() - started
         self.lease_s = max(MIN_LEASE_S, LEASE_STEPS * step_s)
@@ -212,9 +217,19 @@ class Engine:
     def compute_batch(self, batch: ForwardBatch) -> Computed:
         """Do the work of `compute` for a batch. If our compiled kernels serve, the host reads nothing of a tensor."""
         extend, final = self.states(batch)
+        last = final
         if batch.logit_rows is not None and batch.logit_rows.shape[0] != final.shape[0]:
-            [final] = gather_rows([final], batch.logit_rows)
-        return Computed(extend, self.model.logits(final))
+            [last] = gather_rows([final], batch.logit_rows)
+        return Computed(extend, self.model.logits(last), final)
+
+    def score(self, final: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Logprobs:
+        """Return `compute_logprobs` of the logits of `final` [num_rows, hidden_size], states after the final norm, in
+        host memory (copies.py). No more than SCORED_AT_ONCE rows of logits exist at a time."""
+        parts = [
+            compute_logprobs(self.model.logits(states), ids, num_top).to_host()
+            for states, ids in zip(final.split(SCORED_AT_ONCE), token_ids.split(SCORED_AT_ONCE), strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else Logprobs(*map(torch.cat, zip(*parts, strict=True)))
 
     def states(self, batch: ForwardBatch) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The state that the target hands to draft extend, [num_tokens, width] (None where no drafter wants one), and
@@ -322,8 +337,9 @@ def _on_gpu(kvs: Sequence[torch.Tensor], num_pages: int, device: torch.device) -
 
 
 def _default_num_pages(context_len: int, schema: HandoffSchema, device: torch.device) -> int:
-    """Four contexts or 65,536 tokens, but no more than a quarter of the free memory (of the GPU's and the host's). A node
-    on a GPU replaces this by what its share allows (memory_share.py)."""
+    """Four contexts or 65,536 tokens, but no more than a quarter of the free memory (of the GPU's and the host's).
+
+    A node on a GPU replaces this by what its share allows (memory_share.py)."""
     wanted = max(4 * context_len, _DEFAULT_POOL_TOKENS) // schema.page_size + 1
     free = psutil.virtual_memory().available
     if device.type == "cuda":

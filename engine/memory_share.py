@@ -57,7 +57,8 @@ def num_pages(memory: Memory, share: float, bytes_per_page: int) -> int:
     others = memory.total - memory.free - memory.held
     raise ConfigError(
         f"{words}, but other processes hold {others / _GIB:.1f} of {memory.total / _GIB:.1f} GiB of this GPU; start "
-        f"nodes that share a GPU with shares that sum to {MEMORY_SHARE} (two nodes: --memory-share {MEMORY_SHARE / 2:.2f} each)"
+        f"nodes that share a GPU with shares that sum to {MEMORY_SHARE} (two nodes: --memory-share "
+        f"{MEMORY_SHARE / 2:.2f} each)"
     )
 
 

@@ -154,8 +154,10 @@ def bucket_sizes(layer_products: int) -> list[int]:
 
 def bucket(rows: Sequence[BatchRow], sizes: Sequence[int], max_len: int) -> int | None:
     """Return the smallest of `sizes` (in rising order) that holds `rows`. None: no size does, a sequence grows beyond
-    `max_len` tokens, or a row wants more than its last logits."""
-    if len(rows) > MAX_SEQS or any(row.num_logits > 1 or row.position + len(row.input_ids) > max_len for row in rows):
+    `max_len` tokens, a row wants more than its last logits, or tokens are scored."""
+    if len(rows) > MAX_SEQS or any(
+        row.num_logits > 1 or row.num_scored or row.position + len(row.input_ids) > max_len for row in rows
+    ):
         return None
     num_tokens = sum(len(row.input_ids) for row in rows)
     return next((size for size in sizes if num_tokens <= size), None)

@@ -32,7 +32,7 @@ from .copies import recorded_event, to_device
 from .draft_row import set_draft
 from .drafters.base import DraftState, PromptChunk, PromptTail
 from .engine import Engine
-from .logprobs import Logprobs, compute_logprobs
+from .logprobs import Logprobs
 from .progress import Progress
 from .sampling import SubmittedSample
 from .sampling_batch import SamplingBatch
@@ -102,8 +102,7 @@ class Prompts:
                 ]
                 engine.drafter.observe_prompt(chunks, computed.extend)
             self._keep_states(chunk, computed.extend)
-            logits = computed.logits.split([row.num_logits for row in rows])
-            scored = [_score(row, own) for row, own in zip(chunk.rows, logits, strict=True)]
+            scored = self._score(chunk, computed.final)
             submitted, event = time.monotonic(), recorded_event(engine.device)
             tails = [self._submit_tails(each, chunk, computed) for each in chunk.tails]
         return SubmittedChunk(chunk, begun, submitted, event, scored, tails)
@@ -117,6 +116,22 @@ class Prompts:
         own = extend.split([len(each.row.input_ids) for each in chunk.rows])
         for row, states in zip(chunk.rows, own, strict=True):
             self._kept[row.key] = _latest(self._kept.get(row.key), states, 1 + num_rows)
+
+    def _score(self, chunk: Chunk, final: Tensor | None) -> list[Logprobs | None]:
+        """Submit the log-probabilities of each row's scored tokens. `final` [num_tokens, hidden_size] are the chunk's
+        states."""
+        scored: list[Logprobs | None] = []
+        start = 0
+        for each in chunk.rows:
+            num_scored, first = each.row.num_scored, each.row.position + 1
+            if num_scored:
+                assert final is not None, "states of scored tokens were not kept"
+                ids = to_device(torch.tensor(each.token_ids[first : first + num_scored]), final.device)
+                scored.append(self.engine.score(final[start : start + num_scored], ids, each.num_logprobs))
+            else:
+                scored.append(None)
+            start += len(each.row.input_ids)
+        return scored
 
     def _submit_tails(self, work: Tails, chunk: Chunk, computed: Computed) -> SubmittedTails:
         """Submit the sampling of first tokens. What was kept of these prompts goes to the result."""
@@ -309,21 +324,10 @@ def _latest(kept: Tensor | None, states: Tensor, num_rows: int) -> Tensor:
     return latest.clone()
 
 
-def _score(row: ChunkRow, logits: Tensor) -> Logprobs | None:
-    """Submit the log-probabilities of a row's scored tokens. `logits` [num_new, vocab_size] are those of its new
-    positions, or of fewer if no token is scored."""
-    if row.num_scored == 0:
-        return None
-    assert len(logits) == len(row.row.input_ids) >= row.num_scored, (len(logits), row)
-    start = row.row.position + 1
-    ids = to_device(torch.tensor(row.token_ids[start : start + row.num_scored]), logits.device)
-    return compute_logprobs(logits[: row.num_scored], ids, row.num_logprobs).to_host()
-
-
 def _read_scores(row: ChunkRow, scored: Logprobs | None) -> list[TokenLogprobs]:
     if scored is None:
         return []
-    return [entry for entry in scored.to_rows([row.num_logprobs] * row.num_scored) if entry is not None]
+    return [entry for entry in scored.to_rows([row.num_logprobs] * row.row.num_scored) if entry is not None]
 
 
 def _rows(values: Tensor, index: Sequence[int]) -> Tensor:

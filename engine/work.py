@@ -34,13 +34,14 @@ class BatchRow:
     """New tokens of one sequence of a forward.
 
     `pages` must cover position + len(input_ids) tokens; more is fine. Logits are wanted for the last `num_logits` of
-    the new tokens.
+    the new tokens. The first `num_scored` of them score the token that follows them.
     """
 
     input_ids: Sequence[int]
     position: int  # of the first new token: as many tokens have KV in the pages
     pages: Sequence[int]
     num_logits: int = 1
+    num_scored: int = 0
 
 
 # --- rounds: what a decode node asks for ---
@@ -150,14 +151,12 @@ class ChunkRow:
     """The next tokens of one prompt.
 
     The executor keeps states of the prompt's last positions under `key` until the prompt's Tail is submitted or the key
-    is forgotten. The first `num_scored` of the new positions score the token that follows them in the prompt, which
-    needs logits at all new positions.
+    is forgotten.
     """
 
     key: int  # names the prompt on the device
     token_ids: Sequence[int]  # the whole prompt
     row: BatchRow  # its new tokens
-    num_scored: int = 0
     num_logprobs: int = 0  # likeliest tokens that are reported with each score
 
 

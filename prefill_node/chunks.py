@@ -38,10 +38,6 @@ def submit(prompts: Prompts, plan: StepPlan) -> ChunkUnderWay:
 
 
 def _row(planned: PlannedChunk) -> ChunkRow:
-    """Return the planned tokens as work. If the prompt's log-probabilities are wanted, every token of the prompt but
-    the first is scored."""
+    """Return the planned tokens as work."""
     request, row = planned
-    num_scored = 0
-    if request.generation.prompt_logprobs:
-        num_scored = max(0, min(len(row.input_ids), request.prompt_len - 1 - row.position))
-    return ChunkRow(request.key, request.token_ids, row, num_scored, request.generation.params.num_logprobs or 0)
+    return ChunkRow(request.key, request.token_ids, row, request.generation.params.num_logprobs or 0)

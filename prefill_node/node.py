@@ -388,4 +388,4 @@ def _demand(planned: PlannedChunk) -> tuple[int, int, int]:
     vocabulary, then by tokens. Of equals, the youngest is largest."""
     request, row = planned
     num_sampled = len(request.choices) if planned.is_last else 0
-    return row.num_logits + num_sampled, len(row.input_ids), request.key
+    return row.num_scored + num_sampled, len(row.input_ids), request.key

@@ -70,8 +70,11 @@ class PrefillScheduler:
             start = request.num_submitted
             num_new = min(budget, len(request.token_ids) - start)
             is_last = start + num_new == len(request.token_ids)
-            num_logits = num_new if request.generation.prompt_logprobs else int(is_last)
-            row = BatchRow(request.token_ids[start : start + num_new], start, request.pages, num_logits)
+            num_scored = 0
+            if request.generation.prompt_logprobs:  # of every token of the prompt but the first
+                num_scored = max(0, min(num_new, request.prompt_len - 1 - start))
+            ids = request.token_ids[start : start + num_new]
+            row = BatchRow(ids, start, request.pages, int(is_last), num_scored)
             plan.append(PlannedChunk(request, row))
             budget -= num_new
         return plan

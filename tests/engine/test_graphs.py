@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from baton.engine import graphs
+from baton.engine import device_executor, graphs
+from baton.engine.config import EngineConfig
+from baton.engine.device_executor import DeviceExecutor
+from baton.engine.engine import Engine
 from baton.engine.graphs import EVERYTHING, GREEDY, KINDS, SAMPLED, SCORED, covering, graph_sizes
 from baton.engine.sampling_state import Needs
 from baton.kernels.operations import preferring
+from baton.metadata.errors import ConfigError
 from baton.metadata.wire.request import MAX_TOP_LOGPROBS
 
 NUMS = (None, 0, 1, MAX_TOP_LOGPROBS)
@@ -82,47 +87,53 @@ class StandIn:
 class Block:
     """Inputs of a bucket."""
 
-    num_seqs = 2
+    def __init__(self, num_seqs: int) -> None:
+        self.num_seqs = num_seqs
 
     def copy_(self, other: object) -> None: ...
 
     def fill_with_padding(self, padding: int) -> None: ...
 
 
-def test_a_step_whose_graph_has_no_memory_runs_without_one_and_tries_no_capture_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_graph_of_every_bucket_step_and_kind_is_captured_and_service_captures_none(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ran, replayed, tried = list[Needs](), list[str](), list[str]()
+    captures, replayed = list[str](), list[str]()
 
     def captured(run: Callable[[], str], pool: object) -> tuple[StandIn, str]:
-        result = run()
-        tried.append(result)
-        if result == "EVERYTHING":
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return StandIn(replayed, result), result
+        captures.append(run())
+        return StandIn(replayed, captures[-1]), captures[-1]
 
-    def run(inputs: object, step: int, needs: Needs) -> str:
-        ran.append(needs)
-        return "EVERYTHING" if needs == EVERYTHING else "SAMPLED"
+    def run(inputs: Any, step: int, needs: Needs) -> str:
+        return f"{inputs.num_seqs} {step} {KINDS.index(needs)}"
 
     monkeypatch.setattr(graphs, "captured", captured)
-    block: Any = Block()
-    owner = graphs.RoundGraphs("rounds", run, [block], 3, None)
-    for _ in range(3):
-        assert owner.replay(block, 1, EVERYTHING) == "EVERYTHING"
-        assert owner.replay(block, 1, SAMPLED) == "SAMPLED"
-    assert tried == ["EVERYTHING", "SAMPLED"] and replayed == ["SAMPLED"] * 3
-    assert ran.count(EVERYTHING) == 1 + 3  # a try, and the three steps
-    [record] = caplog.records
-    assert "no memory for a graph of rounds of 2 sequences" in record.message
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    blocks: list[Any] = [Block(1), Block(4)]
+    owner = graphs.RoundGraphs("rounds", run, blocks, 3, None)
+    owner.capture([0, 2])
+    assert len(captures) == len(set(captures)) == 2 * 2 * len(KINDS)
+    assert [name[0] for name in captures] == sorted((name[0] for name in captures), reverse=True), "largest first"
+    before = captures.copy()
+    for block in blocks:
+        for step in (0, 2):
+            for needs in ALL[::5]:
+                name = f"{block.num_seqs} {step} {KINDS.index(covering(needs))}"
+                assert owner.replay(block, step, needs) == name and replayed[-1] == name
+    assert captures == before
 
 
-def test_a_step_without_memory_of_its_own_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(inputs: object, step: int, needs: Needs) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+def test_graphs_that_find_no_memory_at_start_are_refused_in_words(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        def __init__(self, *_: object) -> None: ...
 
-    monkeypatch.setattr(graphs, "captured", lambda run, pool: run())
-    block: Any = Block()
-    owner = graphs.RoundGraphs("rounds", run, [block], 3, None)
-    with pytest.raises(torch.OutOfMemoryError):
-        owner.replay(block, 1, SAMPLED)
+        def capture(self, *_: object) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    engine = Engine(EngineConfig(model=str(checkpoint("llama")), device="cpu", threads=1, num_pages=8))
+    monkeypatch.setattr(device_executor, "RoundGraphs", Full)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    with preferring("triton"), pytest.raises(ConfigError, match="graphs of rounds of 5 sequences; lower max_running"):
+        DeviceExecutor(engine, 5, [1]).warm_up()

@@ -135,6 +135,7 @@ def test_buckets() -> None:
     assert [of(size + 1) for size in BUCKETS] == [*BUCKETS[1:], None]
     assert of(*[2] * MAX_SEQS) == 16 and of(*[1] * (MAX_SEQS + 1)) is None
     assert of(5, num_logits=0) == 16 and of(5, num_logits=2) is None
+    assert bucket([BatchRow([1] * 5, 0, [], num_scored=4)], BUCKETS, 4000) is None, "a graph keeps no final states"
     assert of(5, position=3995) == 16 and of(5, position=3996) is None  # beyond the columns of the table
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from drafters import settings, target_of
 from memory_limit import MemoryLimit
 
+from baton.engine import engine as engines
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.pages import Owner
@@ -60,9 +62,8 @@ class Prompt:
 
     def row(self, start: int, stop: int, *, num_scored: int = 0, num_logprobs: int = 0) -> ChunkRow:
         is_last = stop == len(self.token_ids)
-        num_logits = stop - start if num_scored else int(is_last)
-        row = BatchRow(self.token_ids[start:stop], start, self.block_tables[0], num_logits)
-        return ChunkRow(self.key, self.token_ids, row, num_scored, num_logprobs)
+        row = BatchRow(self.token_ids[start:stop], start, self.block_tables[0], int(is_last), num_scored)
+        return ChunkRow(self.key, self.token_ids, row, num_logprobs)
 
     def tail(self, row: int, *, is_handed_over: bool = True, num_cached: int = 0) -> Tail:
         first, *others = self.block_tables
@@ -146,13 +147,27 @@ def test_rows_hold_the_first_token_and_the_count_of_cached_tokens(make_prompts: 
         assert each.logprobs.logprob == pytest.approx(logprobs.logprob)
 
 
-def test_scores_are_of_the_tokens_that_follow(make_prompts: MakePrompts) -> None:
-    """The second of two rows of a chunk is scored, up to the prompt's last token."""
+@pytest.mark.parametrize("at_once", [1, 4, 6, 1024])
+def test_scores_are_of_the_tokens_that_follow(
+    at_once: int, make_prompts: MakePrompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of two rows of a chunk is scored, up to the prompt's last token, a few rows of logits at a time."""
+    monkeypatch.setattr(engines, "SCORED_AT_ONCE", at_once)
     prompts = make_prompts("none")
+    num_rows: list[int] = []
+    compute = prompts.engine.model.logits
+
+    def counted(states: torch.Tensor) -> torch.Tensor:
+        num_rows.append(len(states))
+        return compute(states)
+
+    monkeypatch.setattr(prompts.engine.model, "logits", counted)
     plain, scored = Prompt(prompts, 1, 5), Prompt(prompts, 2, 7)
     rows = [plain.row(0, 5), scored.row(0, 7, num_scored=6, num_logprobs=2)]
     report = prompts.submit(Chunk(rows, [])).wait()
-    logits = prompts.engine.forward([scored.row(0, 7, num_scored=6).row])
+    assert num_rows[0] == 2, "logits of the last tokens"
+    assert max(num_rows[1:]) == min(at_once, 6) and sum(num_rows[1:]) == 6
+    logits = prompts.engine.forward([replace(scored.row(0, 7).row, num_logits=7)])
     expected = logits.log_softmax(-1)
     assert [len(entries) for entries in report.logprobs] == [0, 6]
     for position, entry in enumerate(report.logprobs[1]):

@@ -66,7 +66,7 @@ def test_states_of_sampling_are_what_they_were() -> None:
     assert (load.slot, load.token_ids, load.row) == (1, [1, 2, 3, 4, 5], b"\x00\xff")
     assert _states_equal(load.sampling, state)
     tail = Tail(0, [state, state], [[5], [6]], CopyPages([5], [6]), True, 4)
-    chunk = Chunk([ChunkRow(7, [1, 2, 3], BatchRow([2, 3], 1, [5]), 1, 2)], [Tails([tail])])
+    chunk = Chunk([ChunkRow(7, [1, 2, 3], BatchRow([2, 3], 1, [5], 1, 1), 2)], [Tails([tail])])
     sent = decode(encode(chunk))
     assert sent.rows == chunk.rows
     [[found]] = [each.tails for each in sent.tails]

@@ -69,7 +69,7 @@ def test_the_work_names_prompts_by_their_keys(engine: Engine, make_request: Make
     assert [list(row.row.input_ids) for row in chunk.rows] == [
         request.token_ids[:num] for request, num in zip(requests, (3, 7, 2), strict=True)
     ]
-    assert chunk.num_tokens == 12 and [row.num_scored for row in chunk.rows] == [0, 0, 0]
+    assert chunk.num_tokens == 12 and [row.row.num_scored for row in chunk.rows] == [0, 0, 0]
     assert [(tail.row, len(tail.states)) for tails in chunk.tails for tail in tails.tails] == [(0, 1), (1, 2)]
 
 
