@@ -15,7 +15,8 @@ sequence.
 
 The node submits a round to its executor (engine/executor.py). It settles the round later: it waits for the results and
 processes them. On a GPU the node submits the next round in between, so the device computes while the host processes
-tokens.
+tokens. While pages of a prompt are on the way, the node submits the next round as late as it can, so that the sequence
+joins it.
 
 If the device has no memory for a round, the node tries again without drafts. If it has none for that either, the
 sequence that asks for most ends with an error, and the node tries again with the others.
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_PAUSE_S = 1e-4  # between looks for arrivals while a round is computed
 STEP_LIMIT_S = 60.0  # the node counts as stuck if one round takes longer
 _MAX_MEASURED = 16  # sequences in the largest round that is timed at the start; times of larger ones are extrapolated
 
@@ -141,11 +143,9 @@ class DecodeNode:
     def step(self) -> bool:
         """Receive, admit, schedule, compute, send. Return whether there is more to compute at once."""
         self._clock.begin_step()
-        for message in self.membership.receive():
-            self._handle(message)
-        admitted = [sequence for event in self.handoff.poll() if (sequence := self._arrive(event)) is not None]
-        self._send(admitted)
+        self._take_arrivals()
         self._clock.end_arrivals()
+        self._await_arrivals()
         plan = self._plan()
         if plan.rows or plan.decoding or self._under_way is not None:
             self.membership.enter("decode", STEP_LIMIT_S)
@@ -268,6 +268,22 @@ class DecodeNode:
 
     # --- arrivals ---
 
+    def _take_arrivals(self) -> None:
+        """Process all messages and events that are there."""
+        for message in self.membership.receive():
+            self._handle(message)
+        admitted = [sequence for event in self.handoff.poll() if (sequence := self._arrive(event)) is not None]
+        self._send(admitted)
+
+    def _await_arrivals(self) -> None:
+        """If pages are on the way, wait until the device nearly needs the next round, so that they join that one."""
+        if self._under_way is None or not self.scheduler.reserved:
+            return
+        until = self._clock.submit_by(self._under_way.submitted.shape.num_steps)
+        while self.scheduler.reserved and time.monotonic() < until and not self.executor.is_done:
+            time.sleep(_PAUSE_S)
+            self._take_arrivals()
+
     def _arrive(self, event: Arrived | TransferFailed | Revoked) -> Sequence | None:
         """Process an event of the handoff client. Return the sequence that runs from now on, if there is one."""
         sequence = self.scheduler.reserved.get(event.unit)
@@ -383,7 +399,7 @@ class DecodeNode:
         if done is None:
             return
         results = self.rounds.collect(done.submitted).rows
-        seconds = self._clock.settle(done.since)
+        seconds = self._clock.settle(done.since, done.submitted.shape.num_steps)
         for sequence in done.sequences:
             sequence.leave_round()
         rows = zip(done.sequences, done.submitted.slots, results, strict=True)

@@ -6,6 +6,7 @@ import time
 from typing import NamedTuple
 
 _OTHER_SHARE = 0.5  # a round's time is not used if other work took more than this share of it ...
+_LEAST_AHEAD_S, _SHARE_AHEAD = 1e-3, 0.2  # of a round, before whose end the next one is submitted
 _MAX_PASSED = 8  # ... unless so many rounds in a row were not used: then other work is the normal case
 
 
@@ -28,6 +29,7 @@ class RoundClock:
         self._begun_at = self._settled_at = self._ended_at = 0.0
         self._other_s = 0.0  # time for other work since the last round was settled
         self._num_passed = 0
+        self._last_s: dict[int, float] = {}  # by draft steps: seconds of the last round
 
     def begin_step(self) -> None:
         """A step begins. The time since the last step went to other work."""
@@ -42,12 +44,20 @@ class RoundClock:
         """A round is about to be submitted. Return the moment from which its time counts, for `settle`."""
         return self._begun_at if self._overlaps else time.monotonic()
 
-    def settle(self, since: float) -> float:
-        """A round's results have come. Return the seconds that it took, other work included."""
+    def settle(self, since: float, num_steps: int) -> float:
+        """The results of a round of `num_steps` draft steps have come. Return the seconds that it took, other work
+        included."""
         now = time.monotonic()
         seconds = now - max(since, self._settled_at)
-        self._settled_at = now
+        self._settled_at, self._last_s[num_steps] = now, seconds
         return seconds
+
+    def submit_by(self, num_steps: int) -> float:
+        """Return the moment, monotonic seconds, by which the round after the one under way must be submitted, so that
+        the device is not left without work. The one under way has `num_steps` draft steps and began when the last one
+        was settled."""
+        lasts = self._last_s.get(num_steps, 0.0)
+        return self._settled_at + lasts - max(_LEAST_AHEAD_S, _SHARE_AHEAD * lasts)
 
     def judge(self, seconds: float) -> RoundTime:
         """Return the times of the last settled round, None for those that other work distorted.

@@ -113,7 +113,7 @@ class CudaPool:
             self._runs = [run for place, layout in enumerate(layouts) for run in self._runs_of(place, layout)]
             self._shapes = [(layout.num_layers, layout.blocks_per_layer) for layout in layouts]
         self._slips: dict[int, list[_Slip]] = {}  # not in use, by pages
-        self._stream = torch.cuda.Stream(self._device)
+        self._stream = torch.cuda.Stream(self._device, priority=-1)  # pages are waited for
         self._fences: dict[int, torch.cuda.Event] = {}  # by page: what was submitted before it was expected
         self.device = str(torch.cuda.get_device_properties(self._device).uuid)
         self.shared = self._share()

@@ -163,6 +163,11 @@ class DeviceExecutor:
         self._used = [block for block in self._used if block.num_seqs in self.buckets.sizes]
         raise OutOfMemory(_no_memory(work))  # here the error is gone, whose traceback holds tensors
 
+    @property
+    def is_done(self) -> bool:
+        event = self._under_way[0].event
+        return event is None or event.query()
+
     def collect(self) -> Tokens:
         """Wait for the oldest round that was not collected, and return its report."""
         done = self._under_way.popleft()

@@ -76,6 +76,11 @@ class Executor(Protocol):
         work was to write."""
         ...
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the oldest round that was not collected is computed. Does not wait."""
+        ...
+
     def collect(self) -> Tokens:
         """Wait for the oldest round that was not collected, and return its report."""
         ...

@@ -140,6 +140,10 @@ class RankExecutor:
         with self._ranked.processes.guarded():
             self._own.submit(work)
 
+    @property
+    def is_done(self) -> bool:
+        return self._own.is_done
+
     def collect(self) -> Tokens:
         with self._ranked.processes.guarded():
             return self._own.collect()

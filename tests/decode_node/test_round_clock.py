@@ -37,7 +37,7 @@ def one_after_the_other(clock: Clock, rounds: RoundClock, arrivals_ms: float, aw
     clock.passes(1)
     since = rounds.submit()
     clock.passes(10)
-    seconds = rounds.settle(since)
+    seconds = rounds.settle(since, 0)
     clock.passes(1)
     judged = rounds.judge(seconds)
     rounds.end_step()
@@ -61,7 +61,7 @@ def overlapping(clock: Clock, rounds: RoundClock, since: float, arrivals_ms: flo
     rounds.end_arrivals()
     next_since = rounds.submit()
     clock.passes(max(1.0, 9 - arrivals_ms))
-    seconds = rounds.settle(since)
+    seconds = rounds.settle(since, 0)
     clock.passes(1)
     judged = rounds.judge(seconds)
     rounds.end_step()
@@ -86,3 +86,15 @@ def test_if_there_are_always_arrivals_some_times_are_used(clock: Clock) -> None:
         one, since = overlapping(clock, rounds, since, 30)
         judged.append(one)
     assert sum(each.seconds is not None for each in judged) == 2
+
+
+def test_a_round_is_submitted_before_the_one_under_way_can_end(clock: Clock) -> None:
+    """By a fifth of its time, or a millisecond; and at once if no such round has been timed."""
+    rounds = RoundClock(overlaps=True)
+    for num_steps, milliseconds, ahead in ((0, 10, 2), (5, 20, 4), (0, 2, 1)):
+        rounds.begin_step()
+        since = rounds.submit()
+        clock.passes(milliseconds)
+        rounds.settle(since, num_steps)
+        assert rounds.submit_by(num_steps) == pytest.approx(clock.now + (milliseconds - ahead) / 1000)
+        assert rounds.submit_by(3) < clock.now
