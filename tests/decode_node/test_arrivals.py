@@ -12,6 +12,7 @@ from node_pair import NodePair, node_pairs, params
 
 from baton.engine.device_executor import DeviceExecutor
 from baton.metadata.handoff import client
+from baton.metadata.wire.messages import Failed
 
 FIRST, SECOND = [5, 6, 7, 8, 9], [each % 300 for each in range(3, 60)]
 
@@ -23,13 +24,13 @@ def pair(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> It
     both: dict[str, Any] = {"page_size": 4, "max_running": 3, "speculative": "none"}
     with node_pairs() as start:
         pair = start(checkpoint("llama"), prefill=both, decode=both, overlaps=True)
-        pair.submit("first", FIRST, params(200))
+        pair.submit("first", FIRST, params(60))
         pair.step_until(lambda: len(pair.results["first", 0].ids) > 3)
         pair.submit("second", SECOND, params(12))
         pair.step_until(lambda: pair.decode.scheduler.reserved)
-        for _ in range(20):
+        while not pair.prefill.scheduler.handing_over or pair.prefill._under_way is not None:
             pair.prefill.step()
-            time.sleep(0.002)
+        time.sleep(0.05)  # for the offers to come
         assert pair.decode.scheduler.reserved and pair.decode._under_way is not None
         monkeypatch.setattr(client, "POLL_BYTES", 1)
         yield pair
@@ -97,4 +98,4 @@ def test_a_cancel_ends_the_wait(pair: NodePair, monkeypatch: pytest.MonkeyPatch)
     pair.decode.step()
     assert looks == 2 and members(pair) == ["first"]
     pair.prefill._cancel(unit.rid, unit.attempt, None)
-    del pair.results["second", 0]  # nobody waits for it
+    pair.results["second", 0].failed = Failed(unit=unit, code="cancelled", message="", retryable=False)
