@@ -151,7 +151,7 @@ def _other(item: Any) -> Any:
         return item.choices[-1]
     if item.kind is tuple:
         return ("http://one.example", "*") if item.name == "allow_origin" else ("one.example", "*")
-    return {bool: not item.default, int: 7, float: 1.5, str: "tcp://127.0.0.1:1"}[item.kind]
+    return {bool: not item.default, int: 7, float: 0.5, str: "tcp://127.0.0.1:1"}[item.kind]
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ def serve(pair: NodePair, asks: Sequence[Ask], memory: MemoryLimit) -> tuple[lis
 
         prompts.submit = noting  # type: ignore[method-assign]
         pair.run()
+        pair.step_until(lambda: all(name in pair.done for name in names))
         prompts.submit = submit  # type: ignore[method-assign]
     served = [
         Served(
