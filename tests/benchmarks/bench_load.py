@@ -7,10 +7,12 @@
 Arrivals are those of a Poisson process at each of `--rates` (requests per second) for `--seconds`, or those of a trace:
 one JSON object per line with `timestamp` (milliseconds), `input_length` and `output_length` (tokens), as in the public
 traces of Mooncake (arXiv:2407.00079). `--speed 2` replays a trace twice as fast. Prompts are random token ids, so no
-prefix is cached. Answers are greedy and as long as asked for.
+prefix is cached. Answers are greedy and as long as asked for. `--background 32` keeps so many other streams running,
+which are not measured.
 
     ttft      milliseconds from sending a request to its first token
     tpot      milliseconds per token after the first, the mean of a request
+    second    milliseconds from the first token to the second, which another node computes
     gap       the largest time between two reads with tokens of a request, milliseconds
     goodput   requests per second with ttft and tpot within `--slo TTFT_MS,TPOT_MS`; there may be several
 
@@ -39,6 +41,8 @@ from bench_router import Stream
 from bench_system import tokens_of
 from planted_text import PlantedText
 
+_FIRST = 2**32 - 1  # seed of the request before all loads
+
 
 class Arrival(NamedTuple):
     """A request of the load."""
@@ -53,6 +57,7 @@ class Record(NamedTuple):
 
     ttft_s: float
     tpot_s: float
+    second_s: float
     gap_s: float
 
 
@@ -98,12 +103,13 @@ def record(sent_s: float, events: Sequence[tuple[float, list[int]]]) -> Record:
     num_tokens = sum(len(ids) for _, ids in events)
     gaps = np.diff(times)
     tpot_s = (times[-1] - times[0]) / (num_tokens - 1) if num_tokens > 1 else 0.0
-    return Record(times[0] - sent_s, tpot_s, float(gaps.max()) if len(gaps) else 0.0)
+    second_s, gap_s = (float(gaps[0]), float(gaps.max())) if len(gaps) else (0.0, 0.0)
+    return Record(times[0] - sent_s, tpot_s, second_s, gap_s)
 
 
 def summary(records: Sequence[Record], seconds: float, slos: Sequence[Slo]) -> dict[str, Any]:
     """Return percentiles in milliseconds, and for each SLO the good requests per second and their share."""
-    columns = zip(("ttft", "tpot", "gap"), zip(*records, strict=True), strict=True)
+    columns = zip(("ttft", "tpot", "second", "gap"), zip(*records, strict=True), strict=True)
     row: dict[str, Any] = {"requests": len(records)}
     for name, values in columns:
         row |= {f"{name}_ms_p{percent}": float(np.percentile(values, percent)) * 1e3 for percent in (50, 90, 99)}
@@ -112,6 +118,9 @@ def summary(records: Sequence[Record], seconds: float, slos: Sequence[Slo]) -> d
         row[f"goodput_{slo.ttft_ms:g}_{slo.tpot_ms:g}"] = num_good / seconds
         row[f"good_share_{slo.ttft_ms:g}_{slo.tpot_ms:g}"] = num_good / max(1, len(records))
     return row
+
+
+_BACKGROUND = Arrival(2.0, 64, 12_000)  # a stream beside those that are measured, and its start before them
 
 
 class Client:
@@ -127,8 +136,23 @@ class Client:
         self.late_s: list[float] = []  # by which a request was sent after its time
         self.num_failed = self.num_wrong = self.num_checked = 0
 
-    async def run(self, arrivals: Sequence[Arrival]) -> float:
-        """Send all requests, wait for their answers, and return how long that took, in seconds."""
+    async def run(self, arrivals: Sequence[Arrival], num_background: int = 0) -> float:
+        """Send all requests, wait for their answers, and return how long that took, in seconds. Meanwhile other
+        streams run, which end with it."""
+        body = self._body([7] * _BACKGROUND.prompt_len, _BACKGROUND.num_tokens)
+        loop = asyncio.get_running_loop()
+        others = [
+            await loop.create_connection(lambda: Stream(body), "127.0.0.1", self._port) for _ in range(num_background)
+        ]
+        if others:
+            await asyncio.sleep(_BACKGROUND.at_s)
+        try:
+            return await self._measure(arrivals)
+        finally:
+            for transport, _ in others:
+                transport.close()
+
+    async def _measure(self, arrivals: Sequence[Arrival]) -> float:
         prompts = [self._draw.integers(0, self._vocab_size, each.prompt_len).tolist() for each in arrivals]
         bodies = [self._body(prompt, each.num_tokens) for prompt, each in zip(prompts, arrivals, strict=True)]
         started = time.perf_counter()
@@ -171,7 +195,7 @@ class Client:
 def measure(arrivals: Sequence[Arrival], options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Run one load and return its figures."""
     client = Client(options.port, options.model_name or options.model.resolve().name, options.model, seed)
-    took_s = asyncio.run(client.run(arrivals))
+    took_s = asyncio.run(client.run(arrivals, 0 if seed == _FIRST else options.background))
     row = {"rate": len(arrivals) / max(arrivals[-1].at_s, 1e-9), "took_s": took_s}
     row |= summary(client.records, took_s, options.slo) if client.records else {"requests": 0}
     row |= {"failed": client.num_failed, "wrong": client.num_wrong, "checked_tokens": client.num_checked}
@@ -181,12 +205,13 @@ def measure(arrivals: Sequence[Arrival], options: argparse.Namespace, seed: int)
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table."""
     goodputs = [name for name in rows[0] if name.startswith("goodput_")]
-    head = ["requests/s", "requests", "ttft ms p50 / p99", "tpot ms p50 / p99", "gap ms p50 / p99"]
+    measured = ("ttft", "tpot", "second", "gap")
+    head = ["requests/s", "requests", *(f"{name} ms p50 / p99" for name in measured)]
     head += ["goodput at {} / {} ms".format(*name.split("_")[1:]) for name in goodputs]
     lines = ["| " + " | ".join([*head, "failed", "wrong"]) + " |", "|" + "---|" * (len(head) + 2)]
     for row in rows:
         cells = [f"{row['rate']:.2f}", str(row["requests"])]
-        for name in ("ttft", "tpot", "gap"):
+        for name in measured:
             cells.append(f"{row.get(f'{name}_ms_p50', 0):.1f} / {row.get(f'{name}_ms_p99', 0):.1f}")
         cells += [f"{row.get(name, 0):.2f}" for name in goodputs]
         lines.append("| " + " | ".join([*cells, str(row["failed"]), str(row["wrong"])]) + " |")
@@ -202,7 +227,7 @@ def main() -> None:
         loads = [poisson(rate, options.seconds, *sizes, seed) for seed, rate in enumerate(options.rates)]
     if not all(loads):
         sys.exit("a load has no request: raise --rates or --seconds, or give a trace with lines")
-    measure([Arrival(0.0, 16, 4)], options, seed=-1 % 2**32)  # connections, and kinds of kernels that nobody asked for
+    measure([Arrival(0.0, 16, 4)], options, _FIRST)  # connections, and kinds of kernels that nobody asked for
     rows = []
     for seed, arrivals in enumerate(loads):
         rows.append(measure(arrivals, options, seed))
@@ -233,6 +258,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=20.0, help="for which requests arrive")
     parser.add_argument("--prompt-len", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--background", type=int, default=0, help="other streams that run meanwhile")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--speed", type=float, default=1.0, help="at which a trace is replayed")
     parser.add_argument("--slo", type=_slo, nargs="+", default=[Slo(200, 12)], metavar="TTFT_MS,TPOT_MS")

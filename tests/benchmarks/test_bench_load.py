@@ -46,12 +46,18 @@ def test_times_of_an_answer() -> None:
     events = [(10.2, []), (10.5, [1]), (10.6, [2, 3]), (11.0, [4]), (11.1, [])]
     found = record(10.0, events)
     assert found.ttft_s == pytest.approx(0.5) and found.gap_s == pytest.approx(0.4)
+    assert found.second_s == pytest.approx(0.1)
     assert found.tpot_s == pytest.approx(0.5 / 3)
-    assert record(10.0, [(10.5, [1])]) == Record(0.5, 0.0, 0.0)
+    assert record(10.0, [(10.5, [1])]) == Record(0.5, 0.0, 0.0, 0.0)
 
 
 def test_goodput_counts_requests_within_both_bounds() -> None:
-    records = [Record(0.1, 0.010, 0.02), Record(0.3, 0.010, 0.02), Record(0.1, 0.020, 0.05), Record(0.2, 0.012, 0.01)]
+    records = [
+        Record(0.1, 0.010, 0.01, 0.02),
+        Record(0.3, 0.010, 0.01, 0.02),
+        Record(0.1, 0.020, 0.01, 0.05),
+        Record(0.2, 0.012, 0.01, 0.01),
+    ]
     row = summary(records, 2.0, [Slo(200, 12), Slo(1000, 15)])
     assert row["goodput_200_12"] == 1.0 and row["good_share_200_12"] == 0.5
     assert row["goodput_1000_15"] == 1.5 and row["requests"] == 4
