@@ -81,6 +81,7 @@ def fit_pools(engine: Engine, config: EngineConfig, rehearse: Callable[[Engine],
     free += engine.pool_bytes
     memory = Memory(total, free, torch.cuda.memory_reserved(), peak, psutil.virtual_memory().total)
     engine.resize(num_pages(memory, config.share, page_bytes(engine.schema)))
+    torch.cuda.empty_cache()  # graphs of the rehearsal are gone now
     logger.info(
         "%.1f of %.1f GiB: %.1f for weights, graphs and working memory, %.1f for KV of %d tokens",
         (peak + engine.pool_bytes) / _GIB,
