@@ -3,15 +3,15 @@
 Four launches find them.
 
     1. `row_max_kernel` (triton_sample.py)  the largest logit of each split of a row
-    2. `_levels_kernel`   counts and weighs, in each split, the tokens above a few fixed scores, the levels
+    2. `_levels_kernel`   sums, in each split, all weights, and what lies above a few fixed scores, the levels
     3. `_gather_kernel`   chooses the highest level that is surely not above the threshold, and gathers the logits above
                           it; they are few, since a row that is worth filtering has few likely tokens
     4. `_search_kernel`   searches the gathered logits for the thresholds, bit by bit; the whole row, if there are more
-                          than fit
+                          than fit. If they are few, it draws the row's token, too: no other can be drawn
 
 Weights are integers (kernels/filters.py), so sums have no order, and every launch computes the same score of a logit.
 Scores are searched as integer keys in their order: the threshold is the largest key at and above which there are k
-tokens, or the weight that top-p needs.
+tokens, or the weight that top-p needs. Levels need no exact sums: float32 and a margin choose one.
 """
 
 # Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
@@ -20,7 +20,7 @@ tokens, or the weight that top-p needs.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,10 +28,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .filters import EXP2_COEFFICIENTS, LOG2_E, MIN_SCORE, WEIGHT_BITS, Filters
-from .triton_packed import key_of, row_max, score_of, score_of_key
+from .triton_noise import gumbel_from_bits_of, random_bits
+from .triton_packed import LOWEST, key_of, pack, row_max, score_of, score_of_key
 
-_NUM_LEVELS = 8
-_COLUMNS = ("temperatures_ptr", "log_min_p_ptr", "top_k_ptr", "top_p_ptr")  # which lie as the batch size has them
+_NUM_LEVELS = 6
+_COLUMNS = (  # which lie as the batch size has them
+    "temperatures_ptr", "log_min_p_ptr", "top_k_ptr", "top_p_ptr", "seeds_ptr", "positions_ptr",
+)  # fmt: skip
 _SPLIT_SIZE = 4096  # ids of a program
 _MOST_GATHERED = 4096  # logits of a row
 _FEW = 1024  # logits that are searched in registers
@@ -41,11 +44,23 @@ _LOG2_E, _MIN_SCORE = tl.constexpr(LOG2_E), tl.constexpr(MIN_SCORE)
 _E0, _E1, _E2, _E3, _E4, _E5, _E6 = (tl.constexpr(each) for each in EXP2_COEFFICIENTS)
 _SCALE_BIAS = tl.constexpr(127 + WEIGHT_BITS)
 _ROUNDER = tl.constexpr(1.5 * 2**23)  # added to a small float32 and subtracted again, it rounds as torch.round does
+_MARGIN = tl.constexpr(1.0 + 2.0**-10)  # far above the error of a float32 sum of a row
 _KEY_OF_LEAST = tl.constexpr(-2139095041)  # of the score -inf
 
 
-def score_thresholds(logits: Tensor, largest: Tensor, temperatures: Tensor, filters: Filters) -> Tensor:
-    """Return `filters.score_thresholds`, [num_rows] float32, of the scores (logit - row's largest) / temperature.
+class Draw(NamedTuple):
+    """The noise of a draw among the tokens that a row keeps."""
+
+    seeds: Tensor  # [num_rows] int64
+    positions: Tensor  # [num_rows] int64
+
+
+def score_thresholds(
+    logits: Tensor, largest: Tensor, temperatures: Tensor, filters: Filters, draw: Draw | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return `filters.score_thresholds`, [num_rows] float32, of the scores (logit - row's largest) / temperature; and,
+    with `draw`, the drawn token of each row, packed with its perturbed score, [num_rows] int64. It is LOWEST for rows
+    without top-k and top-p, and for rows that may keep many tokens: they are to be drawn from all.
 
     Args:
         logits: [num_rows, vocab_size] float32, bfloat16 or float16, rows contiguous.
@@ -58,31 +73,35 @@ def score_thresholds(logits: Tensor, largest: Tensor, temperatures: Tensor, filt
     num_rows, vocab_size = logits.shape
     for column, dtype in ((filters.log_min_p, torch.float32), (top_k, torch.int64), (top_p, torch.float64)):
         assert column.shape == (num_rows,) and column.dtype == dtype and column.is_contiguous(), column
-    thresholds = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    device = logits.device
+    thresholds = torch.empty(num_rows, dtype=torch.float32, device=device)
+    drawn = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows == 0:
-        return thresholds
+        return thresholds, drawn
     splits = triton.cdiv(vocab_size, _SPLIT_SIZE)
-    counts = torch.empty((num_rows, splits, _NUM_LEVELS), dtype=torch.int32, device=logits.device)
-    weights = torch.empty((num_rows, splits, _NUM_LEVELS + 1), dtype=torch.int64, device=logits.device)
+    levels = torch.empty((num_rows, splits, _NUM_LEVELS), dtype=torch.float32, device=device)
+    totals = torch.empty((num_rows, splits), dtype=torch.int64, device=device)
     most = min(_MOST_GATHERED, vocab_size)
-    gathered = torch.empty((num_rows, most), dtype=logits.dtype, device=logits.device)
-    num_gathered = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    gathered = torch.empty((num_rows, most), dtype=logits.dtype, device=device)
+    gathered_ids = torch.empty((num_rows, most), dtype=torch.int32, device=device)
+    num_gathered = torch.empty(num_rows, dtype=torch.int32, device=device)
     row = (logits, logits.stride(0), vocab_size, largest, largest.shape[1], temperatures, *filters)
-    sizes: dict[str, Any] = {
-        "NUM_LEVELS": _NUM_LEVELS,
-        "MAX_SPLITS": triton.next_power_of_2(largest.shape[1]),
-        "enable_fp_fusion": False,
-    }
-    _levels_kernel[num_rows, splits](*row, counts, weights, BLOCK=_SPLIT_SIZE, num_warps=8, **sizes)
+    sizes: dict[str, Any] = {"MAX_SPLITS": triton.next_power_of_2(largest.shape[1]), "enable_fp_fusion": False}
+    width = triton.next_power_of_2(splits)
+    _levels_kernel[num_rows, splits](
+        *row, levels, totals, num_gathered,
+        NUM_LEVELS=_NUM_LEVELS, BLOCK=_SPLIT_SIZE, num_warps=8, **sizes,
+    )  # fmt: skip
     _gather_kernel[num_rows, splits](
-        *row, counts, weights, gathered, num_gathered, splits, most,
-        SPLITS=triton.next_power_of_2(splits), BLOCK=_SPLIT_SIZE, num_warps=8, **sizes,
+        *row, levels, totals, gathered, gathered_ids, num_gathered, splits, most,
+        NUM_LEVELS=_NUM_LEVELS, LEVELS=triton.next_power_of_2(_NUM_LEVELS), SPLITS=width, BLOCK=_SPLIT_SIZE,
+        num_warps=8, **sizes,
     )  # fmt: skip
     _search_kernel[(num_rows,)](
-        *row, weights, gathered, num_gathered, thresholds, splits, most,
-        SPLITS=triton.next_power_of_2(splits), FEW=_FEW, TILE=_TILE, num_warps=16, **sizes,
+        *row, totals, gathered, gathered_ids, num_gathered, *(draw or (drawn, drawn)), thresholds, drawn, splits, most,
+        SPLITS=width, FEW=_FEW, TILE=_TILE, DRAWS=draw is not None, num_warps=16, **sizes,
     )  # fmt: skip
-    return thresholds
+    return thresholds, drawn
 
 
 @triton.jit
@@ -94,6 +113,12 @@ def scores_of(logits, maximum, temperature):
 @triton.jit
 def _weights_of(scores):
     """Return `filters._weights` of scores at most 0, int64."""
+    return _real_weights_of(scores).to(tl.int64)
+
+
+@triton.jit
+def _real_weights_of(scores):
+    """Return the weights before they are rounded down, float32."""
     exponent = tl.where(scores < _MIN_SCORE, _MIN_SCORE, scores) * _LOG2_E
     whole = (exponent + _ROUNDER) - _ROUNDER
     fraction = exponent - whole
@@ -104,13 +129,19 @@ def _weights_of(scores):
     power = (power + _E2) * fraction
     power = (power + _E1) * fraction
     scale = ((whole.to(tl.int32) + _SCALE_BIAS) << 23).to(tl.float32, bitcast=True)
-    return ((power + _E0) * scale).to(tl.int64)
+    return (power + _E0) * scale
 
 
 @triton.jit
 def _level(index):
-    """Return the score of a level: -0.5, -1.5, -3, -5, -7.5, -10.5, -14, -18."""
-    return (index + 1) * (index + 2) * -0.25
+    """Return the score of a level: -0.75, -2.25, -4.5, -7.5, -11.25, -15.75."""
+    return (index + 1) * (index + 2) * -0.375
+
+
+@triton.jit
+def _add_each(a0, a1, a2, a3, a4, a5, a6, b0, b1, b2, b3, b4, b5, b6):
+    """Return the sums of seven pairs: seven columns are reduced at once."""
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5, a6 + b6
 
 
 @triton.jit
@@ -136,41 +167,59 @@ def _levels_kernel(
     log_min_p_ptr,  # [num_rows] float32
     top_k_ptr,  # [num_rows] int64
     top_p_ptr,  # [num_rows] float64
-    counts_ptr,  # [num_rows, splits, NUM_LEVELS] int32, written: tokens at and above each level
-    weights_ptr,  # [num_rows, splits, NUM_LEVELS + 1] int64, written: their weight; last, that of all that min-p keeps
-    NUM_LEVELS: tl.constexpr,
+    levels_ptr,  # [num_rows, splits, NUM_LEVELS] float32, written: tokens above each level if top-k is on, else weights
+    totals_ptr,  # [num_rows, splits] int64, written: weight of all that min-p keeps
+    num_gathered_ptr,  # [num_rows] int32, written: 0
+    NUM_LEVELS: tl.constexpr,  # 6
     MAX_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Grid: (num_rows, splits)."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    temperature = tl.load(temperatures_ptr + row)
-    if _is_searched(temperature, tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), vocab_size):
+    temperature, top_k, top_p = tl.load(temperatures_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    if _is_searched(temperature, top_k, top_p, vocab_size):
         ids = split * BLOCK + tl.arange(0, BLOCK)
         maximum = score_of(row_max(largest_ptr, row, num_maxima, MAX_SPLITS))
         logits = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
         scores = scores_of(logits, maximum, temperature)
-        weights = _weights_of(scores)
+        weights = _real_weights_of(scores)
+        total = tl.where(scores >= tl.load(log_min_p_ptr + row), weights.to(tl.int64), 0)
+        amount = tl.where((top_k < vocab_size) & (ids < vocab_size), 1.0, weights)
+        l0, l1, l2, l3, l4, l5, total = tl.reduce(
+            (
+                tl.where(scores >= _level(0), amount, 0.0),
+                tl.where(scores >= _level(1), amount, 0.0),
+                tl.where(scores >= _level(2), amount, 0.0),
+                tl.where(scores >= _level(3), amount, 0.0),
+                tl.where(scores >= _level(4), amount, 0.0),
+                tl.where(scores >= _level(5), amount, 0.0),
+                total,
+            ),
+            0,
+            _add_each,
+        )
         at = row * tl.num_programs(1) + split
-        for index in tl.static_range(NUM_LEVELS):
-            is_above = scores >= _level(index)
-            tl.store(counts_ptr + at * NUM_LEVELS + index, tl.sum(is_above.to(tl.int32), axis=0))
-            tl.store(weights_ptr + at * (NUM_LEVELS + 1) + index, tl.sum(tl.where(is_above, weights, 0), axis=0))
-        is_left = scores >= tl.load(log_min_p_ptr + row)
-        tl.store(weights_ptr + at * (NUM_LEVELS + 1) + NUM_LEVELS, tl.sum(tl.where(is_left, weights, 0), axis=0))
+        tl.store(totals_ptr + at, total)
+        tl.store(levels_ptr + at * NUM_LEVELS, l0)
+        tl.store(levels_ptr + at * NUM_LEVELS + 1, l1)
+        tl.store(levels_ptr + at * NUM_LEVELS + 2, l2)
+        tl.store(levels_ptr + at * NUM_LEVELS + 3, l3)
+        tl.store(levels_ptr + at * NUM_LEVELS + 4, l4)
+        tl.store(levels_ptr + at * NUM_LEVELS + 5, l5)
+        if split == 0:
+            tl.store(num_gathered_ptr + row, 0)
 
 
 @triton.jit
-def _weight_left(weights_ptr, row, splits, NUM_LEVELS: tl.constexpr, SPLITS: tl.constexpr):
+def _weight_left(totals_ptr, row, splits, SPLITS: tl.constexpr):
     """Return the weight of all tokens of a row that min-p keeps, int64."""
     split = tl.arange(0, SPLITS)
-    at = (row * splits + split) * (NUM_LEVELS + 1) + NUM_LEVELS
-    return tl.sum(tl.load(weights_ptr + at, mask=split < splits, other=0), axis=0)
+    return tl.sum(tl.load(totals_ptr + row * splits + split, mask=split < splits, other=0), axis=0)
 
 
 @triton.jit(do_not_specialize_on_alignment=_COLUMNS)
 def _gather_kernel(
-    logits_ptr,  # as for _levels_kernel, up to weights
+    logits_ptr,  # as for _levels_kernel, up to totals
     stride,
     vocab_size,
     largest_ptr,
@@ -179,13 +228,15 @@ def _gather_kernel(
     log_min_p_ptr,
     top_k_ptr,
     top_p_ptr,
-    counts_ptr,
-    weights_ptr,
-    gathered_ptr,  # [num_rows, most] of the logits' dtype, written
-    num_gathered_ptr,  # [num_rows] int32, written: logits above the level, also if they are more than `most`
+    levels_ptr,
+    totals_ptr,
+    gathered_ptr,  # [num_rows, most] of the logits' dtype, written, in any order
+    gathered_ids_ptr,  # [num_rows, most] int32, written: their ids
+    num_gathered_ptr,  # [num_rows] int32, 0, counted up: logits above the level, also if they are more than `most`
     splits,
     most,
     NUM_LEVELS: tl.constexpr,
+    LEVELS: tl.constexpr,  # the power of two for them
     MAX_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -194,37 +245,32 @@ def _gather_kernel(
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, top_k, top_p = tl.load(temperatures_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     if _is_searched(temperature, top_k, top_p, vocab_size):
-        index, other = tl.arange(0, NUM_LEVELS), tl.arange(0, SPLITS)
-        at = (row * splits + other).to(tl.int64)
-        is_split = (other < splits)[:, None]
-        counts = tl.load(counts_ptr + at[:, None] * NUM_LEVELS + index[None, :], mask=is_split, other=0)
-        weights = tl.load(weights_ptr + at[:, None] * (NUM_LEVELS + 1) + index[None, :], mask=is_split, other=0)
+        index, other = tl.arange(0, LEVELS), tl.arange(0, SPLITS)
+        at = (row * splits + other)[:, None] * NUM_LEVELS + index[None, :]
+        is_there = (other < splits)[:, None] & (index < NUM_LEVELS)[None, :]
+        levels = tl.sum(tl.load(levels_ptr + at, mask=is_there, other=0.0), axis=0)
         if top_k < vocab_size:
-            is_enough = tl.sum(counts, axis=0) >= top_k
+            is_enough = levels >= top_k.to(tl.float32)
         else:
-            needed = _needed(_weight_left(weights_ptr, row, splits, NUM_LEVELS, SPLITS), top_p)
-            is_enough = tl.sum(weights, axis=0) >= needed
-        chosen = tl.min(tl.where(is_enough, index, NUM_LEVELS), axis=0)  # NUM_LEVELS: all tokens
-        is_chosen = (index == chosen)[None, :]
-        num_above = tl.sum(tl.sum(tl.where(is_chosen, counts, 0), axis=1), axis=0)
-        num_before = tl.sum(tl.sum(tl.where(is_chosen & (other < split)[:, None], counts, 0), axis=1), axis=0)
-        num_above = tl.where(chosen < NUM_LEVELS, num_above, vocab_size)
-        num_before = tl.where(chosen < NUM_LEVELS, num_before, split * BLOCK)
-        if split == 0:
-            tl.store(num_gathered_ptr + row, num_above)
-        if num_above <= most:
+            is_enough = levels >= _needed(_weight_left(totals_ptr, row, splits, SPLITS), top_p).to(tl.float32) * _MARGIN
+        chosen = tl.min(tl.where(is_enough & (index < NUM_LEVELS), index, NUM_LEVELS), axis=0)  # NUM_LEVELS: all
+        is_own = tl.load(levels_ptr + (row * splits + split) * NUM_LEVELS + chosen, mask=chosen < NUM_LEVELS, other=1.0)
+        if is_own > 0.0:
             ids = split * BLOCK + tl.arange(0, BLOCK)
             maximum = score_of(row_max(largest_ptr, row, num_maxima, MAX_SPLITS))
             logits = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=-float("inf"))
             scores = scores_of(logits.to(tl.float32), maximum, temperature)
             is_above = (ids < vocab_size) & ((chosen == NUM_LEVELS) | (scores >= _level(chosen)))
-            place = num_before + tl.cumsum(is_above.to(tl.int32), axis=0) - 1
+            place = tl.cumsum(is_above.to(tl.int32), axis=0) - 1
+            place += tl.atomic_add(num_gathered_ptr + row, tl.sum(is_above.to(tl.int32), axis=0))
+            is_above = is_above & (place < most)
             tl.store(gathered_ptr + row * most + place, logits, mask=is_above)
+            tl.store(gathered_ids_ptr + row * most + place, ids, mask=is_above)
 
 
 @triton.jit(do_not_specialize_on_alignment=_COLUMNS)
 def _search_kernel(
-    logits_ptr,  # as for _gather_kernel, up to num_gathered
+    logits_ptr,  # as for _gather_kernel, without levels, up to num_gathered
     stride,
     vocab_size,
     largest_ptr,
@@ -233,25 +279,30 @@ def _search_kernel(
     log_min_p_ptr,
     top_k_ptr,
     top_p_ptr,
-    weights_ptr,
+    totals_ptr,
     gathered_ptr,
+    gathered_ids_ptr,
     num_gathered_ptr,
+    seeds_ptr,  # [num_rows] int64, read if DRAWS
+    positions_ptr,  # [num_rows] int64, likewise
     thresholds_ptr,  # [num_rows] float32, written
+    drawn_ptr,  # [num_rows] int64, written if DRAWS: the packed token, LOWEST if it was not drawn
     splits,
     most,
-    NUM_LEVELS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr,
     FEW: tl.constexpr,
     TILE: tl.constexpr,
+    DRAWS: tl.constexpr,
 ):
     """Grid: (num_rows,)."""
     row = tl.program_id(0).to(tl.int64)
     temperature, top_k, top_p = tl.load(temperatures_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     log_min_p = tl.load(log_min_p_ptr + row)
+    drawn = top_k * 0 + LOWEST
     if _is_searched(temperature, top_k, top_p, vocab_size):
         maximum = score_of(row_max(largest_ptr, row, num_maxima, MAX_SPLITS))
-        total = _weight_left(weights_ptr, row, splits, NUM_LEVELS, SPLITS)
+        total = _weight_left(totals_ptr, row, splits, SPLITS)
         least, num_found = key_of(log_min_p).to(tl.int64), tl.load(num_gathered_ptr + row)
         gathered_ptr += row * most
         if num_found <= FEW:
@@ -264,6 +315,11 @@ def _search_kernel(
                 total = tl.sum(tl.where(keys >= least, weights, 0), axis=0)
             if top_p < 1.0:
                 least = tl.maximum(least, _largest_key(keys, weights, _needed(total, top_p)))
+            if DRAWS:
+                ids = tl.load(gathered_ids_ptr + row * most + at, mask=at < num_found, other=0)
+                noise = random_bits(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), ids)
+                packed = pack(scores + gumbel_from_bits_of(noise), ids)
+                drawn = tl.max(tl.where((at < num_found) & (keys >= least), packed, LOWEST), axis=0)
         elif num_found <= most:
             least = _searched(
                 gathered_ptr, num_found, maximum, temperature, top_k, top_p, vocab_size, least, total, TILE
@@ -274,6 +330,8 @@ def _search_kernel(
         tl.store(thresholds_ptr + row, score_of_key(least.to(tl.int32)))
     else:
         tl.store(thresholds_ptr + row, log_min_p)
+    if DRAWS:
+        tl.store(drawn_ptr + row, drawn)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .sample import Choice, Draws
-from .triton_filters import score_thresholds, scores_of
+from .triton_filters import Draw, score_thresholds, scores_of
 from .triton_noise import check_columns, gumbel_from_bits_of, random_bits
 from .triton_packed import LOWEST, id_of, pack, row_max, score_of
 
@@ -45,11 +45,12 @@ def perturbed_argmax(logits: Tensor, draws: Draws | None = None) -> Choice:
     grid, width = (num_rows, splits), triton.next_power_of_2(splits)
     _row_max_kernel[grid](logits, largest, logits.stride(0), vocab_size, BLOCK=_SPLIT_SIZE)
     if draws is not None:
-        thresholds = _thresholds(logits, largest, draws)
+        thresholds, drawn = _thresholds(logits, largest, draws, draws_few=True)
         _perturbed_max_kernel[grid](
             logits, largest, best, *draws[:3], draws.temperatures if thresholds is None else thresholds,
-            logits.stride(0), vocab_size, splits,
-            FILTERED=thresholds is not None, BLOCK=_SPLIT_SIZE, SPLITS=width, enable_fp_fusion=False,
+            largest if drawn is None else drawn, logits.stride(0), vocab_size, splits,
+            FILTERED=thresholds is not None, DRAWN=drawn is not None, BLOCK=_SPLIT_SIZE, SPLITS=width,
+            enable_fp_fusion=False,
         )  # fmt: skip
     _choose_kernel[(num_rows,)](largest, best, token_ids, is_valid, splits, SPLITS=width)
     return Choice(token_ids, is_valid)
@@ -89,7 +90,7 @@ def topk_of(
     if draws is not None:
         columns = draws[:3]
         _row_max_kernel[grid](logits, largest, logits.stride(0), vocab_size, BLOCK=_TOPK_SPLIT_SIZE)
-        thresholds = _thresholds(logits, largest, draws)
+        thresholds, _ = _thresholds(logits, largest, draws, draws_few=False)
     _perturbed_topk_kernel[grid](
         logits, largest, best, sums, *columns, sums if thresholds is None else thresholds,
         logits.stride(0), vocab_size, splits, K=k, RANDOM=draws is not None, FILTERED=thresholds is not None,
@@ -113,12 +114,17 @@ def _check(logits: Tensor, draws: Draws | None) -> None:
         assert temperatures.is_contiguous(), temperatures.stride()
 
 
-def _thresholds(logits: Tensor, largest: Tensor, draws: Draws) -> Tensor | None:
-    """Return the least score that each row keeps, [num_rows] float32; None: it keeps all."""
+def _thresholds(
+    logits: Tensor, largest: Tensor, draws: Draws, *, draws_few: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the least score that each row keeps, [num_rows] float32; None: it keeps all. And, if `draws_few` and the
+    rows were searched, the drawn tokens of `score_thresholds`."""
     filters = draws.filters
     if filters is None or filters.top_k is None:
-        return None if filters is None else filters.log_min_p
-    return score_thresholds(logits, largest, draws.temperatures, filters)
+        return None if filters is None else filters.log_min_p, None
+    draw = Draw(draws.seeds, draws.positions) if draws_few else None
+    thresholds, drawn = score_thresholds(logits, largest, draws.temperatures, filters, draw)
+    return thresholds, drawn if draws_few else None
 
 
 @triton.jit
@@ -151,18 +157,23 @@ def _perturbed_max_kernel(
     positions_ptr,
     temperatures_ptr,
     thresholds_ptr,  # [num_rows] float32, read if FILTERED
+    drawn_ptr,  # [num_rows] int64 packed scores, read if DRAWN; not LOWEST: the row's token
     stride,
     vocab_size,
     splits,
     FILTERED: tl.constexpr,
+    DRAWN: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     """Grid: (num_rows, splits)."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures_ptr + row)
+    drawn = tl.load(drawn_ptr + row) if DRAWN else LOWEST
     if temperature == 0.0:
         tl.store(best_ptr + row * splits + split, tl.load(largest_ptr + row * splits + split))
+    elif drawn != LOWEST:
+        tl.store(best_ptr + row * splits + split, drawn)
     else:
         ids = split * BLOCK + tl.arange(0, BLOCK)
         logits = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=0.0).to(tl.float32)

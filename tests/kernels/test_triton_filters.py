@@ -30,7 +30,7 @@ def thresholds(logits: Tensor, temperatures: Tensor, filters: Filters) -> Tensor
     splits = triton.cdiv(logits.shape[1], SPLIT)
     largest = torch.empty((len(logits), splits), dtype=torch.int64, device=logits.device)
     _row_max_kernel[(len(logits), splits)](logits, largest, logits.stride(0), logits.shape[1], BLOCK=SPLIT)
-    return score_thresholds(logits, largest, temperatures, filters)
+    return score_thresholds(logits, largest, temperatures, filters)[0]
 
 
 def columns(rows: list[tuple[float, int, float]]) -> Filters:

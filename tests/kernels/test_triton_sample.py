@@ -15,11 +15,13 @@ import triton.language as tl
 from baton.engine.sampling import sample
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
+from baton.kernels import triton_filters
 from baton.kernels.filters import Filters
 from baton.kernels.noise import gumbel_from_bits_ref, gumbel_noise_ref
 from baton.kernels.sample import Draws, perturbed_argmax_ref, perturbed_scores
+from baton.kernels.triton_filters import Draw, score_thresholds
 from baton.kernels.triton_noise import add_gumbel_noise_, gumbel_from_bits
-from baton.kernels.triton_sample import _perturbed, perturbed_argmax, perturbed_topk
+from baton.kernels.triton_sample import _perturbed, _row_max_kernel, perturbed_argmax, perturbed_topk
 from baton.metadata.wire.request import SamplingParams
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's infinities are loud
@@ -153,6 +155,35 @@ def test_filtered_rows_equal_the_reference(filters: Filters, dtype: torch.dtype)
     assert torch.equal(token_ids.cpu()[is_left], expected_ids[is_left])
     expected = best - scores.logsumexp(1, keepdim=True)
     torch.testing.assert_close(log_softmax.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("few", [2, 1024])
+def test_a_row_is_drawn_from_its_few_likely_tokens_or_from_all(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steep rows and flat ones, filtered and not: those that are searched in registers are drawn there."""
+    monkeypatch.setattr(triton_filters, "_FEW", few)
+    monkeypatch.setattr(triton_filters, "_SPLIT_SIZE", 512)
+    num_rows = 8
+    logits, (seeds, positions) = random(num_rows, 2500, seed=4), noise_of(num_rows)
+    logits *= torch.tensor([8.0, 0.1] * 4, device=DEVICE)[:, None]
+    logits[6, 1000:1010] = logits[6].max() + 1.0  # equals, in two splits
+    temperature = torch.tensor([0.7, 1.3] * 4, device=DEVICE)
+    filters = Filters(
+        torch.full((num_rows,), -INF, device=DEVICE),
+        torch.tensor([5, 5, 2**31 - 1, 2**31 - 1, 2**31 - 1, 2**31 - 1, 4, 9], device=DEVICE),
+        torch.tensor([1.0, 1.0, 0.9, 0.9, 1.0, 1.0, 0.8, 0.7], dtype=torch.float64, device=DEVICE),
+    )
+    draws = Draws(seeds, positions, temperature, filters)
+    on_host = Draws(seeds.cpu(), positions.cpu(), temperature.cpu(), Filters(*(each.cpu() for each in filters)))
+    expected = perturbed_argmax_ref(logits.cpu(), on_host).token_ids.tolist()
+    assert perturbed_argmax(logits, draws).token_ids.tolist() == expected
+    largest = torch.empty((num_rows, 3), dtype=torch.int64, device=DEVICE)
+    _row_max_kernel[num_rows, 3](logits, largest, logits.stride(0), 2500, BLOCK=1024)
+    _, drawn = score_thresholds(logits, largest, temperature, filters, Draw(seeds, positions))
+    ids = [0x7FFFFFFF - (each & 0x7FFFFFFF) if each != -(2**63) else None for each in drawn.tolist()]
+    assert [found in (None, token) for found, token in zip(ids, expected, strict=True)] == [True] * num_rows
+    assert ids[4] is ids[5] is None, "rows without filters"
+    assert ids[3] is None, "a flat row keeps most tokens"
+    assert (ids[0] is not None and ids[2] is not None) == (few == 1024)
 
 
 def test_the_lowest_of_equals() -> None:
