@@ -48,6 +48,7 @@ class Pools:
         self.before = [kv.clone() for kv in self.kvs]
         self.pool = CudaPool(self.kvs, self.memory, has_checksums=has_checksums)
         self.stream = str(self.pool._stream)
+        assert self.pool._stream.priority < 0, "pages that are waited for go before rounds"
 
     def is_unchanged(self) -> bool:
         return all(torch.equal(kv, old) for kv, old in zip(self.kvs, self.before, strict=True))

@@ -16,8 +16,8 @@ import torch
 
 
 class HostStream:
-    def __init__(self, cuda: HostCuda, name: str) -> None:
-        self._cuda, self.name = cuda, name
+    def __init__(self, cuda: HostCuda, name: str, priority: int = 0) -> None:
+        self._cuda, self.name, self.priority = cuda, name, priority
         self.device = torch.device("cpu")
         self.cuda_stream = 0
 
@@ -65,9 +65,9 @@ class HostCuda:
         self.num_events = self.num_streams = self.num_pinned = 0
         self.current = HostStream(self, "main")
 
-    def make_stream(self, device: Any = None) -> HostStream:
+    def make_stream(self, device: Any = None, priority: int = 0) -> HostStream:
         self.num_streams += 1
-        return HostStream(self, f"side {self.num_streams}")
+        return HostStream(self, f"side {self.num_streams}", priority)
 
     @contextlib.contextmanager
     def use(self, stream: HostStream) -> Iterator[None]:
