@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from ..engine.adaptive import StepChooser
+from ..engine.adaptive import DOUBT, StepChooser
 from ..engine.draft_shape import DraftShape
 from ..engine.executor import Executor
 from ..engine.prefix_cache import PrefixCache
@@ -123,7 +123,7 @@ class DecodeNode:
             context_len=executor.context_len,
             choose=None if self.chooser is None else self._choose,
             rests=None if self.chooser is None else self.chooser.rests,
-            on_finish=self.rounds.release,
+            on_finish=self._release,
         )
         self._overlaps = executor.runs_ahead if overlaps is None else overlaps
         self._under_way: SubmittedRound | None = None
@@ -244,6 +244,12 @@ class DecodeNode:
             self.chooser.admit(sequence.slot)
         sequence.clock.start(sequence.num_generated)
         return True
+
+    def _release(self, sequence: Sequence) -> None:
+        """Take the slot of a sequence that is over."""
+        self.rounds.release(sequence)
+        if self.chooser is not None:
+            self.chooser.wake()
 
     def _resend(self, unit: Unit, first: int) -> None:
         """Send the unit's tokens from number `first` on again. If its pages do not come, ask for the offers again."""
@@ -416,14 +422,20 @@ class DecodeNode:
                 [accepted.num_accepted for _, _, accepted in live],
                 *round_time,
                 done.submitted.num_caught_up,
+                done.submitted.kind,
             )
 
     def _choose(self, sequences: list[Sequence], usable: list[int]) -> DraftShape:
         """Return how much the next round drafts. `usable`: the number of drafts that each sequence could accept."""
         assert self.chooser is not None
+        if self.chooser.num_steps == 0 and self.executor.proposer is not None:
+            for sequence in sequences:
+                if sequence.slot is not None:
+                    self.chooser.learn(sequence.slot, *self.rounds.replay(sequence, int(DOUBT)))
         num_missed = self.rounds.num_missed(sequences)
         slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
-        return self.executor.shape.with_steps(self.chooser.choose(slots, usable, num_missed))
+        num_steps = self.chooser.choose(slots, usable, num_missed, self.rounds.kind(sequences))
+        return self.executor.shape.with_steps(num_steps)
 
     def _accept(self, sequence: Sequence, accepted: Accepted) -> None:
         """Append the tokens of a round, and end the sequence if one of them ends it or the logits were NaN."""

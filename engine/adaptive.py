@@ -1,62 +1,53 @@
-"""Chooses the number of draft steps of each round from measured times of rounds and from accepted drafts.
+"""Chooses the number of draft steps of each round by the expected gain, within a budget for losses.
 
-The estimate. If a is the share of accepted drafts (of those whose predecessors were right), a round of K steps yields
+The gain. If a is the share of accepted drafts (of those whose predecessors were right), a round of K steps yields
 1 + a + .. + a^K tokens per sequence. It takes as long as step_times.py says, plus the time to catch up on rows that
-rounds without drafts left out. The K with the most tokens per second wins, 0 included. It stays until another K is
-better by a margin.
+rounds without drafts left out. The K with the most tokens per second wins, 0 included. The unknown counts as good: a is
+estimated as if DOUBT more drafts had been right. So drafts that were not seen for some MEMORY rounds are tried again.
 
-The account. An estimate can be wrong, so the losses and gains of drafting are booked, in units of one round without
-drafts: a round that took as long as two of these and yielded three tokens per sequence has gained one. The chooser
-drafts only what the account can bear to lose: `_LOAN` at the start, `_SHARE` of all time, and gains up to a bound. If
-the account is empty, nothing is drafted. So drafting costs at most about `_LOAN` + `_SHARE` * N in N rounds, plus the
-overdraft of the last round.
+The budget. The node books what drafting gains and loses, in rounds without drafts: a round that took as long as two of
+these and yielded three tokens per sequence has gained one. An account begins with LOAN rounds, and SHARE of all time is
+added. A round drafts only what the account can bear to lose. The loss that it may make is that of a doubtful estimate:
+as if DOUBT more drafts had been wrong, and as if times were wrong by their error. Doubtful gains are booked likewise.
 
-Measuring. A node begins with a few rounds without drafts, because the table of times leaves out the node's own work.
-While nothing is drafted, a part of the time pays for a try. Each try that failed halves the part, until a new sequence
-comes. While drafts are made, a round without drafts is run now and then, most often at first, because their time is
-the unit. Half-way between two of these, a round has one step more than the best, in case its time is wrong.
+The bound. In N rounds' time a node loses at most LOAN + SHARE * N rounds to drafts, beside the loss of the last round
+that drafted. While drafts are made, a round without drafts is run now and then, because its time is the unit, and so is
+a round with one step more than the best, in case its time is wrong. These cost at most SHARE of the tokens, and are as
+frequent as that allows. (docs/architecture.md derives the five numbers.)
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from .draft_shape import DraftShape
-from .step_times import StepTimes
+from .step_times import MEMORY, SHARE, StepTimes
 
-FIRST_GUESS = 0.88  # acceptance before anything is known: high, so that drafts are tried
-_BETTER_THAN_DRAFTS, _BETTER_THAN_NOTHING = 1.03, 1.06  # by which another choice must be faster
-_NOTHING_IS_BETTER = 1.04  # than its estimate: drafting also costs caches and handoffs
-_OWN_DECAY, _ALL_DECAY = 0.95, 0.98  # of older tries, per round
-_GUESS_WEIGHT = 6.0  # tries that the first guess counts for
-_OVERHEAD_RATE = 0.1
-_ALL_WEIGHT = 4.0  # tries that the average of all sequences counts for in one sequence's estimate
-_DOUBT = 2.0  # wrong tries that are added where a loss must be bounded
-_HORIZON = 16  # rounds over which catching up must pay
+LOAN = 2.5  # rounds without drafts
+DOUBT = 6.0  # drafts
 
-_LOAN, _SHARE = 6.0, 0.005
-_MOST_GAINS = 30.0  # of one sequence; chance is smaller in larger batches, by the square root
-_TRIED_SHARE, _MOST_HALVINGS, _MOST_CREDIT = 0.015, 3, 6.0
-_TRIED_DRAFTS = 8  # of all sequences together
-_LOOKED_AGAIN = 24  # rounds without drafts until the estimate is made again
-_PLAIN_AFTER, _MOST_DOUBLINGS = 2, 5  # rounds with drafts until one without, doubled each time
-_CLOSE, _MOST_DOUBLINGS_CLOSE = 1.25, 3  # if drafting gains less than this factor
-_MEASURED_SHARE = 0.03  # of the time, for catching up after rounds without drafts
+_KEPT_PER_ROUND = 1 - 1 / MEMORY  # of what was seen
 
 
 class _Rate:
-    """A share of right tries. Older tries count less."""
+    """Counts of right drafts and of tries. Older ones count less."""
 
-    __slots__ = ("num_right", "num_tries")
+    __slots__ = ("_at", "num_right", "num_tries")
 
-    def __init__(self, rate: float = 0.0, weight: float = 0.0) -> None:
-        self.num_right, self.num_tries = rate * weight, weight
+    def __init__(self, now: int = 0) -> None:
+        self.num_right = self.num_tries = 0.0
+        self._at = now
 
-    def add(self, num_right: int, num_tries: int, decay: float) -> None:
-        self.num_right = self.num_right * decay + num_right
-        self.num_tries = self.num_tries * decay + num_tries
+    def fade(self, now: int) -> None:
+        """Count what was seen less, for the rounds since the last call."""
+        kept = _KEPT_PER_ROUND ** (now - self._at)
+        self.num_right, self.num_tries, self._at = self.num_right * kept, self.num_tries * kept, now
+
+    def add(self, num_right: float, num_tries: float) -> None:
+        self.num_right += num_right
+        self.num_tries += num_tries
 
 
 class StepChooser:
@@ -66,62 +57,93 @@ class StepChooser:
         """`shape` is the most that a round drafts."""
         self.times = times
         self.shape = shape
-        self.num_steps = shape.num_steps  # of the last round, one without drafts that only measures left out
-        self.balance = _LOAN  # in rounds without drafts
-        self._all = _Rate(FIRST_GUESS, _GUESS_WEIGHT)
+        self.num_steps = 0  # of the last round, one that only measures left out
+        self.balance = LOAN  # in rounds without drafts
+        self._now = 0  # rounds
+        self._all = _Rate()
         self._own = [_Rate() for _ in range(num_slots)]
         self._overhead_s = 0.0  # of a step beyond its round
-        self._credit = _LOAN  # for trying
-        self._num_halvings = 0
-        self._num_to_try = 0  # rounds of the try under way
-        self._until_look = 0
-        self._num_unseen = 0  # rounds without drafts since the last look, which were not booked
-        self._since_plain = _PLAIN_AFTER  # rounds with drafts; as if there had been some
+        self._num_resting = 0  # rounds without drafts until the estimate is made again
+        self._num_unseen = 0  # rounds without drafts that were not booked
+        self._since_plain = self._since_more = 0.0  # tokens since a round of no steps, or of one more, that measured
         self._leaves_rows_out = False  # whether rounds without drafts must be caught up on
-        self._is_close = False  # whether drafting hardly pays, if at all
 
     def admit(self, slot: int) -> None:
         """Forget the slot's last sequence: another one has the slot now."""
-        self._own[slot] = _Rate()
-        self._num_halvings = self._until_look = 0
+        self._own[slot] = _Rate(self._now)
+        self.wake()
+
+    def wake(self) -> None:
+        """Rest no more: other sequences run now."""
+        self._num_resting = 0
 
     def rests(self) -> bool:
         """Return whether the next round drafts nothing, whichever sequences take part. Ask once per round: if so, the
         caller need not find out the arguments of `choose`."""
-        if self.times.is_begun and (self.num_steps or not self._until_look):
+        self._now += 1
+        if self._num_resting == 0:
             return False
-        self._until_look -= self._until_look > 0
+        self._num_resting -= 1
         return True
 
-    def choose(self, slots: Sequence[int], usable: Sequence[int], num_missed: int = 0) -> int:
-        """Return the number of steps of a round. The i-th sequence could use usable[i] drafts. Before it drafts, the
-        drafter must catch up on `num_missed` rows of these sequences."""
-        if self.rests():
-            return 0
+    def learn(self, slot: int, num_right: int, num_tries: int) -> None:
+        """Learn from drafts of a slot: `num_right` of `num_tries` would have been accepted."""
+        for rate in (self._own[slot], self._all):
+            rate.fade(self._now)
+            rate.add(num_right, num_tries)
+
+    def choose(self, slots: Sequence[int], usable: Sequence[int], num_missed: int = 0, kind: Hashable = None) -> int:
+        """Return the number of steps of a round, of which `rests` said that it may draft. The i-th sequence could use
+        usable[i] drafts. Before it drafts, the drafter must catch up on `num_missed` rows of these sequences. `kind`:
+        the kind of sampling; rounds of one kind take the same time."""
         num_seqs, most = len(slots), max(usable)
         if self._num_unseen:
-            self._book(num_seqs, float(self._num_unseen), 0.0)
+            self._book(float(self._num_unseen), 0.0)
+            self.times.pass_over(self._num_unseen)
             self._num_unseen = 0
-        choices = [steps for steps in self.shape.choices if steps <= most or (most and not self.shape.is_chain)] or [0]
-        wanted = self._allowed(self._best(slots, usable, num_missed, choices), slots, usable, num_missed)
-        if wanted:
-            self._num_halvings = self._num_to_try = 0
-        elif len(choices) > 1:
-            wanted = self._try(slots, usable, num_missed, choices[1])
-        self.num_steps = wanted
-        if wanted == 0:
-            self._until_look = _LOOKED_AGAIN
-        elif self._since_plain >= self._plain_after(num_seqs):
-            self._since_plain = 0
+        if not self.times.is_begun(kind):
             return 0
-        elif self._since_plain == self._plain_after(num_seqs) // 2 and wanted + 1 in choices:
-            return self._allowed(wanted + 1, slots, usable, num_missed)
+        choices = [steps for steps in self.shape.choices if steps <= most or (most and not self.shape.is_chain)] or [0]
+        for rate in (self._all, *(self._own[slot] for slot in slots)):
+            rate.fade(self._now)
+        plain_s = self._seconds(num_seqs, 0, kind)
+        took = {steps: self._seconds(num_seqs, steps, kind) / plain_s for steps in choices}
+        late = self.times.catch_up_seconds(num_missed) / plain_s
+        hoped = self._expected(slots, usable, DOUBT)
+        doubted = self._expected(slots, usable, 0.0)
+
+        def speed(steps: int) -> float:
+            return hoped[steps] / (took[steps] + (late / MEMORY if steps else 0.0))
+
+        def loss(steps: int) -> float:
+            """The most that a round may lose: all drafts are wrong, or at least fewer are right than it seems."""
+            at_most = late + took[steps] * (1 + self.times.doubt(num_seqs, steps, kind))
+            return max(0.0, at_most - max(1.0, doubted[steps]))
+
+        best = max(choices, key=lambda steps: (speed(steps), -steps))
+        wanted = best
+        while wanted and loss(wanted) > self.balance:
+            wanted = wanted - 1 if self.shape.is_chain else 0
+        self.num_steps = wanted
+        if not wanted:
+            self._rest(loss(choices[1]) if best else None)
+            return 0
+        self._since_plain, self._since_more = self._since_plain + hoped[wanted], self._since_more + hoped[wanted]
+        per_plain = hoped[wanted] / took[wanted]  # tokens of the best choice in the time of a round without drafts
+        missed_s = self.times.catch_up_seconds(num_seqs * self._leaves_rows_out)
+        if self._since_plain * SHARE / 2 >= per_plain * (1 + missed_s / plain_s) - 1:
+            self._since_plain = 0.0
+            return 0
+        more = wanted + 1
+        if more in choices and self._since_more * SHARE / 2 >= per_plain * took[more] - hoped[more]:
+            self._since_more = 0.0
+            return more if loss(more) <= self.balance else wanted
         return wanted
 
     def passes_over(self, num_steps: int) -> bool:
-        """Return whether the caller may leave out `observe` after this round. While nothing is drafted, one observed
-        round in _LOOKED_AGAIN is enough."""
-        is_passed = num_steps == 0 and 0 < self._until_look < _LOOKED_AGAIN and self.times.is_begun
+        """Return whether the caller may leave out `observe` after this round. While the chooser rests, one observed
+        round is enough."""
+        is_passed = num_steps == 0 and 0 < self._num_resting < MEMORY - 1
         self._num_unseen += is_passed
         return is_passed
 
@@ -134,6 +156,7 @@ class StepChooser:
         seconds: float | None,
         overhead_s: float | None = 0.0,
         num_caught_up: int = 0,
+        kind: Hashable = None,
     ) -> None:
         """Learn from a round of `num_steps` that was run.
 
@@ -142,104 +165,50 @@ class StepChooser:
         `num_missed` of `choose`. A time is None if the node did other work meanwhile."""
         num_seqs = len(slots)
         if overhead_s is not None and seconds is not None:
-            self._overhead_s += _OVERHEAD_RATE * (min(overhead_s, seconds) - self._overhead_s)
-        plain_s = self._seconds(num_seqs, 0)
+            self._overhead_s += (min(overhead_s, seconds) - self._overhead_s) / MEMORY
+        self._leaves_rows_out |= num_caught_up > 0
+        plain_s = self._seconds(num_seqs, 0, kind)
         if seconds is None:
-            seconds = self.times.seconds(num_seqs, num_steps) + self.times.catch_up_seconds(num_caught_up)
+            seconds = self.times.seconds(num_seqs, num_steps, kind) + self.times.catch_up_seconds(num_caught_up)
         else:
-            seconds = self.times.observe(num_seqs, num_steps, seconds, num_caught_up)
+            seconds = self.times.observe(num_seqs, num_steps, seconds, num_caught_up, kind)
         if num_steps == 0:
-            self._since_plain = 0
-            self._book(num_seqs, 1.0, 0.0)
+            self._book(1.0, 0.0)
             return
-        self._since_plain += 1
         for slot, limit, accepted in zip(slots, limits, num_accepted, strict=True):
             if limit:
-                num_tries = min(accepted + 1, limit)
-                self._own[slot].add(accepted, num_tries, _OWN_DECAY)
-                self._all.add(accepted, num_tries, _ALL_DECAY)
-        took = (seconds + self._overhead_s) / plain_s
-        self._book(num_seqs, took, 1 + sum(num_accepted) / num_seqs - took)
+                self.learn(slot, accepted, min(accepted + 1, limit))
+        took = max(1.0, (seconds + self._overhead_s) / plain_s)
+        doubtful = took * (1 + self.times.doubt(num_seqs, num_steps, kind))
+        self._book(took, 1 + sum(num_accepted) / num_seqs - doubtful)
 
-    def acceptance(self, slot: int, doubt: float = 0.0) -> float:
-        """Return the estimated share of accepted drafts of a slot. More `doubt` lowers it."""
-        own, average = self._own[slot], self._all.num_right / (self._all.num_tries + doubt)
-        return (own.num_right + _ALL_WEIGHT * average) / (own.num_tries + _ALL_WEIGHT)
+    def acceptance(self, slot: int, num_hoped: float = 0.0) -> float:
+        """Return the estimated share of accepted drafts of a slot: its own tries, and DOUBT tries with the average rate
+        of all sequences. That average has DOUBT more tries, of which `num_hoped` were right."""
+        own, average = self._own[slot], (self._all.num_right + num_hoped) / (self._all.num_tries + DOUBT)
+        return (own.num_right + DOUBT * average) / (own.num_tries + DOUBT)
 
-    def _best(self, slots: Sequence[int], usable: Sequence[int], num_missed: int, choices: Sequence[int]) -> int:
-        """Return the steps of the fastest choice by the estimate alone."""
-        num_seqs = len(slots)
-        tokens = self._expected(slots, usable)
-        self._leaves_rows_out |= num_missed > 0
-        once = self.times.catch_up_seconds(max(num_missed, num_seqs * self._leaves_rows_out)) / _HORIZON
-        doubt = 1 + self.times.doubt(num_seqs)
-        speeds = {steps: tokens[steps] / (self._seconds(num_seqs, steps) + once) / doubt for steps in choices}
-        speeds[0] = _NOTHING_IS_BETTER * num_seqs / self._seconds(num_seqs, 0)
-        best = max(speeds, key=lambda steps: (speeds[steps], -steps))
-        last = min(choices, key=lambda steps: abs(steps - self.num_steps))
-        self._is_close = speeds[best] < _CLOSE * speeds[0]
-        margin = _BETTER_THAN_DRAFTS if last else _BETTER_THAN_NOTHING
-        return best if speeds[best] > margin * speeds[last] else last
-
-    def _allowed(self, steps: int, slots: Sequence[int], usable: Sequence[int], num_missed: int) -> int:
-        """Return as many of `steps` as the account can bear to lose."""
-        while steps and self._loss(steps, slots, usable, num_missed) > self.balance:
-            steps = steps - 1 if self.shape.is_chain else 0
-        return steps
-
-    def _loss(self, steps: int, slots: Sequence[int], usable: Sequence[int], num_missed: int) -> float:
-        """Return the most that a round may lose, at least 0. That is the case that all drafts are wrong. If the account
-        cannot bear it, the loss is that of a doubtful estimate instead."""
-        loss = self._cost(len(slots), steps, num_missed) - 1
-        if loss > self.balance:
-            loss += 1 - self._expected(slots, usable, _DOUBT)[steps] / len(slots)
-        return max(0.0, loss)
-
-    def _cost(self, num_seqs: int, num_steps: int, num_missed: int) -> float:
-        """Return the cost of a step, in steps without drafts."""
-        seconds = self._seconds(num_seqs, num_steps) + self.times.catch_up_seconds(num_missed)
-        return seconds / self._seconds(num_seqs, 0)
-
-    def _seconds(self, num_seqs: int, num_steps: int) -> float:
-        """Return the seconds of the node's step with a round of `num_steps`."""
-        return self.times.seconds(num_seqs, num_steps) + self._overhead_s
-
-    def _expected(self, slots: Sequence[int], usable: Sequence[int], doubt: float = 0.0) -> list[float]:
-        """Return the expected tokens of a round of 0, 1, .. steps: per sequence, 1 + rate + .. + rate ** steps."""
-        tokens = [float(len(slots))] + [0.0] * self.shape.num_steps
+    def _expected(self, slots: Sequence[int], usable: Sequence[int], num_hoped: float) -> list[float]:
+        """Return the expected tokens per sequence of a round of 0, 1, .. steps: 1 + rate + .. + rate ** steps."""
+        tokens = [1.0] + [0.0] * self.shape.num_steps
         for slot, limit in zip(slots, usable, strict=True):
-            rate = power = self.acceptance(slot, doubt)
+            rate = power = self.acceptance(slot, num_hoped)
             for steps in range(1, limit + 1):
-                tokens[steps] += power
+                tokens[steps] += power / len(slots)
                 power *= rate
         return list(itertools.accumulate(tokens))
 
-    def _try(self, slots: Sequence[int], usable: Sequence[int], num_missed: int, steps: int) -> int:
-        """Return `steps` while a try is under way, else 0. A try is a few rounds with drafts; the first of them catches
-        up. It begins when the credit covers the loss of all of them."""
-        if self._num_to_try:
-            self._num_to_try -= 1
-            if self._num_to_try and self._allowed(steps, slots, usable, num_missed):
-                return steps
-            self._num_to_try = 0
-            self._num_halvings = min(_MOST_HALVINGS, self._num_halvings + 1)
-            return 0
-        num_rounds = max(2, math.ceil(_TRIED_DRAFTS / len(slots)))
-        price = self._cost(len(slots), steps, num_missed) - 1
-        price += (num_rounds - 1) * max(0.0, self._cost(len(slots), steps, 0) - 1)
-        if price > min(self._credit, self.balance):
-            return 0
-        self._credit, self._num_to_try = 0.0, num_rounds
-        return steps
+    def _seconds(self, num_seqs: int, num_steps: int, kind: Hashable) -> float:
+        """Return the seconds of the node's step with a round of `num_steps`: with drafts no less than without."""
+        plain_s = self.times.seconds(num_seqs, 0, kind)
+        return max(plain_s, self.times.seconds(num_seqs, num_steps, kind)) + self._overhead_s
 
-    def _plain_after(self, num_seqs: int) -> int:
-        """Return the number of rounds with drafts between two rounds without."""
-        most = _MOST_DOUBLINGS_CLOSE if self._is_close else _MOST_DOUBLINGS
-        missed = self.times.catch_up_seconds(num_seqs * self._leaves_rows_out) / self._seconds(num_seqs, 0)
-        return max(_PLAIN_AFTER << min(most, self.times.num_seen(num_seqs, 0)), int(missed / _MEASURED_SHARE))
+    def _rest(self, least: float | None) -> None:
+        """Rest until the account can bear `least`; None: until what was seen is old."""
+        num_rounds = MEMORY if least is None else math.ceil((least - self.balance) / SHARE)
+        self._num_resting = max(1, min(MEMORY, num_rounds)) - 1
 
-    def _book(self, num_seqs: int, took: float, gain: float) -> None:
-        """Book a step that took as long as `took` steps without drafts and gained `gain` of them."""
-        bound = min(_MOST_GAINS / math.sqrt(num_seqs), _LOAN + self.times.num_seen(num_seqs, 0))
-        self.balance = max(-bound, min(bound, self.balance + gain + _SHARE * took))
-        self._credit = min(_MOST_CREDIT, self._credit + _TRIED_SHARE * 0.5**self._num_halvings * took)
+    def _book(self, took: float, gain: float) -> None:
+        """Book a step that took as long as `took` steps without drafts and gained `gain` of them. No more than MEMORY
+        rounds are kept. No more than LOAN rounds are owed: drafts never lose more, but disturbances do."""
+        self.balance = max(-LOAN, min(float(MEMORY), self.balance + gain + SHARE * took))

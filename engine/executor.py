@@ -25,6 +25,11 @@ class HostProposer(Protocol):
         """Return `num_steps` likely tokens after `token_ids`, which have grown since the slot's last lookup."""
         ...
 
+    def replay(self, slot: int, token_ids: Sequence[int], salt: str, num_steps: int, num_tries: int) -> tuple[int, int]:
+        """Compare drafts of `lookup` with the last of the tokens that have come since the slot's last lookup. Return
+        the numbers of right drafts and of tries, at most about `num_tries`."""
+        ...
+
     def forget(self, slot: int, token_ids: Sequence[int], salt: str) -> None:
         """Record that the slot's sequence is over. Others of the same salt may learn from its text."""
         ...

@@ -17,31 +17,15 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from ..kernels.operations import captures
-from ..metadata.wire.request import MAX_TOP_LOGPROBS
 from .capture import captured
 from .progress import Progress, tracked
 from .round_inputs import InputBlock
-from .sampling_state import Needs
+from .sampling_state import KINDS, Needs, covering
 
 logger = logging.getLogger(__name__)
 
 Step = TypeVar("Step")  # which of its graphs: the draft shape of a round, the number of rows to catch up on
 Result = TypeVar("Result")
-
-GREEDY = Needs()
-SAMPLED = Needs(is_random=True, ranks=True, cuts=True)  # rows without filters leave its kernels at once
-SCORED = SAMPLED._replace(num_logprobs=MAX_TOP_LOGPROBS)
-EVERYTHING = Needs(True, True, True, True, True, True, MAX_TOP_LOGPROBS)
-KINDS = (GREEDY, SAMPLED, SCORED, EVERYTHING)
-
-
-def covering(needs: Needs) -> Needs:
-    """Return the least of KINDS that does all that `needs` asks for."""
-    if needs.processes:
-        return EVERYTHING
-    if needs.num_logprobs is not None:
-        return SCORED
-    return SAMPLED if needs.is_random or needs.ranks or needs.cuts else GREEDY
 
 
 def graph_sizes(kv: torch.Tensor, max_running: int) -> list[int]:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from .draft_shape import DraftShape
 from .executor import Executor
 from .round_stats import RoundStats
-from .sampling_state import Needs, SamplingState
+from .sampling_state import Needs, SamplingState, covering
 from .work import MAX_MISSED, BatchRow, CatchUp, LoadSlot, Recompute, Round, TableChange, Tokens, catch_up_sizes
 
 
@@ -40,6 +40,7 @@ class Submitted(NamedTuple):
     shape: DraftShape
     limits: list[int]
     num_caught_up: int  # rows that the drafter had not seen before
+    kind: Needs  # of sampling; rounds of a kind take the same time
 
 
 class _SentTable(NamedTuple):
@@ -107,7 +108,7 @@ class Rounds:
             for sequence in sequences:
                 if shape.num_steps == 0 or sequence.num_missed > MAX_MISSED:  # nothing is accepted then
                     sequence.num_missed += 1
-        return Submitted(list(sequences), list(work.slots), shape, list(limits), num_caught_up)
+        return Submitted(list(sequences), list(work.slots), shape, list(limits), num_caught_up, covering(work.needs))
 
     def make_round(self, sequences: Sequence[Running], shape: DraftShape, limits: Sequence[int]) -> Round:
         """Return the work of a round. It must be submitted, since it has the changes of block tables."""
@@ -122,7 +123,7 @@ class Rounds:
             limits=limits,
             num_missed=[sequence.num_missed for sequence in sequences],
             shape=shape,
-            needs=Needs.any_of(sequence.sampling.needs for sequence in sequences),
+            needs=_needs(sequences),
             num_logprobs=[sequence.sampling.params.num_logprobs for sequence in sequences],
             proposed=proposed,
         )
@@ -146,7 +147,7 @@ class Rounds:
         late = [sequence for sequence in sequences if 0 < sequence.num_missed <= MAX_MISSED]
         if not late:
             return
-        needs = Needs.any_of(sequence.sampling.needs for sequence in sequences)._replace(num_logprobs=None)
+        needs = _needs(sequences)._replace(num_logprobs=None)
         one, most = catch_up_sizes(self.shape)
         done = 0
         while late:
@@ -182,6 +183,18 @@ class Rounds:
         """Return how many rows the drafter must catch up on before it drafts for these sequences."""
         return sum(each.num_missed for each in sequences if each.num_missed <= MAX_MISSED)
 
+    def kind(self, sequences: Sequence[Running]) -> Needs:
+        """Return the kind of sampling of a round of these sequences."""
+        return covering(_needs(sequences))
+
+    def replay(self, sequence: Running, num_tries: int) -> tuple[int, int]:
+        """Compare what the host's proposer would have proposed with the tokens that came. Return the number of right
+        drafts and of tries. (0, 0): drafts are not proposed on the host."""
+        proposer = self.executor.proposer
+        if proposer is None:
+            return 0, 0
+        return proposer.replay(_slot(sequence), sequence.token_ids, sequence.salt, self.shape.num_steps, num_tries)
+
     def _leave_behind(self, sequences: Sequence[Running], limits: Sequence[int]) -> list[int]:
         """Leave behind for good the sequences that lack rows and want no drafts. Return the limits that hold then: a
         sequence that is left behind drafts nothing."""
@@ -204,6 +217,10 @@ class Rounds:
             changes.append(TableChange(slot, first, pages[first:]))
             self._sent[slot] = _SentTable(pages, num_pages)
         return changes
+
+
+def _needs(sequences: Sequence[Running]) -> Needs:
+    return Needs.any_of(sequence.sampling.needs for sequence in sequences)
 
 
 def _slot(sequence: Running) -> int:

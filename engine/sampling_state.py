@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
-from ..metadata.wire.request import SamplingParams, choice_seed
+from ..metadata.wire.request import MAX_TOP_LOGPROBS, SamplingParams, choice_seed
 
 MIN_TEMPERATURE = 1e-6  # below it a request is greedy
 
@@ -45,6 +45,22 @@ class Needs(NamedTuple):
     def is_plain_greedy(self) -> bool:
         """Whether one argmax of the raw logits samples every row."""
         return not (self.is_random or self.processes)
+
+
+GREEDY = Needs()
+SAMPLED = Needs(is_random=True, ranks=True, cuts=True)  # rows without filters leave its kernels at once
+SCORED = SAMPLED._replace(num_logprobs=MAX_TOP_LOGPROBS)
+EVERYTHING = Needs(True, True, True, True, True, True, MAX_TOP_LOGPROBS)
+KINDS = (GREEDY, SAMPLED, SCORED, EVERYTHING)
+
+
+def covering(needs: Needs) -> Needs:
+    """Return the least of KINDS that does all that `needs` asks for."""
+    if needs.processes:
+        return EVERYTHING
+    if needs.num_logprobs is not None:
+        return SCORED
+    return SAMPLED if needs.is_random or needs.ranks or needs.cuts else GREEDY
 
 
 class SamplingState:

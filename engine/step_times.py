@@ -1,49 +1,72 @@
-"""Times of rounds by batch size and draft steps: measured at the start, corrected while rounds run."""
+"""Times of rounds by batch size, draft steps and kind of sampling: measured at the start, corrected while rounds run.
+
+A round of one kind in service takes longer or shorter than the table says: contexts are long, filters and penalties
+take time, the node does other work beside. So each kind of round has a correction, a logarithm. It follows the least of
+the last KEPT measurements, since a disturbance (a pause, a kernel that compiles, another process) only adds to a time.
+The first measurement alone counts for nothing.
+"""
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 
-_ENOUGH_S = 0.5  # of measuring on a slow machine
+MEMORY = 32  # rounds after which what was seen counts for little
+SHARE = 0.005  # of the time: what a node pays for tries (adaptive.py), and the rate at which bad news are forgotten
+KEPT = 3  # measurements of which the least counts
+
+_ENOUGH_S = 0.5  # of measuring at the start on a slow machine
 _NUM_RUNS = 4
-_COMMON_RATE, _OWN_RATE = 0.05, 0.05  # shares of an error that move the common correction, and that of one kind
-_TRUST = 2.0  # how many measurements the table counts for: the first ones correct more
-_SPREAD, _ENOUGH = 0.1, 20  # of a measurement; more than 20 say no more, because old ones are forgotten
-_MAX_ERROR = 0.5  # of a logarithm; more is a pause of the machine or a kernel that compiles, and says little
-_NUM_FIRST = 3  # rounds without drafts, of which the one in the middle is believed
-_CATCH_UP_CALL = 0.3  # of a round without drafts: a guess, since nothing is measured at the start
-_MAX_CATCH_UP_ERROR = 1.5
-_FORGOTTEN = 0.999  # factor per round without drafts on a correction that speaks against drafts
 
 
 class _Correction:
-    """A logarithm of a factor, and the number of its measurements."""
+    """The correction of one kind of round, and its spread."""
 
-    __slots__ = ("_firsts", "count", "log")
+    __slots__ = ("_fades", "_seen_at", "count", "lasts", "log", "spread")
 
-    def __init__(self, log: float = 0.0) -> None:
-        self.log, self.count = log, 0
-        self._firsts: list[float] = []
+    def __init__(self, log: float, *, fades: bool) -> None:
+        """`fades`: if no such round runs for MEMORY rounds, a correction that makes them slower is slowly forgotten, so
+        that a disturbance does not speak against drafts for good."""
+        self._fades = fades
+        self.log = log
+        self.spread = 0.0  # the usual distance of a measurement from `log`
+        self.count = 0
+        self.lasts: list[float] = []  # the last KEPT measurements
+        self._seen_at = 0
 
-    def begin(self, log: float) -> None:
-        """Take one of the first measurements. Their median replaces the first guess."""
-        self._firsts.append(log)
-        self.log = sorted(self._firsts)[len(self._firsts) // 2]
+    def at(self, now: int) -> float:
+        """Return the correction `now`, a number of rounds."""
+        num_unseen = now - self._seen_at - MEMORY
+        return self.log * (1 - SHARE) ** num_unseen if self._fades and self.log > 0 < num_unseen else self.log
+
+    def observe(self, log: float, common: float, now: int) -> float:
+        """Take a measurement. `common`: the correction of all rounds, to which this one is added. Return the error that
+        was found."""
+        self.log, self._seen_at = self.at(now), now
+        self.lasts = [*self.lasts[1 - KEPT :], log]
         self.count += 1
+        if self.count == 1:
+            return 0.0
+        expected = common + self.log
+        error = min(self.lasts) - expected
+        rate = 1.0 if self.count <= KEPT else max(1 / MEMORY, 1 / (self.count - KEPT + 1))
+        self.spread += rate * (_middle([abs(each - expected) for each in self.lasts]) - self.spread)
+        self.log += rate * error
+        return error
 
-    def correct(self, error: float) -> None:
-        self.log += max(_OWN_RATE, 1 / (_TRUST + self.count)) * error
-        self.count += 1
+    @property
+    def doubt(self) -> float:
+        """The standard error of `log`, roughly. KEPT measurements in a row are about as good as one."""
+        return self.spread / math.sqrt(max(1.0, min(self.count, MEMORY) / KEPT))
 
 
 class StepTimes:
-    """A table of seconds by (batch size, steps), linear between the measured points.
+    """A table of seconds by (batch size, steps), linear between the measured points, and its corrections.
 
-    The table is of short sequences on an idle machine. The times of real rounds correct it: by one factor for all, for
-    the machine and the lengths of contexts, and by one factor for each number of steps and magnitude of batch size.
-    Catching up on rows that the drafter has not seen has a time per call and a time per row."""
+    The table is of short greedy sequences on an idle machine. Corrections are kept by kind of sampling, number of steps
+    and magnitude of batch size; one more is common to all. Catching up on rows that the drafter has not seen has a time
+    per call and a time per row."""
 
     def __init__(self, seconds: Mapping[tuple[int, int], float]) -> None:
         """`seconds` holds, for each of some batch sizes, the same numbers of steps, 0 among them."""
@@ -52,16 +75,15 @@ class StepTimes:
         self._steps = sorted({steps for _, steps in seconds})
         assert self._steps[0] == 0 and len(seconds) == len(self._sizes) * len(self._steps), sorted(seconds)
         self._known: dict[tuple[int, int], float] = {}  # what `_table` found
-        self._log_common = 0.0
-        self._own: dict[tuple[int, int], _Correction] = {}  # by steps and magnitude of the size
-        self._last = {False: _Correction(), True: _Correction()}  # used last, of rounds without and with drafts
-        self._catch_up = _Correction()
-        self._num_plain = 0
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether enough rounds without drafts were observed. The table alone leaves out the node's other work."""
-        return self._num_plain >= _NUM_FIRST
+        self._now = 0  # rounds
+        self._common = 0.0
+        self._corrections: dict[tuple[Hashable, int, int], _Correction] = {}  # by kind, steps, magnitude of the size
+        self._last_of_kind: dict[tuple[Hashable, bool], _Correction] = {}  # used last, without and with drafts
+        self._last: dict[bool, _Correction] = {}  # likewise, of any kind
+        self._num_plain: dict[Hashable, int] = {}  # observed rounds without drafts, by kind
+        self._catch_up = 1.0  # a factor on the table's time
+        self._caught_up: list[float] = []  # the last KEPT measurements of this factor
+        self._num_caught_up = 0
 
     @classmethod
     def measure(cls, run: Callable[[int, int], float], max_size: int, steps: Collection[int]) -> StepTimes:
@@ -83,70 +105,85 @@ class StepTimes:
             spent_s += sum(sum(each.values()) for each in runs)
         return cls(_undisturbed(seconds))
 
-    def seconds(self, size: int, num_steps: int) -> float:
-        """Return the seconds of a round of `size` sequences; sizes and steps beyond those measured are extrapolated."""
-        own = self._own.get((num_steps, size.bit_length()))
-        log = self._first_log(size, num_steps) if own is None else own.log
-        return math.exp(self._log_common + log) * self._table(size, num_steps)
+    def is_begun(self, kind: Hashable = None) -> bool:
+        """Whether enough rounds of this kind without drafts were observed. The table alone leaves out the node's other
+        work and knows greedy rounds alone."""
+        return self._num_plain.get(kind, 0) >= KEPT
 
-    def _first_log(self, size: int, num_steps: int) -> float:
-        """Return the correction (a logarithm) of a kind of round that was not observed yet: that of the last round with
-        or without drafts.
+    def seconds(self, size: int, num_steps: int, kind: Hashable = None) -> float:
+        """Return the seconds of a round of `size` sequences; sizes and steps beyond those measured are extrapolated."""
+        own = self._corrections.get((kind, num_steps, size.bit_length()))
+        log = self._first_log(size, num_steps, kind) if own is None else own.at(self._now)
+        return math.exp(self._common + log) * self._table(size, num_steps)
+
+    def doubt(self, size: int, num_steps: int, kind: Hashable = None) -> float:
+        """Return the relative error that the ratio of rounds with and without drafts may have."""
+        found = (self._found(size, 0, kind), self._found(size, num_steps, kind))
+        return sum(each.doubt for each in found if each is not None)
+
+    def catch_up_seconds(self, num_rows: int) -> float:
+        """Return the seconds of running the drafter over that many rows before a round."""
+        return self._catch_up * self._table_catch_up(num_rows) if num_rows else 0.0
+
+    def observe(
+        self, size: int, num_steps: int, seconds: float, num_caught_up: int = 0, kind: Hashable = None
+    ) -> float:
+        """Correct the table by the `seconds` of a round, catching up on `num_caught_up` rows included. Return the
+        seconds without the part that looks like a disturbance."""
+        self._now += 1
+        expected_s = self.seconds(size, num_steps, kind)
+        if num_caught_up:
+            self._observe_catch_up(seconds - expected_s, num_caught_up)
+            return expected_s + self.catch_up_seconds(num_caught_up)
+        key, is_drafted = (kind, num_steps, size.bit_length()), num_steps > 0
+        own = self._corrections.get(key)
+        if own is None:
+            own = self._corrections[key] = _Correction(self._first_log(size, num_steps, kind), fades=is_drafted)
+        self._last_of_kind[kind, is_drafted] = self._last[is_drafted] = own
+        if not is_drafted:
+            self._num_plain[kind] = self._num_plain.get(kind, 0) + 1
+        error = own.observe(math.log(max(seconds, 1e-9) / self._table(size, num_steps)), self._common, self._now)
+        if own.count > KEPT:
+            self._common += error / MEMORY
+        return expected_s * math.exp(error)
+
+    def pass_over(self, num_rounds: int) -> None:
+        """Let rounds go by that were not observed."""
+        self._now += num_rounds
+
+    def _found(self, size: int, num_steps: int, kind: Hashable) -> _Correction | None:
+        """Return the correction of such rounds, or else of the rounds that are nearest to them."""
+        own = self._corrections.get((kind, num_steps, size.bit_length()))
+        return own or self._last_of_kind.get((kind, num_steps > 0)) or self._last.get(num_steps > 0)
+
+    def _first_log(self, size: int, num_steps: int, kind: Hashable) -> float:
+        """Return the correction of rounds that were not observed yet: that of the last round with or without drafts.
 
         If no round with drafts was observed, the excess of rounds without drafts over the table counts as other work of
         the node. It is added to the table's time, not multiplied, because drafts would not add to that work. This errs
         in favour of drafts, and their rounds then show their real time."""
-        last = self._last[num_steps > 0]
-        if num_steps == 0 or last.count:
-            return last.log
-        beside = max(0.0, self.seconds(size, 0) - self._table(size, 0))
-        return math.log(1 + beside / self._table(size, num_steps)) - self._log_common if beside else last.log
-
-    def catch_up_seconds(self, num_rows: int) -> float:
-        """Return the seconds of running the drafter over that many rows before a round."""
-        if num_rows == 0:
+        last = self._found(size, num_steps, kind)
+        if last is not None:
+            return last.at(self._now)
+        if num_steps == 0:
             return 0.0
+        table_s, plain_s = self._table(size, 0), self.seconds(size, 0, kind)
+        if plain_s <= table_s:
+            return math.log(plain_s / table_s) - self._common
+        return math.log(1 + (plain_s - table_s) / self._table(size, num_steps)) - self._common
+
+    def _table_catch_up(self, num_rows: int) -> float:
+        """Return the seconds that the table suggests: a draft step is a call for one row."""
         first = self._steps[min(1, len(self._steps) - 1)]
-        one, two = (self._table(size, first) - self._table(size, 0) for size in (1, 2))  # what a draft takes
-        call = max(one, _CATCH_UP_CALL * self._table(1, 0))
-        expected = call + (num_rows - 1) * max(0.0, two - one)
-        return expected * math.exp(self._log_common + self._catch_up.log)
+        one, two = (self._table(size, first) - self._table(size, 0) for size in (1, 2))
+        return (max(one, 1e-9) + (num_rows - 1) * max(0.0, two - one)) * math.exp(self._common)
 
-    def num_seen(self, size: int, num_steps: int) -> int:
-        """Return the number of such rounds that have corrected the table."""
-        own = self._own.get((num_steps, size.bit_length()))
-        return 0 if own is None else own.count
-
-    def doubt(self, size: int) -> float:
-        """Return the relative error that the ratio of rounds with and without drafts may have. It falls with the number
-        of observed rounds."""
-        counts = (self.num_seen(size, 0), self._last[True].count)
-        return sum(_SPREAD / math.sqrt(1 + min(_ENOUGH, count)) for count in counts)
-
-    def observe(self, size: int, num_steps: int, seconds: float, num_caught_up: int = 0) -> float:
-        """Correct the table by the `seconds` of a round, catching up on `num_caught_up` rows included. Return the
-        seconds without the part that looks like a disturbance."""
-        expected_s, catch_up_s = self.seconds(size, num_steps), self.catch_up_seconds(num_caught_up)
-        if num_caught_up:
-            error = _bounded(math.log(max(seconds - expected_s, 1e-6) / catch_up_s), _MAX_CATCH_UP_ERROR)
-            self._catch_up.correct(error)
-            return min(seconds, expected_s + catch_up_s * math.exp(_MAX_CATCH_UP_ERROR))
-        error = math.log(max(seconds, 1e-6) / expected_s)
-        is_drafted = num_steps > 0
-        own = self._own.get((num_steps, size.bit_length()))
-        if own is None:
-            own = self._own[num_steps, size.bit_length()] = _Correction(self._first_log(size, num_steps))
-        self._last[is_drafted] = own
-        if not is_drafted and own.count < _NUM_FIRST:
-            self._num_plain += 1
-            own.begin(own.log + error)
-            return self.seconds(size, 0)
-        error = _bounded(error, _MAX_ERROR)
-        own.correct(error)
-        self._log_common += _COMMON_RATE * min(1.0, own.count / 8) * error
-        if not is_drafted and self._last[True].log > 0:
-            self._last[True].log *= _FORGOTTEN
-        return expected_s * math.exp(error)
+    def _observe_catch_up(self, seconds: float, num_rows: int) -> None:
+        self._caught_up = [*self._caught_up[1 - KEPT :], max(0.0, seconds) / self._table_catch_up(num_rows)]
+        self._num_caught_up += 1
+        if self._num_caught_up > 1:
+            rate = max(1 / MEMORY, 1 / (self._num_caught_up - 1))
+            self._catch_up += rate * (min(self._caught_up) - self._catch_up)
 
     def _table(self, size: int, num_steps: int) -> float:
         """Return the table's seconds, kept because every round asks."""
@@ -169,8 +206,9 @@ def _undisturbed(seconds: Mapping[tuple[int, int], float]) -> dict[tuple[int, in
     }
 
 
-def _bounded(error: float, bound: float) -> float:
-    return max(-bound, min(bound, error))
+def _middle(values: list[float]) -> float:
+    """Return the median, of an even number the lesser one."""
+    return sorted(values)[(len(values) - 1) // 2]
 
 
 def _between(known: list[int], x: int, value: Callable[[int], float]) -> float:

@@ -18,7 +18,7 @@ from ..sampling_batch import SamplingBatch
 from ..trees import Drafts
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
 from .family import Family, Speculation, Wanted
-from .suffixes import MIN_MATCH, OwnSuffixes, SharedSuffixes
+from .suffixes import MAX_MATCH, MIN_MATCH, OwnSuffixes, SharedSuffixes
 
 MAX_NGRAM = 4
 MIN_NGRAM = 1
@@ -59,9 +59,30 @@ class NgramDrafter:
         too."""
         own = self._own.setdefault(slot, OwnSuffixes())
         own.extend(token_ids[len(own) :])
-        found = own.lookup(num_steps, MIN_MATCH, MAX_NGRAM) or self._shared.lookup(token_ids, salt, num_steps)
-        found = found or own.lookup(num_steps, MIN_NGRAM, MIN_MATCH - 1) or []
+        found = self._find(own, token_ids, salt, num_steps)
         return found + [token_ids[-1]] * (num_steps - len(found))
+
+    def replay(self, slot: int, token_ids: Sequence[int], salt: str, num_steps: int, num_tries: int) -> tuple[int, int]:
+        """Propose for the last tokens as if they had not come yet, and count the right proposals, as `HostProposer`
+        says. Nothing is looked up for the tokens before them."""
+        own = self._own.setdefault(slot, OwnSuffixes())
+        place = max(len(own), len(token_ids) - 2 * num_tries, 1)
+        num_right = num_tried = 0
+        while place < len(token_ids) and num_tried < num_tries:
+            own.extend(token_ids[len(own) : place])
+            came = token_ids[place : place + num_steps]
+            found = self._find(own, token_ids[max(0, place - MAX_MATCH - 1) : place], salt, len(came))
+            pairs = zip(found, came, strict=False)
+            accepted = next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(found))
+            num_right, num_tried = num_right + accepted, num_tried + min(accepted + 1, len(came))
+            place += accepted + 1
+        own.extend(token_ids[len(own) : place])
+        return num_right, num_tried
+
+    def _find(self, own: OwnSuffixes, token_ids: Sequence[int], salt: str, num_steps: int) -> list[int]:
+        """Return up to `num_steps` likely tokens after `own`, whose last tokens are those of `token_ids`."""
+        found = own.lookup(num_steps, MIN_MATCH, MAX_NGRAM) or self._shared.lookup(token_ids, salt, num_steps)
+        return found or own.lookup(num_steps, MIN_NGRAM, MIN_MATCH - 1) or []
 
     def forget(self, slot: int, token_ids: Sequence[int], salt: str) -> None:
         """The slot's sequence is over; others may find its text from now on."""

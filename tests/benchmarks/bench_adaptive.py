@@ -85,7 +85,8 @@ def _run(rounds: Rounds, chooser: StepChooser, sequences: Sequence[Running]) -> 
         seconds, settled = now - max(done.started, settled), now
         shape, limits = done.submitted.shape, done.submitted.limits
         if not chooser.passes_over(shape.num_steps):
-            chooser.observe(slots, shape.num_steps, limits, num_accepted, seconds, 0.0, done.submitted.num_caught_up)
+            num_caught_up, kind = done.submitted.num_caught_up, done.submitted.kind
+            chooser.observe(slots, shape.num_steps, limits, num_accepted, seconds, 0.0, num_caught_up, kind)
 
     torch.cuda.synchronize()
     begun = time.perf_counter()
@@ -93,7 +94,9 @@ def _run(rounds: Rounds, chooser: StepChooser, sequences: Sequence[Running]) -> 
     while left > 0:
         started = time.perf_counter()
         usable = [rounds.shape.num_steps * (each.num_missed <= MAX_MISSED) for each in sequences]
-        num_steps = chooser.choose(slots, usable, rounds.num_missed(sequences)) if any(usable) else 0
+        num_steps = 0
+        if not chooser.rests() and any(usable):
+            num_steps = chooser.choose(slots, usable, rounds.num_missed(sequences), rounds.kind(sequences))
         shape = rounds.shape.with_steps(num_steps)
         if before is not None and rounds.reads_tokens(shape):
             take(before)

@@ -48,13 +48,13 @@ def test_a_sequence_does_not_inherit_the_acceptance_of_the_slot_it_gets(pair: No
     pair.step_until(lambda: results["always right", 0].ended)
     wrong, right, unused = map(chooser.acceptance, range(3))
     assert wrong + 0.05 < unused < right - 0.05, (wrong, unused, right)
-    chooser._num_halvings, chooser._until_look = 2, 5
+    chooser._num_resting = 5
     with rounds_paused(pair):  # no round has run with them yet
         pair.submit("next", PROMPT, wants)
         pair.step_until(lambda: len(pair.decode.scheduler.running) == 2)
         assert [each.slot for each in pair.decode.scheduler.running] == [0, 1]
         assert list(map(chooser.acceptance, range(3))) == [wrong, unused, unused]
-        assert chooser._num_halvings == chooser._until_look == 0, "another sequence is a reason to try again"
+        assert chooser._num_resting == 0, "another sequence is a reason to try again"
     pair.run()
 
 

@@ -1,24 +1,25 @@
 """The choice of draft steps: it finds the fastest, and pays a bounded price for what it does not know yet.
 
-The last part simulates nodes. Its limits: a node may lose `_LOAN` rounds, 6, in its life and 0.5 % of the time. So it
-loses less than 2 % of its first 1,024 tokens, and up to 7 % of the first 128. Noise of 15 % per round and a wrong table
-add to that until the node has seen some rounds of each kind. Adaptive drafting must reach nine tenths of the best fixed
-K if that is 1.5 times as fast as no drafting and the table is right. The rest goes to rounds without drafts that
-measure, and to one sequence's bad luck, which stops its drafting for a while.
+The last part simulates nodes. Its limits: a node may lose LOAN rounds, 2.5, in its life and SHARE of the time, 0.5 %,
+and as much for measuring. So it loses less than 2 % of its first 256 rounds, plus what one round can lose. Noise of
+15 % per round and a wrong table add to that until the node has seen some rounds of each kind. Adaptive drafting must
+reach nine tenths of the best fixed K if that is 1.5 times as fast as no drafting and the table is right.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
+import statistics
 from dataclasses import replace
 
 import pytest
 from adaptive_world import Machine, World
 
-from baton.engine.adaptive import _LOAN, _SHARE, StepChooser, _Rate
+from baton.engine.adaptive import DOUBT, LOAN, StepChooser
 from baton.engine.draft_shape import DraftShape
-from baton.engine.step_times import StepTimes
+from baton.engine.step_times import KEPT, MEMORY, SHARE, StepTimes
 
 CHEAP = (1.0, 0.15, 0.001)  # a machine that waits for weights
 DEAR = (1.0, 0.1, 1.0)  # one that computes every row
@@ -27,11 +28,11 @@ DEAR = (1.0, 0.1, 1.0)  # one that computes every row
 def run(
     chooser: StepChooser, times: StepTimes, rate: float, num_seqs: int, num_rounds: int, seed: int = 0
 ) -> tuple[list[int], float]:
-    """Steps of each round, and tokens a second; a draft is right with `rate`."""
+    """Return the steps of each round, and tokens per second. A draft is right with `rate`."""
     rng, chosen, seconds, tokens = random.Random(seed), [], 0.0, 0
     slots = list(range(num_seqs))
     for _ in range(num_rounds):
-        steps = chooser.choose(slots, [chooser.shape.num_steps] * num_seqs)
+        steps = 0 if chooser.rests() else chooser.choose(slots, [chooser.shape.num_steps] * num_seqs)
         accepted = [next((i for i in range(steps) if rng.random() > rate), steps) for _ in slots]
         took = times.seconds(num_seqs, steps)
         if not chooser.passes_over(steps):
@@ -46,53 +47,98 @@ def make(times: tuple[float, float, float]) -> tuple[StepChooser, StepTimes]:
     return StepChooser(DraftShape(5), Machine(*times).table(), 16), Machine(*times).table()
 
 
-def test_it_keeps_to_a_choice_that_is_about_as_good() -> None:
+def begin(chooser: StepChooser, times: StepTimes, num_seqs: int = 1) -> None:
+    """Let a chooser observe the rounds without drafts with which a node begins."""
+    slots = list(range(num_seqs))
+    for _ in range(KEPT):
+        assert not chooser.rests()
+        assert chooser.choose(slots, [5] * num_seqs) == 0
+        chooser.observe(slots, 0, [0] * num_seqs, [0] * num_seqs, times.seconds(num_seqs, 0))
+
+
+def test_what_was_never_tried_is_tried() -> None:
     chooser, real = make(CHEAP)
-    chosen, _ = run(chooser, real, 0.6, 4, 600)
-    measuring = 2 * 2 * 600 // 16  # there and back, a round without drafts and one with a step more
-    assert sum(a != b for a, b in itertools.pairwise(chosen)) < measuring, chosen
+    begin(chooser, real)
+    assert chooser.choose([0], [5]) == 5
 
 
-def test_drafts_that_hardly_pay_are_not_begun() -> None:
-    """Once begun they go on."""
-    times = {(1, 0): 1.0, (1, 1): 1.4, (1, 5): 3.0}
-    for rate, last, expected in ((0.55, 0, 0), (0.55, 1, 1), (0.65, 0, 1)):
-        chooser = StepChooser(DraftShape(5), StepTimes(times), 1)
-        for steps in [0] * 100 + [1] * 100:
-            chooser.observe([0], steps, [steps], [0], times[1, steps])
-        chooser.balance, chooser._credit, chooser.num_steps, chooser._since_plain = 5.0, 0.0, last, 0
-        chooser._own[0] = chooser._all = _Rate(rate, 1000.0)
-        assert chooser.choose([0], [1]) == expected, (rate, last)
-
-
-def test_nothing_is_drafted_at_a_loss() -> None:
-    """Whatever the estimate promises: here it believes in drafts that are never right."""
+def test_it_keeps_to_a_choice_and_measures_for_a_small_share_of_the_time() -> None:
     chooser, real = make(CHEAP)
-    chooser.acceptance = lambda slot, doubt=0.0: 0.9
-    chosen, _ = run(chooser, real, 0.0, 4, 200)
-    took = sum(real.seconds(4, steps) / real.seconds(4, 0) for steps in chosen)
-    assert any(chosen) and took < 200 + _LOAN + 200 * _SHARE + 1, (took, chosen)
+    chosen, _ = run(chooser, real, 0.9, 4, 1000)
+    tokens, took = sum(0.9**i for i in range(6)), real.seconds(4, 5) / real.seconds(4, 0)
+    assert chosen.count(5) > 980
+    assert 1 < chosen[KEPT:].count(0) <= 1 + SHARE / 2 * 1000 * tokens / (tokens / took - 1), chosen
 
 
-def test_what_catching_up_takes_is_learnt_and_counts() -> None:
+def test_measuring_is_frequent_where_it_costs_little() -> None:
+    """Drafts that bring hardly anything are compared with rounds without them again and again."""
+    counts = []
+    for rate in (0.9, 0.2):
+        chooser, real = make(CHEAP)
+        chosen, _ = run(chooser, real, rate, 8, 500)
+        assert any(chosen)
+        counts.append(chosen[KEPT:].count(0))
+    assert counts[1] > 3 * counts[0] > 0, counts
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+@pytest.mark.parametrize("machine", [CHEAP, DEAR])
+def test_no_more_is_lost_than_the_bound(machine: tuple[float, float, float], rate: float) -> None:
+    """Whatever the estimate promises: here it always believes in drafts."""
+    chooser, real = make(machine)
+    chooser.acceptance = lambda slot, num_hoped=0.0: 0.99 if num_hoped else 0.0
+    num_rounds = 400
+    chosen, speed = run(chooser, real, rate, 4, num_rounds)
+    took = [real.seconds(4, steps) / real.seconds(4, 0) for steps in chosen]
+    lost = sum(took) * (1 - speed * real.seconds(4, 0) / 4)
+    assert any(chosen), "nothing was tried"
+    assert lost < LOAN + SHARE * sum(took) + max(took) - 1, (lost, chosen)
+
+
+def test_nothing_is_drafted_while_the_account_is_empty() -> None:
+    """Not even by those who are sure to gain."""
     chooser, real = make(CHEAP)
-    for _ in range(30):
+    begin(chooser, real)
+    for _ in range(40):
+        chooser.observe([0], 1, [1], [1], real.seconds(1, 1))
+    chooser.balance = -1.0
+    assert chooser.choose([0], [5]) == 0
+    chooser.balance = 0.01
+    assert chooser.choose([0], [5]) > 0
+
+
+def test_it_rests_until_the_account_can_bear_a_try() -> None:
+    chooser, real = make(CHEAP)
+    begin(chooser, real)
+    chooser.balance = 0.0
+    assert chooser.choose([0], [5]) == 0
+    loss = real.seconds(1, 1) / real.seconds(1, 0) - 1
+    rests = next(i for i in itertools.count() if not chooser.rests())
+    assert rests == min(MEMORY, math.ceil(loss / SHARE)) - 1
+    assert chooser.choose([0], [5]) == 0
+    chooser.admit(3)
+    assert not chooser.rests(), "a new sequence ends the rest"
+
+
+def test_the_time_of_catching_up_is_learnt_and_counts() -> None:
+    chooser, real = make(CHEAP)
+    begin(chooser, real)
+    for _ in range(60):
         chooser.observe([0], 0, [0], [0], real.seconds(1, 0))
         chooser.observe([0], 1, [1], [1], real.seconds(1, 1) + 3.0, num_caught_up=20)
     assert chooser.times.catch_up_seconds(20) == pytest.approx(3.0, rel=0.1)
     assert chooser.times.catch_up_seconds(200) > chooser.times.catch_up_seconds(20)
     assert chooser.times.catch_up_seconds(0) == 0.0 < chooser.times.catch_up_seconds(1)
     assert chooser.times.seconds(1, 1) == pytest.approx(real.seconds(1, 1), rel=0.02)
-    chooser.balance, chooser.num_steps, chooser._since_plain, chooser._until_look = 1.0, 0, 0, 0
+    chooser.balance = 1.0
     assert chooser.choose([0], [5], 2000) == 0
-    chooser._until_look = 0
     assert chooser.choose([0], [5], 0) > 0
 
 
 def test_it_tries_again_once_drafts_are_better() -> None:
     chooser, real = make(CHEAP)
     chosen, _ = run(chooser, real, 0.0, 2, 400)
-    assert 0 < sum(chosen[100:]) <= 10, chosen  # some tries
+    assert 0 < sum(chosen[100:]) <= 20, chosen  # some tries
     chosen, _ = run(chooser, real, 0.95, 2, 1200)
     assert 5 in chosen[-2:], chosen[-50:]  # the other one measures
 
@@ -100,27 +146,65 @@ def test_it_tries_again_once_drafts_are_better() -> None:
 def test_a_table_that_is_wrong_about_many_steps_is_found_out() -> None:
     real = Machine(*CHEAP).table()
     table = {(size, k): real.seconds(size, k) * (1.8 if k == 5 else 1.0) for size in (1, 4, 16) for k in (0, 1, 5)}
-    chosen, _ = run(StepChooser(DraftShape(5), StepTimes(table), 16), real, 0.9, 4, 600)
+    chosen, _ = run(StepChooser(DraftShape(5), StepTimes(table), 16), real, 0.9, 4, 1200)
     assert chosen[:50].count(5) < 10 and chosen[-100:].count(5) > 80, chosen
+
+
+def test_each_kind_of_sampling_has_times_of_its_own() -> None:
+    """Rounds with drafts of one kind take three times as long as the table says. The other kind goes on drafting."""
+    chooser, real = make(CHEAP)
+    chosen: dict[str, list[int]] = {"greedy": [], "dear": []}
+    for number in range(1200):
+        kind = ("greedy", "dear")[number // 40 % 2]
+        if number % 40 == 0:
+            chooser.wake()
+        steps = 0 if chooser.rests() else chooser.choose([0, 1], [5, 5], kind=kind)
+        took = real.seconds(2, steps) * (3.0 if kind == "dear" and steps else 1.0)
+        if not chooser.passes_over(steps):
+            chooser.observe([0, 1], steps, [steps] * 2, [min(steps, 2)] * 2, took, kind=kind)
+        chosen[kind].append(steps)
+    assert [chosen[kind][:KEPT] for kind in chosen] == [[0] * KEPT] * 2, "each begins without drafts"
+    assert sum(steps > 0 for steps in chosen["greedy"][-200:]) > 150, chosen["greedy"]
+    assert sum(steps > 0 for steps in chosen["dear"][-200:]) < 30, chosen["dear"]
 
 
 def test_sequences_differ() -> None:
     """One whose drafts are right is not held back by another's, and a new one in a slot starts anew."""
-    chooser, _ = make(CHEAP)
-    for _ in range(3):
-        chooser.observe([0, 1], 0, [0, 0], [0, 0], 1.0)
-    for _ in range(40):
+    chooser, real = make(CHEAP)
+    begin(chooser, real, 2)
+    for _ in range(60):
         chooser.observe([0, 1], 5, [5, 5], [5, 0], 1.8)
-    chooser._since_plain = 0
     assert chooser.acceptance(0) > 0.9 > 0.3 > chooser.acceptance(1)
     assert chooser.choose([0], [5]) == 5
     chooser.admit(1)
     assert chooser.acceptance(1) == pytest.approx(chooser.acceptance(15))
 
 
-def test_not_more_than_anybody_can_use() -> None:
+def test_drafts_that_others_looked_up_count_as_tries() -> None:
+    chooser, real = make(CHEAP)
+    begin(chooser, real)
+    before = chooser.balance
+    for _ in range(30):
+        chooser.learn(0, 0, 6)
+    assert chooser.choose([0], [5]) == 0, "all of them were wrong"
+    for _ in range(90):
+        chooser.learn(0, 6, 6)
+    assert chooser.choose([0], [5]) > 0
+    assert chooser.balance == before, "looking up costs the device nothing"
+
+
+def test_hope_is_as_large_as_doubt() -> None:
     chooser, _ = make(CHEAP)
-    assert chooser.choose([0, 1], [2, 1]) <= 2
+    assert (chooser.acceptance(0), chooser.acceptance(0, DOUBT)) == (0.0, 1.0), "nothing is known"
+    chooser.learn(0, 300, 400)
+    assert chooser.acceptance(0) == pytest.approx(0.75, abs=0.02)
+    assert 0 < chooser.acceptance(0, DOUBT) - chooser.acceptance(0) < 0.01
+
+
+def test_not_more_than_anybody_can_use() -> None:
+    chooser, real = make(CHEAP)
+    begin(chooser, real, 2)
+    assert 0 < chooser.choose([0, 1], [2, 1]) <= 2
     assert chooser.choose([0, 1], [0, 0]) == 0
 
 
@@ -135,24 +219,25 @@ def test_a_tree_is_drafted_whole_or_not_at_all() -> None:
 def test_a_slow_start_is_forgotten() -> None:
     """The first rounds with drafts compile kernels; that must not speak against drafts for good."""
     chooser, real = make(CHEAP)
-    for _ in range(3):
+    begin(chooser, real)
+    for _ in range(2):
         chooser.observe([0], 5, [5], [4], 100.0)
-    chosen, _ = run(chooser, real, 0.9, 1, 600)
+    chosen, _ = run(chooser, real, 0.9, 1, 2000)
     assert sum(each == 5 for each in chosen[-100:]) > 90, chosen
 
 
 def test_a_round_whose_time_is_not_known_counts_by_what_is_expected() -> None:
     """The time of a burst of arrivals spoils neither the table nor the account; what was accepted counts."""
     chooser, real = make(CHEAP)
-    for _ in range(4):
-        chooser.observe([0], 0, [0], [0], real.seconds(1, 0))
+    begin(chooser, real)
     before, rate, balance = chooser.times.seconds(1, 5), chooser.acceptance(0), 0.0
     chooser.balance = balance
     chooser.observe([0], 5, [5], [5], None, None)
     assert chooser.times.seconds(1, 5) == before
     assert chooser.acceptance(0) > rate
-    assert chooser.balance == pytest.approx(balance + 6 - (1 - _SHARE) * before / chooser.times.seconds(1, 0), abs=0.01)
-    chooser.observe([0], 5, [5], [0], 100 * before)
+    assert chooser.balance == pytest.approx(balance + 6 - (1 - SHARE) * before / chooser.times.seconds(1, 0), abs=0.01)
+    for _ in range(2):
+        chooser.observe([0], 5, [5], [0], 100 * before)
     assert chooser.times.seconds(1, 5) > before
 
 
@@ -179,17 +264,28 @@ def best_fixed(machine: Machine, batch: int, rate: float) -> float:
     return max(sum(rate**i for i in range(k + 1)) * plain / machine.seconds(batch, k) for k in range(6))
 
 
+def test_the_first_256_tokens_lose_two_percent_at_most() -> None:
+    """On machines whose rounds take nearly equal times, as a GPU's, for any batch and drafter."""
+    for (name, each), batch, rate in itertools.product(MACHINES.items(), (1, 8, 32), (0.0, 0.3, 0.6)):
+        machine = replace(each, noise=0.02, pauses=0.01)
+        world = World(machine, lambda stream, token, rate=rate: rate, batch, length=256, seed=batch)
+        one_round = max(machine.seconds(batch, 5) / machine.seconds(batch, 0) - 1, machine.catch_up_seconds(4 * batch))
+        assert world.run(256) > 0.98 - one_round / 256, (name, batch, rate)
+
+
 @pytest.mark.parametrize("name", MACHINES)
 def test_not_slower_than_without_drafts_and_near_the_best(name: str) -> None:
     seeds = itertools.count()
     for batch, rate, noise in itertools.product((1, 8, 32), ACCEPTANCE, ({}, NOISE)):
-        machine = replace(MACHINES[name], **noise)
-        world = World(machine, lambda stream, token, rate=rate: rate, batch, seed=next(seeds))
-        first, later = world.run(128), world.run(896)
+        machine, laters = replace(MACHINES[name], **noise), list[float]()
+        for _ in range(3):
+            world = World(machine, lambda stream, token, rate=rate: rate, batch, seed=next(seeds))
+            first, later = world.run(128), world.run(896)
+            laters.append(later)
+            assert first > 0.92, (batch, rate, noise, first)
+            assert 1024 / (128 / first + 896 / later) > 0.98, (batch, rate, noise, first, later)
         best = best_fixed(machine, batch, rate)
-        assert first > 0.92, (batch, rate, noise, first)
-        assert 1024 / (128 / first + 896 / later) > 0.98, (batch, rate, noise, first, later)
-        assert later > 0.9 * best or best < 1.5, (batch, rate, noise, later, best)
+        assert statistics.median(laters) > 0.9 * best or best < 1.5, (batch, rate, noise, laters, best)
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -217,6 +313,27 @@ def test_texts_that_change(name: str) -> None:
         world = World(machine, text, batch, length=192, seed=seed)
         world.run(192)
         assert world.run(768) > 0.98, (batch, text.__name__)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_contexts_that_grow(name: str) -> None:
+    """Rounds take twice as long after 1,000 of them, with and without drafts."""
+    machine = replace(MACHINES[name], **NOISE, growth=1.0)
+    for seed, (batch, rate) in enumerate(itertools.product((1, 8), (0.0, 0.9))):
+        world = World(machine, lambda stream, token, rate=rate: rate, batch, length=1024, seed=seed)
+        world.run(256)
+        later, best = world.run(768), best_fixed(machine, batch, rate)
+        assert later > 0.97 and (later > 0.85 * best or best < 1.5), (batch, rate, later, best)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_kinds_of_sampling_that_take_turns(name: str) -> None:
+    """Rounds of the second kind take half as long again, with and without drafts."""
+    machine = replace(MACHINES[name], **NOISE, factors=(1.0, 1.5))
+    for seed, (batch, rate) in enumerate(itertools.product((1, 8), (0.0, 0.2, 0.9))):
+        world = World(machine, lambda stream, token, rate=rate: rate, batch, length=256, seed=seed)
+        first, later = world.run(256), world.run(768)
+        assert first > 0.95 and later > 0.97, (batch, rate, first, later)
 
 
 @pytest.mark.parametrize("disturbed", list(itertools.product((1, 4, 16), (0, 1, 5))), ids=str)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
 from collections.abc import Sequence
 
 import pytest
 from adaptive_world import Machine
 
-from baton.engine.step_times import StepTimes
+from baton.engine.step_times import KEPT, StepTimes
 
 
 def linear_times(plain: float, per_step: float, per_row: float = 0.0) -> StepTimes:
@@ -36,16 +38,34 @@ def test_times_follow_what_rounds_take() -> None:
     assert times.seconds(4, 5) == pytest.approx(8.0, rel=0.1) and times.seconds(4, 0) == pytest.approx(2.0, rel=0.1)
 
 
-@pytest.mark.parametrize("firsts", list(itertools.permutations([1.0, 1.2, 1000.0])), ids=str)
-def test_a_pause_says_little(firsts: Sequence[float]) -> None:
+@pytest.mark.parametrize("firsts", list(itertools.permutations([1.1, 1.2, 1000.0])), ids=str)
+def test_the_least_of_the_first_measurements_is_believed(firsts: Sequence[float]) -> None:
     times = linear_times(1.0, 0.2)
-    for seconds in firsts:  # the first ones are believed, but for one of three
+    for seconds in firsts:
         times.observe(1, 0, seconds)
-    assert times.is_begun and times.seconds(1, 0) == pytest.approx(1.2)
+    assert times.is_begun() and times.seconds(1, 0) == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize("num_pauses", [1, 2])
+@pytest.mark.parametrize("steps", [0, 5])
+def test_a_pause_says_nothing(num_pauses: int, steps: int) -> None:
+    times = linear_times(1.0, 0.2)
+    expected = times.seconds(1, steps)
     for _ in range(50):
-        times.observe(1, 0, 1.0)
-    times.observe(1, 0, 1000.0)
-    assert times.seconds(1, 0) < 1.06
+        times.observe(1, steps, expected)
+    for _ in range(num_pauses):
+        assert times.observe(1, steps, 1000.0) == pytest.approx(expected)
+    assert times.seconds(1, steps) == pytest.approx(expected)
+    for _ in range(100):
+        times.observe(1, steps, 2 * expected)
+    assert times.seconds(1, steps) == pytest.approx(2 * expected, rel=0.05), "a change that lasts is believed"
+
+
+def test_the_first_measurement_alone_says_nothing() -> None:
+    times = linear_times(1.0, 0.2)
+    assert times.observe(1, 5, 40.0) == pytest.approx(2.0) == times.seconds(1, 5)
+    times.observe(1, 5, 3.0)
+    assert times.seconds(1, 5) == pytest.approx(3.0)
 
 
 def test_measuring_runs_each_kind_and_drops_the_first_run() -> None:
@@ -96,9 +116,37 @@ def test_three_rounds_without_drafts_begin_the_table() -> None:
     times = linear_times(1.0, 0.2)
     for steps in (1, 0, 0):
         times.observe(1, steps, times.seconds(1, steps))
-        assert not times.is_begun
+        assert not times.is_begun()
     times.observe(1, 0, 1.0)
-    assert times.is_begun
+    assert times.is_begun()
+    assert not times.is_begun("sampled"), "each kind of sampling begins anew"
+
+
+def test_a_new_kind_of_sampling_starts_from_the_last_one() -> None:
+    times = linear_times(1.0, 0.2)
+    for _ in range(40):
+        times.observe(4, 0, 2.0, kind="greedy")
+        times.observe(4, 5, 4.0, kind="greedy")
+    assert times.seconds(4, 0, "sampled") == pytest.approx(2.0, rel=0.05)
+    assert times.seconds(4, 5, "sampled") == pytest.approx(4.0, rel=0.05)
+    for _ in range(40):
+        times.observe(4, 0, 3.0, kind="sampled")
+    assert times.seconds(4, 0, "sampled") == pytest.approx(3.0, rel=0.05)
+    assert times.seconds(4, 0, "greedy") < 2.6, "only what is common to all rounds has moved"
+
+
+def test_bad_news_are_forgotten_where_drafts_are_not_seen() -> None:
+    times = linear_times(1.0, 0.2)
+    for _ in range(KEPT):
+        times.observe(4, 0, 1.0)
+        times.observe(4, 1, 6.0)
+    assert times.seconds(4, 1) == pytest.approx(6.0)
+    times.pass_over(1000)
+    assert times.seconds(4, 1) == pytest.approx(1.2, rel=0.02)
+    for _ in range(4 * KEPT):
+        times.observe(4, 1, 0.6)
+    times.pass_over(1000)
+    assert times.seconds(4, 1) == pytest.approx(0.6, rel=0.05), "good news stay"
 
 
 def test_what_slows_one_number_of_steps_hardly_slows_another() -> None:
@@ -139,25 +187,18 @@ def test_a_pause_while_catching_up_is_not_believed() -> None:
     assert times.catch_up_seconds(9) < 10.0
 
 
-def test_doubt_shrinks_with_every_round_seen_and_stops_shrinking() -> None:
-    times = linear_times(1.0, 0.2)
-    doubts = [times.doubt(4)]
-    for count in range(1, 40):
-        for steps in (0, 1):
-            times.observe(4, steps, times.seconds(4, steps))
-            assert times.num_seen(4, steps) == count
-        doubts.append(times.doubt(4))
-    assert doubts[0] == pytest.approx(0.2) and doubts == sorted(doubts, reverse=True)
-    assert doubts[19] > doubts[20] == doubts[-1] > 0.0
-    assert times.num_seen(64, 0) == 0 and times.doubt(64) > doubts[-1]
-
-
-@pytest.mark.parametrize("steps", [0, 1])
-def test_rounds_of_one_kind_leave_half_of_the_doubt(steps: int) -> None:
-    times = linear_times(1.0, 0.2)
-    for _ in range(40):
-        times.observe(4, steps, times.seconds(4, steps))
-    assert 0.1 < times.doubt(4) < 0.15
+def test_doubt_follows_the_spread_and_shrinks_with_what_was_seen() -> None:
+    doubts: list[float] = []
+    for spread in (0.01, 0.1):
+        times, rng = linear_times(1.0, 0.2), random.Random(1)
+        assert times.doubt(4, 1) == 0.0, "nothing was seen"
+        for count in range(200):
+            for steps in (0, 1):
+                times.observe(4, steps, times.seconds(4, steps) * math.exp(rng.gauss(0.0, spread)))
+            if count in (4, 199):
+                doubts.append(times.doubt(4, 1))
+    assert doubts[0] > 1.5 * doubts[1] > 0 and doubts[2] > 1.5 * doubts[3] > 0, doubts
+    assert 3 < doubts[3] / doubts[1] < 30, doubts
 
 
 def test_rounds_of_one_size_speak_for_those_of_another() -> None:

@@ -34,9 +34,11 @@ class Machine:
     pauses: float = 0.0  # share of rounds that are measured as taking ten times as long
     wrong: float = 1.0  # by what the table of times errs for rounds with drafts
     wrong_plain: float = 1.0  # and for those without
+    growth: float = 0.0  # by which a round takes longer per 1,000 rounds, since contexts grow
+    factors: tuple[float, ...] = (1.0,)  # by kind of sampling, on the times of rounds; the table has the first kind's
 
-    def seconds(self, size: int, steps: int) -> float:
-        return self.beside + self._round_seconds(size, steps)
+    def seconds(self, size: int, steps: int, kind: int = 0) -> float:
+        return self.beside + self.factors[kind] * self._round_seconds(size, steps)
 
     def _round_seconds(self, size: int, steps: int) -> float:
         return self.plain + steps * self.step + size * (steps + 1) * self.row
@@ -71,6 +73,7 @@ class World:
     shape: DraftShape = DraftShape(5)
     seed: int = 0
     fixed_steps: int | None = None  # instead of what a chooser says
+    kinds_last: int = 64  # rounds of one kind of sampling, before those of the next
     num_tokens: int = 0
     seconds: float = 0.0  # without noise and pauses, which would come without drafts as well
     chosen: list[int] = field(default_factory=list)
@@ -78,6 +81,7 @@ class World:
     _rng: random.Random = field(init=False)
     _streams: list[_Stream] = field(init=False)
     _num_streams: int = 0
+    _plain_seconds: float = 0.0  # of the rounds so far, if they had drafted nothing
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
@@ -88,10 +92,11 @@ class World:
 
     def run(self, num_tokens: int) -> float:
         """Run until the streams have made `num_tokens` each on average. Return the speed; without drafts it is 1."""
-        tokens, seconds = self.num_tokens, self.seconds
+        tokens, seconds, rounds, plain = self.num_tokens, self.seconds, len(self.chosen), self._plain_seconds
         while self.num_tokens - tokens < num_tokens * self.batch:
             self._round()
-        return (self.num_tokens - tokens) * self.machine.seconds(self.batch, 0) / self.batch / (self.seconds - seconds)
+        mean = (self._plain_seconds - plain) / (len(self.chosen) - rounds)
+        return (self.num_tokens - tokens) * mean / self.batch / (self.seconds - seconds)
 
     def _begin(self, slot: int) -> _Stream:
         number = self._num_streams
@@ -104,20 +109,24 @@ class World:
         usable = [self._usable(stream) for stream in self._streams]
         late = [stream for stream in self._streams if 0 < stream.num_missed <= MAX_MISSED]
         num_rows = sum(stream.num_missed for stream in late)
+        kind = len(self.chosen) // self.kinds_last % len(self.machine.factors)
         steps = 0
-        if any(usable):
-            steps = self.chooser.choose(slots, usable, num_rows) if self.fixed_steps is None else self.fixed_steps
+        if not self.chooser.rests() and any(usable):
+            self._replay()
+            steps = self.chooser.choose(slots, usable, num_rows, kind) if self.fixed_steps is None else self.fixed_steps
             steps = min(steps, max(usable))
         if steps == 0:
             num_rows = 0
-        took = self.machine.seconds(self.batch, steps) + self.machine.catch_up_seconds(num_rows)
+        grown = 1 + self.machine.growth * len(self.chosen) / 1000
+        took = grown * self.machine.seconds(self.batch, steps, kind) + self.machine.catch_up_seconds(num_rows)
         limits = [min(steps, most) for most in usable]
         accepted = [self._accept(stream, most) for stream, most in zip(self._streams, limits, strict=True)]
         measured = took * math.exp(self._rng.gauss(0.0, self.machine.noise))
         if self._rng.random() < self.machine.pauses:
             measured *= 10
         if not self.chooser.passes_over(steps):
-            self.chooser.observe(slots, steps, limits, accepted, measured, 0.0, num_rows)
+            self.chooser.observe(slots, steps, limits, accepted, measured, 0.0, num_rows, kind)
+        self._plain_seconds += grown * self.machine.seconds(self.batch, 0, kind)
         self.seconds += took
         self.chosen.append(steps)
         for stream, brought in zip(list(self._streams), accepted, strict=True):
@@ -132,6 +141,14 @@ class World:
             stream.num_missed += 1
         if stream.num_tokens >= self.length:
             self._streams[stream.slot] = self._begin(stream.slot)
+
+    def _replay(self) -> None:
+        """Tell the chooser which drafts would have been right, as a drafter without KV does on the host."""
+        if self.machine.has_draft_kv or self.chooser.num_steps:
+            return
+        for stream in self._streams:
+            accepted = self._accept(stream, self.shape.num_steps)
+            self.chooser.learn(stream.slot, accepted, min(accepted + 1, self.shape.num_steps))
 
     def _usable(self, stream: _Stream) -> int:
         if stream.num_missed > MAX_MISSED:

@@ -57,3 +57,37 @@ def test_a_sequence_grows(drafter: NgramDrafter) -> None:
         text.append(token)
         drafter.lookup(0, text, "", 2)
     assert drafter.lookup(0, text, "", 3) == [5, 1, 2]
+
+
+def test_a_replay_counts_the_drafts_that_would_have_been_right(drafter: NgramDrafter) -> None:
+    """It stands where rounds would stand: after each accepted run and the token that corrects it."""
+    prompt, came = [1, 2, 3, 4, 5, 6, 9], [1, 2, 3, 4, 5, 6, 7, 1, 2]
+    drafter.lookup(0, prompt, "", 4)
+    # 1 is not found; after it 2 3 4 5 are right and 6 corrects nothing; then 9, 1, 2 are proposed, and 7 comes
+    place, expected = len(prompt), []
+    twin = NgramDrafter(make_layout("ngram"), DraftShape(4))
+    text = prompt + came
+    while place < len(text):
+        drafts = twin.lookup(0, text[:place], "", min(4, len(text) - place))
+        right = next((i for i, (a, b) in enumerate(zip(drafts, text[place:], strict=False)) if a != b), len(drafts))
+        expected.append((right, min(right + 1, 4, len(text) - place)))
+        place += right + 1
+    num_right, num_tries = drafter.replay(0, text, "", 4, 100)
+    assert num_right == sum(right for right, _ in expected) > 4
+    assert abs(num_tries - sum(tries for _, tries in expected)) <= 1  # nothing found: no draft, or the last token again
+    assert drafter.replay(0, text, "", 4, 100) == (0, 0), "each token is looked at once"
+
+
+def test_a_replay_is_short_and_leaves_later_lookups_as_they_are(drafter: NgramDrafter) -> None:
+    text = [1, 2, 3, 4] * 50
+    right, tries = drafter.replay(0, text, "", 4, 6)
+    assert (right, tries) == (8, 8), "two drafts of four"
+    assert drafter.replay(0, text, "another", 4, 6)[1] <= 8
+    fresh = NgramDrafter(make_layout("ngram"), DraftShape(4))
+    assert drafter.lookup(0, text, "", 4) == fresh.lookup(0, text, "", 4)
+
+
+@pytest.mark.parametrize("text", [[], [5], [5, 5]])
+def test_a_replay_of_hardly_any_text(drafter: NgramDrafter, text: list[int]) -> None:
+    right, tries = drafter.replay(0, text, "", 4, 6)
+    assert 0 <= right <= tries <= 1
