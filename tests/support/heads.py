@@ -86,6 +86,14 @@ def write_head(directory: Path, kind: str, target_dir: Path, *, seed: int = 0, *
     return directory
 
 
+def over_all_tokens(logits: torch.Tensor, logit_ids: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
+    """Return `logits` of the tokens `logit_ids` (None: all) as [num_rows, vocab_size], -inf for all other tokens."""
+    if logit_ids is None:
+        return logits
+    whole = logits.new_full((len(logits), vocab_size), float("-inf"))
+    return whole.index_copy_(1, logit_ids.to(torch.int64), logits)
+
+
 def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     if len(shape) == 1:
         return 1 + 0.3 * torch.randn(shape, generator=generator)
