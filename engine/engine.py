@@ -188,12 +188,13 @@ class Engine:
         if self.drafter is None or self.device.type != "cuda":
             return
         ids, num_rows = [0] * num_tokens, self.drafter.hidden.num_target_rows
-        state = SamplingState(_WARM_UP[0], ids, [0], vocab_size=self.model_config.vocab_size)
         rows, last = (None, None) if extend is None else (extend[-1 - num_rows : -1], extend[-1:])
         with torch.inference_mode():
             self.drafter.observe_prompt([PromptChunk(ids, 0, num_tokens, pages)], extend)
             tails, tokens = [PromptTail(ids, pages, rows)], torch.zeros(1, dtype=torch.int64, device=self.device)
-            self.drafter.finish_prompt(tails, tokens, last, SamplingBatch.of([state], self.device))
+            for params in _WARM_UP:  # a reduced vocabulary has kernels of its own
+                state = SamplingState(params, ids, [0], vocab_size=self.model_config.vocab_size)
+                self.drafter.finish_prompt(tails, tokens, last, SamplingBatch.of([state], self.device))
 
     @property
     def pool_bytes(self) -> int:

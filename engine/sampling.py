@@ -61,28 +61,31 @@ def sample(logits: Tensor, batch: SamplingBatch, *, with_logprobs: bool = True) 
     """Sample one token per row; `logits` is left as it was.
 
     Args:
-        logits: [num_rows, vocab_size] float32, bfloat16 or float16; rows as in `batch`.
+        logits: [num_rows, num_logits] float32, bfloat16 or float16; rows as in `batch`.
         batch: see `SamplingBatch.of`.
         with_logprobs: False for drafts, because no client reads their log-probabilities.
     """
-    token_ids, is_valid = perturbed_argmax(processed(logits, batch), batch.draws)
+    token_ids, is_valid = perturbed_argmax(processed(logits, batch), batch.draws, batch.logit_ids)
     logprobs, num_logprobs = None, batch.needs.num_logprobs
     if num_logprobs is not None and with_logprobs:
+        assert batch.logit_ids is None, "log-probabilities are of the whole vocabulary"
         logprobs = compute_logprobs(logits, token_ids, num_logprobs)
     return SampleResult(token_ids, is_valid, logprobs)
 
 
 def processed(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Return the processed logits [num_rows, vocab_size]: `logits` itself if no row changes them, else float32."""
+    """Return the processed logits [num_rows, num_logits]: `logits` itself if no row changes them, else float32."""
     if batch.history is None:
         return logits
-    return process_logits(logits, batch.history, batch.penalties, batch.bans_now)
+    return process_logits(logits, batch.history, batch.penalties, batch.bans_now, batch.logit_ids)
 
 
 def perturbed_scores(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Return the scores whose argmax `sample` takes, a new [num_rows, vocab_size] float32; -inf: excluded."""
+    """Return the scores whose argmax `sample` takes, a new [num_rows, num_logits] float32; -inf: excluded."""
     scores, draws = processed(logits, batch), batch.draws
-    return scores.to(torch.float32, copy=True) if draws is None else choice.perturbed_scores(scores, draws)
+    if draws is None:
+        return scores.to(torch.float32, copy=True)
+    return choice.perturbed_scores(scores, draws, batch.logit_ids)
 
 
 def tie_gap(logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -38,6 +38,7 @@ class SamplingBatch:
     floats: Tensor  # [len(FLOATS), num_rows] float32; temperature 0: greedy
     top_p: Tensor  # [num_rows, 1] float64, as exact as the request says it
     history: History | None = None  # None: no row is processed before temperature
+    logit_ids: Tensor | None = None  # [num_logits] int32, ascending: the tokens of the logits; None: all
 
     @classmethod
     def of(cls, states: Sequence[SamplingState], device: torch.device | str = "cpu") -> Self:
@@ -96,6 +97,11 @@ class SamplingBatch:
         """[num_rows] bool: the next token may not end the request."""
         return self.ints[_NUM_GENERATED] < self.ints[_MIN_TOKENS]
 
+    def over(self, logit_ids: Tensor | None) -> Self:
+        """Return the same rows for logits of the tokens `logit_ids` alone, [num_logits] int32, ascending; None: of all
+        tokens. The sampled tokens are those of logits with -inf for all others."""
+        return self if logit_ids is None else replace(self, logit_ids=logit_ids)
+
     def take(self, index: Tensor) -> Self:
         """Return the rows `index` [num_taken] int64."""
         return type(self)(
@@ -104,6 +110,7 @@ class SamplingBatch:
             self.floats.index_select(1, index),
             self.top_p.index_select(0, index),
             None if self.history is None else self.history.take(index),
+            self.logit_ids,
         )
 
     def ahead(self, num_ahead: Tensor, tokens: Tensor, is_before: Tensor | None = None) -> Self:
@@ -129,6 +136,7 @@ class SamplingBatch:
             self.floats.repeat_interleave(num_new, 1),
             self.top_p.repeat_interleave(num_new, 0),
             None if self.history is None else self.history.ahead(num_new, tokens, is_before),
+            self.logit_ids,
         )
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..kernels.sample import perturbed_topk
 from ..kernels.tree_types import Candidates, Frontier
@@ -54,20 +55,25 @@ def sample_ahead(logits: Tensor, base: SamplingBatch, drafted: Tensor) -> Tensor
     """Return a drafter's choice [num_rows] int64 after `drafted` [num_rows, j] int64, which follow `base`'s tokens.
 
     A draft token is accepted exactly when it equals the target's, so the drafter asks the same question of its own
-    `logits` [num_rows, vocab_size] in the target's vocabulary: the same processing, and the noise of the proposed
-    token's position."""
+    `logits` [num_rows, num_logits], which are of the tokens `base.logit_ids`: the same processing, and the noise of the
+    proposed token and its position."""
     num_ahead = counted(drafted.shape[1] + 1, logits.device)[-1:].unsqueeze(0)
     return sample(logits, base.ahead(num_ahead, drafted), with_logprobs=False).token_ids
 
 
 def top_of(logits: Tensor, batch: SamplingBatch, topk: int) -> tuple[Tensor, Tensor]:
     """Return the `topk` best tokens of each row and log-softmax of their perturbed logits, [num_rows, topk] int64 and
-    float32."""
-    return perturbed_topk(processed(logits, batch), topk, batch.draws)
+    float32. If there are fewer logits, the other tokens are any, with -inf."""
+    num_missing = max(0, topk - logits.shape[1])
+    best = perturbed_topk(processed(logits, batch), topk - num_missing, batch.draws, batch.logit_ids)
+    if num_missing:
+        return pad(best[0], (0, num_missing)), pad(best[1], (0, num_missing), value=-torch.inf)
+    return best
 
 
 # Runs the drafter over a step's frontier: (step, tokens [num_seqs, topk], states [num_seqs, topk, width], visible
-# [num_seqs, topk, step * topk] among the nodes of all steps so far) -> (states after, logits [num_seqs * topk, vocab]).
+# [num_seqs, topk, step * topk] among the nodes of all steps so far) -> (states after, logits [num_seqs * topk,
+# num_logits]).
 Expand = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 

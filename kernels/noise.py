@@ -69,16 +69,19 @@ def gumbel_noise_ref(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tenso
     return gumbel_noise_at(seeds, positions, token_ids[None])
 
 
-def add_gumbel_noise_ref_(scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def add_gumbel_noise_ref_(scores: Tensor, seeds: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
     """Add ``gumbel_noise`` to ``scores`` in place.
 
     Args:
-        scores: [num_rows, vocab_size] float32, contiguous; -inf stays -inf.
+        scores: [num_rows, num_scores] float32, contiguous; -inf stays -inf.
         seeds, positions: as for ``gumbel_noise_ref``.
+        token_ids: [num_scores] int32, contiguous, the token of each score; None: score i is of token i.
 
     Returns: ``scores``.
     """
-    check_scores(scores, seeds, positions)
+    check_scores(scores, seeds, positions, token_ids)
+    if token_ids is not None:
+        return scores.add_(gumbel_noise_at(seeds, positions, token_ids[None]))
     return scores.add_(gumbel_noise_ref(seeds, positions, scores.shape[1]))
 
 
@@ -86,11 +89,19 @@ gumbel_noise = Operation("gumbel_noise", gumbel_noise_ref)
 add_gumbel_noise_ = Operation("add_gumbel_noise_", add_gumbel_noise_ref_)
 
 
-def check_scores(scores: Tensor, seeds: Tensor, positions: Tensor) -> None:
+def check_scores(scores: Tensor, seeds: Tensor, positions: Tensor, token_ids: Tensor | None) -> None:
     """Assert the shapes and dtypes that ``add_gumbel_noise_`` takes."""
     assert scores.ndim == 2 and scores.dtype is torch.float32 and scores.is_contiguous(), (scores.shape, scores.dtype)
     assert seeds.dtype == positions.dtype == torch.int64, (seeds.dtype, positions.dtype)
     assert seeds.shape == positions.shape == scores.shape[:1], (seeds.shape, positions.shape, scores.shape)
+    check_token_ids(scores, token_ids)
+
+
+def check_token_ids(scores: Tensor, token_ids: Tensor | None) -> None:
+    """Assert that ``token_ids`` are None, or one for each column of ``scores``."""
+    if token_ids is not None:
+        assert token_ids.shape == scores.shape[1:] and token_ids.dtype is torch.int32, (token_ids, scores.shape)
+        assert token_ids.is_contiguous(), token_ids.stride()
 
 
 def gumbel_noise_at(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:

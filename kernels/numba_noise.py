@@ -18,6 +18,7 @@ from .noise import check_scores
 from .numba_kernels import compiled
 
 _EXACT: set[str] = set()  # no liberties with floating point
+_NO_IDS = np.empty(0, np.int32)
 
 _C0, _C1, _C2, _C3, _C4, _C5, _C6, _C7, _C8 = (
     np.float32(coefficient)
@@ -52,24 +53,30 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     return add_gumbel_noise_(noise, seeds, positions)  # no noise is -0, which alone would lose its sign here
 
 
-def add_gumbel_noise_(scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def add_gumbel_noise_(scores: Tensor, seeds: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
     """Add noise to `scores` as `add_gumbel_noise_ref_` does, bit for bit, and return `scores`."""
-    check_scores(scores, seeds, positions)
-    _add_noise(scores.numpy(), seeds.contiguous().numpy(), positions.contiguous().numpy())
+    check_scores(scores, seeds, positions, token_ids)
+    ids, has_ids = (_NO_IDS, False) if token_ids is None else (token_ids.numpy(), True)
+    _add_noise(scores.numpy(), seeds.contiguous().numpy(), positions.contiguous().numpy(), ids, has_ids)
     return scores
 
 
 @compiled(_EXACT)
-def _add_noise(scores, seeds, positions):
-    """Add noise to `scores` [num_rows, vocab_size] float32; `seeds`, `positions` [num_rows] int64."""
+def _add_noise(scores, seeds, positions, ids, has_ids):
+    """Add noise to `scores` [num_rows, num_scores] float32; `seeds`, `positions` [num_rows] int64. `ids` [num_scores]
+    int32 are read if `has_ids`."""
     bits, f, k = _scratch()
     for row in range(scores.shape[0]):
         key_1, key_2 = _row_keys(seeds[row], positions[row])
         for start in range(0, scores.shape[1], _BLOCK_SIZE):
-            for i in range(bits.shape[0]):
-                bits[i] = _mix(np.uint32(np.uint32(start + i) ^ key_1), key_2)
-            _gumbel(bits, f, k)
             block = scores[row, start : start + _BLOCK_SIZE]
+            if has_ids:
+                for i in range(block.shape[0]):
+                    bits[i] = _mix(np.uint32(np.uint32(ids[start + i]) ^ key_1), key_2)
+            else:
+                for i in range(bits.shape[0]):
+                    bits[i] = _mix(np.uint32(np.uint32(start + i) ^ key_1), key_2)
+            _gumbel(bits, f, k)
             for i in range(block.shape[0]):
                 block[i] += f[i]
 

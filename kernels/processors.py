@@ -15,6 +15,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from .noise import check_token_ids
 from .operations import Operation
 
 
@@ -59,26 +60,39 @@ class History(NamedTuple):
         """Return the rows `index` [num_taken] int64."""
         return type(self)(self.columns, *(each.index_select(0, index) for each in self[1:]))
 
-    def rows(self) -> TokenColumns:
-        """Return copies of the columns of each row, [num_rows, vocab_size], with the drafted tokens counted."""
-        mask, counts, bias, stops = (
-            None if each is None else each.index_select(0, self.places) for each in self.columns
-        )
+    def rows(self, token_ids: Tensor | None = None) -> TokenColumns:
+        """Return copies of the columns of each row, [num_rows, vocab_size], with the drafted tokens counted. With
+        `token_ids` [num_ids] int32, ascending, the columns have these tokens alone: [num_rows, num_ids]."""
+        if token_ids is None:
+            mask, counts, bias, stops = (
+                None if each is None else each.index_select(0, self.places) for each in self.columns
+            )
+            at, is_counted = self.drafted, self.is_counted
+        else:
+            places = self.places.unsqueeze(1)
+            mask, counts, bias, stops = (None if each is None else each[places, token_ids] for each in self.columns)
+            drafted = self.drafted.to(torch.int32)
+            at = torch.searchsorted(token_ids, drafted).clamp_(max=len(token_ids) - 1)
+            is_counted = self.is_counted & (token_ids[at] == drafted)
         if counts is not None:
-            counts.scatter_add_(1, self.drafted, self.is_counted.to(counts.dtype))
+            counts.scatter_add_(1, at, is_counted.to(counts.dtype))
         return TokenColumns(mask, counts, bias, stops)
 
 
-def process_logits_ref(logits: Tensor, history: History, penalties: Tensor, bans_now: Tensor) -> Tensor:
-    """Return the processed logits, [num_rows, vocab_size] float32, a new tensor.
+def process_logits_ref(
+    logits: Tensor, history: History, penalties: Tensor, bans_now: Tensor, logit_ids: Tensor | None = None
+) -> Tensor:
+    """Return the processed logits, [num_rows, num_logits] float32, a new tensor.
 
     Args:
-        logits: [num_rows, vocab_size] float32, bfloat16 or float16, rows contiguous; left as it was.
+        logits: [num_rows, num_logits] float32, bfloat16 or float16, rows contiguous; left as it was.
         penalties: [3, num_rows] float32, contiguous: repetition (1: none), frequency and presence (0: none).
         bans_now: [num_rows] bool: the token may not end the request.
+        logit_ids: [num_logits] int32, ascending, the token of each logit; None: logit i is of token i.
     """
     assert logits.ndim == 2 and len(logits) == len(history.places), (logits.shape, history.places.shape)
-    scores, (prompt_mask, counts, bias, stops) = logits.to(torch.float32, copy=True), history.rows()
+    check_token_ids(logits, logit_ids)
+    scores, (prompt_mask, counts, bias, stops) = logits.to(torch.float32, copy=True), history.rows(logit_ids)
     if bias is not None:
         scores += bias
     if stops is not None:

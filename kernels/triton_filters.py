@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .filters import EXP2_COEFFICIENTS, LOG2_E, MIN_SCORE, WEIGHT_BITS, Filters
-from .triton_noise import gumbel_from_bits_of, random_bits
+from .triton_noise import gumbel_from_bits_of, ids_at, random_bits
 from .triton_packed import LOWEST, key_of, pack, row_max, score_of, score_of_key
 
 _NUM_LEVELS = 6
@@ -53,24 +53,25 @@ class Draw(NamedTuple):
 
     seeds: Tensor  # [num_rows] int64
     positions: Tensor  # [num_rows] int64
+    logit_ids: Tensor | None = None  # [num_logits] int32, the tokens of the logits; None: logit i is of token i
 
 
 def score_thresholds(
     logits: Tensor, largest: Tensor, temperatures: Tensor, filters: Filters, draw: Draw | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return `filters.score_thresholds`, [num_rows] float32, of the scores (logit - row's largest) / temperature; and,
-    with `draw`, the drawn token of each row, packed with its perturbed score, [num_rows] int64. It is LOWEST for rows
-    without top-k and top-p, and for rows that may keep many tokens: they are to be drawn from all.
+    with `draw`, the index of each row's drawn logit, packed with its perturbed score, [num_rows] int64. It is LOWEST
+    for rows without top-k and top-p, and for rows that may keep many tokens: they are to be drawn from all.
 
     Args:
-        logits: [num_rows, vocab_size] float32, bfloat16 or float16, rows contiguous.
+        logits: [num_rows, num_logits] float32, bfloat16 or float16, rows contiguous.
         largest: [num_rows, splits] int64, packed largest logits of splits of a row.
         temperatures: [num_rows] float32; the threshold of a row of temperature 0 is any.
         filters: with `top_k` and `top_p`.
     """
     top_k, top_p = filters.top_k, filters.top_p
     assert top_k is not None and top_p is not None, "only min_p needs no search"
-    num_rows, vocab_size = logits.shape
+    num_rows, num_logits = logits.shape
     for column, dtype in ((filters.log_min_p, torch.float32), (top_k, torch.int64), (top_p, torch.float64)):
         assert column.shape == (num_rows,) and column.dtype == dtype and column.is_contiguous(), column
     device = logits.device
@@ -78,14 +79,14 @@ def score_thresholds(
     drawn = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows == 0:
         return thresholds, drawn
-    splits = triton.cdiv(vocab_size, _SPLIT_SIZE)
+    splits = triton.cdiv(num_logits, _SPLIT_SIZE)
     levels = torch.empty((num_rows, splits, _NUM_LEVELS), dtype=torch.float32, device=device)
     totals = torch.empty((num_rows, splits), dtype=torch.int64, device=device)
-    most = min(_MOST_GATHERED, vocab_size)
+    most = min(_MOST_GATHERED, num_logits)
     gathered = torch.empty((num_rows, most), dtype=logits.dtype, device=device)
-    gathered_ids = torch.empty((num_rows, most), dtype=torch.int32, device=device)
+    gathered_index = torch.empty((num_rows, most), dtype=torch.int32, device=device)
     num_gathered = torch.empty(num_rows, dtype=torch.int32, device=device)
-    row = (logits, logits.stride(0), vocab_size, largest, largest.shape[1], temperatures, *filters)
+    row = (logits, logits.stride(0), num_logits, largest, largest.shape[1], temperatures, *filters)
     sizes: dict[str, Any] = {"MAX_SPLITS": triton.next_power_of_2(largest.shape[1]), "enable_fp_fusion": False}
     width = triton.next_power_of_2(splits)
     _levels_kernel[num_rows, splits](
@@ -93,13 +94,15 @@ def score_thresholds(
         NUM_LEVELS=_NUM_LEVELS, BLOCK=_SPLIT_SIZE, num_warps=8, **sizes,
     )  # fmt: skip
     _gather_kernel[num_rows, splits](
-        *row, levels, totals, gathered, gathered_ids, num_gathered, splits, most,
+        *row, levels, totals, gathered, gathered_index, num_gathered, splits, most,
         NUM_LEVELS=_NUM_LEVELS, LEVELS=triton.next_power_of_2(_NUM_LEVELS), SPLITS=width, BLOCK=_SPLIT_SIZE,
         num_warps=8, **sizes,
     )  # fmt: skip
+    seeds, positions, logit_ids = draw or (drawn, drawn, None)
     _search_kernel[(num_rows,)](
-        *row, totals, gathered, gathered_ids, num_gathered, *(draw or (drawn, drawn)), thresholds, drawn, splits, most,
-        SPLITS=width, FEW=_FEW, TILE=_TILE, DRAWS=draw is not None, num_warps=16, **sizes,
+        *row, totals, gathered, gathered_index, num_gathered, seeds, positions,
+        drawn if logit_ids is None else logit_ids, thresholds, drawn, splits, most,
+        SPLITS=width, FEW=_FEW, TILE=_TILE, DRAWS=draw is not None, MAPPED=logit_ids is not None, num_warps=16, **sizes,
     )  # fmt: skip
     return thresholds, drawn
 
@@ -151,16 +154,16 @@ def _needed(total, top_p):
 
 
 @triton.jit
-def _is_searched(temperature, top_k, top_p, vocab_size):
+def _is_searched(temperature, top_k, top_p, num_logits):
     """Return whether a row's threshold depends on its scores."""
-    return (temperature != 0.0) & ((top_k < vocab_size) | (top_p < 1.0))
+    return (temperature != 0.0) & ((top_k < num_logits) | (top_p < 1.0))
 
 
 @triton.jit(do_not_specialize_on_alignment=_COLUMNS)
 def _levels_kernel(
-    logits_ptr,  # [num_rows, vocab_size], rows `stride` apart
+    logits_ptr,  # [num_rows, num_logits], rows `stride` apart
     stride,
-    vocab_size,
+    num_logits,
     largest_ptr,  # [num_rows, num_maxima] int64 packed logits
     num_maxima,
     temperatures_ptr,  # [num_rows] float32
@@ -177,14 +180,14 @@ def _levels_kernel(
     """Grid: (num_rows, splits)."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, top_k, top_p = tl.load(temperatures_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-    if _is_searched(temperature, top_k, top_p, vocab_size):
-        ids = split * BLOCK + tl.arange(0, BLOCK)
+    if _is_searched(temperature, top_k, top_p, num_logits):
+        index = split * BLOCK + tl.arange(0, BLOCK)
         maximum = score_of(row_max(largest_ptr, row, num_maxima, MAX_SPLITS))
-        logits = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+        logits = tl.load(logits_ptr + row * stride + index, mask=index < num_logits, other=-float("inf")).to(tl.float32)
         scores = scores_of(logits, maximum, temperature)
         weights = _real_weights_of(scores)
         total = tl.where(scores >= tl.load(log_min_p_ptr + row), weights.to(tl.int64), 0)
-        amount = tl.where((top_k < vocab_size) & (ids < vocab_size), 1.0, weights)
+        amount = tl.where((top_k < num_logits) & (index < num_logits), 1.0, weights)
         l0, l1, l2, l3, l4, l5, total = tl.reduce(
             (
                 tl.where(scores >= _level(0), amount, 0.0),
@@ -221,7 +224,7 @@ def _weight_left(totals_ptr, row, splits, SPLITS: tl.constexpr):
 def _gather_kernel(
     logits_ptr,  # as for _levels_kernel, up to totals
     stride,
-    vocab_size,
+    num_logits,
     largest_ptr,
     num_maxima,
     temperatures_ptr,
@@ -231,7 +234,7 @@ def _gather_kernel(
     levels_ptr,
     totals_ptr,
     gathered_ptr,  # [num_rows, most] of the logits' dtype, written, in any order
-    gathered_ids_ptr,  # [num_rows, most] int32, written: their ids
+    gathered_index_ptr,  # [num_rows, most] int32, written: their index in the row
     num_gathered_ptr,  # [num_rows] int32, 0, counted up: logits above the level, also if they are more than `most`
     splits,
     most,
@@ -244,35 +247,35 @@ def _gather_kernel(
     """Grid: (num_rows, splits)."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, top_k, top_p = tl.load(temperatures_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-    if _is_searched(temperature, top_k, top_p, vocab_size):
-        index, other = tl.arange(0, LEVELS), tl.arange(0, SPLITS)
-        at = (row * splits + other)[:, None] * NUM_LEVELS + index[None, :]
-        is_there = (other < splits)[:, None] & (index < NUM_LEVELS)[None, :]
+    if _is_searched(temperature, top_k, top_p, num_logits):
+        level, other = tl.arange(0, LEVELS), tl.arange(0, SPLITS)
+        at = (row * splits + other)[:, None] * NUM_LEVELS + level[None, :]
+        is_there = (other < splits)[:, None] & (level < NUM_LEVELS)[None, :]
         levels = tl.sum(tl.load(levels_ptr + at, mask=is_there, other=0.0), axis=0)
-        if top_k < vocab_size:
+        if top_k < num_logits:
             is_enough = levels >= top_k.to(tl.float32)
         else:
             is_enough = levels >= _needed(_weight_left(totals_ptr, row, splits, SPLITS), top_p).to(tl.float32) * _MARGIN
-        chosen = tl.min(tl.where(is_enough & (index < NUM_LEVELS), index, NUM_LEVELS), axis=0)  # NUM_LEVELS: all
+        chosen = tl.min(tl.where(is_enough & (level < NUM_LEVELS), level, NUM_LEVELS), axis=0)  # NUM_LEVELS: all
         is_own = tl.load(levels_ptr + (row * splits + split) * NUM_LEVELS + chosen, mask=chosen < NUM_LEVELS, other=1.0)
         if is_own > 0.0:
-            ids = split * BLOCK + tl.arange(0, BLOCK)
+            index = split * BLOCK + tl.arange(0, BLOCK)
             maximum = score_of(row_max(largest_ptr, row, num_maxima, MAX_SPLITS))
-            logits = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=-float("inf"))
+            logits = tl.load(logits_ptr + row * stride + index, mask=index < num_logits, other=-float("inf"))
             scores = scores_of(logits.to(tl.float32), maximum, temperature)
-            is_above = (ids < vocab_size) & ((chosen == NUM_LEVELS) | (scores >= _level(chosen)))
+            is_above = (index < num_logits) & ((chosen == NUM_LEVELS) | (scores >= _level(chosen)))
             place = tl.cumsum(is_above.to(tl.int32), axis=0) - 1
             place += tl.atomic_add(num_gathered_ptr + row, tl.sum(is_above.to(tl.int32), axis=0))
             is_above = is_above & (place < most)
             tl.store(gathered_ptr + row * most + place, logits, mask=is_above)
-            tl.store(gathered_ids_ptr + row * most + place, ids, mask=is_above)
+            tl.store(gathered_index_ptr + row * most + place, index, mask=is_above)
 
 
 @triton.jit(do_not_specialize_on_alignment=_COLUMNS)
 def _search_kernel(
     logits_ptr,  # as for _gather_kernel, without levels, up to num_gathered
     stride,
-    vocab_size,
+    num_logits,
     largest_ptr,
     num_maxima,
     temperatures_ptr,
@@ -281,10 +284,11 @@ def _search_kernel(
     top_p_ptr,
     totals_ptr,
     gathered_ptr,
-    gathered_ids_ptr,
+    gathered_index_ptr,
     num_gathered_ptr,
     seeds_ptr,  # [num_rows] int64, read if DRAWS
     positions_ptr,  # [num_rows] int64, likewise
+    logit_ids_ptr,  # [num_logits] int32, read if MAPPED
     thresholds_ptr,  # [num_rows] float32, written
     drawn_ptr,  # [num_rows] int64, written if DRAWS: the packed token, LOWEST if it was not drawn
     splits,
@@ -294,13 +298,14 @@ def _search_kernel(
     FEW: tl.constexpr,
     TILE: tl.constexpr,
     DRAWS: tl.constexpr,
+    MAPPED: tl.constexpr,
 ):
     """Grid: (num_rows,)."""
     row = tl.program_id(0).to(tl.int64)
     temperature, top_k, top_p = tl.load(temperatures_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     log_min_p = tl.load(log_min_p_ptr + row)
     drawn = top_k * 0 + LOWEST
-    if _is_searched(temperature, top_k, top_p, vocab_size):
+    if _is_searched(temperature, top_k, top_p, num_logits):
         maximum = score_of(row_max(largest_ptr, row, num_maxima, MAX_SPLITS))
         total = _weight_left(totals_ptr, row, splits, SPLITS)
         least, num_found = key_of(log_min_p).to(tl.int64), tl.load(num_gathered_ptr + row)
@@ -310,23 +315,24 @@ def _search_kernel(
             found = tl.load(gathered_ptr + at, mask=at < num_found, other=-float("inf")).to(tl.float32)
             scores = scores_of(found, maximum, temperature)
             keys, weights, is_found = key_of(scores).to(tl.int64), _weights_of(scores), (at < num_found).to(tl.int64)
-            if top_k < vocab_size:
+            if top_k < num_logits:
                 least = tl.maximum(least, _largest_key(keys, is_found, top_k))
                 total = tl.sum(tl.where(keys >= least, weights, 0), axis=0)
             if top_p < 1.0:
                 least = tl.maximum(least, _largest_key(keys, weights, _needed(total, top_p)))
             if DRAWS:
-                ids = tl.load(gathered_ids_ptr + row * most + at, mask=at < num_found, other=0)
+                index = tl.load(gathered_index_ptr + row * most + at, mask=at < num_found, other=0)
+                ids = ids_at(index, num_logits, logit_ids_ptr, MAPPED)
                 noise = random_bits(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), ids)
-                packed = pack(scores + gumbel_from_bits_of(noise), ids)
+                packed = pack(scores + gumbel_from_bits_of(noise), index)
                 drawn = tl.max(tl.where((at < num_found) & (keys >= least), packed, LOWEST), axis=0)
         elif num_found <= most:
             least = _searched(
-                gathered_ptr, num_found, maximum, temperature, top_k, top_p, vocab_size, least, total, TILE
+                gathered_ptr, num_found, maximum, temperature, top_k, top_p, num_logits, least, total, TILE
             )
         else:
             row_ptr = logits_ptr + row * stride
-            least = _searched(row_ptr, vocab_size, maximum, temperature, top_k, top_p, vocab_size, least, total, TILE)
+            least = _searched(row_ptr, num_logits, maximum, temperature, top_k, top_p, num_logits, least, total, TILE)
         tl.store(thresholds_ptr + row, score_of_key(least.to(tl.int32)))
     else:
         tl.store(thresholds_ptr + row, log_min_p)
@@ -348,10 +354,10 @@ def _largest_key(keys, amounts, needed):
 
 
 @triton.jit
-def _searched(ptr, count, maximum, temperature, top_k, top_p, vocab_size, least, total, TILE: tl.constexpr):
+def _searched(ptr, count, maximum, temperature, top_k, top_p, num_logits, least, total, TILE: tl.constexpr):
     """Return the key of a row's threshold, at least `least`, searched among `count` logits in memory. `total` is the
     weight that min-p leaves."""
-    if top_k < vocab_size:
+    if top_k < num_logits:
         least = tl.maximum(least, _largest_key_of_many(ptr, count, maximum, temperature, top_k, False, TILE))
         total = _amount_above(ptr, count, maximum, temperature, least, True, TILE)
     if top_p < 1.0:

@@ -43,14 +43,16 @@ _S1, _S2 = tl.constexpr(_SALT_1), tl.constexpr(_SALT_2)
 _W1, _W2 = tl.constexpr(_WEIGHT_1), tl.constexpr(_WEIGHT_2)
 
 
-def add_gumbel_noise_(scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def add_gumbel_noise_(scores: Tensor, seeds: Tensor, positions: Tensor, token_ids: Tensor | None = None) -> Tensor:
     """Add noise to `scores` as `add_gumbel_noise_ref_` does, and return it. `seeds` and `positions` are contiguous."""
-    check_scores(scores, seeds, positions)
-    num_rows, vocab_size = scores.shape
+    check_scores(scores, seeds, positions, token_ids)
+    num_rows, num_scores = scores.shape
     check_columns(num_rows, seeds, positions)
     if scores.numel():
-        grid = (num_rows, triton.cdiv(vocab_size, _BLOCK))
-        _perturb_kernel[grid](scores, seeds, positions, vocab_size, BLOCK=_BLOCK, enable_fp_fusion=False)
+        _perturb_kernel[num_rows, triton.cdiv(num_scores, _BLOCK)](
+            scores, seeds, positions, seeds if token_ids is None else token_ids, num_scores,
+            MAPPED=token_ids is not None, BLOCK=_BLOCK, enable_fp_fusion=False,
+        )  # fmt: skip
     return scores
 
 
@@ -139,17 +141,29 @@ def _gumbel_kernel(
 
 
 @triton.jit
+def ids_at(index, count, token_ids_ptr, MAPPED: tl.constexpr):
+    """Return the token ids of the columns `index`, int32: equal to it, or read of `token_ids` [count] int32 if
+    MAPPED."""
+    ids = index
+    if MAPPED:
+        ids = tl.load(token_ids_ptr + index, mask=index < count, other=0)
+    return ids
+
+
+@triton.jit
 def _perturb_kernel(
-    scores_ptr,  # [num_rows, vocab_size] float32, written
+    scores_ptr,  # [num_rows, num_scores] float32, written
     seeds_ptr,  # [num_rows] int64
     positions_ptr,  # [num_rows] int64
-    vocab_size,
+    token_ids_ptr,  # [num_scores] int32, read if MAPPED
+    num_scores,
+    MAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: (num_rows, ceil(vocab_size / BLOCK))."""
+    """Grid: (num_rows, ceil(num_scores / BLOCK))."""
     row = tl.program_id(0)
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = scores_ptr + row.to(tl.int64) * vocab_size + ids
-    scores = tl.load(at, mask=ids < vocab_size, other=0.0)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = scores_ptr + row.to(tl.int64) * num_scores + index
+    scores, ids = tl.load(at, mask=index < num_scores, other=0.0), ids_at(index, num_scores, token_ids_ptr, MAPPED)
     noise = gumbel_from_bits_of(random_bits(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), ids))
-    tl.store(at, scores + noise, mask=ids < vocab_size)
+    tl.store(at, scores + noise, mask=index < num_scores)

@@ -15,19 +15,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .noise import check_token_ids
 from .processors import History
+from .triton_noise import ids_at
 
-_BLOCK = 1024  # ids of a program
+_BLOCK = 1024  # logits of a program
 # One kernel serves all requests: nobody waits for another to be compiled.
 _RUN_TIME = ("num_drafted", "penalizes", "biases", "bans")
 _COLUMNS = ("places_ptr", "drafted_ptr", "is_counted_ptr", "penalties_ptr", "bans_ptr")
 _DTYPES = (torch.bool, torch.int32, torch.float32, torch.bool)  # of TokenColumns
 
 
-def process_logits(logits: Tensor, history: History, penalties: Tensor, bans_now: Tensor) -> Tensor:
+def process_logits(
+    logits: Tensor, history: History, penalties: Tensor, bans_now: Tensor, logit_ids: Tensor | None = None
+) -> Tensor:
     """Return `process_logits_ref`."""
-    num_rows, vocab_size = logits.shape
+    num_rows, num_logits = logits.shape
     assert logits.stride(1) == 1 and history.places.shape == (num_rows,), (logits.stride(), history.places.shape)
+    check_token_ids(logits, logit_ids)
+    vocab_size = num_logits
+    if logit_ids is not None:
+        vocab_size = next((each.shape[1] for each in history.columns if each is not None), num_logits)
     for column, dtype in zip(history.columns, _DTYPES, strict=True):
         if column is not None:
             assert column.dtype is dtype and column.shape[1:] == (vocab_size,) and column.is_contiguous(), column.shape
@@ -36,24 +44,25 @@ def process_logits(logits: Tensor, history: History, penalties: Tensor, bans_now
     assert bans_now.shape == (num_rows,) and bans_now.dtype is torch.bool, bans_now
     places, drafted, is_counted = (each.contiguous() for each in history[1:])
     assert drafted.shape == is_counted.shape == (num_rows, drafted.shape[1]), (drafted.shape, is_counted.shape)
-    out = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=logits.device)
+    out = torch.empty((num_rows, num_logits), dtype=torch.float32, device=logits.device)
     if num_rows == 0:
         return out
     mask, counts, bias, stops = history.columns
     no_bits = out.view(torch.bool)
-    _process_kernel[num_rows, triton.cdiv(vocab_size, _BLOCK)](
+    _process_kernel[num_rows, triton.cdiv(num_logits, _BLOCK)](
         logits, out, no_bits if mask is None else mask, out.view(torch.int32) if counts is None else counts,
         out if bias is None else bias, no_bits if stops is None else stops, places, drafted, is_counted,
-        penalties, bans_now, logits.stride(0), vocab_size, drafted.shape[1],
-        int(counts is not None), int(bias is not None), int(stops is not None), BLOCK=_BLOCK, enable_fp_fusion=False,
+        penalties, bans_now, out if logit_ids is None else logit_ids, logits.stride(0), num_logits, vocab_size,
+        drafted.shape[1], int(counts is not None), int(bias is not None), int(stops is not None),
+        MAPPED=logit_ids is not None, BLOCK=_BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=_RUN_TIME, do_not_specialize_on_alignment=_COLUMNS)
 def _process_kernel(
-    logits_ptr,  # [num_rows, vocab_size], rows `stride` apart
-    out_ptr,  # [num_rows, vocab_size] float32, written
+    logits_ptr,  # [num_rows, num_logits], rows `stride` apart
+    out_ptr,  # [num_rows, num_logits] float32, written
     mask_ptr,  # [num_kept, vocab_size] bool, read if `penalizes`
     counts_ptr,  # [num_kept, vocab_size] int32, read if `penalizes`
     bias_ptr,  # [num_kept, vocab_size] float32, read if `biases`
@@ -63,39 +72,42 @@ def _process_kernel(
     is_counted_ptr,  # [num_rows, num_drafted] bool
     penalties_ptr,  # [3, num_rows] float32
     bans_ptr,  # [num_rows] bool
+    logit_ids_ptr,  # [num_logits] int32, read if MAPPED
     stride,
+    num_logits,
     vocab_size,
     num_drafted,
     penalizes,  # 1 if there are mask and counts, else 0; likewise the next two
     biases,
     bans,
+    MAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: (num_rows, ceil(vocab_size / BLOCK))."""
+    """Grid: (num_rows, ceil(num_logits / BLOCK))."""
     row, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_id = ids < vocab_size
-    scores = tl.load(logits_ptr + row * stride + ids, mask=is_id, other=0.0).to(tl.float32)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_logit, ids = index < num_logits, ids_at(index, num_logits, logit_ids_ptr, MAPPED)
+    scores = tl.load(logits_ptr + row * stride + index, mask=is_logit, other=0.0).to(tl.float32)
     at = tl.load(places_ptr + row) * vocab_size + ids
     if biases != 0:
-        scores += tl.load(bias_ptr + at, mask=is_id, other=0.0)
+        scores += tl.load(bias_ptr + at, mask=is_logit, other=0.0)
     if bans != 0:
         if tl.load(bans_ptr + row) != 0:
-            is_stop = tl.load(stops_ptr + at, mask=is_id, other=0) != 0
+            is_stop = tl.load(stops_ptr + at, mask=is_logit, other=0) != 0
             scores = tl.where(is_stop & (scores == scores), -float("inf"), scores)
     if penalizes != 0:
         repetition = tl.load(penalties_ptr + row)
         frequency, presence = tl.load(penalties_ptr + num_rows + row), tl.load(penalties_ptr + 2 * num_rows + row)
         if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
-            counts = tl.load(counts_ptr + at, mask=is_id, other=0)
+            counts = tl.load(counts_ptr + at, mask=is_logit, other=0)
             for draft in range(num_drafted):
                 if tl.load(is_counted_ptr + row * num_drafted + draft) != 0:
                     counts += (ids == tl.load(drafted_ptr + row * num_drafted + draft)).to(tl.int32)
             occurs = counts > 0
-            is_seen = occurs | (tl.load(mask_ptr + at, mask=is_id, other=0) != 0)
+            is_seen = occurs | (tl.load(mask_ptr + at, mask=is_logit, other=0) != 0)
             divided = tl.div_rn(scores, tl.zeros_like(scores) + repetition)
             penalized = tl.where(scores > 0.0, divided, scores * repetition)
             scores = tl.where(is_seen, penalized, scores)
             scores -= counts.to(tl.float32) * frequency
             scores -= tl.where(occurs, 1.0, 0.0) * presence
-    tl.store(out_ptr + row * vocab_size + ids, scores, mask=is_id)
+    tl.store(out_ptr + row * num_logits + index, scores, mask=is_logit)

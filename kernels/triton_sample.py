@@ -7,6 +7,9 @@ Scores are packed with their ids (triton_packed.py), so a row's token does not d
 three launches. `_row_max_kernel` finds the maximum of each split of a row, the second kernel the best scores of each
 split, the third the best of the splits. If all rows are greedy, one launch is left out. If rows have filters,
 triton_filters.py finds their thresholds before the second launch, and ids below them count as -inf.
+
+If logits are of some tokens alone, all kernels rank the indices of logits. They read a token's id where they draw its
+noise, and the last kernel returns ids.
 """
 
 # Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
@@ -20,9 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .noise import check_token_ids
 from .sample import Choice, Draws
 from .triton_filters import Draw, score_thresholds, scores_of
-from .triton_noise import check_columns, gumbel_from_bits_of, random_bits
+from .triton_noise import check_columns, gumbel_from_bits_of, ids_at, random_bits
 from .triton_packed import LOWEST, id_of, pack, row_max, score_of
 
 MAX_TOPK = 20
@@ -31,11 +35,11 @@ _SPLIT_SIZE = 1024  # ids of a program
 _TOPK_SPLIT_SIZE = 2048
 
 
-def perturbed_argmax(logits: Tensor, draws: Draws | None = None) -> Choice:
+def perturbed_argmax(logits: Tensor, draws: Draws | None = None, logit_ids: Tensor | None = None) -> Choice:
     """Return `perturbed_argmax_ref`."""
-    _check(logits, draws)
-    num_rows, vocab_size = logits.shape
-    splits = triton.cdiv(vocab_size, _SPLIT_SIZE)
+    _check(logits, draws, logit_ids)
+    num_rows, num_logits = logits.shape
+    splits = triton.cdiv(num_logits, _SPLIT_SIZE)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     is_valid = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     if num_rows == 0:
@@ -43,16 +47,19 @@ def perturbed_argmax(logits: Tensor, draws: Draws | None = None) -> Choice:
     largest = torch.empty((num_rows, splits), dtype=torch.int64, device=logits.device)
     best = largest if draws is None else torch.empty_like(largest)
     grid, width = (num_rows, splits), triton.next_power_of_2(splits)
-    _row_max_kernel[grid](logits, largest, logits.stride(0), vocab_size, BLOCK=_SPLIT_SIZE)
+    ids, is_mapped = token_ids if logit_ids is None else logit_ids, logit_ids is not None
+    _row_max_kernel[grid](logits, largest, logits.stride(0), num_logits, BLOCK=_SPLIT_SIZE)
     if draws is not None:
-        thresholds, drawn = _thresholds(logits, largest, draws, draws_few=True)
+        thresholds, drawn = _thresholds(logits, largest, draws, logit_ids, draws_few=True)
         _perturbed_max_kernel[grid](
             logits, largest, best, *draws[:3], draws.temperatures if thresholds is None else thresholds,
-            largest if drawn is None else drawn, logits.stride(0), vocab_size, splits,
-            FILTERED=thresholds is not None, DRAWN=drawn is not None, BLOCK=_SPLIT_SIZE, SPLITS=width,
+            largest if drawn is None else drawn, ids, logits.stride(0), num_logits, splits,
+            FILTERED=thresholds is not None, DRAWN=drawn is not None, MAPPED=is_mapped, BLOCK=_SPLIT_SIZE, SPLITS=width,
             enable_fp_fusion=False,
         )  # fmt: skip
-    _choose_kernel[(num_rows,)](largest, best, token_ids, is_valid, splits, SPLITS=width)
+    _choose_kernel[(num_rows,)](
+        largest, best, token_ids, is_valid, ids, num_logits, splits, MAPPED=is_mapped, SPLITS=width
+    )
     return Choice(token_ids, is_valid)
 
 
@@ -62,21 +69,23 @@ def serves_topk(logits: Tensor, k: int, *_: object, **__: object) -> bool:
     return k <= MAX_TOPK
 
 
-def perturbed_topk(logits: Tensor, k: int, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
-    """Return `perturbed_topk_ref`; `k` is at most MAX_TOPK and the size of the vocabulary."""
-    return topk_of(logits, k, draws)[:2]
+def perturbed_topk(
+    logits: Tensor, k: int, draws: Draws | None = None, logit_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return `perturbed_topk_ref`; `k` is at most MAX_TOPK and the number of logits."""
+    return topk_of(logits, k, draws, logit_ids)[:2]
 
 
 def topk_of(
-    logits: Tensor, k: int, draws: Draws | None, chosen_ids: Tensor | None = None
+    logits: Tensor, k: int, draws: Draws | None, logit_ids: Tensor | None = None, chosen_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the results of `perturbed_topk`, and the log-softmax of `chosen_ids` [num_rows] int64: [num_rows] float32.
-    It is undefined without `chosen_ids`, which come without `draws`."""
-    assert chosen_ids is None or draws is None, "scores of chosen ids are not drawn"
-    _check(logits, draws)
-    num_rows, vocab_size = logits.shape
-    assert 1 <= k <= min(MAX_TOPK, vocab_size), (k, vocab_size)
-    splits = triton.cdiv(vocab_size, _TOPK_SPLIT_SIZE)
+    It is undefined without `chosen_ids`, which come without `draws` and `logit_ids`."""
+    assert chosen_ids is None or (draws is None and logit_ids is None), "scores of chosen ids are not drawn"
+    _check(logits, draws, logit_ids)
+    num_rows, num_logits = logits.shape
+    assert 1 <= k <= min(MAX_TOPK, num_logits), (k, num_logits)
+    splits = triton.cdiv(num_logits, _TOPK_SPLIT_SIZE)
     token_ids = torch.empty((num_rows, k), dtype=torch.int64, device=logits.device)
     log_softmax = torch.empty((num_rows, k), dtype=torch.float32, device=logits.device)
     chosen = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
@@ -87,26 +96,28 @@ def topk_of(
     largest = sums.new_empty(sums.shape, dtype=torch.int64)
     grid, width = (num_rows, splits), triton.next_power_of_2(splits)
     thresholds, columns = None, (best, best, sums)
+    ids, is_mapped = token_ids if logit_ids is None else logit_ids, logit_ids is not None
     if draws is not None:
         columns = draws[:3]
-        _row_max_kernel[grid](logits, largest, logits.stride(0), vocab_size, BLOCK=_TOPK_SPLIT_SIZE)
-        thresholds, _ = _thresholds(logits, largest, draws, draws_few=False)
+        _row_max_kernel[grid](logits, largest, logits.stride(0), num_logits, BLOCK=_TOPK_SPLIT_SIZE)
+        thresholds, _ = _thresholds(logits, largest, draws, None, draws_few=False)
     _perturbed_topk_kernel[grid](
-        logits, largest, best, sums, *columns, sums if thresholds is None else thresholds,
-        logits.stride(0), vocab_size, splits, K=k, RANDOM=draws is not None, FILTERED=thresholds is not None,
-        BLOCK=_TOPK_SPLIT_SIZE, SPLITS=width, enable_fp_fusion=False,
+        logits, largest, best, sums, *columns, sums if thresholds is None else thresholds, ids,
+        logits.stride(0), num_logits, splits, K=k, RANDOM=draws is not None, FILTERED=thresholds is not None,
+        MAPPED=is_mapped, BLOCK=_TOPK_SPLIT_SIZE, SPLITS=width, enable_fp_fusion=False,
     )  # fmt: skip
     _choose_topk_kernel[(num_rows,)](
-        best, sums, token_ids, log_softmax, logits, token_ids if chosen_ids is None else chosen_ids, chosen,
-        logits.stride(0), splits, K=k, SPLITS=width, CANDIDATES=triton.next_power_of_2(splits * k),
-        HAS_CHOSEN=chosen_ids is not None,
+        best, sums, token_ids, log_softmax, logits, token_ids if chosen_ids is None else chosen_ids, chosen, ids,
+        logits.stride(0), num_logits, splits, K=k, SPLITS=width, CANDIDATES=triton.next_power_of_2(splits * k),
+        HAS_CHOSEN=chosen_ids is not None, MAPPED=is_mapped,
     )  # fmt: skip
     return token_ids, log_softmax, chosen
 
 
-def _check(logits: Tensor, draws: Draws | None) -> None:
+def _check(logits: Tensor, draws: Draws | None, logit_ids: Tensor | None) -> None:
     assert logits.ndim == 2 and logits.shape[1] > 0 and logits.stride(1) == 1, (logits.shape, logits.stride())
     assert logits.dtype in (torch.float32, torch.bfloat16, torch.float16), logits.dtype
+    check_token_ids(logits, logit_ids)
     if draws is not None:
         check_columns(len(logits), draws.seeds, draws.positions)
         temperatures = draws.temperatures
@@ -115,22 +126,22 @@ def _check(logits: Tensor, draws: Draws | None) -> None:
 
 
 def _thresholds(
-    logits: Tensor, largest: Tensor, draws: Draws, *, draws_few: bool
+    logits: Tensor, largest: Tensor, draws: Draws, logit_ids: Tensor | None, *, draws_few: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the least score that each row keeps, [num_rows] float32; None: it keeps all. And, if `draws_few` and the
     rows were searched, the drawn tokens of `score_thresholds`."""
     filters = draws.filters
     if filters is None or filters.top_k is None:
         return None if filters is None else filters.log_min_p, None
-    draw = Draw(draws.seeds, draws.positions) if draws_few else None
+    draw = Draw(draws.seeds, draws.positions, logit_ids) if draws_few else None
     thresholds, drawn = score_thresholds(logits, largest, draws.temperatures, filters, draw)
     return thresholds, drawn if draws_few else None
 
 
 @triton.jit
 def _perturbed(logits, maximum, temperature, seed, position, ids, threshold, FILTERED: tl.constexpr):
-    """Return (logits - max) / temperature + noise, rounded at each step as torch rounds; -inf below the threshold if
-    FILTERED."""
+    """Return (logits - max) / temperature + noise of the token `ids`, rounded at each step as torch rounds; -inf below
+    the threshold if FILTERED."""
     scores = scores_of(logits, maximum, temperature)
     perturbed = scores + gumbel_from_bits_of(random_bits(seed, position, ids))
     if FILTERED:
@@ -139,18 +150,18 @@ def _perturbed(logits, maximum, temperature, seed, position, ids, threshold, FIL
 
 
 @triton.jit
-def _row_max_kernel(logits_ptr, largest_ptr, stride, vocab_size, BLOCK: tl.constexpr):
+def _row_max_kernel(logits_ptr, largest_ptr, stride, num_logits, BLOCK: tl.constexpr):
     """Grid: (num_rows, splits)."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ids = split * BLOCK + tl.arange(0, BLOCK)
-    logits = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=0.0).to(tl.float32)
-    packed = tl.where(ids < vocab_size, pack(logits, ids), LOWEST)
+    index = split * BLOCK + tl.arange(0, BLOCK)
+    logits = tl.load(logits_ptr + row * stride + index, mask=index < num_logits, other=0.0).to(tl.float32)
+    packed = tl.where(index < num_logits, pack(logits, index), LOWEST)
     tl.store(largest_ptr + row * tl.num_programs(1) + split, tl.max(packed, axis=0))
 
 
 @triton.jit(do_not_specialize_on_alignment=_COLUMNS)
 def _perturbed_max_kernel(
-    logits_ptr,  # [num_rows, vocab_size]
+    logits_ptr,  # [num_rows, num_logits]
     largest_ptr,  # [num_rows, splits] int64 packed logits
     best_ptr,  # [num_rows, splits] int64 packed scores
     seeds_ptr,
@@ -158,11 +169,13 @@ def _perturbed_max_kernel(
     temperatures_ptr,
     thresholds_ptr,  # [num_rows] float32, read if FILTERED
     drawn_ptr,  # [num_rows] int64 packed scores, read if DRAWN; not LOWEST: the row's token
+    logit_ids_ptr,  # [num_logits] int32, read if MAPPED
     stride,
-    vocab_size,
+    num_logits,
     splits,
     FILTERED: tl.constexpr,
     DRAWN: tl.constexpr,
+    MAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
@@ -175,28 +188,39 @@ def _perturbed_max_kernel(
     elif drawn != LOWEST:
         tl.store(best_ptr + row * splits + split, drawn)
     else:
-        ids = split * BLOCK + tl.arange(0, BLOCK)
-        logits = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=0.0).to(tl.float32)
+        index = split * BLOCK + tl.arange(0, BLOCK)
+        logits = tl.load(logits_ptr + row * stride + index, mask=index < num_logits, other=0.0).to(tl.float32)
         maximum = score_of(row_max(largest_ptr, row, splits, SPLITS))
         seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
-        threshold = tl.load(thresholds_ptr + row)
-        packed = pack(_perturbed(logits, maximum, temperature, seed, position, ids, threshold, FILTERED), ids)
-        packed = tl.where(ids < vocab_size, packed, LOWEST)
+        threshold, ids = tl.load(thresholds_ptr + row), ids_at(index, num_logits, logit_ids_ptr, MAPPED)
+        packed = pack(_perturbed(logits, maximum, temperature, seed, position, ids, threshold, FILTERED), index)
+        packed = tl.where(index < num_logits, packed, LOWEST)
         tl.store(best_ptr + row * splits + split, tl.max(packed, axis=0))
 
 
 @triton.jit
-def _choose_kernel(largest_ptr, best_ptr, token_ids_ptr, is_valid_ptr, splits, SPLITS: tl.constexpr):
+def _choose_kernel(
+    largest_ptr,  # [num_rows, splits] int64 packed logits
+    best_ptr,  # [num_rows, splits] int64 packed scores
+    token_ids_ptr,  # [num_rows] int64, written
+    is_valid_ptr,  # [num_rows] bool, written
+    logit_ids_ptr,  # [num_logits] int32, read if MAPPED
+    num_logits,
+    splits,
+    MAPPED: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
     """Grid: (num_rows)."""
     row = tl.program_id(0)
     maximum = score_of(row_max(largest_ptr, row, splits, SPLITS))  # NaN when a logit is
-    tl.store(token_ids_ptr + row, id_of(row_max(best_ptr, row, splits, SPLITS)))
+    index = id_of(row_max(best_ptr, row, splits, SPLITS))
+    tl.store(token_ids_ptr + row, ids_at(index, num_logits, logit_ids_ptr, MAPPED))
     tl.store(is_valid_ptr + row, maximum == maximum)
 
 
 @triton.jit(do_not_specialize_on_alignment=_COLUMNS)
 def _perturbed_topk_kernel(
-    logits_ptr,  # [num_rows, vocab_size]
+    logits_ptr,  # [num_rows, num_logits]
     largest_ptr,  # [num_rows, splits] int64 packed logits, read where RANDOM
     best_ptr,  # [num_rows, splits, K] int64 packed scores
     sums_ptr,  # [num_rows, splits] float32, sum of exp(score - the split's best)
@@ -204,32 +228,34 @@ def _perturbed_topk_kernel(
     positions_ptr,
     temperatures_ptr,
     thresholds_ptr,  # [num_rows] float32, read if FILTERED
+    logit_ids_ptr,  # [num_logits] int32, read if MAPPED
     stride,
-    vocab_size,
+    num_logits,
     splits,
     K: tl.constexpr,
     RANDOM: tl.constexpr,
     FILTERED: tl.constexpr,
+    MAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     """Grid: (num_rows, splits)."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ids = split * BLOCK + tl.arange(0, BLOCK)
-    scores = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+    index = split * BLOCK + tl.arange(0, BLOCK)
+    scores = tl.load(logits_ptr + row * stride + index, mask=index < num_logits, other=-float("inf")).to(tl.float32)
     if RANDOM:
         temperature = tl.load(temperatures_ptr + row)
         if temperature != 0.0:
             maximum = score_of(row_max(largest_ptr, row, splits, SPLITS))
             seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
-            threshold = tl.load(thresholds_ptr + row)
+            threshold, ids = tl.load(thresholds_ptr + row), ids_at(index, num_logits, logit_ids_ptr, MAPPED)
             scores = _perturbed(scores, maximum, temperature, seed, position, ids, threshold, FILTERED)
     at = row * splits + split
-    packed = tl.where(ids < vocab_size, pack(scores, ids), LOWEST)
+    packed = tl.where(index < num_logits, pack(scores, index), LOWEST)
     best = tl.max(packed, axis=0)
     top = score_of(best)
     weights = tl.where(scores == top, 1.0, tl.exp(scores - top))  # also where all are -inf
-    tl.store(sums_ptr + at, tl.sum(tl.where(ids < vocab_size, weights, 0.0), axis=0))
+    tl.store(sums_ptr + at, tl.sum(tl.where(index < num_logits, weights, 0.0), axis=0))
     for rank in range(K):
         tl.store(best_ptr + at * K + rank, best)
         packed = tl.where(packed == best, LOWEST, packed)
@@ -242,15 +268,18 @@ def _choose_topk_kernel(
     sums_ptr,  # [num_rows, splits] float32
     token_ids_ptr,  # [num_rows, K] int64
     log_softmax_ptr,  # [num_rows, K] float32
-    logits_ptr,  # [num_rows, vocab_size], read if HAS_CHOSEN, as the next two
+    logits_ptr,  # [num_rows, num_logits], read if HAS_CHOSEN, as the next two
     chosen_ids_ptr,  # [num_rows] int64
     chosen_ptr,  # [num_rows] float32, written
+    logit_ids_ptr,  # [num_logits] int32, read if MAPPED
     stride,
+    num_logits,
     splits,
     K: tl.constexpr,
     SPLITS: tl.constexpr,
     CANDIDATES: tl.constexpr,
     HAS_CHOSEN: tl.constexpr,
+    MAPPED: tl.constexpr,
 ):
     """Grid: (num_rows)."""
     row = tl.program_id(0).to(tl.int64)
@@ -266,7 +295,7 @@ def _choose_topk_kernel(
         logit = tl.load(logits_ptr + row * stride + tl.load(chosen_ids_ptr + row)).to(tl.float32)
         tl.store(chosen_ptr + row, logit - top - total)
     for rank in range(K):
-        tl.store(token_ids_ptr + row * K + rank, id_of(best))
+        tl.store(token_ids_ptr + row * K + rank, ids_at(id_of(best), num_logits, logit_ids_ptr, MAPPED))
         tl.store(log_softmax_ptr + row * K + rank, score_of(best) - top - total)
         packed = tl.where(packed == best, LOWEST, packed)
         best = tl.max(packed, axis=0)

@@ -64,19 +64,20 @@ class ShiftedDrafter:
     def propose(self, rows: RoundRows, shape: DraftShape) -> Drafts:
         tokens, scores, hidden = rows.draft.tokens, rows.draft.scores, rows.draft.hidden
         assert tokens is not None and hidden is not None, rows.draft
+        sampling = rows.sampling.over(self._head.logit_ids)
         if not shape.is_chain:
             assert scores is not None
 
             def expand(step: int, nodes: Tensor, states: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
                 return self._expand(rows, step, nodes, states, visible)
 
-            return grow_tree(shape, (tokens, scores), hidden, rows.sampling, expand)
+            return grow_tree(shape, (tokens, scores), hidden, sampling, expand)
         drafted, position = tokens, rows.lengths
         for _ in range(shape.num_steps - 1):
             end = position + 1
             hidden = self._forward(rows, drafted[:, -1:], position.unsqueeze(1), end, hidden)
             position = end
-            proposed = sample_ahead(self._head.logits(hidden), rows.sampling, drafted)
+            proposed = sample_ahead(self._head.logits(hidden), sampling, drafted)
             drafted = torch.cat([drafted, proposed.unsqueeze(1)], dim=1)
         return Drafts(drafted)
 
@@ -127,6 +128,7 @@ class ShiftedDrafter:
     def _state(self, recurrent: Tensor, sampling: SamplingBatch) -> DraftState:
         """Return the state of rows L - 1: `recurrent` [num_rows, width], `sampling` of the tokens at L + 1."""
         logits, topk = self._head.logits(recurrent), self.shape.topk
+        sampling = sampling.over(self._head.logit_ids)
         if topk > 1:
             return DraftState(*top_of(logits, sampling, topk), recurrent)
         return DraftState(

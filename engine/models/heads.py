@@ -48,9 +48,13 @@ class DraftHead(Protocol):
         target's extend state (`is_extend`), or the head's own recurrent state."""
         ...
 
+    @property
+    def logit_ids(self) -> Tensor | None:
+        """The target's ids of the tokens that the head can propose, [num_logits] int32, ascending; None: all tokens."""
+        ...
+
     def logits(self, recurrent: Tensor) -> Tensor:
-        """Return logits in the target's vocabulary, -inf for an id that the head has not: [num_rows, width] ->
-        [num_rows, vocab_size]."""
+        """Return the logits of the tokens `logit_ids`: [num_rows, width] -> [num_rows, num_logits]."""
         ...
 
 
@@ -65,6 +69,7 @@ class EagleHead:
     fc: Linear  # 2 * hidden_size -> hidden_size
     first: DecoderBody
     rest: tuple[DecoderLayer, ...]
+    logit_ids: None = None  # logits are of all tokens
 
     def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor, *, is_extend: bool) -> Tensor:
         eps = self.config.rms_norm_eps
@@ -92,8 +97,7 @@ class Eagle3Head:
     hidden_norm: Tensor  # [hidden_size]
     norm: Tensor  # [hidden_size]
     lm_head: Callable[[Tensor], Tensor]  # [num_rows, hidden_size] -> [num_rows, draft_vocab_size]
-    target_ids: Tensor | None  # [draft_vocab_size] int64; None: the same ids
-    vocab_size: int  # of the target
+    logit_ids: Tensor | None  # [draft_vocab_size] int32, ascending; None: all
     is_norm_before_residual: bool
 
     def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor, *, is_extend: bool) -> Tensor:
@@ -106,10 +110,7 @@ class Eagle3Head:
         return run_body(self.body, normed if self.is_norm_before_residual else x, both, context, eps)
 
     def logits(self, recurrent: Tensor) -> Tensor:
-        own = self.lm_head(rms_norm(recurrent, self.norm, self.config.rms_norm_eps))
-        if self.target_ids is None:
-            return own
-        return own.new_full((own.shape[0], self.vocab_size), float("-inf")).index_copy_(1, self.target_ids, own)
+        return self.lm_head(rms_norm(recurrent, self.norm, self.config.rms_norm_eps))
 
 
 def run_body(body: DecoderBody, hidden: Tensor, x: Tensor, context: AttentionContext, eps: float) -> Tensor:
@@ -178,12 +179,7 @@ def _eagle3(source: HeadTensors, file: HeadFile, rotary: RotaryEmbedding, target
         _check_target_ids(file.directory, target_ids, draft_vocab, config.vocab_size)
     elif draft_vocab != config.vocab_size:
         raise ModelError(f"{file.directory}: draft_vocab_size is {draft_vocab}, but there is no d2t")
-    own_head = source.has("lm_head.weight")
-    if not own_head and (draft_vocab, size) != (config.vocab_size, target.config.hidden_size):
-        raise ModelError(
-            f"{file.directory} has no lm_head.weight, and the target's does not fit: {config.vocab_size} ids of"
-            f" {target.config.hidden_size}, the draft has {draft_vocab} of {size}"
-        )
+    lm_head, logit_ids = _output(source, file, draft_vocab, target_ids, target)
     return Eagle3Head(
         config,
         rotary,
@@ -193,11 +189,32 @@ def _eagle3(source: HeadTensors, file: HeadFile, rotary: RotaryEmbedding, target
         source.tensor(f"{prefix}.input_layernorm.weight", size),
         source.tensor(f"{prefix}.hidden_norm.weight", size),
         source.tensor("norm.weight", size),
-        LmHead(source.linear("lm_head", draft_vocab, size)) if own_head else target.logits,
-        target_ids,
-        config.vocab_size,
+        lm_head,
+        logit_ids,
         bool(raw.get("norm_before_residual")),
     )
+
+
+def _output(
+    source: HeadTensors, file: HeadFile, draft_vocab: int, target_ids: Tensor | None, target: TargetEnds
+) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
+    """Return the output layer, its rows in the order of the target's ids, and the ids of its rows, [draft_vocab_size]
+    int32; None: all. `target_ids` [draft_vocab_size] int64 are those of the rows in the file; None: 0, 1, .."""
+    size, vocab_size, order, ids = file.config.hidden_size, file.config.vocab_size, None, None
+    if target_ids is not None:
+        ids, order = target_ids.sort()
+        order = None if torch.equal(ids, target_ids) else order
+        ids = ids.to(torch.int32) if draft_vocab < vocab_size else None
+    if source.has("lm_head.weight"):
+        return LmHead(source.ordered("lm_head", draft_vocab, size, order)), ids
+    if (draft_vocab, size) != (vocab_size, target.config.hidden_size):
+        raise ModelError(
+            f"{file.directory} has no lm_head.weight, and the target's does not fit: {vocab_size} ids of"
+            f" {target.config.hidden_size}, the draft has {draft_vocab} of {size}"
+        )
+    if order is not None:
+        raise ModelError(f"{file.directory} has no lm_head.weight, but its d2t orders the target's ids anew")
+    return target.logits, ids
 
 
 def _check_target_ids(directory: Path, target_ids: Tensor, draft_vocab: int, vocab_size: int) -> None:

@@ -34,6 +34,7 @@ class HyperEagleHead:
     fc: Linear  # (1 + hc_mult) * hidden_size -> hc_mult * hidden_size, the embedding's part first
     layers: tuple[HyperDecoderLayer, ...]
     norm: torch.Tensor  # [hidden_size]
+    logit_ids: None = None  # logits are of all tokens
 
     def forward(self, batch: ForwardBatch, kv: torch.Tensor, hidden: torch.Tensor, *, is_extend: bool) -> torch.Tensor:
         """Run the layers; states have the same form in both phases."""

@@ -40,6 +40,7 @@ class HyperMtpHead:
     hidden_projection: Linear  # hidden_size -> hidden_size, for each stream
     layer: HyperDecoderLayer
     final_norm: torch.Tensor  # [hidden_size]
+    logit_ids: None = None  # logits are of all tokens
 
     def forward(
         self, batch: ForwardBatch, kv: torch.Tensor, hidden: torch.Tensor, *, is_extend: bool = True

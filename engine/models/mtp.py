@@ -45,6 +45,7 @@ class MtpHead:
     layer: DecoderLayer
     final_norm: torch.Tensor  # [hidden_size]
     is_mimo: bool
+    logit_ids: None = None  # logits are of all tokens
 
     def forward(
         self, batch: ForwardBatch, kv: torch.Tensor, hidden: torch.Tensor, *, is_extend: bool = True

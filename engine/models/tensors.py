@@ -10,6 +10,7 @@ import torch
 from ...metadata.errors import ModelError
 from ..checkpoint import Checkpoint
 from ..model_config import ModelConfig
+from ..products.linear import Linear
 from ..weights import CheckpointWeights
 
 
@@ -25,6 +26,15 @@ class HeadTensors(CheckpointWeights):
         full_name = self.full_name(name)
         self.asked.add(full_name)
         return self.checkpoint.read(full_name).to(self.device, torch.int64)
+
+    def ordered(self, name: str, out_size: int, in_size: int, order: torch.Tensor | None) -> Linear:
+        """Return the layer of one projection, with row `order[i]` of the file as its row i, [out_size] int64; None: all
+        rows as in the file. Raises ModelError if rows of a format other than plain numbers are to be ordered."""
+        if order is None:
+            return self.linear(name, out_size, in_size)
+        weight = self.tensor(f"{name}.weight", out_size, in_size).index_select(0, order)
+        bias = f"{name}.bias"
+        return Linear.of(weight, self.tensor(bias, out_size).index_select(0, order) if self.has(bias) else None)
 
     def with_biases(self, config: ModelConfig, prefix: str) -> ModelConfig:
         """Return `config` with the biases that the file has for a decoder layer, whatever config.json says of them."""

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from batch_columns import filled_column
+from heads import over_all_tokens, some_ids
 
 from baton.engine.draft_shape import DraftShape
 from baton.engine.drafters.base import DraftState, RoundRows
 from baton.engine.sampling_batch import SamplingBatch
 from baton.engine.sampling_state import SamplingState
-from baton.engine.trees import Drafts, _ahead, accept_chain, accept_tree, grow_tree
+from baton.engine.trees import Drafts, _ahead, accept_chain, accept_tree, grow_tree, sample_ahead, top_of
+from baton.kernels.operations import preferring
 from baton.kernels.tree_types import Frontier
 from baton.kernels.trees import ancestry
 from baton.metadata.wire.request import SamplingParams
@@ -165,3 +169,110 @@ def test_after_a_round_only_what_it_brought_counts() -> None:
     counts = filled_column(after, "output_counts")
     assert after.positions.tolist() == [2, 3]
     assert [{int(i): int(row[i]) for i in row.nonzero()} for row in counts] == [{3: 1}, {7: 2}]
+
+
+# --- a reduced vocabulary ---
+
+WHOLE = 1500
+ASKED: list[dict[str, Any]] = [  # rows of one batch
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 0.7, "seed": 6, "top_k": 5},
+    {"temperature": 1.3, "seed": 7, "top_k": 600},  # more than most draft vocabularies
+    {"temperature": 0.9, "seed": 8, "top_p": 0.7},
+    {"temperature": 1.0, "seed": 9, "min_p": 0.1},
+    {"temperature": 0.8, "seed": 10, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 0.0, "repetition_penalty": 1.7},
+    {"temperature": 1.0, "seed": 11, "frequency_penalty": 0.6, "presence_penalty": -0.4, "top_p": 0.9},
+    {"temperature": 0.0, "logit_bias": {4: 3.0, 700: -2.0, 1499: 6.0}},
+    {"temperature": 1.0, "seed": 12, "min_tokens": 60, "stop_ids": tuple(range(1, WHOLE, 3))},
+]
+KINDS = {"all": ASKED, "greedy": ASKED[:1] * 3, "random": ASKED[1:2] * 3, "filters": ASKED[:7], "penalties": ASKED[7:9]}
+KINDS |= {"bias": ASKED[9:10] * 2, "stops": ASKED[10:] * 2}
+
+
+def asked(fields: list[dict[str, Any]], seed: int = 0) -> SamplingBatch:
+    """Rows with prompts and outputs of the whole vocabulary."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(WHOLE) for _ in range(40)] for _ in fields]
+    return SamplingBatch.of([
+        SamplingState(SamplingParams(max_tokens=99, **each), prompt, prompt[:9], vocab_size=WHOLE)
+        for each, prompt in zip(fields, prompts, strict=True)
+    ])  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's infinities are loud
+@pytest.mark.parametrize(
+    ("backend", "num_logits", "kind"),
+    [("numba", num, kind) for num in (1, 37, 1025, WHOLE) for kind in KINDS]
+    + [("triton", 1, "penalties"), ("triton", 37, "all"), ("triton", 1025, "bias"), ("triton", 1025, "stops")],
+)
+def test_drafts_of_a_reduced_vocabulary_are_those_of_minus_infinity_for_all_other_tokens(
+    backend: str, num_logits: int, kind: str
+) -> None:
+    """A choice after drafted tokens, of the reduced vocabulary and others, and the best tokens of a tree's step."""
+    pytest.importorskip(backend)
+    logit_ids, base = some_ids(num_logits, WHOLE, seed=num_logits + 1), asked(KINDS[kind])
+    num_rows, generator = base.num_rows, torch.Generator().manual_seed(2)
+    drafted = torch.randint(0, WHOLE, (num_rows, 4), generator=generator)
+    drafted[:, 1:3] = logit_ids[drafted[:, 1:3] % min(num_logits, 4)]
+    logits = torch.randn(num_rows, num_logits, generator=generator) * 2
+    whole = over_all_tokens(logits, logit_ids, WHOLE)
+    topk = 3
+    with preferring(backend):  # type: ignore[arg-type]
+        ours = sample_ahead(logits, base.over(logit_ids), drafted)
+        theirs = sample_ahead(whole, base, drafted)
+        tokens, scores = top_of(logits, base.over(logit_ids).ahead(torch.full((1, 1), 4), drafted), topk)
+        best, all_scores = top_of(whole, base.ahead(torch.full((1, 1), 4), drafted), topk)
+    assert num_logits != 1 or logit_ids.item() % 3 != 1, "a row of which all tokens are banned has no choice"
+    assert torch.equal(ours, theirs)
+    is_left = all_scores > -torch.inf
+    assert tokens.shape == scores.shape == (num_rows, topk) and tokens.dtype is torch.int64
+    assert torch.equal(tokens[is_left], best[is_left]) and torch.equal(scores > -torch.inf, is_left)
+    torch.testing.assert_close(scores, all_scores, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_logits", [1, 37, 1025])
+def test_trees_of_a_reduced_vocabulary_are_those_of_minus_infinity_for_all_other_tokens(
+    num_logits: int, kind: str
+) -> None:
+    logit_ids, base, shape = some_ids(num_logits, WHOLE, seed=num_logits + 1), asked(KINDS[kind]), DraftShape(4, 3, 9)
+    table = torch.randn(WHOLE, num_logits, generator=torch.Generator().manual_seed(4)) * 2
+    root = torch.zeros(base.num_rows, 1)
+    grown = []
+    for is_whole in (False, True):
+        batch = base if is_whole else base.over(logit_ids)
+
+        def logits_after(tokens: torch.Tensor, is_whole: bool = is_whole) -> torch.Tensor:
+            logits = table[tokens.flatten()]
+            return over_all_tokens(logits, logit_ids, WHOLE) if is_whole else logits
+
+        def expand(
+            _step: int,
+            tokens: torch.Tensor,
+            states: torch.Tensor,
+            _visible: torch.Tensor,
+            logits_after: Callable[[torch.Tensor], torch.Tensor] = logits_after,
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            return states, logits_after(tokens)
+
+        first = top_of(logits_after(torch.arange(base.num_rows)), batch, shape.topk)
+        grown.append(grow_tree(shape, first, root, batch, expand))
+    ours, theirs = grown
+    assert ours.parents is not None and theirs.parents is not None
+    for row in range(base.num_rows):
+        mine, others = (likely_paths(each, row, logit_ids) for each in (ours, theirs))
+        assert mine == others and (num_logits == 1 or len(mine) > 1)
+
+
+def likely_paths(drafts: Drafts, row: int, logit_ids: torch.Tensor) -> list[tuple[int, ...]]:
+    """Return the paths of a tree, without nodes that have no probability: those of tokens without a logit, of the
+    second and later children of one token, and below them."""
+    assert drafts.parents is not None
+    paths: dict[int, tuple[int, ...] | None] = {0: ()}
+    for node, (token, parent) in enumerate(zip(drafts.tokens[row].tolist(), drafts.parents[row].tolist(), strict=True)):
+        above = paths[parent]
+        path = None if above is None or token not in logit_ids.tolist() else (*above, token)
+        paths[node + 1] = None if path in paths.values() else path
+    return [path for path in paths.values() if path]

@@ -3,16 +3,19 @@ import math
 import numpy as np
 import pytest
 import torch
+from heads import some_ids
 from scipy import stats
 
 from baton.kernels import noise
 from baton.kernels.noise import (
+    add_gumbel_noise_,
     gumbel_from_bits_ref,
     gumbel_noise,
     gumbel_noise_at,
     gumbel_noise_ref,
     random_bits_ref,
 )
+from baton.kernels.operations import preferring
 
 SEED_LIMIT = 2**63 - 1
 
@@ -211,3 +214,18 @@ def test_cuda_gives_the_same_bits() -> None:
     assert torch.equal(actual.view(torch.int32), expected.view(torch.int32))
     bits = torch.randint(-(2**31), 2**31, (1 << 24,), generator=generator).to(torch.int32)
     assert torch.equal(gumbel_from_bits_ref(bits.cuda()).cpu(), gumbel_from_bits_ref(bits))
+
+
+@pytest.mark.parametrize("kind", ["reference", "numba", "triton"])
+@pytest.mark.parametrize(("num_ids", "vocab_size"), [(1, 70_000), (600, 70_000), (1300, 1500), (50, 50)])
+def test_noise_of_some_ids_is_added(kind: str, num_ids: int, vocab_size: int) -> None:
+    if kind != "reference":
+        pytest.importorskip(kind)
+    ids, generator = some_ids(num_ids, vocab_size), torch.Generator().manual_seed(1)
+    seeds, positions = (torch.randint(0, 2**31 - 1, (3,), generator=generator) for _ in range(2))
+    scores = torch.randn(3, num_ids, generator=generator)
+    scores[:, ::7] = -math.inf
+    expected = scores + gumbel_noise_ref(seeds, positions, vocab_size)[:, ids.long()]
+    with preferring(kind):  # type: ignore[arg-type]
+        assert add_gumbel_noise_(scores, seeds, positions, ids) is scores
+    assert torch.equal(scores.view(torch.int32), expected.view(torch.int32))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from heads import some_ids
 from torch import Tensor
 from triton_device import DEVICE, random
 
@@ -114,3 +115,26 @@ def test_no_rows() -> None:
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     columns, penalties = History.of(table(50), none), torch.ones(3, 0, device=DEVICE)
     assert process_logits(random(0, 50), columns, penalties, none.bool()).shape == (0, 50)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_logits", "vocab_size"), [(1, 700), (37, 700), (1025, 2500), (600, 600)])
+@pytest.mark.parametrize(
+    "names", [TokenColumns._fields, ("bias",), ("stops",), ("prompt_mask", "output_counts")], ids=str
+)
+def test_logits_of_some_tokens_are_processed_as_among_all(
+    names: tuple[str, ...], num_logits: int, vocab_size: int, dtype: torch.dtype
+) -> None:
+    """To the bit, by kernel and reference. Drafted tokens are of the whole vocabulary."""
+    logit_ids, some = some_ids(num_logits, vocab_size).to(DEVICE), table(vocab_size)
+    columns = TokenColumns(**{name: getattr(some, name) for name in names})
+    whole, history, *others = rows(columns, vocab_size, 6)
+    drafted = torch.randint(0, vocab_size, history.drafted.shape, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    drafted[:, 2:] = logit_ids[drafted[:, 2:] % min(num_logits, 3)]  # some come twice
+    history = history._replace(drafted=drafted)
+    whole = whole.to(dtype)
+    expected = process_logits_ref(whole, history, *others)[:, logit_ids]
+    for function in (process_logits, process_logits_ref):
+        found = function(whole[:, logit_ids], history, *others, logit_ids)
+        assert found.dtype is torch.float32
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32)), function

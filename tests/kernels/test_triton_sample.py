@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from heads import over_all_tokens, some_ids
 from torch import Tensor
 from triton_device import DEVICE, random
 
@@ -284,3 +285,32 @@ def test_other_widths_are_refused(k: int) -> None:
 def test_other_columns_are_refused(columns) -> None:
     with pytest.raises(AssertionError):
         perturbed_argmax(random(3, 8), Draws(*columns(*noise_of(3), temperatures(3))))
+
+
+@pytest.mark.parametrize("few", [2, 1024])
+def test_few_likely_tokens_of_a_reduced_vocabulary_are_drawn_with_their_own_noise(
+    few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether they are drawn where they are searched, or from all."""
+    monkeypatch.setattr(triton_filters, "_FEW", few)
+    monkeypatch.setattr(triton_filters, "_SPLIT_SIZE", 256)
+    num_rows, logit_ids = 6, some_ids(611, 2500).to(DEVICE)
+    logits, (seeds, positions) = random(num_rows, 611, seed=4), noise_of(num_rows)
+    temperature = torch.full((num_rows,), 0.9, device=DEVICE)
+    filters = Filters(
+        torch.full((num_rows,), -INF, device=DEVICE),
+        torch.tensor([5, 40, 700] * 2, device=DEVICE),
+        torch.tensor([1.0, 1.0, 0.1] * 2, dtype=torch.float64, device=DEVICE),
+    )
+    draws = Draws(seeds, positions, temperature, filters)
+    ours = perturbed_argmax(logits, draws, logit_ids)
+    assert torch.equal(ours.token_ids, perturbed_argmax(over_all_tokens(logits, logit_ids, 2500), draws).token_ids)
+    on_host = Draws(seeds.cpu(), positions.cpu(), temperature.cpu(), Filters(*(each.cpu() for each in filters)))
+    assert ours.token_ids.tolist() == perturbed_argmax_ref(logits.cpu(), on_host, logit_ids.cpu()).token_ids.tolist()
+
+
+def test_topk_of_equals_in_a_reduced_vocabulary() -> None:
+    logit_ids = some_ids(2100, 5000).to(DEVICE)
+    logits = random(4, 2100).mul(2).round().div(2)
+    ours = perturbed_topk(logits, 9, None, logit_ids)[0]
+    assert torch.equal(ours, perturbed_topk(over_all_tokens(logits, logit_ids, 5000), 9)[0])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from checkpoints import random_sites
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 KINDS = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp")  # for an ordinary target
 LAYERED = ("mtp3-deepseek", "mtp3-mimo")  # three layers, one a step
@@ -84,6 +84,34 @@ def write_head(directory: Path, kind: str, target_dir: Path, *, seed: int = 0, *
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config | changes))
     return directory
+
+
+def some_ids(num_ids: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
+    """Return `num_ids` different ids, ascending, [num_ids] int32."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(vocab_size, generator=generator)[:num_ids].sort().values.to(torch.int32)
+
+
+def set_draft_ids(directory: Path, draft_ids: torch.Tensor, seed: int = 0) -> Path:
+    """Give an EAGLE-3 head, as `write_head` writes it, the draft vocabulary `draft_ids` [draft_vocab_size] int64. A
+    token's row of lm_head.weight does not depend on its place."""
+    path, config = directory / "model.safetensors", json.loads((directory / "config.json").read_text())
+    tensors, num = load_file(path), len(draft_ids)
+    whole = _random((config["vocab_size"], config["hidden_size"]), torch.Generator().manual_seed(seed))
+    tensors["lm_head.weight"] = whole[draft_ids]
+    tensors["d2t"] = draft_ids - torch.arange(num)
+    tensors["t2d"] = torch.zeros(config["vocab_size"], dtype=torch.bool).index_fill_(0, draft_ids, True)
+    save_file(tensors, path, {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config | {"draft_vocab_size": num}))
+    return directory
+
+
+def over_all_tokens(logits: torch.Tensor, logit_ids: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
+    """Return `logits` of the tokens `logit_ids` (None: all) as [num_rows, vocab_size], -inf for all other tokens."""
+    if logit_ids is None:
+        return logits
+    whole = logits.new_full((len(logits), vocab_size), float("-inf"))
+    return whole.index_copy_(1, logit_ids.to(torch.int64), logits)
 
 
 def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from heads import over_all_tokens
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine import trees
@@ -248,8 +249,8 @@ class _Spy:
         return result
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        result = self._inner.logits(rows)
-        self._log.logits.append(result)
+        result, logit_ids = self._inner.logits(rows), getattr(self._inner, "logit_ids", None)
+        self._log.logits.append(over_all_tokens(result, logit_ids, self._inner.config.vocab_size))
         return result
 
     def __getattr__(self, name: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from direct import Direct, Text, branches, close, close_kv
-from heads import ALGORITHM, write_head
+from heads import ALGORITHM, over_all_tokens, set_draft_ids, write_head
 from plain_heads import Plain, PlainHead, grow
 
 from baton.engine.drafters.base import DraftState
@@ -163,3 +163,57 @@ def test_states_of_another_width_or_dtype_are_refused(make: Make) -> None:
     wide = DraftState(state.tokens, state.scores, torch.zeros(1, 40))
     with pytest.raises(ValueError, match=r"recurrent state of eagle3 is \[num_rows, 24\] float32, not"):
         direct.propose([text], wide, 2)
+
+
+class OverAllTokens:
+    """A head of a reduced vocabulary whose logits are scattered over the target's."""
+
+    logit_ids = None
+
+    def __init__(self, head: Any) -> None:
+        self._head, self.forward = head, head.forward
+
+    def logits(self, recurrent: torch.Tensor) -> torch.Tensor:
+        return over_all_tokens(self._head.logits(recurrent), self._head.logit_ids, 512)
+
+
+REDUCED: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.7, "seed": 2, "frequency_penalty": 0.5, "repetition_penalty": 1.3, "top_k": 40},
+    {"temperature": 1.2, "seed": 3, "top_p": 0.8, "min_p": 0.02},
+    {"temperature": 1.0, "seed": 4, "logit_bias": {3: 4.0, 500: 2.0}, "min_tokens": 40, "stop_ids": (7, 8, 9)},
+]
+
+
+@pytest.mark.parametrize("topk", [1, 3], ids=["chain", "tree"])
+@pytest.mark.parametrize("num_ids", [1, 37, 255, 512])
+def test_a_reduced_vocabulary_drafts_what_logits_over_all_tokens_draft(
+    num_ids: int, topk: int, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Prompts and rounds of unlike requests in one batch; draft ids in no order."""
+    model = checkpoint("llama", hidden_size=40)
+    head = write_head(tmp_path / "head", "eagle3", model, **ODD)
+    ids = torch.randperm(500, generator=torch.Generator().manual_seed(num_ids))[:num_ids] + 12
+    set_draft_ids(head, ids if num_ids < 512 else torch.randperm(512))
+    shape = {"draft_topk": topk, "draft_tokens": 9} if topk > 1 else {}
+    runs = []
+    for is_whole in (False, True):
+        direct = Direct(model, speculative="eagle3", draft_model=str(head), draft_steps=4, **shape)
+        drafter: Any = direct.drafter
+        assert (drafter._head.logit_ids is None) == (num_ids == 512)
+        if is_whole:
+            drafter._head = OverAllTokens(drafter._head)
+        texts = [direct.text(5 + 3 * i, **fields) for i, fields in enumerate(REDUCED)]
+        state, drafted = direct.prompt(texts, 6), []
+        for num_accepted in ([0, 1, 2, 3, 4], [4, 0, 3, 1, 2], [1] * 5):
+            drafts = direct.propose_tree(texts, state, 4)
+            drafted.append(drafts)
+            state = direct.observe(texts, state, drafts.tokens[:, :4].tolist(), num_accepted)
+        runs.append(drafted)
+    for ours, theirs in zip(*runs, strict=True):
+        if num_ids > topk:  # of fewer tokens, the others in a tree are any
+            assert torch.equal(ours.tokens, theirs.tokens)
+            assert topk == 1 or torch.equal(ours.parents, theirs.parents)
+        elif topk == 1:
+            assert torch.equal(ours.tokens, theirs.tokens) and ours.tokens.unique().tolist() == ids.tolist()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from drafters import target_of
-from heads import ALGORITHM, HYPER, HYPER_FROZEN, HYPER_MTP, KINDS, write_head
+from heads import ALGORITHM, HYPER, HYPER_FROZEN, HYPER_MTP, KINDS, set_draft_ids, write_head
 from node_pair import params
 from oracle import RMS_NORM_EPS, Oracle
 from safetensors.torch import load_file, save_file
@@ -287,3 +287,36 @@ def test_a_directory_that_is_none_is_refused(asked: str, model: Path, tmp_path: 
         engine(model, tmp_path / "empty", asked)
     with pytest.raises(ConfigError, match=f"{asked} needs --draft-model"):
         Engine(DecodeConfig(model=str(model), device="cpu", speculative=asked))  # type: ignore[arg-type]
+
+
+# --- a reduced vocabulary ---
+
+
+@pytest.mark.parametrize("num_ids", [1, 37, 512])
+def test_draft_ids_in_any_order_are_the_same_head(num_ids: int, model: Path, tmp_path: Path) -> None:
+    """Rows are brought into the order of the target's ids, biases too. A whole vocabulary needs no ids then."""
+    head = head_of("eagle3", model, tmp_path / "head")
+    shuffled = torch.randperm(512, generator=torch.Generator().manual_seed(3))[:num_ids]
+    states, found = torch.randn(4, 24, generator=torch.Generator().manual_seed(4)), []
+    for ids in (shuffled.sort().values, shuffled):
+        set_draft_ids(head, ids)
+        change(head, {"lm_head.bias": ids / 512})
+        own = engine(model, head, "eagle3").drafter._head  # type: ignore[union-attr]
+        found.append((own.logit_ids, own.logits(states)))
+    (ids, logits), (other_ids, other_logits) = found
+    assert logits.shape == (4, num_ids)
+    torch.testing.assert_close(logits, other_logits, rtol=0, atol=1e-6)
+    if num_ids == 512:
+        assert ids is other_ids is None
+    else:
+        assert ids.dtype is torch.int32 and ids.tolist() == other_ids.tolist() == sorted(shuffled.tolist())
+
+
+def test_ids_that_reorder_the_targets_own_output_matrix_are_refused(model: Path, tmp_path: Path) -> None:
+    head = write_head(tmp_path / "head", "eagle3", model)
+    set_draft_ids(head, torch.arange(512))
+    change(head, {"lm_head.weight": None})
+    assert engine(model, head, "eagle3").drafter._head.logit_ids is None  # type: ignore[union-attr]
+    change(head, {"d2t": torch.arange(512).flip(0) - torch.arange(512)})
+    with pytest.raises(ModelError, match=r"no lm_head\.weight, but its d2t orders"):
+        engine(model, head, "eagle3")
