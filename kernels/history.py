@@ -32,9 +32,9 @@ pages of others are not read.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -123,7 +123,7 @@ def history_attention(
         return Part(found.out[own], found.lse[:, own])
 
     joined = part(start, num_before + num_tokens, num_rows, rows[:num_rows], left)
-    for size, stop in zip(sizes, accumulate(sizes), strict=True):
+    for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True):
         is_last = stop == start
         found = part(stop - size, stop, size, rows[left : left + num_full])
         joined = _joined(joined, found, q.dtype if is_last else torch.float32)
@@ -179,13 +179,19 @@ join_parts = Operation("join_parts", join_parts_ref)
 
 
 def plan(num_tokens: int, num_heads: int, kv_layer: torch.Tensor) -> None:
-    """Let the library plan all `shapes` of chunks of up to `num_tokens` tokens, for `num_heads` query heads over pages
-    like those of `kv_layer` [num_pages, 2, num_kv_heads, page_size, head_dim]."""
-    num_kv_heads, head_dim, started = kv_layer.shape[2], kv_layer.shape[4], time.monotonic()
+    """Let the library plan all `shapes` of chunks of up to `num_tokens` tokens, and compile the kernels beside it.
+
+    The chunks have `num_heads` query heads, and pages like those of `kv_layer` [num_pages, 2, num_kv_heads, page_size,
+    head_dim]."""
+    started, dtype, head_dim = time.monotonic(), kv_layer.dtype, kv_layer.shape[4]
+    table = torch.zeros(1, 1, dtype=torch.int64, device=kv_layer.device)
     found = shapes(num_tokens)
     for num_rows, num_keys, is_causal in found:
-        rows = kv_layer.new_zeros(num_rows, num_heads, head_dim)
-        attend_part(rows, kv_layer.new_zeros(2, num_kv_heads, num_keys, head_dim), is_causal=is_causal)
+        keys = gather_keys(kv_layer, table, 0, 0, 0, num_keys)
+        part = attend_part(kv_layer.new_zeros(num_rows, num_heads, head_dim), keys, is_causal=is_causal)
+        if num_rows == LEAST:
+            for first, joined in itertools.product((dtype, torch.float32), repeat=2):
+                _joined(Part(part.out.to(first), part.lse), part, joined)
     logger.info("%d shapes of attention over histories planned in %.1f s", len(found), time.monotonic() - started)
 
 

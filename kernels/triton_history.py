@@ -83,7 +83,10 @@ def _gather_kernel(
     tl.store(keys_ptr + targets[:, None] + dims[None, :], v, mask=is_stored)
 
 
-@triton.jit(do_not_specialize=("num_rows", "first_head", "first_row", "second_head", "second_row"))
+@triton.jit(
+    do_not_specialize=("num_rows", "first_head", "first_row", "second_head", "second_row"),
+    do_not_specialize_on_alignment=("first_lse_ptr", "second_lse_ptr"),  # a part may begin at any row
+)
 def _join_kernel(
     out_ptr,  # [num_rows, NUM_HEADS, HEAD_DIM] of any float dtype, written; may be first_ptr
     lse_ptr,  # [NUM_HEADS, num_rows] float32, written

@@ -225,9 +225,9 @@ def test_a_forward_is_the_same_with_it_and_without(
     lens, steps = (70, 60, 9), ((0, 5, 5), (30, 3, 2), (21, 20, 1), (19, 32, 1))
     outputs: list[torch.Tensor] = []
     for serves in (False, True):
-        calls = list[tuple[int, int, bool]]()
+        calls = list[Shape]()
 
-        def attend(q: torch.Tensor, kv: torch.Tensor, *, is_causal: bool, told: list[Shape] = calls) -> Part:  # type: ignore[assignment]
+        def attend(q: torch.Tensor, kv: torch.Tensor, *, is_causal: bool, told: list[Shape] = calls) -> Part:
             told.append(Shape(len(q), kv.shape[2], is_causal))
             return part_ref(q, kv, is_causal=is_causal)
 
@@ -247,7 +247,7 @@ def test_a_forward_is_the_same_with_it_and_without(
                 done = [before + num_new for before, num_new in zip(done, step, strict=True)]
         assert done == list(lens)
         outputs.append(torch.cat(logits))
-        wanted = [(24, 24, True)] + [(20, 8, False)] if serves else []
+        wanted = [Shape(24, 24, True), Shape(20, 8, False)] if serves else []
         assert all(each in calls for each in wanted) and bool(calls) == serves, calls
     torch.testing.assert_close(outputs[1], outputs[0], atol=1e-4, rtol=1e-4)
 
