@@ -109,7 +109,7 @@ def test_no_history_needs_more_memory_than_the_rehearsed_one() -> None:
 
 def test_chunks_of_a_long_prompt_are_submitted_without_waiting(checkpoint: Callable[..., Path]) -> None:
     """After the warm-up. The logits are those without fused attention over histories."""
-    model = checkpoint("llama", "bfloat16", hidden_size=256, num_hidden_layers=2, max_position_embeddings=40_000)
+    model = checkpoint("qwen3", "bfloat16", head_dim=64, num_hidden_layers=2, max_position_embeddings=40_000)
     engine = Engine(EngineConfig(model=str(model), device="cuda", dtype="bfloat16", num_pages=1200, page_size=32))
     engine.warm_up(8192)
     lens = [8192, 8192, 5000, 100]
