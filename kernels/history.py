@@ -6,21 +6,20 @@ torch's fused attention (cuDNN on a GPU) does the work, because it is faster tha
 It cannot read pages, so `gather_keys` copies them to contiguous keys and values, one block after the other. Each call
 also returns the logarithm of each row's sum of exponentials. `join_parts` joins the results of two calls by it:
 
-    |<------------------- history ------------------->|<-- chunk -->|
-    |   block   |   block   |   block   |    left     |     own     |  padding
-    |<---------- one full call each --------->|<------ one causal call ------>|
+    |<----------------- history ----------------->|<-- chunk -->|
+    |   block   |   block   |   block   |  left   |     own     |  zeros  |
+    |<------- one full call each ------>|<------- one causal call ------->|
 
 cuDNN plans each new shape, which takes longer than a call saves. So blocks have few sizes, and the number of rows of
-every call is a multiple of UNIT. What this leaves of the history, LEFT tokens at most, goes to the causal call:
+every call is a multiple of UNIT. Blocks leave fewer tokens than the smallest has. These go to the causal call:
 
     rows     one row of zeros per token left, then the chunk's queries, then zeros. Only the chunk's rows are used
     keys     the tokens left, then the chunk's own, then zeros, which no row of the chunk sees
 
-Nothing remains for another kernel, and a node plans all `shapes` at start. The alternative was to let
-`extend_attention` compute what is left: then the slower kernel also computes the chunk's own keys, or a third call and
-a third part are needed. torch has a second fused attention for GPUs that returns the logarithms
-(`_scaled_dot_product_flash_attention`). It is slower than `extend_attention`, so it is no substitute: if cuDNN does not
-serve, `extend_attention` does all.
+So no other kernel is needed, and a node plans all `shapes` at start. If `extend_attention` computed what blocks leave,
+there would be a third part to join. torch has one more fused attention for GPUs that returns the logarithms
+(`_scaled_dot_product_flash_attention`). It is slower than `extend_attention`. So if cuDNN does not serve,
+`extend_attention` computes the whole chunk.
 
 The working memory depends on the chunk and on the largest block, not on the length of the history.
 
@@ -107,7 +106,7 @@ def history_attention(
     num_tokens, num_heads, head_dim = q.shape
     assert kv_layer.dim() == 5 and kv_layer.shape[1] == 2 and kv_layer.shape[4] == head_dim, (q.shape, kv_layer.shape)
     assert num_heads % kv_layer.shape[2] == 0 and q.dtype == kv_layer.dtype, (q.shape, kv_layer.shape, q.dtype)
-    assert num_tokens > 0 <= num_before and 0 <= seq < len(block_table), (num_tokens, num_before, seq, len(block_table))
+    assert num_tokens > 0 and num_before >= 0 and 0 <= seq < len(block_table), (num_tokens, num_before, seq)
     sizes = blocks(num_before)
     start = sum(sizes)  # of the causal call's keys
     left = num_before - start
@@ -124,9 +123,8 @@ def history_attention(
 
     joined = part(start, num_before + num_tokens, num_rows, rows[:num_rows], left)
     for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True):
-        is_last = stop == start
-        found = part(stop - size, stop, size, rows[left : left + num_full])
-        joined = _joined(joined, found, q.dtype if is_last else torch.float32)
+        dtype = q.dtype if stop == start else torch.float32
+        joined = _joined(joined, part(stop - size, stop, size, rows[left : left + num_full]), dtype)
     return joined.out
 
 
