@@ -2,12 +2,13 @@
 
 There are three ways to the same numbers. Compiled kernels read pages in place: Triton on CUDA, and numba on a CPU in
 float32 for few new tokens per sequence. Torch operations gather the pages first: on a CPU in 16 bits and for prefill
-chunks, where the copy is small beside the products.
+chunks, where the copy is small beside the products. On CUDA, torch's fused attention takes prompts and chunks of many
+tokens: whole prompts from their queries, keys and values (prompt_attention.py), and chunks behind others from gathered
+pages (history.py).
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from ..kernels import prompt_attention
+from ..kernels import history, prompt_attention
 from ..kernels.attention import AttentionPlan, clear_fresh_pages, paged_attention, store_kv
 from ..kernels.norm import rms_norm
 from ..kernels.operations import captures, reads_pages
@@ -112,57 +113,68 @@ def triton_plan(batch: ForwardBatch, *, is_stored: bool = False) -> Plan:
 class Piece(NamedTuple):
     """Consecutive tokens of a batch."""
 
+    seq: int  # the first sequence that they belong to
     first: int
     num_tokens: int
     num_prompts: int  # prompts of one length that begin here; 0: the tokens see others in their pages
+    num_before: int = 0  # tokens before them, if `history_attention` takes them; 0: it does not
+
+    @property
+    def is_rest(self) -> bool:
+        """Whether `extend_attention` takes the tokens."""
+        return self.num_prompts == self.num_before == 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompts:
-    """Division of a batch that begins prompts into pieces for `prompt_attention` and a rest that reads pages."""
+    """Division of a batch of prompts into pieces for `prompt_attention`, pieces for `history_attention`, and a rest for
+    `extend_attention`."""
 
     pieces: tuple[Piece, ...]  # all tokens, in order
-    rest: Plan | None  # plan of the tokens that see others in pages, end to end
+    block_table: torch.Tensor  # [num_seqs, max_pages] int64, of the batch
+    rest: Plan | None  # plan of the rest, end to end
     index: torch.Tensor | None  # [num_rest] int64, these tokens
 
     @classmethod
     def of(cls, batch: ForwardBatch, kv: torch.Tensor) -> Prompts | None:
-        """Return None if `prompt_attention` takes no sequence of the batch, or does not serve on this device."""
+        """Return None if the whole batch is the rest, or fused attention does not serve on this device."""
         from ..kernels.triton_attention import Plan
 
         if not batch.prefix_lens:  # a round
             return None
-        pieces = _pieces(batch.query_lens, batch.prefix_lens)
-        if not any(piece.num_prompts for piece in pieces):
+        pieces, kind = _pieces(batch.query_lens, batch.prefix_lens), (kv.device, kv.dtype, kv.shape[-1])
+        if any(piece.num_before for piece in pieces) and not history.serves(*kind):
+            pieces = [piece._replace(num_before=0) for piece in pieces]
+        if all(piece.is_rest for piece in pieces) or not prompt_attention.serves(*kind):
             return None
-        if not prompt_attention.serves(kv.device, kv.dtype, kv.shape[-1]):
-            return None
-        ends = list(itertools.accumulate(batch.query_lens))
-        rests = [piece for piece in pieces if piece.num_prompts == 0]
+        rests = [piece for piece in pieces if piece.is_rest]
         if not rests:
-            return cls(tuple(pieces), None, None)
-        rest_seqs = [bisect.bisect_right(ends, piece.first) for piece in rests]
+            return cls(tuple(pieces), batch.block_table, None, None)
         starts = [0, *itertools.accumulate(piece.num_tokens for piece in rests)]
         tokens = [token for piece in rests for token in range(piece.first, piece.first + piece.num_tokens)]
-        seqs, new, index = upload([rest_seqs, starts, tokens], batch.seq_lens.device)
+        seqs, new, index = upload([[piece.seq for piece in rests], starts, tokens], batch.seq_lens.device)
         table, seq_lens = batch.block_table.index_select(0, seqs), batch.seq_lens.index_select(0, seqs)
-        return cls(tuple(pieces), Plan(table, seq_lens, None, None, new.int(), None, None, None), index)
+        plan = Plan(table, seq_lens, None, None, new.int(), None, None, None)
+        return cls(tuple(pieces), batch.block_table, plan, index)
 
 
 def _pieces(query_lens: Sequence[int], prefix_lens: Sequence[int]) -> list[Piece]:
     """Return the pieces of a batch in order; neighbours of one length go together."""
     pieces: list[Piece] = []
-    first = 0
+    seq = first = 0
     for (query_len, prefix_len), same in itertools.groupby(zip(query_lens, prefix_lens, strict=True)):
         num_seqs = len(list(same))
         if prefix_len == 0 and prompt_attention.takes(num_seqs, query_len):
-            pieces.append(Piece(first, num_seqs * query_len, num_seqs))
+            pieces.append(Piece(seq, first, num_seqs * query_len, num_seqs))
         else:
+            num_before = prefix_len if history.takes(query_len, prefix_len) else 0
             num_whole = prompt_attention.whole_part(query_len) if prefix_len == 0 else 0
-            for start in range(first, first + num_seqs * query_len, query_len):
-                parts = (Piece(start, num_whole, 1), Piece(start + num_whole, query_len - num_whole, 0))
-                pieces += [part for part in parts if part.num_tokens]
-        first += num_seqs * query_len
+            for i in range(num_seqs):
+                start = first + i * query_len
+                whole = Piece(seq + i, start, num_whole, 1)
+                other = Piece(seq + i, start + num_whole, query_len - num_whole, 0, num_before)
+                pieces += [part for part in (whole, other) if part.num_tokens]
+        seq, first = seq + num_seqs, first + num_seqs * query_len
     return pieces
 
 
@@ -198,15 +210,17 @@ class _TritonAttention:
         rest: Iterator[torch.Tensor] = iter(())
         if prompts.rest is not None and prompts.index is not None:
             out = extend_attention(q.index_select(0, prompts.index), kv_layer, prompts.rest)
-            rest = iter(out.split([piece.num_tokens for piece in prompts.pieces if piece.num_prompts == 0]))
+            rest = iter(out.split([piece.num_tokens for piece in prompts.pieces if piece.is_rest]))
         outs: list[torch.Tensor] = []
-        for first, num_tokens, num_prompts in prompts.pieces:
-            tokens = slice(first, first + num_tokens)
-            outs.append(
-                prompt_attention.prompt_attention(q[tokens], k[tokens], v[tokens], num_prompts)
-                if num_prompts
-                else next(rest)
-            )
+        for piece in prompts.pieces:
+            tokens = slice(piece.first, piece.first + piece.num_tokens)
+            if piece.num_prompts:
+                found = prompt_attention.prompt_attention(q[tokens], k[tokens], v[tokens], piece.num_prompts)
+            elif piece.num_before:
+                found = history.history_attention(q[tokens], kv_layer, prompts.block_table, piece.seq, piece.num_before)
+            else:
+                found = next(rest)
+            outs.append(found)
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1)
 
 

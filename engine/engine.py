@@ -13,7 +13,7 @@ import psutil
 import torch
 from msgspec import structs
 
-from ..kernels import prompt_attention
+from ..kernels import history, prompt_attention
 from ..kernels.operations import captures
 from ..kernels.rows import gather_rows
 from ..kernels.trees import move_slots_
@@ -161,6 +161,7 @@ class Engine:
             self._warm_up_drafter(num_new, pages, computed.extend)
             step_s = time.monotonic() - started
         self.lease_s = max(MIN_LEASE_S, LEASE_STEPS * step_s)
+        self._warm_up_history(num_tokens, pages)
         self.pool.release(pages)
         self._plan_prompts(num_tokens)
 
@@ -183,6 +184,22 @@ class Engine:
         for num_seqs, length in prompt_attention.shapes(num_tokens):
             q, k, v = qkv[: num_seqs * length].split(num_heads, dim=1)
             prompt_attention.prompt_attention(q, k, v, num_seqs)
+        if history.serves(self.device, self.kv.dtype, config.head_dim):
+            history.plan(num_tokens, num_heads[0], self.kv[0])
+
+    def _warm_up_history(self, num_tokens: int, pages: list[int]) -> None:
+        """On CUDA, run a chunk behind the history that needs most working memory. The pool need not hold the history:
+        all its pages are the first one of `pages`."""
+        num_before = min(history.longest_rehearsal(), _context_len(self._config, self.model_config) - num_tokens)
+        serves = captures(self.device) and history.serves(self.device, self.kv.dtype, self.model_config.head_dim)
+        if not serves or not history.takes(num_tokens, num_before):
+            return
+        table = [pages[0]] * (num_before // self.pool.page_size) + pages + [pages[0]]
+        computed = self.compute([BatchRow([0] * num_tokens, num_before, table)])
+        if self.drafter is not None:
+            chunk = PromptChunk([0] * (num_before + num_tokens), num_before, num_before + num_tokens, table)
+            with torch.inference_mode():
+                self.drafter.observe_prompt([chunk], computed.extend)
 
     def _warm_up_drafter(self, num_tokens: int, pages: list[int], extend: torch.Tensor | None) -> None:
         if self.drafter is None or self.device.type != "cuda":

@@ -68,6 +68,9 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "decode_attention": (_triton("triton_attention", _FLOATS),),
         "extend_attention": (_triton("triton_extend", _FLOATS),),
         "norm_rotate_store": (_triton("triton_store", _FLOATS),),
+        # history.py
+        "gather_keys": (_triton("triton_history", _FLOATS),),
+        "join_parts": (_triton("triton_history", _FLOATS),),
         # linear.py
         "linear": (_triton("triton_linear"),),
         "gated_linear": (_triton("triton_linear"),),

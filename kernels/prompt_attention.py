@@ -3,8 +3,9 @@
     out[t] = sum over j <= t of softmax_j(q[t] . k[j] / sqrt(head_dim)) v[j]
 
 From LEAST tokens on, a GPU of compute capability 9.0 does this faster than `extend_attention` (triton_extend.py).
-But cuDNN cannot read pages, so it serves only tokens that have nothing before them. It also plans each new shape, which
-takes longer than one call saves. So only a few `shapes` are served, and a node plans all of them at start.
+But cuDNN cannot read pages, so this file serves only tokens that have nothing before them (history.py serves long
+chunks that have). It also plans each new shape, which takes longer than one call saves. So only a few `shapes` are
+served, and a node plans all of them at start.
 
 A token whose key or value is no number may make earlier tokens of its prompt NaN, although they do not see it: fused
 kernels multiply hidden values by 0. The other kernels of attention leave hidden values out.

@@ -55,6 +55,7 @@ SAMPLING: dict[str, dict[str, Any]] = {  # as chat models ask for it
     "penalties": {"temperature": 0.6, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1},
     "logprobs": {"temperature": 0.0, "num_logprobs": 5},
 }
+LONG_PROMPTS = (65_536, 120_000)  # tokens
 HOST_GAP_US = 4.0  # kernels of one graph follow each other faster
 
 
@@ -102,6 +103,7 @@ def main() -> None:
         "rounds": lambda: [speculate(engine, rounds, batch) for batch in options.batches if batch <= 64],
         "adaptive": lambda: [_adaptive(engine, rounds, batch) for batch in options.batches if batch <= 64],
         "prefill": lambda: [prefill(engine, limits, *each) for each in ((1, 1024), (1, 8192), (16, 2048))],
+        "long": lambda: [long_prompt(engine, limits, num_tokens) for num_tokens in LONG_PROMPTS],
         "small-prompts": lambda: [_small_prompt(engine, num_tokens) for num_tokens in LENGTHS],
         "turns": lambda: [turn(engine, num_tokens) for num_tokens in (16, 64, 256, 1024)],
         "offline": lambda: [offline(engine, rounds)],
@@ -314,23 +316,49 @@ def prefill(engine: Engine, limits: Limits, num_prompts: int, num_tokens: int) -
     seconds = _timed(run, 5)
     for own in pages:
         engine.pool.release(own)
+    row = {"prompts": num_prompts} | _prompt_row(engine, limits, num_prompts, num_tokens, seconds)
+    row["checked_tokens"] = num_checked
+    say("prefill " + _words(row))
+    return row
+
+
+def long_prompt(engine: Engine, limits: Limits, num_tokens: int) -> dict[str, Any]:
+    """Compute one long prompt in chunks, as a node does: each chunk is submitted before the previous one is read."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, engine.card.vocab_size, (num_tokens,), generator=generator).tolist()
+    pages = engine.pool.allocate(-(-num_tokens // engine.pool.page_size), Owner.REQUEST)
+    last = (num_tokens - 1) // CHUNK * CHUNK
+
+    def run() -> list[int]:
+        """Return the first token."""
+        store(engine, ids[:last], pages)
+        return engine.compute([BatchRow(ids[last:], last, pages)]).logits.argmax(1).tolist()
+
+    num_checked = check(engine, ids, run())
+    seconds = _timed(run, 3)
+    engine.pool.release(pages)
+    row = _prompt_row(engine, limits, 1, num_tokens, seconds) | {"checked_tokens": num_checked}
+    say("long " + _words(row))
+    return row
+
+
+def _prompt_row(
+    engine: Engine, limits: Limits, num_prompts: int, num_tokens: int, seconds: Sequence[float]
+) -> dict[str, Any]:
+    """Return the figures of prompts of `num_tokens` tokens each, which took these times."""
     took, total = statistics.median(seconds), num_prompts * num_tokens
     _, products = weight_bytes(engine)
     config = engine.model_config
     head = config.hidden_size * config.vocab_size
     attention = 2 * 2 * num_prompts * num_tokens * num_tokens / 2 * config.num_layers * config.q_size
     floor = (2 * total * (products - head) + 2 * num_prompts * head + attention) / limits.flops_per_s
-    row = {
-        "prompts": num_prompts,
+    return {
         "tokens": num_tokens,
         "ms": took * 1e3,
         "best_ms": min(seconds) * 1e3,
         "tokens_per_s": total / took,
         "x_floor": took / floor,
-        "checked_tokens": num_checked,
     }
-    say("prefill " + _words(row))
-    return row
 
 
 def turn(engine: Engine, num_tokens: int) -> dict[str, Any]:
@@ -420,6 +448,7 @@ def _options() -> argparse.Namespace:
         "rounds",
         "adaptive",
         "prefill",
+        "long",
         "small-prompts",
         "turns",
         "offline",

@@ -1,6 +1,6 @@
 """Time the attention kernels on a GPU at the shapes of an 8B model: 32 heads, 8 KV heads of 128, bfloat16.
 
-    python tests/benchmarks/bench_kernels_attention.py [--only decode|verify|extend|store] [--sweep]
+    python tests/benchmarks/bench_kernels_attention.py [--only decode|verify|extend|history|store] [--sweep]
 
 A time is the median replay of a CUDA graph, divided by its number of layers. The graph has so many layers that their
 data exceed the L2 cache several times. Decode is compared with reading its keys and values once at the bandwidth of a
@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from baton.kernels import history
 from baton.kernels.attention import Tree, paged_attention_ref
 from baton.kernels.triton_attention import DecodeTiles, Plan, decode_attention
 from baton.kernels.triton_extend import ExtendTiles, extend_attention
@@ -62,7 +63,7 @@ class Pool(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("decode", "verify", "extend", "store"))
+    parser.add_argument("--only", choices=("decode", "verify", "extend", "history", "store"))
     parser.add_argument("--sweep", action="store_true", help="try other tiles too")
     args = parser.parse_args()
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
@@ -77,6 +78,11 @@ def main() -> None:
         for num_seqs, query_len, seq_len in ((1, 8192, 8192), (4, 2048, 2048), (1, 512, 8192), (1, 1024, 1024)):
             for page_size in (16, 64):
                 bench_extend(num_seqs, query_len, seq_len, page_size, args)
+    if args.only in (None, "history"):
+        for query_len, num_before in (
+            (8192, 8192), (8192, 57_344), (8192, 57_444), (8192, 112_000), (4096, 57_344), (2048, 57_344), (2048, 8192),
+        ):  # fmt: skip
+            bench_history(query_len, num_before)
     if args.only in (None, "store"):
         for num_tokens in (1, 64, 256, 8192):
             bench_store(num_tokens, args)
@@ -150,6 +156,24 @@ def bench_extend(num_seqs: int, query_len: int, seq_len: int, page_size: int, ar
                 )
             note = f"torch, contiguous, {backend.name}"
             _tell(name, seconds, num_flops / seconds / 1e12, "TFLOP/s", num_flops / FLOP_PER_S, note)
+
+
+def bench_history(query_len: int, num_before: int, page_size: int = 64) -> None:
+    """Time a chunk behind a history, by the fused attention and by our kernel; also shorter chunks than it takes."""
+    seq_len = num_before + query_len
+    pool = Pool.make(1, seq_len, page_size)
+    qkv = torch.randn(query_len, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    q = qkv.view(query_len, -1, HEAD_DIM)[:, :NUM_HEADS]
+    starts = torch.tensor([0, query_len], dtype=torch.int32, device="cuda")
+    plan = Plan.ragged(pool.block_table, pool.seq_lens, starts, query_len, page_size)
+    num_flops = 4 * NUM_HEADS * HEAD_DIM * (query_len * num_before + query_len * (query_len + 1) // 2)
+    found = history.history_attention(q, pool.kv[0], pool.block_table, 0, num_before)
+    torch.testing.assert_close(found, extend_attention(q, pool.kv[0], plan), atol=TOLERANCE, rtol=TOLERANCE)
+    name = f"history {query_len} behind {num_before}"
+    seconds = per_layer(lambda i: history.history_attention(q, pool.kv[i], pool.block_table, 0, num_before), 2)
+    _tell(name, seconds, num_flops / seconds / 1e12, "TFLOP/s", num_flops / FLOP_PER_S, "fused, joined")
+    seconds = per_layer(lambda i: extend_attention(q, pool.kv[i], plan), 2)
+    _tell(name, seconds, num_flops / seconds / 1e12, "TFLOP/s", num_flops / FLOP_PER_S, "extend_attention")
 
 
 def bench_store(num_tokens: int, args: argparse.Namespace) -> None:

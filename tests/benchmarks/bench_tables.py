@@ -120,6 +120,13 @@ def _rate(report: Report, point: str, ours: float, peer: int | None) -> Iterator
         yield _Cell((point,), f"best peer of {report['model']}", f"{peer:,}")
 
 
+def _long(report: Report) -> Iterator[_Cell]:
+    for row in report.get("long", ()):
+        point, model = (f"{row['tokens']:,}",), report["model"]
+        yield _Cell(point, f"{model} s", f"{row['ms'] / 1e3:.2f}")
+        yield _Cell(point, f"{model} of the floor", f"{row['x_floor']:.2f}")
+
+
 def _small_prompts(report: Report) -> Iterator[_Cell]:
     for row in report.get("small-prompts", ()):
         point, model = (f"{row['tokens']:,}",), report["model"]
@@ -181,6 +188,7 @@ _TABLES = (
     _Table(("decode step, one long sequence, batch", "its tokens"), _mixed),
     _Table(("rounds a second over greedy's", "batch", "K"), _sampling),
     _Table(("prefill, tokens/s",), _prompts),
+    _Table(("a long prompt, tokens",), _long),
     _Table(("a short prompt, tokens",), _small_prompts),
     _Table(("new tokens", "behind"), _turns),
     _Table(("idle in decode steps, batch",), _idle),

@@ -31,6 +31,7 @@ PARTS: dict[str, Part] = {
     "decode": lambda _, rounds: bench_gpu.decode(rounds.executor, rounds, 2, LIMITS),
     "mixed": lambda engine, rounds: bench_gpu.mixed(engine, rounds, 2, LIMITS),
     "prefill": lambda engine, _: bench_gpu.prefill(engine, LIMITS, 2, 24),
+    "long": lambda engine, _: bench_gpu.long_prompt(engine, LIMITS, 40),
     "small-prompts": lambda engine, _: bench_gpu._small_prompt(engine, 16),
     "turns": lambda engine, _: bench_gpu.turn(engine, 16),
 }
@@ -46,6 +47,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(bench_gpu, "best_s", lambda run, _: run() or 1.0)
     monkeypatch.setattr(bench_gpu, "NUM_STEPS", 8)
+    monkeypatch.setattr(bench_sequences, "CHUNK", 16)
+    monkeypatch.setattr(bench_gpu, "CHUNK", 16)
     monkeypatch.setattr(bench_adaptive, "NUM_NEW", 12)
     for module in (bench_adaptive, bench_sequences):
         monkeypatch.setattr(module, "CONTEXT", 48)

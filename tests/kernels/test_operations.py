@@ -30,6 +30,7 @@ DECLARED = {
     "silu": ["silu_mul"],
     "rotary": ["turns"],
     "paged_rows": ["attend", "attend_stored"],
+    "history": ["gather_keys", "join_parts"],
     "linear": ["linear", "gated_linear", "linear_parts", "sum_parts", "fuses"],
     "processors": ["process_logits"],
     "sample": ["perturbed_argmax", "perturbed_topk"],
