@@ -46,7 +46,6 @@ logger = logging.getLogger(__name__)
 UNIT = prompt_attention.UNIT  # tokens; the number of rows of a call is a multiple
 LEAST = prompt_attention.LEAST  # new tokens of a chunk that is served
 BLOCKS = (32_768, 16_384, 8_192, 4_096)  # keys of a full call; each a multiple of the last one
-_SAMPLE_LEN = 64  # tokens of the call by which `serves` tries the library
 
 
 class Part(NamedTuple):
@@ -197,21 +196,24 @@ def plan(num_tokens: int, num_heads: int, kv_layer: torch.Tensor) -> None:
 def serves(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether `history_attention` is faster than `extend_attention` for tensors of this device and dtype.
 
-    It is where `prompt_attention` is, if the fused attention returns the natural log-sum-exp, which a small call
-    tries."""
+    It is where `prompt_attention` is, if the fused attention returns the natural log-sum-exp. A call of the smallest
+    shape of each kind tries that."""
     if not prompt_attention.serves(device, dtype, head_dim):
         return False
-    try:
-        rows = torch.ones(_SAMPLE_LEN, 2, head_dim, device=device, dtype=dtype)
-        keys = torch.ones(2, 1, _SAMPLE_LEN, head_dim, device=device, dtype=dtype)
-        found = attend_part(rows, keys, is_causal=False).lse
-    except RuntimeError as error:
-        logger.warning("no fused attention over histories for heads of %d: %s", head_dim, error)
-        return False
-    expected = torch.full_like(found, _SAMPLE_LEN).log() + head_dim**0.5
-    if not torch.allclose(found, expected, rtol=1e-2):
-        logger.warning("the fused attention returns the log-sum-exp %s, not %s", found[0, 0], expected[0, 0])
-        return False
+    num_rows, num_keys = LEAST, BLOCKS[-1]
+    rows = torch.ones(num_rows, 2, head_dim, device=device, dtype=dtype)
+    seen = torch.arange(1, num_rows + 1, device=device)  # keys of each row of a causal call
+    for is_causal, expected in ((False, torch.full_like(seen, num_keys)), (True, seen)):
+        keys = torch.ones(2, 1, num_rows if is_causal else num_keys, head_dim, device=device, dtype=dtype)
+        try:
+            found = attend_part(rows, keys, is_causal=is_causal).lse
+        except RuntimeError as error:
+            logger.warning("no fused attention over histories for heads of %d: %s", head_dim, error)
+            return False
+        expected = expected.log() + head_dim**0.5
+        if not torch.allclose(found, expected.expand_as(found), rtol=1e-2):
+            logger.warning("the fused attention returns the log-sum-exp %s, not %s", found[0, -1], expected[-1])
+            return False
     return True
 
 

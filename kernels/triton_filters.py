@@ -325,7 +325,8 @@ def _search_kernel(
                 ids = ids_at(index, num_logits, logit_ids_ptr, MAPPED)
                 noise = random_bits(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), ids)
                 packed = pack(scores + gumbel_from_bits_of(noise), index)
-                drawn = tl.max(tl.where((at < num_found) & (keys >= least), packed, LOWEST), axis=0)
+                is_kept = (keys >= least) | (scores != scores)  # an infinite logit less the largest is no number
+                drawn = tl.max(tl.where((at < num_found) & is_kept, packed, LOWEST), axis=0)
         elif num_found <= most:
             least = _searched(
                 gathered_ptr, num_found, maximum, temperature, top_k, top_p, num_logits, least, total, TILE

@@ -207,6 +207,19 @@ def test_infinities() -> None:
         assert choice.is_valid.all()
 
 
+@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (700, 0.9), (5, 0.9)])
+def test_an_infinite_logit_is_drawn_whatever_filters_there_are(top_k: int, top_p: float) -> None:
+    logits, (seeds, positions) = random(2, 700), noise_of(2)
+    logits[0, 5], logits[1, 699] = INF, INF
+    filters = Filters(
+        torch.full((2,), -INF, device=DEVICE),
+        torch.full((2,), top_k, device=DEVICE),
+        torch.full((2,), top_p, dtype=torch.float64, device=DEVICE),
+    )
+    choice = perturbed_argmax(logits, Draws(seeds, positions, torch.ones(2, device=DEVICE), filters))
+    assert choice.token_ids.tolist() == [5, 699] and choice.is_valid.all()
+
+
 def test_a_nan_is_found_and_spoils_its_row_alone() -> None:
     logits, (seeds, positions) = random(4, 2100), noise_of(4)
     temperature = torch.tensor([0.0, 0.0, 1.0, 1.0], device=DEVICE)
