@@ -155,11 +155,11 @@ class Engine:
             for params in _WARM_UP:
                 state = SamplingState(params, [0], vocab_size=self.model_config.vocab_size)
                 self.sample(computed.logits, [state])
-            if computed.final is not None:
-                scored = computed.final[:SCORED_AT_ONCE]
-                self.score(scored, torch.zeros(len(scored), dtype=torch.int64, device=self.device), 1)
             self._warm_up_drafter(num_new, pages, computed.extend)
             step_s = time.monotonic() - started
+            if computed.final is not None:  # on a GPU as many as service scores at once, for they take memory
+                scored = computed.final[: SCORED_AT_ONCE if self.device.type == "cuda" else 1]
+                self.score(scored, torch.zeros(len(scored), dtype=torch.int64, device=self.device), 1)
         self.lease_s = max(MIN_LEASE_S, LEASE_STEPS * step_s)
         self.pool.release(pages)
         self._plan_prompts(num_tokens)
@@ -224,12 +224,13 @@ class Engine:
 
     def score(self, final: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Logprobs:
         """Return `compute_logprobs` of the logits of `final` [num_rows, hidden_size], states after the final norm, in
-        host memory (copies.py). No more than SCORED_AT_ONCE rows of logits exist at a time."""
+        host memory, there after the next `recorded_event` (copies.py). No more than SCORED_AT_ONCE rows of logits exist
+        at a time."""
         parts = [
-            compute_logprobs(self.model.logits(states), ids, num_top).to_host()
+            compute_logprobs(self.model.logits(states), ids, num_top)
             for states, ids in zip(final.split(SCORED_AT_ONCE), token_ids.split(SCORED_AT_ONCE), strict=True)
         ]
-        return parts[0] if len(parts) == 1 else Logprobs(*map(torch.cat, zip(*parts, strict=True)))
+        return Logprobs(*map(torch.cat, zip(*parts, strict=True))).to_host()
 
     def states(self, batch: ForwardBatch) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The state that the target hands to draft extend, [num_tokens, width] (None where no drafter wants one), and

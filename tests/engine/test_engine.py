@@ -14,9 +14,11 @@ import torch
 from drafters import settings, target_of
 
 from baton.engine import engine as engines
+from baton.engine import logprobs
 from baton.engine.batch import Computed
 from baton.engine.config import EngineConfig
 from baton.engine.engine import LEASE_STEPS, MIN_LEASE_S, Engine, default_node_id, resolve_model
+from baton.engine.logprobs import compute_logprobs
 from baton.engine.sampling_state import SamplingState
 from baton.engine.weights import fingerprint
 from baton.engine.work import BatchRow
@@ -232,10 +234,33 @@ def test_a_row_whose_logits_are_no_numbers_has_no_token(engine: Engine) -> None:
     logits[1, 40] = float("nan")
     params = [SamplingParams(max_tokens=1, temperature=0.0, num_logprobs=num) for num in (None, 2, 1)]
     states = [SamplingState(each, [0], vocab_size=512) for each in params]
-    tokens, logprobs = engine.sample(logits, states)
+    tokens, found = engine.sample(logits, states)
     assert tokens == [int(logits[0].argmax()), None, int(logits[2].argmax())]
-    assert logprobs[0] is None and logprobs[2] is not None and len(logprobs[2].top_ids) == 1
-    assert logprobs[2].logprob == pytest.approx(float(logits[2].log_softmax(0).max()), abs=1e-5)
+    assert found[0] is None and found[2] is not None and len(found[2].top_ids) == 1
+    assert found[2].logprob == pytest.approx(float(logits[2].log_softmax(0).max()), abs=1e-5)
+
+
+def test_log_probabilities_of_many_rows_are_those_of_the_rows_and_reach_the_host_later(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from a GPU: a copy to the host holds anything until the device has come to it."""
+    computed = engine.compute([BatchRow(PROMPT, 0, [1, 2], num_scored=len(PROMPT))])
+    assert computed.final is not None
+    ids = torch.tensor(PROMPT)
+    expected = compute_logprobs(engine.model.logits(computed.final), ids, 2)
+    copies = list[tuple[torch.Tensor, torch.Tensor]]()
+
+    def to_host(tensor: torch.Tensor) -> torch.Tensor:
+        copies.append((torch.full_like(tensor, 99), tensor))
+        return copies[-1][0]
+
+    monkeypatch.setattr(logprobs, "to_host", to_host)
+    monkeypatch.setattr(engines, "SCORED_AT_ONCE", 3)
+    found = engine.score(computed.final, ids, 2)
+    for host, tensor in copies:
+        host.copy_(tensor)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
 # --- before it serves ---
@@ -252,11 +277,17 @@ def test_warming_up_runs_a_step_and_two_chunks_and_leaves_nothing(
     make_engine: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The lease is eight times as long as the second chunk took, which compiles nothing any more."""
+    """The lease is eight times as long as the second chunk took, which compiles nothing any more. Scoring, which few
+    requests ask for, counts in no step, and needs one row on a CPU."""
     engine = make_engine(**changes)
     now, seconds = [0.0], iter((5.0, 70.0, 0.3))
     sizes: list[int] = []
+    num_scored: list[int] = []
     compute = engine.compute
+
+    def scoring(final: torch.Tensor, *_: object) -> None:
+        num_scored.append(len(final))
+        now[0] += 1000.0
 
     def computing(rows: list[BatchRow]) -> Computed:
         [row] = rows
@@ -265,9 +296,10 @@ def test_warming_up_runs_a_step_and_two_chunks_and_leaves_nothing(
         return compute(rows)
 
     monkeypatch.setattr(engine, "compute", computing)
+    monkeypatch.setattr(engine, "score", scoring)
     monkeypatch.setattr(engines.time, "monotonic", lambda: now[0])
     engine.warm_up(chunk_tokens)
-    assert sizes == [1, num_tokens, num_tokens]
+    assert sizes == [1, num_tokens, num_tokens] and num_scored == [1, 1, 1]
     assert engine.lease_s == pytest.approx(LEASE_STEPS * 0.3)
     assert engine.pool.num_free == engine.pool.num_usable
 
