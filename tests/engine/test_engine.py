@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from drafters import settings, target_of
@@ -143,7 +141,7 @@ def test_a_pool_takes_four_contexts_but_no_more_than_a_quarter_of_the_memory(
     context_len: int, host: int, gpu: int | None, num_tokens: int, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert page_bytes(engine.schema) == 512 * PAGE_SIZE  # so a quarter of GIB / 32 holds 16,384 tokens
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=host))
+    monkeypatch.setattr(engines, "available_memory", lambda: host)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (gpu, 64 * GIB))
     device = torch.device("cpu" if gpu is None else "cuda")
     found = engines._default_num_pages(context_len, engine.schema, device)
@@ -154,7 +152,7 @@ def test_a_pool_takes_four_contexts_but_no_more_than_a_quarter_of_the_memory(
 def test_a_pool_that_holds_no_context_is_told(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=GIB // 32))
+    monkeypatch.setattr(engines, "available_memory", lambda: GIB // 32)
     engines._default_num_pages(16_384, engine.schema, torch.device("cpu"))
     assert not caplog.records
     engines._default_num_pages(16_385, engine.schema, torch.device("cpu"))
