@@ -47,7 +47,8 @@ class EngineConfig(NodeConfig):
         None,
         "on cuda, take at most this share of the GPU's memory for weights, graphs, working memory and KV together; "
         "unless --transport is cuda, the KV also fits in this share of the host's free memory, through which pages may "
-        "travel (default: 0.9; baton up divides 0.9 among those nodes of a GPU for which no share is given)",
+        "travel (default: 0.9; with baton up an equal part of what the shares given to other nodes of the GPU leave of "
+        "0.9)",
     )
     max_running: int = setting(
         64, "compute at most this many sequences at once; more raise the throughput and slow each answer down"
