@@ -82,6 +82,11 @@ def test_no_request_is_longer_than_the_pool(changes: dict[str, Any], context_len
     assert engine.pool.num_pages == changes["num_pages"]
 
 
+def test_the_first_pools_may_have_another_size_than_configured(checkpoint: Callable[..., Path]) -> None:
+    config = EngineConfig(model=str(checkpoint("llama")), device="cpu", threads=1, page_size=PAGE_SIZE)
+    assert Engine(config, num_pages=9).pool.num_pages == 9
+
+
 def test_the_demo_model_is_the_default() -> None:
     assert (resolve_model(None) / "config.json").is_file() and (resolve_model(None) / "model.safetensors").is_file()
     assert resolve_model("~/model") == Path.home() / "model"
