@@ -286,9 +286,13 @@ class DecodeNode:
         if self._under_way is None or not self.scheduler.reserved:
             return
         until = self._clock.submit_by(self._under_way.submitted.shape.num_steps)
+        since = time.monotonic()
         while self.scheduler.reserved and time.monotonic() < until and not self.executor.is_done:
             time.sleep(_PAUSE_S)
+            since = time.monotonic()
             self._take_arrivals()
+        if self.executor.is_done:
+            self._clock.overrun(since)
 
     def _arrive(self, event: Arrived | TransferFailed | Revoked) -> Sequence | None:
         """Process an event of the handoff client. Return the sequence that runs from now on, if there is one."""

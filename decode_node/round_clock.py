@@ -20,8 +20,8 @@ class RoundTime(NamedTuple):
 class RoundClock:
     """The times of one node's rounds.
 
-    Call in each step: `begin_step`, `end_arrivals`, then `submit` for a new round and `settle` for this round or, if
-    rounds overlap, for the one before, then `judge`, and `end_step`.
+    Call in each step: `begin_step`, `end_arrivals`, `overrun` if arrivals took too long, then `submit` for a new round
+    and `settle` for this round or, if rounds overlap, for the one before, then `judge`, and `end_step`.
     """
 
     def __init__(self, overlaps: bool) -> None:
@@ -39,6 +39,11 @@ class RoundClock:
     def end_arrivals(self) -> None:
         """Messages and arrivals are processed. Their time counts as other work."""
         self._other_s += time.monotonic() - self._begun_at
+
+    def overrun(self, since: float) -> None:
+        """The round under way has ended while arrivals were processed, from `since` on. Their time counts as other
+        work."""
+        self._other_s += time.monotonic() - since
 
     def submit(self) -> float:
         """A round is about to be submitted. Return the moment from which its time counts, for `settle`."""

@@ -38,10 +38,10 @@ def run(plan: Plan) -> int:
     say(f"speculation: {plan.speculation}")
     run_dir = make_run_dir(plan.up.run_dir)
     secured = plan.secured(run_dir)
-    children = [Child(command, run_dir) for command in commands(secured, free_port(), port)]
-    key = plan.router.admin_key or next(iter(plan.router.client_keys), None)
-    client = Client.local(plan.router.host, port, key)
     try:
+        children = [Child(command, run_dir) for command in commands(secured, free_port(), port)]
+        key = plan.router.admin_key or next(iter(plan.router.client_keys), None)
+        client = Client.local(plan.router.host, port, key)
         with Signals() as signals:
             return Launcher(secured, children, client, run_dir, signals).run()
     finally:

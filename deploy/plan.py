@@ -8,13 +8,13 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..decode_node.config import DecodeConfig
-from ..engine.config import EngineConfig
+from ..engine.config import MEMORY_SHARE, EngineConfig
 from ..engine.drafters.choice import find_drafter, settle
 from ..engine.drafters.registry import describe
 from ..metadata.bus.allow_list import ROUTER, add_line, line_of
@@ -131,7 +131,8 @@ def make_plan(args: argparse.Namespace, tables: Mapping[str, Any], environ: Mapp
 def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:
     """Return the commands of the router, which comes first, and of the nodes.
 
-    `node_port`: the loopback port at which the nodes connect to the router.
+    `node_port`: the loopback port at which the nodes connect to the router. Raises ConfigError if nodes on one GPU are
+    given more than its memory.
     """
     address = f"tcp://{LOOPBACK}:{node_port}"
     drain = plan.up.stop_timeout_s
@@ -139,6 +140,7 @@ def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:
     made = [Command("router", "router", _argv("router", router), to_environ(router))]
     threads = split_threads(len(os.sched_getaffinity(0)), plan.up.prefill, plan.up.decode)
     gpus = _gpus()
+    shares = [plan.prefill.memory_share] * plan.up.prefill + [plan.decode.memory_share] * plan.up.decode
     roles: tuple[tuple[Role, PrefillConfig | DecodeConfig], ...] = (("prefill", plan.prefill), ("decode", plan.decode))
     for role, config in roles:
         for name in plan.node_names(role):
@@ -155,8 +157,8 @@ def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:
             environ = {"OMP_NUM_THREADS": str(num_threads)}
             if gpus and config.device != "cpu":
                 place = len(made) - 1
-                num_sharing = len(range(place % len(gpus), plan.up.prefill + plan.up.decode, len(gpus)))
-                node = replace(node, memory_share=round(config.share / num_sharing, 4))
+                sharing = shares[place % len(gpus) :: len(gpus)]
+                node = replace(node, memory_share=memory_share(config.memory_share, sharing))
                 if len(gpus) > 1:
                     environ["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
             made.append(Command(name, role, _argv(role, node), environ))
@@ -174,6 +176,20 @@ def split_threads(num_cores: int, num_prefill: int, num_decode: int) -> dict[str
     prefill = max(1, cores // (num_prefill + num_decode))
     decode = max(1, (cores - prefill * num_prefill) // num_decode)
     return {"prefill": prefill, "decode": decode}
+
+
+def memory_share(own: float | None, sharing: Sequence[float | None]) -> float:
+    """Return the share of a GPU's memory that a node takes: its `own` if one is given, else an equal part of what is
+    left. `sharing`: what is given for each node of the GPU. Raises ConfigError if nothing is left."""
+    given = [each for each in sharing if each is not None]
+    total, num_others = round(sum(given), 4), len(sharing) - len(given)
+    left = round(MEMORY_SHARE - total, 4)
+    if total > 1 or (num_others and left <= 0):
+        raise ConfigError(
+            f"--memory-share is {', '.join(map(str, given))} for {len(given)} of {len(sharing)} nodes of one GPU: "
+            f"let the shares of all sum to {MEMORY_SHARE}, or leave them out"
+        )
+    return own if own is not None else round(left / num_others, 4)
 
 
 def _gpus() -> list[str]:

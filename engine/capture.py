@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ def captured(run: Callable[[], Result], pool: Any) -> tuple[torch.cuda.CUDAGraph
     `run` runs twice, and reads nothing of a tensor on the host. `pool` (`torch.cuda.graph_pool_handle`) is the memory
     of graphs of which one runs at a time.
     """
-    side = torch.cuda.Stream()
+    side = _side_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     try:
         with torch.cuda.stream(side):
@@ -28,6 +29,13 @@ def captured(run: Callable[[], Result], pool: Any) -> tuple[torch.cuda.CUDAGraph
     graph = torch.cuda.CUDAGraph()
     with _no_collection(), torch.cuda.graph(graph, pool=pool):
         return graph, run()
+
+
+@functools.cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """Return the stream of all first runs on a device. cuBLAS keeps working memory for each stream that it was used on,
+    so a stream per capture would take much more."""
+    return torch.cuda.Stream(device)
 
 
 @contextmanager

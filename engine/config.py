@@ -11,6 +11,10 @@ from .drafters.registry import ALGORITHMS
 
 CHUNK_TOKENS = 512
 MEMORY_SHARE = 0.9  # of a GPU, for all nodes on it together
+SHARING = (  # what to do if nodes on one GPU take each other's memory
+    f"start nodes that share a GPU with shares that sum to {MEMORY_SHARE} (two nodes: --memory-share "
+    f"{MEMORY_SHARE / 2:.2f} each)"
+)
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -36,12 +40,15 @@ class EngineConfig(NodeConfig):
     num_pages: int | None = setting(
         None,
         "keep this many KV pages in memory; more pages hold more or longer requests (default: on cuda as many as "
-        "--memory-share leaves room for; on a CPU four contexts, if a quarter of the free memory holds them)",
+        "--memory-share leaves room for; on a CPU, or with BATON_TRITON=0, four contexts, if a quarter of the free "
+        "memory holds them)",
     )
     memory_share: float | None = setting(
         None,
-        "on cuda, take at most this share of the GPU's memory for weights, graphs, working memory and KV together "
-        "(default: 0.9; baton up divides it among the nodes of a GPU)",
+        "on cuda, take at most this share of the GPU's memory for weights, graphs, working memory and KV together; "
+        "unless --transport is cuda, the KV also fits in this share of the host's free memory, through which pages may "
+        "travel (default: 0.9; with baton up an equal part of what the shares given to other nodes of the GPU leave of "
+        "0.9)",
     )
     max_running: int = setting(
         64, "compute at most this many sequences at once; more raise the throughput and slow each answer down"
@@ -100,7 +107,7 @@ class EngineConfig(NodeConfig):
 
     @property
     def share(self) -> float:
-        """The share of the GPU's memory that this node may take."""
+        """The share of the GPU's memory that this node may take, and of the host's for what travels through it."""
         return MEMORY_SHARE if self.memory_share is None else self.memory_share
 
     def chunk(self, device: str) -> int:

@@ -201,7 +201,7 @@ class CudaPool:
         with suppress(torch.OutOfMemoryError):
             return work()
         self._stream.synchronize()  # it may have begun to write pages
-        raise OutOfMemory(f"the device has no memory left for {what} of a handoff; lower num_pages or max_running")
+        raise OutOfMemory(f"the device has no memory left for {what} of a handoff; lower memory_share or max_running")
 
     def _warm_up(self) -> None:
         """Digest page 0, which is padding, and copy it into itself, so that kernels are compiled before the node says

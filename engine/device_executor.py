@@ -22,6 +22,7 @@ from ..metadata.errors import ConfigError, OutOfMemory
 from ..metadata.handoff.buffers import MetadataBuffers, Sampled
 from ..metadata.wire.request import TokenLogprobs
 from .buckets import Buckets
+from .config import SHARING
 from .copies import recorded_event, to_host
 from .draft_row import get_draft
 from .draft_shape import DraftShape
@@ -105,9 +106,7 @@ class DeviceExecutor:
         sizes = catch_up_sizes(self.shape) if self.keeps_missed_rows else ()
         if captures(self.engine.device):
             shapes = [self.shape.with_steps(steps) for steps in self.shape.choices]
-            self._round_graphs, self._catch_up_graphs = self._capture(
-                self.buckets.allocate_on_device(), shapes, sizes, progress
-            )
+            self._round_graphs, self._catch_up_graphs = self._capture(shapes, sizes, progress)
             self.submit(padding_round(self.num_slots, 1, self.shape.with_steps(0)))  # compiles what surrounds a graph
             self.collect()
             return
@@ -120,29 +119,32 @@ class DeviceExecutor:
         theirs. Raises as `warm_up`."""
         if captures(self.engine.device):
             sizes = catch_up_sizes(self.shape) if self.keeps_missed_rows else ()
-            self._capture(self.buckets.allocate_on_device()[-1:], [self.shape], sizes[-1:])
+            self._capture([self.shape], sizes[-1:], of_largest=True)
 
     def _capture(
         self,
-        blocks: Sequence[InputBlock],
         shapes: Sequence[DraftShape],
         num_rows: Sequence[int],
         progress: Progress | None = None,
+        *,
+        of_largest: bool = False,
     ) -> tuple[RoundGraphs[DraftShape, RoundResult], RoundGraphs[int, None]]:
-        """Return graphs of rounds, and of catching up on `num_rows` rows, for these inputs on the device."""
-        shared = blocks, self.slots.padding, torch.cuda.graph_pool_handle()
-        rounds = RoundGraphs("rounds", self._round, *shared)
-        catching_up = RoundGraphs("catching up", self._catch_up, *shared)
-        self.slots.allocate_all()
+        """Return graphs of rounds, and of catching up on `num_rows` rows, of all buckets, or `of_largest` alone. Raises
+        ConfigError if they find no memory."""
         with suppress(torch.OutOfMemoryError):
+            self.slots.allocate_all()
+            blocks = self.buckets.allocate_on_device()
+            shared = blocks[-1:] if of_largest else blocks, self.slots.padding, torch.cuda.graph_pool_handle()
+            rounds = RoundGraphs("rounds", self._round, *shared)
+            catching_up = RoundGraphs("catching up", self._catch_up, *shared)
             with torch.inference_mode():
                 rounds.capture(shapes, progress)
                 if num_rows:
                     catching_up.capture(num_rows, progress)
             return rounds, catching_up
         raise ConfigError(
-            f"the GPU has no memory left for graphs of rounds of {self.num_slots} sequences; lower max_running, or "
-            "num_pages if it is given"
+            f"the GPU has no memory left for graphs of rounds of {self.num_slots} sequences; lower max_running (or "
+            f"num_pages if it is given), or {SHARING}"
         )
 
     def submit(self, work: RoundWork) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import torch
 from msgspec import structs
 
@@ -26,12 +25,13 @@ from ..metadata.wire.node_info import HandoffSchema, ModelCard, PoolLayout
 from ..metadata.wire.request import SamplingParams, TokenLogprobs
 from .attention import AttentionContext
 from .batch import Computed, ForwardBatch
-from .config import DtypeChoice, EngineConfig
+from .config import SHARING, DtypeChoice, EngineConfig
 from .cuda_memory import pool_zeros
 from .cuda_pool import CudaPool
 from .drafters.base import PromptChunk, PromptTail
 from .drafters.family import Speculation
 from .drafters.speculation import read_speculation
+from .host_memory import available_memory
 from .logprobs import Logprobs, compute_logprobs
 from .model_card import read_card
 from .model_config import ModelConfig
@@ -72,7 +72,15 @@ class Engine:
     Raises ModelError when the checkpoint cannot be served and ConfigError when the settings cannot work with it.
     """
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None, ranks: Ranks = ONE_RANK) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress | None = None,
+        ranks: Ranks = ONE_RANK,
+        *,
+        num_pages: int | None = None,
+    ) -> None:
+        """`num_pages`: of the first pools, if `resize` makes others later; None: as configured."""
         self.model_dir = resolve_model(config.model)
         self.model_config = ModelConfig.from_dir(self.model_dir)
         self.device = choose_device(config.device)
@@ -88,7 +96,7 @@ class Engine:
             )
         self._config, self._ranks = config, ranks
         dtype = _DTYPES[self.dtype_name]
-        num_pages = config.num_pages or _default_num_pages(self.context_len, self.schema, self.device)
+        num_pages = num_pages or config.num_pages or _default_num_pages(self.context_len, self.schema, self.device)
         _check_size(num_pages)
         self.model = load_model(self.model_dir, self.model_config, dtype, self.device, progress, ranks)
         self.fingerprints = (fingerprint(self.model_dir), self.speculation.fingerprint)
@@ -135,7 +143,7 @@ class Engine:
         ]
         self.device_pool: CudaPool | None = None
         if self.device.type == "cuda":  # `memory` is the host mirror then
-            self._kvs = _on_gpu(self._kvs, num_pages, self.device)
+            self._kvs = _on_gpu(self._kvs, num_pages, self.device, is_given=config.num_pages is not None)
             self.device_pool = CudaPool(self._kvs, self.memory, has_checksums=config.checksums)
 
     def _target_and_draft_kv(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -155,11 +163,11 @@ class Engine:
             for params in _WARM_UP:
                 state = SamplingState(params, [0], vocab_size=self.model_config.vocab_size)
                 self.sample(computed.logits, [state])
-            if computed.final is not None:
-                scored = computed.final[:SCORED_AT_ONCE]
-                self.score(scored, torch.zeros(len(scored), dtype=torch.int64, device=self.device), 1)
             self._warm_up_drafter(num_new, pages, computed.extend)
             step_s = time.monotonic() - started
+            if computed.final is not None:  # on a GPU as many as service scores at once, for they take memory
+                scored = computed.final[: SCORED_AT_ONCE if self.device.type == "cuda" else 1]
+                self.score(scored, torch.zeros(len(scored), dtype=torch.int64, device=self.device), 1)
         self.lease_s = max(MIN_LEASE_S, LEASE_STEPS * step_s)
         self._warm_up_history(num_tokens, pages)
         self.pool.release(pages)
@@ -242,12 +250,13 @@ class Engine:
 
     def score(self, final: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Logprobs:
         """Return `compute_logprobs` of the logits of `final` [num_rows, hidden_size], states after the final norm, in
-        host memory (copies.py). No more than SCORED_AT_ONCE rows of logits exist at a time."""
+        host memory, there after the next `recorded_event` (copies.py). No more than SCORED_AT_ONCE rows of logits exist
+        at a time."""
         parts = [
-            compute_logprobs(self.model.logits(states), ids, num_top).to_host()
+            compute_logprobs(self.model.logits(states), ids, num_top)
             for states, ids in zip(final.split(SCORED_AT_ONCE), token_ids.split(SCORED_AT_ONCE), strict=True)
         ]
-        return parts[0] if len(parts) == 1 else Logprobs(*map(torch.cat, zip(*parts, strict=True)))
+        return Logprobs(*map(torch.cat, zip(*parts, strict=True))).to_host()
 
     def states(self, batch: ForwardBatch) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The state that the target hands to draft extend, [num_tokens, width] (None where no drafter wants one), and
@@ -343,23 +352,25 @@ def _check_size(num_pages: int) -> None:
         raise ConfigError(f"num_pages {num_pages} is too small: use 3 or more (one of them is padding)")
 
 
-def _on_gpu(kvs: Sequence[torch.Tensor], num_pages: int, device: torch.device) -> list[torch.Tensor]:
-    """Return pools of zeros on a GPU, of these shapes and dtypes. Raises ConfigError if they do not fit."""
+def _on_gpu(kvs: Sequence[torch.Tensor], num_pages: int, device: torch.device, *, is_given: bool) -> list[torch.Tensor]:
+    """Return pools of zeros on a GPU, of these shapes and dtypes. Raises ConfigError if they do not fit. `is_given`:
+    the operator chose `num_pages`."""
     with suppress(torch.OutOfMemoryError):
         return [pool_zeros(tuple(each.shape), each.dtype, device) for each in kvs]
     needed, free = sum(each.nbytes for each in kvs), torch.cuda.mem_get_info(device)[0]
-    raise ConfigError(
-        f"num_pages {num_pages} need {needed / 2**30:.1f} GiB, and this GPU has {free / 2**30:.1f} GiB free; use "
-        f"{num_pages * free // needed} pages or fewer, or leave out --num-pages"
-    )
+    has = f"{needed / 2**30:.1f} GiB, and this GPU has {free / 2**30:.1f} GiB free"
+    if is_given:
+        advice = f"use {num_pages * free // needed} pages or fewer, or leave out --num-pages"
+        raise ConfigError(f"num_pages {num_pages} need {has}; {advice}")
+    raise ConfigError(f"the KV of this node needs {has}; if other processes use this GPU, {SHARING}")
 
 
 def _default_num_pages(context_len: int, schema: HandoffSchema, device: torch.device) -> int:
     """Four contexts or 65,536 tokens, but no more than a quarter of the free memory (of the GPU's and the host's).
 
-    A node on a GPU replaces this by what its share allows (memory_share.py)."""
+    A node on a GPU with our compiled kernels takes what its share allows instead (memory_share.py)."""
     wanted = max(4 * context_len, _DEFAULT_POOL_TOKENS) // schema.page_size + 1
-    free = psutil.virtual_memory().available
+    free = available_memory()
     if device.type == "cuda":
         free = min(free, torch.cuda.mem_get_info(device)[0])
     num_pages = max(3, min(wanted, int(free * _MEMORY_SHARE) // page_bytes(schema)))

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
-import psutil
 import torch
 
-from ..metadata.errors import ConfigError
+from ..metadata.errors import ConfigError, OutOfMemory
 from ..metadata.handoff.schema import page_bytes
-from .config import MEMORY_SHARE, EngineConfig
+from .config import MEMORY_SHARE, SHARING, EngineConfig
 from .engine import Engine
+from .host_memory import available_memory
 
 logger = logging.getLogger(__name__)
 
 RESERVE = 1 << 30  # bytes that torch does not count: the driver's context, code, and nodes of graphs
-_HOST_SHARE = 0.9
 _GIB = 1 << 30
 
 
@@ -34,42 +33,74 @@ class Memory(NamedTuple):
     free: int  # on the GPU, to every process
     held: int  # on the GPU by this process now: weights and buffers
     peak: int  # held at most, with working memory
-    host: int  # of the host, where the pools have a mirror that takes memory only where pages travel through it
+    host: int | None  # available of the host, for a mirror of the pools; None: no page travels through the host
 
 
 def num_pages(memory: Memory, share: float, bytes_per_page: int) -> int:
     """Return how many pages fit. Raises ConfigError with the numbers if these are fewer than three."""
-    of_share = int(share * memory.total) - memory.peak
-    of_device = memory.free - (memory.peak - memory.held)
-    found = (min(of_share, of_device) - RESERVE) // bytes_per_page
-    if found >= 3:
-        return max(3, min(found, int(_HOST_SHARE * memory.host) // bytes_per_page))
-    needed = memory.peak + RESERVE + 3 * bytes_per_page
-    words = (
-        f"no page of KV fits: weights, graphs and working memory take {memory.peak / _GIB:.1f} GiB, and "
-        f"{RESERVE / _GIB:.0f} GiB are kept in reserve"
-    )
-    if of_share <= of_device:
-        raise ConfigError(
-            f"{words}, but memory_share {share:.2f} of this GPU is {share * memory.total / _GIB:.1f} GiB; use "
+    of_share = int(share * memory.total) - memory.peak - RESERVE
+    # a node that serves beside this one may hold less at the moment than it will need; beside a larger share is none
+    spared = max(RESERVE, int((1 - max(share, MEMORY_SHARE)) * memory.total))
+    of_device = memory.free - (memory.peak - memory.held) - spared
+    found = min(of_share, of_device) // bytes_per_page
+    if found < 3:
+        raise ConfigError(_refusal(memory, share, 3 * bytes_per_page, spared, is_share_least=of_share <= of_device))
+    if memory.host is None:
+        return found
+    of_host = max(3, int(share * memory.host) // bytes_per_page)
+    if of_host < found:
+        logger.warning(
+            "the host's memory bounds the pools to %d of %d pages; if no page travels through the host, "
+            "--transport cuda lifts this bound",
+            of_host,
+            found,
+        )
+    return min(found, of_host)
+
+
+def _refusal(memory: Memory, share: float, bytes_of_pages: int, spared: int, *, is_share_least: bool) -> str:
+    """Return why not even the fewest pages fit, and what to do. `spared`: bytes that are left to other processes."""
+    words = f"no page of KV fits: weights, graphs and working memory take {memory.peak / _GIB:.1f} GiB, and "
+    reserve, total = f"{RESERVE / _GIB:.0f} GiB are kept in reserve", f"{memory.total / _GIB:.1f} GiB"
+    needed = memory.peak + RESERVE + bytes_of_pages
+    if needed > memory.total:
+        return (
+            f"{words}{reserve}, but this GPU has {total}: it is too small for the model; use smaller --chunk-tokens or "
+            "--max-running, or a larger GPU"
+        )
+    if is_share_least:
+        return (
+            f"{words}{reserve}, but memory_share {share:.2f} of this GPU is {share * memory.total / _GIB:.1f} GiB; use "
             f"--memory-share {min(1.0, needed / memory.total + 0.01):.2f} or more, or smaller --chunk-tokens"
         )
     others = memory.total - memory.free - memory.held
-    raise ConfigError(
-        f"{words}, but other processes hold {others / _GIB:.1f} of {memory.total / _GIB:.1f} GiB of this GPU; start "
-        f"nodes that share a GPU with shares that sum to {MEMORY_SHARE} (two nodes: --memory-share "
-        f"{MEMORY_SHARE / 2:.2f} each)"
+    return (
+        f"{words}{spared / _GIB:.1f} GiB are left to others, but other processes and the driver hold "
+        f"{others / _GIB:.1f} of {total} of this GPU; {SHARING}"
     )
 
 
-def rehearsal(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """Return the configuration of the first pools, which hold one chunk."""
-    return replace(config, num_pages=config.chunk(device.type) // config.page_size + 3)
+def rehearsal_pages(config: EngineConfig, device: torch.device) -> int:
+    """Return the size of the first pools, which hold one chunk."""
+    return config.chunk(device.type) // config.page_size + 3
+
+
+@contextmanager
+def memory_to_start() -> Iterator[None]:
+    """Run a part of the start. Raises ConfigError if the device has no memory for it."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, OutOfMemory):
+        free, total = (each / _GIB for each in torch.cuda.mem_get_info())
+        raise ConfigError(
+            f"the GPU ran out of memory before the node could serve: {free:.1f} of {total:.1f} GiB are free; lower "
+            f"chunk_tokens or max_running (or num_pages if it is given), or {SHARING}"
+        ) from None
 
 
 def fit_pools(engine: Engine, config: EngineConfig, rehearse: Callable[[Engine], None]) -> None:
     """Give an engine on CUDA the pools that its share of the device allows. `rehearse` runs all that service runs
-    beside chunks, and keeps nothing. Raises ConfigError if no page fits."""
+    beside chunks, and keeps nothing. Raises ConfigError if no page fits, and what `memory_to_start` waits for."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     engine.warm_up(config.chunk(engine.device.type))
@@ -79,7 +110,8 @@ def fit_pools(engine: Engine, config: EngineConfig, rehearse: Callable[[Engine],
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(engine.device)
     free += engine.pool_bytes
-    memory = Memory(total, free, torch.cuda.memory_reserved(), peak, psutil.virtual_memory().total)
+    host = None if config.transport == "cuda" else available_memory()
+    memory = Memory(total, free, torch.cuda.memory_reserved(), peak, host)
     engine.resize(num_pages(memory, config.share, page_bytes(engine.schema)))
     torch.cuda.empty_cache()  # graphs of the rehearsal are gone now
     logger.info(

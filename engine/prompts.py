@@ -338,4 +338,4 @@ def _rows(values: Tensor, index: Sequence[int]) -> Tensor:
 
 
 def _out_of_memory(what: str) -> OutOfMemory:
-    return OutOfMemory(f"the device has no memory left for {what}; lower chunk_tokens or num_pages")
+    return OutOfMemory(f"the device has no memory left for {what}; lower chunk_tokens or memory_share")

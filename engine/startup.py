@@ -21,7 +21,7 @@ from ..metadata.wire.node_info import Capacity, Role
 from ..metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from .config import EngineConfig
 from .engine import Engine, choose_device, default_node_id, use_threads
-from .memory_share import fit_pools, rehearsal
+from .memory_share import fit_pools, memory_to_start, rehearsal_pages
 from .model_card import read_tokenizer
 from .progress import ProgressBar
 from .tuning import tune, use_file
@@ -39,18 +39,20 @@ class Node(Member, Protocol):
 
 def load_engine(config: EngineConfig, rehearse: Callable[[Engine], None] = lambda _: None) -> Engine:
     """Load the model and run it once. On CUDA, its pools get what the node's share of the GPU leaves beside a node's
-    other work, which `rehearse` runs. Raises ModelError and ConfigError."""
+    other work, which `rehearse` runs; but not without graphs, since the work of service is then not known before.
+    Raises ModelError and ConfigError."""
     started = time.monotonic()
     use_threads(config)
     device = choose_device(config.device)
-    fits = device.type == "cuda" and config.num_pages is None
-    with ProgressBar("loading weights", "MiB", 1 << 20) as progress:
-        engine = Engine(rehearsal(config, device) if fits else config, progress)
-    logger.info("speculation: %s", engine.speculation.describe(engine.model_dir))
-    tune_products(engine, measures=config.tune)
-    if fits:
-        fit_pools(engine, config, rehearse)
-    engine.warm_up(config.chunk(engine.device.type))
+    fits = device.type == "cuda" and captures(device) and config.num_pages is None
+    with memory_to_start():
+        with ProgressBar("loading weights", "MiB", 1 << 20) as progress:
+            engine = Engine(config, progress, num_pages=rehearsal_pages(config, device) if fits else None)
+        logger.info("speculation: %s", engine.speculation.describe(engine.model_dir))
+        tune_products(engine, measures=config.tune)
+        if fits:
+            fit_pools(engine, config, rehearse)
+        engine.warm_up(config.chunk(engine.device.type))
     logger.info(
         "%s ready on %s in %s: %d pages of %d tokens, %.1f s",
         engine.card.name,
@@ -87,7 +89,8 @@ def serve(
 ) -> int:
     """Meet the router and run the node until it is asked to leave. Returns the exit status."""
     membership = make_membership(config, name, role, engine, keys, epoch, data_address)
-    node = membership.member = make_node(membership)
+    with memory_to_start():
+        node = membership.member = make_node(membership)
     freeze()
     membership.install_signals()
     membership.start()

@@ -242,6 +242,7 @@ def _given_up(when: str, reason: str) -> NodeFault:
 def _no_memory(times: str, reason: str) -> NodeFault:
     shown = (
         f"the request ran out of memory {times}: shorten its prompt, ask for fewer log-probabilities or choices, or "
-        "send it again when fewer requests run; whoever runs the nodes can lower max_running, chunk_tokens or num_pages"
+        "send it again when fewer requests run; whoever runs the nodes can lower max_running, chunk_tokens or "
+        "memory_share"
     )
     return NodeFault(f"out of memory {times}; the last: {reason}", OutOfMemory.code, shown)

@@ -164,6 +164,7 @@ def run_mode(mode: str, options: argparse.Namespace, base: float | None) -> dict
     with ExitStack() as stack:
         cluster = Cluster(Path(stack.enter_context(tempfile.TemporaryDirectory())), None)
         stack.callback(cluster.kill_all)  # how clusters stop is the tests' business
+        cluster.node_share = cluster.gpu_share / 2
         cluster.start_router(*MODES[mode])
         if options.simulated:
             nodes = _simulated_nodes(cluster.node_address, options)

@@ -41,6 +41,7 @@ def main() -> None:
     flags += _speculation_flags(options)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory, Cluster(Path(directory), options.model) as cluster:
+        cluster.gpu_share = 0.6  # the reference is in this process
         cluster.start(node_flags=flags)
         tokenizer = _tokenizer(options.model)
         for num_streams in options.streams:

@@ -41,6 +41,7 @@ def measure_http(
         for mode, flags in zip(MODES, ([], drafts), strict=True):
             (directory / mode).mkdir()
             clusters[mode] = Cluster(directory / mode, case.model)
+            clusters[mode].gpu_share = 0.35  # beside the other cluster and the judge's engine
             stack.callback(clusters[mode].kill_all)  # how clusters stop is the tests' business
             clusters[mode].start(node_flags=machine + flags)
         speed = [_speed(clusters, judge, prompts, num_streams, options) for num_streams in streams]

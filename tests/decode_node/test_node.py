@@ -252,7 +252,26 @@ def test_a_wait_ends_when_the_device_is_done(pulling: NodePair, monkeypatch: pyt
 
     monkeypatch.setattr(DeviceExecutor, "is_done", property(is_done))
     pulling.decode.step()
-    assert looks == 4 and members(pulling) == ["first"]
+    assert looks == 5 and members(pulling) == ["first"], "the last look tells whether arrivals took too long"
+
+
+@pytest.mark.parametrize("looks_s", [[0.3, 0.0], [0.0, 0.3]])
+def test_arrivals_that_outlast_the_round_under_way_count_as_other_work(
+    looks_s: list[float], pulling: NodePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the chooser takes their time for the round's. The device is done after the second look."""
+    computes(monkeypatch, pulling, is_done=False, seconds=30.0)
+    clock, left = pulling.decode._clock, looks_s.copy()
+    before = clock._other_s
+
+    def take() -> None:
+        time.sleep(left.pop(0))
+        if not left:
+            monkeypatch.setattr(DeviceExecutor, "is_done", property(lambda _: True))
+
+    monkeypatch.setattr(pulling.decode, "_take_arrivals", take)
+    pulling.decode._await_arrivals()
+    assert not left and (clock._other_s - before >= 0.3) == (looks_s[-1] == 0.3)
 
 
 def test_a_cancel_ends_the_wait(pulling: NodePair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,21 @@ def test_overlapping_rounds_are_timed(clock: Clock) -> None:
             assert in_ms(judged) == (None, None)
 
 
+def test_a_round_that_arrivals_have_outlasted_is_not_timed(clock: Clock) -> None:
+    for late_ms, is_used in ((2, True), (10, False)):
+        rounds = RoundClock(overlaps=True)
+        overlapping(clock, rounds, 0.0, 0)
+        _, since = overlapping(clock, rounds, clock.now, 0)
+        rounds.begin_step()
+        rounds.end_arrivals()
+        clock.passes(16 - late_ms)
+        begun = clock.now
+        clock.passes(late_ms)
+        rounds.overrun(begun)
+        judged = rounds.judge(rounds.settle(since, 0))
+        assert (judged.seconds is not None) == is_used
+
+
 def test_if_there_are_always_arrivals_some_times_are_used(clock: Clock) -> None:
     rounds, since = RoundClock(overlaps=True), 0.0
     judged = [RoundTime(None, None)]

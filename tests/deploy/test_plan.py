@@ -55,11 +55,46 @@ def test_nodes_of_one_gpu_divide_its_memory(
     gpus: str, sizes: tuple[int, int], shares: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    made = Plan(UpConfig(prefill=sizes[0], decode=sizes[1]), RouterConfig(), PrefillConfig(), DecodeConfig())
-    nodes = commands(made, node_port=5701, http_port=8001)[1:]
+    assert shares_of(*sizes, None, None) == shares
+
+
+def shares_of(
+    num_prefill: int, num_decode: int, prefill_share: float | None, decode_share: float | None
+) -> list[str | None]:
+    """Return the shares on the command lines of the nodes."""
+    up = UpConfig(prefill=num_prefill, decode=num_decode)
+    prefill, decode = PrefillConfig(memory_share=prefill_share), DecodeConfig(memory_share=decode_share)
+    nodes = commands(Plan(up, RouterConfig(), prefill, decode), node_port=5701, http_port=8001)[1:]
     prefix = "--memory-share="
-    found = [next((word[len(prefix) :] for word in node.argv if word.startswith(prefix)), None) for node in nodes]
-    assert found == shares
+    return [next((word[len(prefix) :] for word in node.argv if word.startswith(prefix)), None) for node in nodes]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "given", "shares"),
+    [
+        ((1, 1), (0.6, 0.3), ["0.6", "0.3"]),
+        ((1, 1), (0.52, 0.45), ["0.52", "0.45"]),
+        ((1, 1), (0.6, None), ["0.6", "0.3"]),
+        ((1, 2), (0.3, None), ["0.3", "0.3", "0.3"]),
+        ((2, 1), (None, 0.5), ["0.2", "0.2", "0.5"]),
+    ],
+)
+def test_a_share_that_is_given_is_the_nodes_own(
+    sizes: tuple[int, int], given: tuple[float, float], shares: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert shares_of(*sizes, *given) == shares
+
+
+@pytest.mark.parametrize(("sizes", "given"), [((1, 1), (0.6, 0.5)), ((1, 2), (0.2, 0.45)), ((1, 1), (None, 0.9))])
+def test_shares_beyond_a_gpu_are_refused(
+    sizes: tuple[int, int], given: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ConfigError, match=r"nodes of one GPU: let the shares of all sum to 0\.9"):
+        shares_of(*sizes, *given)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    assert set(shares_of(*sizes, *given)) <= {"0.9", *map(str, given)}
 
 
 def test_processes_get_fresh_keys_of_their_own(tmp_path: Path) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from drafters import settings, target_of
 
 from baton.engine import engine as engines
+from baton.engine import logprobs
 from baton.engine.batch import Computed
 from baton.engine.config import EngineConfig
 from baton.engine.engine import LEASE_STEPS, MIN_LEASE_S, Engine, default_node_id, resolve_model
+from baton.engine.logprobs import compute_logprobs
 from baton.engine.sampling_state import SamplingState
 from baton.engine.weights import fingerprint
 from baton.engine.work import BatchRow
@@ -82,6 +82,11 @@ def test_no_request_is_longer_than_the_pool(changes: dict[str, Any], context_len
     assert engine.pool.num_pages == changes["num_pages"]
 
 
+def test_the_first_pools_may_have_another_size_than_configured(checkpoint: Callable[..., Path]) -> None:
+    config = EngineConfig(model=str(checkpoint("llama")), device="cpu", threads=1, page_size=PAGE_SIZE)
+    assert Engine(config, num_pages=9).pool.num_pages == 9
+
+
 def test_the_demo_model_is_the_default() -> None:
     assert (resolve_model(None) / "config.json").is_file() and (resolve_model(None) / "model.safetensors").is_file()
     assert resolve_model("~/model") == Path.home() / "model"
@@ -141,7 +146,7 @@ def test_a_pool_takes_four_contexts_but_no_more_than_a_quarter_of_the_memory(
     context_len: int, host: int, gpu: int | None, num_tokens: int, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert page_bytes(engine.schema) == 512 * PAGE_SIZE  # so a quarter of GIB / 32 holds 16,384 tokens
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=host))
+    monkeypatch.setattr(engines, "available_memory", lambda: host)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (gpu, 64 * GIB))
     device = torch.device("cpu" if gpu is None else "cuda")
     found = engines._default_num_pages(context_len, engine.schema, device)
@@ -152,7 +157,7 @@ def test_a_pool_takes_four_contexts_but_no_more_than_a_quarter_of_the_memory(
 def test_a_pool_that_holds_no_context_is_told(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=GIB // 32))
+    monkeypatch.setattr(engines, "available_memory", lambda: GIB // 32)
     engines._default_num_pages(16_384, engine.schema, torch.device("cpu"))
     assert not caplog.records
     engines._default_num_pages(16_385, engine.schema, torch.device("cpu"))
@@ -232,10 +237,33 @@ def test_a_row_whose_logits_are_no_numbers_has_no_token(engine: Engine) -> None:
     logits[1, 40] = float("nan")
     params = [SamplingParams(max_tokens=1, temperature=0.0, num_logprobs=num) for num in (None, 2, 1)]
     states = [SamplingState(each, [0], vocab_size=512) for each in params]
-    tokens, logprobs = engine.sample(logits, states)
+    tokens, found = engine.sample(logits, states)
     assert tokens == [int(logits[0].argmax()), None, int(logits[2].argmax())]
-    assert logprobs[0] is None and logprobs[2] is not None and len(logprobs[2].top_ids) == 1
-    assert logprobs[2].logprob == pytest.approx(float(logits[2].log_softmax(0).max()), abs=1e-5)
+    assert found[0] is None and found[2] is not None and len(found[2].top_ids) == 1
+    assert found[2].logprob == pytest.approx(float(logits[2].log_softmax(0).max()), abs=1e-5)
+
+
+def test_log_probabilities_of_many_rows_are_those_of_the_rows_and_reach_the_host_later(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from a GPU: a copy to the host holds anything until the device has come to it."""
+    computed = engine.compute([BatchRow(PROMPT, 0, [1, 2], num_scored=len(PROMPT))])
+    assert computed.final is not None
+    ids = torch.tensor(PROMPT)
+    expected = compute_logprobs(engine.model.logits(computed.final), ids, 2)
+    copies = list[tuple[torch.Tensor, torch.Tensor]]()
+
+    def to_host(tensor: torch.Tensor) -> torch.Tensor:
+        copies.append((torch.full_like(tensor, 99), tensor))
+        return copies[-1][0]
+
+    monkeypatch.setattr(logprobs, "to_host", to_host)
+    monkeypatch.setattr(engines, "SCORED_AT_ONCE", 3)
+    found = engine.score(computed.final, ids, 2)
+    for host, tensor in copies:
+        host.copy_(tensor)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
 # --- before it serves ---
@@ -252,11 +280,17 @@ def test_warming_up_runs_a_step_and_two_chunks_and_leaves_nothing(
     make_engine: MakeEngine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The lease is eight times as long as the second chunk took, which compiles nothing any more."""
+    """The lease is eight times as long as the second chunk took, which compiles nothing any more. Scoring, which few
+    requests ask for, counts in no step, and needs one row on a CPU."""
     engine = make_engine(**changes)
     now, seconds = [0.0], iter((5.0, 70.0, 0.3))
     sizes: list[int] = []
+    num_scored: list[int] = []
     compute = engine.compute
+
+    def scoring(final: torch.Tensor, *_: object) -> None:
+        num_scored.append(len(final))
+        now[0] += 1000.0
 
     def computing(rows: list[BatchRow]) -> Computed:
         [row] = rows
@@ -265,9 +299,10 @@ def test_warming_up_runs_a_step_and_two_chunks_and_leaves_nothing(
         return compute(rows)
 
     monkeypatch.setattr(engine, "compute", computing)
+    monkeypatch.setattr(engine, "score", scoring)
     monkeypatch.setattr(engines.time, "monotonic", lambda: now[0])
     engine.warm_up(chunk_tokens)
-    assert sizes == [1, num_tokens, num_tokens]
+    assert sizes == [1, num_tokens, num_tokens] and num_scored == [1, 1, 1]
     assert engine.lease_s == pytest.approx(LEASE_STEPS * 0.3)
     assert engine.pool.num_free == engine.pool.num_usable
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine import device_executor, graphs
+from baton.engine import graphs
 from baton.engine.config import EngineConfig
 from baton.engine.device_executor import DeviceExecutor
 from baton.engine.engine import Engine
@@ -80,17 +80,36 @@ def test_a_graph_of_every_bucket_step_and_kind_is_captured_and_service_captures_
     assert captures == before
 
 
+@pytest.mark.parametrize("full", ["capture", "columns of the vocabulary", "inputs on the device"])
+@pytest.mark.parametrize("start", ["warm_up", "rehearse"])
 def test_graphs_that_find_no_memory_at_start_are_refused_in_words(
-    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    start: str, full: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Full:
-        def __init__(self, *_: object) -> None: ...
-
-        def capture(self, *_: object) -> None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+    def fails(*_: object) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
     engine = Engine(EngineConfig(model=str(checkpoint("llama")), device="cpu", threads=1, num_pages=8))
-    monkeypatch.setattr(device_executor, "RoundGraphs", Full)
+    executor = DeviceExecutor(engine, 5, [1])
+    owner, name = {
+        "capture": (graphs.RoundGraphs, "capture"),
+        "columns of the vocabulary": (executor.slots, "allocate_all"),
+        "inputs on the device": (executor.buckets, "allocate_on_device"),
+    }[full]
+    monkeypatch.setattr(owner, name, fails)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    with preferring("triton"), pytest.raises(ConfigError, match="graphs of rounds of 5 sequences; lower max_running"):
-        DeviceExecutor(engine, 5, [1]).warm_up()
+    words = "graphs of rounds of 5 sequences; lower max_running.*--memory-share"
+    with preferring("triton"), pytest.raises(ConfigError, match=words):
+        getattr(executor, start)()
+
+
+def test_a_rehearsal_captures_the_largest_bucket_beside_the_inputs_of_all(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = list[list[int]]()
+    monkeypatch.setattr(graphs.RoundGraphs, "capture", lambda graphs, *_: captured.append(list(graphs._inputs)))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    engine = Engine(EngineConfig(model=str(checkpoint("llama")), device="cpu", threads=1, num_pages=8))
+    executor = DeviceExecutor(engine, 5, [1, 2, 5])
+    with preferring("triton"):
+        executor.rehearse()
+    assert captured == [[5]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,17 +13,20 @@ from drafters import settings, target_of
 from node_pair import params
 from solo import Solo
 
+from baton.engine import engine as engines
+from baton.engine import startup
 from baton.engine.config import EngineConfig
 from baton.engine.device_executor import DeviceExecutor
 from baton.engine.engine import Engine
-from baton.engine.memory_share import RESERVE, Memory, num_pages, rehearsal
+from baton.engine.memory_share import RESERVE, Memory, memory_to_start, num_pages, rehearsal_pages
 from baton.engine.pages import Owner
 from baton.engine.rounds import Rounds
-from baton.metadata.errors import ConfigError
+from baton.metadata.errors import ConfigError, OutOfMemory
 
 GIB = 1 << 30
 PAGE = 2 << 20
-ALONE = Memory(total=140 * GIB, free=120 * GIB, held=17 * GIB, peak=20 * GIB, host=256 * GIB)
+DRIVER = GIB // 2
+ALONE = Memory(total=140 * GIB, free=123 * GIB - DRIVER, held=17 * GIB, peak=20 * GIB, host=256 * GIB)
 
 
 def test_pages_take_the_share_less_what_else_needs_memory() -> None:
@@ -32,18 +36,27 @@ def test_pages_take_the_share_less_what_else_needs_memory() -> None:
 def test_two_nodes_of_one_gpu_take_half_each_in_any_order() -> None:
     """The first has measured before the second has any memory, the second after."""
     first = num_pages(ALONE, 0.45, PAGE)
-    beside = ALONE._replace(free=ALONE.free - 20 * GIB - first * PAGE)
+    beside = ALONE._replace(free=ALONE.free - DRIVER - 20 * GIB - first * PAGE)
     assert num_pages(beside, 0.45, PAGE) == first
 
 
-def test_what_other_processes_hold_is_left_alone() -> None:
+def test_what_other_processes_hold_or_need_later_is_left_alone() -> None:
+    """A neighbour holds less than it needs while it captures graphs, or serves little."""
     crowded = ALONE._replace(free=30 * GIB)
     found = num_pages(crowded, 0.9, PAGE)
-    assert found == (30 * GIB - 3 * GIB - RESERVE) // PAGE, "working memory of 3 GiB comes back after measuring"
+    assert found == (30 * GIB - 3 * GIB - 14 * GIB) // PAGE, "working memory of 3 GiB comes back after measuring"
 
 
-def test_the_mirror_fits_in_the_host() -> None:
-    assert num_pages(ALONE._replace(host=10 * GIB), 0.9, PAGE) == 9 * GIB // PAGE
+def test_a_node_may_be_given_the_whole_gpu() -> None:
+    found = num_pages(ALONE, 1.0, PAGE) * PAGE
+    assert found == pytest.approx(140 * GIB - 20 * GIB - RESERVE - DRIVER, abs=PAGE)
+
+
+def test_the_mirror_fits_in_the_nodes_share_of_the_host(caplog: pytest.LogCaptureFixture) -> None:
+    """So two nodes that share a GPU do not fill the host together. Without a mirror nothing of the host is needed."""
+    assert num_pages(ALONE._replace(host=10 * GIB), 0.45, PAGE) == int(4.5 * GIB) // PAGE
+    assert "the host's memory bounds the pools to 2304 of" in caplog.text
+    assert num_pages(ALONE._replace(host=None), 0.45, PAGE) == num_pages(ALONE, 0.45, PAGE)
 
 
 def test_a_share_that_leaves_no_page_is_refused_with_one_that_leaves_some() -> None:
@@ -54,8 +67,16 @@ def test_a_share_that_leaves_no_page_is_refused_with_one_that_leaves_some() -> N
 
 
 def test_a_full_gpu_is_refused_with_what_others_hold() -> None:
-    with pytest.raises(ConfigError, match=r"other processes hold 119\.0 of 140\.0 GiB.*--memory-share 0\.45 each"):
+    words = r"other processes and the driver hold 119\.0 of 140\.0 GiB.*--memory-share 0\.45 each"
+    with pytest.raises(ConfigError, match=words):
         num_pages(ALONE._replace(free=4 * GIB), 0.9, PAGE)
+
+
+def test_a_gpu_that_is_too_small_is_refused_as_such() -> None:
+    small = ALONE._replace(total=20 * GIB, free=3 * GIB - DRIVER)
+    for share in (0.45, 0.9, 1.0):
+        with pytest.raises(ConfigError, match=r"this GPU has 20\.0 GiB: it is too small for the model"):
+            num_pages(small, share, PAGE)
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.01])
@@ -65,9 +86,78 @@ def test_a_share_is_a_share(share: float) -> None:
 
 
 def test_the_first_pools_hold_one_chunk() -> None:
-    config = rehearsal(EngineConfig(chunk_tokens=100, page_size=16), torch.device("cuda"))
-    assert config.num_pages is not None and (config.num_pages - 1) * 16 > 100
-    assert config.chunk_tokens == 100
+    assert (rehearsal_pages(EngineConfig(chunk_tokens=100, page_size=16), torch.device("cuda")) - 1) * 16 > 100
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of 140 GiB, of which 3 GiB are free."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (3 * GIB, 140 * GIB))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), OutOfMemory("a round")])
+@pytest.mark.usefixtures("on_gpu")
+def test_a_start_without_memory_is_refused_in_words(error: Exception) -> None:
+    words = (
+        r"out of memory before the node could serve: 3\.0 of 140\.0 GiB are free; lower chunk_tokens.*--memory-share"
+    )
+    with pytest.raises(ConfigError, match=words), memory_to_start():
+        raise error
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_loading_and_making_the_node_are_parts_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(startup, "Engine", fails)
+    with pytest.raises(ConfigError, match="out of memory before the node could serve"):
+        startup.load_engine(EngineConfig(device="cpu", threads=1))
+    monkeypatch.setattr(startup, "make_membership", lambda *_: SimpleNamespace())
+    with pytest.raises(ConfigError, match="out of memory before the node could serve"):
+        startup.serve(EngineConfig(), "d", "decode", None, None, "e", "", fails)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_pools_that_do_not_fit_name_what_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(engines, "pool_zeros", full)
+    kvs = [torch.empty(6 * GIB, dtype=torch.uint8, device="meta")]
+    with pytest.raises(ConfigError, match=r"num_pages 60 need 6\.0 GiB.*3\.0 GiB free; use 30 pages or fewer"):
+        engines._on_gpu(kvs, 60, torch.device("cuda"), is_given=True)
+    with pytest.raises(ConfigError, match=r"needs 6\.0 GiB.*--memory-share 0\.45 each") as refused:
+        engines._on_gpu(kvs, 60, torch.device("cuda"), is_given=False)
+    assert "num_pages" not in str(refused.value) and "num-pages" not in str(refused.value)
+
+
+@pytest.mark.parametrize("given", [None, 50])
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_pools_are_fitted_only_if_the_work_of_service_can_be_rehearsed(
+    given: int | None, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without our kernels a round is many operations of torch, whose memory nobody has measured."""
+    made, fitted = list[Any](), list[Any]()
+
+    def make(config: EngineConfig, *_: object, num_pages: int | None) -> Any:
+        made.append((config.num_pages, num_pages))
+        speculation, pool = SimpleNamespace(describe=str), SimpleNamespace(num_usable=1, page_size=16)
+        card, device = SimpleNamespace(name="m"), torch.device("cuda")
+        parts = {"speculation": speculation, "pool": pool, "card": card, "device": device}
+        return SimpleNamespace(model_dir=Path(), dtype_name="float32", warm_up=int, **parts)
+
+    monkeypatch.setattr(startup, "Engine", make)
+    monkeypatch.setattr(startup, "use_threads", lambda _: None)
+    monkeypatch.setattr(startup, "choose_device", torch.device)
+    monkeypatch.setattr(startup, "captures", lambda _: has_kernels)
+    monkeypatch.setattr(startup, "tune_products", lambda *_, **__: None)
+    monkeypatch.setattr(startup, "fit_pools", lambda *_: fitted.append(1))
+    config = EngineConfig(device="cuda", num_pages=given)
+    startup.load_engine(config)
+    fits = has_kernels and given is None
+    assert made == [(given, rehearsal_pages(config, torch.device("cuda")) if fits else None)]
+    assert len(fitted) == fits
 
 
 NAMES = ("standalone", "eagle3", "mtp3-deepseek", "frozen-kv-mtp", "ngram")

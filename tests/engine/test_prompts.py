@@ -285,7 +285,7 @@ def test_a_chunk_for_which_there_is_no_memory(
     with monkeypatch.context() as patch:
         patch.setattr(getattr(prompts.engine, owner), name, out_of_memory)
         with pytest.raises(
-            OutOfMemory, match="no memory left for 9 prompt tokens; lower chunk_tokens or num_pages"
+            OutOfMemory, match="no memory left for 9 prompt tokens; lower chunk_tokens or memory_share"
         ) as found:
             prompts.submit(chunk)
     assert found.value.__context__ is None

@@ -30,7 +30,13 @@ def executor_of(engine: Engine) -> DeviceExecutor:
 
 def config_of(kind: type[EngineConfig], model: Path, share: float) -> EngineConfig:
     return kind(
-        model=str(model), device="cuda", memory_share=share, max_running=MAX_RUNNING, tune=False, speculative="none"
+        model=str(model),
+        device="cuda",
+        memory_share=share,
+        transport="cuda",  # otherwise a host with less memory than the GPU bounds the pools
+        max_running=MAX_RUNNING,
+        tune=False,
+        speculative="none",
     )
 
 

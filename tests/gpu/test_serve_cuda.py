@@ -22,6 +22,7 @@ TEXTS = (
 
 class GpuCluster(Cluster):
     ready_s = 150.0  # kernels that no process has compiled before, and graphs
+    gpu_share = 0.6  # the reference is in this process
 
 
 @pytest.fixture

@@ -87,6 +87,8 @@ class Cluster:
     ready_s = READY_S
     complaints = ("Traceback", "dropped a frame")  # no log may contain these: all messages are well-formed
     exit_s = EXIT_S  # the longest that a process may take to exit
+    gpu_share = 0.9  # of a GPU's memory, for all nodes together; less if the test's own process uses the GPU, too
+    node_share = 0.2  # of that memory, for each node that is started alone; `start` divides `gpu_share` instead
 
     def __init__(self, directory: Path, model: Path | None, *, is_forked: bool = False) -> None:
         """`is_forked`: processes are forked from a warm one (tests/support/forked.py), which is much faster."""
@@ -123,6 +125,7 @@ class Cluster:
     ) -> Cluster:
         """Start a router and nodes. Wait until all have joined and a request has succeeded."""
         self.start_router(*(router_flags or []))
+        self.node_share = self.gpu_share / (prefill + decode)
         for role, count in (("prefill", prefill), ("decode", decode)):
             for index in range(count):
                 self.start_node(role, f"{role}-{index}", *(node_flags or []))
@@ -135,11 +138,15 @@ class Cluster:
         return self.start_process("router", "router", *address, *flags)
 
     def start_node(self, role: str, name: str, *flags: str, model: Path | None = None) -> Process:
-        """Start a node. `role` is prefill or decode. It has one CPU thread unless `flags` say otherwise."""
+        """Start a node. `role` is prefill or decode. It has one CPU thread, and `node_share` of a GPU, unless `flags`
+        say otherwise."""
         model = model or self.model
         chosen = ["--model", str(model)] if model else []
         meeting = ["--router", self.node_address, "--node-id", name, "--threads", "1"]
-        return self.start_process(name, role, *meeting, *chosen, *flags)
+        share = (
+            [] if name in self.releases else ["--memory-share", f"{self.node_share:.3f}"]
+        )  # older releases have none
+        return self.start_process(name, role, *meeting, *share, *chosen, *flags)
 
     def start_process(self, name: str, *argv: str) -> Process:
         """Start `baton *argv` in its own process group, with its own log file."""
