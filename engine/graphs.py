@@ -74,6 +74,7 @@ class RoundGraphs(Generic[Step, Result]):
     def capture(self, steps: Sequence[Step], progress: Progress | None = None) -> None:
         """Capture the graphs of all buckets and KINDS, largest first, so that the smaller ones fit in its memory.
         `progress` counts graphs. Raises torch.OutOfMemoryError."""
+        torch.cuda.empty_cache()  # as each capture does, so that the difference is the graphs'
         started, before = time.monotonic(), torch.cuda.memory_reserved()
         for key in tracked(list(starmap(_Key, product(sorted(self._inputs, reverse=True), steps, KINDS))), progress):
             self._capture(key)

@@ -119,6 +119,7 @@ class PromptGraphs:
         self._page_size = page_size
         self._num_columns = -(-context_len // page_size)
         self._pool = torch.cuda.graph_pool_handle()
+        torch.cuda.empty_cache()  # as each capture does, so that the difference is the graphs'
         started, before = time.monotonic(), torch.cuda.memory_reserved()
         self._captured = {size: self._capture(size) for size in tracked(self._sizes[::-1], progress)}
         logger.info(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import triton_device  # noqa: F401 - before triton is imported, by transformers for one
+import triton_device  # before triton is imported, by transformers for one
 from checkpoints import make_checkpoint
 
 CheckpointFactory = Callable[..., Path]
@@ -30,6 +31,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Raise UsageError if a file has integration tests but not the text by which `pytest_ignore_collect` finds it."""
     if item.get_closest_marker("integration") and _INTEGRATION not in item.path.read_text():
         raise pytest.UsageError(f"{item.path} has tests of processes and does not say {_INTEGRATION}")
+
+
+def pytest_collection_finish() -> None:
+    if triton_device.IS_INTERPRETED and "triton" in sys.modules:
+        triton_device.reduce_by_halves()
 
 
 @pytest.fixture(scope="session")
