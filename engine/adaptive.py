@@ -42,8 +42,9 @@ class _Rate:
 
     def fade(self, now: int) -> None:
         """Count what was seen less, for the rounds since the last call."""
-        kept = _KEPT_PER_ROUND ** (now - self._at)
-        self.num_right, self.num_tries, self._at = self.num_right * kept, self.num_tries * kept, now
+        if now != self._at:
+            kept = _KEPT_PER_ROUND ** (now - self._at)
+            self.num_right, self.num_tries, self._at = self.num_right * kept, self.num_tries * kept, now
 
     def add(self, num_right: float, num_tries: float) -> None:
         self.num_right += num_right
@@ -104,13 +105,10 @@ class StepChooser:
         if not self.times.is_begun(kind):
             return 0
         choices = [steps for steps in self.shape.choices if steps <= most or (most and not self.shape.is_chain)] or [0]
-        for rate in (self._all, *(self._own[slot] for slot in slots)):
-            rate.fade(self._now)
         plain_s = self._seconds(num_seqs, 0, kind)
         took = {steps: self._seconds(num_seqs, steps, kind) / plain_s for steps in choices}
         late = self.times.catch_up_seconds(num_missed) / plain_s
-        hoped = self._expected(slots, usable, DOUBT)
-        doubted = self._expected(slots, usable, 0.0)
+        hoped, doubted = (self._expected(rates, usable) for rates in self._rates(slots))
 
         def speed(steps: int) -> float:
             return hoped[steps] / (took[steps] + (late / MEMORY if steps else 0.0))
@@ -182,20 +180,37 @@ class StepChooser:
         doubtful = took * (1 + self.times.doubt(num_seqs, num_steps, kind))
         self._book(took, 1 + sum(num_accepted) / num_seqs - doubtful)
 
-    def acceptance(self, slot: int, num_hoped: float = 0.0) -> float:
-        """Return the estimated share of accepted drafts of a slot: its own tries, and DOUBT tries with the average rate
-        of all sequences. That average has DOUBT more tries, of which `num_hoped` were right."""
-        own, average = self._own[slot], (self._all.num_right + num_hoped) / (self._all.num_tries + DOUBT)
-        return (own.num_right + DOUBT * average) / (own.num_tries + DOUBT)
+    def acceptance(self, slot: int) -> float:
+        """Return the doubtful estimate of the share of accepted drafts of a slot."""
+        _, [doubted] = self._rates([slot])
+        return doubted
 
-    def _expected(self, slots: Sequence[int], usable: Sequence[int], num_hoped: float) -> list[float]:
+    def _rates(self, slots: Sequence[int]) -> tuple[list[float], list[float]]:
+        """Return the hopeful and the doubtful estimates of the shares of accepted drafts, by sequence: of its own
+        tries, and of DOUBT tries with the average rate of all sequences. That average has DOUBT more tries, which were
+        all right or all wrong."""
+        average, now = self._all, self._now
+        average.fade(now)
+        doubted = average.num_right / (average.num_tries + DOUBT)
+        added_if_right, added_if_wrong = DOUBT * doubted + DOUBT * DOUBT / (average.num_tries + DOUBT), DOUBT * doubted
+        right: list[float] = []
+        wrong: list[float] = []
+        for slot in slots:
+            own = self._own[slot]
+            own.fade(now)
+            num_tries = own.num_tries + DOUBT
+            right.append((own.num_right + added_if_right) / num_tries)
+            wrong.append((own.num_right + added_if_wrong) / num_tries)
+        return right, wrong
+
+    def _expected(self, rates: Sequence[float], usable: Sequence[int]) -> list[float]:
         """Return the expected tokens per sequence of a round of 0, 1, .. steps: 1 + rate + .. + rate ** steps."""
         tokens = [1.0] + [0.0] * self.shape.num_steps
-        for slot, limit in zip(slots, usable, strict=True):
-            rate = power = self.acceptance(slot, num_hoped)
+        for rate, limit in zip(rates, usable, strict=True):
+            power = 1 / len(rates)
             for steps in range(1, limit + 1):
-                tokens[steps] += power / len(slots)
                 power *= rate
+                tokens[steps] += power
         return list(itertools.accumulate(tokens))
 
     def _seconds(self, num_seqs: int, num_steps: int, kind: Hashable) -> float:

@@ -204,6 +204,8 @@ def pulling(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) ->
         pair.step_until(lambda: pair.decode.scheduler.reserved)
         while not pair.prefill.scheduler.handing_over or pair.prefill._under_way is not None:
             pair.prefill.step()
+            pair._receive()  # the reservation may still be under way, and the prompt with it
+            pair._dispatch()
         time.sleep(0.05)  # for the offers to come
         assert pair.decode.scheduler.reserved and pair.decode._under_way is not None
         monkeypatch.setattr(client, "POLL_BYTES", 1)

@@ -17,7 +17,7 @@ from dataclasses import replace
 import pytest
 from adaptive_world import Machine, World
 
-from baton.engine.adaptive import DOUBT, LOAN, StepChooser
+from baton.engine.adaptive import LOAN, StepChooser
 from baton.engine.draft_shape import DraftShape
 from baton.engine.step_times import KEPT, MEMORY, SHARE, StepTimes
 
@@ -86,7 +86,7 @@ def test_measuring_is_frequent_where_it_costs_little() -> None:
 def test_no_more_is_lost_than_the_bound(machine: tuple[float, float, float], rate: float) -> None:
     """Whatever the estimate promises: here it always believes in drafts."""
     chooser, real = make(machine)
-    chooser.acceptance = lambda slot, num_hoped=0.0: 0.99 if num_hoped else 0.0
+    chooser._rates = lambda slots: ([0.99] * len(slots), [0.0] * len(slots))
     num_rounds = 400
     chosen, speed = run(chooser, real, rate, 4, num_rounds)
     took = [real.seconds(4, steps) / real.seconds(4, 0) for steps in chosen]
@@ -195,10 +195,11 @@ def test_drafts_that_others_looked_up_count_as_tries() -> None:
 
 def test_hope_is_as_large_as_doubt() -> None:
     chooser, _ = make(CHEAP)
-    assert (chooser.acceptance(0), chooser.acceptance(0, DOUBT)) == (0.0, 1.0), "nothing is known"
+    assert chooser._rates([0]) == ([1.0], [0.0]), "nothing is known"
     chooser.learn(0, 300, 400)
-    assert chooser.acceptance(0) == pytest.approx(0.75, abs=0.02)
-    assert 0 < chooser.acceptance(0, DOUBT) - chooser.acceptance(0) < 0.01
+    [hoped], [doubted] = chooser._rates([0])
+    assert doubted == chooser.acceptance(0) == pytest.approx(0.75, abs=0.02)
+    assert 0 < hoped - doubted < 0.01
 
 
 def test_not_more_than_anybody_can_use() -> None:
