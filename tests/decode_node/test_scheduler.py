@@ -12,7 +12,7 @@ from baton.decode_node.scheduler import DecodeScheduler, StepPlan
 from baton.decode_node.sequence import Sequence
 from baton.engine.draft_shape import DraftShape
 from baton.engine.engine import Engine
-from baton.engine.work import Accepted
+from baton.engine.work import MAX_MISSED, Accepted
 
 from .conftest import MakeSequence
 
@@ -157,7 +157,7 @@ def test_drafts_are_limited_per_sequence(make_scheduler: MakeScheduler, make_seq
         start(scheduler, make_sequence("ccc", 4, max_tokens=3)),
         start(scheduler, make_sequence("dddd", 4, max_tokens=20)),
     ]
-    sequences[3].leave_behind()
+    sequences[3].num_missed = MAX_MISSED + 1
     plan = scheduler.plan()
     assert (plan.decoding, plan.limits, plan.shape.num_steps) == (sequences, [4, 2, 1, 0], 4)
     scheduler.finish(sequences[0])
