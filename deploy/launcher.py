@@ -105,8 +105,8 @@ class Launcher:
         return False
 
     def _has_prefill(self, snapshot: Snapshot) -> bool:
-        """Whether a prefill node has joined, if the plan has any. Before that, decode nodes may serve alone."""
-        names = self._plan.node_names("prefill")
+        """Whether a prefill node has joined, if any was started. Before that, decode nodes may serve alone."""
+        names = [child.name for child in self._children if child.role == "prefill"]
         return not names or not snapshot.answers or any(name in snapshot.joined for name in names)
 
     def _watch(self) -> None:
