@@ -385,8 +385,8 @@ class DecodeNode:
         for sequence, row in zip(plan.sequences, plan.rows, strict=True):
             sequence.compute(len(row.input_ids))
             self._counts.computed_tokens += len(row.input_ids)
-            if sequence.is_local and sequence.num_to_compute == 1:
-                self.scheduler.finish_local(sequence)
+            if sequence.is_local:
+                self.scheduler.share_computed(sequence)
 
     def _submit_round(self, plan: StepPlan) -> SubmittedRound | None:
         """Submit a round. If the device has no memory for it, make ready for a smaller one, and return None."""

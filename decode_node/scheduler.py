@@ -114,8 +114,8 @@ class DecodeScheduler:
         bisect.insort(self.running, sequence, key=_order)
         return sequence
 
-    def finish_local(self, sequence: Sequence) -> None:
-        """Give the pages of a local prompt to the prefix cache, since it is computed."""
+    def share_computed(self, sequence: Sequence) -> None:
+        """Give the computed pages of a local prompt to the prefix cache, so that others find them."""
         self._cache_pages(sequence)
 
     @property
@@ -215,13 +215,13 @@ class DecodeScheduler:
         return num_new
 
     def _waits_for_choice(self, sequence: Sequence) -> bool:
-        """Whether an older choice of the same request computes the same prompt now. Its pages will be found in the
+        """Whether an older choice of the same request computes pages of the same prompt now. They will be found in the
         prefix cache."""
         return any(
             other.order < sequence.order
             and other.unit.attempt == sequence.unit.attempt
             and other.lease is not None
-            and other.num_to_compute > 1
+            and other.num_computed < self._most_cached(other) * self.page_size
             for other in self._by_rid[sequence.unit.rid]
         )
 

@@ -82,8 +82,9 @@ class LocalPrompts:
         return _Kept(_stop(row), latest.clone())
 
     def _finish(self, work: Recompute, ends: list[LocalRow], states: list[Tensor]) -> None:
-        """Store the drafter's state after the prompts of `ends` in their slots. `states`: of the last positions of each,
-        [<= num_states, extend width]."""
+        """Store the drafter's state after the prompts of `ends` in their slots.
+
+        states: the target's, of the last positions of each prompt, [<= num_states, extend width]."""
         drafter, device = self._engine.drafter, self._engine.device
         assert drafter is not None
         tails: list[PromptTail] = []

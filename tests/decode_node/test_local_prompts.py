@@ -73,14 +73,14 @@ def test_a_drafter_proposes_the_same_after_a_local_prompt(
     model = drafters.target_of(name, checkpoint)
     pair = make_pair(model, **drafters.settings(name, model, tmp_path, steps=3))
     proposed = record_drafts(pair)
-    for prompt_len in (1, 2, 5, 11, 12, 13):
+    for prompt_len in (1, 5, 12, 13):
         prompt = [(7 * index + prompt_len) % 50 for index in range(prompt_len)]
         sampled = params(9, temperature=1.0, seed=prompt_len)
         pair.submit(f"remote {prompt_len}", prompt, sampled)
         remote = pair.run()[f"remote {prompt_len}", 0]
         expected, drafts = counts(remote), proposed.copy()
         assert len(drafts) > 2
-        for chunk_tokens in (1, PAGE_SIZE, 64):
+        for chunk_tokens in (1, PAGE_SIZE):
             pair.decode.cache.flush()
             pair.decode.scheduler.chunk_tokens = chunk_tokens
             for more in ("", " again"):  # the second finds pages of the first

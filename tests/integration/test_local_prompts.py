@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,28 +32,25 @@ def answers(ask: Any) -> list[Any]:
     return found
 
 
-def test_baton_up_without_prefill_nodes_serves_the_same_text(tmp_path: Path) -> None:
-    texts: list[list[Any]] = []
-    for num_prefill in (0, 1):
-        directory = tmp_path / f"{num_prefill}"
-        directory.mkdir()
-        with up(directory, DEMO, "--prefill", f"{num_prefill}", "--decode", "1", "--no-draft-adaptive") as running:
-            assert len(running.family()) == 2 + num_prefill
+def test_baton_up_without_prefill_nodes_serves_the_same_text(
+    tmp_path: Path, new_cluster: Callable[..., Cluster]
+) -> None:
+    with up(tmp_path, DEMO, "--prefill", "0", "--decode", "1", "--no-draft-adaptive") as running:
+        assert len(running.family()) == 2
 
-            def ask(body: Any, running: Any = running) -> Any:
-                status, answer = running.request("POST", "/v1/completions", body)
-                assert status == 200, answer
-                return answer
+        def ask(body: Any) -> Any:
+            status, answer = running.request("POST", "/v1/completions", body)
+            assert status == 200, answer
+            return answer
 
-            texts.append(answers(ask))
-            again = ask({"model": "demo", "prompt": PROMPT, "max_tokens": 4})["usage"]
-            assert again["prompt_tokens_details"]["cached_tokens"] > 0, again
-            ready = running.request("GET", "/ready")[1]
-            assert bool(ready.get("local_prefill")) is (num_prefill == 0), ready
-            if num_prefill == 0:
-                speculated = ask({"model": "demo", "prompt": PROMPT, "max_tokens": 24, "temperature": 0})["usage"]
-                assert speculated["speculation"]["accepted_tokens"] > 0, speculated
-    assert texts[0] == texts[1]
+        local = answers(ask)
+        usage = ask({"model": "demo", "prompt": PROMPT, "max_tokens": 24, "temperature": 0})["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 0, usage
+        assert usage["speculation"]["accepted_tokens"] > 0, usage
+        assert running.request("GET", "/ready")[1]["local_prefill"]
+    cluster = new_cluster(DEMO).start()
+    assert answers(lambda body: cluster.post("/v1/completions", body)[1]) == local
+    assert "local_prefill" not in cluster.get("/ready")[1]
 
 
 def test_requests_go_on_when_the_only_prefill_node_is_killed_and_return_when_one_joins(cluster: Cluster) -> None:
