@@ -4,6 +4,9 @@
                  ^       (decode)   (decode)    (prefill)  (prefill)       (decode)    (decode)
                  '------- rescheduled: an attempt failed, a node was lost, or a drain ran out of time
 
+If the decode node computes the prompt itself (prompt_placement.py), it gets Compute instead of Reserve, and all tokens
+come from it.
+
 A request ends when every sequence has finished (a node said so, or the router found a stop string), when its client or
 an operator cancels it, or with an error. Nodes that may still hold something of it get Cancel until they answer.
 

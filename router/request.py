@@ -84,7 +84,7 @@ class Attempt:
         self.choices = choices  # indices of the sequences that still run
         self.prefill = prefill
         self.decode = decode
-        self.place = PromptPlace("remote" if prefill is not None else "local", "never")
+        self.place = PromptPlace("remote" if prefill is not None else "local", "never")  # who computes the prompt
         self.dispatched = False  # it has its nodes: Prefill was sent if a prefill node takes part
         self.prefill_done = prefill is None
         self.admitted: set[int] = set()  # sequences whose pages have all arrived on the decode node
